@@ -1,0 +1,1 @@
+"""ampkit: automatic mixed precision for PyTorch."""

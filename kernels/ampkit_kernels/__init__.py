@@ -1,0 +1,1 @@
+"""Fused multi-tensor kernels for mixed precision. Importing this package does not import Triton."""
