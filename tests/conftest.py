@@ -1,0 +1,55 @@
+"""What every test may rely on: seeds, one torch thread, the Triton interpreter on machines without a GPU.
+
+Set before anything imports Triton, because Triton reads the variable when a kernel is decorated. A variable
+that the caller has set wins. Tests that compile kernels for real start a process without it.
+"""
+
+import os
+import random
+from collections.abc import Iterator
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+if not HAS_CUDA:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# One thread: results do not depend on the machine's core count, small operators run faster, and two workers
+# do not fight for two cores. `make test` runs one pytest worker per core instead.
+torch.set_num_threads(1)
+
+# Derandomised: the same examples on every machine, so that a red run can be repeated by its name alone.
+# No deadline: the first example of a kernel test pays for its compilation.
+hypothesis.settings.register_profile(
+    "ampkit", derandomize=True, deadline=None, max_examples=50, database=None, print_blob=True
+)
+hypothesis.settings.load_profile("ampkit")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` on machines without a CUDA device."""
+    if HAS_CUDA:
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """Start each test from the same random state, whatever ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_region_left_open() -> Iterator[None]:
+    """Fail the test that leaves a dispatch mode active, rather than every test after it."""
+    yield
+    depth = torch._C._len_torch_dispatch_stack()
+    assert depth == 0, f"the test left {depth} dispatch mode(s) active on this thread"
