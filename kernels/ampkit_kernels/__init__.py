@@ -1,1 +1,25 @@
-"""Fused multi-tensor kernels for mixed precision. Importing this package does not import Triton."""
+"""Multi-tensor operations for mixed precision: one launch where PyTorch makes many, and no host
+synchronisation.
+
+Every function takes lists of tensors on one device, device scalars as one-element float32 tensors, and a
+keyword `impl`: `"auto"` (Triton on CUDA devices that can run it, PyTorch elsewhere), `"triton"` (raises
+`TritonUnavailable` with the reason where it cannot run) or `"reference"` (PyTorch). Lists may be empty.
+Importing this package does not import Triton.
+"""
+
+from .api import cast_, multiply_, nonfinite_counts, norm_and_check, unscale_, update_scale_
+from .dispatch import TritonUnavailable, why_not_triton
+from .optimizer_api import adamw_, sgd_
+
+__all__ = [
+    "TritonUnavailable",
+    "adamw_",
+    "cast_",
+    "multiply_",
+    "nonfinite_counts",
+    "norm_and_check",
+    "sgd_",
+    "unscale_",
+    "update_scale_",
+    "why_not_triton",
+]

@@ -1,0 +1,117 @@
+"""Which implementation serves a call, and why: Triton on a CUDA device that can run it, PyTorch elsewhere.
+
+`impl="auto"` may choose; `"triton"` and `"reference"` are orders, and an order that cannot be carried out
+raises. Triton is imported here at first use, never when the package is imported.
+"""
+
+import functools
+import importlib.util
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .tensors import is_dense
+
+IMPLS = ("auto", "triton", "reference")
+MINIMUM_CAPABILITY = (8, 0)
+
+
+class TritonUnavailable(RuntimeError):
+    """`impl="triton"` was asked for where it cannot run; the message says why."""
+
+
+def interpreting() -> bool:
+    """Whether Triton runs, or would run, in its interpreter: TRITON_INTERPRET as Triton itself reads it."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
+
+
+@functools.cache
+def _triton_missing() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed: pip install 'triton>=3.6'"
+    return None
+
+
+@functools.cache
+def _device_too_old(index: int) -> str | None:
+    capability = torch.cuda.get_device_capability(index)
+    if capability < MINIMUM_CAPABILITY:
+        return (
+            f"{torch.cuda.get_device_name(index)} has compute capability {capability[0]}.{capability[1]}; "
+            f"the kernels need {MINIMUM_CAPABILITY[0]}.{MINIMUM_CAPABILITY[1]} or newer"
+        )
+    return None
+
+
+def why_not_triton(device: torch.device) -> str | None:
+    """None where the Triton kernels can run on `device`, else a sentence with the reason."""
+    missing = _triton_missing()
+    if missing:
+        return missing
+    if device.type == "cpu":
+        if interpreting():
+            return None
+        return (
+            "the tensors are on the CPU: set TRITON_INTERPRET=1 before Triton is imported to interpret there"
+        )
+    if device.type != "cuda":
+        return f"the tensors are on {device.type}; the kernels run on CUDA devices"
+    if interpreting():
+        return (
+            "TRITON_INTERPRET is set: the interpreter copies its arguments to the host but not the memory "
+            "that a pointer table names; unset TRITON_INTERPRET, or move the tensors to the CPU"
+        )
+    if torch.version.hip is not None:
+        return "the kernels have not been verified on ROCm"
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return _device_too_old(index)
+
+
+def uses_triton(impl: str, device: torch.device) -> bool:
+    """Whether a call with this `impl` on this device goes to Triton; raises when an order cannot be carried
+    out."""
+    if impl == "auto":
+        # The interpreter is for tests: on the CPU nobody is served by it unasked.
+        return device.type == "cuda" and why_not_triton(device) is None
+    if impl == "triton":
+        reason = why_not_triton(device)
+        if reason:
+            raise TritonUnavailable(f"impl='triton' cannot run here: {reason}")
+        return True
+    if impl == "reference":
+        return False
+    raise ValueError(f"unknown impl {impl!r}; expected 'auto', 'triton' or 'reference'")
+
+
+def split(impl: str, op: str, *lists: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    """Indices that a kernel can address as flat memory, and indices left to PyTorch.
+
+    A row of parallel lists is flat when every tensor in it is dense and all have the same strides. Rows
+    without elements are in neither. With `impl="triton"` a row that is not flat raises instead.
+    """
+    flat: list[int] = []
+    other: list[int] = []
+    for i, row in enumerate(zip(*lists, strict=True)):
+        first = row[0]
+        if first.numel() == 0:
+            continue
+        if all(t.is_contiguous() for t in row) or (
+            is_dense(first) and all(t.stride() == first.stride() for t in row)
+        ):
+            flat.append(i)
+        else:
+            other.append(i)
+    if other and impl == "triton":
+        strides = [tuple(tensors[other[0]].stride()) for tensors in lists]
+        raise ValueError(
+            f"{op}: impl='triton' needs dense tensors with the same strides across lists; tensor {other[0]} "
+            f"has strides {strides}: use impl='auto', which leaves such tensors to PyTorch, or pass tensor.contiguous()"
+        )
+    return flat, other
+
+
+def pick(tensors: Sequence[Tensor], indices: Sequence[int]) -> list[Tensor]:
+    """The tensors at these indices."""
+    return [tensors[i] for i in indices]

@@ -1,0 +1,326 @@
+"""Every operation of this package in plain PyTorch: the CPU path, and the oracle that the Triton kernels
+answer to.
+
+Nothing here reads a value from a device. On the CPU, where a value lies in memory that Python can see,
+branches are taken on the host (through NumPy, so that a watcher counting `.item()` calls sees none); on any
+other device the same decisions are made with tensor arithmetic. The functions take lists as
+`tensors.strided_floats` gives them; the public names in `ampkit_kernels` validate first.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .tensors import unrepeated
+
+INF = float("inf")
+
+
+def host_value(scalar: Tensor) -> float:
+    """The number in a one-element CPU tensor, read from memory: no dispatch, nothing to wait for."""
+    return scalar.numpy().item()
+
+
+def by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The tensors grouped by dtype, order kept within a group."""
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for t in tensors:
+        groups.setdefault(t.dtype, []).append(t)
+    return list(groups.values())
+
+
+def largest_magnitudes(tensors: Sequence[Tensor]) -> Tensor:
+    """Per tensor max |x| as one fp64 vector; NaN wins, then inf. Empty tensors count 0."""
+    filled = [t for t in tensors if t.numel()]
+    if not filled:
+        return torch.zeros(1, dtype=torch.float64, device=tensors[0].device if tensors else None)
+    parts = [torch.stack(torch._foreach_norm(group, INF)).double() for group in by_dtype(filled)]
+    return torch.cat(parts)
+
+
+def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+    """Multiply in place and flag non-finite values; see `ampkit_kernels.unscale_`."""
+    if not grads:
+        return
+    grads = [unrepeated(g, "unscale_") for g in grads]
+    for group in by_dtype(grads):
+        if group[0].is_cuda and group[0].dtype is torch.bfloat16:
+            _unscale_bfloat16_(group, inv_scale, found_inf)
+        else:
+            torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inv_scale)
+    # Only a factor above 1 can turn a finite value into an infinite one.
+    if inv_scale.device.type == "cpu" and host_value(inv_scale) <= 1.0:
+        return
+    finite = torch.isfinite(largest_magnitudes(grads)).all()
+    found_inf.copy_(torch.where(finite, found_inf, 1.0))
+
+
+def _unscale_bfloat16_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+    """torch's CUDA operator refuses bfloat16 gradients."""
+    finite = torch.isfinite(largest_magnitudes(grads)).all()
+    found_inf.copy_(torch.where(finite, found_inf, 1.0))
+    for g in grads:
+        g.mul_(inv_scale)
+
+
+def norm_and_check(
+    grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, norm_type: float = 2.0
+) -> Tensor:
+    """Norm of grads * inv_scale without writing them; see `ampkit_kernels.norm_and_check`.
+
+    A finite norm (of any order above 0) proves that every element was finite, so the exact look at each
+    element is only taken when the norm is not.
+    """
+    out_dtype = torch.float64 if any(g.dtype is torch.float64 for g in grads) else torch.float32
+    filled = [g for g in grads if g.numel()]
+    if not filled:
+        return torch.zeros((), dtype=out_dtype, device=inv_scale.device)
+    factor = inv_scale.to(out_dtype).reshape(()) if norm_type != 0 else inv_scale.new_ones(())
+    raw = _total(filled, norm_type, out_dtype)
+    if raw.device.type == "cpu":
+        inv = host_value(inv_scale)
+        norm = raw * factor
+        if norm_type > 0 and _is_finite(host_value(norm)) and inv <= 1.0:
+            return norm
+        if not _unscaled_is_finite(filled, inv_scale):
+            found_inf.fill_(1.0)
+        elif not _is_finite(host_value(norm)):
+            # Finite elements whose powers add up to more than fp32 holds: add them up in fp64.
+            norm = (_total(filled, norm_type, torch.float64) * factor.double()).to(out_dtype)
+        return norm
+    finite = _unscaled_is_finite(filled, inv_scale)
+    found_inf.copy_(torch.where(finite, found_inf, 1.0))
+    return raw * factor
+
+
+def _is_finite(value: float) -> bool:
+    return abs(value) < INF
+
+
+def _total(grads: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
+    """Norm of the norms, each accumulated and returned in `dtype`."""
+    norms: list[Tensor] = []
+    for group in by_dtype(grads):
+        norms.extend(torch._foreach_norm(group, norm_type, dtype=dtype))
+    if norm_type == 0:
+        return torch.stack(norms).sum()
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def _unscaled_is_finite(grads: Sequence[Tensor], inv_scale: Tensor) -> Tensor:
+    """Whether every element is finite and stays so, in its own dtype, when multiplied by a factor above 1."""
+    finite = torch.ones((), dtype=torch.bool, device=inv_scale.device)
+    for group in by_dtype(grads):
+        # Rounding keeps order, so the largest magnitude is the first to overflow.
+        largest = largest_magnitudes(group)
+        unscaled = (
+            (largest * inv_scale.double())
+            .to(torch.float32 if group[0].dtype != torch.float64 else torch.float64)
+            .to(group[0].dtype)
+        )
+        finite &= (torch.isfinite(largest) & torch.isfinite(unscaled)).all()
+    return finite
+
+
+def multiply_(grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None) -> None:
+    """Multiply in place unless the factor is 1 or found_inf is set; see `ampkit_kernels.multiply_`."""
+    if not grads:
+        return
+    grads = [unrepeated(g, "multiply_") for g in grads]
+    if factor.device.type == "cpu":
+        value = host_value(factor)
+        if value == 1.0 or (found_inf is not None and host_value(found_inf) != 0.0):
+            return
+        torch._foreach_mul_(grads, value)
+        return
+    if found_inf is not None:
+        factor = torch.where(found_inf.reshape(()) != 0, 1.0, factor.reshape(()))
+    for group in by_dtype(grads):
+        torch._foreach_mul_(group, factor.reshape(()))
+
+
+def nonfinite_counts(grads: Sequence[Tensor]) -> Tensor:
+    """Counts of inf and NaN per tensor; see `ampkit_kernels.nonfinite_counts`."""
+    device = grads[0].device if grads else None
+    rows = [torch.stack((torch.isinf(g).sum(), torch.isnan(g).sum())) for g in grads]
+    return torch.stack(rows) if rows else torch.zeros((0, 2), dtype=torch.int64, device=device)
+
+
+def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
+    """Copy with conversion; see `ampkit_kernels.cast_`. Grouped by dtype pair, which keeps torch's fast
+    path."""
+    pairs: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for source, destination in zip(sources, destinations, strict=True):
+        group = pairs.setdefault((source.dtype, destination.dtype), ([], []))
+        group[0].append(source)
+        group[1].append(destination)
+    for group_sources, group_destinations in pairs.values():
+        torch._foreach_copy_(group_destinations, group_sources)
+
+
+def adamw_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    max_exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    *,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    amsgrad: bool,
+    maximize: bool,
+    multiplier: Tensor | None,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    copies: Sequence[Tensor] | None,
+) -> None:
+    """One AdamW step in fp32 (fp64 for fp64 parameters), rounded once per stored value; see
+    `ampkit_kernels.adamw_`.
+
+    The operations and their order are those of `torch.optim.AdamW(foreach=False)`, so that fp32 and fp64
+    results are equal to it bit for bit on the CPU.
+    """
+    skip = _skip(found_inf)
+    if skip is True:
+        return
+    for i, (p, grad, m, v, step) in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True)):
+        acc = torch.float64 if p.dtype is torch.float64 else torch.float32
+        count = step.double() + 1
+        rate = lr.to(count.device, torch.float64) if isinstance(lr, Tensor) else lr
+        step_size = (rate / (1 - beta1**count)).to(p.device, acc)
+        correction = (1 - beta2**count).sqrt().to(p.device, acc)
+        g = _incoming(grad, acc, maximize, multiplier, grad_scale)
+        new_p = p.to(acc) if weight_decay == 0 else p.to(acc) * _scalar(1 - rate * weight_decay, p, acc)
+        new_m = torch.lerp(m.to(acc), g, 1 - beta1)
+        new_v = torch.addcmul(v.to(acc) * beta2, g, g, value=1 - beta2)
+        stored = [(m, new_m), (v, new_v), (step, count)]
+        if amsgrad:
+            second = torch.maximum(max_exp_avg_sqs[i].to(acc), new_v)
+            stored.append((max_exp_avg_sqs[i], second))
+        else:
+            second = new_v
+        new_p = new_p - step_size * new_m / (second.sqrt() / correction + eps)
+        _store(p, new_p, stored, copies[i] if copies else None, skip)
+
+
+def sgd_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor],
+    *,
+    lr: float | Tensor,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    maximize: bool,
+    started: Tensor | None,
+    multiplier: Tensor | None,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    copies: Sequence[Tensor] | None,
+) -> None:
+    """One SGD step in fp32 (fp64 for fp64 parameters), rounded once per stored value; see
+    `ampkit_kernels.sgd_`.
+
+    The operations and their order are those of `torch.optim.SGD(foreach=False)`.
+    """
+    skip = _skip(found_inf)
+    if skip is True:
+        return
+    for i, (p, grad) in enumerate(zip(params, grads, strict=True)):
+        acc = torch.float64 if p.dtype is torch.float64 else torch.float32
+        g = _incoming(grad, acc, maximize, multiplier, grad_scale)
+        if weight_decay != 0:
+            g = torch.add(g, p.to(acc), alpha=weight_decay)
+        stored = []
+        if momentum != 0:
+            buffer = momentum_buffers[i]
+            new_buffer = torch.add(buffer.to(acc) * momentum, g, alpha=1 - dampening)
+            if started is not None:
+                new_buffer = torch.where(started[i] != 0, new_buffer, g)
+            stored.append((buffer, new_buffer))
+            g = torch.add(g, new_buffer, alpha=momentum) if nesterov else new_buffer
+        if isinstance(lr, Tensor):
+            new_p = p.to(acc) - lr.to(p.device, acc) * g
+        else:
+            new_p = torch.add(p.to(acc), g, alpha=-lr)
+        _store(p, new_p, stored, copies[i] if copies else None, skip)
+    if started is not None:
+        started.copy_(torch.ones_like(started) if skip is None else torch.where(skip, started, 1))
+
+
+def _skip(found_inf: Tensor | None) -> Tensor | bool | None:
+    """None: go on. True: skip, known on the host. A tensor: known on the device alone."""
+    if found_inf is None:
+        return None
+    if found_inf.device.type == "cpu":
+        return True if host_value(found_inf) != 0.0 else None
+    return found_inf.reshape(()) != 0
+
+
+def _scalar(value: float | Tensor, like: Tensor, dtype: torch.dtype) -> Tensor | float:
+    return value.to(like.device, dtype) if isinstance(value, Tensor) else value
+
+
+def _incoming(
+    grad: Tensor, acc: torch.dtype, maximize: bool, multiplier: Tensor | None, grad_scale: Tensor | None
+) -> Tensor:
+    """The gradient as the update sees it: widened, multiplied, divided, negated."""
+    g = grad.to(acc)
+    if multiplier is not None:
+        g = g * multiplier.to(g.device, acc)
+    if grad_scale is not None:
+        g = g * grad_scale.double().reciprocal().float().to(g.device, acc)
+    return -g if maximize else g
+
+
+def _store(
+    p: Tensor, new_p: Tensor, stored: list[tuple[Tensor, Tensor]], copy: Tensor | None, skip: Tensor | None
+) -> None:
+    """Write new values, or the old ones again where a device flag says skip."""
+    pairs = [(p, new_p), *stored]
+    if copy is not None:
+        pairs.append((copy, new_p.to(p.dtype)))
+    for old, new in pairs:
+        old.copy_(new if skip is None else torch.where(skip, old, new.to(old.dtype)))
+
+
+def update_scale_(
+    scale: Tensor,
+    growth_tracker: Tensor,
+    hysteresis_tracker: Tensor | None,
+    found_inf: Tensor,
+    *,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    hysteresis: int,
+    refill: str,
+    min_scale: float | None,
+    max_scale: float | None,
+) -> None:
+    """The next loss scale, in place; see `ampkit_kernels.update_scale_`."""
+    old = scale.double()
+    overflow = found_inf.reshape(()).to(scale.device) != 0
+    patience = torch.ones_like(growth_tracker) if hysteresis_tracker is None else hysteresis_tracker.clone()
+    grown, backed = (old * growth_factor).float(), (old * backoff_factor).float()
+    if max_scale is not None:
+        grown = torch.minimum(grown, scale.clamp(min=max_scale))
+    if min_scale is not None:
+        backed = torch.maximum(backed, scale.clamp(max=min_scale))
+    grown = torch.where(torch.isfinite(grown), grown, scale)
+    backed = torch.where(backed == 0, scale, backed)
+    successes = growth_tracker + 1
+    grows = ~overflow & (successes == growth_interval)
+    scale.copy_(torch.where(overflow & (patience <= 1), backed, torch.where(grows, grown, scale)))
+    growth_tracker.copy_(torch.where(overflow | grows, 0, successes))
+    if hysteresis_tracker is not None:
+        full = torch.full_like(patience, hysteresis)
+        refilled = torch.where(grows if refill == "growth" else ~overflow, full, patience)
+        hysteresis_tracker.copy_(torch.where(overflow, (patience - 1).clamp(min=1), refilled))

@@ -1,0 +1,135 @@
+"""What a list of tensors is, before any kernel sees it: plain strided storage of floating-point numbers.
+
+Sparse COO tensors stand for their values, complex tensors for their real views, expanded tensors for the
+elements that they repeat. Everything here looks at metadata only: nothing is launched, nothing is read from
+a device.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def strided_floats(tensors: Sequence[Tensor], op: str) -> list[Tensor]:
+    """The same numbers as strided, real, floating-point tensors that share the originals' storage.
+
+    Sparse COO tensors give their values as they are stored (coalesce first where duplicates must be added
+    up); complex tensors give `view_as_real`. Raises TypeError for anything else that is not a strided float
+    tensor.
+    """
+    if all(type(t) in _PLAIN and t.dtype in FLOATS and t.layout is torch.strided for t in tensors):
+        return list(tensors)
+    return [_strided_float(t, i, op) for i, t in enumerate(tensors)]
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _strided_float(t: Tensor, index: int, op: str) -> Tensor:
+    if hasattr(t, "to_local"):
+        raise TypeError(
+            f"{op}: tensor {index} is a {type(t).__name__}; kernels work on local storage: "
+            f"pass tensor.to_local()"
+        )
+    if t.layout is torch.sparse_coo:
+        t = t._values()
+    if t.layout is not torch.strided:
+        raise TypeError(
+            f"{op}: tensor {index} has layout {t.layout}; expected strided or sparse_coo: "
+            f"pass its values() or a dense tensor"
+        )
+    if t.is_complex():
+        t = torch.view_as_real(t.resolve_conj())
+    if t.dtype not in FLOATS:
+        raise TypeError(
+            f"{op}: tensor {index} has dtype {t.dtype}; expected a floating-point or complex tensor: "
+            f"leave integer tensors out of the list"
+        )
+    return t
+
+
+def unrepeated(t: Tensor, op: str) -> Tensor:
+    """The view of `t` that holds every stored element once: dimensions of stride 0 are cut to length 1.
+
+    An in-place operation on an expanded tensor would otherwise touch an element once per repetition.
+    """
+    for dim, (size, stride) in enumerate(zip(t.shape, t.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            t = t.narrow(dim, 0, 1)
+    if may_overlap(t):
+        raise ValueError(
+            f"{op}: a tensor of shape {tuple(t.shape)} and strides {t.stride()} holds elements that share "
+            f"memory in a way that cannot be written in place: pass tensor.clone()"
+        )
+    return t
+
+
+def may_overlap(t: Tensor) -> bool:
+    """Whether two indices could name one element: strides sorted by size must each clear what lies below
+    them."""
+    if t.is_contiguous():
+        return False
+    reach = 0
+    for stride, size in sorted((st, s) for s, st in zip(t.shape, t.stride(), strict=True) if s > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def is_dense(t: Tensor) -> bool:
+    """Whether the elements fill one gapless stretch of memory, each once, in any order of dimensions."""
+    if t.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted((st, s) for s, st in zip(t.shape, t.stride(), strict=True) if s != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def check_scalar(name: str, value: Tensor, tensors: Sequence[Tensor], op: str) -> None:
+    """Refuse a device scalar that a kernel could not read or write: one fp32 element beside the tensors."""
+    if value.dtype != torch.float32 or value.numel() != 1:
+        raise ValueError(
+            f"{op}: {name} is a {value.dtype} tensor of shape {tuple(value.shape)}; "
+            f"expected one float32 element: torch.tensor(..., dtype=torch.float32)"
+        )
+    if tensors and value.device != tensors[0].device:
+        raise ValueError(
+            f"{op}: {name} lives on {value.device}, the tensors on {tensors[0].device}; expected one device: "
+            f"call once per device with a copy of {name} there"
+        )
+
+
+def check_one_device(tensors: Sequence[Tensor], op: str) -> None:
+    """Refuse a list spread over devices: one launch serves one device."""
+    if not tensors:
+        return
+    first = tensors[0].device
+    for i, t in enumerate(tensors):
+        if t.device != first:
+            raise ValueError(
+                f"{op}: tensor {i} lives on {t.device}, tensor 0 on {first}; "
+                f"expected one device: call once per device"
+            )
+
+
+def check_parallel(op: str, **lists: Sequence[Tensor]) -> None:
+    """Refuse lists that do not run in parallel: same length, same shapes."""
+    (first_name, first), *others = lists.items()
+    for name, tensors in others:
+        if len(tensors) != len(first):
+            raise ValueError(
+                f"{op}: got {len(tensors)} {name} for {len(first)} {first_name}; expected one for each"
+            )
+        for i, (a, b) in enumerate(zip(first, tensors, strict=True)):
+            if a.shape != b.shape:
+                raise ValueError(
+                    f"{op}: {name}[{i}] has shape {tuple(b.shape)}, {first_name}[{i}] has {tuple(a.shape)}; "
+                    f"expected the same shape"
+                )
