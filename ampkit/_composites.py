@@ -1,0 +1,271 @@
+"""Composite operators: written in terms of other operators, and what autocast does when no list names them.
+
+A composite (an operator with a CompositeImplicitAutograd kernel) may call a listed operator inside: `einsum`
+ends in `bmm`, `cross_entropy_loss` in `log_softmax.int` and `nll_loss`. torch.amp stays active in there, so
+the mode must too: such an operator is *decomposed*, its own code runs with the region active. That is always
+right, and costs a visit to the mode per inner operator. An *opaque* composite says what it reaches; a policy
+that lists none of that calls it whole instead, which is the same and quicker.
+
+Every composite of every supported torch is in exactly one of the two tables; a test walks the registry, and a
+torch that brings a new one fails it by name. An operator that a list names as well follows the list.
+"""
+
+from typing import NamedTuple
+
+__all__ = ["DECOMPOSED", "OPAQUE", "Composite"]
+
+
+class Composite(NamedTuple):
+    """Composite operators that are handled alike for one reason; names as in `op_table.Group`.
+
+    `reaches` names the operators the kernels may call, on any device and through any depth, apart from views,
+    copies, factories and questions about metadata. A policy with a rule for one of them decomposes the whole
+    group (see `op_table.whole`). Empty in `DECOMPOSED`: anything may be reached.
+    """
+
+    why: str
+    ops: str
+    reaches: str = ""
+    since: tuple[int, int] = (0, 0)
+    until: tuple[int, int] = (1000, 0)
+
+
+OPAQUE: tuple[Composite, ...] = (
+    Composite("asks about a tensor or changes its bookkeeping; computes no values", """
+        _backward _cufft_clear_plan_cache _cufft_get_plan_cache_max_size _cufft_get_plan_cache_size
+        _cufft_set_plan_cache_max_size _debug_has_internal_overlap _has_compatible_shallow_copy_type
+        _is_zerotensor _nnpack_available _propagate_xla_data _unpack_dual _use_cudnn_rnn_flatten_weight
+        _version can_cast cudnn_is_acceptable data get_gradients is_complex is_conj is_distributed
+        is_floating_point is_inference is_leaf is_neg is_nonzero is_signed is_vulkan_available item output_nr
+        promote_types requires_grad_ result_type.Scalar result_type.Scalar_Scalar result_type.Scalar_Tensor
+        result_type.Tensor retain_grad retains_grad set_.source_Tensor_storage_offset set_data size.int
+        stride.int sym_is_contiguous sym_numel sym_size.int
+        sym_storage_offset sym_stride.int""", reaches="_local_scalar_dense"),
+    Composite("as above; operators since torch 2.12", """
+        dim get_device is_contiguous is_contiguous.memory_format numel storage_offset""", since=(2, 12)),
+    Composite("a view, or a copy where no view exists", """
+        _add_batch_dim _remove_batch_dim _reshape_from_tensor adjoint atleast_1d atleast_1d.Sequence
+        atleast_2d atleast_2d.Sequence atleast_3d atleast_3d.Sequence broadcast_tensors broadcast_to chunk
+        conj conj_physical contiguous dsplit.array dsplit.int expand_as flatten.using_ints hsplit.array
+        hsplit.int imag linalg_diagonal mH mT matrix_H meshgrid meshgrid.indexing moveaxis.int
+        moveaxis.intlist movedim.int movedim.intlist narrow narrow.Tensor numpy_T pin_memory positive ravel
+        real reshape reshape_as resolve_conj resolve_neg split.sizes swapaxes swapaxes_ swapdims swapdims_
+        tensor_split.indices tensor_split.sections tensor_split.tensor_indices_or_sections unflatten.int
+        unflatten_dense_tensors unsafe_chunk view_as vsplit.array vsplit.int""", reaches="_conj_physical"),
+    Composite("a change of dtype, device or layout: the operators that casts are made of", """
+        _autocast_to_full_precision _autocast_to_reduced_precision _cast_Byte _cast_Char _cast_Double
+        _cast_Float _cast_Half _cast_Int _cast_Long _cast_Short _to_cpu chalf coalesce to.device to.dtype
+        to.dtype_layout to.other to_dense to_sparse to_sparse.sparse_dim to_sparse_bsc to_sparse_bsr
+        to_sparse_csc to_sparse_csr type_as""",
+        reaches="_coalesce _to_dense _to_sparse _to_sparse.sparse_dim _to_sparse_bsc _to_sparse_bsr "
+                "_to_sparse_csc _to_sparse_csr"),
+    Composite("a factory",
+              "_dim_arange _shape_as_tensor empty.out rand.generator_out randn.generator_out randn.out",
+              reaches="rand.out randn.generator_out"),
+    Composite("sparse tensors from their parts, and checks of those parts", """
+        _sparse_bsc_tensor_unsafe _sparse_bsr_tensor_unsafe _sparse_compressed_tensor_unsafe
+        _sparse_coo_tensor_unsafe _sparse_csc_tensor_unsafe _sparse_csr_tensor_unsafe
+        _validate_sparse_bsc_tensor_args _validate_sparse_bsr_tensor_args
+        _validate_sparse_compressed_tensor_args _validate_sparse_coo_tensor_args
+        _validate_sparse_csc_tensor_args _validate_sparse_csr_tensor_args sparse_bsc_tensor.ccol_row_value
+        sparse_bsc_tensor.ccol_row_value_size sparse_bsr_tensor.crow_col_value
+        sparse_bsr_tensor.crow_col_value_size sparse_csc_tensor.ccol_row_value
+        sparse_csc_tensor.ccol_row_value_size sparse_csr_tensor.crow_col_value
+        sparse_csr_tensor.crow_col_value_size"""),
+    Composite("another name of an arithmetic operator", """
+        absolute absolute_ clip clip.Tensor clip_ clip_.Tensor divide.Scalar divide.Scalar_mode divide.Tensor
+        divide.Tensor_mode divide_.Scalar divide_.Scalar_mode divide_.Tensor divide_.Tensor_mode fix fix_
+        multiply.Scalar multiply.Tensor multiply_.Scalar multiply_.Tensor negative negative_ subtract.Scalar
+        subtract.Tensor subtract_.Scalar subtract_.Tensor true_divide.Scalar true_divide.Tensor
+        true_divide_.Scalar true_divide_.Tensor""", reaches="""
+        abs abs_ add.Tensor clamp clamp.Tensor clamp_ clamp_.Tensor div.Scalar div.Scalar_mode div.Tensor
+        div.Tensor_mode div_.Scalar div_.Scalar_mode div_.Tensor div_.Tensor_mode mul.Scalar mul.Tensor
+        mul_.Scalar mul_.Tensor neg neg_ sub.Scalar sub.Tensor sub_.Scalar sub_.Tensor trunc trunc_"""),
+    Composite("a comparison or a bitwise operation: its result has no dtype to choose", """
+        __and__.Scalar __and__.Tensor __iand__.Scalar __iand__.Tensor __ior__.Scalar __ior__.Tensor
+        __ixor__.Scalar __ixor__.Tensor __or__.Scalar __or__.Tensor __xor__.Scalar __xor__.Tensor
+        greater.Scalar greater.Tensor greater_.Scalar greater_.Tensor greater_equal.Scalar
+        greater_equal.Tensor greater_equal_.Scalar greater_equal_.Tensor isfinite isreal less.Scalar
+        less.Tensor less_.Scalar less_.Tensor less_equal.Scalar less_equal.Tensor less_equal_.Scalar
+        less_equal_.Tensor not_equal.Scalar not_equal.Tensor
+        not_equal_.Scalar not_equal_.Tensor""", reaches="""
+        abs bitwise_and.Scalar bitwise_and.Tensor bitwise_and_.Scalar bitwise_and_.Tensor bitwise_or.Scalar
+        bitwise_or.Tensor bitwise_or_.Scalar bitwise_or_.Tensor bitwise_xor.Scalar bitwise_xor.Tensor
+        bitwise_xor_.Scalar bitwise_xor_.Tensor eq.Scalar eq.Tensor ge.Scalar ge.Tensor ge_.Scalar ge_.Tensor
+        gt.Scalar gt.Tensor gt_.Scalar gt_.Tensor le.Scalar le.Tensor le_.Scalar le_.Tensor lt.Scalar
+        lt.Tensor lt_.Scalar lt_.Tensor mul.Tensor ne.Scalar ne.Tensor ne_.Scalar ne_.Tensor"""),
+    Composite("chooses, repeats or orders elements", """
+        argsort argsort.stable fliplr flipud msort repeat_interleave.self_Tensor repeat_interleave.self_int
+        take_along_dim tile where where.Scalar where.ScalarOther where.ScalarSelf""", reaches="""
+        add.Tensor any flip gather index_select lt.Scalar nonzero repeat repeat_interleave.Tensor
+        scalar_tensor sort sort.stable unbind.int where.self"""),
+    Composite("dropout scales and masks; the mask has the input's dtype", """
+        alpha_dropout alpha_dropout_ dropout dropout_ feature_alpha_dropout feature_alpha_dropout_
+        feature_dropout feature_dropout_""", reaches="""
+        add.Scalar add.Tensor add_.Scalar add_.Tensor bernoulli_.float div_.Scalar mul.Scalar mul.Tensor
+        mul_.Scalar mul_.Tensor native_dropout"""),
+    Composite("an activation that forwards to one kernel", "log_sigmoid relu6 relu6_ rrelu rrelu_ selu selu_",
+              reaches="elu elu_ hardtanh hardtanh_ leaky_relu leaky_relu_ log_sigmoid_forward "
+                      "rrelu_with_noise rrelu_with_noise_"),
+    Composite("pooling that forwards to one kernel", """
+        adaptive_avg_pool1d adaptive_avg_pool2d adaptive_max_pool1d avg_pool1d max_pool1d
+        max_pool1d_with_indices max_pool2d""", reaches="""
+        _adaptive_avg_pool2d adaptive_max_pool2d avg_pool2d max_pool2d_with_indices mean.dim
+        mkldnn_adaptive_avg_pool2d mkldnn_max_pool2d quantized_max_pool1d quantized_max_pool2d"""),
+    Composite("sums rows of a table in one kernel", "embedding_bag embedding_bag.padding_idx",
+              reaches="_embedding_bag _embedding_bag_forward_only"),
+    Composite("moments: one kernel that accumulates in float32", """
+        std std.dim std_mean std_mean.dim var var.dim var_mean var_mean.dim""",
+        reaches="std.correction std_mean.correction var.correction var_mean.correction"),
+    Composite("normalises in one kernel", "_batch_norm_impl_index batch_norm instance_norm",
+              reaches="_batch_norm_impl_index batch_norm cudnn_batch_norm miopen_batch_norm native_batch_norm"),
+    Composite("normalises in one kernel", "group_norm layer_norm", reaches="native_group_norm native_layer_norm"),
+    Composite("softmax in one kernel", "log_softmax.int softmax.int special_log_softmax special_softmax",
+              reaches="_log_softmax _softmax log_softmax.int softmax.int"),
+    Composite("resamples in one kernel", """
+        _upsample_bicubic2d_aa.vec _upsample_bilinear2d_aa.vec _upsample_nearest_exact1d.vec
+        _upsample_nearest_exact2d.vec _upsample_nearest_exact3d.vec upsample_bicubic2d.vec
+        upsample_bilinear2d.vec upsample_linear1d.vec upsample_nearest1d.vec upsample_nearest2d.vec
+        upsample_nearest3d.vec upsample_trilinear3d.vec""", reaches="""
+        _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d
+        _upsample_nearest_exact3d upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d
+        upsample_nearest2d upsample_nearest3d upsample_trilinear3d"""),
+    Composite("as above; since torch 2.12", "_upsample_lanczos2d_aa.vec", reaches="_upsample_lanczos2d_aa",
+              since=(2, 12)),
+    Composite("pads in one kernel, or by copying parts", "_pad_circular _pad_enum pad", reaches="""
+        _pad_circular _pad_enum constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d
+        replication_pad1d replication_pad2d replication_pad3d"""),
+    Composite("joins tensors", "column_stack concat concatenate dstack hstack row_stack vstack",
+              reaches="cat column_stack hstack vstack"),
+    Composite("a square under another name", "square square_", reaches="pow.Tensor_Scalar pow_.Scalar"),
+    Composite("an outer product is one broadcast multiplication", "ger outer", reaches="mul.Tensor outer"),
+    Composite("has a kernel of its own on some device, which decomposing would pass by", """
+        _fused_rms_norm mish_backward native_channel_shuffle
+        silu_backward value_selecting_reduction_backward"""),
+)
+
+DECOMPOSED: tuple[Composite, ...] = (
+    Composite("matrix products and convolutions, on a device whose list does not name them", """
+        _convolution.deprecated _convolution_mode _scaled_dot_product_attention_math bilinear chain_matmul
+        conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding conv_transpose1d
+        conv_transpose2d.input conv_transpose3d.input einsum inner kron linalg_matmul linalg_matrix_power
+        linalg_multi_dot linalg_vecdot linear matmul matrix_power prelu scaled_dot_product_attention
+        slow_conv3d tensordot thnn_conv2d"""),
+    Composite("recurrent layers: matrix products and gates, or one fused kernel", """
+        gru.data gru.input gru_cell lstm.data lstm.input lstm_cell rnn_relu.data rnn_relu.input rnn_relu_cell
+        rnn_tanh.data rnn_tanh.input rnn_tanh_cell"""),
+    Composite("losses: a reduction over pointwise functions", """
+        cosine_embedding_loss cross_entropy_loss ctc_loss.IntList ctc_loss.Tensor hinge_embedding_loss kl_div
+        l1_loss margin_ranking_loss multilabel_margin_loss nll_loss nll_loss2d nll_loss_nd poisson_nll_loss
+        triplet_margin_loss"""),
+    Composite("norms and distances", """
+        _weight_norm cdist cosine_similarity frobenius_norm.dim linalg_matrix_norm linalg_matrix_norm.str_ord
+        linalg_norm linalg_norm.ord_str norm_except_dim nuclear_norm nuclear_norm.dim pairwise_distance pdist
+        rms_norm"""),
+    Composite("linear algebra: one or more factorisations", """
+        _lu_with_info det inverse linalg_cholesky linalg_cond linalg_cond.p_str linalg_det linalg_eigh
+        linalg_eigvals linalg_eigvalsh linalg_inv linalg_ldl_factor linalg_lu_factor linalg_matrix_rank
+        linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.atol_rtol_tensor linalg_matrix_rank.tol_tensor
+        linalg_pinv linalg_pinv.atol_rtol_float linalg_pinv.rcond_tensor linalg_slogdet linalg_solve
+        linalg_solve_ex linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve linalg_vander logdet
+        lu_solve matrix_exp orgqr pinverse qr slogdet svd vander"""),
+    Composite("Fourier transforms and what is built on them", """
+        fft_fft fft_fft2 fft_fftn fft_fftshift fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn
+        fft_ifftshift fft_ihfft fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2
+        fft_rfftn istft stft stft.center"""),
+    Composite("another name of a pointwise function, which some list names", """
+        arccos arccos_ arccosh arccosh_ arcsin arcsin_ arcsinh arcsinh_ arctan arctan2 arctan2_ arctan_
+        arctanh arctanh_ float_power.Scalar float_power.Tensor_Scalar float_power.Tensor_Tensor
+        float_power_.Scalar float_power_.Tensor special_digamma special_erf special_erfc special_erfinv
+        special_exp2 special_expit special_expm1 special_gammainc special_gammaincc special_gammaln special_i0
+        special_log1p special_logit special_logsumexp special_multigammaln special_ndtr special_polygamma
+        special_psi special_round special_sinc special_xlogy special_xlogy.other_scalar
+        special_xlogy.self_scalar"""),
+    Composite("statistics, integrals and differences: sums, sorts and products", """
+        combinations cartesian_prod corrcoef cov cross cumulative_trapezoid.dx cumulative_trapezoid.x diff
+        gradient.array gradient.scalararray gradient.scalarint gradient.scalarrayarray gradient.scalarrayint
+        gradient.tensorarray gradient.tensorarrayint histogramdd histogramdd.TensorList_bins
+        histogramdd.int_bins isclose nanmean nanquantile nanquantile.scalar quantile quantile.scalar
+        sum_to_size trapezoid.dx trapezoid.x trapz.dx trapz.x"""),
+    Composite("arranges elements with several operators, `cat` and `stack` among them", """
+        _pack_padded_sequence_backward _pad_packed_sequence argwhere diag diagflat fill_diagonal_
+        flatten_dense_tensors max.other min.other nonzero_numpy one_hot pad_sequence"""),
+    Composite("samples or pools in three dimensions", "adaptive_avg_pool3d grid_sampler max_pool3d"),
+    Composite("sparse operators: products, sums and softmax on values", """
+        _sparse_log_softmax.int _sparse_mm _sparse_mm.reduce _sparse_softmax.int _sparse_sum
+        _sparse_sum.dim_dtype _sparse_sum.dtype smm sparse_coo_tensor.indices sparse_coo_tensor.indices_size
+        sspaddmm"""),
+    Composite("nested tensors: pads by copying", "nested_to_padded_tensor"),
+    Composite("quantisation, real and simulated", """
+        _choose_qparams_per_tensor _rowwise_prune _saturate_weight_to_fp16 _wrapped_linear_prepack
+        _wrapped_quantized_linear_prepacked choose_qparams_optimized fake_quantize_per_channel_affine
+        fake_quantize_per_channel_affine_cachemask_backward fake_quantize_per_tensor_affine
+        fake_quantize_per_tensor_affine.tensor_qparams fake_quantize_per_tensor_affine_cachemask_backward
+        fbgemm_linear_fp16_weight fbgemm_linear_fp16_weight_fp32_activation fbgemm_linear_int8_weight
+        fbgemm_linear_int8_weight_fp32_activation fbgemm_linear_quantize_weight fbgemm_pack_gemm_matrix_fp16
+        fbgemm_pack_quantized_matrix fbgemm_pack_quantized_matrix.KN fused_moving_avg_obs_fake_quant
+        quantized_gru_cell quantized_lstm_cell quantized_rnn_relu_cell quantized_rnn_tanh_cell"""),
+    Composite("derivative formulas written with other operators", """
+        _batch_norm_impl_index_backward _convolution_double_backward _embedding_bag_sparse_backward
+        _gather_sparse_backward _thnn_differentiable_gru_cell_backward _thnn_differentiable_lstm_cell_backward
+        _thnn_fused_lstm_cell_backward _weight_norm_differentiable_backward affine_grid_generator_backward
+        conv_tbc_backward cummaxmin_backward cumprod_backward embedding_backward embedding_sparse_backward
+        gather_backward index_select_backward infinitely_differentiable_gelu_backward masked_select_backward
+        matrix_exp_backward to_dense_backward to_mkldnn_backward trace_backward"""),
+    Composite("as above; before torch 2.12", "_grid_sampler_2d_cpu_fallback_backward", until=(2, 12)),
+    Composite("quasi-random sequences", """
+        _sobol_engine_draw _sobol_engine_ff_ _sobol_engine_initialize_state_ _sobol_engine_scramble_"""),
+    Composite("torch's own test fixtures", """
+        _test_ambiguous_defaults.a _test_ambiguous_defaults.b _test_autograd_multiple_dispatch.ntonly
+        _test_check_tensor _test_serialization_subcmul _test_string_default"""),
+    Composite("writes to the caller's tensor; unlisted, yet it may compute through a listed operator", """
+        absolute.out arccos.out arccosh.out arcsin.out arcsinh.out arctan.out arctan2.out arctanh.out
+        argsort.stable_out chain_matmul.out clip.Tensor_out clip.out column_stack.out concat.out
+        concatenate.out cross.out diag.out diff.out divide.out divide.out_mode dstack.out
+        fbgemm_linear_fp16_weight.out fbgemm_linear_fp16_weight_fp32_activation.out fft_fft.out fft_fft2.out
+        fft_fftn.out fft_hfft.out fft_hfft2.out fft_hfftn.out fft_ifft.out fft_ifft2.out fft_ifftn.out
+        fft_ihfft.out fft_ihfft2.out fft_ihfftn.out fft_irfft.out fft_irfft2.out fft_irfftn.out fft_rfft.out
+        fft_rfft2.out fft_rfftn.out fix.out float_power.Scalar_out float_power.Tensor_Scalar_out
+        float_power.Tensor_Tensor_out frobenius_norm.out ger.out greater.Scalar_out greater.Tensor_out
+        greater_equal.Scalar_out greater_equal.Tensor_out hstack.out inner.out inverse.out kron.out
+        less.Scalar_out less.Tensor_out less_equal.Scalar_out less_equal.Tensor_out linalg_cholesky.out
+        linalg_cond.out linalg_cond.p_str_out linalg_det.out linalg_eigh.eigvals linalg_eigvalsh.out
+        linalg_inv.out linalg_ldl_factor.out linalg_lu_factor.out linalg_matmul.out linalg_matrix_norm.out
+        linalg_matrix_norm.str_ord_out linalg_matrix_power.out linalg_matrix_rank.atol_rtol_float_out
+        linalg_matrix_rank.atol_rtol_tensor_out linalg_matrix_rank.out linalg_matrix_rank.out_tol_tensor
+        linalg_multi_dot.out linalg_norm.ord_str_out linalg_norm.out linalg_pinv.atol_rtol_float_out
+        linalg_pinv.out linalg_pinv.out_rcond_tensor linalg_slogdet.out linalg_solve.out linalg_solve_ex.out
+        linalg_svd.U linalg_svdvals.out linalg_tensorinv.out linalg_tensorsolve.out linalg_vecdot.out
+        log_sigmoid.out lu_solve.out matmul.out matrix_power.out max.out min.out msort.out
+        multilabel_margin_loss.out multiply.out nanmean.out nanquantile.out nanquantile.scalar_out
+        negative.out nll_loss.out nll_loss2d.out not_equal.Scalar_out not_equal.Tensor_out
+        nuclear_norm.dim_out nuclear_norm.out orgqr.out outer.out qr.Q quantile.out quantile.scalar_out
+        row_stack.out slogdet.out slow_conv3d.out special_digamma.out special_erf.out special_erfc.out
+        special_erfinv.out special_exp2.out special_expit.out special_expm1.out special_gammainc.out
+        special_gammaincc.out special_gammaln.out special_i0.out special_log1p.out special_logit.out
+        special_logsumexp.out special_multigammaln.out special_ndtr.out special_polygamma.out special_psi.out
+        special_round.out special_sinc.out special_xlogy.other_scalar_out special_xlogy.out
+        special_xlogy.self_scalar_out square.out std.out subtract.out svd.U take_along_dim.out tensordot.out
+        thnn_conv2d.out true_divide.out var.out vstack.out"""),
+    Composite("named-tensor overloads, gone from torch 2.13", """
+        _sparse_log_softmax.Dimname _sparse_softmax.Dimname align_as align_tensors align_to
+        align_to.ellipsis_idx all.dimname all.dimname_out any.dimname any.dimname_out argsort.dimname
+        cat.names cat.names_out concat.names concat.names_out concatenate.names concatenate.names_out
+        cummax.dimname cummax.dimname_out cummin.dimname cummin.dimname_out cumprod.dimname
+        cumprod.dimname_out cumprod_.dimname cumsum.dimname cumsum.dimname_out cumsum_.dimname
+        diagonal.Dimname flatten.DimnameList flatten.named_out_dim flatten.using_names gather.dimname
+        gather.dimname_out index_add.dimname index_copy.dimname index_copy_.dimname index_fill.Dimname_Scalar
+        index_fill.Dimname_Tensor index_fill_.Dimname_Scalar index_fill_.Dimname_Tensor index_select.dimname
+        index_select.dimname_out kthvalue.dimname kthvalue.dimname_out log_softmax.Dimname
+        logcumsumexp.dimname logcumsumexp.dimname_out logsumexp.names logsumexp.names_out max.names_dim
+        max.names_dim_max mean.names_dim mean.names_out median.names_dim median.names_dim_values min.names_dim
+        min.names_dim_min mode.dimname mode.dimname_out nanmedian.names_dim nanmedian.names_dim_values
+        norm.names_ScalarOpt_dim norm.names_ScalarOpt_dim_dtype norm.names_dtype_out norm.names_out
+        prod.Dimname_out prod.dim_Dimname refine_names rename rename_ scatter.dimname_src
+        scatter.dimname_value scatter_add.dimname select.Dimname size.Dimname softmax.Dimname sort.dimname
+        sort.dimname_stable sort.dimname_values sort.dimname_values_stable squeeze.dimname squeeze_.dimname
+        std.correction_names std.correction_names_out std.names_dim std.names_out std_mean.correction_names
+        std_mean.names_dim stride.Dimname sum.DimnameList_out sum.dim_DimnameList transpose.Dimname
+        unbind.Dimname unflatten.Dimname var.correction_names var.correction_names_out var.names_dim
+        var.names_out var_mean.correction_names var_mean.names_dim""", until=(2, 13)),
+)
