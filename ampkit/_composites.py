@@ -117,9 +117,11 @@ OPAQUE: tuple[Composite, ...] = (
     Composite("moments: one kernel that accumulates in float32", """
         std std.dim std_mean std_mean.dim var var.dim var_mean var_mean.dim""",
         reaches="std.correction std_mean.correction var.correction var_mean.correction"),
-    Composite("normalises in one kernel", "_batch_norm_impl_index batch_norm instance_norm",
-              reaches="_batch_norm_impl_index batch_norm cudnn_batch_norm miopen_batch_norm native_batch_norm"),
-    Composite("normalises in one kernel", "group_norm layer_norm", reaches="native_group_norm native_layer_norm"),
+    Composite("normalises over a batch in one kernel", "_batch_norm_impl_index batch_norm instance_norm",
+              reaches="_batch_norm_impl_index batch_norm cudnn_batch_norm miopen_batch_norm "
+                      "native_batch_norm"),
+    Composite("normalises over features in one kernel", "group_norm layer_norm",
+              reaches="native_group_norm native_layer_norm"),
     Composite("softmax in one kernel", "log_softmax.int softmax.int special_log_softmax special_softmax",
               reaches="_log_softmax _softmax log_softmax.int softmax.int"),
     Composite("resamples in one kernel", """
