@@ -1,0 +1,35 @@
+"""The `ampkit` command: `ampkit demo`, `ampkit doctor`, `ampkit policy-table`. Also `python -m ampkit`."""
+
+import argparse
+import importlib
+import sys
+
+# Name of the command -> (module with `main(argv) -> int | None`, what it does). Imported when chosen.
+COMMANDS = {
+    "demo": ("ampkit.demo.cli", "train on real data: fp32, torch.amp and ampkit side by side"),
+    "doctor": ("ampkit.doctor", "say what this machine can run, and what is missing"),
+    "policy-table": ("ampkit.policy_table", "print the default policy as the README shows it"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command named by the first argument; the rest is the command's own. Returns the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(
+        prog="ampkit",
+        description="Automatic mixed precision for PyTorch.",
+        epilog="\n".join(f"  {name:14s}{what}" for name, (_, what) in COMMANDS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of those below")
+    chosen = parser.parse_args(arguments[:1]).command
+    module = importlib.import_module(COMMANDS[chosen][0])
+    try:
+        return module.main(arguments[1:]) or 0
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
