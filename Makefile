@@ -1,0 +1,49 @@
+# Everything a fresh checkout can do. `make help` lists it. Needs Python 3.11 or newer and nothing else.
+# Variables: PYTHON (the interpreter to start from), ARGS (passed on: make demo ARGS="--model digits").
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Newer than what it depends on once the environment is ready, so that a second `make` installs nothing.
+STAMP := $(VENV)/.ampkit-installed
+WORKERS := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint types kernels-check check bench clean
+
+help: ## list the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
+
+$(STAMP): pyproject.toml constraints-dev.txt .ci/setup
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" .ci/setup
+	@touch $@
+
+install: $(STAMP) ## create .venv and install ampkit with its extras into it
+
+demo: $(STAMP) ## train on real data: fp32, torch.amp and ampkit side by side
+	@$(BIN)/python -m ampkit demo $(ARGS)
+
+test: $(STAMP) ## run every test
+	@echo "==> tests, on $(WORKERS) workers"
+	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+lint: $(STAMP) ## ruff
+	@echo "==> lint"
+	@$(BIN)/ruff check .
+
+types: $(STAMP) ## pyright
+	@echo "==> types"
+	@$(BIN)/pyright
+
+kernels-check: $(STAMP) ## compile every Triton kernel for real GPUs (needs none) and look at the code
+	@echo "==> kernels, compiled ahead of time"
+	@env -u TRITON_INTERPRET $(BIN)/python -m tests.kernels.aot_check
+
+check: lint types kernels-check test ## all of the above checks: what CI runs
+
+bench: $(STAMP) ## measure; see docs/performance.md
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+clean: ## remove caches and outputs; .venv stays
+	rm -rf .pytest_cache .ruff_cache .hypothesis build dist ampkit-demo
+	find ampkit kernels tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
