@@ -107,7 +107,8 @@ def split(impl: str, op: str, *lists: Sequence[Tensor]) -> tuple[list[int], list
         strides = [tuple(tensors[other[0]].stride()) for tensors in lists]
         raise ValueError(
             f"{op}: impl='triton' needs dense tensors with the same strides across lists; tensor {other[0]} "
-            f"has strides {strides}: use impl='auto', which leaves such tensors to PyTorch, or pass tensor.contiguous()"
+            f"has strides {strides}: use impl='auto', which leaves such tensors to PyTorch, "
+            f"or pass tensor.contiguous()"
         )
     return flat, other
 

@@ -6,11 +6,14 @@ a device.
 """
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
-FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+FLOATS = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+_DTYPE, _LAYOUT = attrgetter("dtype"), attrgetter("layout")
 
 
 def strided_floats(tensors: Sequence[Tensor], op: str) -> list[Tensor]:
@@ -20,12 +23,14 @@ def strided_floats(tensors: Sequence[Tensor], op: str) -> list[Tensor]:
     up); complex tensors give `view_as_real`. Raises TypeError for anything else that is not a strided float
     tensor.
     """
-    if all(type(t) in _PLAIN and t.dtype in FLOATS and t.layout is torch.strided for t in tensors):
+    # The usual list needs nothing, and sets over mapped accessors are the cheapest way to see it.
+    if (
+        set(map(type, tensors)) <= _PLAIN
+        and set(map(_DTYPE, tensors)) <= FLOATS
+        and set(map(_LAYOUT, tensors)) <= {torch.strided}
+    ):
         return list(tensors)
     return [_strided_float(t, i, op) for i, t in enumerate(tensors)]
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _strided_float(t: Tensor, index: int, op: str) -> Tensor:
@@ -65,6 +70,13 @@ def unrepeated(t: Tensor, op: str) -> Tensor:
             f"memory in a way that cannot be written in place: pass tensor.clone()"
         )
     return t
+
+
+def written_in_place(tensors: Sequence[Tensor], op: str) -> list[Tensor]:
+    """`unrepeated` over a list."""
+    if all(map(Tensor.is_contiguous, tensors)):
+        return list(tensors)
+    return [unrepeated(t, op) for t in tensors]
 
 
 def may_overlap(t: Tensor) -> bool:
@@ -109,6 +121,9 @@ def check_scalar(name: str, value: Tensor, tensors: Sequence[Tensor], op: str) -
 def check_one_device(tensors: Sequence[Tensor], op: str) -> None:
     """Refuse a list spread over devices: one launch serves one device."""
     if not tensors:
+        return
+    # Device indices (-1 on the CPU) are far cheaper to collect than device objects.
+    if len(set(map(Tensor.get_device, tensors))) == 1:
         return
     first = tensors[0].device
     for i, t in enumerate(tensors):
