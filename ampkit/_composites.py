@@ -1,13 +1,15 @@
-"""Composite operators: written in terms of other operators, and what autocast does when no list names them.
+"""Composite operators: written in terms of other operators, and whether autocast has a say inside them.
 
-A composite (an operator with a CompositeImplicitAutograd kernel) may call a listed operator inside: `einsum`
-ends in `bmm`, `cross_entropy_loss` in `log_softmax.int` and `nll_loss`. torch.amp stays active in there, so
-the mode must too: such an operator is *decomposed*, its own code runs with the region active. That is always
-right, and costs a visit to the mode per inner operator. An *opaque* composite says what it reaches; a policy
-that lists none of that calls it whole instead, which is the same and quicker.
+A composite (an operator with a CompositeImplicitAutograd kernel) that no list names runs its own code with
+the region active, as in torch.amp. If that code calls a listed operator, the region decides there: `einsum`
+ends in `bmm`, `cross_entropy_loss` in `log_softmax.int` and `nll_loss`. Those composites are `DECOMPOSED`.
+The others are `OPAQUE`: they reach nothing that any shipped list names, on any device, so a region changes
+nothing about them.
 
-Every composite of every supported torch is in exactly one of the two tables; a test walks the registry, and a
-torch that brings a new one fails it by name. An operator that a list names as well follows the list.
+Every composite of every supported torch is in exactly one of the two tables. A test walks the registry: a
+torch that brings a new one fails it by name, so that somebody decides whether a list should name it.
+Another test runs the opaque ones and sees that a region stays out. An operator that a list names as well
+follows the list.
 """
 
 from typing import NamedTuple
@@ -16,31 +18,24 @@ __all__ = ["DECOMPOSED", "OPAQUE", "Composite"]
 
 
 class Composite(NamedTuple):
-    """Composite operators that are handled alike for one reason; names as in `op_table.Group`.
-
-    `reaches` names the operators the kernels may call, on any device and through any depth, apart from views,
-    copies, factories and questions about metadata. A policy with a rule for one of them decomposes the whole
-    group (see `op_table.whole`). Empty in `DECOMPOSED`: anything may be reached.
-    """
+    """Composite operators that are alike, and why; names and version span as in `op_table.Group`."""
 
     why: str
     ops: str
-    reaches: str = ""
     since: tuple[int, int] = (0, 0)
     until: tuple[int, int] = (1000, 0)
 
 
 OPAQUE: tuple[Composite, ...] = (
     Composite("asks about a tensor or changes its bookkeeping; computes no values", """
-        _backward _cufft_clear_plan_cache _cufft_get_plan_cache_max_size _cufft_get_plan_cache_size
+        _cufft_clear_plan_cache _cufft_get_plan_cache_max_size _cufft_get_plan_cache_size
         _cufft_set_plan_cache_max_size _debug_has_internal_overlap _has_compatible_shallow_copy_type
         _is_zerotensor _nnpack_available _propagate_xla_data _unpack_dual _use_cudnn_rnn_flatten_weight
         _version can_cast cudnn_is_acceptable data get_gradients is_complex is_conj is_distributed
         is_floating_point is_inference is_leaf is_neg is_nonzero is_signed is_vulkan_available item output_nr
         promote_types requires_grad_ result_type.Scalar result_type.Scalar_Scalar result_type.Scalar_Tensor
         result_type.Tensor retain_grad retains_grad set_.source_Tensor_storage_offset set_data size.int
-        stride.int sym_is_contiguous sym_numel sym_size.int
-        sym_storage_offset sym_stride.int""", reaches="_local_scalar_dense"),
+        stride.int sym_is_contiguous sym_numel sym_size.int sym_storage_offset sym_stride.int"""),
     Composite("as above; operators since torch 2.12", """
         dim get_device is_contiguous is_contiguous.memory_format numel storage_offset""", since=(2, 12)),
     Composite("a view, or a copy where no view exists", """
@@ -51,17 +46,14 @@ OPAQUE: tuple[Composite, ...] = (
         moveaxis.intlist movedim.int movedim.intlist narrow narrow.Tensor numpy_T pin_memory positive ravel
         real reshape reshape_as resolve_conj resolve_neg split.sizes swapaxes swapaxes_ swapdims swapdims_
         tensor_split.indices tensor_split.sections tensor_split.tensor_indices_or_sections unflatten.int
-        unflatten_dense_tensors unsafe_chunk view_as vsplit.array vsplit.int""", reaches="_conj_physical"),
+        unflatten_dense_tensors unsafe_chunk view_as vsplit.array vsplit.int"""),
     Composite("a change of dtype, device or layout: the operators that casts are made of", """
         _autocast_to_full_precision _autocast_to_reduced_precision _cast_Byte _cast_Char _cast_Double
         _cast_Float _cast_Half _cast_Int _cast_Long _cast_Short _to_cpu chalf coalesce to.device to.dtype
         to.dtype_layout to.other to_dense to_sparse to_sparse.sparse_dim to_sparse_bsc to_sparse_bsr
-        to_sparse_csc to_sparse_csr type_as""",
-        reaches="_coalesce _to_dense _to_sparse _to_sparse.sparse_dim _to_sparse_bsc _to_sparse_bsr "
-                "_to_sparse_csc _to_sparse_csr"),
-    Composite("a factory",
-              "_dim_arange _shape_as_tensor empty.out rand.generator_out randn.generator_out randn.out",
-              reaches="rand.out randn.generator_out"),
+        to_sparse_csc to_sparse_csr type_as"""),
+    Composite("a factory", """
+        _dim_arange _shape_as_tensor empty.out rand.generator_out randn.generator_out randn.out"""),
     Composite("sparse tensors from their parts, and checks of those parts", """
         _sparse_bsc_tensor_unsafe _sparse_bsr_tensor_unsafe _sparse_compressed_tensor_unsafe
         _sparse_coo_tensor_unsafe _sparse_csc_tensor_unsafe _sparse_csr_tensor_unsafe
@@ -77,74 +69,32 @@ OPAQUE: tuple[Composite, ...] = (
         divide.Tensor_mode divide_.Scalar divide_.Scalar_mode divide_.Tensor divide_.Tensor_mode fix fix_
         multiply.Scalar multiply.Tensor multiply_.Scalar multiply_.Tensor negative negative_ subtract.Scalar
         subtract.Tensor subtract_.Scalar subtract_.Tensor true_divide.Scalar true_divide.Tensor
-        true_divide_.Scalar true_divide_.Tensor""", reaches="""
-        abs abs_ add.Tensor clamp clamp.Tensor clamp_ clamp_.Tensor div.Scalar div.Scalar_mode div.Tensor
-        div.Tensor_mode div_.Scalar div_.Scalar_mode div_.Tensor div_.Tensor_mode mul.Scalar mul.Tensor
-        mul_.Scalar mul_.Tensor neg neg_ sub.Scalar sub.Tensor sub_.Scalar sub_.Tensor trunc trunc_"""),
+        true_divide_.Scalar true_divide_.Tensor"""),
     Composite("a comparison or a bitwise operation: its result has no dtype to choose", """
         __and__.Scalar __and__.Tensor __iand__.Scalar __iand__.Tensor __ior__.Scalar __ior__.Tensor
         __ixor__.Scalar __ixor__.Tensor __or__.Scalar __or__.Tensor __xor__.Scalar __xor__.Tensor
         greater.Scalar greater.Tensor greater_.Scalar greater_.Tensor greater_equal.Scalar
         greater_equal.Tensor greater_equal_.Scalar greater_equal_.Tensor isfinite isreal less.Scalar
         less.Tensor less_.Scalar less_.Tensor less_equal.Scalar less_equal.Tensor less_equal_.Scalar
-        less_equal_.Tensor not_equal.Scalar not_equal.Tensor
-        not_equal_.Scalar not_equal_.Tensor""", reaches="""
-        abs bitwise_and.Scalar bitwise_and.Tensor bitwise_and_.Scalar bitwise_and_.Tensor bitwise_or.Scalar
-        bitwise_or.Tensor bitwise_or_.Scalar bitwise_or_.Tensor bitwise_xor.Scalar bitwise_xor.Tensor
-        bitwise_xor_.Scalar bitwise_xor_.Tensor eq.Scalar eq.Tensor ge.Scalar ge.Tensor ge_.Scalar ge_.Tensor
-        gt.Scalar gt.Tensor gt_.Scalar gt_.Tensor le.Scalar le.Tensor le_.Scalar le_.Tensor lt.Scalar
-        lt.Tensor lt_.Scalar lt_.Tensor mul.Tensor ne.Scalar ne.Tensor ne_.Scalar ne_.Tensor"""),
+        less_equal_.Tensor not_equal.Scalar not_equal.Tensor not_equal_.Scalar not_equal_.Tensor"""),
     Composite("chooses, repeats or orders elements", """
         argsort argsort.stable fliplr flipud msort repeat_interleave.self_Tensor repeat_interleave.self_int
-        take_along_dim tile where where.Scalar where.ScalarOther where.ScalarSelf""", reaches="""
-        add.Tensor any flip gather index_select lt.Scalar nonzero repeat repeat_interleave.Tensor
-        scalar_tensor sort sort.stable unbind.int where.self"""),
+        take_along_dim where where.Scalar where.ScalarOther where.ScalarSelf"""),
     Composite("dropout scales and masks; the mask has the input's dtype", """
         alpha_dropout alpha_dropout_ dropout dropout_ feature_alpha_dropout feature_alpha_dropout_
-        feature_dropout feature_dropout_""", reaches="""
-        add.Scalar add.Tensor add_.Scalar add_.Tensor bernoulli_.float div_.Scalar mul.Scalar mul.Tensor
-        mul_.Scalar mul_.Tensor native_dropout"""),
-    Composite("an activation that forwards to one kernel", "log_sigmoid relu6 relu6_ rrelu rrelu_ selu selu_",
-              reaches="elu elu_ hardtanh hardtanh_ leaky_relu leaky_relu_ log_sigmoid_forward "
-                      "rrelu_with_noise rrelu_with_noise_"),
+        feature_dropout feature_dropout_"""),
+    Composite("an activation that forwards to one kernel", """
+        log_sigmoid relu6 relu6_ rrelu rrelu_ selu selu_"""),
     Composite("pooling that forwards to one kernel", """
         adaptive_avg_pool1d adaptive_avg_pool2d adaptive_max_pool1d avg_pool1d max_pool1d
-        max_pool1d_with_indices max_pool2d""", reaches="""
-        _adaptive_avg_pool2d adaptive_max_pool2d avg_pool2d max_pool2d_with_indices mean.dim
-        mkldnn_adaptive_avg_pool2d mkldnn_max_pool2d quantized_max_pool1d quantized_max_pool2d"""),
-    Composite("sums rows of a table in one kernel", "embedding_bag embedding_bag.padding_idx",
-              reaches="_embedding_bag _embedding_bag_forward_only"),
+        max_pool1d_with_indices max_pool2d"""),
+    Composite("sums rows of a table in one kernel", "embedding_bag embedding_bag.padding_idx"),
     Composite("moments: one kernel that accumulates in float32", """
-        std std.dim std_mean std_mean.dim var var.dim var_mean var_mean.dim""",
-        reaches="std.correction std_mean.correction var.correction var_mean.correction"),
-    Composite("normalises over a batch in one kernel", "_batch_norm_impl_index batch_norm instance_norm",
-              reaches="_batch_norm_impl_index batch_norm cudnn_batch_norm miopen_batch_norm "
-                      "native_batch_norm"),
-    Composite("normalises over features in one kernel", "group_norm layer_norm",
-              reaches="native_group_norm native_layer_norm"),
-    Composite("softmax in one kernel", "log_softmax.int softmax.int special_log_softmax special_softmax",
-              reaches="_log_softmax _softmax log_softmax.int softmax.int"),
-    Composite("resamples in one kernel", """
-        _upsample_bicubic2d_aa.vec _upsample_bilinear2d_aa.vec _upsample_nearest_exact1d.vec
-        _upsample_nearest_exact2d.vec _upsample_nearest_exact3d.vec upsample_bicubic2d.vec
-        upsample_bilinear2d.vec upsample_linear1d.vec upsample_nearest1d.vec upsample_nearest2d.vec
-        upsample_nearest3d.vec upsample_trilinear3d.vec""", reaches="""
-        _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d
-        _upsample_nearest_exact3d upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d
-        upsample_nearest2d upsample_nearest3d upsample_trilinear3d"""),
-    Composite("as above; since torch 2.12", "_upsample_lanczos2d_aa.vec", reaches="_upsample_lanczos2d_aa",
-              since=(2, 12)),
-    Composite("pads in one kernel, or by copying parts", "_pad_circular _pad_enum pad", reaches="""
-        _pad_circular _pad_enum constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d
-        replication_pad1d replication_pad2d replication_pad3d"""),
-    Composite("joins tensors", "column_stack concat concatenate dstack hstack row_stack vstack",
-              reaches="cat column_stack hstack vstack"),
-    Composite("a square under another name", "square square_", reaches="pow.Tensor_Scalar pow_.Scalar"),
-    Composite("an outer product is one broadcast multiplication", "ger outer", reaches="mul.Tensor outer"),
-    Composite("has a kernel of its own on some device, which decomposing would pass by", """
-        _fused_rms_norm mish_backward native_channel_shuffle
-        silu_backward value_selecting_reduction_backward"""),
+        std std.dim std_mean std_mean.dim var var.dim var_mean var_mean.dim"""),
+    Composite("normalises over a batch in one kernel", "_batch_norm_impl_index batch_norm"),
+    Composite("an outer product is one broadcast multiplication", "ger outer"),
 )
+
 
 DECOMPOSED: tuple[Composite, ...] = (
     Composite("matrix products and convolutions, on a device whose list does not name them", """
@@ -156,14 +106,16 @@ DECOMPOSED: tuple[Composite, ...] = (
     Composite("recurrent layers: matrix products and gates, or one fused kernel", """
         gru.data gru.input gru_cell lstm.data lstm.input lstm_cell rnn_relu.data rnn_relu.input rnn_relu_cell
         rnn_tanh.data rnn_tanh.input rnn_tanh_cell"""),
+    Composite("softmax, plain and logarithmic", """
+        log_softmax.int softmax.int special_log_softmax special_softmax"""),
     Composite("losses: a reduction over pointwise functions", """
         cosine_embedding_loss cross_entropy_loss ctc_loss.IntList ctc_loss.Tensor hinge_embedding_loss kl_div
         l1_loss margin_ranking_loss multilabel_margin_loss nll_loss nll_loss2d nll_loss_nd poisson_nll_loss
         triplet_margin_loss"""),
-    Composite("norms and distances", """
-        _weight_norm cdist cosine_similarity frobenius_norm.dim linalg_matrix_norm linalg_matrix_norm.str_ord
-        linalg_norm linalg_norm.ord_str norm_except_dim nuclear_norm nuclear_norm.dim pairwise_distance pdist
-        rms_norm"""),
+    Composite("norms, normalisations and distances", """
+        _fused_rms_norm _weight_norm cdist cosine_similarity frobenius_norm.dim group_norm instance_norm
+        layer_norm linalg_matrix_norm linalg_matrix_norm.str_ord linalg_norm linalg_norm.ord_str
+        norm_except_dim nuclear_norm nuclear_norm.dim pairwise_distance pdist rms_norm"""),
     Composite("linear algebra: one or more factorisations", """
         _lu_with_info det inverse linalg_cholesky linalg_cond linalg_cond.p_str linalg_det linalg_eigh
         linalg_eigvals linalg_eigvalsh linalg_inv linalg_ldl_factor linalg_lu_factor linalg_matrix_rank
@@ -182,17 +134,24 @@ DECOMPOSED: tuple[Composite, ...] = (
         special_exp2 special_expit special_expm1 special_gammainc special_gammaincc special_gammaln special_i0
         special_log1p special_logit special_logsumexp special_multigammaln special_ndtr special_polygamma
         special_psi special_round special_sinc special_xlogy special_xlogy.other_scalar
-        special_xlogy.self_scalar"""),
+        special_xlogy.self_scalar square square_"""),
     Composite("statistics, integrals and differences: sums, sorts and products", """
-        combinations cartesian_prod corrcoef cov cross cumulative_trapezoid.dx cumulative_trapezoid.x diff
+        cartesian_prod combinations corrcoef cov cross cumulative_trapezoid.dx cumulative_trapezoid.x diff
         gradient.array gradient.scalararray gradient.scalarint gradient.scalarrayarray gradient.scalarrayint
         gradient.tensorarray gradient.tensorarrayint histogramdd histogramdd.TensorList_bins
         histogramdd.int_bins isclose nanmean nanquantile nanquantile.scalar quantile quantile.scalar
         sum_to_size trapezoid.dx trapezoid.x trapz.dx trapz.x"""),
     Composite("arranges elements with several operators, `cat` and `stack` among them", """
-        _pack_padded_sequence_backward _pad_packed_sequence argwhere diag diagflat fill_diagonal_
-        flatten_dense_tensors max.other min.other nonzero_numpy one_hot pad_sequence"""),
-    Composite("samples or pools in three dimensions", "adaptive_avg_pool3d grid_sampler max_pool3d"),
+        _pack_padded_sequence_backward _pad_packed_sequence argwhere column_stack concat concatenate diag
+        diagflat dstack fill_diagonal_ flatten_dense_tensors hstack max.other min.other native_channel_shuffle
+        nonzero_numpy one_hot pad_sequence row_stack tile vstack"""),
+    Composite("resamples, or pools in three dimensions", """
+        _upsample_bicubic2d_aa.vec _upsample_bilinear2d_aa.vec _upsample_nearest_exact1d.vec
+        _upsample_nearest_exact2d.vec _upsample_nearest_exact3d.vec adaptive_avg_pool3d grid_sampler
+        max_pool3d upsample_bicubic2d.vec upsample_bilinear2d.vec upsample_linear1d.vec upsample_nearest1d.vec
+        upsample_nearest2d.vec upsample_nearest3d.vec upsample_trilinear3d.vec"""),
+    Composite("resamples; since torch 2.12", "_upsample_lanczos2d_aa.vec", since=(2, 12)),
+    Composite("pads; the reflecting and replicating kinds are listed", "_pad_circular _pad_enum pad"),
     Composite("sparse operators: products, sums and softmax on values", """
         _sparse_log_softmax.int _sparse_mm _sparse_mm.reduce _sparse_softmax.int _sparse_sum
         _sparse_sum.dim_dtype _sparse_sum.dtype smm sparse_coo_tensor.indices sparse_coo_tensor.indices_size
@@ -207,13 +166,14 @@ DECOMPOSED: tuple[Composite, ...] = (
         fbgemm_linear_int8_weight_fp32_activation fbgemm_linear_quantize_weight fbgemm_pack_gemm_matrix_fp16
         fbgemm_pack_quantized_matrix fbgemm_pack_quantized_matrix.KN fused_moving_avg_obs_fake_quant
         quantized_gru_cell quantized_lstm_cell quantized_rnn_relu_cell quantized_rnn_tanh_cell"""),
-    Composite("derivative formulas written with other operators", """
-        _batch_norm_impl_index_backward _convolution_double_backward _embedding_bag_sparse_backward
+    Composite("derivative formulas written with other operators, or all of them", """
+        _backward _batch_norm_impl_index_backward _convolution_double_backward _embedding_bag_sparse_backward
         _gather_sparse_backward _thnn_differentiable_gru_cell_backward _thnn_differentiable_lstm_cell_backward
         _thnn_fused_lstm_cell_backward _weight_norm_differentiable_backward affine_grid_generator_backward
         conv_tbc_backward cummaxmin_backward cumprod_backward embedding_backward embedding_sparse_backward
         gather_backward index_select_backward infinitely_differentiable_gelu_backward masked_select_backward
-        matrix_exp_backward to_dense_backward to_mkldnn_backward trace_backward"""),
+        matrix_exp_backward mish_backward silu_backward to_dense_backward to_mkldnn_backward trace_backward
+        value_selecting_reduction_backward"""),
     Composite("as above; before torch 2.12", "_grid_sampler_2d_cpu_fallback_backward", until=(2, 12)),
     Composite("quasi-random sequences", """
         _sobol_engine_draw _sobol_engine_ff_ _sobol_engine_initialize_state_ _sobol_engine_scramble_"""),

@@ -8,14 +8,14 @@ Names are ATen's: ``conv2d`` is the overload ``aten::conv2d`` (``torch.ops.aten.
 dtype of what they write to.
 
 `TORCH` is torch.amp's own list for each device, version by version; a test compares it with the dispatcher.
-`DEFAULT_EXTRA` is what ampkit's default policy lays on top. `OPAQUE` and `DECOMPOSED` say how composite
-operators that no list names are handled (see `_composites`).
+`DEFAULT_EXTRA` is what ampkit's default policy lays on top. `OPAQUE` and `DECOMPOSED` classify the composite
+operators (see `_composites`).
 
 Source of `TORCH`: ATen/autocast_mode.h and autocast_mode.cpp of torch 2.11 to 2.13.
 """
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from torch._ops import OpOverload
 
 from ampkit._composites import DECOMPOSED, OPAQUE
 
-__all__ = ["DECOMPOSED", "DEFAULT_EXTRA", "OPAQUE", "TORCH", "Group", "Rule", "fold", "resolve", "whole"]
+__all__ = ["DECOMPOSED", "DEFAULT_EXTRA", "OPAQUE", "TORCH", "Group", "Rule", "fold", "resolve"]
 
 
 class Rule(Enum):
@@ -38,7 +38,7 @@ class Rule(Enum):
     FLOAT32_DTYPE_ARG = "float32_dtype_arg"    # leave tensors alone, ask for float32 through `dtype=`
     PROMOTE = "promote"                        # cast all of them to the widest dtype among them
     BANNED = "banned"                          # raise, and say what to do instead
-    DECOMPOSE = "decompose"                    # run the composite's own code with the region active inside it
+    DECOMPOSE = "decompose"                    # a composite: its own code runs, the region active inside
     KEEP = "keep"                              # call it on the arguments as they came
 
 
@@ -328,19 +328,3 @@ def fold(groups: Iterable[Group]) -> dict[OpOverload, Rule]:
                 )
             rules[op] = group.rule
     return rules
-
-
-def whole(rules: Mapping[OpOverload, Rule]) -> frozenset[OpOverload]:
-    """The composites that a policy with these rules may call whole: it lists nothing that they reach.
-
-    Every other composite without a rule of its own has to be decomposed with the region active.
-    """
-    version = _torch_version()
-    listed = {op.name() for op, rule in rules.items() if rule is not Rule.KEEP}
-    found: set[OpOverload] = set()
-    for group in OPAQUE:
-        if group.since <= version < group.until and not listed.intersection(
-            "aten::" + name for name in group.reaches.split()
-        ):
-            found.update(map(resolve, group.ops.split()))
-    return frozenset(found)
