@@ -1,0 +1,95 @@
+"""Optimizers that evaluate the loss themselves: `step(closure)` under loss scaling.
+
+The user's closure is written as without scaling, apart from `scaler.scale(loss).backward()`; it returns the
+unscaled loss. Each evaluation is unscaled and checked before the optimizer sees it. A non-finite evaluation
+leaves the optimizer's `step` at once and puts parameters and optimizer state back as they were before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Closure = Callable[[], Any]
+
+
+class NonFiniteEvaluation(Exception):
+    """Leaves an optimizer's `step` from inside its closure; never reaches the user."""
+
+
+def take(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:
+    """The closure among the arguments of `step`, by keyword or as first positional argument."""
+    if kwargs.get("closure") is not None:
+        return kwargs["closure"]
+    if args and callable(args[0]):
+        return args[0]
+    return None
+
+
+def put(
+    closure: Closure, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same arguments with another closure in the place where `take` found one."""
+    if kwargs.get("closure") is not None:
+        return args, {**kwargs, "closure": closure}
+    return (closure, *args[1:]), kwargs
+
+
+def is_finite(loss: Any) -> bool:
+    """Whether what a closure returned is a finite loss; None and other things that are no numbers pass. May
+    sync.
+    """
+    if isinstance(loss, Tensor):
+        return bool(torch.isfinite(loss.detach()).all())
+    return not isinstance(loss, int | float) or math.isfinite(loss)
+
+
+class Snapshot:
+    """Parameters and state of an optimizer, to be put back when a later evaluation is not finite.
+
+    Optimizers of torch.optim other than LBFGS evaluate once and before they touch anything: nothing is
+    copied. Others cost a copy of the parameters and of the tensors in their state for the duration of the
+    step.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._copied = not _evaluates_first(optimizer)
+        if not self._copied:
+            return
+        with torch.no_grad():
+            self._params = [
+                (param, param.clone()) for group in optimizer.param_groups for param in group["params"]
+            ]
+            self._state = {
+                param: {name: _copied(value) for name, value in state.items()}
+                for param, state in optimizer.state.items()
+            }
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Undo whatever the step has done so far."""
+        if not self._copied:
+            return
+        for param, before in self._params:
+            param.copy_(before)
+        self._optimizer.state.clear()
+        self._optimizer.state.update(self._state)
+
+
+def _evaluates_first(optimizer: Any) -> bool:
+    cls = type(optimizer)
+    return cls.__module__.startswith(("torch.optim.", "ampkit.optim")) and cls is not torch.optim.LBFGS
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, list):
+        # LBFGS extends and shortens its lists but never writes into the tensors that they hold
+        return list(value)
+    return value

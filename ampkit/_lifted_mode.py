@@ -1,0 +1,250 @@
+"""The dispatch mode that autocast rests on, lifted above autograd; and every private torch name it takes.
+
+A `TorchDispatchMode` sits at the dispatch key `Python`, below autograd: a cast made there is not differentiated, and
+`linear` arrives as `t` + `addmm`. This one sits at a key above autograd, above functorch and above torch's own
+autocast: an operator meets it whole and first, and what it does is differentiated, vmapped and traced as if the casts
+had been written by hand.
+
+The key is `TESTING_ONLY_GenericMode`, which torch defines and no build of torch uses. A kernel is registered there for
+each operator that some policy lists; every other operator falls through in C++, at no cost, also into composites,
+whose parts meet the mode again. The key is included only while a region is open, so the registrations mean nothing
+outside. Because the mode does not need torch's autocast keys excluded, the region's state *is* torch's own autocast
+state: `torch.is_autocast_enabled(...)`, `torch.autocast(enabled=False)` in a library, activation checkpointing and
+operators with `register_autocast` all see it. docs/architecture.md has the measurements behind this.
+
+The open region is kept in torch's thread-local store, which autograd hands to its worker threads: backward meets the
+mode of whoever called backward, as with torch.amp.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch._C import DispatchKey, DispatchKeySet
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampkit import _checkpoint_frames, casting, recurrent
+from ampkit.op_table import Rule
+from ampkit.policy import Policy
+from ampkit.weight_cache import WeightCache
+
+_KEY_NAME = "TESTING_ONLY_GenericMode"
+_TLS_NAME = "ampkit.mode"
+
+
+def _private_names() -> tuple[Any, ...]:
+    """Every private torch name this module takes, or one sentence about the torch that lacks it."""
+    try:
+        key = torch._C._dispatch_key_parse(_KEY_NAME)
+        return (
+            key,
+            torch._C._dispatch_keyset_full_after(key),
+            torch._C._ExcludeDispatchKeyGuard,
+            torch._C._IncludeDispatchKeyGuard,
+            torch._C._ForceDispatchKeyGuard,
+            torch._C._get_obj_in_tls,
+            torch._C._stash_obj_in_tls,
+            torch._C._is_key_in_tls,
+            torch._ops._higher_order_ops,
+            torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS,
+        )
+    except (AttributeError, RuntimeError) as error:
+        raise ImportError(
+            f"ampkit needs a dispatcher interface that torch {torch.__version__} does not have ({error}); "
+            "supported are torch 2.11 to 2.13"
+        ) from error
+
+
+(
+    _KEY, _BELOW, _Exclude, _Include, _Force, _get_in_tls, _put_in_tls, _is_in_tls, _higher_order_ops, _hop_fallthrough,
+) = _private_names()
+
+_KEY_SET = DispatchKeySet(_KEY)
+_AUTOCAST_KEYS = {
+    "cpu": "AutocastCPU", "cuda": "AutocastCUDA", "mps": "AutocastMPS", "xpu": "AutocastXPU", "hpu": "AutocastHPU",
+    "mtia": "AutocastMTIA", "maia": "AutocastMAIA", "xla": "AutocastXLA", "ipu": "AutocastIPU",
+    "privateuseone": "AutocastPrivateUse1",
+}
+_NO_ARGUMENTS: Mapping[str, Any] = {}
+_Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
+
+
+class AutocastMode(TorchDispatchMode):
+    """What an open region does to operators: one policy per device type, and a weight cache.
+
+    Immutable; entering a region makes a new one. Whether a device's autocast is enabled and its dtype are read from
+    torch at every operator, so a `torch.autocast` region inside, of any library, is respected.
+    """
+
+    def __init__(self, policies: Mapping[str, Policy], cache: WeightCache | None) -> None:
+        super().__init__()
+        self.policies = policies
+        self.cache = cache
+        self.tables = tuple((device, policy.rules()) for device, policy in policies.items())
+        self.hidden, self.below = _keysets(tuple(policies))
+        for _, table in self.tables:
+            if not table.installed:
+                install(table)
+                table.installed = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def prepare(self, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call | None:
+        """The call to make in place of `op(*args, **kwargs)`; None to go on as if the mode were not there."""
+        if len(self.tables) == 1:
+            device, table = self.tables[0]
+            rule = table.get(op)
+            if rule is None or rule is Rule.DECOMPOSE or not torch.is_autocast_enabled(device):
+                return None
+            return self._follow(rule, op, args, kwargs, device)
+        call: _Call | None = None
+        for device, table in self.tables:
+            rule = table.get(op)
+            if rule is None or rule is Rule.DECOMPOSE or not torch.is_autocast_enabled(device):
+                continue
+            if any(value.device.type == device for value in casting.tensors((*args, *kwargs.values()))):
+                call = self._follow(rule, op, args, kwargs, device)
+                _, args, kwargs = call
+        return call
+
+    def _follow(
+        self, rule: Rule, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str
+    ) -> _Call:
+        """The call that a rule asks for."""
+        if rule is Rule.LOWER:
+            cast = casting.cast_to(device, torch.get_autocast_dtype(device))
+            lookup = self.cache.cast if self.cache is not None else None
+            args, kwargs = cast.args(args, lookup), cast.kwargs(kwargs, lookup)
+            if op in recurrent.LAYERS:
+                recurrent.flatten_weights(op, args)
+        elif rule is Rule.FLOAT32:
+            cast = casting.cast_to(device, torch.float32)
+            args, kwargs = cast.args(args), cast.kwargs(kwargs)
+        elif rule is Rule.FLOAT32_DTYPE_ARG:
+            op, args, kwargs = casting.with_float32_dtype(op, args, kwargs, device)
+        elif rule is Rule.PROMOTE:
+            dtype = casting.widest_dtype(args, kwargs, device)
+            if dtype is not None:
+                cast = casting.cast_to(device, dtype)
+                args, kwargs = cast.args(args), cast.kwargs(kwargs)
+        elif rule is Rule.BANNED and any(
+            casting.is_eligible(value, device) for value in casting.tensors((*args, *kwargs.values()))
+        ):
+            raise RuntimeError(_banned_message(op))
+        return op._op, args, kwargs
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Cast what the policy casts, and call `func` with neither this mode nor torch's autocast in the way."""
+        call = self.prepare(func, args, kwargs or _NO_ARGUMENTS)
+        if call is None:
+            return func(*args, **(kwargs or _NO_ARGUMENTS))
+        run, args, kwargs = call
+        with _Exclude(self.hidden):
+            return run(*args, **kwargs)
+
+
+@functools.cache
+def _keysets(devices: tuple[str, ...]) -> tuple[DispatchKeySet, DispatchKeySet]:
+    """The keys that must not answer again for what the mode has cast, and those that an operator goes on to."""
+    hidden = DispatchKeySet(_KEY)
+    for device in devices:
+        hidden |= DispatchKeySet(torch._C._dispatch_key_parse(_AUTOCAST_KEYS[device]))
+    return hidden, _BELOW - hidden
+
+
+def current() -> AutocastMode | None:
+    """The mode of the innermost region open in this thread, or handed to it by autograd."""
+    return _get_in_tls(_TLS_NAME) if _is_in_tls(_TLS_NAME) else None
+
+
+class Entered:
+    """One entry of a mode into this thread's dispatcher state, and what to put back on leaving."""
+
+    __slots__ = ("guard", "previous")
+
+    def __init__(self, mode: AutocastMode, *, active: bool) -> None:
+        """Make `mode` the thread's mode; with `active` False operators go past it at no cost."""
+        self.previous = current()
+        _put_in_tls(_TLS_NAME, mode)
+        if not active:
+            self.guard = _Exclude(_KEY_SET)
+        elif torch._C._dispatch_tls_local_exclude_set().has(_KEY):      # inside an island, or inside an operator
+            include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+            self.guard = _Force(include.add(_KEY), exclude.remove(_KEY))
+        else:
+            self.guard = _Include(_KEY)
+        self.guard.__enter__()
+
+    def leave(self) -> None:
+        """Restore the state found on entry."""
+        self.guard.__exit__(None, None, None)
+        _put_in_tls(_TLS_NAME, self.previous)
+
+
+_libraries: dict[str, torch.library.Library] = {}
+_installed: set[OpOverload] = set()
+_installing = threading.Lock()
+
+
+def install(ops: Iterable[OpOverload]) -> None:
+    """Register the mode's kernel for operators that have none yet. Once per operator and process."""
+    missing = [op for op in ops if op not in _installed]
+    if not missing:
+        return
+    with _installing:
+        if "_" not in _libraries:
+            _libraries["_"] = torch.library.Library("_", "IMPL")
+            _libraries["_"].fallback(torch.library.fallthrough_kernel, _KEY_NAME)
+            _let_higher_order_ops_through()
+        for op in missing:
+            if op in _installed:
+                continue
+            namespace = op.namespace
+            if namespace not in _libraries:
+                _libraries[namespace] = torch.library.Library(namespace, "IMPL")
+            _libraries[namespace].impl(op, _kernel(op), _KEY_NAME, with_keyset=True)
+            _installed.add(op)
+
+
+def _kernel(op: OpOverload) -> Callable[..., Any]:
+    """What `op` runs at the mode's key."""
+
+    def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        mode = _get_in_tls(_TLS_NAME)
+        call = mode.prepare(op, args, kwargs)
+        if call is None:
+            return op.redispatch(keyset & mode.below, *args, **kwargs)
+        _checkpoint_frames.note_region(mode)
+        run, args, kwargs = call
+        with _Exclude(mode.hidden):
+            return run(*args, **kwargs)
+
+    return kernel
+
+
+def _let_higher_order_ops_through() -> None:
+    """`torch.cond` and its kind dispatch in Python and know nothing of fallbacks: tell them to skip the key."""
+    for op in _higher_order_ops.values():
+        op.fallthrough(_KEY)
+    _hop_fallthrough.append(_KEY)
+
+
+def _banned_message(op: OpOverload) -> str:
+    if op.name() == "aten::binary_cross_entropy":
+        use = "use binary_cross_entropy_with_logits (or BCEWithLogitsLoss) on the values before the sigmoid"
+    else:
+        use = "use an operator that is safe in low precision"
+    return (
+        f"operator '{op.name()}' is unsafe under autocast: its low-precision input has lost what it needs. Either {use}; "
+        "or call it in `with autocast(enabled=False)` on .float() inputs; or let it run in float32: "
+        f"autocast(policy=Policy.default(device_type).with_rules({{{op.name()!r}: Rule.FLOAT32}}))"
+    )

@@ -1,0 +1,110 @@
+"""Entering the regions that `Policy.for_modules` asks for, as modules run.
+
+Global forward hooks, in place only while a region whose policy has module rules is open. They follow which module runs
+inside which, name each by its path from the outermost one, and enter a region of the module's own around its forward.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from ampkit.policy import Policy
+
+_lock = threading.Lock()
+_watchers = 0
+_handles: list[Any] = []
+_thread = threading.local()
+_paths: weakref.WeakKeyDictionary[Module, dict[int, str]] = weakref.WeakKeyDictionary()
+
+
+class _Watch:
+    """One open region with module rules; the hooks go when the last one is left."""
+
+    def __init__(self, policy: Policy) -> None:
+        global _watchers
+        self.running = _running()
+        self.running.policies.append(policy)
+        with _lock:
+            _watchers += 1
+            if _watchers == 1:
+                _handles.append(register_module_forward_pre_hook(_enter))
+                _handles.append(register_module_forward_hook(_leave, always_call=True))
+
+    def remove(self) -> None:
+        """Stop watching."""
+        global _watchers
+        self.running.policies.pop()
+        with _lock:
+            _watchers -= 1
+            if _watchers == 0:
+                while _handles:
+                    _handles.pop().remove()
+
+
+class _Running:
+    """The modules that run in this thread, outermost first, each with the region entered for it, if any."""
+
+    def __init__(self) -> None:
+        self.policies: list[Policy] = []
+        self.modules: list[tuple[Module, Any]] = []
+
+
+def watch(policy: Policy) -> _Watch | None:
+    """Follow modules for a region with this policy; None if the policy has no module rules."""
+    return _Watch(policy) if policy.modules else None
+
+
+def _running() -> _Running:
+    try:
+        return _thread.running
+    except AttributeError:
+        _thread.running = _Running()
+        return _thread.running
+
+
+def _enter(module: Module, args: Any) -> None:
+    running = _running()
+    if not running.policies:
+        return
+    policy = running.policies[-1]
+    root = running.modules[0][0] if running.modules else module
+    value = policy.modules.find(module, _path(root, module))
+    region = None
+    if value is not None:
+        region = _region(policy, value)
+        region.__enter__()
+    running.modules.append((module, region))
+
+
+def _leave(module: Module, args: Any, output: Any) -> None:
+    running = _running()
+    if not running.modules or running.modules[-1][0] is not module:
+        return      # it was entered before the region was
+    _, region = running.modules.pop()
+    if region is not None:
+        region.__exit__(None, None, None)
+
+
+def _region(policy: Policy, value: Any) -> Any:
+    from ampkit.autocast import autocast, float32_region
+
+    if isinstance(value, Policy):
+        return autocast(policy.device_type, policy=value)
+    if value is torch.float32:
+        return float32_region(policy.device_type, policy=policy)
+    return autocast(policy.device_type, value, policy=policy)
+
+
+def _path(root: Module, module: Module) -> str:
+    """The module's name as `root.named_modules()` gives it; its own class name, if it is not below `root`."""
+    paths = _paths.get(root)
+    if paths is None or id(module) not in paths:
+        paths = {id(child): name for name, child in root.named_modules()}
+        _paths[root] = paths
+    return paths.get(id(module), type(module).__name__)

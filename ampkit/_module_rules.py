@@ -1,0 +1,155 @@
+"""Rules by module: which precision a module computes in, found by instance, path or class.
+
+Only data and matching; entering the regions is `_module_regions`' work.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import Module
+
+if TYPE_CHECKING:
+    from ampkit.policy import Policy
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class ModuleRules:
+    """An ordered, immutable set of (key, dtype or policy); falsy when it is empty."""
+
+    __slots__ = ("items",)
+
+    def __init__(self, items: tuple[tuple[Any, Any], ...] = ()) -> None:
+        self.items = items
+
+    def __bool__(self) -> bool:
+        return bool(self.items)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ModuleRules) and self._comparable() == other._comparable()
+
+    def __hash__(self) -> int:
+        return hash(self._comparable())
+
+    def _comparable(self) -> frozenset[tuple[Any, Any]]:
+        return frozenset((id(key) if isinstance(key, Module) else key, value) for key, value in self.items)
+
+    def extended(self, rules: Any, device_type: str, policy_type: type[Policy]) -> ModuleRules:
+        """With more rules; raises `TypeError` or `ValueError` naming the key that does not fit."""
+        if not isinstance(rules, Mapping):
+            raise TypeError(f"for_modules takes a dict of module to dtype or policy, got {type(rules).__name__}")
+        items = list(self.items)
+        for key, value in rules.items():
+            _check_key(key)
+            if any(_same_key(key, other) for other, _ in items):
+                raise ValueError(f"module {_describe(key)} already has a rule in this policy")
+            items.append((key, _check_value(key, value, device_type, policy_type)))
+        return ModuleRules(tuple(items))
+
+    def find(self, module: Module, path: str) -> torch.dtype | Policy | None:
+        """The rule of a module at a path ("" for the outermost); None if no key means it.
+
+        Raises `ValueError` if two path patterns mean it and disagree.
+        """
+        for key, value in self.items:
+            if key is module:
+                return value
+        matching = [(key, value) for key, value in self.items if isinstance(key, str) and _matches(key, path)]
+        if len({value for _, value in matching}) > 1:
+            raise ValueError(
+                f"module {path!r} is meant by several patterns that disagree: "
+                + ", ".join(f"{key!r}: {value}" for key, value in matching)
+                + "; make one of them narrower, or give the module itself as a key"
+            )
+        if matching:
+            return matching[0][1]
+        classes = {key: value for key, value in self.items if isinstance(key, type)}
+        for cls in type(module).__mro__:
+            if cls in classes:
+                return classes[cls]
+        return None
+
+    def to_list(self) -> list[list[Any]]:
+        """As plain lists, for `Policy.to_dict`."""
+        return [[_key_name(key), _value_name(value)] for key, value in self.items]
+
+    def describe(self) -> str:
+        """As it is written in code, for `repr`."""
+        if not self.items:
+            return ""
+        return ".for_modules({" + ", ".join(f"{_describe(key)}: {value!r}" for key, value in self.items) + "})"
+
+
+NONE = ModuleRules()
+
+
+def from_list(items: list[Any], read_policy: Callable[[Any], Policy]) -> Iterator[tuple[Any, Any]]:
+    """What `to_list` wrote, with classes imported and policies read by `read_policy`."""
+    for key, value in items:
+        yield _read_key(key), value if isinstance(value, str) else read_policy(value)
+
+
+def _check_key(key: Any) -> None:
+    if isinstance(key, str):
+        if not key or not re.fullmatch(r"[\w*]+(\.[\w*]+)*", key):
+            raise ValueError(f"{key!r} is no module path pattern; expected names and '*' joined by dots, like 'blocks.*.attn'")
+    elif not isinstance(key, Module) and not (isinstance(key, type) and issubclass(key, Module)):
+        raise TypeError(f"a key of for_modules is a path pattern, a module class or a module, got {key!r}")
+
+
+def _check_value(key: Any, value: Any, device_type: str, policy_type: type[Policy]) -> Any:
+    if isinstance(value, policy_type):
+        if value.device_type != device_type:
+            raise ValueError(f"the policy for module {_describe(key)} is for {value.device_type!r}, not {device_type!r}")
+        return value
+    dtype = _DTYPES.get(value) if isinstance(value, str) else value
+    if dtype not in _DTYPES.values():
+        raise ValueError(
+            f"{value!r} is no precision for module {_describe(key)}; expected torch.float32, torch.bfloat16, "
+            "torch.float16, their names, or a Policy"
+        )
+    return dtype
+
+
+def _same_key(a: Any, b: Any) -> bool:
+    return a is b or (isinstance(a, str) and isinstance(b, str) and a == b)
+
+
+def _matches(pattern: str, path: str) -> bool:
+    parts = []
+    for part in pattern.split("."):
+        parts.append(r"[^.]+(\.[^.]+)*" if part == "**" else re.escape(part).replace(r"\*", "[^.]*"))
+    return re.fullmatch(r"\.".join(parts), path) is not None
+
+
+def _describe(key: Any) -> str:
+    if isinstance(key, type):
+        return f"{key.__module__}.{key.__qualname__}"
+    return repr(key) if isinstance(key, str) else f"<{type(key).__name__} at {id(key):#x}>"
+
+
+def _key_name(key: Any) -> str:
+    if isinstance(key, Module):
+        raise ValueError(
+            f"a policy that names the module {_describe(key)} itself cannot be written down; use its path or class"
+        )
+    return f"class {key.__module__}:{key.__qualname__}" if isinstance(key, type) else key
+
+
+def _value_name(value: Any) -> Any:
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value.to_dict()
+
+
+def _read_key(key: str) -> Any:
+    if not key.startswith("class "):
+        return key
+    module, _, name = key.removeprefix("class ").partition(":")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found

@@ -1,0 +1,209 @@
+"""The per-iteration half of a GradScaler: what is known about each optimizer's gradients, and how it is found
+out.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from . import _agreement, _kernels, overflow
+from ._scaler_memory import ScalerMemory
+from .gradients import Gradients, collect, parameters, summed_duplicates
+
+
+def fresh_optimizer_state() -> dict[str, Any]:
+    """What is known about an optimizer at the beginning of an iteration: torch's two entries.
+
+    Others appear on the way: `optimizer`; `groups` and `spread`, ranks that must agree and their extreme
+    scales; `multiplier`, a factor that clipping has left for `step` to apply; `left_to_do`, what a stepped
+    optimizer's gradients would still have to be multiplied by to be unscaled, absent when nothing.
+    """
+    return {"stage": OptState.READY, "found_inf_per_device": {}}
+
+
+class ScalerChecks(ScalerMemory):
+    """Unscaling, checking and the stages of an iteration; not meant to be used alone."""
+
+    allow_fp16: bool
+
+    def _begin_iteration(self) -> None:
+        # a new dict, as in torch: code that holds the old one keeps what it saw
+        self._per_optimizer_states = defaultdict(fresh_optimizer_state)
+        self._norm: Tensor | None = None
+        self._scaled = False
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Multiply gradients by `inv_scale`, and return a flag per device; `found_inf` is the one of its
+        device.
+        """
+        found: dict[torch.device, Tensor] = {}
+        groups: list[Any] = []
+        for params, factor in self._factors(optimizer, inv_scale):
+            gradients = self._collect(optimizer, params, allow_fp16=allow_fp16)
+            groups.extend(gradients.groups)
+            add_flags(found, gradients, found_inf)
+            for device, tensors in gradients.by_device.items():
+                if factor is None:  # unscaled before: only look
+                    one = torch.ones_like(found[device])
+                    _kernels.norm_and_check(tensors, one, found[device])
+                else:
+                    _kernels.unscale_(tensors, factor.to(device, non_blocking=True), found[device])
+            for values in summed_duplicates(gradients.duplicated):
+                _kernels.norm_and_check([values], torch.ones_like(found[values.device]), found[values.device])
+        self._agree(optimizer, found, groups)
+        return found
+
+    def _collect(
+        self,
+        optimizer: Any,
+        params: Sequence[Tensor],
+        *,
+        allow_fp16: bool | None = None,
+        coalesce: bool = False,
+    ) -> Gradients:
+        if allow_fp16 is None:
+            allow_fp16 = self.allow_fp16
+        return collect(
+            params, None if allow_fp16 else lambda: overflow.fp16_refusal(optimizer), coalesce=coalesce
+        )
+
+    def _factors(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor
+    ) -> list[tuple[list[Tensor], Tensor | None]]:
+        """The optimizer's parameters, with what their gradients have to be multiplied by; None: by nothing.
+
+        Parameters that an optimizer which was unscaled or stepped this iteration has too come apart from the
+        rest.
+        """
+        rest = parameters(optimizer)
+        parts: list[tuple[list[Tensor], Tensor | None]] = []
+        for key, other in self._per_optimizer_states.items():
+            if key == id(optimizer) or other["stage"] is OptState.READY or "optimizer" not in other:
+                continue
+            theirs = set(map(id, parameters(other["optimizer"])))
+            shared = [param for param in rest if id(param) in theirs]
+            if not shared:
+                continue
+            rest = [param for param in rest if id(param) not in theirs]
+            if other["stage"] is OptState.UNSCALED:
+                self._settle_multiplier(other)
+            parts.append((shared, other.get("left_to_do")))
+        whole = inv_scale if self._loss_scale.scales_losses else None
+        return [(rest, whole), *parts]
+
+    def _has_shared(self, optimizer: Any) -> bool:
+        """Whether another optimizer of this iteration has been given some of the same parameters."""
+        if len(self._per_optimizer_states) < 2:
+            return False
+        return len(self._factors(optimizer, self._inverse_scale())) > 1
+
+    def _agree(
+        self, optimizer: torch.optim.Optimizer, found: dict[torch.device, Tensor], groups: Sequence[Any]
+    ) -> None:
+        """Let all ranks that must skip together see the same flags."""
+        everyone = [*dict.fromkeys(groups)]
+        if self.process_group is not None and self.process_group not in everyone:
+            everyone.append(self.process_group)
+        state = self._state_of(optimizer)
+        state["groups"] = everyone
+        spread = _agreement.agree(found, everyone, self._live_state()[0].scale)
+        if spread is not None:
+            state["spread"] = spread
+            self._live_state()[1].note_scales(spread)
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
+        """Look for inf and NaN in gradients that stay scaled; the flags are what `unscale_` would find."""
+        self._check_scale_growth_tracker("_check_inf_per_device")
+        found = self._look(optimizer, self._inverse_scale())
+        self._state_of(optimizer)["found_inf_per_device"] = found
+        return found
+
+    def _look(self, optimizer: Any, inv_scale: Tensor) -> dict[torch.device, Tensor]:
+        """Flags by device for gradients that would be multiplied by `inv_scale`; nothing is written."""
+        gradients = collect(parameters(optimizer))
+        found: dict[torch.device, Tensor] = {}
+        add_flags(found, gradients, torch.zeros_like(inv_scale))
+        for device, tensors in gradients.by_device.items():
+            _kernels.norm_and_check(tensors, inv_scale.to(device, non_blocking=True), found[device])
+        for values in summed_duplicates(gradients.duplicated):
+            flag = found[values.device]
+            _kernels.norm_and_check([values], inv_scale.to(flag.device, non_blocking=True), flag)
+        self._agree(optimizer, found, gradients.groups)
+        return found
+
+    def _inverse_scale(self) -> Tensor:
+        """1 / scale, rounded once from double where the device has it."""
+        scale = self._live_state()[0].scale
+        if not self._loss_scale.scales_losses:
+            return torch.ones_like(scale)
+        return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
+
+    def _state_of(self, optimizer: Any) -> dict[str, Any]:
+        state = self._per_optimizer_states[id(optimizer)]
+        state["optimizer"] = optimizer
+        return state
+
+    def _require_ready(self, state: dict[str, Any]) -> None:
+        if state["stage"] is OptState.UNSCALED:
+            raise RuntimeError(
+                "unscale_() has already been called on this optimizer since the last update(). Dividing "
+                "gradients "
+                "twice would ruin them: call update() at the end of each iteration, unscale_ once per "
+                "update (not "
+                "once per micro-batch), or pass allow_repeat=True."
+            )
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError(
+                "unscale_() is being called after step(). Call it between backward() and step(), and "
+                "update() once "
+                "all optimizers have stepped."
+            )
+
+    def _require_not_stepped(self, state: dict[str, Any], name: str) -> None:
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError(
+                f"{name}() is being called after step(). Call it between backward() and step()."
+            )
+
+    def _check_unscaled(self, optimizer: Any, state: dict[str, Any]) -> None:
+        """Look for inf and NaN in gradients that were never scaled."""
+        found = self._look(optimizer, torch.ones_like(self._live_state()[0].scale))
+        state["found_inf_per_device"] = found
+        state["stage"] = OptState.UNSCALED
+
+    def _flag(self, state: dict[str, Any]) -> Tensor:
+        """The optimizer's flags as one, 0.0 or 1.0, on the scale's device."""
+        return _agreement.combined(
+            list(state["found_inf_per_device"].values()), self._live_state()[0].scale.device
+        )
+
+    def _note_norm(self, norm: Tensor) -> None:
+        """Keep the largest norm of an iteration for the history."""
+        self._norm = norm if self._norm is None else torch.maximum(self._norm, norm.to(self._norm))
+
+    def _settle_multiplier(self, state: dict[str, Any]) -> None:
+        """Multiply now what clipping had left for the optimizer's `step`."""
+        multiplier = state.pop("multiplier", None)
+        if multiplier is None:
+            return
+        gradients = collect(parameters(state["optimizer"]))
+        for device, tensors in gradients.by_device.items():
+            factor = multiplier.to(device, non_blocking=True)
+            _kernels.multiply_(tensors, factor, state["found_inf_per_device"].get(device))
+
+
+def add_flags(found: dict[torch.device, Tensor], gradients: Gradients, found_inf: Tensor) -> None:
+    """Give every device that holds gradients a flag; `found_inf` serves its own device."""
+    for device in gradients.by_device:
+        if device not in found:
+            found[device] = (
+                found_inf if device == found_inf.device else found_inf.to(device, non_blocking=True)
+            )

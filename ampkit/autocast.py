@@ -1,0 +1,299 @@
+"""autocast: the region in which operators run in the precision their policy says.
+
+The regions of a thread are a stack. An `autocast` object holds only what it was constructed with; everything an
+entry changes is kept per entry, so one object may be entered again while it is open, and a decorated function may
+recurse. A region writes torch's own autocast state (enabled, dtype, cache flag) as `torch.autocast` does, and puts
+`_lifted_mode.AutocastMode` above it.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ampkit import _checkpoint_frames, _compiled, _decorate, _lifted_mode, _module_regions
+from ampkit._lifted_mode import AutocastMode, Entered
+from ampkit.policy import Policy
+from ampkit.weight_cache import WeightCache, capturing
+
+__all__ = [
+    "autocast", "clear_autocast_cache", "float32_region", "get_autocast_dtype", "is_autocast_enabled",
+]
+
+
+class autocast:  # noqa: N801  torch's name
+    """Region of automatic mixed precision; takes the place of `torch.autocast`.
+
+    Use it as a context manager, or as a decorator of a function, method, generator or coroutine::
+
+        with autocast("cuda"):
+            loss = loss_fn(model(x), y)
+
+    Inside, matrix products, convolutions and the like take `dtype` inputs; softmax, norms and losses float32 ones;
+    operators that need one dtype for all inputs get the widest. `Policy.explain` says what an operator does and why.
+
+    `device_type`: a device type or a string like `"cuda:0"`; None is the current accelerator, else `"cpu"`.
+    `dtype`: None is the enclosing region's, else float16 on accelerators and bfloat16 on CPU.
+    `enabled`: False makes an island in which nothing is cast.
+    `cache_enabled`: whether the cast of a weight is kept until the outermost region is left; None is the enclosing
+    region's choice, else True. `policy`: None is the enclosing region's for this device, else
+    `Policy.default(device_type)`. `cache`: a `WeightCache` that outlives the region.
+
+    Warns and disables itself as torch does where the device or the dtype is not to be had. Raises `ValueError` or
+    `TypeError` for arguments of the wrong type, `RuntimeError` for a device that has no autocast or no bfloat16, and
+    on leaving, if an inner region is still open. Entering and leaving never sync.
+    """
+
+    def __init__(
+        self,
+        device_type: str | None = None,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+        *,
+        policy: Policy | None = None,
+        cache: WeightCache | None = None,
+    ) -> None:
+        self.device = device_type if device_type is not None else _current_device_type()
+        kind = _device_type(self.device)
+        self._kind = kind
+        self.fast_dtype = torch.get_autocast_dtype(kind) if dtype is None else _checked_dtype(dtype)
+        self._enabled = _available(self, kind) if _checked_flag("enabled", enabled) else False
+        self._cache_enabled = (
+            torch.is_autocast_cache_enabled() if cache_enabled is None else _checked_flag("cache_enabled", cache_enabled)
+        )
+        if policy is not None and (not isinstance(policy, Policy) or policy.device_type != kind):
+            raise TypeError(f"policy is {policy!r}; expected a Policy for {kind!r}, such as Policy.default({kind!r})")
+        if cache is not None and not isinstance(cache, WeightCache):
+            raise TypeError(f"cache is {cache!r}; expected a WeightCache")
+        self.policy = policy
+        self.cache = cache
+
+    def __repr__(self) -> str:
+        more = "" if self.policy is None else f", policy={self.policy!r}"
+        return f"autocast({self.device!r}, {self.fast_dtype}, enabled={self._enabled}{more})"
+
+    def __enter__(self) -> autocast:
+        if _compiled.tracing():
+            _compiled.enter(self)
+            return self
+        stack = _regions()
+        stack.append(_Region(self, stack))
+        return self
+
+    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> bool:
+        if _compiled.tracing():
+            _compiled.leave(self)
+            return False
+        stack = _regions()
+        if not stack or stack[-1].owner is not self:
+            raise RuntimeError(_out_of_order(self, stack))
+        stack.pop().leave(last=not stack)
+        return False
+
+    def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        """`func` with its body run inside the region, also when it is a generator or a coroutine."""
+        return _decorate.in_region(self, func)
+
+
+class float32_region(autocast):  # noqa: N801  reads like autocast
+    """Region that computes everything in float32, whatever comes in: an island that also casts its inputs.
+
+    `autocast(enabled=False)` leaves low-precision tensors as they are, and they then meet float32 weights. Here they
+    are cast up. Arguments, and use as a decorator, as of `autocast`.
+    """
+
+    def __init__(self, device_type: str | None = None, *, policy: Policy | None = None) -> None:
+        super().__init__(device_type, None, False, policy=policy)
+        self.fast_dtype = torch.float32
+        self._enabled = True
+
+
+class _Region:
+    """One entry of an `autocast`: what it changed, and what to put back."""
+
+    __slots__ = ("cache", "dtype", "enabled", "entered", "flag", "hooks", "kind", "owner")
+
+    def __init__(self, owner: autocast, stack: list[_Region]) -> None:
+        kind = owner._kind
+        outer = _lifted_mode.current()
+        _checkpoint_frames.note_region(outer)
+        self.owner = owner
+        self.kind = kind
+        self.enabled = torch.is_autocast_enabled(kind)
+        self.dtype = torch.get_autocast_dtype(kind)
+        self.flag = torch.is_autocast_cache_enabled()
+        self.cache = self._cache(owner, stack)
+        policies = dict(outer.policies) if outer is not None else {}
+        policies[kind] = owner.policy or policies.get(kind) or default_policy(kind)
+        mode = AutocastMode(policies, self.cache if owner._cache_enabled else None)
+        active = owner._enabled or any(torch.is_autocast_enabled(other) for other in policies if other != kind)
+        self.entered = Entered(mode, active=active)
+        torch.set_autocast_enabled(kind, owner._enabled)
+        torch.set_autocast_dtype(kind, owner.fast_dtype)
+        torch.set_autocast_cache_enabled(owner._cache_enabled)
+        torch.autocast_increment_nesting()
+        self.hooks = _module_regions.watch(policies[kind]) if owner._enabled else None
+
+    def _cache(self, owner: autocast, stack: list[_Region]) -> WeightCache:
+        """The cache of this entry: its own if it was given one, else the enclosing region's, else a new one."""
+        capture = capturing()
+        if owner.cache is not None and not capture:
+            owner.cache.drop_outdated()
+            return owner.cache
+        if stack and stack[-1].cache.in_capture == capture:
+            return stack[-1].cache
+        fresh = WeightCache()
+        fresh.in_capture = capture
+        return fresh
+
+    def leave(self, *, last: bool) -> None:
+        """Put back what was found on entry."""
+        if self.hooks is not None:
+            self.hooks.remove()
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        torch.set_autocast_enabled(self.kind, self.enabled)
+        torch.set_autocast_dtype(self.kind, self.dtype)
+        torch.set_autocast_cache_enabled(self.flag)
+        self.entered.leave()
+        if self.owner.cache is not None:
+            self.owner.cache.disconnect()
+
+
+def is_autocast_enabled(device_type: str | None = None) -> bool:
+    """Whether autocast is on for a device type, in this thread, here. None is the current accelerator, else CPU."""
+    return torch.is_autocast_enabled(_device_type(device_type if device_type is not None else _current_device_type()))
+
+
+def get_autocast_dtype(device_type: str | None = None) -> torch.dtype:
+    """The dtype that a region for a device type casts to, or would. None is the current accelerator, else CPU."""
+    return torch.get_autocast_dtype(_device_type(device_type if device_type is not None else _current_device_type()))
+
+
+def clear_autocast_cache() -> None:
+    """Drop the weight casts of the regions open in this thread; weights are cast anew at their next use."""
+    for region in _regions():
+        region.cache.clear()
+    torch.clear_autocast_cache()
+
+
+def default_policy(kind: str) -> Policy:
+    """The policy of a region that was given none; one object for each device type."""
+    found = _default_policies.get(kind)
+    if found is None:
+        found = _default_policies[kind] = Policy.default(kind)
+    return found
+
+
+_default_policies: dict[str, Policy] = {}
+_thread = threading.local()
+
+
+def _regions() -> list[_Region]:
+    try:
+        return _thread.regions
+    except AttributeError:
+        _thread.regions = []
+        return _thread.regions
+
+
+def _out_of_order(region: autocast, stack: list[_Region]) -> str:
+    if not any(entry.owner is region for entry in stack):
+        return (
+            f"{region} is being left in a thread that never entered it, or left twice; enter and leave a region in "
+            "one thread, by `with` or as a decorator"
+        )
+    return (
+        f"{region} is being left while {stack[-1].owner}, entered after it, is still open; leave regions in the "
+        "reverse of the order they were entered. A generator that yields inside `with autocast():` does this: "
+        "decorate the generator function with autocast instead"
+    )
+
+
+def _current_device_type() -> str:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
+
+
+def _device_type(device_type: Any) -> str:
+    """The device type in a string such as "cuda" or "cuda:0", in the form torch's autocast uses."""
+    if not isinstance(device_type, str):
+        raise ValueError(
+            f"device_type is {device_type!r} of type {type(device_type).__name__}; expected a string such as 'cuda' or 'cpu'"
+        )
+    kind = torch.device(device_type).type
+    if kind == torch._C._get_privateuse1_backend_name():
+        kind = "privateuseone"
+    if not torch.amp.is_autocast_available(kind):
+        raise RuntimeError(f"device_type {device_type!r} has no autocast in torch; expected one such as 'cuda' or 'cpu'")
+    return kind
+
+
+def _checked_dtype(dtype: Any) -> torch.dtype:
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is {dtype!r}; expected a torch.dtype such as torch.bfloat16, or None")
+    return dtype
+
+
+def _checked_flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; expected True or False")
+    return value
+
+
+def _available(region: autocast, kind: str) -> bool:
+    """Whether an enabled region can be had; warns as torch does where it cannot."""
+    if kind == "cuda" and ":" not in region.device:
+        if torch.cuda.amp.common.amp_definitely_not_available():
+            warnings.warn("CUDA is not available: autocast for it is disabled.", stacklevel=4)
+            return False
+        if region.fast_dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
+            raise RuntimeError(
+                f"this CUDA device ({torch.cuda.get_device_name()}) has no bfloat16; use autocast('cuda', torch.float16)"
+            )
+        return True
+    if kind == "cuda":
+        return True
+    supported = _supported_dtypes(kind)
+    if region.fast_dtype not in supported:
+        warnings.warn(
+            f"autocast for {kind} takes {' or '.join(map(str, supported))}, not {region.fast_dtype}: it is disabled. "
+            "For a region in float32, use ampkit.float32_region().",
+            stacklevel=4,
+        )
+        return False
+    return True
+
+
+def _supported_dtypes(kind: str) -> list[torch.dtype]:
+    if kind != "privateuseone":
+        return [torch.bfloat16, torch.float16]
+    name = torch._C._get_privateuse1_backend_name()
+    module = getattr(torch, name, None)
+    if module is None or not hasattr(module, "get_amp_supported_dtype"):
+        raise RuntimeError(
+            f"the backend {name!r} has not told torch which dtypes its autocast takes: it must register a module with "
+            "torch._register_device_module that has get_amp_supported_dtype()"
+        )
+    return module.get_amp_supported_dtype()
+
+
+def _run_again(mode: AutocastMode, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` for a recompute in backward: under the same policies, with a cache of its own."""
+
+    def recompute(*args: Any, **kwargs: Any) -> Any:
+        entered = Entered(AutocastMode(mode.policies, None if mode.cache is None else WeightCache()), active=True)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            entered.leave()
+
+    return recompute
+
+
+_checkpoint_frames.reenter = _run_again

@@ -1,0 +1,172 @@
+"""Casting an operator's arguments: what each rule does to a tensor, a list of tensors, a dtype argument.
+
+Pure functions of their arguments: no region, no thread, no dispatcher state. A tensor is *eligible* when it is
+floating point, on the region's device and not float64 (torch.amp's definition); everything else passes as it came.
+Every function returns the very tuple or dict it was given when there is nothing to change.
+
+Source of the rules: `Rule` in `op_table`, after ATen/autocast_mode.h.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.nn import Parameter
+
+_FLOATING = frozenset(
+    value for value in vars(torch).values() if isinstance(value, torch.dtype) and value.is_floating_point
+)
+_ELIGIBLE = _FLOATING - {torch.float64}
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+_ON_DEVICE: dict[str, Callable[[Tensor], bool]] = {"cpu": attrgetter("is_cpu"), "cuda": attrgetter("is_cuda")}
+
+
+class Cast:
+    """Casts the eligible tensors of one device type to one dtype.
+
+    `lookup(tensor, dtype)` stands in for `tensor.to(dtype)` where the caller has a weight cache. Never syncs.
+    """
+
+    __slots__ = ("castable", "device_type", "dtype", "on_device")
+
+    def __init__(self, device_type: str, dtype: torch.dtype) -> None:
+        self.device_type = device_type
+        self.dtype = dtype
+        self.castable = _ELIGIBLE - {dtype}
+        self.on_device = _ON_DEVICE.get(device_type) or (lambda tensor: tensor.device.type == device_type)
+
+    def tensor(self, value: Tensor, lookup: Callable[[Tensor, torch.dtype], Tensor] | None = None) -> Tensor:
+        """`value` in the target dtype if it is eligible, else `value` itself."""
+        if value.dtype not in self.castable or not self.on_device(value):
+            return value
+        return value.to(self.dtype) if lookup is None else lookup(value, self.dtype)
+
+    def value(self, value: Any, lookup: Callable[[Tensor, torch.dtype], Tensor] | None = None) -> Any:
+        """An argument with its tensors cast: a tensor, a list or tuple of arguments, or anything else as is."""
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if kind is Tensor or kind is Parameter or isinstance(value, Tensor):
+            return self.tensor(value, lookup)
+        if kind is list or kind is tuple:
+            cast = [self.value(item, lookup) for item in value]
+            return value if all(map(_same, cast, value)) else kind(cast)
+        return value
+
+    def args(
+        self, args: tuple[Any, ...], lookup: Callable[[Tensor, torch.dtype], Tensor] | None = None
+    ) -> tuple[Any, ...]:
+        """Positional arguments with their tensors cast."""
+        changed: list[Any] | None = None
+        for index, value in enumerate(args):
+            if type(value) in _PLAIN:
+                continue
+            cast = self.value(value, lookup)
+            if cast is not value:
+                if changed is None:
+                    changed = list(args)
+                changed[index] = cast
+        return args if changed is None else tuple(changed)
+
+    def kwargs(
+        self, kwargs: Mapping[str, Any], lookup: Callable[[Tensor, torch.dtype], Tensor] | None = None
+    ) -> Mapping[str, Any]:
+        """Keyword arguments with their tensors cast."""
+        if not kwargs:
+            return kwargs
+        cast = {name: self.value(value, lookup) for name, value in kwargs.items()}
+        return kwargs if all(cast[name] is kwargs[name] for name in kwargs) else cast
+
+
+@functools.cache
+def cast_to(device_type: str, dtype: torch.dtype) -> Cast:
+    """The `Cast` for a device type and a dtype; one object for each pair."""
+    return Cast(device_type, dtype)
+
+
+def is_eligible(value: Any, device_type: str) -> bool:
+    """Whether autocast for `device_type` may cast `value`."""
+    return isinstance(value, Tensor) and value.dtype in _ELIGIBLE and value.device.type == device_type
+
+
+def tensors(args: Any) -> Iterator[Tensor]:
+    """Every tensor among arguments, lists and tuples looked into."""
+    for value in args:
+        kind = type(value)
+        if kind in _PLAIN:
+            continue
+        if isinstance(value, Tensor):
+            yield value
+        elif kind is list or kind is tuple:
+            yield from tensors(value)
+
+
+def widest_dtype(args: tuple[Any, ...], kwargs: Mapping[str, Any], device_type: str) -> torch.dtype | None:
+    """The dtype that PROMOTE casts to, whatever the order of the arguments; None if nothing is eligible.
+
+    One dtype among the eligible tensors is that dtype; several are float32, also float16 beside bfloat16,
+    where torch.amp raises.
+    """
+    found: torch.dtype | None = None
+    for value in tensors((*args, *kwargs.values())):
+        if is_eligible(value, device_type):
+            if found is None:
+                found = value.dtype
+            elif found is not value.dtype:
+                return torch.float32
+    return found
+
+
+def with_float32_dtype(
+    op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], device_type: str
+) -> tuple[OpOverload, tuple[Any, ...], Mapping[str, Any]]:
+    """The call with `dtype=torch.float32` asked for, unless the caller asked for a dtype or arg 0 is not eligible."""
+    if not args or not is_eligible(args[0], device_type):
+        return op, args, kwargs
+    target, position = _dtype_argument(op)
+    given = kwargs.get("dtype") if position is None or len(args) <= position else args[position]
+    if given is not None:
+        return op, args, kwargs
+    if position is not None and len(args) > position:
+        return target, (*args[:position], torch.float32, *args[position + 1 :]), kwargs
+    return target, args, {**kwargs, "dtype": torch.float32}
+
+
+@functools.cache
+def _dtype_argument(op: OpOverload) -> tuple[OpOverload, int | None]:
+    """The overload that takes `dtype`, and the position of that argument there (None: keyword only)."""
+    found = _find_dtype(op)
+    if found is not None:
+        return op, found[1]
+    wanted = [argument.name for argument in op._schema.arguments] + ["dtype"]
+    for name in op.overloadpacket.overloads():
+        other = getattr(op.overloadpacket, name)
+        if [argument.name for argument in other._schema.arguments] == wanted:
+            return other, (_find_dtype(other) or (None, None))[1]
+    raise ValueError(f"operator '{op.name()}' cannot follow FLOAT32_DTYPE_ARG: no overload of it takes a dtype")
+
+
+def _find_dtype(op: OpOverload) -> tuple[str, int | None] | None:
+    for index, argument in enumerate(op._schema.arguments):
+        if argument.name == "dtype":
+            return argument.name, None if argument.kwarg_only else index
+    return None
+
+
+def takes_dtype(op: OpOverload) -> bool:
+    """Whether FLOAT32_DTYPE_ARG can be applied to `op`."""
+    try:
+        _dtype_argument(op)
+    except ValueError:
+        return False
+    return True
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b

@@ -1,0 +1,203 @@
+"""An optimizer's gradients as the kernels want them: plain local tensors, listed by device.
+
+Whatever `.grad` may be (sparse, complex, expanded, DTensor, CSR), the lists hold strided tensors that share
+its storage, so that writing them writes the gradient. Only metadata is looked at: nothing waits for a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
+_COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
+
+
+@dataclass
+class Gradients:
+    """The gradients of some parameters.
+
+    `by_device` lists every gradient's storage. `shards` lists those that are parts of a larger gradient, with
+    the process groups over which the whole is spread; they are in `by_device` too. `groups` are all process
+    groups that a DTensor parameter or gradient spans, in an order that every rank shares. `duplicated` are
+    sparse gradients whose repeated indices are yet to be added up.
+    """
+
+    by_device: dict[torch.device, list[Tensor]] = field(default_factory=dict)
+    shards: list[tuple[tuple[Any, ...], Tensor]] = field(default_factory=list)
+    groups: list[Any] = field(default_factory=list)
+    duplicated: list[Tensor] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        """Whether there is any gradient."""
+        return bool(self.by_device)
+
+    def add(self, tensor: Tensor) -> None:
+        """List a plain tensor under its device."""
+        self.by_device.setdefault(tensor.device, []).append(tensor)
+
+
+def parameters(optimizer: torch.optim.Optimizer, groups: Collection[int] | None = None) -> list[Tensor]:
+    """The optimizer's parameters in order, of all parameter groups or of the numbered ones.
+
+    Raises:
+        AssertionError: a parameter is not a tensor.
+        IndexError: a number that is no parameter group's.
+    """
+    if groups is None:
+        chosen = optimizer.param_groups
+    else:
+        chosen = [_group(optimizer, number) for number in groups]
+    params = [param for group in chosen for param in group["params"]]
+    for param in params:
+        if not isinstance(param, Tensor):
+            # torch's class of error, so that code that catches it keeps working
+            raise AssertionError(f"expected param to be torch.Tensor, got {type(param).__name__}")
+    return params
+
+
+def _group(optimizer: torch.optim.Optimizer, number: int) -> dict[str, Any]:
+    if not 0 <= number < len(optimizer.param_groups):
+        raise IndexError(
+            f"parameter group {number} does not exist; the optimizer has groups 0 to "
+            f"{len(optimizer.param_groups) - 1}"
+        )
+    return optimizer.param_groups[number]
+
+
+def collect(
+    params: Sequence[Tensor], refuse_fp16: Callable[[], str] | None = None, *, coalesce: bool = False
+) -> Gradients:
+    """The gradients of `params` as local strided float tensors; parameters without one are left out.
+
+    May replace a `.grad` by an equal one that can be written in place: expanded gradients become dense,
+    DTensors with a pending reduction are reduced, fp16 sparse gradients are coalesced. No gradient's value
+    changes.
+
+    Args:
+        params: the parameters to look at.
+        refuse_fp16: when given, float16 gradients are refused; called for the message.
+        coalesce: add up repeated indices of sparse gradients, whose norm would be wrong otherwise.
+
+    Raises:
+        TypeError: a gradient that is neither floating-point nor complex.
+        ValueError: a float16 gradient where those are refused. Nothing has been replaced then.
+    """
+    found = Gradients()
+    grads = [grad for param in params if (grad := param.grad) is not None]
+    dtypes = {grad.dtype for grad in grads}
+    if refuse_fp16 is not None and torch.float16 in dtypes:
+        raise ValueError(refuse_fp16())
+    # One tensor in several places (tied by hand, listed twice) is one gradient.
+    if len(set(map(id, grads))) == len(grads) and dtypes <= _FLOATS and _are_plain(params, grads):
+        devices = {grad.device for grad in grads}
+        for device in devices:
+            found.by_device[device] = [g for g in grads if g.device == device] if len(devices) > 1 else grads
+        return found
+    seen: set[int] = set()
+    with torch.no_grad():
+        for param in params:
+            _note_mesh(found, param)
+            if param.grad is not None and id(param.grad) not in seen:
+                _collect_one(found, param, param.grad, coalesce)
+                seen.add(id(param.grad))
+    return found
+
+
+def _are_plain(params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
+    """Whether all are ordinary dense tensors that can be listed as they are: the case to be quick about."""
+    if not set(map(type, params)) <= {torch.nn.Parameter, Tensor} or not set(map(type, grads)) <= {Tensor}:
+        return False
+    return all(grad.layout is torch.strided and grad.is_contiguous() and not grad.is_neg() for grad in grads)
+
+
+def _note_mesh(found: Gradients, tensor: Tensor) -> None:
+    mesh = getattr(tensor, "device_mesh", None)
+    if mesh is None:
+        return
+    for group in _mesh_groups(mesh):
+        if group not in found.groups:
+            found.groups.append(group)
+
+
+def _mesh_groups(mesh: Any) -> list[Any]:
+    return [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+
+
+def _collect_one(found: Gradients, param: Tensor, grad: Tensor, coalesce: bool) -> None:
+    local = grad
+    shard_groups: tuple[Any, ...] = ()
+    if hasattr(grad, "placements"):
+        grad, local, shard_groups = _local_shard(param, grad)
+        _note_mesh(found, grad)
+    if local.layout is torch.sparse_coo:
+        if local is grad and (coalesce or local.dtype is torch.float16):
+            # Sums of scaled fp16 duplicates overflow easily: look at the sums, as torch does.
+            local = param.grad = grad.coalesce()
+        elif not local.is_coalesced():
+            found.duplicated.append(local)
+        local = local._values()
+    elif local.layout in _COMPRESSED:
+        local = local.values()
+    elif local is grad:
+        local = _writable(param, grad)
+    if local.is_complex():
+        local = torch.view_as_real(local)
+    if local.dtype not in _FLOATS or local.layout is not torch.strided:
+        raise TypeError(
+            f"a gradient has dtype {local.dtype} and layout {local.layout}; expected a floating-point or "
+            f"complex "
+            f"gradient, dense or sparse: leave this parameter out of the optimizer"
+        )
+    found.add(local)
+    if shard_groups:
+        found.shards.append((shard_groups, local))
+
+
+def _writable(param: Tensor, grad: Tensor) -> Tensor:
+    """A dense gradient whose elements can be written one by one; replaces `param.grad` where it cannot."""
+    if grad.is_conj() or grad.is_neg():
+        grad = param.grad = grad.resolve_conj().resolve_neg()
+    if not grad.is_contiguous() and any(
+        stride == 0 and size > 1 for size, stride in zip(grad.shape, grad.stride(), strict=True)
+    ):
+        grad = param.grad = grad.clone(memory_format=torch.contiguous_format)
+    return grad
+
+
+def _local_shard(param: Tensor, grad: Any) -> tuple[Any, Tensor, tuple[Any, ...]]:
+    """A DTensor gradient without pending reductions, its local part, and the groups that hold the other
+    parts.
+    """
+    if any(placement.is_partial() for placement in grad.placements):
+        from torch.distributed.tensor import Replicate
+
+        settled = [Replicate() if placement.is_partial() else placement for placement in grad.placements]
+        grad = param.grad = grad.redistribute(placements=settled)
+    local = grad.to_local()
+    if hasattr(local, "wait"):  # the result of a collective still under way
+        local = local.wait()
+    mesh = grad.device_mesh
+    groups = tuple(
+        mesh.get_group(dim)
+        for dim, placement in enumerate(grad.placements)
+        if placement.is_shard() and mesh.size(dim) > 1
+    )
+    return grad, local, groups
+
+
+def summed_duplicates(duplicated: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The values of sparse gradients after repeated indices are added up; the gradients stay as they are."""
+    with torch.no_grad():
+        for grad in duplicated:
+            values = grad.coalesce().values()
+            yield torch.view_as_real(values) if values.is_complex() else values
+
+
+def fp16_parameters(params: Sequence[Tensor]) -> list[int]:
+    """The positions of the parameters whose gradient is float16."""
+    return [i for i, p in enumerate(params) if (grad := p.grad) is not None and grad.dtype is torch.float16]

@@ -1,0 +1,183 @@
+"""What a scaler did, counted on the device and read when somebody asks.
+
+`Ledger` notes a few 0-d tensors per update and sums them up in blocks, so that an update costs one tiny copy
+and no host synchronisation. Reading (`Ledger.totals`, `Ledger.rows`) is the only place that waits for a
+device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_BLOCK = 256
+"""Updates between two foldings: a few launches spread over this many iterations."""
+
+
+@dataclass(frozen=True)
+class ScalerStats:
+    """Counts since the scaler was made (or since the checkpoint that it loaded was begun).
+
+    `steps` and `skips` count optimizer steps taken and skipped for inf or NaN, over all optimizers;
+    `no_gradients` those that found nothing to do. The rest count `update()` calls: `overflows` with a
+    non-finite gradient, `consecutive_skips` the overflows since the last clean one, `growths` and `backoffs`
+    changes of the scale. `inf_values` and `nan_values` count gradient elements in the skipped steps that were
+    examined. `scale_disagreement` says that ranks which must agree were seen with different scales.
+    """
+
+    scale: float
+    updates: int = 0
+    steps: int = 0
+    skips: int = 0
+    no_gradients: int = 0
+    overflows: int = 0
+    consecutive_skips: int = 0
+    growths: int = 0
+    backoffs: int = 0
+    inf_values: int = 0
+    nan_values: int = 0
+    scale_disagreement: bool = False
+
+    def as_dict(self) -> dict[str, float]:
+        """Plain numbers, for TensorBoard's add_scalar or wandb.log."""
+        return {f.name: getattr(self, f.name) + 0 for f in fields(self)}
+
+
+_COUNTED = (
+    "updates", "overflows", "consecutive_skips", "growths", "backoffs", "attempts", "skips",
+    "inf_values", "nan_values", "scale_disagreement",
+)  # fmt: skip
+_AT = {name: i for i, name in enumerate(_COUNTED)}
+
+
+class Ledger:
+    """Counters on one device.
+
+    Args:
+        device: where the scale lives.
+        history_size: updates to keep for `rows`; 0 keeps none.
+        saved: counts of an earlier ledger, from `to_dict`.
+    """
+
+    def __init__(self, device: torch.device, history_size: int, saved: dict[str, int] | None = None) -> None:
+        saved = saved or {}
+        start = [int(saved.get(name, 0)) for name in _COUNTED]
+        self._totals = torch.tensor(start, dtype=torch.int64).to(device)
+        self._no_gradients = int(saved.get("no_gradients", 0))
+        self._updates: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        self._steps: list[Tensor] = []
+        self._history_size = history_size
+        self._blocks: deque[tuple[Tensor, list[bool]]] = deque()
+        self._kept = 0
+
+    def note_step(self, found_inf: Tensor) -> None:
+        """One optimizer step, skipped where the 0-d flag is set."""
+        self._steps.append(found_inf)
+
+    def note_no_gradients(self) -> None:
+        """One optimizer step that found no gradients."""
+        self._no_gradients += 1
+
+    def note_nonfinite(self, counts: Tensor) -> None:
+        """Counts of inf and NaN in the gradients of a step, int64 `[n, 2]`."""
+        self._totals[_AT["inf_values"] : _AT["nan_values"] + 1] += counts.sum(0).to(self._totals.device)
+
+    def note_scales(self, spread: Tensor) -> None:
+        """Lowest and highest scale among ranks that must agree."""
+        self._totals[_AT["scale_disagreement"]] |= (spread[0] != spread[1]).to(self._totals.device)
+
+    def note_update(self, scale: Tensor, found_inf: Tensor, norm: Tensor | None) -> None:
+        """One update: the scale that the iteration used (a copy is taken), its flag, its gradient norm if
+        known.
+        """
+        self._updates.append((scale.clone(), found_inf, norm))
+
+    def fold_if_due(self, scale: Tensor) -> None:
+        """`fold` when a block is full. Under CUDA graph capture always, so that replays of the graph count.
+        """
+        if len(self._updates) >= _BLOCK or _is_capturing(scale):
+            self.fold(scale)
+
+    def fold(self, scale: Tensor) -> None:
+        """Add what is pending to the totals; `scale` is the scale after the last noted update. Never syncs.
+        """
+        if self._steps:
+            self._totals[_AT["attempts"]] += len(self._steps)
+            self._totals[_AT["skips"]] += (torch.stack(self._steps) != 0).sum()
+            self._steps = []
+        n = len(self._updates)
+        if not n:
+            return
+        scales, flags, norms = zip(*self._updates, strict=True)
+        before = torch.stack(scales)
+        after = torch.cat((before[1:], scale.detach().reshape(1)))
+        overflow = torch.stack(flags) != 0
+        # position (from 1) of the last clean update; 0 when there is none
+        last_clean = (torch.arange(1, n + 1, device=overflow.device) * ~overflow).max()
+        run = self._totals[_AT["consecutive_skips"]]
+        run.copy_(torch.where(last_clean > 0, n - last_clean, run + n))
+        self._totals[_AT["updates"]] += n
+        self._totals[_AT["overflows"]] += overflow.sum()
+        self._totals[_AT["growths"]] += (after > before).sum()
+        self._totals[_AT["backoffs"]] += (after < before).sum()
+        if self._history_size and not _is_capturing(scale):
+            filled = torch.stack([before[0] if norm is None else norm.to(before) for norm in norms])
+            self._keep(
+                torch.stack((before, overflow.float(), filled), dim=1), [norm is not None for norm in norms]
+            )
+        self._updates = []
+
+    def _keep(self, block: Tensor, clipped: list[bool]) -> None:
+        self._blocks.append((block, clipped))
+        self._kept += len(clipped)
+        while self._kept - len(self._blocks[0][1]) >= self._history_size:
+            self._kept -= len(self._blocks.popleft()[1])
+
+    def totals(self, scale: Tensor) -> ScalerStats:
+        """Everything counted so far. One host read."""
+        self.fold(scale)
+        *counts, value = torch.cat((self._totals.double(), scale.detach().double().reshape(1))).tolist()
+        known = {name: int(count) for name, count in zip(_COUNTED, counts, strict=True)}
+        attempts = known.pop("attempts")
+        disagreement = bool(known.pop("scale_disagreement"))
+        return ScalerStats(
+            scale=value,
+            steps=attempts - known["skips"],
+            no_gradients=self._no_gradients,
+            scale_disagreement=disagreement,
+            **known,
+        )
+
+    def to_dict(self, scale: Tensor) -> dict[str, int]:
+        """The counts as plain integers for a checkpoint; rows are not kept. One host read."""
+        self.fold(scale)
+        counts = zip(_COUNTED, self._totals.tolist(), strict=True)
+        return {**dict(counts), "no_gradients": self._no_gradients}
+
+    def rows(self, scale: Tensor) -> list[dict[str, Any]]:
+        """The last updates, oldest first, as plain dicts. One host read.
+
+        Keys: `update` (counted from 1), `scale` (the one the iteration used), `overflow`, and `grad_norm`,
+        None where the iteration did not clip.
+        """
+        self.fold(scale)
+        if not self._blocks:
+            return []
+        table = torch.cat([block for block, _ in self._blocks]).double()
+        updates = self._totals[_AT["updates"]].double().expand(1, table.shape[1])
+        *values, (last, *_) = torch.cat((table, updates)).tolist()
+        clipped = [flag for _, flags in self._blocks for flag in flags]
+        first = int(last) - len(values) + 1
+        rows = [
+            {"update": first + i, "scale": used, "overflow": bool(flag), "grad_norm": norm if known else None}
+            for i, ((used, flag, norm), known) in enumerate(zip(values, clipped, strict=True))
+        ]
+        return rows[-self._history_size :]
+
+
+def _is_capturing(scale: Tensor) -> bool:
+    return scale.is_cuda and torch.cuda.is_current_stream_capturing()

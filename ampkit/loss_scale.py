@@ -1,0 +1,271 @@
+"""Loss-scale strategies: how a scale answers an overflow, as pure arithmetic on tensors.
+
+A strategy is a frozen description; what changes from step to step is a `ScaleState` of 0-d tensors.
+`next_state` maps one state to the next without reading a value, so nothing here waits for a device.
+`GradScaler` owns a state and writes the next one into the same tensors, which keeps their addresses fixed
+(CUDA graphs replay them).
+
+The dynamic rule is Micikevicius et al. 2018, section 3.2, as torch implements it; hysteresis follows
+Megatron-LM (refill on growth) and DeepSpeed (refill on every clean update); the tolerated overflow rate
+follows fairseq.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+SMALLEST_SCALE = 2.0**-126
+"""The smallest normal float32: the least scale whose reciprocal is still finite."""
+
+LARGEST_SCALE = torch.finfo(torch.float32).max
+
+_NEVER_GROWS = 2**31 - 1
+
+
+class ScaleState(NamedTuple):
+    """What a strategy remembers between updates; 0-d tensors on one device.
+
+    `scale` is float32, the rest int32. `growth_tracker` counts finite updates since the last overflow or
+    growth, `hysteresis_left` the overflows up to the one that backs off, `window_updates` and
+    `window_overflows` the updates and overflows since the scale last changed.
+    """
+
+    scale: Tensor
+    growth_tracker: Tensor
+    hysteresis_left: Tensor
+    window_updates: Tensor
+    window_overflows: Tensor
+
+
+@dataclass(frozen=True)
+class DynamicLossScale:
+    """Shrink on overflow, grow after a run of finite updates.
+
+    Args:
+        init_scale: first scale.
+        growth_factor: multiplies the scale after `growth_interval` finite updates in a row; 1 never grows.
+        backoff_factor: multiplies the scale on overflow; 1 never backs off.
+        growth_interval: finite updates in a row before growth. 0 never grows, as in torch.
+        min_scale: the scale stops here on its way down; defaults to the least scale with a finite reciprocal.
+        max_scale: the scale stops here on its way up. A growth that would reach inf is never taken.
+        hysteresis: the scale backs off on this many-th overflow; 1 backs off at once.
+        hysteresis_refill: when forgiven overflows are given back: "growth" of the scale (Megatron-LM) or any
+            "clean" update, so that only overflows in a row count (DeepSpeed's consecutive hysteresis).
+        tolerance: the scale backs off only when at least this share (0 to 1) of the updates since its last
+            change overflowed (fairseq's overflow tolerance). The step itself is skipped all the same.
+
+    Raises:
+        ValueError: a field out of range.
+
+    >>> scale = DynamicLossScale(init_scale=8.0, growth_interval=1)
+    >>> state = scale.init("cpu")
+    >>> float(scale.next_state(state, torch.tensor(1.0)).scale)
+    4.0
+    >>> float(scale.next_state(state, torch.tensor(0.0)).scale)
+    16.0
+    """
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min_scale: float = SMALLEST_SCALE
+    max_scale: float = LARGEST_SCALE
+    hysteresis: int = 1
+    hysteresis_refill: str = "growth"
+    tolerance: float = 0.0
+
+    kind: ClassVar[str] = "dynamic"
+    scales_losses: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 1.0 <= self.growth_factor < math.inf:
+            raise ValueError(f"growth_factor is {self.growth_factor}; expected a finite number of 1 or more")
+        if not 0.0 < self.backoff_factor <= 1.0:
+            raise ValueError(f"backoff_factor is {self.backoff_factor}; expected a number above 0, at most 1")
+        if not SMALLEST_SCALE <= self.min_scale <= self.max_scale <= LARGEST_SCALE:
+            raise ValueError(
+                f"min_scale is {self.min_scale} and max_scale {self.max_scale}; expected "
+                f"{SMALLEST_SCALE:.3g} "
+                f"<= min_scale <= max_scale <= {LARGEST_SCALE:.3g}: a scale of 0 or inf destroys gradients"
+            )
+        if not self.min_scale <= self.init_scale <= self.max_scale:
+            raise ValueError(
+                f"init_scale is {self.init_scale}; expected a number from min_scale ({self.min_scale}) "
+                f"to max_scale ({self.max_scale})"
+            )
+        if self.hysteresis < 1:
+            raise ValueError(f"hysteresis is {self.hysteresis}; expected 1 (back off at once) or more")
+        if self.hysteresis_refill not in ("growth", "clean"):
+            raise ValueError(f"hysteresis_refill is {self.hysteresis_refill!r}; expected 'growth' or 'clean'")
+        if not 0.0 <= self.tolerance < 1.0:
+            raise ValueError(
+                f"tolerance is {self.tolerance}; expected a share from 0 up to, not including, 1"
+            )
+
+    @property
+    def stuck_scale(self) -> float:
+        """Gradients that overflow at this scale or below overflow for another reason: 2**-14, or `min_scale`.
+        """
+        return max(self.min_scale, 2.0**-14)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the rule is torch's own, bounds aside: no hysteresis, no tolerance."""
+        return self.hysteresis == 1 and self.tolerance == 0.0
+
+    def init(self, device: torch.device | str, *, scale: float | None = None, **counters: int) -> ScaleState:
+        """A state on `device`, fresh unless `scale` and counters by their field names say otherwise."""
+        first = self.init_scale if scale is None else scale
+        start = {"hysteresis_left": self.hysteresis, **counters}
+        return ScaleState(
+            torch.full((), first, dtype=torch.float32, device=device),
+            *(
+                torch.full((), start.get(name, 0), dtype=torch.int32, device=device)
+                for name in ScaleState._fields[1:]
+            ),
+        )
+
+    def next_state(self, state: ScaleState, found_inf: Tensor) -> ScaleState:
+        """The state after an update that did (`found_inf` nonzero, NaN included) or did not overflow. Never
+        syncs.
+        """
+        overflow = found_inf != 0
+        updates = state.window_updates + 1
+        overflows = state.window_overflows + overflow
+        forgiven = overflow & (overflows.float() < self.tolerance * updates.float())
+        counted = overflow & ~forgiven
+        backs_off = counted & (state.hysteresis_left <= 1)
+        left = torch.where(counted, torch.clamp(state.hysteresis_left - 1, min=1), state.hysteresis_left)
+
+        finite_run = state.growth_tracker + 1
+        grows = ~overflow & (finite_run == self.growth_interval)
+        # Growth to inf keeps the scale and restarts the count, as in torch.
+        grown = _times(state.scale, self.growth_factor)
+        grown = torch.where(torch.isfinite(grown), torch.clamp(grown, max=self.max_scale), state.scale)
+        shrunk = torch.clamp(_times(state.scale, self.backoff_factor), min=self.min_scale)
+        scale = torch.where(backs_off, shrunk, torch.where(grows, grown, state.scale))
+
+        refill = grows if self.hysteresis_refill == "growth" else ~overflow
+        rescaled = backs_off | grows
+        return ScaleState(
+            scale,
+            torch.where(overflow | grows, 0, finite_run).to(torch.int32),
+            torch.where(refill, self.hysteresis, left).to(torch.int32),
+            torch.where(rescaled, 0, updates).to(torch.int32),
+            torch.where(rescaled, 0, overflows).to(torch.int32),
+        )
+
+
+@dataclass(frozen=True)
+class StaticLossScale:
+    """One scale for good; overflowing steps are still skipped.
+
+    Args:
+        scale: the scale, positive and finite in float32.
+
+    Raises:
+        ValueError: `scale` out of range.
+
+    >>> StaticLossScale(128.0).init_scale
+    128.0
+    """
+
+    scale: float
+
+    kind: ClassVar[str] = "static"
+    scales_losses: ClassVar[bool] = True
+    # The same names as the dynamic rule, with values that leave a scale alone: a torch scaler that loads them
+    # keeps the scale too.
+    growth_factor: ClassVar[float] = 1.0
+    backoff_factor: ClassVar[float] = 1.0
+    growth_interval: ClassVar[int] = _NEVER_GROWS
+    min_scale: ClassVar[float] = SMALLEST_SCALE
+    max_scale: ClassVar[float] = LARGEST_SCALE
+    is_plain: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not SMALLEST_SCALE <= self.scale <= LARGEST_SCALE:
+            raise ValueError(
+                f"scale is {self.scale}; expected a number from {SMALLEST_SCALE:.3g} to {LARGEST_SCALE:.3g}"
+            )
+
+    @property
+    def init_scale(self) -> float:
+        """The scale, under the dynamic rule's name."""
+        return self.scale
+
+    def init(self, device: torch.device | str, *, scale: float | None = None, **counters: int) -> ScaleState:
+        """A state on `device` with this scale."""
+        return DynamicLossScale.init(_FRESH, device, scale=self.scale if scale is None else scale, **counters)
+
+    def next_state(self, state: ScaleState, found_inf: Tensor) -> ScaleState:
+        """The same scale; `growth_tracker` still counts finite updates in a row. Never syncs."""
+        run = torch.where(found_inf != 0, 0, state.growth_tracker + 1).to(torch.int32)
+        return state._replace(growth_tracker=run)
+
+
+@dataclass(frozen=True)
+class NoOpLossScale(StaticLossScale):
+    """No scaling: losses pass untouched, and steps with non-finite gradients are still skipped.
+
+    The guard that bfloat16 and float32 training can use alone.
+
+    >>> NoOpLossScale().init_scale
+    1.0
+    """
+
+    scale: float = 1.0
+
+    kind: ClassVar[str] = "noop"
+    scales_losses: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.scale != 1.0:
+            raise ValueError(
+                f"scale is {self.scale}; expected 1.0: use StaticLossScale({self.scale}) to scale"
+            )
+
+
+LossScale = DynamicLossScale | StaticLossScale
+_KINDS: dict[str, type[DynamicLossScale] | type[StaticLossScale]] = {
+    cls.kind: cls for cls in (DynamicLossScale, StaticLossScale, NoOpLossScale)
+}
+_FRESH = DynamicLossScale()
+
+
+def to_dict(strategy: LossScale) -> dict[str, Any]:
+    """A strategy as plain Python values, for a checkpoint."""
+    return {"kind": strategy.kind, **asdict(strategy)}
+
+
+def from_dict(saved: dict[str, Any]) -> LossScale:
+    """The strategy that `to_dict` described.
+
+    Raises:
+        ValueError: unknown kind, or fields that this version does not know.
+    """
+    values = dict(saved)
+    kind = values.pop("kind", None)
+    if kind not in _KINDS:
+        raise ValueError(f"the saved loss scale is of kind {kind!r}; expected one of {sorted(_KINDS)}")
+    cls = _KINDS[kind]
+    unknown = sorted(set(values) - {f.name for f in fields(cls)})
+    if unknown:
+        raise ValueError(
+            f"the saved loss scale ({kind}) has unknown fields {unknown}; expected "
+            f"{[f.name for f in fields(cls)]}: it may come from a newer ampkit"
+        )
+    return cls(**values)
+
+
+def _times(scale: Tensor, factor: float) -> Tensor:
+    """The product rounded once from double, as torch's update kernel does; Metal has no double."""
+    if scale.device.type == "mps":
+        return scale * factor
+    return (scale.double() * factor).float()

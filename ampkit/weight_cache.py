@@ -1,0 +1,235 @@
+"""The cast cache: the low-precision copy of a weight, made once and used until the weight changes.
+
+What is kept: casts of float32 leaves that require grad, and of frozen `nn.Parameter`s; never of views or
+activations. An entry answers only for the very tensor it was made from (weak reference), at the same version
+counter and the same storage address, and only until some `torch.optim.Optimizer` steps: `fused=True` optimizers
+and `.data` writes move weights without moving their version, hence the optimizer hook.
+
+Casts are made with grad mode on and inference mode off, so that one entry serves `no_grad`, `inference_mode` and
+training alike and gradients flow. Between regions an entry is kept without its autograd history: history would
+keep the parameter alive after its model is gone.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["CacheInfo", "WeightCache", "capturing"]
+
+
+class CacheInfo(NamedTuple):
+    """What a `WeightCache` holds now, and what it has done since it was made."""
+
+    entries: int    # casts held
+    bytes: int      # bytes of those casts
+    hits: int       # casts answered from the cache
+    misses: int     # casts made, each of which read and wrote the weight once
+
+
+class _Entry:
+    __slots__ = ("address", "cast", "connected", "nbytes", "steps", "version", "weight")
+
+    def __init__(self, weight: weakref.ref[Tensor], version: int, address: int, steps: int, cast: Tensor) -> None:
+        self.weight = weight
+        self.version = version
+        self.address = address
+        self.steps = steps
+        self.cast = cast
+        self.connected = True       # the cast still carries its autograd history
+        self.nbytes = cast.numel() * cast.element_size()
+
+
+class WeightCache:
+    """Keeps weight casts across regions until an optimizer steps: pass it as `autocast(cache=...)`.
+
+    With gradient accumulation each weight is then cast once per optimizer step instead of once per micro-batch.
+    `max_bytes` bounds what is held (None: no bound); the least recently used casts go first. May be shared between
+    threads. Holds no reference to a parameter once the region is left. Never syncs.
+
+    >>> cache = WeightCache(max_bytes=2**30)
+    >>> cache.info()
+    CacheInfo(entries=0, bytes=0, hits=0, misses=0)
+    """
+
+    def __init__(self, max_bytes: int | None = None) -> None:
+        if max_bytes is not None and (not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 0):
+            raise ValueError(f"max_bytes is {max_bytes!r}; expected a number of bytes, 0 or more, or None for no bound")
+        _watch_optimizers()
+        self.max_bytes = max_bytes
+        self.in_capture = False     # made inside a CUDA graph capture, so its casts belong to that graph
+        self._entries: OrderedDict[tuple[int, torch.dtype], _Entry] = OrderedDict()
+        self._lock = threading.RLock()
+        self._bytes = 0
+        self._hits = 0
+        self._misses = 0
+
+    def __repr__(self) -> str:
+        return f"WeightCache(max_bytes={self.max_bytes}): {self.info()}"
+
+    def info(self) -> CacheInfo:
+        """What is held and how often it served. Casts that an optimizer step has outdated are dropped first."""
+        self.drop_outdated()
+        return CacheInfo(len(self._entries), self._bytes, self._hits, self._misses)
+
+    def clear(self) -> None:
+        """Drop every cast. Regions that are open make new ones as they need them."""
+        with self._lock:
+            self._entries.clear()
+            self._bytes = 0
+
+    def drop_outdated(self) -> None:
+        """Drop the casts made before the latest optimizer step."""
+        with self._lock:
+            for key in [key for key, entry in self._entries.items() if entry.steps != _steps.count]:
+                self._remove(key)
+
+    def disconnect(self) -> None:
+        """Forget the autograd history of every cast, so that parameters can be freed; the values stay."""
+        with self._lock:
+            for entry in self._entries.values():
+                if entry.connected:
+                    entry.cast, entry.connected = entry.cast.detach(), False
+
+    def cast(self, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """`value.to(dtype)`, from the cache where `value` is a weight that may be cached."""
+        if not _is_weight(value) or _being_recorded() or (value.is_cuda and capturing() != self.in_capture):
+            return value.to(dtype)
+        key = (id(value), dtype)
+        entry = self._entries.get(key)
+        if (
+            entry is not None
+            and entry.weight() is value
+            and entry.version == _version(value)
+            and entry.address == _address(value)
+            and entry.steps == _steps.count
+        ):
+            self._hits += 1
+            if self.max_bytes is not None:
+                with self._lock:
+                    if key in self._entries:
+                        self._entries.move_to_end(key)
+            if entry.connected or not value.requires_grad:
+                return entry.cast
+            entry.cast, entry.connected = _connect(value, entry.cast), True
+            return entry.cast
+        self._misses += 1
+        with torch.inference_mode(False), torch.enable_grad():
+            made = value.to(dtype)
+        self._add(key, _Entry(weakref.ref(value, self._forget(key)), _version(value), _address(value), _steps.count, made))
+        return made
+
+    def _add(self, key: tuple[int, torch.dtype], entry: _Entry) -> None:
+        with self._lock:
+            self._remove(key)
+            if self.max_bytes is not None:
+                if entry.nbytes > self.max_bytes:
+                    return
+                while self._entries and self._bytes + entry.nbytes > self.max_bytes:
+                    self._remove(next(iter(self._entries)))
+            self._entries[key] = entry
+            self._bytes += entry.nbytes
+
+    def _remove(self, key: tuple[int, torch.dtype]) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self._bytes -= entry.nbytes
+
+    def _forget(self, key: tuple[int, torch.dtype]) -> Callable[[Any], None]:
+        """What a weight's weak reference calls when the weight dies; does not keep the cache alive."""
+        this = weakref.ref(self)
+
+        def forget(reference: Any) -> None:
+            cache = this()
+            if cache is not None:
+                with cache._lock:
+                    entry = cache._entries.get(key)
+                    if entry is not None and entry.weight is reference:
+                        cache._remove(key)
+
+        return forget
+
+
+def _is_weight(value: Tensor) -> bool:
+    """Whether the cast of `value` is worth keeping: trained or frozen parameters, never views or activations."""
+    return (
+        value.dtype is torch.float32
+        and (value.requires_grad or isinstance(value, Parameter))
+        and value.is_leaf
+        and not value._is_view()
+    )
+
+
+def _version(weight: Tensor) -> int:
+    return -1 if weight.is_inference() else weight._version
+
+
+def _address(weight: Tensor) -> int:
+    """Storage address of an ordinary tensor; 0 for a subclass, which may have none of its own."""
+    return weight.data_ptr() if type(weight) is Parameter or type(weight) is Tensor else 0
+
+
+def _being_recorded() -> bool:
+    """Whether someone records operators here: a cast made for one recording has no place in another."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.maybe_current_level() is not None
+    )
+
+
+def capturing() -> bool:
+    """Whether the current CUDA stream is being captured into a graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_streamcapturing()
+
+
+class _Steps:
+    """How many optimizer steps this process has seen."""
+
+    count = 0
+    watched = False
+
+
+_steps = _Steps()
+
+
+def _watch_optimizers() -> None:
+    if not _steps.watched:
+        _steps.watched = True
+        register_optimizer_step_post_hook(_count_step)
+
+
+def _count_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    _steps.count += 1
+
+
+class _Answer(TorchDispatchMode):
+    """Answers the one copy that autograd asks for below it with values that exist already."""
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        self.values = values
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default:
+            return self.values.detach()
+        return func(*args, **(kwargs or {}))
+
+
+def _connect(weight: Tensor, values: Tensor) -> Tensor:
+    """`values` as the cast of `weight`, differentiable: autograd records the cast, nothing is copied."""
+    with torch.inference_mode(False), torch.enable_grad(), _Answer(values):
+        return weight.to(values.dtype)
