@@ -140,9 +140,11 @@ def nonfinite_counts(grads: Sequence[Tensor], *, impl: str = "auto") -> Tensor:
     from . import counts
 
     flat, other = split(impl, "nonfinite_counts", grads)
+    if len(flat) == len(grads):
+        return counts.nonfinite_counts(grads)
     result = torch.zeros((len(grads), 2), dtype=torch.int64, device=grads[0].device)
-    if flat:
-        counts.nonfinite_counts(pick(grads, flat), flat, result)
+    for i, row in zip(flat, counts.nonfinite_counts(pick(grads, flat)) if flat else (), strict=True):
+        result[i] = row
     for i in other:
         result[i] = reference.nonfinite_counts([grads[i]])[0]
     return result

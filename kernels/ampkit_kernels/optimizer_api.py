@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import reference
+from . import reference_optimizers
 from .dispatch import pick, split, uses_triton
 from .tensors import check_one_device, check_parallel, check_scalar, strided_floats
 
@@ -92,7 +92,7 @@ def adamw_(
         )
 
     if not uses_triton(impl, lists["params"][0].device):
-        run(reference.adamw_, range(len(params)))
+        run(reference_optimizers.adamw_, range(len(params)))
         return
     from . import adamw
 
@@ -101,7 +101,7 @@ def adamw_(
     empty = [i for i, p in enumerate(lists["params"]) if p.numel() == 0]
     run(adamw.adamw_, flat)
     if other or empty:
-        run(reference.adamw_, [*other, *empty])
+        run(reference_optimizers.adamw_, [*other, *empty])
 
 
 @torch.no_grad()
@@ -181,7 +181,7 @@ def sgd_(
             started[list(rows)] = flags  # type: ignore[index]
 
     if not uses_triton(impl, lists["params"][0].device):
-        run(reference.sgd_, range(len(params)))
+        run(reference_optimizers.sgd_, range(len(params)))
         return
     from . import sgd
 
@@ -189,7 +189,7 @@ def sgd_(
     empty = [i for i, p in enumerate(lists["params"]) if p.numel() == 0]
     run(sgd.sgd_, flat)
     if other or empty:
-        run(reference.sgd_, [*other, *empty])
+        run(reference_optimizers.sgd_, [*other, *empty])
 
 
 def _prepared(

@@ -1,0 +1,46 @@
+"""How a kernel is launched: block length, warps, chunk length, programs per multiprocessor.
+
+The values were chosen from what the compiler reports for sm_80, sm_90 and sm_100 (128-bit accesses, no
+spills, four programs of eight warps resident per multiprocessor within the register file);
+`benchmarks/gpu.sh` tunes them on a device and its report says what it would choose.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+# Stands in for a GPU's multiprocessors in the interpreter: few, so that tests cross from program to program.
+INTERPRETED_MULTIPROCESSORS = 2
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch parameters of one kernel.
+
+    block: elements that a program handles at a time; a power of two, at least 16.
+    num_warps: warps per program.
+    chunk: most elements of one tensor that form a unit of work; a multiple of `block`.
+    programs_per_multiprocessor: size of the persistent grid.
+    """
+
+    block: int
+    num_warps: int = 8
+    chunk: int = 65536
+    programs_per_multiprocessor: int = 4
+
+    def __post_init__(self) -> None:
+        if self.block < 16 or self.block & (self.block - 1):
+            raise ValueError(f"block is {self.block}; expected a power of two of at least 16")
+        if self.chunk < self.block or self.chunk % self.block:
+            raise ValueError(f"chunk is {self.chunk}; expected a multiple of block ({self.block})")
+
+    def programs(self, device: torch.device) -> int:
+        """Programs of a full persistent grid on this device."""
+        return multiprocessors(device) * self.programs_per_multiprocessor
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a CUDA device; a small stand-in for the interpreter."""
+    if device.type == "cpu":
+        return INTERPRETED_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,45 @@
+"""What every launcher needs: the device to launch on, Triton's name for a dtype, lists sorted into
+launches."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from .pointer_table import all_aligned
+
+TRITON_DTYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float64: tl.float64,
+}
+
+
+def accumulator(dtype: torch.dtype) -> tl.dtype:
+    """The type that arithmetic on `dtype` is done in: float64 for float64, else float32."""
+    return tl.float64 if dtype is torch.float64 else tl.float32
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager:
+    """Make `device` current while launching: Triton launches on the current device, not on the tensors'."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
+def groups(*lists: Sequence[Tensor]) -> Iterator[tuple[list[list[Tensor]], list[int], bool]]:
+    """Parallel lists cut into launches: one per combination of dtypes, and of alignment where that differs.
+
+    Yields the lists' parts, the indices of their rows, and whether all addresses are 16-byte aligned.
+    """
+    rows: dict[tuple, list[int]] = {}
+    for i, row in enumerate(zip(*lists, strict=True)):
+        key = (*(t.dtype for t in row), all_aligned([t.data_ptr() for t in row]))
+        rows.setdefault(key, []).append(i)
+    for key, indices in rows.items():
+        whole = len(indices) == len(lists[0])
+        parts = [list(tensors) if whole else [tensors[i] for i in indices] for tensors in lists]
+        yield parts, indices, key[-1]

@@ -1,0 +1,128 @@
+"""Ahead-of-time compilation without a GPU, and what the machine code says: access widths, registers, spills.
+
+Triton's wheel carries ptxas and cuobjdump; neither needs a driver. Must run in a process without TRITON_INTERPRET.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends import nvidia
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TOOLS = Path(nvidia.__file__).parent / "bin"
+# Parameter names mean the same in every kernel, so one list types them all. int64 vectors come from table sections
+# and scalars from torch, all 16-byte aligned; only some launches can rely on it, so nothing here promises it.
+TYPES = {
+    "addresses": "*i64",
+    "numels": "*i64",
+    "blocks": "*i64",
+    "destination": "*i64",
+    "n_blocks": "i32",
+    "blocks_per_chunk": "i32",
+    "chunk": "i32",
+    "start": "i32",
+    "n": "i32",
+    "partials": "*fp64",
+    "counts": "*i64",
+    "growth_tracker_ptr": "*i32",
+    "hysteresis_tracker_ptr": "*i32",
+    "growth_interval": "i32",
+    "hysteresis": "i32",
+    "n_partials": "i32",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel variant, and what its machine code must look like.
+
+    wide_loads, wide_stores: at least so many 128-bit global accesses (0: nothing is asked). max_registers: per thread.
+    """
+
+    name: str
+    kernel: Any
+    constants: Mapping[str, Any]
+    num_warps: int
+    max_registers: int
+    wide_loads: int = 0
+    wide_stores: int = 0
+    types: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Code:
+    """Facts about one compiled variant."""
+
+    accesses: Counter
+    registers: int
+    stack: int
+    local: int
+
+    def wide(self, kind: str) -> int:
+        """How many 128-bit global loads ("LDG") or stores ("STG") the code holds."""
+        return sum(count for name, count in self.accesses.items() if name.startswith(kind) and ".128" in name)
+
+
+def compile_case(case: Case, capability: int) -> Code:
+    """Compile for one architecture and read the result."""
+    signature = {}
+    for name in case.kernel.arg_names:
+        annotation = case.kernel.fn.__annotations__.get(name)
+        if name in case.constants:
+            signature[name] = "constexpr"
+        elif name in case.types:
+            signature[name] = case.types[name]
+        elif name in TYPES:
+            signature[name] = TYPES[name]
+        elif isinstance(annotation, triton.language.dtype):
+            signature[name] = {"int64": "i64"}.get(annotation.name, annotation.name)
+        elif name.endswith("_ptr"):
+            signature[name] = "*fp32"
+        else:
+            raise KeyError(f"{case.name}: no type is known for parameter {name!r}; add it to TYPES")
+    source = ASTSource(fn=case.kernel, signature=signature, constexprs=dict(case.constants), attrs={})
+    target = GPUTarget("cuda", capability, 32)
+    compiled = triton.compile(source, target=target, options={"num_warps": case.num_warps, **case.options})
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(compiled.asm["cubin"])
+        sass, usage = (_cuobjdump(flag, cubin) for flag in ("-sass", "-res-usage"))
+    accesses = Counter(re.findall(r"\b((?:LDG|STG|LDL|STL)[\w.]*)", sass))
+    found = re.search(r"REG:(\d+).*?STACK:(\d+).*?LOCAL:(\d+)", usage)
+    if found is None:
+        raise RuntimeError(f"{case.name}: cuobjdump reported no resources: {usage[-300:]}")
+    registers, stack, local = map(int, found.groups())
+    return Code(accesses, registers, stack, local)
+
+
+def _cuobjdump(flag: str, cubin: Path) -> str:
+    done = subprocess.run([TOOLS / "cuobjdump", flag, cubin], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def faults(case: Case, code: Code) -> list[str]:
+    """What is wrong with the machine code, in sentences; empty when nothing is."""
+    wrong = []
+    if code.wide("LDG") < case.wide_loads:
+        wrong.append(f"{code.wide('LDG')} 128-bit loads, expected at least {case.wide_loads}: {_listed(code)}")
+    if code.wide("STG") < case.wide_stores:
+        wrong.append(f"{code.wide('STG')} 128-bit stores, expected at least {case.wide_stores}: {_listed(code)}")
+    spills = sum(count for name, count in code.accesses.items() if name.startswith(("LDL", "STL")))
+    if code.stack or code.local or spills:
+        wrong.append(f"spills: stack {code.stack} bytes, local {code.local} bytes, {spills} local accesses")
+    if code.registers > case.max_registers:
+        wrong.append(f"{code.registers} registers per thread, ceiling {case.max_registers}")
+    return wrong
+
+
+def _listed(code: Code) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(code.accesses.items()))
