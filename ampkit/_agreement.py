@@ -14,9 +14,9 @@ from torch import Tensor
 def combined(flags: Sequence[Tensor], device: torch.device) -> Tensor:
     """One 0-d flag on `device` that is exactly 0.0 or 1.0: set when any of `flags` is nonzero, NaN included.
     """
+    if len(flags) == 1 and flags[0].ndim == 0 and flags[0].device == device:
+        return flags[0]
     moved = [flag.reshape(()).to(device, non_blocking=True) for flag in flags]
-    if len(moved) == 1:
-        return moved[0]
     return torch.stack(moved).ne(0).any().float()
 
 

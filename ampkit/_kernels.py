@@ -6,6 +6,7 @@ reference functions are called directly, without the public functions' checks.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,27 +36,18 @@ def nonfinite_counts(grads: Sequence[Tensor]) -> Tensor:
     return _implementation(grads[0].device).nonfinite_counts(grads)
 
 
-def update_scale_(
-    scale: Tensor, growth_tracker: Tensor, hysteresis: Tensor, found_inf: Tensor, **rule: Any
-) -> None:
-    """Move scale, growth tracker and hysteresis counter on by one update, in place. Never syncs."""
-    import ampkit_kernels
-
-    ampkit_kernels.update_scale_(scale, growth_tracker, hysteresis, found_inf, **rule)
-
-
 def _implementation(device: torch.device) -> Any:
-    if device.type == "cpu":
-        from ampkit_kernels import reference
+    return _modules()[0 if device.type == "cpu" else 1]
 
-        return reference
+
+@functools.cache
+def _modules() -> tuple[Any, Any]:
     import ampkit_kernels
+    from ampkit_kernels import reference
 
-    return ampkit_kernels
+    return reference, ampkit_kernels
 
 
 def read_if_free(value: Tensor) -> float | None:
     """The number in a one-element tensor if the host can see it without waiting for a device, else None."""
-    if value.device.type != "cpu":
-        return None
-    return value.numpy().item()
+    return value.numpy().item() if value.is_cpu else None

@@ -37,6 +37,7 @@ class ScalerChecks(ScalerMemory):
         self._per_optimizer_states = defaultdict(fresh_optimizer_state)
         self._norm: Tensor | None = None
         self._scaled = False
+        self._scale_used: Tensor | None = None
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -55,7 +56,7 @@ class ScalerChecks(ScalerMemory):
                     one = torch.ones_like(found[device])
                     _kernels.norm_and_check(tensors, one, found[device])
                 else:
-                    _kernels.unscale_(tensors, factor.to(device, non_blocking=True), found[device])
+                    _kernels.unscale_(tensors, _on(factor, device), found[device])
             for values in summed_duplicates(gradients.duplicated):
                 _kernels.norm_and_check([values], torch.ones_like(found[values.device]), found[values.device])
         self._agree(optimizer, found, groups)
@@ -109,6 +110,8 @@ class ScalerChecks(ScalerMemory):
         self, optimizer: torch.optim.Optimizer, found: dict[torch.device, Tensor], groups: Sequence[Any]
     ) -> None:
         """Let all ranks that must skip together see the same flags."""
+        if not groups and self.process_group is None:
+            return
         everyone = [*dict.fromkeys(groups)]
         if self.process_group is not None and self.process_group not in everyone:
             everyone.append(self.process_group)
@@ -132,10 +135,10 @@ class ScalerChecks(ScalerMemory):
         found: dict[torch.device, Tensor] = {}
         add_flags(found, gradients, torch.zeros_like(inv_scale))
         for device, tensors in gradients.by_device.items():
-            _kernels.norm_and_check(tensors, inv_scale.to(device, non_blocking=True), found[device])
+            _kernels.norm_and_check(tensors, _on(inv_scale, device), found[device])
         for values in summed_duplicates(gradients.duplicated):
             flag = found[values.device]
-            _kernels.norm_and_check([values], inv_scale.to(flag.device, non_blocking=True), flag)
+            _kernels.norm_and_check([values], _on(inv_scale, flag.device), flag)
         self._agree(optimizer, found, gradients.groups)
         return found
 
@@ -144,7 +147,10 @@ class ScalerChecks(ScalerMemory):
         scale = self._live_state()[0].scale
         if not self._loss_scale.scales_losses:
             return torch.ones_like(scale)
-        return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
+        if scale.is_mps:
+            return scale.reciprocal()
+        self._scale_used = scale.double()
+        return self._scale_used.reciprocal().float()
 
     def _state_of(self, optimizer: Any) -> dict[str, Any]:
         state = self._per_optimizer_states[id(optimizer)]
@@ -196,7 +202,7 @@ class ScalerChecks(ScalerMemory):
             return
         gradients = collect(parameters(state["optimizer"]))
         for device, tensors in gradients.by_device.items():
-            factor = multiplier.to(device, non_blocking=True)
+            factor = _on(multiplier, device)
             _kernels.multiply_(tensors, factor, state["found_inf_per_device"].get(device))
 
 
@@ -207,3 +213,7 @@ def add_flags(found: dict[torch.device, Tensor], gradients: Gradients, found_inf
             found[device] = (
                 found_inf if device == found_inf.device else found_inf.to(device, non_blocking=True)
             )
+
+
+def _on(scalar: Tensor, device: torch.device) -> Tensor:
+    return scalar if scalar.device == device else scalar.to(device, non_blocking=True)

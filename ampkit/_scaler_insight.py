@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,13 @@ class LossScaleStuckError(RuntimeError):
     """Gradients keep overflowing although the loss scale has collapsed."""
 
 
+class _Outcome(NamedTuple):
+    """How an optimizer's last step ended: the flag, and what the host knows of it (None: not yet)."""
+
+    found_inf: Tensor
+    skipped: bool | None
+
+
 class ScalerInsight(ScalerChecks):
     """Step results, statistics and reports; not meant to be used alone."""
 
@@ -28,7 +35,7 @@ class ScalerInsight(ScalerChecks):
     count_every_step: bool
 
     def _start_watching(self) -> None:
-        self._outcomes: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
+        self._outcomes: weakref.WeakKeyDictionary[Any, _Outcome] = weakref.WeakKeyDictionary()
         self._examined: weakref.WeakKeyDictionary[Any, Examined] = weakref.WeakKeyDictionary()
         self._warned: set[str] = set()
         self._alarm_due = False
@@ -45,13 +52,29 @@ class ScalerInsight(ScalerChecks):
         """
         if not self._enabled:
             return torch.zeros((), dtype=torch.bool)
+        return self._outcome(optimizer).found_inf != 0
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the last `step(optimizer)` was taken, as a Python value: the opposite of `skipped`.
+
+        Waits for the device only when the optimizer skips there by itself. True when the scaler is disabled.
+
+        Raises:
+            RuntimeError: `step` has not been called with this optimizer.
+        """
+        if not self._enabled:
+            return True
+        found_inf, skipped = self._outcome(optimizer)
+        return not (bool(found_inf != 0) if skipped is None else skipped)
+
+    def _outcome(self, optimizer: Any) -> _Outcome:
         if optimizer not in self._outcomes:
             raise RuntimeError(
                 f"scaler.step() has not been called with this {type(optimizer).__name__} yet; expected the "
-                f"object that "
-                f"was passed to step(), not the optimizer that it wraps"
+                f"object "
+                f"that was passed to step(), not an optimizer that it wraps"
             )
-        return self._outcomes[optimizer] != 0
+        return self._outcomes[optimizer]
 
     def stats(self) -> ScalerStats:
         """Counts of steps, skips, growths and more, with the scale. One host read."""
@@ -93,7 +116,7 @@ class ScalerInsight(ScalerChecks):
         found: OverflowReport = OverflowReport()
         for each in chosen:
             examined = self._examined.get(each)
-            if examined is None and each in self._outcomes and bool(self._outcomes[each] != 0):
+            if examined is None and each in self._outcomes and not self.stepped(each):
                 examined = examine(each)
             if examined is not None:
                 found = found.merged(examined.report(model))
@@ -103,9 +126,9 @@ class ScalerInsight(ScalerChecks):
         """Remember how a step ended; `skipped` None when only the device knows."""
         state, ledger = self._live_state()
         ledger.note_step(found_inf)
-        self._outcomes[optimizer] = found_inf
-        if skipped is None and found_inf.device.type == "cpu":
+        if skipped is None and found_inf.is_cpu:
             skipped = _kernels.read_if_free(found_inf) != 0
+        self._outcomes[optimizer] = _Outcome(found_inf, skipped)
         if skipped or (skipped is None and self.count_every_step):
             self._examined[optimizer] = examined = examine(optimizer)
             for _, counts in examined.counts:
@@ -120,7 +143,7 @@ class ScalerInsight(ScalerChecks):
     def _note_no_gradients(self, optimizer: Any) -> None:
         state, ledger = self._live_state()
         ledger.note_no_gradients()
-        self._outcomes[optimizer] = torch.ones_like(state.scale)
+        self._outcomes[optimizer] = _Outcome(torch.ones_like(state.scale), True)
         self._examined.pop(optimizer, None)
         _calm_schedulers(optimizer)
 

@@ -97,11 +97,11 @@ class ScalerMemory(torch.amp.GradScaler):
             self._ledger = Ledger(self._scale.device, self._history_size, self._init_totals)
         return ScaleState(self._scale, self._growth_tracker, *self._counters), self._ledger
 
-    def _advance(self, found_inf: Tensor, norm: Tensor | None) -> None:
+    def _advance(self, found_inf: Tensor, norm: Tensor | None, scale_used: Tensor | None) -> None:
         """Let the strategy answer one update, in place and without a sync, and note it in the ledger."""
         state, ledger = self._live_state()
         rule = self._loss_scale
-        ledger.note_update(state.scale, found_inf, norm)
+        ledger.note_update(state.scale.clone() if scale_used is None else scale_used, found_inf, norm)
         if rule.is_plain:
             torch._amp_update_scale_(
                 state.scale,
@@ -136,7 +136,7 @@ class ScalerMemory(torch.amp.GradScaler):
         else:
             raise AssertionError(_bad_scale(type(new_scale).__name__))
         # What was noted so far must not read this change as growth or backoff.
-        ledger.note_update(state.scale, torch.zeros_like(state.scale), None)
+        ledger.note_update(state.scale.clone(), torch.zeros_like(state.scale), None)
         ledger.fold(state.scale)
         state.scale.copy_(wanted)
 

@@ -338,7 +338,11 @@ class GradScaler(ScalerSteps):
             states = list(self._per_optimizer_states.values())
             flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
             if flags:
-                self._advance(_agreement.combined(flags, self._live_state()[0].scale.device), self._norm)
+                self._advance(
+                    _agreement.combined(flags, self._live_state()[0].scale.device),
+                    self._norm,
+                    self._scale_used,
+                )
             elif all(state["stage"] is OptState.READY for state in states):
                 raise AssertionError(
                     "No inf checks were recorded prior to update. Call scaler.step(optimizer), or "

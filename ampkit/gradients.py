@@ -8,13 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
+_ORDINARY = frozenset({Tensor, torch.nn.Parameter})
 _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
+
+# Attribute getters in C: a thousand gradients are looked at in every step.
+_dtype_of = attrgetter("dtype")
+_device_of = attrgetter("device")
 
 
 @dataclass
@@ -53,10 +59,10 @@ def parameters(optimizer: torch.optim.Optimizer, groups: Collection[int] | None 
     else:
         chosen = [_group(optimizer, number) for number in groups]
     params = [param for group in chosen for param in group["params"]]
-    for param in params:
-        if not isinstance(param, Tensor):
+    for kind in set(map(type, params)):
+        if not issubclass(kind, Tensor):
             # torch's class of error, so that code that catches it keeps working
-            raise AssertionError(f"expected param to be torch.Tensor, got {type(param).__name__}")
+            raise AssertionError(f"expected param to be torch.Tensor, got {kind.__name__}")
     return params
 
 
@@ -89,12 +95,11 @@ def collect(
     """
     found = Gradients()
     grads = [grad for param in params if (grad := param.grad) is not None]
-    dtypes = {grad.dtype for grad in grads}
+    dtypes = set(map(_dtype_of, grads))
     if refuse_fp16 is not None and torch.float16 in dtypes:
         raise ValueError(refuse_fp16())
-    # One tensor in several places (tied by hand, listed twice) is one gradient.
-    if len(set(map(id, grads))) == len(grads) and dtypes <= _FLOATS and _are_plain(params, grads):
-        devices = {grad.device for grad in grads}
+    if dtypes <= _FLOATS and _are_plain(params, grads):
+        devices = set(map(_device_of, grads))
         for device in devices:
             found.by_device[device] = [g for g in grads if g.device == device] if len(devices) > 1 else grads
         return found
@@ -110,9 +115,15 @@ def collect(
 
 def _are_plain(params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
     """Whether all are ordinary dense tensors that can be listed as they are: the case to be quick about."""
-    if not set(map(type, params)) <= {torch.nn.Parameter, Tensor} or not set(map(type, grads)) <= {Tensor}:
+    if not set(map(type, params)) <= _ORDINARY or not set(map(type, grads)) <= _ORDINARY:
         return False
-    return all(grad.layout is torch.strided and grad.is_contiguous() and not grad.is_neg() for grad in grads)
+    # One tensor in several places (tied by hand, listed twice) is one gradient.
+    if len(set(map(id, grads))) != len(grads):
+        return False
+    try:
+        return all(map(Tensor.is_contiguous, grads)) and not any(map(Tensor.is_neg, grads))
+    except RuntimeError:  # compressed layouts have no such thing as contiguity
+        return False
 
 
 def _note_mesh(found: Gradients, tensor: Tensor) -> None:

@@ -91,10 +91,8 @@ class Ledger:
         self._totals[_AT["scale_disagreement"]] |= (spread[0] != spread[1]).to(self._totals.device)
 
     def note_update(self, scale: Tensor, found_inf: Tensor, norm: Tensor | None) -> None:
-        """One update: the scale that the iteration used (a copy is taken), its flag, its gradient norm if
-        known.
-        """
-        self._updates.append((scale.clone(), found_inf, norm))
+        """One update: a copy of the scale that the iteration used, its flag, its gradient norm if known."""
+        self._updates.append((scale, found_inf, norm))
 
     def fold_if_due(self, scale: Tensor) -> None:
         """`fold` when a block is full. Under CUDA graph capture always, so that replays of the graph count.
@@ -113,7 +111,7 @@ class Ledger:
         if not n:
             return
         scales, flags, norms = zip(*self._updates, strict=True)
-        before = torch.stack(scales)
+        before = torch.stack([used.float() for used in scales])
         after = torch.cat((before[1:], scale.detach().reshape(1)))
         overflow = torch.stack(flags) != 0
         # position (from 1) of the last clean update; 0 when there is none
