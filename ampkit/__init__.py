@@ -7,8 +7,11 @@ from ampkit.autocast import (
     get_autocast_dtype,
     is_autocast_enabled,
 )
+from ampkit.checkpointing import checkpoint, checkpoint_context_fn
+from ampkit.custom_function import custom_bwd, custom_fwd
 from ampkit.policy import Explanation, Policy, Rule, register_op
 from ampkit.weight_cache import CacheInfo, WeightCache
+from ampkit.wrapping import wrap_forward
 
 __all__ = [
     "CacheInfo",
@@ -17,9 +20,14 @@ __all__ = [
     "Rule",
     "WeightCache",
     "autocast",
+    "checkpoint",
+    "checkpoint_context_fn",
     "clear_autocast_cache",
+    "custom_bwd",
+    "custom_fwd",
     "float32_region",
     "get_autocast_dtype",
     "is_autocast_enabled",
     "register_op",
+    "wrap_forward",
 ]

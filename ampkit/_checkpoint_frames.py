@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+# The innermost (pack, unpack) hooks for saved tensors, or None; the argument says to look past disabled hooks.
+top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 # Set by `autocast`: how to run a function again under a mode. Kept here so that the mode need not know regions.
 reenter: Callable[[Any, Callable[..., Any]], Callable[..., Any]] | None = None
@@ -23,11 +24,9 @@ def note_region(mode: Any) -> None:
 
     Called before a region is entered, with the mode outside it (None: none), and at every cast.
     """
-    hooks = _top_hooks(True) if _top_hooks is not None else None
-    if hooks is None or reenter is None:
-        return
-    frame = _frame_of(hooks[0])
-    if frame is not None and not getattr(frame, "_ampkit_region", False):
+    hooks = top_hooks(True)
+    frame = None if hooks is None else _frame_of(hooks[0])
+    if frame is not None and reenter is not None and not getattr(frame, "_ampkit_region", False):
         frame._ampkit_region = True
         if mode is not None:
             frame.recompute_fn = reenter(mode, frame.recompute_fn)

@@ -9,11 +9,15 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch.nn import Module
+
+if TYPE_CHECKING:
+    from ampkit.autocast import autocast
 
 
-def in_region(region: AbstractContextManager[Any], func: Callable[..., Any]) -> Callable[..., Any]:
+def in_region(region: autocast, func: Callable[..., Any]) -> Callable[..., Any]:
     """`func` wrapped so that its body runs inside `region`. Raises `TypeError` for what cannot be called, or a class."""
     if isinstance(func, type) or not callable(func):
         raise TypeError(
@@ -55,6 +59,12 @@ def in_region(region: AbstractContextManager[Any], func: Callable[..., Any]) -> 
     else:
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if region.policy is not None and region.policy.modules and args and isinstance(args[0], Module):
+                region.enter(args[0])
+                try:
+                    return func(*args, **kwargs)
+                finally:
+                    region.__exit__(None, None, None)
             with region:
                 return func(*args, **kwargs)
 
@@ -66,7 +76,7 @@ def in_region(region: AbstractContextManager[Any], func: Callable[..., Any]) -> 
 class _Stepped:
     """An awaitable whose every step runs inside a region."""
 
-    def __init__(self, region: AbstractContextManager[Any], awaitable: Any) -> None:
+    def __init__(self, region: autocast, awaitable: Any) -> None:
         self.region = region
         self.awaitable = awaitable
 
@@ -74,7 +84,7 @@ class _Stepped:
         return (yield from _stepped(self.region, self.awaitable.__await__()))
 
 
-def _stepped(region: AbstractContextManager[Any], generator: Any) -> Generator[Any, Any, Any]:
+def _stepped(region: autocast, generator: Any) -> Generator[Any, Any, Any]:
     """`yield from generator`, with the region open only while the generator itself runs."""
     resume: Callable[[], Any] = functools.partial(next, generator)
     while True:

@@ -24,13 +24,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch._C import DispatchKey, DispatchKeySet
+from torch._C import DispatchKeySet
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit import _checkpoint_frames, casting, recurrent
 from ampkit.op_table import Rule
-from ampkit.policy import Policy
+from ampkit.policy import Policy, register_changes
 from ampkit.weight_cache import WeightCache
 
 _KEY_NAME = "TESTING_ONLY_GenericMode"
@@ -81,12 +81,14 @@ class AutocastMode(TorchDispatchMode):
     torch at every operator, so a `torch.autocast` region inside, of any library, is respected.
     """
 
-    def __init__(self, policies: Mapping[str, Policy], cache: WeightCache | None) -> None:
+    def __init__(self, policies: tuple[tuple[str, Policy], ...], cache: WeightCache | None) -> None:
         super().__init__()
         self.policies = policies
         self.cache = cache
-        self.tables = tuple((device, policy.rules()) for device, policy in policies.items())
-        self.hidden, self.below = _keysets(tuple(policies))
+        self.changes = register_changes()
+        self.lookup = None if cache is None else cache.cast
+        self.tables = tuple((device, policy.rules()) for device, policy in policies)
+        self.hidden, self.below = _keysets(tuple(device for device, _ in policies))
         for _, table in self.tables:
             if not table.installed:
                 install(table)
@@ -120,8 +122,9 @@ class AutocastMode(TorchDispatchMode):
         """The call that a rule asks for."""
         if rule is Rule.LOWER:
             cast = casting.cast_to(device, torch.get_autocast_dtype(device))
-            lookup = self.cache.cast if self.cache is not None else None
-            args, kwargs = cast.args(args, lookup), cast.kwargs(kwargs, lookup)
+            args = cast.args(args, self.lookup)
+            if kwargs:
+                kwargs = cast.kwargs(kwargs, self.lookup)
             if op in recurrent.LAYERS:
                 recurrent.flatten_weights(op, args)
         elif rule is Rule.FLOAT32:
@@ -130,7 +133,9 @@ class AutocastMode(TorchDispatchMode):
         elif rule is Rule.FLOAT32_DTYPE_ARG:
             op, args, kwargs = casting.with_float32_dtype(op, args, kwargs, device)
         elif rule is Rule.PROMOTE:
-            dtype = casting.widest_dtype(args, kwargs, device)
+            dtype = casting.widest_dtype(args, device)
+            if kwargs:
+                dtype = casting.widest_dtype(kwargs.values(), device, dtype)
             if dtype is not None:
                 cast = casting.cast_to(device, dtype)
                 args, kwargs = cast.args(args), cast.kwargs(kwargs)
@@ -217,13 +222,15 @@ def install(ops: Iterable[OpOverload]) -> None:
 
 def _kernel(op: OpOverload) -> Callable[..., Any]:
     """What `op` runs at the mode's key."""
+    top_hooks = _checkpoint_frames.top_hooks
 
     def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         mode = _get_in_tls(_TLS_NAME)
         call = mode.prepare(op, args, kwargs)
         if call is None:
             return op.redispatch(keyset & mode.below, *args, **kwargs)
-        _checkpoint_frames.note_region(mode)
+        if top_hooks(True) is not None:
+            _checkpoint_frames.note_region(mode)
         run, args, kwargs = call
         with _Exclude(mode.hidden):
             return run(*args, **kwargs)

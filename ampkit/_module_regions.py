@@ -26,10 +26,10 @@ _paths: weakref.WeakKeyDictionary[Module, dict[int, str]] = weakref.WeakKeyDicti
 class _Watch:
     """One open region with module rules; the hooks go when the last one is left."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, root: Module | None) -> None:
         global _watchers
         self.running = _running()
-        self.running.policies.append(policy)
+        self.running.open.append((policy, root))
         with _lock:
             _watchers += 1
             if _watchers == 1:
@@ -39,7 +39,7 @@ class _Watch:
     def remove(self) -> None:
         """Stop watching."""
         global _watchers
-        self.running.policies.pop()
+        self.running.open.pop()
         with _lock:
             _watchers -= 1
             if _watchers == 0:
@@ -51,13 +51,16 @@ class _Running:
     """The modules that run in this thread, outermost first, each with the region entered for it, if any."""
 
     def __init__(self) -> None:
-        self.policies: list[Policy] = []
+        self.open: list[tuple[Policy, Module | None]] = []      # policies with module rules, and where paths start
         self.modules: list[tuple[Module, Any]] = []
 
 
-def watch(policy: Policy) -> _Watch | None:
-    """Follow modules for a region with this policy; None if the policy has no module rules."""
-    return _Watch(policy) if policy.modules else None
+def watch(policy: Policy, root: Module | None) -> _Watch:
+    """Follow modules for a region with this policy; `remove()` the result on leaving it.
+
+    Paths count from `root`; from the outermost module called in the region where that is None.
+    """
+    return _Watch(policy, root)
 
 
 def _running() -> _Running:
@@ -70,15 +73,15 @@ def _running() -> _Running:
 
 def _enter(module: Module, args: Any) -> None:
     running = _running()
-    if not running.policies:
+    if not running.open:
         return
-    policy = running.policies[-1]
-    root = running.modules[0][0] if running.modules else module
+    policy, root = running.open[-1]
+    if root is None:
+        root = running.modules[0][0] if running.modules else module
     value = policy.modules.find(module, _path(root, module))
     region = None
     if value is not None:
-        region = _region(policy, value)
-        region.__enter__()
+        region = _region(policy, value).enter(root)
     running.modules.append((module, region))
 
 

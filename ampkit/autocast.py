@@ -8,16 +8,19 @@ recurse. A region writes torch's own autocast state (enabled, dtype, cache flag)
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn import Module
 
 from ampkit import _checkpoint_frames, _compiled, _decorate, _lifted_mode, _module_regions
 from ampkit._lifted_mode import AutocastMode, Entered
-from ampkit.policy import Policy
+from ampkit.policy import Policy, register_changes
 from ampkit.weight_cache import WeightCache, capturing
 
 __all__ = [
@@ -25,7 +28,7 @@ __all__ = [
 ]
 
 
-class autocast:  # noqa: N801  torch's name
+class autocast:
     """Region of automatic mixed precision; takes the place of `torch.autocast`.
 
     Use it as a context manager, or as a decorator of a function, method, generator or coroutine::
@@ -59,7 +62,7 @@ class autocast:  # noqa: N801  torch's name
         cache: WeightCache | None = None,
     ) -> None:
         self.device = device_type if device_type is not None else _current_device_type()
-        kind = _device_type(self.device)
+        kind = device_kind(self.device)
         self._kind = kind
         self.fast_dtype = torch.get_autocast_dtype(kind) if dtype is None else _checked_dtype(dtype)
         self._enabled = _available(self, kind) if _checked_flag("enabled", enabled) else False
@@ -81,9 +84,18 @@ class autocast:  # noqa: N801  torch's name
         if _compiled.tracing():
             _compiled.enter(self)
             return self
+        return self.enter()
+
+    def enter(self, root: Module | None = None) -> autocast:
+        """As `with`; paths of `Policy.for_modules` count from `root` where one is given. Leave with `__exit__`."""
         stack = _regions()
-        stack.append(_Region(self, stack))
+        stack.append(_Region(self, stack, root))
         return self
+
+    def is_innermost(self) -> bool:
+        """Whether this is the region that this thread entered last and has not left."""
+        stack = _regions()
+        return bool(stack) and stack[-1].owner is self
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> bool:
         if _compiled.tracing():
@@ -100,7 +112,7 @@ class autocast:  # noqa: N801  torch's name
         return _decorate.in_region(self, func)
 
 
-class float32_region(autocast):  # noqa: N801  reads like autocast
+class float32_region(autocast):
     """Region that computes everything in float32, whatever comes in: an island that also casts its inputs.
 
     `autocast(enabled=False)` leaves low-precision tensors as they are, and they then meet float32 weights. Here they
@@ -118,26 +130,25 @@ class _Region:
 
     __slots__ = ("cache", "dtype", "enabled", "entered", "flag", "hooks", "kind", "owner")
 
-    def __init__(self, owner: autocast, stack: list[_Region]) -> None:
+    def __init__(self, owner: autocast, stack: list[_Region], root: Module | None) -> None:
         kind = owner._kind
         outer = _lifted_mode.current()
-        _checkpoint_frames.note_region(outer)
+        if _checkpoint_frames.top_hooks(True) is not None:
+            _checkpoint_frames.note_region(outer)
         self.owner = owner
         self.kind = kind
         self.enabled = torch.is_autocast_enabled(kind)
         self.dtype = torch.get_autocast_dtype(kind)
         self.flag = torch.is_autocast_cache_enabled()
         self.cache = self._cache(owner, stack)
-        policies = dict(outer.policies) if outer is not None else {}
-        policies[kind] = owner.policy or policies.get(kind) or default_policy(kind)
-        mode = AutocastMode(policies, self.cache if owner._cache_enabled else None)
-        active = owner._enabled or any(torch.is_autocast_enabled(other) for other in policies if other != kind)
-        self.entered = Entered(mode, active=active)
+        policy, policies = _policies(outer, kind, owner.policy)
+        active = owner._enabled or any(torch.is_autocast_enabled(other) for other, _ in policies if other != kind)
+        self.entered = Entered(_mode(policies, self.cache if owner._cache_enabled else None), active=active)
         torch.set_autocast_enabled(kind, owner._enabled)
         torch.set_autocast_dtype(kind, owner.fast_dtype)
         torch.set_autocast_cache_enabled(owner._cache_enabled)
         torch.autocast_increment_nesting()
-        self.hooks = _module_regions.watch(policies[kind]) if owner._enabled else None
+        self.hooks = _module_regions.watch(policy, root) if owner._enabled and policy.modules else None
 
     def _cache(self, owner: autocast, stack: list[_Region]) -> WeightCache:
         """The cache of this entry: its own if it was given one, else the enclosing region's, else a new one."""
@@ -147,9 +158,11 @@ class _Region:
             return owner.cache
         if stack and stack[-1].cache.in_capture == capture:
             return stack[-1].cache
-        fresh = WeightCache()
-        fresh.in_capture = capture
-        return fresh
+        if capture:
+            fresh = WeightCache()
+            fresh.in_capture = True
+            return fresh
+        return _thread_cache()
 
     def leave(self, *, last: bool) -> None:
         """Put back what was found on entry."""
@@ -163,16 +176,18 @@ class _Region:
         self.entered.leave()
         if self.owner.cache is not None:
             self.owner.cache.disconnect()
+        elif last:
+            self.cache.clear()
 
 
 def is_autocast_enabled(device_type: str | None = None) -> bool:
     """Whether autocast is on for a device type, in this thread, here. None is the current accelerator, else CPU."""
-    return torch.is_autocast_enabled(_device_type(device_type if device_type is not None else _current_device_type()))
+    return torch.is_autocast_enabled(device_kind(device_type))
 
 
 def get_autocast_dtype(device_type: str | None = None) -> torch.dtype:
     """The dtype that a region for a device type casts to, or would. None is the current accelerator, else CPU."""
-    return torch.get_autocast_dtype(_device_type(device_type if device_type is not None else _current_device_type()))
+    return torch.get_autocast_dtype(device_kind(device_type))
 
 
 def clear_autocast_cache() -> None:
@@ -190,6 +205,39 @@ def default_policy(kind: str) -> Policy:
     return found
 
 
+def _policies(
+    outer: AutocastMode | None, kind: str, policy: Policy | None
+) -> tuple[Policy, tuple[tuple[str, Policy], ...]]:
+    """The policy of a region for a device type, and those of all devices with it."""
+    if outer is None:
+        policy = policy or default_policy(kind)
+        return policy, ((kind, policy),)
+    policies = dict(outer.policies)
+    policies[kind] = policy or policies.get(kind) or default_policy(kind)
+    return policies[kind], tuple(policies.items())
+
+
+def _mode(policies: tuple[tuple[str, Policy], ...], cache: WeightCache | None) -> AutocastMode:
+    """The mode for these policies and this cache; made once, unless `register_op` has changed the rules since."""
+    modes = _uncached_modes if cache is None else cache.modes
+    mode = modes.get(policies)
+    if mode is None or mode.changes != register_changes():
+        if len(modes) >= 16:
+            modes.clear()
+        mode = modes[policies] = AutocastMode(policies, cache)
+    return mode
+
+
+def _thread_cache() -> WeightCache:
+    """The cache of this thread's regions that were given none; empty while no region is open."""
+    try:
+        return _thread.cache
+    except AttributeError:
+        _thread.cache = WeightCache()
+        return _thread.cache
+
+
+_uncached_modes: dict[Any, AutocastMode] = {}
 _default_policies: dict[str, Policy] = {}
 _thread = threading.local()
 
@@ -220,8 +268,14 @@ def _current_device_type() -> str:
     return "cpu" if accelerator is None else accelerator.type
 
 
-def _device_type(device_type: Any) -> str:
-    """The device type in a string such as "cuda" or "cuda:0", in the form torch's autocast uses."""
+def device_kind(device_type: Any) -> str:
+    """The device type in a string such as "cuda" or "cuda:0", in the form torch's autocast uses.
+
+    None is the current accelerator, else CPU. Raises `ValueError` for what is no string, `RuntimeError` for a device
+    without autocast.
+    """
+    if device_type is None:
+        device_type = _current_device_type()
     if not isinstance(device_type, str):
         raise ValueError(
             f"device_type is {device_type!r} of type {type(device_type).__name__}; expected a string such as 'cuda' or 'cpu'"
@@ -283,8 +337,51 @@ def _supported_dtypes(kind: str) -> list[torch.dtype]:
     return module.get_amp_supported_dtype()
 
 
+class Snapshot:
+    """The autocast state of this thread at this moment, to be restored elsewhere: another thread, or a recompute."""
+
+    def __init__(self) -> None:
+        mode = _lifted_mode.current()
+        self.policies = mode.policies if mode is not None else ()
+        self.cached = mode is not None and mode.cache is not None
+        kinds = [kind for kind, _ in self.policies] or ["cpu", _current_device_type()]
+        self.native = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """A context in which the state is as it was; weights are cast into a cache of its own."""
+        now = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind, _, _ in self.native]
+        mode = AutocastMode(self.policies, WeightCache() if self.cached else None)
+        entered = Entered(mode, active=bool(self.policies))
+        _set_native(self.native)
+        try:
+            yield
+        finally:
+            _set_native(now)
+            entered.leave()
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` run in that state."""
+
+        @functools.wraps(function, updated=())
+        def restored(*args: Any, **kwargs: Any) -> Any:
+            with self.restored():
+                return function(*args, **kwargs)
+
+        return restored
+
+
+def _set_native(states: list[tuple[str, bool, torch.dtype]]) -> None:
+    for kind, enabled, dtype in states:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+
+
 def _run_again(mode: AutocastMode, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` for a recompute in backward: under the same policies, with a cache of its own."""
+    """`function` for a recompute in backward: under the same policies, with a cache of its own.
+
+    torch's checkpoint restores the enabled flags and dtypes itself.
+    """
 
     def recompute(*args: Any, **kwargs: Any) -> Any:
         entered = Entered(AutocastMode(mode.policies, None if mode.cache is None else WeightCache()), active=True)

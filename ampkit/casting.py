@@ -10,7 +10,7 @@ Source of the rules: `Rule` in `op_table`, after ATen/autocast_mode.h.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -30,7 +30,7 @@ _ON_DEVICE: dict[str, Callable[[Tensor], bool]] = {"cpu": attrgetter("is_cpu"), 
 class Cast:
     """Casts the eligible tensors of one device type to one dtype.
 
-    `lookup(tensor, dtype)` stands in for `tensor.to(dtype)` where the caller has a weight cache. Never syncs.
+    `lookup(leaf, dtype)` stands in for `leaf.to(dtype)` where the caller has a weight cache. Never syncs.
     """
 
     __slots__ = ("castable", "device_type", "dtype", "on_device")
@@ -45,7 +45,7 @@ class Cast:
         """`value` in the target dtype if it is eligible, else `value` itself."""
         if value.dtype not in self.castable or not self.on_device(value):
             return value
-        return value.to(self.dtype) if lookup is None else lookup(value, self.dtype)
+        return lookup(value, self.dtype) if lookup is not None and value.is_leaf else value.to(self.dtype)
 
     def value(self, value: Any, lookup: Callable[[Tensor, torch.dtype], Tensor] | None = None) -> Any:
         """An argument with its tensors cast: a tensor, a list or tuple of arguments, or anything else as is."""
@@ -65,13 +65,23 @@ class Cast:
         """Positional arguments with their tensors cast."""
         changed: list[Any] | None = None
         for index, value in enumerate(args):
-            if type(value) in _PLAIN:
+            kind = type(value)
+            if kind is Tensor or kind is Parameter:     # `tensor`, without the calls: this runs for every operand
+                if value.dtype not in self.castable or not self.on_device(value):
+                    continue
+                if lookup is not None and (kind is Parameter or value.requires_grad) and value.is_leaf:
+                    cast = lookup(value, self.dtype)
+                else:
+                    cast = value.to(self.dtype)
+            elif kind in _PLAIN:
                 continue
-            cast = self.value(value, lookup)
-            if cast is not value:
-                if changed is None:
-                    changed = list(args)
-                changed[index] = cast
+            else:
+                cast = self.value(value, lookup)
+                if cast is value:
+                    continue
+            if changed is None:
+                changed = list(args)
+            changed[index] = cast
         return args if changed is None else tuple(changed)
 
     def kwargs(
@@ -95,7 +105,7 @@ def is_eligible(value: Any, device_type: str) -> bool:
     return isinstance(value, Tensor) and value.dtype in _ELIGIBLE and value.device.type == device_type
 
 
-def tensors(args: Any) -> Iterator[Tensor]:
+def tensors(args: Iterable[Any]) -> Iterator[Tensor]:
     """Every tensor among arguments, lists and tuples looked into."""
     for value in args:
         kind = type(value)
@@ -107,15 +117,20 @@ def tensors(args: Any) -> Iterator[Tensor]:
             yield from tensors(value)
 
 
-def widest_dtype(args: tuple[Any, ...], kwargs: Mapping[str, Any], device_type: str) -> torch.dtype | None:
+def widest_dtype(args: Iterable[Any], device_type: str, found: torch.dtype | None = None) -> torch.dtype | None:
     """The dtype that PROMOTE casts to, whatever the order of the arguments; None if nothing is eligible.
 
     One dtype among the eligible tensors is that dtype; several are float32, also float16 beside bfloat16,
-    where torch.amp raises.
+    where torch.amp raises. `found` is the answer for the arguments before these.
     """
-    found: torch.dtype | None = None
-    for value in tensors((*args, *kwargs.values())):
-        if is_eligible(value, device_type):
+    on_device = cast_to(device_type, torch.float32).on_device
+    for value in args:
+        kind = type(value)
+        if kind in _PLAIN:
+            continue
+        if kind is list or kind is tuple:
+            found = widest_dtype(value, device_type, found)
+        elif (kind is Tensor or isinstance(value, Tensor)) and value.dtype in _ELIGIBLE and on_device(value):
             if found is None:
                 found = value.dtype
             elif found is not value.dtype:
@@ -130,6 +145,8 @@ def with_float32_dtype(
     if not args or not is_eligible(args[0], device_type):
         return op, args, kwargs
     target, position = _dtype_argument(op)
+    if target is not op:
+        kwargs = {**_left_out(op, len(args)), **kwargs}
     given = kwargs.get("dtype") if position is None or len(args) <= position else args[position]
     if given is not None:
         return op, args, kwargs
@@ -150,6 +167,12 @@ def _dtype_argument(op: OpOverload) -> tuple[OpOverload, int | None]:
         if [argument.name for argument in other._schema.arguments] == wanted:
             return other, (_find_dtype(other) or (None, None))[1]
     raise ValueError(f"operator '{op.name()}' cannot follow FLOAT32_DTYPE_ARG: no overload of it takes a dtype")
+
+
+def _left_out(op: OpOverload, given: int) -> dict[str, Any]:
+    """Defaults after the first `given` parameters: the dispatcher leaves such arguments out, and the overload that
+    takes `dtype` may have no default for them."""
+    return {a.name: a.default_value for a in op._schema.arguments[given:] if a.has_default_value()}
 
 
 def _find_dtype(op: OpOverload) -> tuple[str, int | None] | None:

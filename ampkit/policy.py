@@ -70,7 +70,7 @@ class Policy:
     True
     """
 
-    __slots__ = ("_folded", "_folded_at", "base", "device_type", "modules", "overrides")
+    __slots__ = ("_folded", "_folded_at", "_hash", "base", "device_type", "modules", "overrides")
 
     base: str                                                   # "default" or "torch"
     device_type: str
@@ -92,7 +92,7 @@ class Policy:
             )
         for name, value in (
             ("base", base), ("device_type", device_type), ("overrides", overrides), ("modules", modules),
-            ("_folded", None), ("_folded_at", -1),
+            ("_folded", None), ("_folded_at", -1), ("_hash", hash((base, device_type, overrides, modules))),
         ):
             object.__setattr__(self, name, value)
 
@@ -205,10 +205,10 @@ class Policy:
         return self.base, self.device_type, self.overrides, self.modules
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Policy) and self._key() == other._key()
+        return self is other or (isinstance(other, Policy) and self._key() == other._key())
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Policy.from_dict, (self.to_dict(),)
@@ -231,6 +231,11 @@ def register_op(op: Operator | Any, rule: Rule | str) -> None:
     for overload in _overloads(getattr(op, "_opoverload", op), value):
         _Registered.rules[overload] = value
     _Registered.changes += 1
+
+
+def register_changes() -> int:
+    """How often `register_op` has changed the rules of this process."""
+    return _Registered.changes
 
 
 def _rule(value: Any, op: Any) -> Rule:

@@ -39,9 +39,9 @@ class CacheInfo(NamedTuple):
 class _Entry:
     __slots__ = ("address", "cast", "connected", "nbytes", "steps", "version", "weight")
 
-    def __init__(self, weight: weakref.ref[Tensor], version: int, address: int, steps: int, cast: Tensor) -> None:
+    def __init__(self, weight: weakref.ref[Tensor], version: int | None, address: int, steps: int, cast: Tensor) -> None:
         self.weight = weight
-        self.version = version
+        self.version = version      # None for an inference tensor, which has none
         self.address = address
         self.steps = steps
         self.cast = cast
@@ -72,6 +72,7 @@ class WeightCache:
         self._bytes = 0
         self._hits = 0
         self._misses = 0
+        self.modes: dict[Any, Any] = {}     # the dispatch modes that casts for this cache, by policies; see `autocast`
 
     def __repr__(self) -> str:
         return f"WeightCache(max_bytes={self.max_bytes}): {self.info()}"
@@ -100,32 +101,47 @@ class WeightCache:
                 if entry.connected:
                     entry.cast, entry.connected = entry.cast.detach(), False
 
-    def cast(self, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """`value.to(dtype)`, from the cache where `value` is a weight that may be cached."""
-        if not _is_weight(value) or _being_recorded() or (value.is_cuda and capturing() != self.in_capture):
-            return value.to(dtype)
-        key = (id(value), dtype)
+    def cast(self, leaf: Tensor, dtype: torch.dtype) -> Tensor:
+        """`leaf.to(dtype)`, from the cache where the leaf is a weight that may be cached."""
+        key = (id(leaf), dtype)
         entry = self._entries.get(key)
+        if entry is None or entry.weight() is not leaf:
+            if not _is_weight(leaf) or self._in_the_way(leaf):
+                return leaf.to(dtype)
+            return self._make(key, leaf, dtype)
+        if self._in_the_way(leaf):
+            return leaf.to(dtype)
         if (
-            entry is not None
-            and entry.weight() is value
-            and entry.version == _version(value)
-            and entry.address == _address(value)
-            and entry.steps == _steps.count
+            (entry.version is not None and entry.version != leaf._version)
+            or entry.address != _address(leaf)
+            or entry.steps != _steps.count
         ):
-            self._hits += 1
-            if self.max_bytes is not None:
-                with self._lock:
-                    if key in self._entries:
-                        self._entries.move_to_end(key)
-            if entry.connected or not value.requires_grad:
-                return entry.cast
-            entry.cast, entry.connected = _connect(value, entry.cast), True
-            return entry.cast
+            return self._make(key, leaf, dtype)
+        self._hits += 1
+        if self.max_bytes is not None:
+            with self._lock:
+                if key in self._entries:
+                    self._entries.move_to_end(key)
+        if not entry.connected and leaf.requires_grad:
+            entry.cast, entry.connected = _connect(leaf, entry.cast), True
+        return entry.cast
+
+    def _in_the_way(self, leaf: Tensor) -> bool:
+        """Whether something keeps the cache from being used here: a recording, or a graph capture it is not of."""
+        return (
+            torch._C._len_torch_dispatch_stack() > 0
+            or torch._C._get_tracing_state() is not None
+            or torch._C._functorch.maybe_current_level() is not None
+            or (leaf.is_cuda and capturing() != self.in_capture)
+        )
+
+    def _make(self, key: tuple[int, torch.dtype], leaf: Tensor, dtype: torch.dtype) -> Tensor:
+        """Cast a weight and keep the cast."""
         self._misses += 1
         with torch.inference_mode(False), torch.enable_grad():
-            made = value.to(dtype)
-        self._add(key, _Entry(weakref.ref(value, self._forget(key)), _version(value), _address(value), _steps.count, made))
+            made = leaf.to(dtype)
+        version = None if leaf.is_inference() else leaf._version
+        self._add(key, _Entry(weakref.ref(leaf, self._forget(key)), version, _address(leaf), _steps.count, made))
         return made
 
     def _add(self, key: tuple[int, torch.dtype], entry: _Entry) -> None:
@@ -160,31 +176,17 @@ class WeightCache:
 
 
 def _is_weight(value: Tensor) -> bool:
-    """Whether the cast of `value` is worth keeping: trained or frozen parameters, never views or activations."""
+    """Whether the cast of a leaf is worth keeping: trained or frozen parameters, never views or inputs."""
     return (
         value.dtype is torch.float32
         and (value.requires_grad or isinstance(value, Parameter))
-        and value.is_leaf
         and not value._is_view()
     )
-
-
-def _version(weight: Tensor) -> int:
-    return -1 if weight.is_inference() else weight._version
 
 
 def _address(weight: Tensor) -> int:
     """Storage address of an ordinary tensor; 0 for a subclass, which may have none of its own."""
     return weight.data_ptr() if type(weight) is Parameter or type(weight) is Tensor else 0
-
-
-def _being_recorded() -> bool:
-    """Whether someone records operators here: a cast made for one recording has no place in another."""
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._get_tracing_state() is not None
-        or torch._C._functorch.maybe_current_level() is not None
-    )
 
 
 def capturing() -> bool:
