@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 # The innermost (pack, unpack) hooks for saved tensors, or None; the argument says to look past disabled hooks.
-top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore
 
 # Set by `autocast`: how to run a function again under a mode. Kept here so that the mode need not know regions.
 reenter: Callable[[Any, Callable[..., Any]], Callable[..., Any]] | None = None

@@ -18,58 +18,74 @@ if TYPE_CHECKING:
 
 
 def in_region(region: autocast, func: Callable[..., Any]) -> Callable[..., Any]:
-    """`func` wrapped so that its body runs inside `region`. Raises `TypeError` for what cannot be called, or a class."""
+    """`func` with its body run inside `region`. Raises `TypeError` for a class and for what cannot be called."""
+    name = type(region).__name__
     if isinstance(func, type) or not callable(func):
+        got = f"the class {func.__name__}: decorate its forward" if isinstance(func, type) else type(func).__name__
         raise TypeError(
-            f"{type(region).__name__}()(func) takes a function or method to decorate, got "
-            f"{f'the class {func.__name__}; decorate its forward' if isinstance(func, type) else type(func).__name__}. "
-            f"As a context manager: `with {type(region).__name__}(...):`"
+            f"{name}()(func) takes a function or method to decorate, got {got}. As a context manager: `with {name}(...):`"
         )
     kind = func if inspect.isroutine(func) or isinstance(func, functools.partial) else type(func).__call__
     if inspect.isasyncgenfunction(kind):
-
-        async def wrapper(*args: Any, **kwargs: Any) -> Any:
-            agen = func(*args, **kwargs)
-            step = agen.__anext__()
-            while True:
-                try:
-                    item = await _Stepped(region, step)
-                except StopAsyncIteration:
-                    return
-                try:
-                    sent = yield item
-                except GeneratorExit:
-                    await _Stepped(region, agen.aclose())
-                    raise
-                except BaseException as error:
-                    step = agen.athrow(error)
-                else:
-                    step = agen.asend(sent)
-
+        wrapper = _async_generator(region, func)
     elif inspect.iscoroutinefunction(kind):
-
-        async def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return await _Stepped(region, func(*args, **kwargs))
-
+        wrapper = _coroutine(region, func)
     elif inspect.isgeneratorfunction(kind):
-
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return (yield from _stepped(region, func(*args, **kwargs)))
-
+        wrapper = _generator(region, func)
     else:
+        wrapper = _plain(region, func)
+    functools.update_wrapper(wrapper, func, updated=("__dict__",) if hasattr(func, "__dict__") else ())
+    wrapper.__script_unsupported = "a function decorated with ampkit.autocast is not supported in script mode"
+    return wrapper
 
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if region.policy is not None and region.policy.modules and args and isinstance(args[0], Module):
-                region.enter(args[0])
-                try:
-                    return func(*args, **kwargs)
-                finally:
-                    region.__exit__(None, None, None)
-            with region:
+
+def _plain(region: autocast, func: Callable[..., Any]) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if region.policy is not None and region.policy.modules and args and isinstance(args[0], Module):
+            region.enter(args[0])       # a module's own forward: its children's paths count from it
+            try:
                 return func(*args, **kwargs)
+            finally:
+                region.__exit__(None, None, None)
+        with region:
+            return func(*args, **kwargs)
 
-    functools.update_wrapper(wrapper, func, updated=() if not hasattr(func, "__dict__") else ("__dict__",))
-    wrapper.__script_unsupported = "a function decorated with ampkit.autocast is not supported in script mode"  # type: ignore[attr-defined]
+    return wrapper
+
+
+def _generator(region: autocast, func: Callable[..., Any]) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return (yield from _stepped(region, func(*args, **kwargs)))
+
+    return wrapper
+
+
+def _coroutine(region: autocast, func: Callable[..., Any]) -> Any:
+    async def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return await _Stepped(region, func(*args, **kwargs))
+
+    return wrapper
+
+
+def _async_generator(region: autocast, func: Callable[..., Any]) -> Any:
+    async def wrapper(*args: Any, **kwargs: Any) -> Any:
+        agen = func(*args, **kwargs)
+        step = agen.__anext__()
+        while True:
+            try:
+                item = await _Stepped(region, step)
+            except StopAsyncIteration:
+                return
+            try:
+                sent = yield item
+            except GeneratorExit:
+                await _Stepped(region, agen.aclose())
+                raise
+            except BaseException as error:
+                step = agen.athrow(error)
+            else:
+                step = agen.asend(sent)
+
     return wrapper
 
 
@@ -94,7 +110,7 @@ def _stepped(region: autocast, generator: Any) -> Generator[Any, Any, Any]:
         except StopIteration as stop:
             return stop.value
         try:
-            sent = yield item
+            sent = yield item  # pyright: ignore[reportPossiblyUnboundVariable]  a region swallows no exception
         except GeneratorExit:
             with region:
                 generator.close()

@@ -251,7 +251,7 @@ def _banned_message(op: OpOverload) -> str:
     else:
         use = "use an operator that is safe in low precision"
     return (
-        f"operator '{op.name()}' is unsafe under autocast: its low-precision input has lost what it needs. Either {use}; "
-        "or call it in `with autocast(enabled=False)` on .float() inputs; or let it run in float32: "
+        f"operator '{op.name()}' is unsafe under autocast: its low-precision input has lost what it needs. "
+        f"Either {use}; or call it in `with autocast(enabled=False)` on .float() inputs; or let it run in float32: "
         f"autocast(policy=Policy.default(device_type).with_rules({{{op.name()!r}: Rule.FLOAT32}}))"
     )

@@ -97,7 +97,9 @@ def from_list(items: list[Any], read_policy: Callable[[Any], Policy]) -> Iterato
 def _check_key(key: Any) -> None:
     if isinstance(key, str):
         if not key or not re.fullmatch(r"[\w*]+(\.[\w*]+)*", key):
-            raise ValueError(f"{key!r} is no module path pattern; expected names and '*' joined by dots, like 'blocks.*.attn'")
+            raise ValueError(
+                f"{key!r} is no module path pattern; expected names and '*' joined by dots, like 'blocks.*.attn'"
+            )
     elif not isinstance(key, Module) and not (isinstance(key, type) and issubclass(key, Module)):
         raise TypeError(f"a key of for_modules is a path pattern, a module class or a module, got {key!r}")
 
@@ -105,7 +107,9 @@ def _check_key(key: Any) -> None:
 def _check_value(key: Any, value: Any, device_type: str, policy_type: type[Policy]) -> Any:
     if isinstance(value, policy_type):
         if value.device_type != device_type:
-            raise ValueError(f"the policy for module {_describe(key)} is for {value.device_type!r}, not {device_type!r}")
+            raise ValueError(
+                f"the policy for module {_describe(key)} is for {value.device_type!r}, not {device_type!r}"
+            )
         return value
     dtype = _DTYPES.get(value) if isinstance(value, str) else value
     if dtype not in _DTYPES.values():

@@ -66,9 +66,9 @@ class autocast:
         self._kind = kind
         self.fast_dtype = torch.get_autocast_dtype(kind) if dtype is None else _checked_dtype(dtype)
         self._enabled = _available(self, kind) if _checked_flag("enabled", enabled) else False
-        self._cache_enabled = (
-            torch.is_autocast_cache_enabled() if cache_enabled is None else _checked_flag("cache_enabled", cache_enabled)
-        )
+        if cache_enabled is None:
+            cache_enabled = torch.is_autocast_cache_enabled()
+        self._cache_enabled = _checked_flag("cache_enabled", cache_enabled)
         if policy is not None and (not isinstance(policy, Policy) or policy.device_type != kind):
             raise TypeError(f"policy is {policy!r}; expected a Policy for {kind!r}, such as Policy.default({kind!r})")
         if cache is not None and not isinstance(cache, WeightCache):
@@ -278,13 +278,13 @@ def device_kind(device_type: Any) -> str:
         device_type = _current_device_type()
     if not isinstance(device_type, str):
         raise ValueError(
-            f"device_type is {device_type!r} of type {type(device_type).__name__}; expected a string such as 'cuda' or 'cpu'"
+            f"device_type is {device_type!r} of type {type(device_type).__name__}; expected a string such as 'cuda'"
         )
     kind = torch.device(device_type).type
     if kind == torch._C._get_privateuse1_backend_name():
         kind = "privateuseone"
     if not torch.amp.is_autocast_available(kind):
-        raise RuntimeError(f"device_type {device_type!r} has no autocast in torch; expected one such as 'cuda' or 'cpu'")
+        raise RuntimeError(f"device_type {device_type!r} has no autocast in torch; expected one such as 'cuda'")
     return kind
 
 
@@ -308,7 +308,7 @@ def _available(region: autocast, kind: str) -> bool:
             return False
         if region.fast_dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
             raise RuntimeError(
-                f"this CUDA device ({torch.cuda.get_device_name()}) has no bfloat16; use autocast('cuda', torch.float16)"
+                f"{torch.cuda.get_device_name()} does not support bfloat16; use autocast('cuda', torch.float16)"
             )
         return True
     if kind == "cuda":

@@ -144,7 +144,8 @@ class Policy:
         beats a farther one. `float32` computes everything inside in float32, whatever comes in.
         Raises `TypeError` or `ValueError`, naming the key, for anything else and for a key that is already set.
         """
-        return Policy(self.base, self.device_type, self.overrides, self.modules.extended(rules, self.device_type, Policy))
+        modules = self.modules.extended(rules, self.device_type, Policy)
+        return Policy(self.base, self.device_type, self.overrides, modules)
 
     def rule_for(self, op: Operator) -> Rule:
         """The rule `op` follows. DECOMPOSE for an unlisted composite, KEEP for any other unlisted operator."""
@@ -155,7 +156,8 @@ class Policy:
         found = _one(op)
         for layer in reversed(self._layers()):
             if found in layer.rules:
-                return Explanation(found.name(), layer.rules[found], layer.name, layer.whys.get(found, "set by the user"))
+                why = layer.whys.get(found, "set by the user")
+                return Explanation(found.name(), layer.rules[found], layer.name, why)
         if torch._C._dispatch_has_kernel_for_dispatch_key(found.name(), "CompositeImplicitAutograd"):
             return Explanation(found.name(), Rule.DECOMPOSE, "unlisted", _WHY_COMPOSITE)
         return Explanation(found.name(), Rule.KEEP, "unlisted", _WHY_UNLISTED)
@@ -165,7 +167,7 @@ class Policy:
         if self._folded is None or self._folded_at != _Registered.changes:
             object.__setattr__(self, "_folded", _fold_layers(self, _Registered.changes))
             object.__setattr__(self, "_folded_at", _Registered.changes)
-        return self._folded
+        return self._folded  # pyright: ignore[reportReturnType]  set through object.__setattr__
 
     def to_dict(self) -> dict[str, Any]:
         """The policy as plain dicts, lists and strings, for JSON or a checkpoint; `from_dict` reads it back.

@@ -39,7 +39,9 @@ class CacheInfo(NamedTuple):
 class _Entry:
     __slots__ = ("address", "cast", "connected", "nbytes", "steps", "version", "weight")
 
-    def __init__(self, weight: weakref.ref[Tensor], version: int | None, address: int, steps: int, cast: Tensor) -> None:
+    def __init__(
+        self, weight: weakref.ref[Tensor], version: int | None, address: int, steps: int, cast: Tensor
+    ) -> None:
         self.weight = weight
         self.version = version      # None for an inference tensor, which has none
         self.address = address
@@ -131,7 +133,7 @@ class WeightCache:
         return (
             torch._C._len_torch_dispatch_stack() > 0
             or torch._C._get_tracing_state() is not None
-            or torch._C._functorch.maybe_current_level() is not None
+            or torch._C._functorch.maybe_current_level() is not None  # pyright: ignore
             or (leaf.is_cuda and capturing() != self.in_capture)
         )
 
@@ -191,7 +193,7 @@ def _address(weight: Tensor) -> int:
 
 def capturing() -> bool:
     """Whether the current CUDA stream is being captured into a graph."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_streamcapturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class _Steps:

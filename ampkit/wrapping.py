@@ -40,9 +40,11 @@ def wrap_forward(module: M, *args: Any, **kwargs: Any) -> M:
     `RuntimeError` if it is wrapped already, and what `autocast` raises.
     """
     if not isinstance(module, Module):
-        raise TypeError(f"wrap_forward takes an nn.Module, got {type(module).__name__}; decorate a function with autocast")
+        raise TypeError(
+            f"wrap_forward takes an nn.Module, got {type(module).__name__}; decorate a function with autocast"
+        )
     if any(isinstance(getattr(hook, "__self__", None), _Region) for hook in module._forward_pre_hooks.values()):
-        raise RuntimeError(f"this {type(module).__name__} is wrapped already; a second region would only repeat the first")
+        raise RuntimeError(f"this {type(module).__name__} is wrapped already; once is enough")
     region = _Region(args, kwargs)
     module.register_forward_pre_hook(region.enter, prepend=True)
     module.register_forward_hook(region.leave, always_call=True)

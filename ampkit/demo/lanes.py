@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler, autocast
 
+from ampkit.autocast import autocast
 from ampkit.demo.tasks import Batch, Task
+from ampkit.grad_scaler import GradScaler
 
 # torch's default of 2,000 steps would never grow the scale in a demo. Both scalers get the same interval.
 GROWTH_INTERVAL = 20

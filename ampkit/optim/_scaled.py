@@ -1,0 +1,208 @@
+"""What the optimizers share: the scalars that a scaler leaves for one step, local shards, rows by device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampkit import _kernels
+
+# Gradients scaled on the host are copies, made for so many elements at a time.
+_ELEMENTS_AT_A_TIME = 1 << 24
+
+
+class ScaledStep:
+    """Mixin for a `torch.optim` optimizer whose step reads its scalars on the device.
+
+    `_step_supports_amp_scaling` is torch's contract with fused optimizers, `_step_supports_grad_multiplier` is
+    ampkit's: the scaler may hand over `grad_multiplier`, the inverse scale times a clipping coefficient.
+    """
+
+    _step_supports_amp_scaling = True
+    _step_supports_grad_multiplier = True
+    impl: str
+    param_groups: list[dict[str, Any]]
+    _copies: dict[Tensor, Tensor]
+
+    def _prepare(self, impl: str) -> None:
+        if impl not in _kernels.IMPLS:
+            raise ValueError(f"unknown impl {impl!r}; expected 'auto', 'triton' or 'reference'")
+        self.impl = impl
+        self._copies = {}
+
+    def write_copies(self, copies: Mapping[Tensor, Tensor]) -> None:
+        """Have every step also write new parameter values, converted, into these tensors.
+
+        Args:
+            copies: low-precision tensor per parameter, of its shape and on its device; an empty mapping ends it.
+                A skipped step leaves them as they are. Not part of the `state_dict`.
+
+        Raises:
+            ValueError: a key is not one of the optimizer's parameters, or a copy differs in shape or device.
+        """
+        known = {param for group in self.param_groups for param in group["params"]}
+        for param, copy in copies.items():
+            if param not in known:
+                raise ValueError(
+                    f"write_copies got a key of shape {tuple(param.shape)} that is not a parameter of this "
+                    f"optimizer; expected tensors from its param_groups"
+                )
+            if copy.shape != param.shape or copy.device != param.device:
+                raise ValueError(
+                    f"write_copies got a copy of shape {tuple(copy.shape)} on {copy.device} for a parameter of shape "
+                    f"{tuple(param.shape)} on {param.device}; expected the same: torch.empty_like(param, dtype=...)"
+                )
+        self._copies = dict(copies)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickled or copied optimizer; copies are the caller's and are not kept."""
+        state.setdefault("impl", "auto")
+        super().__setstate__(state)  # type: ignore[misc]
+        self._copies = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What pickling keeps."""
+        return {**super().__getstate__(), "impl": self.impl}  # type: ignore[misc]
+
+    def _scalars(self) -> Scalars:
+        return Scalars(
+            getattr(self, "found_inf", None),
+            getattr(self, "grad_scale", None),
+            getattr(self, "grad_multiplier", None),
+        )
+
+
+@dataclass
+class Scalars:
+    """The device scalars of one step; each may be None."""
+
+    found_inf: Tensor | None
+    grad_scale: Tensor | None
+    multiplier: Tensor | None
+
+    def on(self, device: torch.device) -> Scalars:
+        """Copies on `device`, without waiting for it."""
+        return Scalars(*(one and None if one is None else one.to(device, non_blocking=True) for one in (
+            self.found_inf, self.grad_scale, self.multiplier)))
+
+    def skips_on_host(self) -> bool:
+        """Whether the host can see that this step is skipped."""
+        if self.found_inf is None:
+            return False
+        value = _kernels.read_if_free(self.found_inf)
+        return value is not None and value != 0.0
+
+    def factor_on_host(self) -> float:
+        """What gradients in host memory are to be multiplied by."""
+        factor = 1.0
+        if self.multiplier is not None:
+            factor *= float(self.multiplier.cpu().numpy())
+        if self.grad_scale is not None:
+            # As torch unscales: the reciprocal in fp64, rounded to fp32.
+            factor *= float(self.grad_scale.detach().cpu().double().reciprocal().float().numpy())
+        return factor
+
+
+@dataclass
+class Row:
+    """A parameter with a gradient, and the local tensors behind both."""
+
+    param: Tensor
+    local: Tensor
+    grad: Tensor
+
+
+def rows_by_device(group: dict[str, Any], name: str) -> dict[torch.device, list[Row]]:
+    """The group's parameters that have gradients, as local tensors, by device.
+
+    Raises:
+        RuntimeError: a gradient is sparse.
+    """
+    rows: dict[torch.device, list[Row]] = {}
+    for param in group["params"]:
+        grad = param.grad
+        if grad is None:
+            continue
+        if grad.layout is not torch.strided:
+            raise RuntimeError(
+                f"ampkit.optim.{name} got a {grad.layout} gradient for a parameter of shape {tuple(param.shape)}; "
+                f"expected dense gradients: use torch.optim.SparseAdam or torch.optim.SGD for it, or sparse=False"
+            )
+        local = local_tensor(param)
+        rows.setdefault(local.device, []).append(Row(param, local, _local_gradient(param, grad)))
+    return rows
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor; any other tensor itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[attr-defined]
+
+
+def _local_gradient(param: Any, grad: Any) -> Tensor:
+    placements = getattr(param, "placements", None)
+    if placements is not None and getattr(grad, "placements", placements) != placements:
+        grad = grad.redistribute(param.device_mesh, placements)
+    return local_tensor(grad)
+
+
+def scaled_parts(rows: Sequence[Row], factor: float) -> Iterator[tuple[Sequence[Row], list[Tensor]]]:
+    """Rows and their gradients times `factor`, a part at a time; the gradients themselves are left alone."""
+    if factor == 1.0:
+        yield rows, [row.grad for row in rows]
+        return
+    part: list[Row] = []
+    size = 0
+    for row in rows:
+        part.append(row)
+        size += row.grad.numel()
+        if size >= _ELEMENTS_AT_A_TIME or row is rows[-1]:
+            yield part, list(torch._foreach_mul([one.grad for one in part], factor))
+            part, size = [], 0
+
+
+def split_by_copy(rows: Sequence[Row], copies: Mapping[Tensor, Tensor]) -> Iterator[tuple[list[Row], list[Tensor] | None]]:
+    """Rows without a copy to write (None), then rows with one."""
+    if not copies:
+        yield list(rows), None
+        return
+    plain = [row for row in rows if row.param not in copies]
+    copied = [row for row in rows if row.param in copies]
+    if plain:
+        yield plain, None
+    if copied:
+        yield copied, [local_tensor(copies[row.param]) for row in copied]
+
+
+def run_closure(closure: Callable[[], Any] | None) -> Any:
+    """The closure's loss, computed with gradients enabled; None without a closure."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def plain_number(value: Any, name: str, cls: str) -> None:
+    """Refuse a hyperparameter given as a tensor where the kernels need a number."""
+    if isinstance(value, Tensor):
+        raise TypeError(
+            f"ampkit.optim.{cls} got a tensor for {name}; expected a float: only lr may be a tensor, or use "
+            f"torch.optim.{cls}(capturable=True)"
+        )
+
+
+def refuse_differentiable(differentiable: bool, cls: str) -> None:
+    """The kernels update in place, outside autograd."""
+    if differentiable:
+        raise ValueError(
+            f"ampkit.optim.{cls} got differentiable=True; its step is not recorded by autograd: "
+            f"use torch.optim.{cls}(differentiable=True)"
+        )
+
+
+def default_step_dtype() -> torch.dtype:
+    """The dtype in which torch.optim counts steps on the host."""
+    return torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32

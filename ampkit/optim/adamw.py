@@ -1,0 +1,205 @@
+"""AdamW, reading scaled gradients once and writing none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw as torch_adamw
+
+from ampkit import _kernels
+
+from . import _scaled
+from ._scaled import Row, ScaledStep, Scalars
+
+
+class AdamW(ScaledStep, torch.optim.AdamW):
+    """`torch.optim.AdamW` whose step unscales, clips and skips on the device while it updates.
+
+    On CUDA one kernel per parameter group (and combination of dtypes) reads each gradient once, multiplied by what
+    the scaler has handed over, and moves 28 bytes per float32 element; `found_inf` makes it return at once, moments
+    and step counts untouched. The step never synchronises and can be captured in a CUDA graph. On the CPU, or where
+    Triton cannot run, `torch.optim`'s own functions do the arithmetic, with results equal to
+    `torch.optim.AdamW` with the same arguments.
+
+    Args:
+        params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, fused: as in
+            `torch.optim.AdamW`. `lr` may be a one-element tensor, `betas` are floats. `foreach`, `capturable` and
+            `fused` choose among torch's functions where those are used.
+        impl: "auto", "triton" (raise where Triton cannot run) or "reference" (torch's functions).
+
+    Raises:
+        ValueError: for values that torch.optim.AdamW refuses, an unknown `impl`, `differentiable=True`.
+        TypeError: `betas` are tensors.
+        RuntimeError: at `step`, a gradient is sparse.
+
+    State: `step`, `exp_avg`, `exp_avg_sq`, `max_exp_avg_sq` as in torch; a `state_dict` of either loads into the
+    other. On CUDA `step` lives on the device. DTensor parameters are updated shard by shard.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = AdamW(model.parameters(), lr=0.01)
+    >>> model(torch.ones(1, 2)).sum().backward()
+    >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        impl: str = "auto",
+    ) -> None:
+        _scaled.refuse_differentiable(differentiable, "AdamW")
+        for beta in betas:
+            _scaled.plain_number(beta, "betas", "AdamW")
+        self._prepare(impl)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            fused=fused,
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; returns the closure's loss, or None.
+
+        Never synchronises on CUDA. With `found_inf` set by a scaler, nothing changes.
+        """
+        loss = _scaled.run_closure(closure)
+        scalars = self._scalars()
+        for group in self.param_groups:
+            for device, rows in _scaled.rows_by_device(group, "AdamW").items():
+                on_device = scalars.on(device)
+                if _kernels.uses_triton(self.impl, device):
+                    self._step_triton(group, device, rows, on_device)
+                else:
+                    self._step_torch(group, device, rows, on_device)
+        return loss
+
+    def _state_of(self, row: Row, group: dict[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+        state = self.state[row.param]
+        if not state:
+            state["step"] = torch.zeros((), dtype=dtype, device=device)
+            state["exp_avg"] = torch.zeros_like(row.param, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(row.param, memory_format=torch.preserve_format)
+        if group["amsgrad"] and "max_exp_avg_sq" not in state:
+            state["max_exp_avg_sq"] = torch.zeros_like(row.param, memory_format=torch.preserve_format)
+        return state
+
+    def _lists(self, states: Sequence[dict[str, Any]], amsgrad: bool) -> tuple[list[Tensor], ...]:
+        names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if amsgrad else ("exp_avg", "exp_avg_sq")
+        lists = [[_scaled.local_tensor(state[name]) for state in states] for name in names]
+        return (lists[0], lists[1], lists[2] if amsgrad else [])
+
+    def _step_triton(
+        self, group: dict[str, Any], device: torch.device, rows: list[Row], scalars: Scalars
+    ) -> None:
+        for part, copies in _scaled.split_by_copy(rows, self._copies):
+            states = [self._state_of(row, group, device, torch.float32) for row in part]
+            for state in states:
+                # A state_dict from torch.optim may count on the host, or as a plain number.
+                _count_on(state, device, torch.float32)
+            params = [row.local for row in part]
+            _kernels.adamw_(
+                params,
+                [row.grad for row in part],
+                *self._lists(states, group["amsgrad"]),
+                [state["step"] for state in states],
+                lr=_scaled_lr(group["lr"], device),
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                amsgrad=group["amsgrad"],
+                maximize=group["maximize"],
+                multiplier=scalars.multiplier,
+                grad_scale=scalars.grad_scale,
+                found_inf=scalars.found_inf,
+                copies=copies,
+                impl=self.impl,
+            )
+            # As any in-place operation would: what was saved for backward is stale now.
+            torch.autograd.graph.increment_version(params)
+
+    def _step_torch(
+        self, group: dict[str, Any], device: torch.device, rows: list[Row], scalars: Scalars
+    ) -> None:
+        if scalars.skips_on_host():
+            return
+        on_host = device.type == "cpu"
+        # Elsewhere torch's fused kernel is the one that can skip without asking the host.
+        fused = group["fused"] if on_host else True
+        counts_on_device = bool(fused or group["capturable"])
+        for part, grads in self._multiplied(rows, scalars, on_host):
+            dtype = torch.float32 if fused else _scaled.default_step_dtype()
+            step_device = device if counts_on_device else torch.device("cpu")
+            states = [self._state_of(row, group, step_device, dtype) for row in part]
+            for state in states:
+                if counts_on_device or not isinstance(state["step"], Tensor):
+                    _count_on(state, step_device, dtype)
+            torch_adamw(
+                [row.local for row in part],
+                grads,
+                *self._lists(states, group["amsgrad"]),
+                [state["step"] for state in states],
+                foreach=group["foreach"] if on_host else False,
+                capturable=group["capturable"],
+                fused=fused,
+                found_inf=None if on_host else scalars.found_inf,
+                has_complex=any(torch.is_complex(row.local) for row in part),
+                amsgrad=group["amsgrad"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=group["maximize"],
+            )
+        for part, copies in _scaled.split_by_copy(rows, self._copies):
+            if copies is not None:
+                _kernels.cast_([row.local for row in part], copies)
+
+    def _multiplied(self, rows: list[Row], scalars: Scalars, on_host: bool) -> Any:
+        if on_host:
+            return _scaled.scaled_parts(rows, scalars.factor_on_host())
+        grads = [row.grad for row in rows]
+        for factor in (scalars.multiplier, scalars.inverse_scale()):
+            if factor is not None:
+                grads = list(torch._foreach_mul(grads, factor))
+        return [(rows, grads)]
+
+
+def _count_on(state: dict[str, Any], device: torch.device, dtype: torch.dtype) -> None:
+    """Have the step count on `device` in `dtype`."""
+    step = state["step"]
+    if not isinstance(step, Tensor):
+        state["step"] = torch.full((), float(step), dtype=dtype, device=device)
+    elif step.device != device or step.dtype != dtype:
+        state["step"] = step.to(device, dtype)
+
+
+def _scaled_lr(lr: float | Tensor, device: torch.device) -> float | Tensor:
+    """The learning rate as the kernel takes it: a tensor on the device, or a number."""
+    if not isinstance(lr, Tensor):
+        return lr
+    value = _kernels.read_if_free(lr.detach())
+    return lr.to(device, non_blocking=True) if value is None else value
