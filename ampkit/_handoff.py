@@ -77,8 +77,8 @@ def sound_first_momentum(optimizer: Any, found_inf: Tensor) -> Iterator[None]:
 
 
 def _without_momentum(optimizer: Any) -> Iterator[tuple[dict[str, Any], Tensor]]:
-    if not isinstance(optimizer, torch.optim.SGD):
-        return
+    if not isinstance(optimizer, torch.optim.SGD) or takes_multiplier(optimizer):
+        return  # ampkit.optim.SGD keeps its first momentum sound by itself
     for group in optimizer.param_groups:
         if not group.get("fused") or not group["momentum"]:
             continue

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+IMPLS = ("auto", "triton", "reference")
+
 
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
     """`grads *= inv_scale`; sets `found_inf` to 1 where a value is not finite. One device; never syncs."""
@@ -34,6 +36,31 @@ def multiply_(grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None 
 def nonfinite_counts(grads: Sequence[Tensor]) -> Tensor:
     """Per tensor the number of inf and of NaN, int64 `[n, 2]`. One device; never syncs."""
     return _implementation(grads[0].device).nonfinite_counts(grads)
+
+
+def adamw_(*lists: Sequence[Tensor], **options: Any) -> None:
+    """One AdamW step over lists of tensors; see `ampkit_kernels.adamw_`. One device; never syncs."""
+    _modules()[1].adamw_(*lists, **options)
+
+
+def sgd_(*lists: Sequence[Tensor], **options: Any) -> None:
+    """One SGD step over lists of tensors; see `ampkit_kernels.sgd_`. One device; never syncs."""
+    _modules()[1].sgd_(*lists, **options)
+
+
+def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
+    """Copy with conversion between float dtypes. One device; never syncs."""
+    _modules()[1].cast_(sources, destinations)
+
+
+def uses_triton(impl: str, device: torch.device) -> bool:
+    """Whether `impl` means the Triton kernels on this device; raises where it asks for what cannot run."""
+    return _modules()[1].uses_triton(impl, device)
+
+
+def why_not_triton(device: torch.device) -> str | None:
+    """None where the Triton kernels can run on this device, else the reason."""
+    return _modules()[1].why_not_triton(device)
 
 
 def _implementation(device: torch.device) -> Any:

@@ -1,8 +1,8 @@
 """Optimizers that unscale, clip and skip on the device: `torch.optim`'s AdamW and SGD, stepped by one kernel.
 
-They take `torch.optim`'s constructor arguments, exchange `state_dict`s with it both ways, and read, for the one
-step during which a gradient scaler has set them, `found_inf` (skip), `grad_scale` (divide gradients by) and
-`grad_multiplier` (multiply gradients by). Gradients are only read.
+They take `torch.optim`'s constructor arguments, exchange `state_dict`s with it both ways, and read, for the
+one step during which a gradient scaler has set them, `found_inf` (skip), `grad_scale` (divide gradients by)
+and `grad_multiplier` (multiply gradients by). Gradients are only read.
 """
 
 from .adamw import AdamW

@@ -18,8 +18,8 @@ _ELEMENTS_AT_A_TIME = 1 << 24
 class ScaledStep:
     """Mixin for a `torch.optim` optimizer whose step reads its scalars on the device.
 
-    `_step_supports_amp_scaling` is torch's contract with fused optimizers, `_step_supports_grad_multiplier` is
-    ampkit's: the scaler may hand over `grad_multiplier`, the inverse scale times a clipping coefficient.
+    `_step_supports_amp_scaling` is torch's contract with fused optimizers, `_step_supports_grad_multiplier`
+    is ampkit's: the scaler may hand over `grad_multiplier`, the inverse scale times a clipping coefficient.
     """
 
     _step_supports_amp_scaling = True
@@ -37,9 +37,8 @@ class ScaledStep:
     def write_copies(self, copies: Mapping[Tensor, Tensor]) -> None:
         """Have every step also write new parameter values, converted, into these tensors.
 
-        Args:
-            copies: low-precision tensor per parameter, of its shape and on its device; an empty mapping ends it.
-                A skipped step leaves them as they are. Not part of the `state_dict`.
+        Args: copies: low-precision tensor per parameter, of its shape and on its device; an empty mapping
+        ends it. A skipped step leaves them as they are. Not part of the `state_dict`.
 
         Raises:
             ValueError: a key is not one of the optimizer's parameters, or a copy differs in shape or device.
@@ -86,8 +85,12 @@ class Scalars:
 
     def on(self, device: torch.device) -> Scalars:
         """Copies on `device`, without waiting for it."""
-        return Scalars(*(one and None if one is None else one.to(device, non_blocking=True) for one in (
-            self.found_inf, self.grad_scale, self.multiplier)))
+        return Scalars(
+            *(
+                None if scalar is None else scalar.to(device, non_blocking=True)
+                for scalar in (self.found_inf, self.grad_scale, self.multiplier)
+            )
+        )
 
     def skips_on_host(self) -> bool:
         """Whether the host can see that this step is skipped."""
@@ -96,14 +99,15 @@ class Scalars:
         value = _kernels.read_if_free(self.found_inf)
         return value is not None and value != 0.0
 
+    def inverse_scale(self) -> Tensor | None:
+        """1 / grad_scale as torch unscales: the reciprocal in fp64, rounded to fp32."""
+        return None if self.grad_scale is None else self.grad_scale.double().reciprocal().float()
+
     def factor_on_host(self) -> float:
         """What gradients in host memory are to be multiplied by."""
         factor = 1.0
-        if self.multiplier is not None:
-            factor *= float(self.multiplier.cpu().numpy())
-        if self.grad_scale is not None:
-            # As torch unscales: the reciprocal in fp64, rounded to fp32.
-            factor *= float(self.grad_scale.detach().cpu().double().reciprocal().float().numpy())
+        for scalar in (self.multiplier, self.inverse_scale()):
+            factor *= 1.0 if scalar is None else scalar.numpy().item()
         return factor
 
 
@@ -149,6 +153,15 @@ def _local_gradient(param: Any, grad: Any) -> Tensor:
     return local_tensor(grad)
 
 
+def shaped_like(param: Any, local: Tensor | None) -> Tensor | None:
+    """State for a parameter from its local part: a DTensor beside a DTensor."""
+    if local is None or not hasattr(param, "to_local"):
+        return local
+    whole = torch.zeros_like(param, memory_format=torch.preserve_format)
+    local_tensor(whole).copy_(local)
+    return whole
+
+
 def scaled_parts(rows: Sequence[Row], factor: float) -> Iterator[tuple[Sequence[Row], list[Tensor]]]:
     """Rows and their gradients times `factor`, a part at a time; the gradients themselves are left alone."""
     if factor == 1.0:
@@ -164,7 +177,9 @@ def scaled_parts(rows: Sequence[Row], factor: float) -> Iterator[tuple[Sequence[
             part, size = [], 0
 
 
-def split_by_copy(rows: Sequence[Row], copies: Mapping[Tensor, Tensor]) -> Iterator[tuple[list[Row], list[Tensor] | None]]:
+def split_by_copy(
+    rows: Sequence[Row], copies: Mapping[Tensor, Tensor]
+) -> Iterator[tuple[list[Row], list[Tensor] | None]]:
     """Rows without a copy to write (None), then rows with one."""
     if not copies:
         yield list(rows), None
@@ -201,6 +216,14 @@ def refuse_differentiable(differentiable: bool, cls: str) -> None:
             f"ampkit.optim.{cls} got differentiable=True; its step is not recorded by autograd: "
             f"use torch.optim.{cls}(differentiable=True)"
         )
+
+
+def lr_for_kernel(lr: float | Tensor, device: torch.device) -> float | Tensor:
+    """The learning rate as a kernel takes it: a tensor on the device, or a number."""
+    if not isinstance(lr, Tensor):
+        return lr
+    value = _kernels.read_if_free(lr.detach())
+    return lr.to(device, non_blocking=True) if value is None else value
 
 
 def default_step_dtype() -> torch.dtype:

@@ -12,31 +12,30 @@ from torch.optim.adamw import adamw as torch_adamw
 from ampkit import _kernels
 
 from . import _scaled
-from ._scaled import Row, ScaledStep, Scalars
+from ._scaled import Row, Scalars, ScaledStep
 
 
 class AdamW(ScaledStep, torch.optim.AdamW):
     """`torch.optim.AdamW` whose step unscales, clips and skips on the device while it updates.
 
-    On CUDA one kernel per parameter group (and combination of dtypes) reads each gradient once, multiplied by what
-    the scaler has handed over, and moves 28 bytes per float32 element; `found_inf` makes it return at once, moments
-    and step counts untouched. The step never synchronises and can be captured in a CUDA graph. On the CPU, or where
-    Triton cannot run, `torch.optim`'s own functions do the arithmetic, with results equal to
-    `torch.optim.AdamW` with the same arguments.
+    On CUDA one kernel per parameter group (and combination of dtypes) reads each gradient once, multiplied
+    by what the scaler has handed over, and moves 28 bytes per float32 element; `found_inf` makes it return
+    at once, moments and step counts untouched. The step never synchronises and can be captured in a CUDA
+    graph. On the CPU, or where Triton cannot run, `torch.optim`'s own functions do the arithmetic, with
+    results equal to `torch.optim.AdamW` with the same arguments.
 
-    Args:
-        params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, fused: as in
-            `torch.optim.AdamW`. `lr` may be a one-element tensor, `betas` are floats. `foreach`, `capturable` and
-            `fused` choose among torch's functions where those are used.
-        impl: "auto", "triton" (raise where Triton cannot run) or "reference" (torch's functions).
+    Args: params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, fused: as in
+    `torch.optim.AdamW`. `lr` may be a one-element tensor, `betas` are floats. `foreach`, `capturable` and
+    `fused` choose among torch's functions where those are used. impl: "auto", "triton" (raise where Triton
+    cannot run) or "reference" (torch's functions).
 
     Raises:
         ValueError: for values that torch.optim.AdamW refuses, an unknown `impl`, `differentiable=True`.
         TypeError: `betas` are tensors.
         RuntimeError: at `step`, a gradient is sparse.
 
-    State: `step`, `exp_avg`, `exp_avg_sq`, `max_exp_avg_sq` as in torch; a `state_dict` of either loads into the
-    other. On CUDA `step` lives on the device. DTensor parameters are updated shard by shard.
+    State: `step`, `exp_avg`, `exp_avg_sq`, `max_exp_avg_sq` as in torch; a `state_dict` of either loads
+    into the other. On CUDA `step` lives on the device. DTensor parameters are updated shard by shard.
 
     >>> import torch
     >>> model = torch.nn.Linear(2, 1)
@@ -95,7 +94,9 @@ class AdamW(ScaledStep, torch.optim.AdamW):
                     self._step_torch(group, device, rows, on_device)
         return loss
 
-    def _state_of(self, row: Row, group: dict[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    def _state_of(
+        self, row: Row, group: dict[str, Any], device: torch.device, dtype: torch.dtype
+    ) -> dict[str, Any]:
         state = self.state[row.param]
         if not state:
             state["step"] = torch.zeros((), dtype=dtype, device=device)
@@ -105,7 +106,9 @@ class AdamW(ScaledStep, torch.optim.AdamW):
             state["max_exp_avg_sq"] = torch.zeros_like(row.param, memory_format=torch.preserve_format)
         return state
 
-    def _lists(self, states: Sequence[dict[str, Any]], amsgrad: bool) -> tuple[list[Tensor], ...]:
+    def _lists(
+        self, states: Sequence[dict[str, Any]], amsgrad: bool
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if amsgrad else ("exp_avg", "exp_avg_sq")
         lists = [[_scaled.local_tensor(state[name]) for state in states] for name in names]
         return (lists[0], lists[1], lists[2] if amsgrad else [])
@@ -124,7 +127,7 @@ class AdamW(ScaledStep, torch.optim.AdamW):
                 [row.grad for row in part],
                 *self._lists(states, group["amsgrad"]),
                 [state["step"] for state in states],
-                lr=_scaled_lr(group["lr"], device),
+                lr=_scaled.lr_for_kernel(group["lr"], device),
                 beta1=group["betas"][0],
                 beta2=group["betas"][1],
                 eps=group["eps"],
@@ -195,11 +198,3 @@ def _count_on(state: dict[str, Any], device: torch.device, dtype: torch.dtype) -
         state["step"] = torch.full((), float(step), dtype=dtype, device=device)
     elif step.device != device or step.dtype != dtype:
         state["step"] = step.to(device, dtype)
-
-
-def _scaled_lr(lr: float | Tensor, device: torch.device) -> float | Tensor:
-    """The learning rate as the kernel takes it: a tensor on the device, or a number."""
-    if not isinstance(lr, Tensor):
-        return lr
-    value = _kernels.read_if_free(lr.detach())
-    return lr.to(device, non_blocking=True) if value is None else value

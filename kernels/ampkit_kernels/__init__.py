@@ -8,7 +8,7 @@ Importing this package does not import Triton.
 """
 
 from .api import cast_, multiply_, nonfinite_counts, norm_and_check, unscale_, update_scale_
-from .dispatch import TritonUnavailable, why_not_triton
+from .dispatch import TritonUnavailable, uses_triton, why_not_triton
 from .optimizer_api import adamw_, sgd_
 
 __all__ = [
@@ -21,5 +21,6 @@ __all__ = [
     "sgd_",
     "unscale_",
     "update_scale_",
+    "uses_triton",
     "why_not_triton",
 ]

@@ -1,0 +1,173 @@
+"""SGD with momentum, reading scaled gradients once and writing none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.sgd import sgd as torch_sgd
+
+from ampkit import _kernels
+
+from . import _scaled
+from ._scaled import Row, Scalars, ScaledStep
+
+# Extra state, kept only with dampening: whether the buffer holds a momentum yet, as 0.0 or 1.0 on the device.
+_STARTED = "momentum_started"
+
+
+class SGD(ScaledStep, torch.optim.SGD):
+    """`torch.optim.SGD` whose step unscales, clips and skips on the device while it updates.
+
+    On CUDA one kernel per parameter group (and combination of dtypes) reads each gradient once, multiplied
+    by what the scaler has handed over, and moves 20 bytes per float32 element with momentum, 12 without;
+    `found_inf` makes it return at once. A first step that is skipped leaves no trace: the next one starts
+    the momentum, as torch's would have. The step never synchronises and can be captured in a CUDA graph. On
+    the CPU `torch.optim`'s own functions do the arithmetic, with results equal to `torch.optim.SGD` with
+    the same arguments; on a CUDA device where Triton cannot run, plain tensor operations do.
+
+    Args: params, lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, fused: as in
+    `torch.optim.SGD`. `lr` may be a one-element tensor, `weight_decay` is a float. `foreach` and `fused`
+    choose among torch's functions on the CPU. impl: "auto", "triton" (raise where Triton cannot run) or
+    "reference".
+
+    Raises:
+        ValueError: for values that torch.optim.SGD refuses, an unknown `impl`, `differentiable=True`.
+        TypeError: `weight_decay` is a tensor.
+        RuntimeError: at `step`, a gradient is sparse.
+
+    State: `momentum_buffer` as in torch, and with `dampening` on CUDA also `momentum_started`; a
+    `state_dict` of either loads into the other. DTensor parameters are updated shard by shard.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    >>> model(torch.ones(1, 2)).sum().backward()
+    >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        impl: str = "auto",
+    ) -> None:
+        _scaled.refuse_differentiable(differentiable, "SGD")
+        _scaled.plain_number(weight_decay, "weight_decay", "SGD")
+        self._prepare(impl)
+        super().__init__(
+            params,
+            lr,
+            momentum,
+            dampening,
+            weight_decay,
+            nesterov,
+            maximize=maximize,
+            foreach=foreach,
+            fused=fused,
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; returns the closure's loss, or None.
+
+        Never synchronises on CUDA. With `found_inf` set by a scaler, nothing changes.
+        """
+        loss = _scaled.run_closure(closure)
+        scalars = self._scalars()
+        for group in self.param_groups:
+            for device, rows in _scaled.rows_by_device(group, "SGD").items():
+                on_device = scalars.on(device)
+                if device.type == "cpu" and not _kernels.uses_triton(self.impl, device):
+                    self._step_torch(group, rows, on_device)
+                else:
+                    self._step_kernel(group, device, rows, on_device)
+        return loss
+
+    def _step_kernel(
+        self, group: dict[str, Any], device: torch.device, rows: list[Row], scalars: Scalars
+    ) -> None:
+        for part, copies in _scaled.split_by_copy(rows, self._copies):
+            params = [row.local for row in part]
+            buffers, flags = self._buffers(group, device, part)
+            started = torch.stack(flags) if flags else None
+            _kernels.sgd_(
+                params,
+                [row.grad for row in part],
+                buffers,
+                lr=_scaled.lr_for_kernel(group["lr"], device),
+                momentum=group["momentum"],
+                dampening=group["dampening"],
+                weight_decay=group["weight_decay"],
+                nesterov=group["nesterov"],
+                maximize=group["maximize"],
+                started=started,
+                multiplier=scalars.multiplier,
+                grad_scale=scalars.grad_scale,
+                found_inf=scalars.found_inf,
+                copies=copies,
+                impl=self.impl,
+            )
+            if started is not None:
+                torch._foreach_copy_(flags, list(started.unbind()))
+            # As any in-place operation would: what was saved for backward is stale now.
+            torch.autograd.graph.increment_version(params)
+
+    def _buffers(
+        self, group: dict[str, Any], device: torch.device, rows: list[Row]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Momentum buffers, and where dampening tells a fresh zero buffer from none, the flags that do."""
+        if group["momentum"] == 0:
+            return [], []
+        buffers, flags = [], []
+        for row in rows:
+            state = self.state[row.param]
+            fresh = state.get("momentum_buffer") is None
+            if fresh:
+                state["momentum_buffer"] = torch.zeros_like(row.param, memory_format=torch.preserve_format)
+            buffers.append(_scaled.local_tensor(state["momentum_buffer"]))
+            if group["dampening"] != 0:
+                if fresh or _STARTED not in state:
+                    state[_STARTED] = torch.full((), 0.0 if fresh else 1.0, device=device)
+                flags.append(state[_STARTED])
+        return buffers, flags
+
+    def _step_torch(self, group: dict[str, Any], rows: list[Row], scalars: Scalars) -> None:
+        if scalars.skips_on_host():
+            return
+        for part, grads in _scaled.scaled_parts(rows, scalars.factor_on_host()):
+            has_momentum = group["momentum"] != 0
+            states = [self.state[row.param] for row in part] if has_momentum else []
+            stored = [state.get("momentum_buffer") for state in states]
+            buffers = [None if buffer is None else _scaled.local_tensor(buffer) for buffer in stored]
+            params = [row.local for row in part]
+            torch_sgd(
+                params,
+                grads,
+                buffers if has_momentum else [None] * len(part),
+                foreach=group["foreach"],
+                fused=group["fused"],
+                weight_decay=group["weight_decay"],
+                momentum=group["momentum"],
+                lr=group["lr"],
+                dampening=group["dampening"],
+                nesterov=group["nesterov"],
+                maximize=group["maximize"],
+            )
+            for state, row, before, buffer in zip(states, part, stored, buffers, strict=False):
+                if before is None:
+                    state["momentum_buffer"] = _scaled.shaped_like(row.param, buffer)
+        for part, copies in _scaled.split_by_copy(rows, self._copies):
+            if copies is not None:
+                _kernels.cast_([row.local for row in part], copies)
