@@ -23,7 +23,8 @@ def in_region(region: autocast, func: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(func, type) or not callable(func):
         got = f"the class {func.__name__}: decorate its forward" if isinstance(func, type) else type(func).__name__
         raise TypeError(
-            f"{name}()(func) takes a function or method to decorate, got {got}. As a context manager: `with {name}(...):`"
+            f"{name}()(func) takes a function or method to decorate, got {got}. "
+            f"As a context manager: `with {name}(...):`"
         )
     kind = func if inspect.isroutine(func) or isinstance(func, functools.partial) else type(func).__call__
     if inspect.isasyncgenfunction(kind):
