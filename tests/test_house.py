@@ -25,12 +25,19 @@ HEAVY = ("triton", "matplotlib", "rich", "sklearn", "transformers")
 
 # Later rooms stand on earlier ones. Rooms not named here only have to keep the graph free of cycles.
 LEVELS = (
-    ("op_table", "policy", "casting", "_lifted_mode", "autocast"),
+    ("op_table", "casting", "policy", "_lifted_mode", "autocast"),
     ("weight_cache", "_lifted_mode"),
     ("loss_scale", "grad_scaler"),
     ("gradients", "grad_scaler"),
     ("_kernels", "grad_scaler"),
 )
+# Edges against the direction, each with its reason. They are imports inside a function.
+BACK_EDGES = {
+    # A rule for a module opens a region of the kind that asked for it.
+    ("ampkit._module_regions", "ampkit.autocast"),
+    # Tables are also built where Triton is absent; the writer is a Triton kernel.
+    ("ampkit_kernels.pointer_table", "ampkit_kernels.table_writer"),
+}
 # The two halves are used together and know nothing of one another.
 APART = (("autocast", "grad_scaler"), ("_lifted_mode", "_kernels"))
 
@@ -73,6 +80,11 @@ def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
         found = {other for other in imported_names(source, package) if other in sources and other != name}
         graph[name] = {one for one in found if not any(other.startswith(f"{one}.") for other in found)}
     return graph
+
+
+def forward_edges(graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The graph without the edges that are known to go back."""
+    return {name: {other for other in found if (name, other) not in BACK_EDGES} for name, found in graph.items()}
 
 
 def reached_from(graph: dict[str, set[str]], start: str) -> set[str]:
@@ -131,9 +143,15 @@ def test_the_graph_reader_sees_edges_that_matter() -> None:
 def test_imports_have_no_cycles() -> None:
     """Modules import from rooms below them; a name from the package root would close a circle."""
     try:
-        TopologicalSorter(GRAPH).prepare()
+        TopologicalSorter(forward_edges(GRAPH)).prepare()
     except CycleError as error:
         pytest.fail(f"import cycle: {' -> '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize(("name", "other"), sorted(BACK_EDGES))
+def test_edges_back_are_still_there(name: str, other: str) -> None:
+    """An exception that nobody needs any more hides the next mistake."""
+    assert other in GRAPH[name]
 
 
 def test_kernels_never_import_ampkit() -> None:
@@ -157,7 +175,7 @@ def test_imports_point_one_way(level: tuple[str, ...]) -> None:
     """No room reaches one that stands above it."""
     for index, room in enumerate(level):
         above = {f"ampkit.{name}" for name in level[index + 1 :]}
-        assert not above & reached_from(GRAPH, f"ampkit.{room}"), f"{room} reaches up"
+        assert not above & reached_from(forward_edges(GRAPH), f"ampkit.{room}"), f"{room} reaches up"
 
 
 @pytest.mark.parametrize(("left", "right"), APART)
