@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 class ModuleRules:
-    """An ordered, immutable set of (key, dtype or policy); falsy when it is empty."""
+    """An ordered, immutable set of (key, dtype or policy); falsy when it is empty.
+
+    A module among the keys is held by a weak reference: a policy, and what is cached for it, outlives no model.
+    """
 
     __slots__ = ("items",)
 
@@ -31,13 +35,10 @@ class ModuleRules:
         return bool(self.items)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ModuleRules) and self._comparable() == other._comparable()
+        return isinstance(other, ModuleRules) and frozenset(self.items) == frozenset(other.items)
 
     def __hash__(self) -> int:
-        return hash(self._comparable())
-
-    def _comparable(self) -> frozenset[tuple[Any, Any]]:
-        return frozenset((id(key) if isinstance(key, Module) else key, value) for key, value in self.items)
+        return hash(frozenset(self.items))
 
     def extended(self, rules: Any, device_type: str, policy_type: type[Policy]) -> ModuleRules:
         """With more rules; raises `TypeError` or `ValueError` naming the key that does not fit."""
@@ -46,9 +47,10 @@ class ModuleRules:
         items = list(self.items)
         for key, value in rules.items():
             _check_key(key)
-            if any(_same_key(key, other) for other, _ in items):
-                raise ValueError(f"module {_describe(key)} already has a rule in this policy")
-            items.append((key, _check_value(key, value, device_type, policy_type)))
+            held = weakref.ref(key) if isinstance(key, Module) else key
+            if any(held == other for other, _ in items):
+                raise ValueError(f"module {_describe(held)} already has a rule in this policy")
+            items.append((held, _check_value(held, value, device_type, policy_type)))
         return ModuleRules(tuple(items))
 
     def find(self, module: Module, path: str) -> torch.dtype | Policy | None:
@@ -57,7 +59,7 @@ class ModuleRules:
         Raises `ValueError` if two path patterns mean it and disagree.
         """
         for key, value in self.items:
-            if key is module:
+            if isinstance(key, weakref.ref) and key() is module:
                 return value
         matching = [(key, value) for key, value in self.items if isinstance(key, str) and _matches(key, path)]
         if len({value for _, value in matching}) > 1:
@@ -120,10 +122,6 @@ def _check_value(key: Any, value: Any, device_type: str, policy_type: type[Polic
     return dtype
 
 
-def _same_key(a: Any, b: Any) -> bool:
-    return a is b or (isinstance(a, str) and isinstance(b, str) and a == b)
-
-
 def _matches(pattern: str, path: str) -> bool:
     parts = []
     for part in pattern.split("."):
@@ -134,11 +132,14 @@ def _matches(pattern: str, path: str) -> bool:
 def _describe(key: Any) -> str:
     if isinstance(key, type):
         return f"{key.__module__}.{key.__qualname__}"
-    return repr(key) if isinstance(key, str) else f"<{type(key).__name__} at {id(key):#x}>"
+    if isinstance(key, str):
+        return repr(key)
+    module = key()
+    return "<a module that is gone>" if module is None else f"<{type(module).__name__} at {id(module):#x}>"
 
 
 def _key_name(key: Any) -> str:
-    if isinstance(key, Module):
+    if isinstance(key, weakref.ref):
         raise ValueError(
             f"a policy that names the module {_describe(key)} itself cannot be written down; use its path or class"
         )

@@ -22,6 +22,8 @@ __all__ = ["Explanation", "Policy", "Rule", "register_op"]
 
 Operator = OpOverload | OpOverloadPacket | str
 
+_CASTING = (Rule.LOWER, Rule.FLOAT32, Rule.FLOAT32_DTYPE_ARG, Rule.PROMOTE)
+
 _WHY_COMPOSITE = "no list names it; the operators that it is made of follow their own rules"
 _WHY_UNLISTED = "no list names it; it runs in the dtype of its inputs"
 
@@ -251,7 +253,7 @@ def _rule(value: Any, op: Any) -> Rule:
 
 
 def _overloads(key: Any, rule: Rule) -> list[OpOverload]:
-    """The overloads that a key of `with_rules` means, each able to follow `rule`."""
+    """The overloads that a key of `with_rules` means, each able to follow `rule`; `ValueError` if one is not."""
     if isinstance(key, OpOverload):
         found = [key]
     else:
@@ -265,7 +267,20 @@ def _overloads(key: Any, rule: Rule) -> list[OpOverload]:
                     f"operator '{op.name()}' cannot follow FLOAT32_DTYPE_ARG: no overload of it takes a dtype; "
                     "use Rule.FLOAT32"
                 )
+    for op in found:
+        if rule in _CASTING and _writes(op, rule):
+            raise ValueError(
+                f"operator '{op.name()}' writes to its arguments and cannot follow {rule.name}: it would write to a cast "
+                "copy, and the result would be lost; give the rule to the operator without in-place or out="
+            )
     return found
+
+
+def _writes(op: OpOverload, rule: Rule) -> bool:
+    """Whether `op` writes to an argument that `rule` may cast; running statistics are float32 and no schema tells."""
+    return op._schema.is_mutable or (
+        rule is Rule.LOWER and any(argument.name == "running_mean" for argument in op._schema.arguments)
+    )
 
 
 def _named(name: Any) -> list[OpOverload]:

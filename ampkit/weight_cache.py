@@ -37,7 +37,7 @@ class CacheInfo(NamedTuple):
 
 
 class _Entry:
-    __slots__ = ("address", "cast", "connected", "nbytes", "steps", "version", "weight")
+    __slots__ = ("address", "cast", "nbytes", "steps", "version", "weight")
 
     def __init__(
         self, weight: weakref.ref[Tensor], version: int | None, address: int, steps: int, cast: Tensor
@@ -47,7 +47,6 @@ class _Entry:
         self.address = address
         self.steps = steps
         self.cast = cast
-        self.connected = True       # the cast still carries its autograd history
         self.nbytes = cast.numel() * cast.element_size()
 
 
@@ -100,8 +99,8 @@ class WeightCache:
         """Forget the autograd history of every cast, so that parameters can be freed; the values stay."""
         with self._lock:
             for entry in self._entries.values():
-                if entry.connected:
-                    entry.cast, entry.connected = entry.cast.detach(), False
+                if entry.cast.requires_grad:
+                    entry.cast = entry.cast.detach()
 
     def cast(self, leaf: Tensor, dtype: torch.dtype) -> Tensor:
         """`leaf.to(dtype)`, from the cache where the leaf is a weight that may be cached."""
@@ -124,9 +123,10 @@ class WeightCache:
             with self._lock:
                 if key in self._entries:
                     self._entries.move_to_end(key)
-        if not entry.connected and leaf.requires_grad:
-            entry.cast, entry.connected = _connect(leaf, entry.cast), True
-        return entry.cast
+        cast = entry.cast
+        if cast.requires_grad is not leaf.requires_grad:    # kept from an earlier region, or frozen or unfrozen since
+            cast = entry.cast = _connect(leaf, cast) if leaf.requires_grad else cast.detach()
+        return cast
 
     def _in_the_way(self, leaf: Tensor) -> bool:
         """Whether something keeps the cache from being used here: a recording, or a graph capture it is not of."""
