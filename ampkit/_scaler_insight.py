@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import _kernels
 from ._scaler_checks import ScalerChecks
-from .history import ScalerStats
+from .history import Ledger, ScalerStats
 from .loss_scale import DynamicLossScale
 from .overflow import Examined, OverflowReport, examine
 
@@ -81,7 +81,8 @@ class ScalerInsight(ScalerChecks):
         if not self._enabled:
             return ScalerStats(scale=1.0)
         if self._scale is None:
-            return ScalerStats(scale=self._init_scale)
+            # nothing lives on a device yet: what a checkpoint brought is all there is
+            return Ledger(torch.device("cpu"), 0, self._init_totals).totals(torch.tensor(self._init_scale))
         state, ledger = self._live_state()
         stats = ledger.totals(state.scale)
         if self._alarm_due and stats.consecutive_skips:
@@ -158,10 +159,11 @@ class ScalerInsight(ScalerChecks):
             self._warn_once(
                 "spread",
                 f"ranks that must skip together hold different loss scales, from {lowest:.6g} to "
-                f"{highest:.6g}: their "
-                f"gradients are weighted differently. Load the same scaler state on all ranks, and call "
-                f"update() "
-                f"equally often on each.",
+                f"{highest:.6g}: "
+                f"their gradients are weighted differently. Load the same scaler state on all ranks, and "
+                f"call "
+                f"update() equally often on each.",
+                stacklevel=5,
             )
         return flag != 0
 
@@ -174,16 +176,15 @@ class ScalerInsight(ScalerChecks):
             self.on_stuck(self.stats())
             return
         message = (
-            f"the loss scale has fallen to {scale:.3g} and gradients still overflow: no scale will help. "
-            f"The values "
-            f"are inf or NaN for another reason; scaler.overflow_report() names the parameters, "
+            f"the loss scale has fallen to {scale:.3g} and gradients still overflow: no scale will help. The "
+            f"values are inf or NaN for another reason; scaler.overflow_report() names the parameters, "
             f"scaler.history shows when it began."
         )
         if self.on_stuck == "raise":
             raise LossScaleStuckError(message)
-        self._warn_once("stuck", message)
+        self._warn_once("stuck", message, stacklevel=6)
 
-    def _warn_once(self, topic: str, message: str, stacklevel: int = 5) -> None:
+    def _warn_once(self, topic: str, message: str, stacklevel: int) -> None:
         if topic not in self._warned:
             self._warned.add(topic)
             warnings.warn(message, stacklevel=stacklevel)

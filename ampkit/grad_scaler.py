@@ -92,9 +92,7 @@ class GradScaler(ScalerSteps):
         self._device = _device_type(device)
         self._enabled = enabled
         if enabled and self._device == "cuda" and not (torch.cuda.is_available() or find_spec("torch_xla")):
-            warnings.warn(
-                "GradScaler is enabled for 'cuda', but CUDA is not available.  Disabling.", stacklevel=2
-            )
+            warnings.warn("GradScaler is enabled for 'cuda', but CUDA is not available.  Disabling.", stacklevel=2)
             self._enabled = False
         self.process_group = process_group
         self.allow_fp16 = allow_fp16
@@ -154,6 +152,7 @@ class GradScaler(ScalerSteps):
                 "It may have been rebuilt with torch.tensor(), detached, converted by .item(), or computed "
                 "under "
                 "torch.no_grad().",
+                stacklevel=4,
             )
 
     def unscale_(self, optimizer: torch.optim.Optimizer, *, allow_repeat: bool = False) -> None:

@@ -1,0 +1,146 @@
+"""What `collect` lists for every kind of gradient, and that writing the list writes the gradient."""
+
+import pytest
+import torch
+
+from ampkit.gradients import collect, parameters, summed_duplicates
+
+
+def with_grad(grad: torch.Tensor) -> torch.nn.Parameter:
+    param = torch.nn.Parameter(torch.zeros(grad.shape, dtype=grad.dtype))
+    param.grad = grad
+    return param
+
+
+def listed(*params: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor for tensors in collect(params).by_device.values() for tensor in tensors]
+
+
+def sparse(indices: list[int], values: list[float], size: int = 4, dtype=torch.float32) -> torch.Tensor:
+    return torch.sparse_coo_tensor([indices], torch.tensor(values, dtype=dtype), (size,), check_invariants=True)
+
+
+KINDS = {
+    "float32": lambda: torch.tensor([1.0, 2.0]),
+    "float64": lambda: torch.tensor([1.0, 2.0], dtype=torch.float64),
+    "bfloat16": lambda: torch.tensor([1.0, 2.0], dtype=torch.bfloat16),
+    "float16": lambda: torch.tensor([1.0, 2.0], dtype=torch.float16),
+    "complex64": lambda: torch.tensor([1 + 2j, 3 - 1j]),
+    "complex128": lambda: torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex128),
+    "conjugated": lambda: torch.tensor([1 + 2j, 3 - 1j]).conj(),
+    "negated": lambda: torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
+    "transposed": lambda: torch.arange(6.0).view(2, 3).t(),
+    "strided": lambda: torch.arange(12.0)[::3],
+    "channels_last": lambda: torch.arange(16.0).view(1, 2, 2, 4).to(memory_format=torch.channels_last),
+    "expanded": lambda: torch.tensor([2.0]).expand(4),
+    "expanded_row": lambda: torch.tensor([[1.0], [2.0]]).expand(2, 3),
+    "empty": lambda: torch.zeros(0, 3),
+    "scalar": lambda: torch.tensor(3.0),
+    "sparse": lambda: sparse([0, 2], [1.0, 2.0]),
+    "sparse_duplicates": lambda: sparse([0, 0, 2], [1.0, 4.0, 2.0]),
+    "sparse_fp16_duplicates": lambda: sparse([0, 0, 2], [1.0, 4.0, 2.0], dtype=torch.float16),
+    "sparse_complex": lambda: sparse([1, 1], [1.0, 2.0]).to(torch.complex64),
+}
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_dense() if tensor.layout is not torch.strided else tensor
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_writing_the_list_writes_the_gradient(kind: str) -> None:
+    param = with_grad(KINDS[kind]())
+    before = dense(param.grad).clone()
+    tensors = listed(param)
+    assert torch.equal(dense(param.grad), before), "collecting changes no value"
+    with torch.no_grad():
+        for tensor in tensors:
+            assert tensor.layout is torch.strided
+            assert tensor.is_floating_point()
+            tensor.mul_(0.5)
+    assert torch.equal(dense(param.grad), before * 0.5)
+    assert param.grad.dtype == param.dtype
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_compressed_layouts_give_their_values() -> None:
+    param = torch.nn.Parameter(torch.eye(3).to_sparse_csr())
+    param.grad = torch.eye(3).to_sparse_csr()
+    (values,) = listed(param)
+    values.mul_(3.0)
+    assert torch.equal(param.grad.to_dense(), 3 * torch.eye(3))
+
+
+def test_uncoalesced_gradients_stay_so_unless_asked() -> None:
+    param = with_grad(sparse([0, 0], [1.0, 2.0]))
+    gradients = collect([param])
+    assert not param.grad.is_coalesced()
+    assert [values.tolist() for values in summed_duplicates(gradients.duplicated)] == [[3.0]]
+    assert collect([param], coalesce=True).duplicated == []
+    assert param.grad.is_coalesced()
+    assert param.grad.to_dense().tolist() == [3.0, 0.0, 0.0, 0.0]
+
+
+def test_the_same_gradient_is_listed_once() -> None:
+    """torch divides a gradient twice that stands in two places."""
+    shared = torch.ones(2)
+    a, b = with_grad(shared), torch.nn.Parameter(torch.zeros(2))
+    b.grad = shared
+    assert len(listed(a, b)) == 1
+    assert len(listed(a, a)) == 1
+
+
+def test_parameters_without_gradients_are_left_out() -> None:
+    gradients = collect([torch.nn.Parameter(torch.ones(1))])
+    assert not gradients
+    assert gradients.by_device == {}
+
+
+def test_mixed_lists_keep_order() -> None:
+    params = [with_grad(KINDS[kind]()) for kind in ("float32", "bfloat16", "complex64", "sparse")]
+    dtypes = [tensor.dtype for tensor in listed(*params)]
+    assert dtypes == [torch.float32, torch.bfloat16, torch.float32, torch.float32]
+
+
+def test_fp16_can_be_refused_before_anything_is_touched() -> None:
+    params = [with_grad(torch.tensor([2.0]).expand(4)), with_grad(torch.ones(1, dtype=torch.float16))]
+    expanded = params[0].grad
+    with pytest.raises(ValueError, match="no half, please"):
+        collect(params, lambda: "no half, please")
+    assert params[0].grad is expanded
+
+
+def test_integer_gradients_are_refused() -> None:
+    param = torch.nn.Parameter(torch.zeros(2, dtype=torch.int32), requires_grad=False)
+    param.grad = torch.ones(2, dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"dtype torch.int32 .*; expected a floating-point or complex"):
+        collect([param])
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_gradients_with_a_graph_can_be_written() -> None:
+    param = torch.nn.Parameter(torch.ones(2))
+    (param**3).sum().backward(create_graph=True)
+    assert param.grad.requires_grad
+    with torch.no_grad():
+        for tensor in listed(param):
+            tensor.mul_(2.0)
+    assert param.grad.tolist() == [6.0, 6.0]
+    param.grad = None  # breaks the reference cycle that create_graph makes
+
+
+def test_parameter_groups_can_be_chosen() -> None:
+    a, b = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([{"params": [a]}, {"params": [b]}], lr=0.1)
+    assert [id(p) for p in parameters(optimizer)] == [id(a), id(b)]
+    assert [id(p) for p in parameters(optimizer, [1])] == [id(b)]
+    with pytest.raises(IndexError, match="parameter group 2 does not exist; the optimizer has groups 0 to 1"):
+        parameters(optimizer, [2])
+
+
+def test_parameters_must_be_tensors() -> None:
+    class Odd:
+        param_groups = [{"params": [3.0]}]
+
+    with pytest.raises(AssertionError, match="expected param to be torch.Tensor, got float"):
+        parameters(Odd())

@@ -1,0 +1,210 @@
+"""Loss-scale strategies against torch's update kernel, and against a plain Python account of the rules."""
+
+import math
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from ampkit.grad_scaler import GradScaler
+from ampkit.loss_scale import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    DynamicLossScale,
+    NoOpLossScale,
+    ScaleState,
+    StaticLossScale,
+    from_dict,
+    to_dict,
+)
+
+flags = st.lists(st.sampled_from([0.0, 0.0, 0.0, 1.0]), min_size=1, max_size=60)
+
+
+@given(
+    flags=st.lists(st.sampled_from([0.0, 0.0, 1.0, 2.0, 0.5, -1.0, math.nan]), min_size=1, max_size=60),
+    init=st.sampled_from([1.0, 65536.0, 2.0**120, 3.0e38, 1e-20, 777.0]),
+    growth=st.sampled_from([1.0, 2.0, 1.3, 1e6]),
+    backoff=st.sampled_from([0.5, 0.9, 0.123, 1.0]),
+    interval=st.integers(0, 5),
+)
+def test_plain_rule_is_torchs_update_kernel(flags, init, growth, backoff, interval) -> None:
+    """Scale and tracker equal `_amp_update_scale_` bit for bit, down to the floor that torch does not have.
+    """
+    rule = DynamicLossScale(init, growth, backoff, interval)
+    state = rule.init("cpu")
+    scale, tracker = torch.tensor(init), torch.zeros((), dtype=torch.int32)
+    for flag in flags:
+        state = rule.next_state(state, torch.tensor(flag))
+        torch._amp_update_scale_(scale, tracker, torch.tensor(flag), growth, backoff, interval)
+        if float(scale) < SMALLEST_SCALE:
+            assert float(state.scale) == SMALLEST_SCALE
+            return
+        assert torch.equal(state.scale, scale)
+        assert state.growth_tracker.dtype == tracker.dtype
+        assert torch.equal(state.growth_tracker, tracker)
+
+
+def account(rule: DynamicLossScale, flags: list[float]) -> list[tuple[float, int]]:
+    """The dynamic rule in Python numbers, written from its description."""
+    scale, run, left, updates, overflows = np.float32(rule.init_scale), 0, rule.hysteresis, 0, 0
+    out = []
+    for flag in flags:
+        updates += 1
+        moved = False
+        if flag:
+            run = 0
+            overflows += 1
+            if overflows / updates >= rule.tolerance:
+                if left <= 1:
+                    scale = max(np.float32(float(scale) * rule.backoff_factor), np.float32(rule.min_scale))
+                    moved = True
+                left = max(left - 1, 1)
+        else:
+            run += 1
+            if run == rule.growth_interval:
+                run = 0
+                moved = True
+                scale = min(np.float32(float(scale) * rule.growth_factor), np.float32(rule.max_scale))
+                if rule.hysteresis_refill == "growth":
+                    left = rule.hysteresis
+            if rule.hysteresis_refill == "clean":
+                left = rule.hysteresis
+        if moved:
+            updates = overflows = 0
+        out.append((float(scale), run))
+    return out
+
+
+@given(
+    flags=flags,
+    hysteresis=st.integers(1, 3),
+    refill=st.sampled_from(["growth", "clean"]),
+    tolerance=st.sampled_from([0.0, 0.25, 0.5]),
+    interval=st.integers(1, 6),
+    bounds=st.sampled_from([(SMALLEST_SCALE, LARGEST_SCALE), (4.0, 64.0), (16.0, 16.0)]),
+)
+def test_dynamic_rule_follows_its_description(flags, hysteresis, refill, tolerance, interval, bounds) -> None:
+    rule = DynamicLossScale(
+        16.0,
+        growth_interval=interval,
+        min_scale=bounds[0],
+        max_scale=bounds[1],
+        hysteresis=hysteresis,
+        hysteresis_refill=refill,
+        tolerance=tolerance,
+    )
+    state = rule.init("cpu")
+    for flag, (scale, run) in zip(flags, account(rule, flags), strict=True):
+        before = [part.clone() for part in state]
+        after = rule.next_state(state, torch.tensor(flag))
+        assert all(torch.equal(a, b) for a, b in zip(before, state, strict=True)), "next_state is pure"
+        state = after
+        assert (float(state.scale), int(state.growth_tracker)) == (scale, run)
+
+
+@settings(max_examples=30)
+@given(
+    flags=flags,
+    rule=st.sampled_from(
+        [
+            DynamicLossScale(8.0, growth_interval=2),
+            DynamicLossScale(8.0, growth_interval=2, min_scale=2.0, max_scale=16.0),
+            DynamicLossScale(8.0, growth_interval=3, hysteresis=2),
+            DynamicLossScale(8.0, growth_interval=3, hysteresis=2, hysteresis_refill="clean"),
+            DynamicLossScale(8.0, growth_interval=3, tolerance=0.3),
+            StaticLossScale(128.0),
+            NoOpLossScale(),
+        ]
+    ),
+)
+def test_scaler_advances_in_place_as_the_pure_rule_says(flags, rule) -> None:
+    """The scaler's quick path for plain rules and the general one give the same state, in the same tensors.
+    """
+    scaler = GradScaler("cpu", loss_scale=rule, on_stuck=lambda _: None)
+    scaler.scale(torch.ones((), requires_grad=True))
+    expected = rule.init("cpu")
+    tensors = list(scaler._live_state()[0])
+    for flag in flags:
+        scaler._advance(torch.tensor(flag), None, None)
+        expected = rule.next_state(expected, torch.tensor(flag))
+        live = scaler._live_state()[0]
+        names = ScaleState._fields[: 2 if rule.is_plain else None]  # a plain rule needs no other counters
+        for name in names:
+            assert torch.equal(getattr(live, name), getattr(expected, name)), name
+        assert all(a is b for a, b in zip(tensors, live, strict=True))
+
+
+def test_scale_reaches_neither_zero_nor_inf() -> None:
+    """torch's scale underflows to 0 after 166 overflows; its reciprocal is then inf and gradients turn to
+    NaN.
+    """
+    rule = DynamicLossScale(growth_interval=1)
+    low = high = rule.init("cpu")
+    for _ in range(400):
+        low = rule.next_state(low, torch.tensor(1.0))
+        high = rule.next_state(high, torch.tensor(0.0))
+    assert float(low.scale) == SMALLEST_SCALE
+    assert math.isfinite(1.0 / float(low.scale))
+    assert math.isfinite(float(low.scale.reciprocal()))
+    assert float(high.scale) == 2.0**127
+
+
+def test_static_and_noop_never_move_and_count_clean_updates() -> None:
+    for rule in (StaticLossScale(128.0), NoOpLossScale()):
+        state = rule.init("cpu")
+        for flag, run in ((0.0, 1), (0.0, 2), (1.0, 0), (0.0, 1)):
+            state = rule.next_state(state, torch.tensor(flag))
+            assert float(state.scale) == rule.init_scale
+            assert int(state.growth_tracker) == run
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [DynamicLossScale(hysteresis=2, tolerance=0.1, max_scale=2.0**20), StaticLossScale(3.0), NoOpLossScale()],
+)
+def test_strategies_travel_as_plain_values(rule) -> None:
+    saved = to_dict(rule)
+    assert all(type(value) in (str, int, float) for value in saved.values())
+    assert from_dict(saved) == rule
+    with pytest.raises(ValueError, match=r"unknown fields \['speed'\]"):
+        from_dict({**saved, "speed": 1})
+
+
+def test_unknown_kind_is_named() -> None:
+    with pytest.raises(ValueError, match=r"kind 'magic'; expected one of \['dynamic', 'noop', 'static'\]"):
+        from_dict({"kind": "magic"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"growth_factor": 0.5}, "growth_factor is 0.5; expected a finite number of 1 or more"),
+        ({"growth_factor": math.inf}, "growth_factor is inf"),
+        ({"backoff_factor": 0.0}, "backoff_factor is 0.0; expected a number above 0, at most 1"),
+        ({"backoff_factor": 1.5}, "backoff_factor is 1.5"),
+        ({"min_scale": 0.0}, "min_scale is 0.0"),
+        ({"max_scale": math.inf}, "max_scale inf"),
+        ({"min_scale": 4.0, "max_scale": 2.0}, "min_scale is 4.0 and max_scale 2.0"),
+        ({"init_scale": 0.0}, "init_scale is 0.0; expected a number from min_scale"),
+        ({"init_scale": math.nan}, "init_scale is nan"),
+        ({"init_scale": 4.0, "max_scale": 2.0}, r"to max_scale \(2.0\)"),
+        ({"hysteresis": 0}, "hysteresis is 0; expected 1"),
+        ({"hysteresis_refill": "never"}, "hysteresis_refill is 'never'; expected 'growth' or 'clean'"),
+        ({"tolerance": 1.0}, "tolerance is 1.0; expected a share"),
+        ({"tolerance": -0.1}, "tolerance is -0.1"),
+    ],
+)
+def test_bad_dynamic_settings_are_named(arguments, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        DynamicLossScale(**arguments)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan, 1e-44])
+def test_bad_static_scales_are_named(scale) -> None:
+    with pytest.raises(ValueError, match="scale is"):
+        StaticLossScale(scale)
+    with pytest.raises(ValueError, match=r"expected 1\.0"):
+        NoOpLossScale(scale)

@@ -1,0 +1,201 @@
+"""Optimizers that evaluate the loss themselves, under scaling."""
+
+import math
+
+import pytest
+import torch
+
+from ampkit.grad_scaler import GradScaler
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimisation in its usual two phases: climb, evaluate again, step from where it began.
+    """
+
+    def __init__(self, params, rho: float = 0.05, lr: float = 0.1) -> None:
+        super().__init__(params, {"rho": rho, "lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure):
+        group = self.param_groups[0]
+        norm = torch.stack([p.grad.norm() for p in group["params"]]).norm()
+        for p in group["params"]:
+            self.state[p]["climb"] = p.grad * (group["rho"] / (norm + 1e-12))
+            p.add_(self.state[p]["climb"])
+        loss = closure()
+        for p in group["params"]:
+            p.sub_(self.state[p]["climb"]).sub_(group["lr"] * p.grad)
+        return loss
+
+
+class Problem:
+    """A small least-squares fit, whose closure can be told to fail at its n-th evaluation."""
+
+    def __init__(self, scaler: GradScaler | None, fail_at: int | None = None, how: str = "loss") -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.inputs = torch.randn(20, 4, generator=generator)
+        self.targets = torch.randn(20, 1, generator=generator)
+        self.weight = torch.nn.Parameter(torch.randn(4, 1, generator=generator))
+        self.scaler, self.fail_at, self.how = scaler, fail_at, how
+        self.evaluations = 0
+
+    def loss(self) -> torch.Tensor:
+        self.evaluations += 1
+        loss = (self.inputs @ self.weight - self.targets).square().mean()
+        return loss * math.nan if self.evaluations == self.fail_at and self.how == "loss" else loss
+
+    def closure(self) -> torch.Tensor:
+        self.weight.grad = None
+        loss = self.loss()
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        if self.evaluations == self.fail_at and self.how == "gradient":
+            self.weight.grad[0] = math.inf
+        return loss
+
+
+def lbfgs(problem: Problem, line_search: str | None = "strong_wolfe") -> torch.optim.LBFGS:
+    return torch.optim.LBFGS([problem.weight], max_iter=5, line_search_fn=line_search)
+
+
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+@pytest.mark.parametrize("keyword", [True, False])
+def test_lbfgs_equals_lbfgs_without_scaling(line_search, keyword) -> None:
+    """At a power-of-two scale unscaling is exact, so that every evaluation is."""
+    scaler = GradScaler("cpu", growth_interval=2)
+    scaled, plain = Problem(scaler), Problem(None)
+    ours, theirs = lbfgs(scaled, line_search), lbfgs(plain, line_search)
+    for _ in range(4):
+        loss = scaler.step(ours, closure=scaled.closure) if keyword else scaler.step(ours, scaled.closure)
+        scaler.update()
+        assert torch.equal(loss, theirs.step(plain.closure))
+        assert torch.equal(scaled.weight, plain.weight)
+        assert scaled.evaluations == plain.evaluations
+    assert scaler.get_scale() == 2.0**18
+    assert scaler.stats().steps == 4
+
+
+@pytest.mark.parametrize("how", ["loss", "gradient"])
+@pytest.mark.parametrize("fail_at", [1, 2, 4, 9])
+def test_a_bad_evaluation_undoes_the_whole_step(how, fail_at) -> None:
+    """Whether in its first evaluation or amid a line search: parameters and state are as before the step."""
+    scaler = GradScaler("cpu")
+    problem = Problem(scaler, fail_at, how)
+    optimizer = lbfgs(problem)
+    while True:
+        before = problem.weight.detach().clone()
+        history = [d.clone() for d in optimizer.state[problem.weight].get("old_dirs", [])]
+        scale = scaler.get_scale()
+        result = scaler.step(optimizer, problem.closure)
+        scaler.update()
+        if problem.evaluations >= fail_at:
+            break
+    assert result is None
+    assert problem.evaluations == fail_at
+    assert torch.equal(problem.weight, before)
+    after = optimizer.state[problem.weight].get("old_dirs", [])
+    assert len(after) == len(history)
+    assert all(map(torch.equal, after, history))
+    assert scaler.skipped(optimizer)
+    assert scaler.get_scale() == scale / 2
+    assert scaler.step(optimizer, problem.closure).isfinite(), "and the next step works"
+    assert not torch.equal(problem.weight, before)
+
+
+def test_sam_equals_sam_without_scaling() -> None:
+    scaler = GradScaler("cpu")
+    scaled, plain = Problem(scaler), Problem(None)
+    ours, theirs = SAM([scaled.weight]), SAM([plain.weight])
+    for _ in range(3):
+        scaled.closure()
+        loss = scaler.step(ours, scaled.closure)
+        scaler.update()
+        plain.closure()
+        with torch.enable_grad():
+            expected = theirs.step(torch.enable_grad()(plain.closure))
+        assert torch.equal(loss, expected)
+        assert torch.equal(scaled.weight, plain.weight)
+
+
+@pytest.mark.parametrize("fail_at", [1, 2])
+def test_sam_comes_back_from_a_bad_phase(fail_at) -> None:
+    """Bad first gradients skip the step; bad second ones bring the parameters down from where they had
+    climbed.
+    """
+    scaler = GradScaler("cpu")
+    problem = Problem(scaler, fail_at, "gradient")
+    optimizer = SAM([problem.weight])
+    before = problem.weight.detach().clone()
+    problem.closure()
+    assert scaler.step(optimizer, problem.closure) is None
+    scaler.update()
+    assert problem.evaluations == fail_at
+    assert torch.equal(problem.weight, before)
+    assert scaler.get_scale() == 2.0**15
+
+
+def test_the_first_step_may_find_no_scale_yet() -> None:
+    scaler = GradScaler("cpu")
+    problem = Problem(scaler)
+    assert scaler.step(lbfgs(problem), problem.closure) is not None
+    scaler.update()
+
+
+def test_a_closure_without_the_scaler_is_checked_and_not_divided() -> None:
+    scaler = GradScaler("cpu")
+    problem, plain = Problem(None), Problem(None)
+    scaler.step(torch.optim.SGD([problem.weight], lr=0.1), problem.closure)
+    torch.optim.SGD([plain.weight], lr=0.1).step(plain.closure)
+    assert torch.equal(problem.weight, plain.weight)
+    bad = Problem(None, fail_at=1, how="gradient")
+    before = bad.weight.detach().clone()
+    assert scaler.step(torch.optim.SGD([bad.weight], lr=0.1), bad.closure) is None
+    assert torch.equal(bad.weight, before)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_adam_with_a_closure(fused) -> None:
+    scaler = GradScaler("cpu")
+    scaled, plain = Problem(scaler), Problem(None)
+    for _ in range(2):
+        ours = torch.optim.Adam([scaled.weight], fused=fused)
+        theirs = torch.optim.Adam([plain.weight], fused=fused)
+        scaler.step(ours, closure=scaled.closure)
+        scaler.update()
+        theirs.step(plain.closure)
+        assert torch.equal(scaled.weight, plain.weight)
+
+
+def test_python_losses_and_none_are_understood() -> None:
+    scaler = GradScaler("cpu")
+    problem = Problem(scaler)
+    optimizer = torch.optim.SGD([problem.weight], lr=0.1)
+    assert scaler.step(optimizer, lambda: problem.closure().item()) > 0
+    scaler.update()
+    assert scaler.step(optimizer, lambda: (problem.closure(), math.inf)[1]) is None
+    scaler.update()
+    assert scaler.step(optimizer, lambda: (problem.closure(), None)[1]) is None
+    assert scaler.stepped(optimizer)
+    scaler.update()
+    param = torch.nn.Parameter(torch.ones(1))
+    param.grad = torch.ones(1)
+    scaler.step(torch.optim.SGD([param], lr=1.0), None)  # no closure at all
+    assert param.item() < 1.0
+
+
+def test_an_error_in_the_closure_is_the_users_own() -> None:
+    scaler = GradScaler("cpu")
+    problem = Problem(scaler)
+
+    def closure():
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        scaler.step(lbfgs(problem), closure)
+
+
+def test_disabled_scalers_hand_the_closure_on() -> None:
+    scaler = GradScaler("cpu", enabled=False)
+    scaled, plain = Problem(scaler), Problem(None)
+    scaler.step(lbfgs(scaled), scaled.closure)
+    lbfgs(plain).step(plain.closure)
+    assert torch.equal(scaled.weight, plain.weight)
