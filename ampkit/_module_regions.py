@@ -30,6 +30,7 @@ class _Watch:
         global _watchers
         self.running = _running()
         self.running.open.append((policy, root))
+        self.depth = len(self.running.modules)
         with _lock:
             _watchers += 1
             if _watchers == 1:
@@ -40,6 +41,7 @@ class _Watch:
         """Stop watching."""
         global _watchers
         self.running.open.pop()
+        del self.running.modules[self.depth :]      # of modules that were interrupted; their hooks did not run
         with _lock:
             _watchers -= 1
             if _watchers == 0:
@@ -87,21 +89,27 @@ def _enter(module: Module, args: Any) -> None:
 
 def _leave(module: Module, args: Any, output: Any) -> None:
     running = _running()
-    if not running.modules or running.modules[-1][0] is not module:
+    if not any(entered is module for entered, _ in running.modules):
         return      # it was entered before the region was
-    _, region = running.modules.pop()
-    if region is not None:
-        region.__exit__(None, None, None)
+    while True:     # more than once where a module inside it was interrupted, which runs no hooks
+        entered, region = running.modules.pop()
+        if region is not None:
+            region.__exit__(None, None, None)
+        if entered is module:
+            return
 
 
 def _region(policy: Policy, value: Any) -> Any:
     from ampkit.autocast import autocast, float32_region
 
     if isinstance(value, Policy):
-        return autocast(policy.device_type, policy=value)
-    if value is torch.float32:
-        return float32_region(policy.device_type, policy=policy)
-    return autocast(policy.device_type, value, policy=policy)
+        region = autocast(policy.device_type, policy=value)
+    elif value is torch.float32:
+        region = float32_region(policy.device_type, policy=policy)
+    else:
+        region = autocast(policy.device_type, value, policy=policy)
+    region.of_module = True
+    return region
 
 
 def _path(root: Module, module: Module) -> str:

@@ -20,6 +20,7 @@ from torch.nn import Module
 
 from ampkit import _checkpoint_frames, _compiled, _decorate, _lifted_mode, _module_regions
 from ampkit._lifted_mode import AutocastMode, Entered
+from ampkit.op_table import TORCH
 from ampkit.policy import Policy, register_changes
 from ampkit.weight_cache import WeightCache, capturing
 
@@ -50,6 +51,8 @@ class autocast:
     `TypeError` for arguments of the wrong type, `RuntimeError` for a device that has no autocast or no bfloat16, and
     on leaving, if an inner region is still open. Entering and leaving never sync.
     """
+
+    of_module = False       # entered by a rule of `Policy.for_modules`, around one module
 
     def __init__(
         self,
@@ -92,18 +95,13 @@ class autocast:
         stack.append(_Region(self, stack, root))
         return self
 
-    def is_innermost(self) -> bool:
-        """Whether this is the region that this thread entered last and has not left."""
-        stack = _regions()
-        return bool(stack) and stack[-1].owner is self
-
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> bool:
         if _compiled.tracing():
             _compiled.leave(self)
             return False
         stack = _regions()
         if not stack or stack[-1].owner is not self:
-            raise RuntimeError(_out_of_order(self, stack))
+            _leave_interrupted(self, stack)
         stack.pop().leave(last=not stack)
         return False
 
@@ -250,6 +248,15 @@ def _regions() -> list[_Region]:
         return _thread.regions
 
 
+def _leave_interrupted(region: autocast, stack: list[_Region]) -> None:
+    """Leave the regions of modules inside `region` whose forward was interrupted; `RuntimeError` for any other."""
+    inner = next((n for n, entry in enumerate(reversed(stack)) if entry.owner is region), None)
+    if inner is None or not all(entry.owner.of_module for entry in stack[len(stack) - inner :]):
+        raise RuntimeError(_out_of_order(region, stack))
+    for _ in range(inner):
+        stack.pop().leave(last=False)
+
+
 def _out_of_order(region: autocast, stack: list[_Region]) -> str:
     if not any(entry.owner is region for entry in stack):
         return (
@@ -344,13 +351,12 @@ class Snapshot:
         mode = _lifted_mode.current()
         self.policies = mode.policies if mode is not None else ()
         self.cached = mode is not None and mode.cache is not None
-        kinds = [kind for kind, _ in self.policies] or ["cpu", _current_device_type()]
-        self.native = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+        self.native = _native()
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """A context in which the state is as it was; weights are cast into a cache of its own."""
-        now = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind, _, _ in self.native]
+        now = _native()
         mode = AutocastMode(self.policies, WeightCache() if self.cached else None)
         entered = Entered(mode, active=bool(self.policies))
         _set_native(self.native)
@@ -369,6 +375,10 @@ class Snapshot:
                 return function(*args, **kwargs)
 
         return restored
+
+
+def _native() -> list[tuple[str, bool, torch.dtype]]:
+    return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in TORCH]
 
 
 def _set_native(states: list[tuple[str, bool, torch.dtype]]) -> None:

@@ -18,6 +18,7 @@ from torch.autograd.function import Function
 from ampkit import _lifted_mode
 from ampkit.autocast import autocast, device_kind
 from ampkit.casting import cast_to
+from ampkit.policy import Policy
 
 __all__ = ["custom_bwd", "custom_fwd"]
 
@@ -94,7 +95,8 @@ class _State:
 
     def region(self, kind: str) -> autocast:
         """A region in that state."""
-        region = autocast(kind, self.dtype, enabled=False, policy=self.policies.get(kind))
+        policy = self.policies.get(kind) or Policy.torch(kind)      # or: forward ran in a region of torch's
+        region = autocast(kind, self.dtype, enabled=False, policy=policy)
         region._enabled = self.enabled      # its forward ran so: there is nothing to check or to warn about
         return region
 

@@ -270,8 +270,8 @@ def _overloads(key: Any, rule: Rule) -> list[OpOverload]:
     for op in found:
         if rule in _CASTING and _writes(op, rule):
             raise ValueError(
-                f"operator '{op.name()}' writes to its arguments and cannot follow {rule.name}: it would write to a cast "
-                "copy, and the result would be lost; give the rule to the operator without in-place or out="
+                f"operator '{op.name()}' writes to its arguments and cannot follow {rule.name}: it would write to a "
+                "cast copy, and the result would be lost; give the rule to the operator without in-place or out="
             )
     return found
 

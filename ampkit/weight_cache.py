@@ -75,6 +75,9 @@ class WeightCache:
         self._misses = 0
         self.modes: dict[Any, Any] = {}     # the dispatch modes that casts for this cache, by policies; see `autocast`
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WeightCache, (self.max_bytes,)       # a copy starts empty: what is held belongs to these very weights
+
     def __repr__(self) -> str:
         return f"WeightCache(max_bytes={self.max_bytes}): {self.info()}"
 
