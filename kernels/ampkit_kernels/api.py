@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import reference
 from .dispatch import pick, split, uses_triton
-from .tensors import check_one_device, check_parallel, check_scalar, strided_floats
+from .tensors import check_one_device, check_parallel, check_scalar, resolved, strided_floats
 
 
 @torch.no_grad()
@@ -165,7 +165,7 @@ def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor], *, impl: st
     >>> half
     tensor([1.0000, 2.5000], dtype=torch.float16)
     """
-    sources, destinations = strided_floats(sources, "cast_"), strided_floats(destinations, "cast_")
+    sources, destinations = strided_floats(resolved(sources), "cast_"), strided_floats(destinations, "cast_")
     check_parallel("cast_", sources=sources, destinations=destinations)
     check_one_device([*sources, *destinations], "cast_")
     if not sources:

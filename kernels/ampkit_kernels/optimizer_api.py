@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import reference_optimizers
 from .dispatch import pick, split, uses_triton
-from .tensors import check_one_device, check_parallel, check_scalar, strided_floats
+from .tensors import check_one_device, check_parallel, check_scalar, resolved, strided_floats
 
 
 @torch.no_grad()
@@ -200,7 +200,10 @@ def _prepared(
     found_inf: Tensor | None,
 ) -> dict[str, list[Tensor]]:
     """The lists as strided real floats, checked against each other and against the scalars."""
-    plain = {name: strided_floats(tensors, op) for name, tensors in lists.items()}
+    plain = {name: strided_floats(tensors, op) for name, tensors in lists.items() if name != "grads"}
+    # Gradients are only read, so a copy may stand for them.
+    plain["grads"] = strided_floats(resolved(lists["grads"]), op)
+    plain = {name: plain[name] for name in lists}
     check_parallel(op, **plain)
     check_one_device([t for tensors in plain.values() for t in tensors], op)
     for name, value in (("multiplier", multiplier), ("grad_scale", grad_scale), ("found_inf", found_inf)):

@@ -13,15 +13,15 @@ from torch import Tensor
 
 FLOATS = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
-_DTYPE, _LAYOUT = attrgetter("dtype"), attrgetter("layout")
+_DTYPE, _LAYOUT, _IS_CPU = attrgetter("dtype"), attrgetter("layout"), attrgetter("is_cpu")
 
 
 def strided_floats(tensors: Sequence[Tensor], op: str) -> list[Tensor]:
     """The same numbers as strided, real, floating-point tensors that share the originals' storage.
 
     Sparse COO tensors give their values as they are stored (coalesce first where duplicates must be added
-    up); complex tensors give `view_as_real`. Raises TypeError for anything else that is not a strided float
-    tensor.
+    up); complex tensors give `view_as_real` (of what is stored, a lazy conjugation aside). Raises TypeError
+    for anything else that is not a strided float tensor.
     """
     # The usual list needs nothing, and sets over mapped accessors are the cheapest way to see it.
     if (
@@ -47,13 +47,20 @@ def _strided_float(t: Tensor, index: int, op: str) -> Tensor:
             f"pass its values() or a dense tensor"
         )
     if t.is_complex():
-        t = torch.view_as_real(t.resolve_conj())
+        # Storage, not values: a lazy conjugation changes signs only, and a resolved copy would not be
+        # written back.
+        t = torch.view_as_real(t.conj() if t.is_conj() else t)
     if t.dtype not in FLOATS:
         raise TypeError(
             f"{op}: tensor {index} has dtype {t.dtype}; expected a floating-point or complex tensor: "
             f"leave integer tensors out of the list"
         )
     return t
+
+
+def resolved(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors with lazy conjugation and negation carried out, for lists whose signs matter."""
+    return [t.resolve_conj().resolve_neg() if t.is_conj() or t.is_neg() else t for t in tensors]
 
 
 def unrepeated(t: Tensor, op: str) -> Tensor:
@@ -122,8 +129,8 @@ def check_one_device(tensors: Sequence[Tensor], op: str) -> None:
     """Refuse a list spread over devices: one launch serves one device."""
     if not tensors:
         return
-    # Device indices (-1 on the CPU) are far cheaper to collect than device objects.
-    if len(set(map(Tensor.get_device, tensors))) == 1:
+    # Device indices (-1 where there is none) are far cheaper to collect than device objects.
+    if len(set(map(Tensor.get_device, tensors))) == 1 and len(set(map(_IS_CPU, tensors))) == 1:
         return
     first = tensors[0].device
     for i, t in enumerate(tensors):

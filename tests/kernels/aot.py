@@ -113,9 +113,13 @@ def faults(case: Case, code: Code) -> list[str]:
     """What is wrong with the machine code, in sentences; empty when nothing is."""
     wrong = []
     if code.wide("LDG") < case.wide_loads:
-        wrong.append(f"{code.wide('LDG')} 128-bit loads, expected at least {case.wide_loads}: {_listed(code)}")
+        wrong.append(
+            f"{code.wide('LDG')} 128-bit loads, expected at least {case.wide_loads}: {_listed(code)}"
+        )
     if code.wide("STG") < case.wide_stores:
-        wrong.append(f"{code.wide('STG')} 128-bit stores, expected at least {case.wide_stores}: {_listed(code)}")
+        wrong.append(
+            f"{code.wide('STG')} 128-bit stores, expected at least {case.wide_stores}: {_listed(code)}"
+        )
     spills = sum(count for name, count in code.accesses.items() if name.startswith(("LDL", "STL")))
     if code.stack or code.local or spills:
         wrong.append(f"spills: stack {code.stack} bytes, local {code.local} bytes, {spills} local accesses")

@@ -1,0 +1,37 @@
+"""Kernel tests run in Triton's interpreter, with blocks and chunks small enough to be crossed often."""
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ampkit_kernels.configs import Config
+
+SMALL = Config(block=256, chunk=1024)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The interpreter computes in NumPy, which warns of the very overflows and NaNs that are being tested."""
+    for item in items:
+        item.add_marker(pytest.mark.filterwarnings("ignore::RuntimeWarning"))
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Config], None]]:
+    """Run `impl="triton"` on CPU tensors with small launches; the value changes the launch parameters."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("needs TRITON_INTERPRET=1")
+    from ampkit_kernels import adamw, apply, cast, counts, norm, pointer_table, sgd, unscale
+
+    def use(config: Config) -> None:
+        for module in (unscale, norm, apply):
+            monkeypatch.setattr(module, "CONFIGS", dict.fromkeys((8, 4, 2), config))
+        for module in (adamw, sgd):
+            monkeypatch.setattr(module, "CONFIGS", dict.fromkeys((8, 4), config))
+        for module in (counts, cast):
+            monkeypatch.setattr(module, "CONFIG", config)
+
+    use(SMALL)
+    pointer_table.clear_tables()
+    yield use
+    pointer_table.clear_tables()
