@@ -311,7 +311,7 @@ def _available(region: autocast, kind: str) -> bool:
     """Whether an enabled region can be had; warns as torch does where it cannot."""
     if kind == "cuda" and ":" not in region.device:
         if torch.cuda.amp.common.amp_definitely_not_available():
-            warnings.warn("CUDA is not available: autocast for it is disabled.", stacklevel=4)
+            warnings.warn("CUDA is not available: autocast for it is disabled.", stacklevel=3)
             return False
         if region.fast_dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
             raise RuntimeError(
@@ -325,7 +325,7 @@ def _available(region: autocast, kind: str) -> bool:
         warnings.warn(
             f"autocast for {kind} takes {' or '.join(map(str, supported))}, not {region.fast_dtype}: it is disabled. "
             "For a region in float32, use ampkit.float32_region().",
-            stacklevel=4,
+            stacklevel=3,
         )
         return False
     return True

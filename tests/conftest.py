@@ -49,7 +49,22 @@ def _seed() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_region_left_open() -> Iterator[None]:
-    """Fail the test that leaves a dispatch mode active, rather than every test after it."""
+    """Fail the test that leaves a region or a dispatch mode open, rather than every test after it."""
+    fresh = _autocast_state()
     yield
+    left = _autocast_state()
     depth = torch._C._len_torch_dispatch_stack()
     assert depth == 0, f"the test left {depth} dispatch mode(s) active on this thread"
+    assert left == fresh, f"the test found the autocast state {fresh} and left {left}"
+
+
+def _autocast_state() -> tuple[object, ...]:
+    torch.autocast_increment_nesting()
+    return (
+        torch.autocast_decrement_nesting(),
+        torch.is_autocast_cache_enabled(),
+        *((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
+        *(str(keys) for keys in (
+            torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+        )),
+    )
