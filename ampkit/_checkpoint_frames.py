@@ -1,16 +1,20 @@
 """Regions and `torch.utils.checkpoint`: what is recomputed in backward is recomputed under the same region.
 
-torch's non-reentrant checkpoint remembers torch's own autocast state and nothing of a policy or a cache. While it runs
-a checkpointed function it installs hooks for saved tensors that belong to a frame, and the frame holds the function to
-call again. When a region casts inside such a frame, the frame's function is wrapped, once, to enter the same region.
+torch's checkpoint remembers torch's own autocast state and nothing of a policy or a cache. While its non-reentrant
+form runs a checkpointed function it installs hooks for saved tensors that belong to a frame, and the frame holds the
+function to call again. When a region casts inside such a frame, the frame's function is wrapped, once, to enter the
+same region. The reentrant form is an autograd function that offers no such hold: its `forward` is replaced, for the
+process, by one that wraps the function it leaves for backward in the same way.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointFunction
 
 # The innermost (pack, unpack) hooks for saved tensors, or None; the argument says to look past disabled hooks.
 top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore
@@ -30,6 +34,21 @@ def note_region(mode: Any) -> None:
         frame._ampkit_region = True
         if mode is not None:
             frame.recompute_fn = reenter(mode, frame.recompute_fn)
+
+
+def follow_reentrant(current: Callable[[], Any]) -> None:
+    """Have the reentrant checkpoint recompute under the mode its forward ran in, which `current` tells."""
+    forward = CheckpointFunction.forward
+
+    @functools.wraps(forward)
+    def followed(ctx: Any, *args: Any) -> Any:
+        outputs = forward(ctx, *args)
+        mode = current()
+        if mode is not None and reenter is not None:
+            ctx.run_function = reenter(mode, ctx.run_function)
+        return outputs
+
+    CheckpointFunction.forward = staticmethod(followed)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _frame_of(hook: Any) -> Any:

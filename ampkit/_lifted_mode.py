@@ -210,6 +210,7 @@ def install(ops: Iterable[OpOverload]) -> None:
             _libraries["_"] = torch.library.Library("_", "IMPL")
             _libraries["_"].fallback(torch.library.fallthrough_kernel, _KEY_NAME)
             _let_higher_order_ops_through()
+            _checkpoint_frames.follow_reentrant(current)
         for op in missing:
             if op in _installed:
                 continue
@@ -217,6 +218,7 @@ def install(ops: Iterable[OpOverload]) -> None:
             if namespace not in _libraries:
                 _libraries[namespace] = torch.library.Library(namespace, "IMPL")
             _libraries[namespace].impl(op, _kernel(op), _KEY_NAME, with_keyset=True)
+            _go_before_tracer(op)
             _installed.add(op)
 
 
@@ -236,6 +238,39 @@ def _kernel(op: OpOverload) -> Callable[..., Any]:
             return run(*args, **kwargs)
 
     return kernel
+
+
+def _go_before_tracer(op: OpOverload) -> None:
+    """Have pre-dispatch tracing (`torch.export`) record what the mode makes of `op`, not `op` as it was called.
+
+    That tracer sits at the one key above the mode's. It is a Python mode that `OpOverload._get_dispatch` looks up at
+    every call; for operators with a kernel of ours the look-up is asked here first.
+    """
+    look_up = op._get_dispatch
+
+    def get_dispatch(key: Any) -> Any:
+        found = look_up(key)
+        if key != torch._C.DispatchKey.PreDispatch or not callable(found):
+            return found
+
+        def handler(*args: Any, **kwargs: Any) -> Any:
+            mode = current() if _is_open() else None
+            call = None if mode is None else mode.prepare(op, args, kwargs)
+            if mode is None or call is None:
+                return found(*args, **kwargs)
+            run, args, kwargs = call
+            with _Exclude(mode.hidden):
+                return run(*args, **kwargs)
+
+        return handler
+
+    op._get_dispatch = get_dispatch  # type: ignore[method-assign]
+
+
+def _is_open() -> bool:
+    """Whether operators meet the mode here: a region is open, and it is not an island."""
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    return include.has(_KEY) and not exclude.has(_KEY)
 
 
 def _let_higher_order_ops_through() -> None:

@@ -1,8 +1,7 @@
 """Activation checkpointing inside a region: the recompute sees what the forward saw.
 
-Inside a region, `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)` needs nothing of this (see
-`_checkpoint_frames`), nor does a function decorated with `autocast`. The reentrant variant, and code that runs its own
-recomputation, do.
+Inside a region, `torch.utils.checkpoint.checkpoint` needs nothing of this (see `_checkpoint_frames`), nor does a
+function decorated with `autocast`. Code that runs its own recomputation does.
 """
 
 from __future__ import annotations
