@@ -18,19 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .chunks import chunk_extent, list_pointer
+from .chunks import chunk_extent, converted, list_pointer
 from .configs import Config
 from .launch import TRITON_DTYPES, groups, on_device
 from .pointer_table import table_for
 
 CONFIG = Config(block=4096)
-
-
-@triton.jit
-def _convert(x, DESTINATION: tl.constexpr):
-    if x.dtype == tl.float64:
-        return x.to(tl.float32).to(DESTINATION)
-    return x.to(DESTINATION)
 
 
 @triton.jit(do_not_specialize=["n_blocks", "blocks_per_chunk"])
@@ -46,12 +39,12 @@ def cast_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, SOURCE: t
         i = 0
         while i < n_full:
             o = i * BLOCK + lanes
-            tl.store(destination + o, _convert(tl.load(source + o), DESTINATION))
+            tl.store(destination + o, converted(tl.load(source + o), DESTINATION))
             i += 1
         if n_full * BLOCK < length:
             o = n_full * BLOCK + lanes
             x = tl.load(source + o, mask=o < length, other=0.0)
-            tl.store(destination + o, _convert(x, DESTINATION), mask=o < length)
+            tl.store(destination + o, converted(x, DESTINATION), mask=o < length)
         b += tl.num_programs(0)
 
 

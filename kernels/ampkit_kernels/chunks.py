@@ -60,6 +60,15 @@ def list_pointer(addresses, tensor, base, COLUMN: tl.constexpr, N_LISTS: tl.cons
 
 
 @triton.jit
+def converted(x, DTYPE: tl.constexpr):
+    """`x` rounded to nearest even; float64 goes to half precision through float32, as PyTorch's conversion does."""
+    if x.dtype == tl.float64 and (tl.float16 == DTYPE or tl.bfloat16 == DTYPE):
+        return x.to(tl.float32).to(DTYPE)
+    else:
+        return x.to(DTYPE)
+
+
+@triton.jit
 def load_block(p, o, mask, ACC: tl.constexpr, MASKED: tl.constexpr):
     """Elements at offsets `o`, widened; masked-out lanes read 0."""
     if MASKED:
@@ -71,7 +80,8 @@ def load_block(p, o, mask, ACC: tl.constexpr, MASKED: tl.constexpr):
 @triton.jit
 def store_block(p, o, x, mask, MASKED: tl.constexpr):
     """Store elements at offsets `o`, rounded to the pointer's type."""
+    y = converted(x, p.dtype.element_ty)
     if MASKED:
-        tl.store(p + o, x.to(p.dtype.element_ty), mask=mask)
+        tl.store(p + o, y, mask=mask)
     else:
-        tl.store(p + o, x.to(p.dtype.element_ty))
+        tl.store(p + o, y)

@@ -44,15 +44,14 @@ def adamw_(
     skip = _device_flag(found_inf)
     for i, (p, grad, m, v, step) in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True)):
         acc = torch.float64 if p.dtype is torch.float64 else torch.float32
-        count = step.double() + 1
-        rate = lr.to(count.device, torch.float64) if isinstance(lr, Tensor) else lr
-        step_size = (rate / (1 - beta1**count)).to(p.device, acc)
-        correction = (1 - beta2**count).sqrt().to(p.device, acc)
+        count, rate = _count_and_rate(step, lr)
+        step_size = _scalar(rate / (1 - beta1**count), p, acc)
+        correction = _scalar((1 - beta2**count) ** 0.5, p, acc)
         g = _incoming(grad, acc, maximize, multiplier, grad_scale)
         new_p = p.to(acc) if weight_decay == 0 else p.to(acc) * _scalar(1 - rate * weight_decay, p, acc)
         new_m = torch.lerp(m.to(acc), g, 1 - beta1)
         new_v = torch.addcmul(v.to(acc) * beta2, g, g, value=1 - beta2)
-        stored = [(m, new_m), (v, new_v), (step, count)]
+        stored = [(m, new_m), (v, new_v), (step, step + 1)]
         if amsgrad:
             second = torch.maximum(max_exp_avg_sqs[i].to(acc), new_v)
             stored.append((max_exp_avg_sqs[i], second))
@@ -118,6 +117,14 @@ def _device_flag(found_inf: Tensor | None) -> Tensor | None:
     if found_inf is None or found_inf.device.type == "cpu":
         return None
     return found_inf.reshape(()) != 0
+
+
+def _count_and_rate(step: Tensor, lr: float | Tensor) -> tuple[float | Tensor, float | Tensor]:
+    """This step's number and the learning rate: numbers where the host can see both, else float64 tensors."""
+    lr_is_free = not isinstance(lr, Tensor) or lr.device.type == "cpu"
+    if step.device.type == "cpu" and lr_is_free:
+        return host_value(step) + 1, host_value(lr.detach()) if isinstance(lr, Tensor) else lr
+    return step.double() + 1, lr.to(step.device, torch.float64) if isinstance(lr, Tensor) else lr
 
 
 def _scalar(value: float | Tensor, like: Tensor, dtype: torch.dtype) -> Tensor | float:
