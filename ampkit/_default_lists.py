@@ -102,6 +102,7 @@ _EXTRA_MPS: tuple[Group, ...] = (
     Group(Rule.LOWER, _WHY_FUSED, "_native_multi_head_attention"),
     Group(Rule.LOWER, _WHY_LIKE_CUDA + WHY_MATMUL, "linalg_vecdot"),
     Group(Rule.FLOAT32, _WHY_LIKE_CUDA + WHY_NORM, "rms_norm"),
+    Group(Rule.FLOAT32, _WHY_LIKE_CUDA + WHY_SCATTER, UPSAMPLING),
     Group(Rule.FLOAT32, "unlisted by torch here, and too short of range in float16", "binary_cross_entropy"),
     Group(Rule.FLOAT32_DTYPE_ARG, _WHY_LIKE_CUDA + WHY_REDUCTION, "norm.Scalar norm.ScalarOpt_dim"),
     Group(Rule.PROMOTE, _WHY_LIKE_CUDA + WHY_MIXED, "vdot"),
