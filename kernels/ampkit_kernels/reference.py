@@ -92,7 +92,7 @@ def norm_and_check(
         norm = raw * factor
         if norm_type > 0 and _is_finite(host_value(norm)) and inv <= 1.0:
             return norm
-        if not _unscaled_is_finite(filled, inv_scale):
+        if not host_value(_unscaled_is_finite(filled, inv_scale)):
             found_inf.fill_(1.0)
         elif not _is_finite(host_value(norm)):
             # Finite elements whose powers add up to more than fp32 holds: add them up in fp64.
