@@ -8,6 +8,7 @@ equal to the bit; otherwise the single rounding may differ from torch's two by o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -16,6 +17,13 @@ from torch import Tensor
 
 from . import _agreement, _kernels
 from .gradients import Gradients, parameters
+
+HOMOGENEOUS_ORDERS = (0.0, 1.0, 2.0, math.inf)
+"""Orders whose norm of scaled gradients, unscaled, is to the bit the norm of unscaled ones at powers of two.
+
+Powers of other orders are rounded otherwise, and those of scaled gradients overflow early: these want
+`unscale_` first.
+"""
 
 Part = tuple[list[Tensor], bool]
 """Parameters, and whether they are to be clipped."""
@@ -83,9 +91,7 @@ def total_norm(
             spread.setdefault(shard_of.get(id(tensor), ()), []).append(tensor)
     parts = []
     for groups, tensors in spread.items():
-        parts.append(
-            _agreement.total(_local_norm(tensors, inv_scale, found_inf, norm_type), norm_type, groups)
-        )
+        parts.append(_agreement.total(_local_norm(tensors, inv_scale, found_inf, norm_type), norm_type, groups))
     norm = _joined(parts, norm_type) if parts else torch.zeros_like(inv_scale)
     return _agreement.total(norm, norm_type, across)
 

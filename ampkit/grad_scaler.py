@@ -94,6 +94,8 @@ class GradScaler(ScalerSteps):
         if enabled and self._device == "cuda" and not (torch.cuda.is_available() or find_spec("torch_xla")):
             warnings.warn("GradScaler is enabled for 'cuda', but CUDA is not available.  Disabling.", stacklevel=2)
             self._enabled = False
+        if on_stuck not in ("warn", "raise") and not callable(on_stuck):
+            raise ValueError(f"on_stuck is {on_stuck!r}; expected 'warn', 'raise' or a function of ScalerStats")
         self.process_group = process_group
         self.allow_fp16 = allow_fp16
         self.on_stuck = on_stuck
@@ -230,7 +232,9 @@ class GradScaler(ScalerSteps):
         self._check_scale_growth_tracker("clip_grad_norm_")
         state = self._state_of(optimizer)
         self._require_not_stepped(state, "clip_grad_norm_")
-        if state["stage"] is OptState.READY and self._has_shared(optimizer):
+        if state["stage"] is OptState.READY and (
+            norm_type not in clipping.HOMOGENEOUS_ORDERS or self._has_shared(optimizer)
+        ):
             self.unscale_(optimizer)
         self._settle_multiplier(state)
         ready = state["stage"] is OptState.READY

@@ -322,9 +322,9 @@ def test_getters_and_setters(cls) -> None:
 
 
 def test_setters_refuse_what_would_ruin_the_scale() -> None:
-    with pytest.raises(ValueError, match="growth_factor is 0.5"):
+    with pytest.raises(ValueError, match=r"growth_factor is 0\.5"):
         GradScaler("cpu").set_growth_factor(0.5)
-    with pytest.raises(ValueError, match="backoff_factor is 0.0"):
+    with pytest.raises(ValueError, match=r"backoff_factor is 0\.0"):
         GradScaler("cpu").set_backoff_factor(0.0)
 
 

@@ -142,5 +142,5 @@ def test_parameters_must_be_tensors() -> None:
     class Odd:
         param_groups = [{"params": [3.0]}]
 
-    with pytest.raises(AssertionError, match="expected param to be torch.Tensor, got float"):
+    with pytest.raises(AssertionError, match=r"expected param to be torch\.Tensor, got float"):
         parameters(Odd())

@@ -1,0 +1,49 @@
+"""Shared vocabulary of the scaler's tests."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default}
+
+
+class _CountReads(TorchDispatchMode):
+    def __init__(self, reads: list[str]) -> None:
+        super().__init__()
+        self.reads = reads
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        leaves_device = func is torch.ops.aten._to_copy.default and (kwargs or {}).get("device") is not None
+        if func in READS or leaves_device:
+            self.reads.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def count_reads() -> Iterator[list[str]]:
+    """The operators run inside that hand a value to the host: where a GPU would be waited for."""
+    reads: list[str] = []
+    with _CountReads(reads):
+        yield reads
+
+
+def started(cls: type, *arguments, **options):
+    """A scaler whose scale lives on the CPU already."""
+    scaler = cls("cpu", *arguments, **options)
+    scaler.scale(torch.ones((), requires_grad=True))
+    return scaler
+
+
+def with_grads(grads: Sequence[torch.Tensor]) -> list[torch.nn.Parameter]:
+    """Parameters of ones that hold copies of these gradients."""
+    params = [torch.nn.Parameter(torch.ones_like(grad)) for grad in grads]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad.clone()
+    return params
+
+
+def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal dtype, shape and values, NaN equal to NaN."""
+    return a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
