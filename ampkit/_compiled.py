@@ -1,16 +1,26 @@
 """Regions inside `torch.compile`: what Dynamo traces in place of the eager region.
 
-Dynamo cannot follow the dispatcher state that an eager region changes. It does know torch's own autocast, so a region
-that is traced enters that one, and the compiled graph casts by torch.amp's list. A policy that differs from it is
-honoured when the region is outside the compiled function: see docs/differences.md.
+Dynamo cannot follow the dispatcher state that a region changes, so a traced region calls two functions that Dynamo
+puts into the graph as they are, and also runs while it traces. Whoever runs the graph after that (AOTAutograd to trace
+it, `backend="eager"` for real, `torch.export`) opens and closes the region where the user's code did, and casts what
+the region's policy casts, no more and no less. What AOTAutograd hands to inductor holds casts and no region.
+
+A region that is open around a compiled call is another matter: see `_fingerprint`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import sys
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.fx.node import has_side_effect
+
+from ampkit.policy import Policy, register_changes
+
+if TYPE_CHECKING:
+    from ampkit.autocast import autocast
 
 
 def tracing() -> bool:
@@ -18,11 +28,76 @@ def tracing() -> bool:
     return torch.compiler.is_dynamo_compiling()
 
 
-def enter(region: Any) -> None:
-    """Enter torch's autocast in the traced graph."""
-    region._traced = _enter_autocast(region._kind, region.fast_dtype, region._enabled, region._cache_enabled)
+def enter(region: autocast) -> None:
+    """Open `region` in the traced graph. Dynamo traces this function."""
+    _let_in_graph()
+    rules = None if region.policy is None else region.policy.text
+    enter_region(
+        region._kind, region.fast_dtype, region._enabled, region._cache_enabled, rules, register_changes()
+    )
 
 
-def leave(region: Any) -> None:
-    """Leave what `enter` entered."""
-    _exit_autocast(region._traced)
+def leave() -> None:
+    """Close in the traced graph what `enter` opened. Dynamo traces this function."""
+    leave_region()
+
+
+def enter_region(
+    kind: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool, rules: str | None, changes: int
+) -> None:
+    """Open a region given by constants, as a graph holds them: `rules` is a `Policy.text`.
+
+    `changes` is how often `register_op` had been called: as a constant of the graph it makes Dynamo trace anew.
+    """
+    from ampkit.autocast import _regions
+
+    stack = _regions()
+    tracer = _tracer()
+    if tracer is not None:
+        tracer.output.add_cleanup_hook(functools.partial(_leave_down_to, stack, len(stack)))
+    _region(kind, dtype, enabled, cache_enabled, rules).enter()
+
+
+def leave_region() -> None:
+    """Close the region that `enter_region` opened last."""
+    from ampkit.autocast import _regions
+
+    _regions()[-1].owner.leave()
+
+
+@functools.lru_cache(maxsize=256)
+def _region(kind: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool, rules: str | None) -> autocast:
+    """The region these constants mean. It was checked, and warned about, when the user made it."""
+    from ampkit.autocast import autocast
+
+    region = autocast(kind, enabled=False, cache_enabled=cache_enabled)
+    region.fast_dtype = dtype
+    region._enabled = enabled
+    region.policy = None if rules is None else Policy.from_text(rules)
+    return region
+
+
+def _leave_down_to(stack: list[Any], depth: int) -> None:
+    """Close the regions that a trace has left open, because it failed or stopped inside them."""
+    while len(stack) > depth:
+        stack[-1].owner.leave()
+
+
+def _tracer() -> Any:
+    """Dynamo's instruction translator if Dynamo is tracing in this thread, else None."""
+    dynamo = sys.modules.get("torch._dynamo.symbolic_convert")
+    return None if dynamo is None else getattr(dynamo.tls, "current_tx", None)
+
+
+def _let_in_graph() -> bool:
+    """Tell Dynamo to put the two functions into graphs, and tracers not to drop them as dead code.
+
+    Marked for Dynamo to call rather than trace: so it runs when Dynamo, which takes seconds to import, is there.
+    """
+    torch.compiler.allow_in_graph([enter_region, leave_region])
+    for function in (enter_region, leave_region):
+        has_side_effect(function)
+    return True
+
+
+_let_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]

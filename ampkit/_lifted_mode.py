@@ -258,9 +258,9 @@ def _go_before_tracer(op: OpOverload) -> None:
             call = None if mode is None else mode.prepare(op, args, kwargs)
             if mode is None or call is None:
                 return found(*args, **kwargs)
-            run, args, kwargs = call
+            run, cast_args, cast_kwargs = call
             with _Exclude(mode.hidden):
-                return run(*args, **kwargs)
+                return run(*cast_args, **cast_kwargs)
 
         return handler
 

@@ -13,7 +13,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn import Module
@@ -90,20 +90,24 @@ class autocast:
         return self.enter()
 
     def enter(self, root: Module | None = None) -> autocast:
-        """As `with`; paths of `Policy.for_modules` count from `root` where one is given. Leave with `__exit__`."""
+        """As `with`; paths of `Policy.for_modules` count from `root` where one is given. Leave with `leave`."""
         stack = _regions()
         stack.append(_Region(self, stack, root))
         return self
 
-    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> bool:
+    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> Literal[False]:
         if _compiled.tracing():
-            _compiled.leave(self)
-            return False
+            _compiled.leave()
+        else:
+            self.leave()
+        return False
+
+    def leave(self) -> None:
+        """Leave the region, which must be the innermost open one of this thread."""
         stack = _regions()
         if not stack or stack[-1].owner is not self:
             _leave_interrupted(self, stack)
         stack.pop().leave(last=not stack)
-        return False
 
     def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
         """`func` with its body run inside the region, also when it is a generator or a coroutine."""

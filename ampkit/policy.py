@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -72,12 +73,13 @@ class Policy:
     True
     """
 
-    __slots__ = ("_folded", "_folded_at", "_hash", "base", "device_type", "modules", "overrides")
+    __slots__ = ("_folded", "_folded_at", "_hash", "base", "device_type", "modules", "overrides", "text")
 
     base: str                                                   # "default" or "torch"
     device_type: str
     overrides: tuple[tuple[tuple[OpOverload, Rule], ...], ...]  # one per with_rules, in order
     modules: _module_rules.ModuleRules
+    text: str                                                   # all but `modules`, for `from_text`
 
     def __init__(
         self,
@@ -95,6 +97,7 @@ class Policy:
         for name, value in (
             ("base", base), ("device_type", device_type), ("overrides", overrides), ("modules", modules),
             ("_folded", None), ("_folded_at", -1), ("_hash", hash((base, device_type, overrides, modules))),
+            ("text", json.dumps([base, device_type, _names(overrides)])),
         ):
             object.__setattr__(self, name, value)
 
@@ -179,7 +182,7 @@ class Policy:
         return {
             "base": self.base,
             "device_type": self.device_type,
-            "rules": [{op.name(): rule.value for op, rule in layer} for layer in self.overrides],
+            "rules": _names(self.overrides),
             "modules": self.modules.to_list(),
         }
 
@@ -197,6 +200,12 @@ class Policy:
         for key, value in _module_rules.from_list(state["modules"], cls.from_dict):
             policy = policy.for_modules({key: value})
         return policy
+
+    @classmethod
+    def from_text(cls, text: str) -> Policy:
+        """The operator rules of the policy with this `text`, without its module rules."""
+        base, device_type, rules = json.loads(text)
+        return cls.from_dict({"base": base, "device_type": device_type, "rules": rules, "modules": []})
 
     def _layers(self) -> tuple[_Layer, ...]:
         return (
@@ -240,6 +249,11 @@ def register_op(op: Operator | Any, rule: Rule | str) -> None:
 def register_changes() -> int:
     """How often `register_op` has changed the rules of this process."""
     return _Registered.changes
+
+
+def _names(overrides: Any) -> list[dict[str, str]]:
+    """The rules of each `with_rules` in plain words."""
+    return [{op.name(): rule.value for op, rule in layer} for layer in overrides]
 
 
 def _rule(value: Any, op: Any) -> Rule:
