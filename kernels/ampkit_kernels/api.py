@@ -182,6 +182,53 @@ def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor], *, impl: st
 
 
 @torch.no_grad()
+def unscale_into_(
+    sources: Sequence[Tensor],
+    destinations: Sequence[Tensor],
+    inv_scale: Tensor,
+    found_inf: Tensor,
+    *,
+    accumulate: bool = False,
+    impl: str = "auto",
+) -> None:
+    """Write each source times `inv_scale` into its destination, or add it with `accumulate`; check on the way.
+
+    Half gradients become unscaled float32 gradients of master weights. Any pair of float dtypes; the product
+    is taken in float32 (float64 beside a float64 tensor) and rounded to the destination's dtype; a sum is
+    rounded once more. `found_inf` is set to 1.0 where a product is not finite, and never cleared. Sources
+    are only read, and share no memory with destinations. Never synchronises. Moves 6 bytes per float16
+    element, 10 with `accumulate`.
+
+    Raises ValueError when lengths, shapes or devices differ.
+
+    >>> import torch
+    >>> gradient, found_inf = torch.zeros(2), torch.zeros(())
+    >>> unscale_into_([torch.tensor([2.0, 4.0]).half()], [gradient], torch.tensor(0.5), found_inf)
+    >>> gradient, found_inf
+    (tensor([1., 2.]), tensor(0.))
+    """
+    op = "unscale_into_"
+    sources, destinations = strided_floats(sources, op), strided_floats(destinations, op)
+    check_parallel(op, sources=sources, destinations=destinations)
+    check_one_device([*sources, *destinations], op)
+    for name, value in (("inv_scale", inv_scale), ("found_inf", found_inf)):
+        check_scalar(name, value, sources, op)
+    if not sources:
+        return
+    if not uses_triton(impl, sources[0].device):
+        reference.unscale_into_(sources, destinations, inv_scale, found_inf, accumulate)
+        return
+    from . import unscale_into
+
+    flat, other = split(impl, op, sources, destinations)
+    unscale_into.unscale_into_(pick(sources, flat), pick(destinations, flat), inv_scale, found_inf, accumulate)
+    if other:
+        reference.unscale_into_(
+            pick(sources, other), pick(destinations, other), inv_scale, found_inf, accumulate
+        )
+
+
+@torch.no_grad()
 def update_scale_(
     scale: Tensor,
     growth_tracker: Tensor,

@@ -198,6 +198,33 @@ def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
         torch._foreach_copy_(group_destinations, group_sources)
 
 
+def unscale_into_(
+    sources: Sequence[Tensor],
+    destinations: Sequence[Tensor],
+    inv_scale: Tensor,
+    found_inf: Tensor,
+    accumulate: bool,
+) -> None:
+    """Multiply into other tensors and flag non-finite values; see `ampkit_kernels.unscale_into_`."""
+    wide = [torch.promote_types(s.dtype, d.dtype) for s, d in zip(sources, destinations, strict=True)]
+    same = all(d.dtype is dtype for d, dtype in zip(destinations, wide, strict=True))
+    products = list(destinations)
+    if accumulate or not same:
+        products = [torch.empty_like(d, dtype=dtype) for d, dtype in zip(destinations, wide, strict=True)]
+    cast_(sources, products)
+    unscale_(products, inv_scale, found_inf)
+    if not same:
+        rounded = [torch.empty_like(d) for d in destinations]
+        cast_(products, rounded)
+        finite = torch.isfinite(largest_magnitudes(rounded)).all()
+        found_inf.copy_(torch.where(finite, found_inf, 1.0))
+        products = rounded
+    if accumulate:
+        torch._foreach_add_(list(destinations), products)
+    elif not same:
+        cast_(products, destinations)
+
+
 def update_scale_(
     scale: Tensor,
     growth_tracker: Tensor,
