@@ -30,9 +30,7 @@ def take(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:
     return None
 
 
-def put(
-    closure: Closure, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def put(closure: Closure, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The same arguments with another closure in the place where `take` found one."""
     if kwargs.get("closure") is not None:
         return args, {**kwargs, "closure": closure}
@@ -62,9 +60,7 @@ class Snapshot:
         if not self._copied:
             return
         with torch.no_grad():
-            self._params = [
-                (param, param.clone()) for group in optimizer.param_groups for param in group["params"]
-            ]
+            self._params = [(param, param.clone()) for group in optimizer.param_groups for param in group["params"]]
             self._state = {
                 param: {name: _copied(value) for name, value in state.items()}
                 for param, state in optimizer.state.items()

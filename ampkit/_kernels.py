@@ -21,9 +21,7 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
     _implementation(inv_scale.device).unscale_(grads, inv_scale, found_inf)
 
 
-def norm_and_check(
-    grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, norm_type: float = 2.0
-) -> Tensor:
+def norm_and_check(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, norm_type: float = 2.0) -> Tensor:
     """Norm of `grads * inv_scale`, gradients only read; sets `found_inf` as `unscale_` would. Never syncs."""
     return _implementation(inv_scale.device).norm_and_check(grads, inv_scale, found_inf, norm_type)
 

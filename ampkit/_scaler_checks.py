@@ -72,13 +72,9 @@ class ScalerChecks(ScalerMemory):
     ) -> Gradients:
         if allow_fp16 is None:
             allow_fp16 = self.allow_fp16
-        return collect(
-            params, None if allow_fp16 else lambda: overflow.fp16_refusal(optimizer), coalesce=coalesce
-        )
+        return collect(params, None if allow_fp16 else lambda: overflow.fp16_refusal(optimizer), coalesce=coalesce)
 
-    def _factors(
-        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor
-    ) -> list[tuple[list[Tensor], Tensor | None]]:
+    def _factors(self, optimizer: torch.optim.Optimizer, inv_scale: Tensor) -> list[tuple[list[Tensor], Tensor | None]]:
         """The optimizer's parameters, with what their gradients have to be multiplied by; None: by nothing.
 
         Parameters that an optimizer which was unscaled or stepped this iteration has too come apart from the
@@ -175,9 +171,7 @@ class ScalerChecks(ScalerMemory):
 
     def _require_not_stepped(self, state: dict[str, Any], name: str) -> None:
         if state["stage"] is OptState.STEPPED:
-            raise RuntimeError(
-                f"{name}() is being called after step(). Call it between backward() and step()."
-            )
+            raise RuntimeError(f"{name}() is being called after step(). Call it between backward() and step().")
 
     def _check_unscaled(self, optimizer: Any, state: dict[str, Any]) -> None:
         """Look for inf and NaN in gradients that were never scaled."""
@@ -187,9 +181,7 @@ class ScalerChecks(ScalerMemory):
 
     def _flag(self, state: dict[str, Any]) -> Tensor:
         """The optimizer's flags as one, 0.0 or 1.0, on the scale's device."""
-        return _agreement.combined(
-            list(state["found_inf_per_device"].values()), self._live_state()[0].scale.device
-        )
+        return _agreement.combined(list(state["found_inf_per_device"].values()), self._live_state()[0].scale.device)
 
     def _note_norm(self, norm: Tensor) -> None:
         """Keep the largest norm of an iteration for the history."""
@@ -210,9 +202,7 @@ def add_flags(found: dict[torch.device, Tensor], gradients: Gradients, found_inf
     """Give every device that holds gradients a flag; `found_inf` serves its own device."""
     for device in gradients.by_device:
         if device not in found:
-            found[device] = (
-                found_inf if device == found_inf.device else found_inf.to(device, non_blocking=True)
-            )
+            found[device] = found_inf if device == found_inf.device else found_inf.to(device, non_blocking=True)
 
 
 def _on(scalar: Tensor, device: torch.device) -> Tensor:

@@ -125,9 +125,7 @@ class ScalerMemory(torch.amp.GradScaler):
             if new_scale.device.type not in (self._device, state.scale.device.type):
                 raise AssertionError(_bad_scale(f"one on {new_scale.device}"))
             if new_scale.numel() != 1 or new_scale.requires_grad:
-                raise AssertionError(
-                    _bad_scale(f"shape {tuple(new_scale.shape)}, {new_scale.requires_grad=}")
-                )
+                raise AssertionError(_bad_scale(f"shape {tuple(new_scale.shape)}, {new_scale.requires_grad=}"))
             wanted = new_scale.reshape(()).to(state.scale)
             usable = torch.isfinite(wanted) & (wanted > 0)
             wanted = torch.where(usable, wanted.clamp(rule.min_scale, rule.max_scale), state.scale)
@@ -172,9 +170,7 @@ class ScalerMemory(torch.amp.GradScaler):
 
     def _change(self, name: str, value: Any) -> None:
         if not isinstance(self._loss_scale, DynamicLossScale):
-            raise ValueError(
-                f"cannot set {name} on {self._loss_scale}: its scale never moves; use DynamicLossScale"
-            )
+            raise ValueError(f"cannot set {name} on {self._loss_scale}: its scale never moves; use DynamicLossScale")
         self._loss_scale = replace(self._loss_scale, **{name: value})
 
     def state_dict(self) -> dict[str, Any]:
@@ -325,6 +321,5 @@ def _checked(value: float, rule: LossScale, name: str) -> float:
 def _bad_scale(got: str) -> str:
     return (
         f"new_scale should be a number or a 1-element tensor on the scaler's device with "
-        f"requires_grad=False; "
-        f"got {got}"
+        f"requires_grad=False; got {got}"
     )

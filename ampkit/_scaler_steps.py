@@ -16,9 +16,7 @@ from ._scaler_insight import ScalerInsight
 class ScalerSteps(ScalerInsight):
     """Stepping optimizers; not meant to be used alone."""
 
-    def _maybe_opt_step(
-        self, optimizer: Any, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    def _maybe_opt_step(self, optimizer: Any, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Step an ordinary optimizer, or not: the one place where the host reads a flag."""
         found_inf = self._flag(optimizer_state)
         skip = self._read_flag(found_inf, optimizer_state)
@@ -62,9 +60,7 @@ class ScalerSteps(ScalerInsight):
         multiplier = state.get("multiplier")
         if multiplier is not None:
             state["left_to_do"] = self._left_to_do(optimizer, found_inf)
-        result = _handoff.run(
-            optimizer, lambda: optimizer.step(*args, **kwargs), found_inf, grad_scale, multiplier
-        )
+        result = _handoff.run(optimizer, lambda: optimizer.step(*args, **kwargs), found_inf, grad_scale, multiplier)
         state.pop("multiplier", None)
         state["stage"] = OptState.STEPPED
         self._note_step(optimizer, found_inf, skipped=None)

@@ -124,9 +124,7 @@ class Ledger:
         self._totals[_AT["backoffs"]] += (after < before).sum()
         if self._history_size and not _is_capturing(scale):
             filled = torch.stack([before[0] if norm is None else norm.to(before) for norm in norms])
-            self._keep(
-                torch.stack((before, overflow.float(), filled), dim=1), [norm is not None for norm in norms]
-            )
+            self._keep(torch.stack((before, overflow.float(), filled), dim=1), [norm is not None for norm in norms])
         self._updates = []
 
     def _keep(self, block: Tensor, clipped: list[bool]) -> None:

@@ -104,9 +104,7 @@ class DynamicLossScale:
         if self.hysteresis_refill not in ("growth", "clean"):
             raise ValueError(f"hysteresis_refill is {self.hysteresis_refill!r}; expected 'growth' or 'clean'")
         if not 0.0 <= self.tolerance < 1.0:
-            raise ValueError(
-                f"tolerance is {self.tolerance}; expected a share from 0 up to, not including, 1"
-            )
+            raise ValueError(f"tolerance is {self.tolerance}; expected a share from 0 up to, not including, 1")
 
     @property
     def stuck_scale(self) -> float:
@@ -125,10 +123,7 @@ class DynamicLossScale:
         start = {"hysteresis_left": self.hysteresis, **counters}
         return ScaleState(
             torch.full((), first, dtype=torch.float32, device=device),
-            *(
-                torch.full((), start.get(name, 0), dtype=torch.int32, device=device)
-                for name in ScaleState._fields[1:]
-            ),
+            *(torch.full((), start.get(name, 0), dtype=torch.int32, device=device) for name in ScaleState._fields[1:]),
         )
 
     def next_state(self, state: ScaleState, found_inf: Tensor) -> ScaleState:
@@ -227,9 +222,7 @@ class NoOpLossScale(StaticLossScale):
 
     def __post_init__(self) -> None:
         if self.scale != 1.0:
-            raise ValueError(
-                f"scale is {self.scale}; expected 1.0: use StaticLossScale({self.scale}) to scale"
-            )
+            raise ValueError(f"scale is {self.scale}; expected 1.0: use StaticLossScale({self.scale}) to scale")
 
 
 LossScale = DynamicLossScale | StaticLossScale

@@ -84,9 +84,7 @@ def examine(optimizer: torch.optim.Optimizer) -> Examined:
             places.append(len(gradients))
             local.extend(tensors)
         gradients.append((param, name, param.grad.dtype, param.grad.numel()))
-    return Examined(
-        gradients, [(places, _kernels.nonfinite_counts(local)) for places, local in by_device.values()]
-    )
+    return Examined(gradients, [(places, _kernels.nonfinite_counts(local)) for places, local in by_device.values()])
 
 
 def named_parameters(optimizer: Any) -> Iterator[tuple[str, Tensor]]:

@@ -26,9 +26,7 @@ def plot_history(history: Sequence[dict[str, Any]], path: str | Path, *, title: 
         ValueError: no rows.
     """
     if not history:
-        raise ValueError(
-            "the history is empty; expected rows of GradScaler.history after at least one update()"
-        )
+        raise ValueError("the history is empty; expected rows of GradScaler.history after at least one update()")
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -39,9 +37,7 @@ def plot_history(history: Sequence[dict[str, Any]], path: str | Path, *, title: 
     norms = [(row["update"], row["grad_norm"]) for row in history if _is_drawable(row["grad_norm"])]
     figure = Figure(figsize=(9, 5 if norms else 3), layout="constrained")
     axes = figure.subplots(2 if norms else 1, 1, sharex=True, squeeze=False)[:, 0]
-    axes[0].step(
-        updates, [row["scale"] for row in history], where="post", color="tab:blue", label="loss scale"
-    )
+    axes[0].step(updates, [row["scale"] for row in history], where="post", color="tab:blue", label="loss scale")
     axes[0].plot(
         [row["update"] for row in overflows],
         [row["scale"] for row in overflows],
