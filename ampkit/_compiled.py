@@ -94,9 +94,10 @@ def _let_in_graph() -> bool:
 
     Marked for Dynamo to call rather than trace: so it runs when Dynamo, which takes seconds to import, is there.
     """
-    torch.compiler.allow_in_graph([enter_region, leave_region])
-    for function in (enter_region, leave_region):
-        has_side_effect(function)
+    torch.compiler.allow_in_graph(enter_region)
+    torch.compiler.allow_in_graph(leave_region)
+    has_side_effect(enter_region)
+    has_side_effect(leave_region)
     return True
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -20,6 +19,7 @@ from torch.nn import Module
 
 from ampkit import _checkpoint_frames, _compiled, _decorate, _lifted_mode, _module_regions
 from ampkit._lifted_mode import AutocastMode, Entered
+from ampkit._region_arguments import available, checked_dtype, checked_flag, current_device_type, device_kind
 from ampkit.op_table import TORCH
 from ampkit.policy import Policy, register_changes
 from ampkit.weight_cache import WeightCache, capturing
@@ -64,14 +64,14 @@ class autocast:
         policy: Policy | None = None,
         cache: WeightCache | None = None,
     ) -> None:
-        self.device = device_type if device_type is not None else _current_device_type()
+        self.device = device_type if device_type is not None else current_device_type()
         kind = device_kind(self.device)
         self._kind = kind
-        self.fast_dtype = torch.get_autocast_dtype(kind) if dtype is None else _checked_dtype(dtype)
-        self._enabled = _available(self, kind) if _checked_flag("enabled", enabled) else False
+        self.fast_dtype = torch.get_autocast_dtype(kind) if dtype is None else checked_dtype(dtype)
+        self._enabled = available(self, kind) if checked_flag("enabled", enabled) else False
         if cache_enabled is None:
             cache_enabled = torch.is_autocast_cache_enabled()
-        self._cache_enabled = _checked_flag("cache_enabled", cache_enabled)
+        self._cache_enabled = checked_flag("cache_enabled", cache_enabled)
         if policy is not None and (not isinstance(policy, Policy) or policy.device_type != kind):
             raise TypeError(f"policy is {policy!r}; expected a Policy for {kind!r}, such as Policy.default({kind!r})")
         if cache is not None and not isinstance(cache, WeightCache):
@@ -272,80 +272,6 @@ def _out_of_order(region: autocast, stack: list[_Region]) -> str:
         "reverse of the order they were entered. A generator that yields inside `with autocast():` does this: "
         "decorate the generator function with autocast instead"
     )
-
-
-def _current_device_type() -> str:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if accelerator is None else accelerator.type
-
-
-def device_kind(device_type: Any) -> str:
-    """The device type in a string such as "cuda" or "cuda:0", in the form torch's autocast uses.
-
-    None is the current accelerator, else CPU. Raises `ValueError` for what is no string, `RuntimeError` for a device
-    without autocast.
-    """
-    if device_type is None:
-        device_type = _current_device_type()
-    if not isinstance(device_type, str):
-        raise ValueError(
-            f"device_type is {device_type!r} of type {type(device_type).__name__}; expected a string such as 'cuda'"
-        )
-    kind = torch.device(device_type).type
-    if kind == torch._C._get_privateuse1_backend_name():
-        kind = "privateuseone"
-    if not torch.amp.is_autocast_available(kind):
-        raise RuntimeError(f"device_type {device_type!r} has no autocast in torch; expected one such as 'cuda'")
-    return kind
-
-
-def _checked_dtype(dtype: Any) -> torch.dtype:
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype is {dtype!r}; expected a torch.dtype such as torch.bfloat16, or None")
-    return dtype
-
-
-def _checked_flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}; expected True or False")
-    return value
-
-
-def _available(region: autocast, kind: str) -> bool:
-    """Whether an enabled region can be had; warns as torch does where it cannot."""
-    if kind == "cuda" and ":" not in region.device:
-        if torch.cuda.amp.common.amp_definitely_not_available():
-            warnings.warn("CUDA is not available: autocast for it is disabled.", stacklevel=3)
-            return False
-        if region.fast_dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
-            raise RuntimeError(
-                f"{torch.cuda.get_device_name()} does not support bfloat16; use autocast('cuda', torch.float16)"
-            )
-        return True
-    if kind == "cuda":
-        return True
-    supported = _supported_dtypes(kind)
-    if region.fast_dtype not in supported:
-        warnings.warn(
-            f"autocast for {kind} takes {' or '.join(map(str, supported))}, not {region.fast_dtype}: it is disabled. "
-            "For a region in float32, use ampkit.float32_region().",
-            stacklevel=3,
-        )
-        return False
-    return True
-
-
-def _supported_dtypes(kind: str) -> list[torch.dtype]:
-    if kind != "privateuseone":
-        return [torch.bfloat16, torch.float16]
-    name = torch._C._get_privateuse1_backend_name()
-    module = getattr(torch, name, None)
-    if module is None or not hasattr(module, "get_amp_supported_dtype"):
-        raise RuntimeError(
-            f"the backend {name!r} has not told torch which dtypes its autocast takes: it must register a module with "
-            "torch._register_device_module that has get_amp_supported_dtype()"
-        )
-    return module.get_amp_supported_dtype()
 
 
 class Snapshot:

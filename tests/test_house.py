@@ -35,6 +35,7 @@ LEVELS = (
 BACK_EDGES = {
     # A rule for a module opens a region of the kind that asked for it.
     ("ampkit._module_regions", "ampkit.autocast"),
+    # A call in a compiled graph opens a region from the constants that a graph can hold.
     ("ampkit._compiled", "ampkit.autocast"),
     # Tables are also built where Triton is absent; the writer is a Triton kernel.
     ("ampkit_kernels.pointer_table", "ampkit_kernels.table_writer"),
