@@ -111,7 +111,7 @@ def _stepped(region: autocast, generator: Any) -> Generator[Any, Any, Any]:
         except StopIteration as stop:
             return stop.value
         try:
-            sent = yield item  # pyright: ignore[reportPossiblyUnboundVariable]  a region swallows no exception
+            sent = yield item
         except GeneratorExit:
             with region:
                 generator.close()
