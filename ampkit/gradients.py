@@ -196,7 +196,7 @@ def _local_shard(param: Tensor, grad: Any) -> tuple[Any, Tensor, tuple[Any, ...]
     groups = tuple(
         mesh.get_group(dim)
         for dim, placement in enumerate(grad.placements)
-        if placement.is_shard() and mesh.size(dim) > 1
+        if not placement.is_replicate() and mesh.size(dim) > 1
     )
     return grad, local, groups
 

@@ -1,0 +1,279 @@
+"""What each rank does in the scaler's distributed tests; started by test_scaler_distributed, never collected.
+
+A case is a function of (rank, world) that returns plain values; all cases of a world size run in one set of
+processes, because starting them costs more than running them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import traceback
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import ampkit.optim
+from ampkit.grad_scaler import GradScaler
+from ampkit.testing import plant_nonfinite, spoil_grad
+
+INF_AT = 2
+STEPS = 4
+OPTIMIZERS = {
+    "foreach": lambda params: torch.optim.AdamW(params, lr=0.1),
+    "fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+    "ampkit": lambda params: ampkit.optim.AdamW(params, lr=0.1),
+    "sgd_fused": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
+}
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))    # the last bias leaves one rank empty
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def train(model, optimizer, scaler, inputs, *, spoiled=None, clip=False) -> dict[str, Any]:
+    """Train a few steps with one fault; says what this rank saw."""
+    seen: dict[str, Any] = {"scales": [], "skipped": [], "norms": [], "params": [], "plain_norms": []}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale(model(inputs + step).square().mean()).backward()
+        if spoiled is not None and step == INF_AT:
+            spoil_grad(spoiled, "inf")
+        if clip:
+            scale = scaler.get_scale()
+            grads = [full(p.grad) / scale for p in model.parameters()]
+            seen["plain_norms"].append(float(torch.stack([g.norm() for g in grads]).norm()))
+            seen["norms"].append(float(scaler.clip_grad_norm_(optimizer, 0.1)))
+        scaler.step(optimizer)
+        if isinstance(scaler, GradScaler):
+            seen["skipped"].append(bool(scaler.skipped(optimizer)))
+        scaler.update()
+        seen["scales"].append(scaler.get_scale())
+        seen["params"].append([full(p).clone().tolist() for p in model.parameters()])
+    return seen
+
+
+def ddp(rank: int, world: int, which: str, clip: bool = False, cls=GradScaler) -> dict[str, Any]:
+    model = DistributedDataParallel(network())
+    if rank == world - 1:
+        plant_nonfinite(model.module[0].weight, INF_AT + 1, "nan")
+    optimizer = OPTIMIZERS[which](model.parameters())
+    return train(model, optimizer, cls("cpu"), torch.full((2, 6), float(rank)), clip=clip)
+
+
+def fsdp(rank: int, world: int, which: str, clip: bool = False, cls=GradScaler) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (world,))
+    model = network()
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh)
+    optimizer = OPTIMIZERS[which](model.parameters())
+    spoiled = model[0].weight if rank == world - 1 else None
+    return train(model, optimizer, cls("cpu"), torch.full((2, 6), float(rank)), spoiled=spoiled, clip=clip)
+
+
+def tensor_parallel(rank: int, world: int, which: str, clip: bool = False) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (world,))
+    model = parallelize_module(network(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    optimizer = OPTIMIZERS[which](model.parameters())
+    spoiled = model[2].weight if rank == world - 1 else None
+    return train(model, optimizer, GradScaler("cpu"), torch.ones(2, 6), spoiled=spoiled, clip=clip)
+
+
+def two_dimensions(rank: int, world: int, which: str, clip: bool = False) -> dict[str, Any]:
+    """FSDP2 over tensor parallel, on 2 x world/2 ranks."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(network(), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    optimizer = OPTIMIZERS[which](model.parameters())
+    spoiled = model[0].weight if rank == world - 1 else None
+    inputs = torch.full((2, 6), float(mesh["dp"].get_local_rank()))
+    return train(model, optimizer, GradScaler("cpu"), inputs, spoiled=spoiled, clip=clip)
+
+
+def several_meshes(rank: int, world: int, culprit: int, cls=GradScaler) -> dict[str, Any]:
+    """A replicated parameter first, then one sharded over each dimension of a mesh: all ranks must agree."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("rows", "columns"))
+    plain = nn.Parameter(torch.ones(2))
+    sharded = [
+        nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh[name], [Shard(0)])) for name in ("rows", "columns")
+    ]
+    scaler = cls("cpu")
+    scaler.scale(torch.ones((), requires_grad=True))
+    params = [plain, *sharded]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    if rank == culprit:
+        spoil_grad(sharded[1], "nan")
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    return {"scale": scaler.get_scale(), "plain": plain.tolist()}
+
+
+def pending_reduction(rank: int, world: int) -> dict[str, Any]:
+    """A DTensor gradient whose sum over the ranks has not been taken: finite parts, infinite sum."""
+    from torch.distributed.tensor import Partial
+
+    mesh = init_device_mesh("cpu", (world,))
+    results = {}
+    for name, value in (("finite", 8.0), ("overflows", 3e38)):
+        param = nn.Parameter(distribute_tensor(torch.ones(2), mesh, [Replicate()]))
+        param.grad = DTensor.from_local(torch.full((2,), value), mesh, [Partial()])
+        scaler = GradScaler("cpu", 4.0)
+        scaler.scale(torch.ones((), requires_grad=True))
+        optimizer = torch.optim.SGD([param], lr=1.0)
+        norm = float(scaler.clip_grad_norm_(optimizer, 1e9))
+        scaler.step(optimizer)
+        results[name] = (norm, full(param).tolist(), bool(scaler.skipped(optimizer)))
+    return results
+
+
+def by_hand(rank: int, world: int, which: str, cls=GradScaler, empty: bool = False) -> dict[str, Any]:
+    """Each rank owns another parameter; only a process group can tell that they belong together."""
+    param = nn.Parameter(torch.ones(3))
+    optimizer = OPTIMIZERS[which]([param])
+    scaler = cls("cpu", process_group=dist.group.WORLD)
+    seen: dict[str, Any] = {"scales": [], "moved": []}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale(torch.ones((), requires_grad=True))
+        if not (empty and rank == 0):
+            param.grad = torch.ones(3) * scaler.get_scale()
+        if step == INF_AT and rank == world - 1:
+            param.grad[1] = math.inf
+        before = param.detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        seen["scales"].append(scaler.get_scale())
+        seen["moved"].append(not torch.equal(before, param.detach()))
+    if isinstance(scaler, GradScaler):
+        seen["tracker"] = scaler._get_growth_tracker()
+        seen["no_gradients"] = scaler.stats().no_gradients
+    return seen
+
+
+def norm_over_stages(rank: int, world: int) -> dict[str, Any]:
+    """Pipeline stages clip by the norm of the whole model."""
+    out = {}
+    for order in (2.0, 1.0, math.inf, 3.0):
+        param = nn.Parameter(torch.zeros(2))
+        param.grad = torch.full((2,), 4.0 * (rank + 1))
+        scaler = GradScaler("cpu", 4.0, process_group=dist.group.WORLD)
+        scaler.scale(torch.ones((), requires_grad=True))
+        norm = scaler.clip_grad_norm_(
+            torch.optim.SGD([param], lr=1.0), 1e9, order, process_group=dist.group.WORLD
+        )
+        out[order] = float(norm)
+    return out
+
+
+def different_scales(rank: int, world: int) -> dict[str, Any]:
+    scaler = GradScaler("cpu", 2.0 ** (4 + rank), process_group=dist.group.WORLD)
+    param = nn.Parameter(torch.ones(1))
+    messages = []
+    for _ in range(2):
+        scaler.scale(torch.ones((), requires_grad=True))
+        param.grad = torch.ones(1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            scaler.step(torch.optim.SGD([param], lr=1.0))
+        messages.extend(str(warning.message) for warning in caught)
+        scaler.update()
+    return {"messages": messages, "disagreement": scaler.stats().scale_disagreement}
+
+
+def closure_on_one_rank(rank: int, world: int) -> dict[str, Any]:
+    """One rank's loss turns NaN while its gradients stay finite: every rank must leave the step."""
+    param = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.LBFGS([param], max_iter=3)
+    scaler = GradScaler("cpu", process_group=dist.group.WORLD)
+    evaluations = []
+
+    def closure() -> Any:
+        evaluations.append(1)
+        optimizer.zero_grad()
+        loss = param.square().sum()
+        scaler.scale(loss).backward()
+        return math.nan if rank == 1 and len(evaluations) == 2 else loss
+
+    result = scaler.step(optimizer, closure)
+    scaler.update()
+    return {"result": result, "param": param.tolist(), "scale": scaler.get_scale(), "evaluations": len(evaluations)}
+
+
+def pickling(rank: int, world: int) -> dict[str, Any]:
+    import copy
+    import pickle
+
+    scaler = GradScaler("cpu", process_group=dist.group.WORLD)
+    try:
+        pickle.dumps(scaler)
+        message = ""
+    except TypeError as error:
+        message = str(error)
+    return {"message": message, "same": copy.deepcopy(scaler).process_group is dist.group.WORLD}
+
+
+CASES: dict[int, dict[str, Any]] = {
+    2: {
+        **{f"ddp_{w}": lambda r, n, w=w: ddp(r, n, w) for w in ("foreach", "fused", "ampkit")},
+        "ddp_torch": lambda r, n: ddp(r, n, "foreach", cls=torch.amp.GradScaler),
+        "ddp_clip": lambda r, n: ddp(r, n, "foreach", clip=True),
+        **{f"fsdp_{w}": lambda r, n, w=w: fsdp(r, n, w) for w in ("foreach", "fused", "ampkit")},
+        "fsdp_torch": lambda r, n: fsdp(r, n, "foreach", cls=torch.amp.GradScaler),
+        "fsdp_clip": lambda r, n: fsdp(r, n, "foreach", clip=True),
+        "fsdp_clip_ampkit": lambda r, n: fsdp(r, n, "ampkit", clip=True),
+        **{f"tp_{w}": lambda r, n, w=w: tensor_parallel(r, n, w) for w in ("foreach", "fused")},
+        "tp_clip": lambda r, n: tensor_parallel(r, n, "foreach", clip=True),
+        "pending": pending_reduction,
+        **{f"hand_{w}": lambda r, n, w=w: by_hand(r, n, w) for w in ("foreach", "fused", "ampkit", "sgd_fused")},
+        "hand_empty": lambda r, n: by_hand(r, n, "foreach", empty=True),
+        "hand_empty_fused": lambda r, n: by_hand(r, n, "fused", empty=True),
+        "hand_torch_fused": lambda r, n: by_hand(r, n, "fused", cls=ShardedGradScaler),
+        "stages": norm_over_stages,
+        "scales": different_scales,
+        "closure": closure_on_one_rank,
+        "pickling": pickling,
+    },
+    4: {
+        "ddp": lambda r, n: ddp(r, n, "foreach", clip=True),
+        "fsdp": lambda r, n: fsdp(r, n, "fused", clip=True),
+        "two_dimensions_foreach": lambda r, n: two_dimensions(r, n, "foreach"),
+        "two_dimensions_clip": lambda r, n: two_dimensions(r, n, "fused", clip=True),
+        **{f"meshes_{culprit}": lambda r, n, c=culprit: several_meshes(r, n, c) for culprit in (0, 3)},
+        "meshes_torch": lambda r, n: several_meshes(r, n, 3, cls=torch.amp.GradScaler),
+        "hand": lambda r, n: by_hand(r, n, "fused", empty=True),
+        "stages": norm_over_stages,
+    },
+}
+
+
+def main(rank: int, world: int, folder: str) -> None:
+    """Run every case of this world size and leave the results in a file."""
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
+    results: dict[str, Any] = {}
+    for name, case in CASES[world].items():
+        try:
+            results[name] = case(rank, world)
+        except Exception:    # told to the parent, who fails that test; ranks stay in step
+            results[name] = traceback.format_exc()
+    torch.save(results, f"{folder}/rank{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
