@@ -14,11 +14,7 @@ from . import _kernels
 from ._scaler_checks import ScalerChecks
 from .history import Ledger, ScalerStats
 from .loss_scale import DynamicLossScale
-from .overflow import Examined, OverflowReport, examine
-
-
-class LossScaleStuckError(RuntimeError):
-    """Gradients keep overflowing although the loss scale has collapsed."""
+from .overflow import Examined, LossScaleStuckError, OverflowReport, examine
 
 
 class _Outcome(NamedTuple):

@@ -13,6 +13,10 @@ from . import _kernels
 from .gradients import collect
 
 
+class LossScaleStuckError(RuntimeError):
+    """Gradients keep overflowing although the loss scale has collapsed."""
+
+
 @dataclass(frozen=True)
 class Culprit:
     """One parameter whose gradient was not finite.

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import ampkit.optim
-from ampkit._scaler_insight import LossScaleStuckError
 from ampkit.grad_scaler import GradScaler
 from ampkit.loss_scale import DynamicLossScale, StaticLossScale
+from ampkit.overflow import LossScaleStuckError
 from ampkit.testing import plant_nonfinite
 from tests.scaler_tools import count_reads, started, with_grads
 
