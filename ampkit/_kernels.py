@@ -51,6 +51,18 @@ def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
     _modules()[1].cast_(sources, destinations)
 
 
+def unscale_into_(
+    sources: Sequence[Tensor],
+    destinations: Sequence[Tensor],
+    inv_scale: Tensor,
+    found_inf: Tensor,
+    *,
+    accumulate: bool = False,
+) -> None:
+    """`destinations = sources * inv_scale`, or `+=`; sets `found_inf` as `unscale_`. One device; never syncs."""
+    _modules()[1].unscale_into_(sources, destinations, inv_scale, found_inf, accumulate=accumulate)
+
+
 def uses_triton(impl: str, device: torch.device) -> bool:
     """Whether `impl` means the Triton kernels on this device; raises where it asks for what cannot run."""
     return _modules()[1].uses_triton(impl, device)
