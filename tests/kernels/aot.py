@@ -95,18 +95,16 @@ def compile_case(case: Case, capability: int) -> Code:
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
-        sass, usage = (_cuobjdump(flag, cubin) for flag in ("-sass", "-res-usage"))
-    accesses = Counter(re.findall(r"\b((?:LDG|STG|LDL|STL)[\w.]*)", sass))
-    found = re.search(r"REG:(\d+).*?STACK:(\d+).*?LOCAL:(\d+)", usage)
-    if found is None:
-        raise RuntimeError(f"{case.name}: cuobjdump reported no resources: {usage[-300:]}")
+        done = subprocess.run(
+            [TOOLS / "cuobjdump", "-sass", "-res-usage", cubin], capture_output=True, text=True, check=True
+        )
+    report = done.stdout + done.stderr
+    accesses = Counter(re.findall(r"\b((?:LDG|STG|LDL|STL)[\w.]*)", report))
+    found = re.search(r"REG:(\d+).*?STACK:(\d+).*?LOCAL:(\d+)", report)
+    if found is None or not accesses:
+        raise RuntimeError(f"{case.name}: cuobjdump reported no resources or no code: {report[-300:]}")
     registers, stack, local = map(int, found.groups())
     return Code(accesses, registers, stack, local)
-
-
-def _cuobjdump(flag: str, cubin: Path) -> str:
-    done = subprocess.run([TOOLS / "cuobjdump", flag, cubin], capture_output=True, text=True, check=True)
-    return done.stdout + done.stderr
 
 
 def faults(case: Case, code: Code) -> list[str]:

@@ -252,7 +252,7 @@ def test_refusals() -> None:
         ValueError, match=r"started is a torch.float64 tensor of shape \(1,\); expected float32"
     ):
         sgd_(p, g, [torch.ones(2)], lr=0.1, momentum=0.9, started=torch.zeros(1).double())
-    with pytest.raises(ValueError, match="multiplier is a torch.float64"):
+    with pytest.raises(ValueError, match=r"multiplier is a torch.float64"):
         sgd_(p, g, [], lr=0.1, multiplier=torch.ones(()).double())
     assert torch.equal(p[0], torch.ones(2))
     adamw_([], [], [], [], [], [], **ADAMW_DEFAULTS)

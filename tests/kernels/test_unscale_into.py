@@ -19,7 +19,7 @@ def test_reference_is_a_cast_and_torchs_operator(source: torch.dtype, inv_scale:
     sources = gradients(source, scale=100.0)
     want, want_inf = [s.float().clone() for s in sources], scalar(0.0)
     got, found_inf = [torch.full_like(w, torch.nan) for w in want], scalar(0.0)
-    if source is torch.float64:     # the product is taken in float64 and rounded once
+    if source is torch.float64:  # the product is taken in float64 and rounded once
         want = [(s * scalar(inv_scale).double()).float() for s in sources]
     else:
         torch._amp_foreach_non_finite_check_and_unscale_(want, want_inf, scalar(inv_scale))
@@ -32,7 +32,7 @@ def test_reference_is_a_cast_and_torchs_operator(source: torch.dtype, inv_scale:
 @pytest.mark.parametrize("dtype", HALF)
 def test_all_sixteen_bit_patterns(dtype: torch.dtype, impl: str) -> None:
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
-    if dtype is torch.bfloat16 and impl == "triton":    # the interpreter reads bfloat16 subnormals as zero
+    if dtype is torch.bfloat16 and impl == "triton":  # the interpreter reads bfloat16 subnormals as zero
         patterns = patterns[~((patterns.abs() < torch.finfo(dtype).tiny) & (patterns != 0))]
     got, found_inf = torch.empty(len(patterns)), scalar(0.0)
     unscale_into_([patterns], [got], scalar(0.5), found_inf, impl=impl)
@@ -121,7 +121,9 @@ def test_cuda_equals_cpu(source: torch.dtype, accumulate: bool) -> None:
     got = [b.cuda() for b in before]
     found_inf = scalar(0.0).cuda()
     inv_scale = scalar(2.0**-3).cuda()
-    unscale_into_([s.cuda() for s in sources], got, inv_scale, found_inf, accumulate=accumulate, impl="triton")
+    unscale_into_(
+        [s.cuda() for s in sources], got, inv_scale, found_inf, accumulate=accumulate, impl="triton"
+    )
     assert_same([*(g.cpu() for g in got), found_inf.cpu()], [*want, want_inf])
 
 

@@ -1,0 +1,153 @@
+"""Every kernel variant that a launcher can ask for, with what its machine code must look like.
+
+Ceilings are what the compilers of triton 3.6 and 3.7 use, rounded up; 64 registers let four programs of eight warps
+share a multiprocessor. Wide accesses are counted in the unmasked loop: at least one per list and direction.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ampkit_kernels import adamw, apply, cast, counts, norm, scale, sgd, table_writer, unscale
+from ampkit_kernels.configs import Config
+from tests.kernels.aot import Case
+
+SIZES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp64": 8}
+DTYPES = {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16, "fp64": tl.float64}
+NO_FUSION = {"enable_fp_fusion": False}
+
+
+def one_list(name: str) -> dict[str, Any]:
+    """Constants of the kernels that walk one list."""
+    return {
+        "DTYPE": DTYPES[name],
+        "ACC": tl.float64 if name == "fp64" else tl.float32,
+        "ITEMSIZE": SIZES[name],
+    }
+
+
+def gradient_passes() -> Iterator[Case]:
+    """unscale, norm, multiply, counts in every dtype; the rarer norms in those whose code differs most."""
+    for name, size in SIZES.items():
+        config = unscale.CONFIGS[size]
+        yield _case(f"unscale {name}", unscale.unscale_kernel, config, one_list(name), 80, 1, 1)
+        for order in (0, 1, 2) if name == "fp32" else (2,):
+            constants = {**one_list(name), "ORDER": order}
+            label = f"norm p={order or 'inf'} {name}"
+            # sm_80 lacks the conversions that keep half precision within 64 registers on later chips.
+            ceiling = 96 if size == 2 else 80
+            yield _case(label, norm.norm_kernel, norm.CONFIGS[size], constants, ceiling, 1, 0)
+        constants = {**one_list(name), "HAS_FOUND_INF": True}
+        yield _case(f"multiply {name}", apply.multiply_kernel, apply.CONFIGS[size], constants, 64, 1, 1)
+        yield _case(f"counts {name}", counts.count_kernel, counts.CONFIG, one_list(name), 96, 1, 0)
+
+
+def casts() -> Iterator[Case]:
+    """Masters to halves and back, and the scalar path for unaligned views."""
+    pairs = [("fp32", "fp16", True), ("fp32", "bf16", True), ("fp32", "bf16", False)]
+    pairs += [("fp16", "fp32", True), ("bf16", "fp32", True), ("fp64", "fp16", True)]
+    for source, destination, aligned in pairs:
+        constants = {"SOURCE": DTYPES[source], "DESTINATION": DTYPES[destination], "ALIGNED": aligned}
+        label = f"cast {source} to {destination}{'' if aligned else ' unaligned'}"
+        yield _case(label, cast.cast_kernel, cast.CONFIG, constants, 96, int(aligned), int(aligned))
+
+
+def adamw_steps() -> Iterator[Case]:
+    """AdamW over gradient dtypes, amsgrad, copies, alignment, and in half and double precision throughout."""
+    variants = [("fp32", grad, "fp32", False, None, True) for grad in ("fp32", "fp16", "bf16")]
+    variants += [("fp32", "fp32", "fp32", True, None, True), ("fp32", "fp32", "fp32", False, None, False)]
+    variants += [("fp32", "fp32", "fp32", False, copy, True) for copy in ("fp16", "bf16")]
+    variants += [("bf16", "bf16", "bf16", False, None, True), ("fp64", "fp64", "fp64", False, None, True)]
+    for param, grad, moment, amsgrad, copy, aligned in variants:
+        acc = tl.float64 if param == "fp64" else tl.float32
+        constants = {
+            "PARAM": DTYPES[param], "GRAD": DTYPES[grad], "MOMENT": DTYPES[moment], "COPY_TO": DTYPES[copy or moment],
+            "ACC": acc, "AMSGRAD": amsgrad, "COPY": copy is not None, "LERP_FROM_END": False, "HAS_FOUND_INF": True,
+            "ALIGNED": aligned, "N_LISTS": 5 + amsgrad + (copy is not None),
+        }  # fmt: skip
+        label = f"adamw {param} g={grad}{' amsgrad' * amsgrad}{f' copy={copy}' if copy else ''}"
+        # Four elements per thread: 16 bytes where the list is fp32, 8 where it is half.
+        wide = 0 if not aligned or param == "bf16" else 3
+        ceiling = 128 if param == "fp64" else 64
+        config = adamw.CONFIGS[8 if param == "fp64" else 4]
+        label += "" if aligned else " unaligned"
+        yield _case(label, adamw.adamw_kernel, config, constants, ceiling, wide, wide, NO_FUSION)
+    for several in (False, True):
+        constants = {
+            "HAS_LR": several, "HAS_MULTIPLIER": several, "HAS_GRAD_SCALE": several, "HAS_FOUND_INF": several,
+            "MAXIMIZE": several, "N_LISTS": 5, "BLOCK": 128,
+        }  # fmt: skip
+        yield Case(f"adamw prepare {several}", adamw.prepare_kernel, constants, 4, 64, options=NO_FUSION)
+
+
+def sgd_steps() -> Iterator[Case]:
+    """SGD with and without momentum, nesterov, decay, copies, alignment."""
+    for grad, momentum, nesterov, decay, copy, aligned in (
+        ("fp32", True, False, True, None, True),
+        ("fp16", True, True, True, None, True),
+        ("fp32", False, False, False, None, True),
+        ("fp32", True, False, True, "bf16", True),
+        ("fp32", True, False, True, None, False),
+    ):
+        constants = {
+            "PARAM": tl.float32, "GRAD": DTYPES[grad], "MOMENT": tl.float32, "COPY_TO": DTYPES[copy or "fp32"],
+            "ACC": tl.float32, "MOMENTUM": momentum, "NESTEROV": nesterov, "DECAY": decay, "COPY": copy is not None,
+            "HAS_FOUND_INF": True, "ALIGNED": aligned, "N_LISTS": 2 + momentum + (copy is not None),
+        }  # fmt: skip
+        label = (
+            f"sgd g={grad}{' momentum' * momentum}{' nesterov' * nesterov}{f' copy={copy}' if copy else ''}"
+        )
+        label += "" if aligned else " unaligned"
+        wide = 1 + momentum if aligned else 0
+        yield _case(label, sgd.sgd_kernel, sgd.CONFIGS[4], constants, 64, wide, wide, NO_FUSION)
+    flags = ("HAS_STARTED", "HAS_LR", "HAS_MULTIPLIER", "HAS_GRAD_SCALE", "HAS_FOUND_INF", "MAXIMIZE")
+    constants = {**dict.fromkeys(flags, True), "BLOCK": 128}
+    yield Case("sgd prepare", sgd.prepare_kernel, constants, 4, 64, options=NO_FUSION)
+
+
+def small_kernels() -> Iterator[Case]:
+    """Those of one program: nothing is asked of their accesses but that they compile without spills."""
+    for order in (0, 1, 2):
+        yield Case(f"finish p={order or 'inf'}", norm.finish_kernel, {"ORDER": order, "BLOCK": 1024}, 4, 64)
+    for every in (False, True):
+        flags = ("HAS_HYSTERESIS", "REFILL_AT_GROWTH", "HAS_MIN", "HAS_MAX")
+        yield Case(f"scale {every}", scale.update_scale_kernel, dict.fromkeys(flags, every), 1, 64)
+    yield Case("table write", table_writer._write_kernel, {}, 1, 64)
+    yield Case("table expand", table_writer._expand_kernel, {"BLOCK": 1024}, 4, 64)
+
+
+def _case(
+    name: str, kernel: Any, config: Config, constants: dict[str, Any], registers: int, loads: int, stores: int,
+    options: dict[str, Any] | None = None,
+) -> Case:  # fmt: skip
+    constants = {**constants, "BLOCK": config.block}
+    return Case(name, kernel, constants, config.num_warps, registers, loads, stores, options=options or {})
+
+
+@triton.jit
+def _unvectorised_kernel(addresses, numels, blocks, found_inf_ptr, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    # The addressing that looks sufficient and is not: the pointer is known to be aligned, but every access is masked.
+    entry = tl.load(blocks + tl.program_id(0))
+    tensor = entry & 0xFFFFFFFF
+    p = tl.multiple_of(tl.load(addresses + tensor).to(tl.pointer_type(DTYPE)), 16)
+    o = (entry >> 32) * BLOCK + tl.arange(0, BLOCK)
+    mask = o < tl.load(numels + tensor)
+    tl.store(p + o, tl.load(p + o, mask=mask, other=0.0) * tl.load(found_inf_ptr), mask=mask)
+
+
+@triton.jit
+def _hungry_kernel(addresses, found_inf_ptr, BLOCK: tl.constexpr):
+    # Holds far more values at once than a thread has registers.
+    p = tl.multiple_of(tl.load(addresses).to(tl.pointer_type(tl.float32)), 16) + tl.arange(0, BLOCK)
+    tl.store(p, tl.sort(tl.load(p)) * tl.load(found_inf_ptr))
+
+
+UNVECTORISED = Case("unvectorised", _unvectorised_kernel, {"DTYPE": tl.float32, "BLOCK": 4096}, 8, 64, 1, 1)
+HUNGRY = Case("hungry", _hungry_kernel, {"BLOCK": 16384}, 4, 64, 1, 1)
+
+
+def all_cases() -> list[Case]:
+    """Every variant; names are unique."""
+    return [*gradient_passes(), *casts(), *adamw_steps(), *sgd_steps(), *small_kernels()]

@@ -1,0 +1,85 @@
+"""Compile every kernel variant for sm_80, sm_90 and sm_100 and judge the machine code. Needs no GPU.
+
+    python -m tests.kernels.aot_check [--capability 90] [--only TEXT]
+
+Must run without TRITON_INTERPRET. Two deliberately bad kernels must be judged bad, else the check itself fails. Exit
+code 1 when anything is wrong.
+"""
+
+import argparse
+import multiprocessing
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+
+CAPABILITIES = (80, 90, 100)
+BAD = ("unvectorised", "hungry")
+
+
+def judge(job: tuple[str, int]) -> tuple[str, int, list[str], str]:
+    """Compile one case by name; returns what is wrong with it and a line describing it."""
+    from tests.kernels import aot, aot_cases
+
+    name, capability = job
+    cases = {case.name: case for case in (*aot_cases.all_cases(), aot_cases.UNVECTORISED, aot_cases.HUNGRY)}
+    case = cases[name]
+    try:
+        code = aot.compile_case(case, capability)
+    except (
+        Exception
+    ) as error:  # any compiler failure is a finding about this variant, not the end of the check
+        return name, capability, [f"does not compile: {type(error).__name__}: {str(error)[-500:]}"], ""
+    line = f"{code.registers:3d} registers, 128-bit loads {code.wide('LDG'):2d}, stores {code.wide('STG'):2d}"
+    return name, capability, aot.faults(case, code), line
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the check; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Compile every kernel ahead of time and judge the code.")
+    parser.add_argument(
+        "--capability", type=int, action="append", help="compute capability, as 90; repeatable"
+    )
+    parser.add_argument("--only", default="", help="only variants whose name contains this")
+    parser.add_argument("--quiet", action="store_true", help="print what is wrong, and the total")
+    options = parser.parse_args(argv)
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        print("TRITON_INTERPRET is set: nothing can be compiled in interpret mode; unset it", file=sys.stderr)
+        return 2
+    import triton
+
+    from tests.kernels import aot_cases
+
+    started = time.perf_counter()
+    names = [case.name for case in aot_cases.all_cases() if options.only in case.name]
+    if len(set(names)) != len(names):
+        print("two variants share a name", file=sys.stderr)
+        return 2
+    jobs = [(name, cap) for cap in options.capability or CAPABILITIES for name in names]
+    jobs += [(name, 90) for name in BAD]
+    n_wrong = 0
+    workers = min(os.cpu_count() or 1, 8)
+    # Spawned, not forked: a compiler with threads of its own does not survive a fork.
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for name, capability, faults, line in pool.map(judge, jobs, chunksize=4):
+            if name in BAD:
+                if not faults:
+                    n_wrong += 1
+                    print(f"WRONG  the check passed a kernel that is {name}: it would catch nothing")
+                continue
+            n_wrong += bool(faults)
+            if faults:
+                print(f"WRONG  sm_{capability} {name}: {'; '.join(faults)}")
+            elif not options.quiet:
+                print(f"ok     sm_{capability:<4d}{name:34s}{line}")
+    seconds = time.perf_counter() - started
+    print(f"triton {triton.__version__}: {len(jobs) - len(BAD)} variants, {n_wrong} wrong, {seconds:.0f} s")
+    return 1 if n_wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
