@@ -1,9 +1,9 @@
 """The cast cache: the low-precision copy of a weight, made once and used until the weight changes.
 
-What is kept: casts of float32 leaves that require grad, and of frozen `nn.Parameter`s; never of views or
-activations. An entry answers only for the very tensor it was made from (weak reference), at the same version
-counter and the same storage address, and only until some `torch.optim.Optimizer` steps: `fused=True` optimizers
-and `.data` writes move weights without moving their version, hence the optimizer hook.
+What is kept: casts of float32 leaves that require grad, and of frozen `nn.Parameter`s; never of views, of activations
+or of tensors made in inference mode. An entry answers only for the very tensor it was made from (weak reference), at
+the same version counter and the same storage address, and only until some `torch.optim.Optimizer` steps: `fused=True`
+optimizers and `.data` writes move weights without moving their version, hence the optimizer hook.
 
 Casts are made with grad mode on and inference mode off, so that one entry serves `no_grad`, `inference_mode` and
 training alike and gradients flow. Between regions an entry is kept without its autograd history: history would
@@ -40,10 +40,10 @@ class _Entry:
     __slots__ = ("address", "cast", "nbytes", "steps", "version", "weight")
 
     def __init__(
-        self, weight: weakref.ref[Tensor], version: int | None, address: int, steps: int, cast: Tensor
+        self, weight: weakref.ref[Tensor], version: int, address: int, steps: int, cast: Tensor
     ) -> None:
         self.weight = weight
-        self.version = version      # None for an inference tensor, which has none
+        self.version = version
         self.address = address
         self.steps = steps
         self.cast = cast
@@ -116,7 +116,7 @@ class WeightCache:
         if self._in_the_way(leaf):
             return leaf.to(dtype)
         if (
-            (entry.version is not None and entry.version != leaf._version)
+            entry.version != leaf._version
             or entry.address != _address(leaf)
             or entry.steps != _steps.count
         ):
@@ -145,8 +145,8 @@ class WeightCache:
         self._misses += 1
         with torch.inference_mode(False), torch.enable_grad():
             made = leaf.to(dtype)
-        version = None if leaf.is_inference() else leaf._version
-        self._add(key, _Entry(weakref.ref(leaf, self._forget(key)), version, _address(leaf), _steps.count, made))
+        entry = _Entry(weakref.ref(leaf, self._forget(key)), leaf._version, _address(leaf), _steps.count, made)
+        self._add(key, entry)
         return made
 
     def _add(self, key: tuple[int, torch.dtype], entry: _Entry) -> None:
@@ -181,11 +181,15 @@ class WeightCache:
 
 
 def _is_weight(value: Tensor) -> bool:
-    """Whether the cast of a leaf is worth keeping: trained or frozen parameters, never views or inputs."""
+    """Whether the cast of a leaf is worth keeping: trained or frozen parameters, never views or inputs.
+
+    Nor tensors made in inference mode: they have no version counter, so a write to them could not be seen.
+    """
     return (
         value.dtype is torch.float32
         and (value.requires_grad or isinstance(value, Parameter))
         and not value._is_view()
+        and not value.is_inference()
     )
 
 
