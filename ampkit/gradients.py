@@ -54,6 +54,9 @@ def parameters(optimizer: torch.optim.Optimizer, groups: Collection[int] | None 
         AssertionError: a parameter is not a tensor.
         IndexError: a number that is no parameter group's.
     """
+    masters = getattr(optimizer, "_ampkit_masters", None)
+    if masters is not None:  # gradients that arrived at half parameters are theirs
+        masters.take_gradients_()
     if groups is None:
         chosen = optimizer.param_groups
     else:
