@@ -1,5 +1,8 @@
 """The table as data: names, folding, version spans, and what the default lists promise."""
 
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -125,3 +128,11 @@ def test_default_runs_recurrent_layers_in_the_region_s_dtype(device: str) -> Non
     for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
         assert rules[resolve(f"{name}.input")] is rules[resolve(f"{name}.data")] is Rule.LOWER
         assert rules[resolve(f"{name}_cell")] is Rule.LOWER
+
+
+def test_the_document_says_what_the_table_says() -> None:
+    docs = Path(__file__).resolve().parents[1] / "docs"
+    module = runpy.run_path(str(docs / "make_operators.py"))
+    text = (docs / "operators.md").read_text(encoding="utf-8")
+    assert text == module["render"](), "run: python docs/make_operators.py"
+    assert set(module["MEANINGS"]) == set(Rule)

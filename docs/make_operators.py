@@ -1,0 +1,102 @@
+"""Writes operators.md beside this file from the lists in ampkit.op_table. Run: python docs/make_operators.py"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from ampkit.op_table import DECOMPOSED, DEFAULT_EXTRA, OPAQUE, TORCH, Group, Rule
+
+TARGET = Path(__file__).with_name("operators.md")
+
+INTRO = """# What a region does to each operator
+
+Written by `docs/make_operators.py` from `ampkit/op_table.py`; a test compares the two. A region asks its policy about
+every operator that is called inside it:
+
+{rules}
+
+*Eligible* is a floating-point tensor on the region's device, float64 excepted. An operator that no list names runs on
+its arguments as they came, and so do in-place and `out=` overloads: the caller chose the dtype of what they write to.
+`Policy.explain(op)` gives the rule and the reason for one operator, `Policy.with_rules({{op: rule}})` changes it.
+
+`Policy.torch(device)` is torch.amp's own list for the device. `Policy.default(device)` lays ampkit's additions on top.
+Names are ATen's, with the overload after the dot where it is not the default one.
+"""
+
+MEANINGS = {
+    Rule.LOWER: "cast every eligible tensor to the region's dtype",
+    Rule.FLOAT32: "cast every eligible tensor to float32",
+    Rule.FLOAT32_DTYPE_ARG: "leave the tensors, ask for a float32 result through `dtype=` unless the caller asked",
+    Rule.PROMOTE: "cast every eligible tensor to the widest dtype among them, whatever their order",
+    Rule.BANNED: "raise, and say what to do instead",
+    Rule.DECOMPOSE: "run the composite's own code, in which the region stays active: the rule of unlisted composites",
+    Rule.KEEP: "call it on the arguments as they came: the rule of everything else",
+}
+
+COMPOSITES = """## Composites
+
+A composite operator is written in terms of others. One that no list names runs its own code with the region active, so
+a listed operator inside it follows its rule. Every composite of torch 2.11 to 2.13 is classified here; a torch with a
+new one fails a test that names it.
+
+Kernels that are not composites may call listed operators too, as `_trilinear` (behind `bilinear` on CPU) calls `bmm`.
+The region is active there as well, as torch.amp is: that is what makes results equal to the bit under `Policy.torch`.
+Where it does harm (`linalg.pinv` and `sparse.mm` lose their derivative, `matrix_exp` would raise), the default policy
+names the outer operator and so keeps casts out of it.
+"""
+
+
+def render() -> str:
+    """The whole document."""
+    rules = "\n".join(f"- **{rule.name}**: {meaning}." for rule, meaning in MEANINGS.items())
+    parts = [INTRO.format(rules=rules), "## torch.amp's lists\n"]
+    for devices, groups in _shared(TORCH):
+        parts.append(f"### {devices}\n\n{_table(groups)}\n")
+    parts.append("## What the default policy adds\n")
+    for devices, groups in _shared(DEFAULT_EXTRA):
+        parts.append(f"### {devices}\n\n{_table(groups)}\n")
+    parts.append(COMPOSITES)
+    for title, table in (
+        ("### Opaque: a region changes nothing about them", OPAQUE),
+        ("### Decomposed: listed operators inside follow their rules", DECOMPOSED),
+    ):
+        rows = [("why", "operators"), ("---", "---")]
+        rows += [(_sentence(one.why, one.since, one.until), _names(one.ops)) for one in table]
+        parts.append(f"{title}\n\n{_lines(rows)}\n")
+    return "\n".join(parts)
+
+
+def _shared(lists: dict[str, tuple[Group, ...]]) -> list[tuple[str, tuple[Group, ...]]]:
+    """Each distinct list once, with the devices that have it."""
+    found: dict[tuple[Group, ...], list[str]] = {}
+    for device, groups in lists.items():
+        found.setdefault(groups, []).append(device)
+    return [(", ".join(devices), groups) for groups, devices in found.items()]
+
+
+def _table(groups: Iterable[Group]) -> str:
+    rows = [(f"`{g.rule.name}`", _sentence(g.why, g.since, g.until), _names(g.ops)) for g in groups]
+    if not rows:
+        return "torch lists nothing for these devices; a plugin for them may."
+    return _lines([("rule", "why", "operators"), ("---", "---", "---"), *rows])
+
+
+def _lines(rows: list[tuple[str, ...]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _names(ops: str) -> str:
+    return " ".join(f"`{name}`" for name in sorted(ops.split()))
+
+
+def _sentence(why: str, since: tuple[int, int], until: tuple[int, int]) -> str:
+    span = []
+    if since != (0, 0):
+        span.append("from torch {}.{}".format(*since))
+    if until != (1000, 0):
+        span.append("before torch {}.{}".format(*until))
+    return f"{why} ({', '.join(span)})" if span else why
+
+
+if __name__ == "__main__":
+    TARGET.write_text(render(), encoding="utf-8")
+    print(f"wrote {TARGET}")

@@ -1,0 +1,104 @@
+"""What the default policy puts right: calls that torch.amp fails, or that differ between devices, and now work."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from ampkit import Policy, autocast
+
+BF16 = torch.bfloat16
+
+
+def default() -> autocast:
+    """A region with the default policy on CPU."""
+    return autocast("cpu", BF16, policy=Policy.default("cpu"))
+
+
+def _sparse_product(leaf: torch.Tensor) -> torch.Tensor:
+    return torch.sparse.mm(torch.eye(3).to_sparse(), leaf)
+
+
+@pytest.mark.parametrize("function", [_sparse_product, torch.linalg.pinv, torch.pinverse], ids=lambda f: f.__name__)
+def test_casts_stay_out_of_kernels_that_have_one_derivative(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    leaf = torch.randn(3, 3, requires_grad=True)
+    want, = torch.autograd.grad(function(leaf).sum(), leaf)
+    if function is not torch.pinverse:                  # torch lists that name, and not the one it forwards to
+        with torch.autocast("cpu", BF16):
+            result = function(leaf)
+        assert result.dtype is BF16
+        with pytest.raises(RuntimeError, match=r"dtype|scalar type"):
+            result.sum().backward()
+    with default():
+        result = function(leaf)
+    got, = torch.autograd.grad(result.sum(), leaf)
+    assert result.dtype is torch.float32
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("name", ["linalg.det", "linalg.slogdet", "logdet", "linalg.lu", "linalg.pinv", "matrix_exp"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_linear_algebra_takes_half_precision(name: str, dtype: torch.dtype) -> None:
+    function = torch
+    for part in name.split("."):
+        function = getattr(function, part)
+    matrix = (torch.eye(4) + 0.1 * torch.ones(4, 4)).to(dtype)
+    with autocast("cpu", dtype):
+        got = function(matrix)
+    want = function(matrix.float())
+    for ours, exact in zip(*((x,) if isinstance(x, torch.Tensor) else x for x in (got, want)), strict=True):
+        assert ours.dtype is exact.dtype is torch.float32
+        torch.testing.assert_close(ours, exact)
+
+
+def test_mixed_dtypes_meet_in_the_widest() -> None:
+    wide, narrow, index = torch.zeros(4), torch.ones(4, dtype=BF16), torch.arange(4)
+    calls: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
+        lambda a, b: a.index_add(0, index, b),
+        lambda a, b: a.scatter(0, index, b),
+        lambda a, b: a.scatter_reduce(0, index, b, "sum"),
+        lambda a, b: a.masked_scatter(index > 0, b),
+        lambda a, b: a.lerp(b, 0.5),
+        lambda a, b: torch.dot(a, b),
+        lambda a, b: torch.cat([b, a]),
+    ]
+    for call in calls:
+        for a, b in ((wide, narrow), (narrow, wide)):
+            with default():
+                assert call(a, b).dtype is torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_recurrent_layers_run_in_the_region_s_dtype(layer: type[nn.Module], dtype: torch.dtype) -> None:
+    module = layer(6, 5)
+    given = torch.randn(3, 2, 6) if not issubclass(layer, nn.RNNCellBase) else torch.randn(2, 6)
+    exact = module(given)
+    with autocast("cpu", dtype):
+        got = module(given)
+    for ours, want in zip(_tensors(got), _tensors(exact), strict=True):
+        assert ours.dtype is dtype
+        torch.testing.assert_close(ours.float(), want, atol=3e-2, rtol=3e-2)
+    _tensors(got)[0].float().sum().backward()
+    assert {parameter.grad.dtype for parameter in module.parameters()} == {torch.float32}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_the_encoder_s_inference_path_takes_a_padding_mask() -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    given, padding = torch.randn(2, 3, 8), torch.tensor([[False, False, True], [False, False, False]])
+    with torch.no_grad():
+        exact = encoder(given, src_key_padding_mask=padding)
+        with torch.autocast("cpu", BF16), pytest.raises(RuntimeError, match="scalar type Float but found BFloat16"):
+            encoder(given, src_key_padding_mask=padding)
+        with default():
+            got = encoder(given, src_key_padding_mask=padding)
+    assert got.dtype is BF16
+    torch.testing.assert_close(got.float()[1], exact[1], atol=5e-2, rtol=5e-2)
+
+
+def _tensors(result: object) -> list[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return [leaf for item in result for leaf in _tensors(item)]  # type: ignore[attr-defined]
