@@ -28,7 +28,7 @@ from torch._C import DispatchKeySet
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampkit import _checkpoint_frames, casting, recurrent
+from ampkit import _checkpoint_frames, _fingerprint, casting, recurrent
 from ampkit.op_table import Rule
 from ampkit.policy import Policy, register_changes
 from ampkit.weight_cache import WeightCache
@@ -88,6 +88,7 @@ class AutocastMode(TorchDispatchMode):
         self.changes = register_changes()
         self.lookup = None if cache is None else cache.cast
         self.tables = tuple((device, policy.rules()) for device, policy in policies)
+        self.mark = _fingerprint.mark_of(policies)
         self.hidden, self.below = _keysets(tuple(device for device, _ in policies))
         for _, table in self.tables:
             if not table.installed:
@@ -174,12 +175,13 @@ def current() -> AutocastMode | None:
 class Entered:
     """One entry of a mode into this thread's dispatcher state, and what to put back on leaving."""
 
-    __slots__ = ("guard", "previous")
+    __slots__ = ("guard", "mark", "previous")
 
     def __init__(self, mode: AutocastMode, *, active: bool) -> None:
         """Make `mode` the thread's mode; with `active` False operators go past it at no cost."""
         self.previous = current()
         _put_in_tls(_TLS_NAME, mode)
+        self.mark = _fingerprint.write(mode.mark if active else ())
         if not active:
             self.guard = _Exclude(_KEY_SET)
         elif torch._C._dispatch_tls_local_exclude_set().has(_KEY):      # inside an island, or inside an operator
@@ -192,6 +194,7 @@ class Entered:
     def leave(self) -> None:
         """Restore the state found on entry."""
         self.guard.__exit__(None, None, None)
+        _fingerprint.write(self.mark)
         _put_in_tls(_TLS_NAME, self.previous)
 
 
@@ -254,7 +257,7 @@ def _go_before_tracer(op: OpOverload) -> None:
             return found
 
         def handler(*args: Any, **kwargs: Any) -> Any:
-            mode = current() if _is_open() else None
+            mode = current() if is_open() else None
             call = None if mode is None else mode.prepare(op, args, kwargs)
             if mode is None or call is None:
                 return found(*args, **kwargs)
@@ -267,7 +270,7 @@ def _go_before_tracer(op: OpOverload) -> None:
     op._get_dispatch = get_dispatch  # type: ignore[method-assign]
 
 
-def _is_open() -> bool:
+def is_open() -> bool:
     """Whether operators meet the mode here: a region is open, and it is not an island."""
     include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     return include.has(_KEY) and not exclude.has(_KEY)

@@ -246,6 +246,11 @@ def register_op(op: Operator | Any, rule: Rule | str) -> None:
     _Registered.changes += 1
 
 
+def registered() -> Mapping[OpOverload, Rule]:
+    """The rules that `register_op` declared for this process."""
+    return _Registered.rules
+
+
 def register_changes() -> int:
     """How often `register_op` has changed the rules of this process."""
     return _Registered.changes
