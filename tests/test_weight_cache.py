@@ -1,0 +1,644 @@
+"""The weight cache: what is kept, for how long, and that it is never stale. Numbers are the conformance list's.
+
+Copies are counted by the profiler, with a low-precision input so that only the weight needs one; a dispatch mode that
+counted them would keep the cache from being used.
+"""
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from regions import BF16, FP16, FP32, like_torch
+from torch import nn
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampkit import CacheInfo, Policy, WeightCache, autocast, clear_autocast_cache
+
+REGIONS = [torch.autocast, autocast]
+both = pytest.mark.parametrize("region", REGIONS, ids=["torch", "ampkit"])
+X = torch.ones(2, 4, dtype=BF16)
+
+
+def weight(requires_grad: bool = True) -> Parameter:
+    return Parameter(torch.ones(4, 4), requires_grad)
+
+
+def copies(call) -> int:
+    """How many copies a call makes."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    return sum(event.count for event in profile.key_averages() if event.key == "aten::copy_")
+
+
+def uses(region, leaf, times: int = 3, **kwargs) -> int:
+    """How many copies it takes to use a leaf so often in one region."""
+    def run():
+        with region("cpu", **kwargs):
+            for _ in range(times):
+                torch.mm(X, leaf)
+
+    return copies(run)
+
+
+# What is kept
+
+
+@both
+def test_one_cast_per_region(region):
+    """Item 93."""
+    assert uses(region, weight()) == 1
+
+
+@both
+def test_what_gets_a_cast_per_use(region):
+    """Item 94, but for frozen parameters: see below."""
+    plain = torch.ones(4, 4)
+    assert uses(region, plain) == 3
+    assert uses(region, weight() * 1) == 3
+    assert uses(region, torch.ones(2, 4, 4)[0].requires_grad_()) == 3
+
+
+def test_frozen_parameters_are_cast_once():
+    """Item 94. torch.amp casts them at every use."""
+    assert uses(torch.autocast, weight(False)) == 3
+    assert uses(autocast, weight(False)) == 1
+
+
+@both
+def test_parameter_made_of_a_view(region):
+    """Item 95."""
+    assert uses(region, Parameter(torch.ones(2, 4, 4)[1])) == 1
+
+
+@both
+def test_cache_switched_off(region):
+    """Item 96."""
+    assert uses(region, weight(), cache_enabled=False) == 3
+
+
+def test_cache_switched_off_leaves_an_explicit_cache_alone():
+    cache = WeightCache()
+    assert uses(autocast, weight(), cache_enabled=False, cache=cache) == 3
+    assert cache.info() == CacheInfo(0, 0, 0, 0)
+
+
+@both
+def test_cache_switched_off_inside(region):
+    leaf = weight()
+
+    def run():
+        with region("cpu"):
+            torch.mm(X, leaf)
+            with region("cpu", cache_enabled=False):
+                torch.mm(X, leaf)
+                torch.mm(X, leaf)
+            torch.mm(X, leaf)
+
+    assert copies(run) == 3
+
+
+@both
+def test_casts_to_float32_are_not_kept(region):
+    """Item 97."""
+    half = Parameter(torch.ones(4, dtype=BF16))
+
+    def run(times):
+        with region("cpu"):
+            for _ in range(times):
+                F.mse_loss(half, half)
+
+    once = copies(lambda: run(1))
+    assert once >= 2
+    assert copies(lambda: run(3)) == 3 * once
+
+
+@both
+def test_no_grad_first_and_gradients_after(region):
+    """Item 98."""
+    leaf = weight()
+
+    def run():
+        with region("cpu"):
+            with torch.no_grad():
+                torch.mm(X, leaf)
+            torch.mm(X, leaf).float().sum().backward()
+
+    assert copies(run) == copies(lambda: torch.mm(X, leaf.to(BF16)).float().sum().backward())
+    assert leaf.grad is not None
+
+
+def test_inference_mode():
+    """Item 99. torch.amp casts at every use there; ours serves it too, and gradients after it still flow."""
+    leaf = weight()
+
+    def run(region):
+        with region("cpu"):
+            with torch.inference_mode():
+                torch.mm(X, leaf)
+                torch.mm(X, leaf)
+            with torch.no_grad():
+                torch.mm(X, leaf)
+
+    assert copies(lambda: run(torch.autocast)) == 3
+    assert copies(lambda: run(autocast)) == 1
+
+    for inside in (True, False):
+        leaf.grad = None
+        with torch.inference_mode(inside), autocast("cpu"), torch.inference_mode():
+            torch.mm(X, leaf)
+            with torch.inference_mode(False):
+                torch.mm(X, leaf).float().sum().backward()
+        assert torch.equal(leaf.grad, torch.full((4, 4), 2.0))
+
+
+def test_write_to_a_tensor_made_in_inference_mode_is_seen():
+    """Such a tensor has no version counter, so its casts are not kept."""
+    with torch.inference_mode(), autocast("cpu"):
+        leaf = weight()
+        torch.mm(X, leaf)
+        leaf.mul_(2)
+        assert torch.mm(X, leaf)[0, 0] == 8
+
+
+@both
+def test_leaving_an_inner_region_keeps_the_casts(region):
+    """Item 100."""
+    leaf = weight()
+
+    def run():
+        with region("cpu"):
+            for _ in range(2):
+                with region("cpu"):
+                    torch.mm(X, leaf)
+                torch.mm(X, leaf)
+
+    assert copies(run) == 1
+    assert copies(run) == 1, "and the outermost dropped them"
+
+
+@both
+@pytest.mark.parametrize("write", ["in place", "data", "optimizer", "load_state_dict"])
+def test_next_region_sees_the_new_weight(region, write):
+    """Item 101."""
+    layer = nn.Linear(4, 4, bias=False)
+    for value in (1.0, 2.0):
+        with torch.no_grad():
+            if write == "in place":
+                layer.weight.fill_(value)
+            elif write == "data":
+                layer.weight.data = torch.full((4, 4), value)
+            elif write == "load_state_dict":
+                layer.load_state_dict({"weight": torch.full((4, 4), value)})
+            else:
+                layer.weight.data.fill_(value + 1)
+                layer.weight.grad = torch.ones(4, 4)
+                torch.optim.SGD(layer.parameters(), lr=1.0).step()
+        with region("cpu"):
+            assert layer(X)[0, 0] == 4 * value
+
+
+# Never stale
+
+
+WRITES = {
+    "in place": lambda p: p.detach().fill_(2.0),
+    "no_grad": lambda p: torch.no_grad()(lambda: p.fill_(2.0))(),
+    "inference_mode": lambda p: torch.inference_mode()(lambda: p.fill_(2.0))(),
+    "copy_": lambda p: torch.no_grad()(lambda: p.copy_(torch.full((4, 4), 2.0)))(),
+    "data =": lambda p: setattr(p, "data", torch.full((4, 4), 2.0)),
+    "set_": lambda p: torch.no_grad()(lambda: p.set_(torch.full((4, 4), 2.0)))(),
+    "through a view": lambda p: p.detach().view(-1)[:].fill_(2.0),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_write_inside_a_region_is_seen(write):
+    """Item 102. torch.amp goes on with the old cast."""
+    for region, expected in ((torch.autocast, 4.0), (autocast, 8.0)):
+        leaf = weight()
+        with region("cpu"):
+            torch.mm(X, leaf)
+            WRITES[write](leaf)
+            assert torch.mm(X, leaf)[0, 0] == expected
+
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=1.0),
+    "SGD fused": lambda p: torch.optim.SGD(p, lr=1.0, fused=True),
+    "SGD foreach": lambda p: torch.optim.SGD(p, lr=1.0, foreach=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1.0, fused=True, weight_decay=0.0),
+    "Adam": lambda p: torch.optim.Adam(p, lr=1.0),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("cache", ["region", "explicit"])
+def test_optimizer_step_inside_a_region_is_seen(name, cache):
+    """Item 102. Fused optimizers do not move the version counter; the hook on `step` sees them all the same."""
+    leaf = weight()
+    leaf.grad = -torch.ones(4, 4)
+    optimizer = OPTIMIZERS[name]([leaf])
+    with autocast("cpu", cache=WeightCache() if cache == "explicit" else None):
+        torch.mm(X, leaf)
+        optimizer.step()
+        assert torch.mm(X, leaf)[0, 0] == 8
+
+
+def test_data_written_in_place_needs_a_clear():
+    """What nothing can see: a write through `.data` moves no counter and no address. torch.amp misses it as well."""
+    for region, clear in ((torch.autocast, torch.clear_autocast_cache), (autocast, clear_autocast_cache)):
+        leaf = weight()
+        with region("cpu"):
+            torch.mm(X, leaf)
+            leaf.data.fill_(2.0)
+            assert torch.mm(X, leaf)[0, 0] == 4
+            clear()
+            assert torch.mm(X, leaf)[0, 0] == 8
+
+
+@pytest.mark.parametrize("outer", [{"device_type": "cpu", "enabled": False}, {"device_type": "cuda:0"}])
+def test_outer_region_that_casts_nothing(outer):
+    """Item 103. torch.amp keeps the casts, stale, as long as any region at all is open."""
+    results = []
+    for region in REGIONS:
+        leaf = weight()
+        with region(**outer):
+            for value in (1.0, 2.0):
+                leaf.detach().fill_(value)
+                with region("cpu"):
+                    results.append(torch.mm(X, leaf)[0, 0].item())
+    assert results == [4, 4, 4, 8]
+
+
+def test_regions_of_two_dtypes():
+    """Item 104. torch.amp hands the inner region the outer one's cast, and the product fails."""
+    leaf, x = weight(), torch.ones(2, 4)
+    with torch.autocast("cpu", BF16):
+        torch.mm(x, leaf)
+        with torch.autocast("cpu", FP16), pytest.raises(RuntimeError, match="dtype"):
+            torch.mm(x, leaf)
+    with autocast("cpu", BF16):
+        assert torch.mm(x, leaf).dtype is BF16
+        with autocast("cpu", FP16):
+            assert torch.mm(x, leaf).dtype is FP16
+            with torch.autocast("cpu", BF16):
+                assert torch.mm(x, leaf).dtype is BF16
+
+
+def test_other_thread_has_a_cache_of_its_own():
+    """Item 105. torch.amp: any thread that leaves its outermost region drops the casts of all."""
+    def casts(region):
+        """How many casts one thread's two products use, seen through what autograd saves."""
+        leaf, x, saved = weight(), X.clone().requires_grad_(), []
+
+        def visit():
+            with region("cpu"):
+                torch.mm(X, leaf)
+
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            with region("cpu"):
+                torch.mm(x, leaf)
+                thread = threading.Thread(target=visit)
+                thread.start()
+                thread.join()
+                torch.mm(x, leaf)
+        return len({t.data_ptr() for t in saved if t.shape == (4, 4)})
+
+    assert casts(torch.autocast) == 2
+    assert casts(autocast) == 1
+
+
+def test_two_losses_share_a_cast():
+    """Item 106."""
+    gradients = []
+    for region in (torch.autocast("cpu"), like_torch()):
+        leaf = weight()
+        with region:
+            first, second = torch.mm(X, leaf).float().sum(), torch.mm(X, leaf).float().pow(2).sum()
+        first.backward()
+        alone = leaf.grad.clone()
+        second.backward()
+        gradients.append((alone, leaf.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@both
+def test_use_in_a_custom_function_does_not_poison_later_use(region):
+    """Item 107."""
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            return torch.mm(x, w)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return None, gradient.new_zeros(4, 4).float()
+
+    leaf = weight()
+    with region("cpu"):
+        Function.apply(X, leaf)
+        torch.mm(X, leaf).float().sum().backward()
+    assert torch.equal(leaf.grad, torch.full((4, 4), 2.0))
+
+
+@both
+def test_cleared_in_the_middle(region):
+    """Item 108."""
+    clear = torch.clear_autocast_cache if region is torch.autocast else clear_autocast_cache
+    leaf = weight()
+
+    def run():
+        with region("cpu"):
+            torch.mm(X, leaf)
+            clear()
+            torch.mm(X, leaf)
+            torch.mm(X, leaf)
+
+    assert copies(run) == 2
+    clear()
+
+
+def test_weight_frozen_or_unfrozen_inside_a_region():
+    for first in (True, False):
+        leaf = weight(first)
+        with autocast("cpu"):
+            torch.mm(X, leaf)
+            leaf.requires_grad_(not first)
+            result = torch.mm(X, leaf)
+        assert result.requires_grad is not first
+        if result.requires_grad:
+            result.float().sum().backward()
+            assert leaf.grad is not None
+
+
+# A cache that outlives the region
+
+
+def test_each_weight_is_cast_once_per_optimizer_step():
+    """Accumulation over 8 micro-batches: counted, and the gradients are those of torch.amp."""
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+
+    batches = torch.randn(16, 2, 4, generator=torch.Generator().manual_seed(1))
+    cache, theirs, ours = WeightCache(), model(), model()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (theirs, ours)]
+    regions = [lambda: torch.autocast("cpu"), lambda: like_torch(cache=cache)]
+    for n, batch in enumerate(batches):
+        for net, region in zip((theirs, ours), regions, strict=True):
+            with region():
+                loss = net(batch).float().pow(2).mean()
+            loss.backward()
+        if n % 8 == 7:
+            assert cache.info() == CacheInfo(4, 2 * (32 + 8 + 32 + 4), 28 * (n // 8 + 1), 4 * (n // 8 + 1))
+            for a, b in zip(theirs.parameters(), ours.parameters(), strict=True):
+                assert torch.equal(a.grad, b.grad)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            assert cache.info().entries == 0
+
+
+def test_gradients_flow_through_a_kept_cast():
+    leaf, cache = weight(), WeightCache()
+    for n in range(1, 4):
+        with autocast("cpu", cache=cache):
+            torch.mm(X, leaf).float().sum().backward()
+        assert torch.equal(leaf.grad, torch.full((4, 4), 2.0 * n))
+    assert cache.info() == CacheInfo(1, 32, 2, 1)
+
+
+def test_kept_casts_of_two_dtypes():
+    leaf, cache = weight(), WeightCache()
+    for _ in range(2):
+        for dtype in (BF16, FP16):
+            with autocast("cpu", dtype, cache=cache):
+                assert torch.mm(torch.ones(2, 4), leaf).dtype is dtype
+    assert cache.info() == CacheInfo(2, 64, 2, 2)
+
+
+def test_kept_cast_sees_every_write():
+    for write in WRITES.values():
+        leaf, cache = weight(), WeightCache()
+        with autocast("cpu", cache=cache):
+            torch.mm(X, leaf)
+        write(leaf)
+        with autocast("cpu", cache=cache):
+            assert torch.mm(X, leaf)[0, 0] == 8
+
+
+def test_inner_region_uses_the_outer_cache():
+    leaf, cache = weight(), WeightCache()
+    with autocast("cpu", cache=cache):
+        with autocast("cpu"):
+            torch.mm(X, leaf)
+        torch.mm(X, leaf)
+    assert cache.info() == CacheInfo(1, 32, 1, 1)
+
+
+def test_explicit_cache_inside_a_region_without_one():
+    leaf, cache = weight(), WeightCache()
+    with autocast("cpu"):
+        for _ in range(2):
+            with autocast("cpu", cache=cache):
+                torch.mm(X, leaf)
+        torch.mm(X, leaf)
+    assert cache.info() == CacheInfo(1, 32, 1, 1)
+
+
+def test_cache_switched_off_by_torchs_flag_inside():
+    """A library's `torch.autocast(cache_enabled=False)` does not reach ours: its policy is ampkit's business."""
+    leaf, cache = weight(), WeightCache()
+    with autocast("cpu", cache=cache):
+        torch.mm(X, leaf)
+        with torch.autocast("cpu", cache_enabled=False):
+            assert torch.mm(X, leaf)[0, 0] == 4
+
+
+def test_byte_budget_drops_the_least_recently_used():
+    first, second, third = weight(), weight(), weight()
+    cache = WeightCache(max_bytes=64)
+    with autocast("cpu", cache=cache):
+        for leaf in (first, second, first, third):      # 32 bytes each: the third takes the second's place
+            torch.mm(X, leaf)
+        assert cache.info() == CacheInfo(2, 64, 1, 3)
+        torch.mm(X, first)
+        assert cache.info().hits == 2
+        torch.mm(X, second)
+        assert cache.info() == CacheInfo(2, 64, 2, 4)
+        torch.mm(X, third)
+        assert cache.info().misses == 5
+
+
+def test_byte_budget_too_small_for_a_weight():
+    leaf, cache = weight(), WeightCache(max_bytes=31)
+    with autocast("cpu", cache=cache):
+        torch.mm(X, leaf).float().sum().backward()
+        torch.mm(X, leaf).float().sum().backward()
+    assert torch.equal(leaf.grad, torch.full((4, 4), 4.0))
+    assert cache.info() == CacheInfo(0, 0, 0, 2)
+    assert uses(autocast, leaf, cache=WeightCache(max_bytes=0)) == 3
+
+
+@pytest.mark.parametrize("bound", [-1, 1.5, "many", True])
+def test_byte_budget_that_is_none(bound):
+    with pytest.raises(ValueError, match=rf"max_bytes is {bound!r}; expected a number of bytes, 0 or more, or None"):
+        WeightCache(bound)
+
+
+def test_cache_says_what_it_holds():
+    cache = WeightCache(max_bytes=1024)
+    with autocast("cpu", cache=cache):
+        torch.mm(X, weight_kept := weight())
+    assert repr(cache) == "WeightCache(max_bytes=1024): CacheInfo(entries=1, bytes=32, hits=0, misses=1)"
+    cache.clear()
+    assert cache.info() == CacheInfo(0, 0, 0, 1)
+    assert weight_kept.grad is None
+
+
+def test_copies_and_pickles_start_empty():
+    cache = WeightCache(max_bytes=1024)
+    with autocast("cpu", cache=cache):
+        torch.mm(X, kept := weight())
+    for other in (copy.deepcopy(cache), copy.copy(cache), pickle.loads(pickle.dumps(cache))):
+        assert (other.max_bytes, other.info()) == (1024, CacheInfo(0, 0, 0, 0))
+    assert cache.info().entries == 1
+    assert kept.grad is None
+
+
+# Lifetime
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_parameters_die_with_their_model(explicit):
+    cache = WeightCache() if explicit else None
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    alive = [weakref.ref(p) for p in model.parameters()] + [weakref.ref(model)]
+    gc.disable()
+    try:
+        with autocast("cpu", cache=cache):
+            model(X).float().sum().backward()
+        del model
+        assert [ref() for ref in alive] == [None] * 5
+    finally:
+        gc.enable()
+    if cache is not None:
+        assert cache.info().entries == 0
+        assert cache.info().bytes == 0
+
+
+def test_policy_that_names_a_module_does_not_keep_it():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    policy = Policy.default("cpu").for_modules({model[1]: FP32})
+    with autocast("cpu", policy=policy):
+        model(torch.ones(1, 4))
+    alive = weakref.ref(model[1])
+    del model
+    gc.collect()
+    assert alive() is None
+    assert "gone" in repr(policy)
+
+
+def test_cache_dies_with_its_last_user():
+    cache = WeightCache()
+    leaf = weight()
+    with autocast("cpu", cache=cache):
+        torch.mm(X, leaf)
+    alive = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert alive() is None
+    del leaf
+
+
+def test_entry_of_a_dead_weight_goes_even_while_the_region_is_open():
+    cache = WeightCache()
+    with autocast("cpu", cache=cache), torch.no_grad():
+        leaf = weight(False)
+        torch.mm(X, leaf)
+        assert cache.info().entries == 1
+        del leaf
+        assert cache.info() == CacheInfo(0, 0, 0, 1)
+
+
+# Where it stands aside
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:DeprecationWarning")
+def test_recordings_get_their_own_casts():
+    """A tensor cached outside would be a constant to whatever records operators."""
+    leaf, cache = weight(), WeightCache()
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            log.append(func)
+            return func(*args, **(kwargs or {}))
+
+    log = []
+    with autocast("cpu", cache=cache):
+        torch.mm(X, leaf)
+        with Log():
+            torch.mm(X, leaf)
+        torch.func.vmap(lambda x: torch.mm(X, x))(torch.stack([leaf.detach()] * 2))
+        gradient = torch.func.grad(lambda w: torch.mm(X, w).float().sum())(leaf)
+        traced = torch.jit.trace(lambda w: torch.mm(X, w), (leaf,), check_trace=False)
+    assert torch.ops.aten._to_copy.default in log
+    assert torch.equal(gradient, torch.full((4, 4), 2.0))
+    assert cache.info() == CacheInfo(1, 32, 0, 1)
+    assert traced(leaf).dtype is BF16
+
+
+def test_subclasses_and_views_of_parameters_are_right():
+    class Sub(torch.Tensor):
+        pass
+
+    leaf = Parameter(torch.ones(4, 4).as_subclass(Sub))
+    with autocast("cpu"):
+        assert torch.mm(X, leaf)[0, 0] == 4
+        with torch.no_grad():
+            leaf.fill_(2.0)
+        assert torch.mm(X, leaf)[0, 0] == 8
+        assert torch.mm(X, leaf.t())[0, 0] == 8
+
+
+@pytest.mark.gpu
+def test_graph_capture_makes_its_own_casts():
+    """A replay must read the weights of its own time: casts made before the capture are not part of it."""
+    layer, x = nn.Linear(8, 8, device="cuda"), torch.randn(4, 8, device="cuda")
+    cache = WeightCache()
+    with torch.no_grad(), autocast("cuda", FP16, cache=cache):
+        layer(x)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            layer(x)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = layer(x)
+            again = layer(x)
+        entries = cache.info().entries
+        layer.weight.fill_(0.0)
+        layer.bias.fill_(3.0)
+        graph.replay()
+        assert torch.equal(out, torch.full_like(out, 3.0))
+        assert torch.equal(again, out)
+        assert cache.info().entries == entries
+
+
+@pytest.mark.gpu
+@both
+def test_graphed_callables(region):
+    """Item 181. torch refuses to capture while a cache is on, and sees ours."""
+    layer, x = nn.Linear(8, 8, device="cuda"), torch.randn(4, 8, device="cuda")
+    with region("cuda", FP16), pytest.raises(RuntimeError, match="cache_enabled=False"):
+        torch.cuda.make_graphed_callables(layer, (x,))
+    with region("cuda", FP16, cache_enabled=False):
+        graphed = torch.cuda.make_graphed_callables(layer, (x,))
+        assert graphed(x).dtype is FP16
