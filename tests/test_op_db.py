@@ -100,4 +100,4 @@ def test_the_default_policy_gives_the_same_dtypes_on_cpu_and_cuda() -> None:
                 apart[call.name.split()[0]] = f"{call.name}: {ours} on CPU, {theirs} on CUDA"
     assert seen > 1500
     assert not set(apart) - ONLY_FLOAT32_ON_CPU, "\n".join(apart.values())
-    assert not ONLY_FLOAT32_ON_CPU - set(apart), "these agree by now"
+    assert apart, "torch's CPU list sends some to float32 that CUDA's does not: the comparison is blind"

@@ -88,9 +88,13 @@ def classified() -> dict[str, int]:
     return counts
 
 
+# Defined by torch.distributed's remote procedure calls, which some builds leave out.
+ONLY_WITH_RPC = {"aten::get_gradients"}
+
+
 def test_every_composite_is_classified_once() -> None:
     counts, live = classified(), composites()
-    new, gone = sorted(live - set(counts)), sorted(set(counts) - live)
+    new, gone = sorted(live - set(counts)), sorted(set(counts) - live - ONLY_WITH_RPC)
     twice = sorted(name for name, count in counts.items() if count > 1)
     assert not new, f"new composites; decide whether a list should name them, then classify them: {new}"
     assert not gone, f"not composites of this torch: {gone}"
