@@ -18,7 +18,9 @@ mode of whoever called backward, as with torch.amp.
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -61,8 +63,30 @@ def _private_names() -> tuple[Any, ...]:
 
 
 (
-    _KEY, _BELOW, _Exclude, _Include, _Force, _get_in_tls, _put_in_tls, _is_in_tls, _higher_order_ops, _hop_fallthrough,
+    _KEY, _BELOW, _Exclude, _Include, _Force, _get_in_tls, _stash_in_tls, _is_in_tls, _higher_order_ops,
+    _hop_fallthrough,
 ) = _private_names()
+
+
+def _owning(stash: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
+    """`stash`, which in torch 2.11 drops a reference it never took: there, give it one to drop."""
+    probe = object()
+    increment = ctypes.pythonapi.Py_IncRef
+    increment.argtypes, increment.restype = [ctypes.py_object], None
+    increment(probe)        # for the torch that drops one
+    before = sys.getrefcount(probe)
+    stash("ampkit.probe", probe)
+    if sys.getrefcount(probe) > before:
+        return stash
+
+    def put(name: str, value: Any) -> None:
+        increment(value)
+        stash(name, value)
+
+    return put
+
+
+_put_in_tls = _owning(_stash_in_tls)
 
 _KEY_SET = DispatchKeySet(_KEY)
 _AUTOCAST_KEYS = {
