@@ -79,8 +79,10 @@ def run(call: Call, context: contextlib.AbstractContextManager[Any]) -> list[Any
         return error
 
 
-def run_with_gradients(call: Call, context: contextlib.AbstractContextManager[Any]) -> list[Any] | Exception:
-    """As `run`, followed by the gradients of every floating-point argument, computed outside the context."""
+def run_with_gradients(
+    call: Call, context: contextlib.AbstractContextManager[Any], *, inside: bool = False
+) -> list[Any] | Exception:
+    """As `run`, followed by the gradients of every floating-point argument, computed outside the context or inside."""
     seed(0)
     args, kwargs = tree_map(_copied, (call.args, call.kwargs))
     leaves = [
@@ -88,16 +90,21 @@ def run_with_gradients(call: Call, context: contextlib.AbstractContextManager[An
         for leaf in tree_leaves((args, kwargs))
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.layout is torch.strided
     ]
-    try:
-        with context:
-            results = tree_leaves(call.function(*args, **kwargs))
+
+    def gradients(results: list[Any]) -> tuple[Any, ...]:
         outputs = [out for out in results if isinstance(out, torch.Tensor) and out.requires_grad]
         seed(1)
         given = [torch.randn_like(out) for out in outputs]
-        gradients = torch.autograd.grad(outputs, leaves, given, allow_unused=True) if outputs else ()
+        return torch.autograd.grad(outputs, leaves, given, allow_unused=True) if outputs else ()
+
+    try:
+        with context:
+            results = tree_leaves(call.function(*args, **kwargs))
+            if inside:
+                return [*results, *gradients(results)]
+        return [*results, *gradients(results)]
     except Exception as error:
         return error
-    return [*results, *gradients]
 
 
 def run_fake(

@@ -33,11 +33,12 @@ def test_cpu_results_equal_torch_amp_to_the_bit(dtype: torch.dtype) -> None:
     assert seen > 2500
 
 
-def test_cpu_gradients_equal_torch_amp_to_the_bit() -> None:
+@pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
+def test_cpu_gradients_equal_torch_amp_to_the_bit(inside: bool) -> None:
     policy, seen, wrong = Policy.torch("cpu"), 0, []
     for call in filter(lambda call: _repeatable(call.name), op_db_calls(torch.float32, limit=2)):
-        want = run_with_gradients(call, torch.autocast("cpu", torch.bfloat16))
-        got = run_with_gradients(call, region(policy, torch.bfloat16))
+        want = run_with_gradients(call, torch.autocast("cpu", torch.bfloat16), inside=inside)
+        got = run_with_gradients(call, region(policy, torch.bfloat16), inside=inside)
         seen += not isinstance(want, Exception)
         if found := difference(want, got):
             wrong.append(f"{call.name}: {found}")
@@ -60,15 +61,16 @@ def test_absent_devices_give_the_dtypes_torch_amp_gives(device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", LOWER, ids=str)
-def test_the_default_policy_runs_whatever_torch_amp_runs(dtype: torch.dtype) -> None:
-    """Rules on top of torch's must not send an operator to a dtype it has no kernel for."""
+@pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
+def test_the_default_policy_runs_whatever_torch_amp_runs(dtype: torch.dtype, inside: bool) -> None:
+    """Rules on top of torch's must not send an operator, or its derivative, to a dtype it has no kernel for."""
     policy, seen, wrong = Policy.default("cpu"), 0, []
     for given in (torch.float32, dtype):
         for call in op_db_calls(given, limit=2):
-            if isinstance(run(call, torch.autocast("cpu", dtype)), Exception):
+            if isinstance(run_with_gradients(call, torch.autocast("cpu", dtype), inside=inside), Exception):
                 continue
             seen += 1
-            got = run(call, region(policy, dtype))
+            got = run_with_gradients(call, region(policy, dtype), inside=inside)
             if isinstance(got, Exception):
                 wrong.append(f"{call.name}: {type(got).__name__}: {str(got)[:160]}")
     assert not wrong, "\n".join(wrong)
