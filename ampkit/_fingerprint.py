@@ -53,7 +53,9 @@ def mark_of(policies: tuple[tuple[str, Policy], ...]) -> Mark:
 
 
 def _short_mark(policies: tuple[tuple[str, Policy], ...]) -> Mark | None:
-    """No digit for torch.amp's list, one for ampkit's default; None for a policy that needs two."""
+    """No digit for torch.amp's list or none, one for ampkit's default; None for a policy that needs two."""
+    if not policies:
+        return ()
     kind, policy = policies[0]
     if registered() or len(policies) > 1 or policy.modules or policy.overrides:
         return None

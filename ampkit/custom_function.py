@@ -46,15 +46,15 @@ def custom_fwd(
     def decorated(*args: Any, **kwargs: Any) -> Any:
         enabled = torch.is_autocast_enabled(kind)
         state = _State(kind, enabled and cast_inputs is None)
-        takes_ctx = bool(args) and hasattr(args[0], "save_for_backward") and not isinstance(args[0], torch.Tensor)
-        if takes_ctx:
-            args[0]._ampkit_state = state
+        ctx: Any = args[0] if args and hasattr(args[0], "save_for_backward") else None
+        if ctx is not None:
+            ctx._ampkit_state = state
         if cast_inputs is None or not enabled:
             output = fwd(*args, **kwargs)
         else:
             with autocast(kind, enabled=False):
                 output = fwd(*_cast(args, kind, cast_inputs), **_cast(kwargs, kind, cast_inputs))
-        if not takes_ctx:       # only now: the body may have applied other functions
+        if ctx is None:     # only now: the body may have applied other functions
             _await_setup_context(fwd, state)
         return output
 
