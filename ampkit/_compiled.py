@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch._C._dynamo import eval_frame as _frames
 from torch.fx.node import has_side_effect
 
 from ampkit.policy import Policy, register_changes
@@ -23,23 +25,29 @@ if TYPE_CHECKING:
     from ampkit.autocast import autocast
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def runs_as_it_is(function: F) -> F:
+    """Decorator: Dynamo traces `function` into its caller, but compiles neither it nor what it calls by itself.
+
+    Where a graph breaks inside a region, Dynamo goes on frame by frame; entering, casting and leaving are no frames
+    to compile.
+    """
+    skip = _frames._FrameAction.SKIP
+    _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, skip))
+    return function
+
+
 def tracing() -> bool:
     """Whether Dynamo is tracing the call."""
     return torch.compiler.is_dynamo_compiling()
 
 
-def enter(region: autocast) -> None:
-    """Open `region` in the traced graph. Dynamo traces this function."""
+def enter(kind: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool, rules: str | None) -> None:
+    """Open a region in the traced graph; `leave_region` closes it. Dynamo traces this function."""
     _let_in_graph()
-    rules = None if region.policy is None else region.policy.text
-    enter_region(
-        region._kind, region.fast_dtype, region._enabled, region._cache_enabled, rules, register_changes()
-    )
-
-
-def leave() -> None:
-    """Close in the traced graph what `enter` opened. Dynamo traces this function."""
-    leave_region()
+    enter_region(kind, dtype, enabled, cache_enabled, rules, register_changes())
 
 
 def enter_region(
@@ -49,20 +57,21 @@ def enter_region(
 
     `changes` is how often `register_op` had been called: as a constant of the graph it makes Dynamo trace anew.
     """
-    from ampkit.autocast import _regions
+    from ampkit.autocast import _Region, _regions
 
     stack = _regions()
     tracer = _tracer()
     if tracer is not None:
         tracer.output.add_cleanup_hook(functools.partial(_leave_down_to, stack, len(stack)))
-    _region(kind, dtype, enabled, cache_enabled, rules).enter()
+    stack.append(_Region(_region(kind, dtype, enabled, cache_enabled, rules), stack, None))
 
 
 def leave_region() -> None:
     """Close the region that `enter_region` opened last."""
     from ampkit.autocast import _regions
 
-    _regions()[-1].owner.leave()
+    stack = _regions()
+    stack.pop().leave(last=not stack)
 
 
 @functools.lru_cache(maxsize=256)
@@ -80,7 +89,7 @@ def _region(kind: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool, r
 def _leave_down_to(stack: list[Any], depth: int) -> None:
     """Close the regions that a trace has left open, because it failed or stopped inside them."""
     while len(stack) > depth:
-        stack[-1].owner.leave()
+        stack.pop().leave(last=not stack)
 
 
 def _tracer() -> Any:

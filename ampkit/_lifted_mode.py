@@ -30,7 +30,7 @@ from torch._C import DispatchKeySet
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampkit import _checkpoint_frames, _fingerprint, casting, recurrent
+from ampkit import _checkpoint_frames, _compiled, _fingerprint, casting, recurrent
 from ampkit.op_table import Rule
 from ampkit.policy import Policy, register_changes
 from ampkit.weight_cache import WeightCache
@@ -170,6 +170,7 @@ class AutocastMode(TorchDispatchMode):
             raise RuntimeError(_banned_message(op))
         return op._op, args, kwargs
 
+    @_compiled.runs_as_it_is
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -253,6 +254,7 @@ def _kernel(op: OpOverload) -> Callable[..., Any]:
     """What `op` runs at the mode's key."""
     top_hooks = _checkpoint_frames.top_hooks
 
+    @_compiled.runs_as_it_is
     def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         mode = _get_in_tls(_TLS_NAME)
         call = mode.prepare(op, args, kwargs)
@@ -275,11 +277,13 @@ def _go_before_tracer(op: OpOverload) -> None:
     """
     look_up = op._get_dispatch
 
+    @_compiled.runs_as_it_is
     def get_dispatch(key: Any) -> Any:
         found = look_up(key)
         if key != torch._C.DispatchKey.PreDispatch or not callable(found):
             return found
 
+        @_compiled.runs_as_it_is
         def handler(*args: Any, **kwargs: Any) -> Any:
             mode = current() if is_open() else None
             call = None if mode is None else mode.prepare(op, args, kwargs)

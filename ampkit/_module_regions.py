@@ -7,20 +7,21 @@ inside which, name each by its path from the outermost one, and enter a region o
 from __future__ import annotations
 
 import threading
-import weakref
 from typing import Any
 
 import torch
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from ampkit._compiled import runs_as_it_is, tracing
+from ampkit._compiled_modules import Watch, rule_name
+from ampkit._module_rules import path_of
 from ampkit.policy import Policy
 
 _lock = threading.Lock()
 _watchers = 0
 _handles: list[Any] = []
 _thread = threading.local()
-_paths: weakref.WeakKeyDictionary[Module, dict[int, str]] = weakref.WeakKeyDictionary()
 
 
 class _Watch:
@@ -73,21 +74,29 @@ def _running() -> _Running:
         return _thread.running
 
 
+@runs_as_it_is
 def _enter(module: Module, args: Any) -> None:
+    if tracing():
+        _traced.before(module, args)
+        return
     running = _running()
     if not running.open:
         return
     policy, root = running.open[-1]
     if root is None:
         root = running.modules[0][0] if running.modules else module
-    value = policy.modules.find(module, _path(root, module))
+    value = policy.modules.find(module, path_of(root, module))
     region = None
     if value is not None:
         region = _region(policy, value).enter(root)
     running.modules.append((module, region))
 
 
+@runs_as_it_is
 def _leave(module: Module, args: Any, output: Any) -> None:
+    if tracing():
+        _traced.after(module, args, output)
+        return
     running = _running()
     if not any(entered is module for entered, _ in running.modules):
         return      # it was entered before the region was
@@ -112,10 +121,22 @@ def _region(policy: Policy, value: Any) -> Any:
     return region
 
 
-def _path(root: Module, module: Module) -> str:
-    """The module's name as `root.named_modules()` gives it; its own class name, if it is not below `root`."""
-    paths = _paths.get(root)
-    if paths is None or id(module) not in paths:
-        paths = {id(child): name for name, child in root.named_modules()}
-        _paths[root] = paths
-    return paths.get(id(module), type(module).__name__)
+class _Around(Watch):
+    """Modules that run in a compiled function, while the region with the rules is open around its call."""
+
+    def rule(self, module: Module) -> str | None:
+        return _rule_around(self.outermost, module)
+
+
+def _rule_around(outermost: Any, module: Module) -> str | None:
+    running = _running()
+    if not running.open:
+        return None
+    policy, root = running.open[-1]
+    if root is None:
+        root = running.modules[0][0] if running.modules else outermost
+    return rule_name(policy, root, module)
+
+
+_rule_around._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_traced = _Around(None, None)

@@ -96,6 +96,23 @@ def from_list(items: list[Any], read_policy: Callable[[Any], Policy]) -> Iterato
         yield _read_key(key), value if isinstance(value, str) else read_policy(value)
 
 
+def path_of(root: Module, module: Module) -> str:
+    """The module's name as `root.named_modules()` gives it; its own class name, if it is not below `root`.
+
+    `torch.compile(module)` wraps a module in another one, which paths do not count.
+    """
+    paths = _paths.get(root)
+    if paths is None or id(module) not in paths:
+        paths = {id(child): name for name, child in root.named_modules()}
+        _paths[root] = paths
+    path = paths.get(id(module), type(module).__name__)
+    return path if _WRAPPED not in path else ".".join(name for name in path.split(".") if name != _WRAPPED)
+
+
+_paths: weakref.WeakKeyDictionary[Module, dict[int, str]] = weakref.WeakKeyDictionary()
+_WRAPPED = "_orig_mod"
+
+
 def _check_key(key: Any) -> None:
     if isinstance(key, str):
         if not key or not re.fullmatch(r"[\w*]+(\.[\w*]+)*", key):

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch.nn import Module
 
-from ampkit import _checkpoint_frames, _compiled, _decorate, _lifted_mode, _module_regions
+from ampkit import _checkpoint_frames, _compiled, _compiled_modules, _decorate, _lifted_mode, _module_regions
 from ampkit._lifted_mode import AutocastMode, Entered
 from ampkit._region_arguments import available, checked_dtype, checked_flag, current_device_type, device_kind
 from ampkit.op_table import TORCH
@@ -54,6 +54,7 @@ class autocast:
 
     of_module = False       # entered by a rule of `Policy.for_modules`, around one module
 
+    @_compiled.runs_as_it_is
     def __init__(
         self,
         device_type: str | None = None,
@@ -83,27 +84,31 @@ class autocast:
         more = "" if self.policy is None else f", policy={self.policy!r}"
         return f"autocast({self.device!r}, {self.fast_dtype}, enabled={self._enabled}{more})"
 
+    @_compiled.runs_as_it_is
     def __enter__(self) -> autocast:
-        if _compiled.tracing():
-            _compiled.enter(self)
-            return self
         return self.enter()
 
+    @_compiled.runs_as_it_is
     def enter(self, root: Module | None = None) -> autocast:
         """As `with`; paths of `Policy.for_modules` count from `root` where one is given. Leave with `leave`."""
+        if _compiled.tracing():
+            _compiled_modules.enter(self, root)
+            return self
         stack = _regions()
         stack.append(_Region(self, stack, root))
         return self
 
+    @_compiled.runs_as_it_is
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> Literal[False]:
-        if _compiled.tracing():
-            _compiled.leave()
-        else:
-            self.leave()
+        self.leave()
         return False
 
+    @_compiled.runs_as_it_is
     def leave(self) -> None:
         """Leave the region, which must be the innermost open one of this thread."""
+        if _compiled.tracing():
+            _compiled_modules.leave()
+            return
         stack = _regions()
         if not stack or stack[-1].owner is not self:
             _leave_interrupted(self, stack)
@@ -121,6 +126,7 @@ class float32_region(autocast):
     are cast up. Arguments, and use as a decorator, as of `autocast`.
     """
 
+    @_compiled.runs_as_it_is
     def __init__(self, device_type: str | None = None, *, policy: Policy | None = None) -> None:
         super().__init__(device_type, None, False, policy=policy)
         self.fast_dtype = torch.float32

@@ -1,0 +1,114 @@
+"""`Policy.for_modules` inside `torch.compile`: hooks that Dynamo can trace.
+
+Dynamo traces the hooks of the modules it inlines, also hooks that traced code has just put in place. What a module's
+rule is, they ask of ordinary Python code, which Dynamo calls once, while it traces, and whose answer it keeps for as
+long as it meets the same module objects. All state here is undone by the time the trace ends.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import Module
+from torch.nn.modules import module as hooked
+
+from ampkit import _compiled
+from ampkit._module_rules import path_of
+from ampkit.policy import Policy
+
+if TYPE_CHECKING:
+    from ampkit.autocast import autocast
+
+_KEY = "ampkit"
+_watches: list[Watch] = []
+
+
+class Watch:
+    """A traced region with module rules; paths count from `root`, or from the outermost module where that is None."""
+
+    def __init__(self, policy: Policy | None, root: Module | None) -> None:
+        self.policy = policy
+        self.root = root
+        self.outermost: Module | None = None
+
+    def rule(self, module: Module) -> str | None:
+        """What `rule_name` says of a module that is running."""
+        return rule_name(self.policy, self.outermost if self.root is None else self.root, module)
+
+    def before(self, module: Module, args: Any) -> None:
+        """Enter the region that the module's rule asks for."""
+        if self.outermost is None:
+            self.outermost = module
+        rule = self.rule(module)
+        if rule is not None:
+            _enter_rule(rule)
+
+    def after(self, module: Module, args: Any, output: Any) -> None:
+        """Leave it."""
+        if self.rule(module) is not None:
+            _compiled.leave_region()
+        if self.outermost is module:
+            self.outermost = None
+
+
+def enter(region: autocast, root: Module | None) -> None:
+    """Open `region` in the trace, and have the modules called from here on follow its module rules if it has any."""
+    policy = region.policy
+    rules = None if policy is None else policy.text
+    _compiled.enter(region._kind, region.fast_dtype, region._enabled, region._cache_enabled, rules)
+    if policy is not None and policy.modules and region._enabled:
+        _watches.append(Watch(policy, root))
+    else:
+        _watches.append(_watches[-1] if len(_watches) > 0 else _NOTHING)
+    _install()
+
+
+def leave() -> None:
+    """Close the region that `enter` opened last, and go back to what was followed before."""
+    _watches.pop()
+    _install()
+    _compiled.leave_region()
+
+
+def _install() -> None:
+    if len(_watches) > 0 and _watches[-1] is not _NOTHING:
+        hooked._global_forward_pre_hooks[_KEY] = _watches[-1].before  # pyright: ignore[reportArgumentType]
+        hooked._global_forward_hooks[_KEY] = _watches[-1].after  # pyright: ignore[reportArgumentType]
+    elif _KEY in hooked._global_forward_pre_hooks:
+        del hooked._global_forward_pre_hooks[_KEY]
+        del hooked._global_forward_hooks[_KEY]
+
+
+_NOTHING = Watch(None, None)
+
+
+def rule_name(policy: Policy | None, root: Any, module: Module) -> str | None:
+    """The rule of a module as a constant that Dynamo can keep: a device type, a dtype or "", and a `Policy.text`.
+
+    None if the module has no rule. Raises `NotImplementedError` for a rule that is a policy with module rules.
+    """
+    value = None if policy is None else policy.modules.find(module, path_of(root, module))
+    if policy is None or value is None:
+        return None
+    if isinstance(value, Policy):
+        if value.modules:
+            raise NotImplementedError(
+                f"the rule for module {type(module).__name__} is a policy that has module rules itself, which "
+                "torch.compile cannot follow; put those rules into the outer policy"
+            )
+        return f"{policy.device_type}||{value.text}"
+    return f"{policy.device_type}|{str(value).removeprefix('torch.')}|{policy.text}"
+
+
+rule_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _enter_rule(rule: str) -> None:
+    """Enter the region that a `rule_name` means. Dynamo traces this function."""
+    kind, dtype, text = rule.split("|", 2)
+    fast = torch.get_autocast_dtype(kind) if dtype == "" else _DTYPES[dtype]
+    _compiled.enter(kind, fast, True, torch.is_autocast_cache_enabled(), text)
+
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
