@@ -1,0 +1,212 @@
+"""Correctness on a device, runnable with and without pytest: `python -m benchmarks.gpu checks`.
+
+Every check is a function of a device that raises AssertionError. `tests/kernels/test_gpu.py` runs the same list under
+pytest. Those that need CUDA itself (graphs, synchronisation, streams) are in `cuda_checks` and `training_checks`. On
+the CPU, with TRITON_INTERPRET=1, the rest runs in the interpreter: a rehearsal of the script.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+import ampkit_kernels as kernels
+
+Check = Callable[[torch.device], None]
+CHECKS: dict[str, Check] = {}
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+SIZES = (1, 15, 16, 17, 255, 1023, 4097, 20_000)
+LONG = (3_000_000, 70_001)
+
+
+def check(function: Check) -> Check:
+    """Register a check under its function's name."""
+    CHECKS[function.__name__] = function
+    return function
+
+
+def same(got: Sequence[Tensor], want: Sequence[Tensor], what: str) -> None:
+    """Equal bit patterns, NaN counting as equal to NaN."""
+    for index, (a, b) in enumerate(zip(got, want, strict=True)):
+        a, b = a.cpu(), b.cpu()
+        equal = (a == b) | (a.isnan() & b.isnan())
+        assert bool(equal.all()), (
+            f"{what}: tensor {index}: {int((~equal).sum())} of {a.numel()} elements differ"
+        )
+
+
+def close(got: Tensor, want: Tensor | float, relative: float, what: str) -> None:
+    """Relative distance within bounds; NaN never passes."""
+    want = torch.as_tensor(want).double().cpu()
+    error = ((got.double().cpu() - want).abs().max() / want.abs().max().clamp(min=1e-300)).item()
+    assert error <= relative, f"{what}: off by {error:.3g}, allowed {relative:.3g}"
+
+
+def lists(device: torch.device, dtype: torch.dtype, offset: int = 0) -> list[Tensor]:
+    """Ragged gradients at an element offset into their storage."""
+    sizes = (*SIZES, *LONG) if device.type == "cuda" else SIZES[:-1]
+    made = []
+    for n in sizes:
+        storage = torch.randn(n + 16, device=device).to(dtype) * 8
+        made.append(storage[offset : offset + n])
+    return made
+
+
+def scalar(value: float, device: torch.device) -> Tensor:
+    """One float32 element on the device."""
+    return torch.tensor(value, device=device)
+
+
+@check
+def unscale_equals_the_reference(device: torch.device) -> None:
+    for dtype, offset, inv in itertools.product(FLOATS, (0, 1, 3), (2.0**-16, 0.001)):
+        if device.type == "cpu" and (dtype is torch.bfloat16 or offset == 3):
+            continue  # the interpreter truncates to bfloat16
+        grads = lists(device, dtype, offset)
+        want, flag, want_flag = (
+            [g.cpu().clone() for g in grads],
+            scalar(0.0, device),
+            scalar(0.0, torch.device("cpu")),
+        )
+        kernels.unscale_(want, torch.tensor(inv), want_flag, impl="reference")
+        kernels.unscale_(grads, scalar(inv, device), flag, impl="triton")
+        same([*grads, flag], [*want, want_flag], f"{dtype} offset {offset} factor {inv}")
+
+
+@check
+def unscale_every_half_pattern(device: torch.device) -> None:
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+    for dtype, inv in itertools.product((torch.float16, torch.bfloat16), (1.0, 0.5, 0.001, 3.0)):
+        if device.type == "cpu" and dtype is torch.bfloat16:
+            continue
+        patterns = bits.view(dtype)
+        want = (patterns.float() * inv).to(dtype)
+        got, flag = patterns.to(device), scalar(0.0, device)
+        kernels.unscale_([got], scalar(inv, device), flag, impl="triton")
+        same([got], [want], f"{dtype} factor {inv}")
+        assert flag.item() == 1.0
+
+
+@check
+def every_planted_value_is_found(device: torch.device) -> None:
+    for dtype, value in itertools.product(FLOATS, (float("inf"), -float("inf"), float("nan"))):
+        for tensor, position in ((0, 0), (4, 254), (6, 4096), (-1, -1)):
+            grads = lists(device, dtype)
+            grads[tensor][position] = value
+            flags = [scalar(0.0, device) for _ in range(2)]
+            kernels.norm_and_check(grads, scalar(0.5, device), flags[0], impl="triton")
+            counts = kernels.nonfinite_counts(grads, impl="triton").sum(0).tolist()
+            kernels.unscale_(grads, scalar(0.5, device), flags[1], impl="triton")
+            assert [f.item() for f in flags] == [1.0, 1.0], f"{dtype} {value} at {tensor}, {position}"
+            assert counts == ([0, 1] if value != value else [1, 0]), counts
+            if device.type == "cpu":
+                break
+
+
+@check
+def norms_against_float64(device: torch.device) -> None:
+    for dtype, order in itertools.product(FLOATS, (1.0, 2.0, float("inf"))):
+        grads, flag = lists(device, dtype, 1), scalar(0.0, device)
+        want = torch.linalg.vector_norm(torch.cat([g.double() for g in grads]) * 0.25, order)
+        results = [
+            kernels.norm_and_check(grads, scalar(0.25, device), flag, order, impl="triton") for _ in range(3)
+        ]
+        close(results[0], want, 1e-5, f"{dtype} order {order}")
+        assert torch.equal(results[0], results[1]), "the same list gave other bits"
+        assert torch.equal(results[0], results[2]), "the same list gave other bits"
+        assert flag.item() == 0.0
+
+
+@check
+def multiply_on_the_device(device: torch.device) -> None:
+    for dtype in FLOATS[:2]:
+        grads = lists(device, dtype, 1)
+        before = [g.clone() for g in grads]
+        kernels.multiply_(grads, scalar(1.0, device), impl="triton")
+        kernels.multiply_(grads, scalar(0.5, device), scalar(1.0, device), impl="triton")
+        same(grads, before, "factor 1, or found_inf set")
+        kernels.multiply_(grads, scalar(0.3, device), scalar(0.0, device), impl="triton")
+        same(grads, [(b.float() * torch.tensor(0.3, device=device)).to(dtype) for b in before], "factor 0.3")
+
+
+@check
+def casts_equal_pytorchs(device: torch.device) -> None:
+    for source, destination in itertools.product(FLOATS, FLOATS):
+        if device.type == "cpu" and torch.bfloat16 in (source, destination):
+            continue
+        sources = lists(device, source)
+        copies = [torch.full_like(s, float("nan"), dtype=destination) for s in sources]
+        kernels.cast_(sources, copies, impl="triton")
+        same(copies, [s.to(destination) for s in sources], f"{source} to {destination}")
+
+
+@check
+def adamw_steps_follow_float64(device: torch.device) -> None:
+    from ampkit.optim import AdamW
+
+    for options in ({}, {"amsgrad": True, "maximize": True}):
+        _steps(device, lambda p, o=options: AdamW(p, lr=1e-2, impl="triton", **o),
+               lambda p, o=options: torch.optim.AdamW(p, lr=1e-2, **o))  # fmt: skip
+
+
+@check
+def sgd_steps_follow_float64(device: torch.device) -> None:
+    from ampkit.optim import SGD
+
+    for options in (
+        {"momentum": 0.9, "nesterov": True},
+        {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1},
+    ):
+        _steps(device, lambda p, o=options: SGD(p, lr=1e-2, impl="triton", **o),
+               lambda p, o=options: torch.optim.SGD(p, lr=1e-2, **o))  # fmt: skip
+
+
+def _steps(device: torch.device, ours: Callable, theirs: Callable) -> None:
+    """Scaled gradients, some steps skipped, beside torch in float64 on the CPU."""
+    values = [torch.randn(n) for n in SIZES[:-1]]
+    params = [torch.nn.Parameter(v.to(device)) for v in values]
+    yardstick = [torch.nn.Parameter(v.double()) for v in values]
+    mine, reference = ours(params), theirs(yardstick)
+    for i in range(100 if device.type == "cuda" else 4):
+        skipped = i in (0, 2)
+        grads = [torch.randn_like(v) for v in values]
+        for param, one, grad in zip(params, yardstick, grads, strict=True):
+            param.grad, one.grad = (grad * 1024).to(device), grad.double()
+        before = [p.grad.clone() for p in params]
+        mine.grad_multiplier, mine.found_inf = scalar(2.0**-10, device), scalar(float(skipped), device)
+        mine.step()
+        same([p.grad for p in params], before, "gradients were written")
+        if not skipped:
+            reference.step()
+    for param, one in zip(params, yardstick, strict=True):
+        close(param.detach(), one.detach(), 2e-5, f"parameter of {param.numel()} elements")
+
+
+@check
+def scale_update_equals_the_reference(device: torch.device) -> None:
+    for found_inf, tracker, low in itertools.product((0.0, 1.0), (0, 2), (None, 512.0)):
+        results = []
+        for impl in ("triton", "reference"):
+            scale = scalar(768.0, device)
+            trackers = [torch.tensor(t, dtype=torch.int32, device=device) for t in (tracker, 1)]
+            kernels.update_scale_(
+                scale, *trackers, scalar(found_inf, device), growth_factor=2.0, backoff_factor=0.5,
+                growth_interval=3, hysteresis=2, min_scale=low, impl=impl,
+            )  # fmt: skip
+            results.append([scale.item(), *(t.item() for t in trackers)])
+        assert results[0] == results[1], results
+
+
+def run(device: torch.device, registry: dict[str, Check]) -> dict[str, str | None]:
+    """Run every check; None for one that passed, else what was wrong."""
+    results: dict[str, str | None] = {}
+    for name, function in registry.items():
+        torch.manual_seed(0)
+        try:
+            function(device)
+            results[name] = None
+        except Exception as error:  # each check reports for itself
+            results[name] = f"{type(error).__name__}: {error}"
+        print(f"{'ok  ' if results[name] is None else 'FAIL'}  {name}  {results[name] or ''}", flush=True)
+    return results

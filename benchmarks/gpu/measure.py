@@ -1,0 +1,109 @@
+"""Measure every job on every list and write rows of JSON as they come, so that an interruption loses nothing."""
+
+import json
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import byte_model
+from .jobs import Comparison, Material, comparisons
+from .lists import LISTS, REHEARSAL
+from .timing import interleaved, launches, quantiles, ratio
+
+COPY_BYTES = 4 << 30
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What the figures depend on."""
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except ImportError:
+        triton_version = None
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    on_gpu = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if on_gpu else "CPU (rehearsal)",
+        "multiprocessors": torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else None,
+        "torch": torch.__version__,
+        "triton": triton_version,
+        "commit": commit.stdout.strip() or None,
+    }
+
+
+def copy_rate(device: torch.device, n_bytes: int, repeats: int) -> float:
+    """GB/s of a large device-to-device copy, bytes read and written: the ceiling for everything here."""
+    source = torch.randn(n_bytes // 4, device=device)
+    destination = torch.empty_like(source)
+    samples = interleaved({"copy": lambda: destination.copy_(source)}, device, repeats, 3, 5.0)["copy"]
+    return 2 * n_bytes / quantiles([s.device_ms for s in samples])[0] / 1e6
+
+
+def row(
+    name: str, dtype: str, comparison: Comparison, device: torch.device, rate: float, repeats: int
+) -> dict:
+    """Times, ratios, bandwidths and launch counts of one comparison."""
+    samples = interleaved(comparison.sides, device, repeats, warmup=3, seconds=6.0)
+    result: dict[str, Any] = {"list": name, "dtype": dtype, "job": comparison.job, "sides": {}}
+    result["elements"] = comparison.elements
+    result["repeats"] = len(samples["ampkit"])
+    scale = 1.0 if dtype == "float32" else 0.5
+    for side, taken in samples.items():
+        device_ms, low, high = quantiles([s.device_ms for s in taken])
+        entry = {"device_ms": device_ms, "low": low, "high": high}
+        entry["host_ms"] = quantiles([s.host_ms for s in taken])[0]
+        model = byte_model.OURS if side == "ampkit" else byte_model.TORCH
+        per_element = model[comparison.job].total
+        if side == "torch foreach":
+            per_element = byte_model.TORCH_FOREACH_CLIP_ADAMW
+        entry["bytes_per_element"] = per_element * scale
+        entry["gb_per_s"] = per_element * scale * comparison.elements / device_ms / 1e6
+        entry["of_copy_rate"] = entry["gb_per_s"] / rate
+        entry["launches"] = launches(comparison.sides[side], device)
+        if side != "ampkit":
+            entry["ratio"], entry["ratio_low"], entry["ratio_high"] = ratio(samples["ampkit"], taken)
+        result["sides"][side] = entry
+    return result
+
+
+def measure(out: Path, device: torch.device, rehearsal: bool, seconds: float) -> None:
+    """Measure until done or out of time; rows go to `out/rows.jsonl`, the environment to `out/environment.json`."""
+    started = time.perf_counter()
+    out.mkdir(parents=True, exist_ok=True)
+    repeats = 3 if rehearsal else 15
+    rate = copy_rate(device, 1 << 20 if rehearsal else COPY_BYTES, repeats)
+    facts = {**environment(device), "copy_gb_per_s": rate, "rehearsal": rehearsal}
+    (out / "environment.json").write_text(json.dumps(facts, indent=2))
+    print(f"{facts['device']}, torch {facts['torch']}, copy {rate:.0f} GB/s", flush=True)
+    impl = "reference" if rehearsal else "triton"
+    with (out / "rows.jsonl").open("w") as rows:
+        for name, shapes in (REHEARSAL if rehearsal else LISTS).items():
+            for dtype in (torch.float32, torch.float16, torch.bfloat16):
+                if time.perf_counter() - started > seconds:
+                    print(f"out of time before {name} {dtype}", flush=True)
+                    return
+                try:
+                    material = Material(shapes(), device, dtype)
+                    for comparison in comparisons(material, impl):
+                        taken = row(
+                            name, str(dtype).removeprefix("torch."), comparison, device, rate, repeats
+                        )
+                        rows.write(json.dumps(taken) + "\n")
+                        rows.flush()
+                        ours = taken["sides"]["ampkit"]
+                        print(
+                            f"{name:12s} {taken['dtype']:9s}{taken['job']:16s}{ours['device_ms']:9.3f} ms",
+                            flush=True,
+                        )
+                except Exception as error:  # one list that fails must not cost the others
+                    rows.write(json.dumps({"list": name, "dtype": str(dtype), "error": repr(error)}) + "\n")
+                    print(f"{name} {dtype}: {error!r}", flush=True)
+                material = None
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
