@@ -79,11 +79,6 @@ def put_boundary(module: M, boundary: Boundary) -> M:
     """
     refuse_bounded(module)
     cls = type(module)
-    if "forward" in vars(module):
-        raise RuntimeError(
-            f"this {cls.__name__} was given a forward of its own, which its class does not know; call "
-            f"ampkit before anything that patches forward"
-        )
     body = {"forward": boundary.around(cls.forward), "_ampkit_boundary": (cls, boundary)}
     body.update(__module__=cls.__module__, __qualname__=cls.__qualname__, __doc__=cls.__doc__)
     object.__setattr__(module, "__class__", type(cls.__name__, (_Bounded, cls), body))
@@ -91,11 +86,16 @@ def put_boundary(module: M, boundary: Boundary) -> M:
 
 
 def refuse_bounded(module: Module) -> None:
-    """Raise `RuntimeError` for a module that `half` or `initialize` has converted before."""
+    """Raise `RuntimeError` for a module that has a boundary, or a forward that its class does not know."""
     if isinstance(module, _Bounded):
         raise RuntimeError(
             f"this {type(module).__name__} has been through ampkit.half or ampkit.initialize already, and a "
             f"second conversion would only stack its casts; build the model anew, or keep the converted one"
+        )
+    if "forward" in vars(module):
+        raise RuntimeError(
+            f"this {type(module).__name__} was given a forward of its own, which its class does not know; convert "
+            f"the model before anything that patches its forward"
         )
 
 

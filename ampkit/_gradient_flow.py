@@ -53,6 +53,10 @@ class GradientFlow:
         for param in (*self.own_params(), *([] if self.masters is None else self.masters.halves())):
             param.grad = self._held.pop(param, None)
 
+    def forget(self) -> None:
+        """Forget what was set aside."""
+        self._held.clear()
+
     @torch.no_grad()
     def settle(self, inv_scale: Tensor) -> tuple[dict[torch.device, Tensor], list[Any]]:
         """Multiply what backward has left by `inv_scale`, check it, and add what was set aside.

@@ -6,46 +6,57 @@ Several backwards, each under a scale of its own, may then add up in one optimiz
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from ampkit import _agreement
+from ampkit import _agreement, _handoff
 from ampkit._gradient_flow import GradientFlow
 from ampkit.grad_scaler import GradScaler
 
 
 class LevelScaler(GradScaler):
-    """The scale of one loss. `updates` counts how often it may have moved."""
+    """The scale of one loss. `updates` counts how often a level has moved it."""
 
     updates = 0
 
-    def settle(self, flows: Sequence[GradientFlow]) -> list[Tensor | None]:
-        """Unscale and check what a backward has left at these optimizers, and let the scale answer.
+    def take(self, flow: GradientFlow) -> Tensor | None:
+        """Unscale and check what a backward has left at an optimizer. Never syncs.
 
-        Returns a flag per optimizer, 1 where a gradient was not finite; None where none had arrived.
+        Returns a flag, 1 where a gradient was not finite; None where none had arrived.
         """
-        inv_scale = self._inverse_scale()
-        flags: list[Tensor | None] = []
-        for flow in flows:
-            found, groups = flow.settle(inv_scale)
-            self._agree(flow.optimizer, found, groups)
-            state = self._state_of(flow.optimizer)
-            state["found_inf_per_device"] = found
-            state["stage"] = OptState.UNSCALED
-            flags.append(self._flag(state) if found else None)
+        found, groups = flow.settle(self._inverse_scale())
+        self._agree(flow.optimizer, found, groups)
+        state = self._state_of(flow.optimizer)
+        before = state["found_inf_per_device"]
+        state["found_inf_per_device"] = {**before, **found}
+        for device in before.keys() & found.keys():
+            state["found_inf_per_device"][device] = torch.maximum(before[device], found[device])
+        state["stage"] = OptState.UNSCALED
+        return self._flag(state) if state["found_inf_per_device"] else None
+
+    def settle(self, flows: Sequence[GradientFlow]) -> list[Tensor | None]:
+        """`take` for several optimizers, after which the scale answers; a flag for each."""
+        flags = [self.take(flow) for flow in flows]
         self.update()
         self.updates += 1
         return flags
 
+    def step_settled(self, optimizer: torch.optim.Optimizer, found_inf: Tensor | None) -> Any:
+        """Step an optimizer whose gradients `take` has unscaled, or not; as `GradScaler.step`."""
+        state = self._state_of(optimizer)
+        if found_inf is None:
+            return self._nothing_to_do(optimizer, state)
+        state["stage"] = OptState.UNSCALED
+        if _handoff.is_amp_aware(optimizer):
+            return self._step_on_device(optimizer, state, (), {})
+        return self._maybe_opt_step(optimizer, state)
+
     def note_step(self, optimizer: torch.optim.Optimizer, found_inf: Tensor, *, skipped: bool | None) -> None:
         """Count a step of an optimizer; `skipped` None where only the device knows."""
         self._note_step(optimizer, found_inf, skipped=skipped)
-
-    def current_scale(self) -> str:
-        """The scale for a message; reads the device."""
-        return f"{self.get_scale():g}"
 
 
 def either(first: Tensor | None, second: Tensor | None) -> Tensor | None:

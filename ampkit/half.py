@@ -107,10 +107,10 @@ class HalfPlan:
         self.keep = keep
         self.kept: dict[Module, str] = {}
         self.outermost: list[Module] = []
-        rules = [ModuleRules(((key, torch.float32),)) for key in _checked_keys(keep)]
+        _check_keys(keep)
         used: set[int] = set()
         for path, module in model.named_modules():
-            meant_by = [index for index, rule in enumerate(rules) if rule.find(module, path)]
+            meant_by = [index for index, key in enumerate(keep) if _means(key, module, path)]
             used.update(meant_by)
             if meant_by and module not in self.kept:
                 self.outermost.append(module)
@@ -191,14 +191,19 @@ class _Kept:
         return cast_tree(output, self.dtype)
 
 
-def _checked_keys(keep: tuple[Any, ...]) -> tuple[Any, ...]:
+def _means(key: Any, module: Module, path: str) -> bool:
+    if isinstance(key, str):
+        return ModuleRules(((key, torch.float32),)).find(module, path) is not None
+    return isinstance(module, key) if isinstance(key, type) else module is key
+
+
+def _check_keys(keep: tuple[Any, ...]) -> None:
     for key in keep:
         is_class = isinstance(key, type) and issubclass(key, Module)
         if not isinstance(key, str | Module) and not is_class:
             raise TypeError(
                 f"keep_fp32 holds {key!r}; expected module classes, modules or path patterns like 'blocks.*.norm'"
             )
-    return keep
 
 
 def _unused(model: Module, key: Any) -> str:

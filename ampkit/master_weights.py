@@ -160,6 +160,11 @@ class MasterWeights:
             _kernels.cast_([_local(pair.master) for pair in part], [_local(pair.half) for pair in part])
         self._note_written(pairs)
 
+    def drop_gradients(self) -> None:
+        """Let go of the masters' gradients, as each step does."""
+        for pair in self._pairs.values():
+            pair.master.grad = None
+
     def state_dict(self) -> dict[str, Any]:
         """The masters, by parameter group and position; None where a parameter has none. Shares their storage.
 
@@ -203,14 +208,6 @@ class MasterWeights:
         for param, value in copies:
             param.copy_(value)
         self.write_back_()
-
-    @torch.no_grad()
-    def set_masters_(self, values: Mapping[Tensor, Tensor]) -> None:
-        """Give the masters of these half parameters new values. The halves are the caller's to write."""
-        for half, value in values.items():
-            pair = self._pairs.get(id(half))
-            if pair is not None and value.shape == pair.master.shape:
-                pair.master.copy_(value)
 
     def follow_model_(self) -> None:
         """Let masters take the values of half parameters that were changed from outside. Never syncs.
@@ -273,8 +270,7 @@ class MasterWeights:
             self._note_written(list(self._pairs.values()))
         else:
             self.write_back_()
-        for pair in self._pairs.values():
-            pair.master.grad = None
+        self.drop_gradients()
 
     def _note_written(self, pairs: Sequence[_Pair]) -> None:
         # A kernel that writes by address leaves no trace for autograd, which must not use what it saved before.

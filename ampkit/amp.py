@@ -1,0 +1,29 @@
+"""Apex amp's names for what ampkit does: `from ampkit import amp` takes the place of `from apex import amp`."""
+
+from ampkit.function_casts import (
+    disable_casts,
+    float_function,
+    half_function,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
+from ampkit.levels import amp_state_dict as state_dict
+from ampkit.levels import initialize, master_params, scale_loss
+from ampkit.levels import load_amp_state_dict as load_state_dict
+
+__all__ = [
+    "disable_casts",
+    "float_function",
+    "half_function",
+    "initialize",
+    "load_state_dict",
+    "master_params",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "scale_loss",
+    "state_dict",
+]
