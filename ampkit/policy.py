@@ -229,7 +229,7 @@ class Policy:
     def __repr__(self) -> str:
         text = f"Policy.{self.base}({self.device_type!r})"
         for layer in self.overrides:
-            text += ".with_rules({" + ", ".join(f"{op.name()!r}: {rule}" for op, rule in layer) + "})"
+            text += ".with_rules({" + ", ".join(f"{_key_name(op)!r}: {rule}" for op, rule in layer) + "})"
         return text + self.modules.describe()
 
 
@@ -258,7 +258,7 @@ def register_changes() -> int:
 
 def _names(overrides: Any) -> list[dict[str, str]]:
     """The rules of each `with_rules` in plain words."""
-    return [{op.name(): rule.value for op, rule in layer} for layer in overrides]
+    return [{_key_name(op): rule.value for op, rule in layer} for layer in overrides]
 
 
 def _rule(value: Any, op: Any) -> Rule:
@@ -322,6 +322,12 @@ def _find_packet(name: str) -> OpOverloadPacket:
         near = difflib.get_close_matches(f"{namespace or 'aten'}::{base}", every, n=3)
         raise ValueError(f"unknown operator {name!r} in torch {torch.__version__}; nearest: {near or 'none'}")
     return packet
+
+
+def _key_name(op: OpOverload) -> str:
+    """The key of `with_rules` that means `op` alone: ATen's name for a default overload means its whole packet."""
+    alone = op._overloadname != "default" or _packet(op.overloadpacket) == [op]
+    return op.name() if alone else f"{op.name()}.default"
 
 
 def _packet(packet: OpOverloadPacket) -> list[OpOverload]:
