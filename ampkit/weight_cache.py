@@ -74,6 +74,8 @@ class WeightCache:
         self._hits = 0
         self._misses = 0
         self.modes: dict[Any, Any] = {}     # the dispatch modes that casts for this cache, by policies; see `autocast`
+        with _steps.lock:
+            _steps.caches.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return WeightCache, (self.max_bytes,)       # a copy starts empty: what is held belongs to these very weights
@@ -204,10 +206,12 @@ def capturing() -> bool:
 
 
 class _Steps:
-    """How many optimizer steps this process has seen."""
+    """How many optimizer steps this process has seen, and the caches that each of them outdates."""
 
     count = 0
     watched = False
+    caches: weakref.WeakSet[WeightCache] = weakref.WeakSet()
+    lock = threading.Lock()
 
 
 _steps = _Steps()
@@ -220,7 +224,13 @@ def _watch_optimizers() -> None:
 
 
 def _count_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Outdate every cast, and free those held; a compiled step leaves that to their next use."""
     _steps.count += 1
+    if not torch.compiler.is_compiling():
+        with _steps.lock:
+            caches = list(_steps.caches)
+        for cache in caches:
+            cache.drop_outdated()
 
 
 class _Answer(TorchDispatchMode):
