@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from . import _agreement, _kernels, overflow
+from . import _agreement, _kernels, clipping, overflow
 from ._scaler_memory import ScalerMemory
 from .gradients import Gradients, collect, parameters, summed_duplicates
 
@@ -22,7 +22,8 @@ def fresh_optimizer_state() -> dict[str, Any]:
 
     Others appear on the way: `optimizer`; `groups` and `spread`, ranks that must agree and their extreme
     scales; `multiplier`, a factor that clipping has left for `step` to apply; `left_to_do`, what a stepped
-    optimizer's gradients would still have to be multiplied by to be unscaled, absent when nothing.
+    optimizer's gradients would still have to be multiplied by to be unscaled, absent when nothing; `clean`,
+    whether the host has seen the flags clear.
     """
     return {"stage": OptState.READY, "found_inf_per_device": {}}
 
@@ -47,18 +48,20 @@ class ScalerChecks(ScalerMemory):
         """
         found: dict[torch.device, Tensor] = {}
         groups: list[Any] = []
-        for params, factor in self._factors(optimizer, inv_scale):
-            gradients = self._collect(optimizer, params, allow_fp16=allow_fp16)
-            groups.extend(gradients.groups)
-            add_flags(found, gradients, found_inf)
-            for device, tensors in gradients.by_device.items():
-                if factor is None:  # unscaled before: only look
-                    one = torch.ones_like(found[device])
-                    _kernels.norm_and_check(tensors, one, found[device])
-                else:
-                    _kernels.unscale_(tensors, _on(factor, device), found[device])
-            for values in summed_duplicates(gradients.duplicated):
-                _kernels.norm_and_check([values], torch.ones_like(found[values.device]), found[values.device])
+        with torch.no_grad():
+            for params, factor in self._factors(optimizer, inv_scale):
+                gradients = self._collect(optimizer, params, allow_fp16=allow_fp16)
+                groups.extend(gradients.groups)
+                add_flags(found, gradients, found_inf)
+                for device, tensors in gradients.by_device.items():
+                    if factor is None:  # unscaled before: only look
+                        one = torch.ones_like(found[device])
+                        _kernels.norm_and_check(tensors, one, found[device])
+                    else:
+                        _kernels.unscale_(tensors, _on(factor, device), found[device])
+                for values in summed_duplicates(gradients.duplicated) if gradients.duplicated else ():
+                    flag = found[values.device]
+                    _kernels.norm_and_check([values], torch.ones_like(flag), flag)
         self._agree(optimizer, found, groups)
         return found
 
@@ -81,6 +84,9 @@ class ScalerChecks(ScalerMemory):
         rest.
         """
         rest = parameters(optimizer)
+        whole = inv_scale if self._loss_scale.scales_losses else None
+        if len(self._per_optimizer_states) < 2:
+            return [(rest, whole)]
         parts: list[tuple[list[Tensor], Tensor | None]] = []
         for key, other in self._per_optimizer_states.items():
             if key == id(optimizer) or other["stage"] is OptState.READY or "optimizer" not in other:
@@ -93,7 +99,6 @@ class ScalerChecks(ScalerMemory):
             if other["stage"] is OptState.UNSCALED:
                 self._settle_multiplier(other)
             parts.append((shared, other.get("left_to_do")))
-        whole = inv_scale if self._loss_scale.scales_losses else None
         return [(rest, whole), *parts]
 
     def _has_shared(self, optimizer: Any) -> bool:
@@ -113,7 +118,7 @@ class ScalerChecks(ScalerMemory):
             everyone.append(self.process_group)
         state = self._state_of(optimizer)
         state["groups"] = everyone
-        spread = _agreement.agree(found, everyone, self._live_state()[0].scale)
+        spread = _agreement.agree(found, everyone, self._live_scale())
         if spread is not None:
             state["spread"] = spread
             self._live_state()[1].note_scales(spread)
@@ -130,17 +135,18 @@ class ScalerChecks(ScalerMemory):
         gradients = collect(parameters(optimizer))
         found: dict[torch.device, Tensor] = {}
         add_flags(found, gradients, torch.zeros_like(inv_scale))
-        for device, tensors in gradients.by_device.items():
-            _kernels.norm_and_check(tensors, _on(inv_scale, device), found[device])
-        for values in summed_duplicates(gradients.duplicated):
-            flag = found[values.device]
-            _kernels.norm_and_check([values], _on(inv_scale, flag.device), flag)
+        with torch.no_grad():
+            for device, tensors in gradients.by_device.items():
+                _kernels.norm_and_check(tensors, _on(inv_scale, device), found[device])
+            for values in summed_duplicates(gradients.duplicated) if gradients.duplicated else ():
+                flag = found[values.device]
+                _kernels.norm_and_check([values], _on(inv_scale, flag.device), flag)
         self._agree(optimizer, found, gradients.groups)
         return found
 
     def _inverse_scale(self) -> Tensor:
         """1 / scale, rounded once from double where the device has it."""
-        scale = self._live_state()[0].scale
+        scale = self._live_scale()
         if not self._loss_scale.scales_losses:
             return torch.ones_like(scale)
         if scale.is_mps:
@@ -175,13 +181,13 @@ class ScalerChecks(ScalerMemory):
 
     def _check_unscaled(self, optimizer: Any, state: dict[str, Any]) -> None:
         """Look for inf and NaN in gradients that were never scaled."""
-        found = self._look(optimizer, torch.ones_like(self._live_state()[0].scale))
+        found = self._look(optimizer, torch.ones_like(self._live_scale()))
         state["found_inf_per_device"] = found
         state["stage"] = OptState.UNSCALED
 
     def _flag(self, state: dict[str, Any]) -> Tensor:
         """The optimizer's flags as one, 0.0 or 1.0, on the scale's device."""
-        return _agreement.combined(list(state["found_inf_per_device"].values()), self._live_state()[0].scale.device)
+        return _agreement.combined(list(state["found_inf_per_device"].values()), self._live_scale().device)
 
     def _note_norm(self, norm: Tensor) -> None:
         """Keep the largest norm of an iteration for the history."""
@@ -193,9 +199,7 @@ class ScalerChecks(ScalerMemory):
         if multiplier is None:
             return
         gradients = collect(parameters(state["optimizer"]))
-        for device, tensors in gradients.by_device.items():
-            factor = _on(multiplier, device)
-            _kernels.multiply_(tensors, factor, state["found_inf_per_device"].get(device))
+        clipping.multiply_(gradients, multiplier, state["found_inf_per_device"])
 
 
 def add_flags(found: dict[torch.device, Tensor], gradients: Gradients, found_inf: Tensor) -> None:

@@ -121,7 +121,7 @@ class ScalerInsight(ScalerChecks):
 
     def _note_step(self, optimizer: Any, found_inf: Tensor, *, skipped: bool | None) -> None:
         """Remember how a step ended; `skipped` None when only the device knows."""
-        state, ledger = self._live_state()
+        ledger = self._live_state()[1] if self._ledger is None else self._ledger
         ledger.note_step(found_inf)
         if skipped is None and found_inf.is_cpu:
             skipped = _kernels.read_if_free(found_inf) != 0
@@ -135,7 +135,7 @@ class ScalerInsight(ScalerChecks):
         self._alarm_due = skipped is None
         if skipped:
             _calm_schedulers(optimizer)
-            self._sound_alarm(float(state.scale))
+            self._sound_alarm(float(self._live_scale()))
 
     def _note_no_gradients(self, optimizer: Any) -> None:
         state, ledger = self._live_state()

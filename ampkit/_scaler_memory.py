@@ -97,8 +97,17 @@ class ScalerMemory(torch.amp.GradScaler):
             self._ledger = Ledger(self._scale.device, self._history_size, self._init_totals)
         return ScaleState(self._scale, self._growth_tracker, *self._counters), self._ledger
 
-    def _advance(self, found_inf: Tensor, norm: Tensor | None, scale_used: Tensor | None) -> None:
-        """Let the strategy answer one update, in place and without a sync, and note it in the ledger."""
+    def _live_scale(self) -> Tensor:
+        """The scale alone; see `_live_state`."""
+        return self._live_state()[0].scale if self._scale is None else self._scale
+
+    def _advance(
+        self, found_inf: Tensor, norm: Tensor | None, scale_used: Tensor | None, *, clean: bool = False
+    ) -> None:
+        """Let the strategy answer one update, in place and without a sync, and note it in the ledger.
+
+        `clean` says that the host knows that nothing has overflowed.
+        """
         state, ledger = self._live_state()
         rule = self._loss_scale
         ledger.note_update(state.scale.clone() if scale_used is None else scale_used, found_inf, norm)
@@ -111,7 +120,9 @@ class ScalerMemory(torch.amp.GradScaler):
                 rule.backoff_factor,
                 rule.growth_interval,
             )
-            state.scale.clamp_(rule.min_scale, rule.max_scale)
+            # growth never passes the largest float: nothing to clamp where nothing has overflowed
+            if not clean or rule.max_scale < scales.LARGEST_SCALE:
+                state.scale.clamp_(rule.min_scale, rule.max_scale)
         else:
             for old, new in zip(state, rule.next_state(state, found_inf), strict=True):
                 old.copy_(new)

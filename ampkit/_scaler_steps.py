@@ -22,6 +22,7 @@ class ScalerSteps(ScalerInsight):
         skip = self._read_flag(found_inf, optimizer_state)
         result = None if skip else optimizer.step(*args, **kwargs)
         optimizer_state["stage"] = OptState.STEPPED
+        optimizer_state["clean"] = not skip
         self._note_step(optimizer, found_inf, skipped=skip)
         return result
 
@@ -54,7 +55,7 @@ class ScalerSteps(ScalerInsight):
         preset = getattr(optimizer, "grad_scale", None)
         grad_scale = preset
         if state["stage"] is OptState.READY and self._loss_scale.scales_losses:
-            scale = self._live_state()[0].scale
+            scale = self._live_scale()
             grad_scale = scale if preset is None else scale * preset
             state["left_to_do"] = self._left_to_do(optimizer, found_inf)
         multiplier = state.get("multiplier")
@@ -129,7 +130,7 @@ class ScalerSteps(ScalerInsight):
     def _reject_loss(self, state: dict[str, Any], loss: Any) -> None:
         """Raise the flags, on every rank that must agree, when this rank's loss is not finite."""
         found = state["found_inf_per_device"]
-        scale = self._live_state()[0].scale
+        scale = self._live_scale()
         verdict = torch.full_like(scale, 0.0 if _closures.is_finite(loss) else 1.0)
         flags = {scale.device: verdict}
         _agreement.agree(flags, state.get("groups", ()), scale)

@@ -84,28 +84,33 @@ def total_norm(
     Returns:
         float64 when a gradient is float64 or complex128, else float32. Never syncs.
     """
-    spread: dict[tuple[Any, ...], list[Tensor]] = {}
-    shard_of = {id(tensor): groups for groups, tensor in gradients.shards}
-    for tensors in gradients.by_device.values():
-        for tensor in tensors:
-            spread.setdefault(shard_of.get(id(tensor), ()), []).append(tensor)
-    parts = []
-    for groups, tensors in spread.items():
-        parts.append(_agreement.total(_local_norm(tensors, inv_scale, found_inf, norm_type), norm_type, groups))
+    if gradients.shards:
+        shard_of = {id(tensor): groups for groups, tensor in gradients.shards}
+        spread: dict[tuple[Any, ...], dict[torch.device, list[Tensor]]] = {}
+        for device, tensors in gradients.by_device.items():
+            for tensor in tensors:
+                spread.setdefault(shard_of.get(id(tensor), ()), {}).setdefault(device, []).append(tensor)
+    else:
+        spread = {(): gradients.by_device} if gradients.by_device else {}
+    parts = [
+        _agreement.total(_local_norm(by_device, inv_scale, found_inf, norm_type), norm_type, groups)
+        for groups, by_device in spread.items()
+    ]
     norm = _joined(parts, norm_type) if parts else torch.zeros_like(inv_scale)
     return _agreement.total(norm, norm_type, across)
 
 
 def _local_norm(
-    tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Mapping[torch.device, Tensor], norm_type: float
+    by_device: Mapping[torch.device, list[Tensor]],
+    inv_scale: Tensor,
+    found_inf: Mapping[torch.device, Tensor],
+    norm_type: float,
 ) -> Tensor:
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        by_device.setdefault(tensor.device, []).append(tensor)
-    norms = [
-        _kernels.norm_and_check(grads, inv_scale.to(device, non_blocking=True), found_inf[device], norm_type)
-        for device, grads in by_device.items()
-    ]
+    with torch.no_grad():
+        norms = [
+            _kernels.norm_and_check(grads, inv_scale.to(device, non_blocking=True), found_inf[device], norm_type)
+            for device, grads in by_device.items()
+        ]
     return _joined([norm.to(inv_scale.device, non_blocking=True) for norm in norms], norm_type)
 
 
@@ -122,8 +127,9 @@ def multiply_(gradients: Gradients, factor: Tensor, found_inf: Mapping[torch.dev
     syncs.
     """
     factor = factor.float()
-    for device, tensors in gradients.by_device.items():
-        _kernels.multiply_(tensors, factor.to(device, non_blocking=True), found_inf.get(device))
+    with torch.no_grad():
+        for device, tensors in gradients.by_device.items():
+            _kernels.multiply_(tensors, factor.to(device, non_blocking=True), found_inf.get(device))
 
 
 def clamp_(gradients: Gradients, clip_value: float) -> None:

@@ -238,7 +238,7 @@ class GradScaler(ScalerSteps):
             self.unscale_(optimizer)
         self._settle_multiplier(state)
         ready = state["stage"] is OptState.READY
-        inv_scale = self._inverse_scale() if ready else torch.ones_like(self._live_state()[0].scale)
+        inv_scale = self._inverse_scale() if ready else torch.ones_like(self._live_scale())
 
         gradients = [self._collect(optimizer, params, coalesce=True) for params, _ in parts]
         found = {} if ready else state["found_inf_per_device"]
@@ -341,11 +341,9 @@ class GradScaler(ScalerSteps):
             states = list(self._per_optimizer_states.values())
             flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
             if flags:
-                self._advance(
-                    _agreement.combined(flags, self._live_state()[0].scale.device),
-                    self._norm,
-                    self._scale_used,
-                )
+                found_inf = _agreement.combined(flags, self._live_scale().device)
+                clean = all("clean" in state and state["clean"] for state in states)
+                self._advance(found_inf, self._norm, self._scale_used, clean=clean)
             elif all(state["stage"] is OptState.READY for state in states):
                 raise AssertionError(
                     "No inf checks were recorded prior to update. Call scaler.step(optimizer), or "

@@ -6,7 +6,7 @@ its storage, so that writing them writes the gradient. Only metadata is looked a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -18,9 +18,8 @@ _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64
 _ORDINARY = frozenset({Tensor, torch.nn.Parameter})
 _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 
-# Attribute getters in C: a thousand gradients are looked at in every step.
+# An attribute getter in C: a thousand gradients are looked at in every step.
 _dtype_of = attrgetter("dtype")
-_device_of = attrgetter("device")
 
 
 @dataclass
@@ -102,9 +101,11 @@ def collect(
     if refuse_fp16 is not None and torch.float16 in dtypes:
         raise ValueError(refuse_fp16())
     if dtypes <= _FLOATS and _are_plain(params, grads):
-        devices = set(map(_device_of, grads))
-        for device in devices:
-            found.by_device[device] = [g for g in grads if g.device == device] if len(devices) > 1 else grads
+        if len(set(map(Tensor.get_device, grads))) == 1:  # a number for the index, -1 for the host: quick
+            found.by_device[grads[0].device] = grads
+            return found
+        for grad in grads:
+            found.add(grad)
         return found
     seen: set[int] = set()
     with torch.no_grad():
@@ -204,14 +205,8 @@ def _local_shard(param: Tensor, grad: Any) -> tuple[Any, Tensor, tuple[Any, ...]
     return grad, local, groups
 
 
-def summed_duplicates(duplicated: Sequence[Tensor]) -> Iterator[Tensor]:
+def summed_duplicates(duplicated: Sequence[Tensor]) -> list[Tensor]:
     """The values of sparse gradients after repeated indices are added up; the gradients stay as they are."""
     with torch.no_grad():
-        for grad in duplicated:
-            values = grad.coalesce().values()
-            yield torch.view_as_real(values) if values.is_complex() else values
-
-
-def fp16_parameters(params: Sequence[Tensor]) -> list[int]:
-    """The positions of the parameters whose gradient is float16."""
-    return [i for i, p in enumerate(params) if (grad := p.grad) is not None and grad.dtype is torch.float16]
+        sums = [grad.coalesce().values() for grad in duplicated]
+        return [torch.view_as_real(values) if values.is_complex() else values for values in sums]

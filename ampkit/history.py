@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ _COUNTED = (
     "updates", "overflows", "consecutive_skips", "growths", "backoffs", "attempts", "skips",
     "inf_values", "nan_values", "scale_disagreement",
 )  # fmt: skip
+_dtype_of = attrgetter("dtype")
 _AT = {name: i for i, name in enumerate(_COUNTED)}
 
 
@@ -111,7 +113,9 @@ class Ledger:
         if not n:
             return
         scales, flags, norms = zip(*self._updates, strict=True)
-        before = torch.stack([used.float() for used in scales])
+        # copies come as float32 or float64; one conversion of the block is cheaper than one of each
+        alike = all(map(scales[0].dtype.__eq__, map(_dtype_of, scales)))
+        before = torch.stack(scales if alike else [used.float() for used in scales]).float()
         after = torch.cat((before[1:], scale.detach().reshape(1)))
         overflow = torch.stack(flags) != 0
         # position (from 1) of the last clean update; 0 when there is none
@@ -123,7 +127,8 @@ class Ledger:
         self._totals[_AT["growths"]] += (after > before).sum()
         self._totals[_AT["backoffs"]] += (after < before).sum()
         if self._history_size and not _is_capturing(scale):
-            filled = torch.stack([before[0] if norm is None else norm.to(before) for norm in norms])
+            unknown = before[0]
+            filled = torch.stack([unknown if norm is None else norm.to(before) for norm in norms])
             self._keep(torch.stack((before, overflow.float(), filled), dim=1), [norm is not None for norm in norms])
         self._updates = []
 

@@ -53,14 +53,17 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
     if not grads:
         return
     grads = written_in_place(grads, "unscale_")
-    for group in by_dtype(grads):
-        if group[0].is_cuda and group[0].dtype is torch.bfloat16:
-            _unscale_bfloat16_(group, inv_scale, found_inf)
-        else:
-            torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inv_scale)
-    # Only a factor above 1 can turn a finite value into an infinite one.
-    if inv_scale.device.type == "cpu" and host_value(inv_scale) <= 1.0:
-        return
+    if inv_scale.is_cpu:
+        # torch's CPU operator takes mixed dtypes in one call. Only a factor above 1 can make inf of a finite value.
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+        if host_value(inv_scale) <= 1.0:
+            return
+    else:
+        for group in by_dtype(grads):
+            if group[0].is_cuda and group[0].dtype is torch.bfloat16:
+                _unscale_bfloat16_(group, inv_scale, found_inf)
+            else:
+                torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inv_scale)
     finite = torch.isfinite(largest_magnitudes(grads)).all()
     found_inf.copy_(torch.where(finite, found_inf, 1.0))
 
