@@ -221,7 +221,9 @@ def unscale_into_(
     from . import unscale_into
 
     flat, other = split(impl, op, sources, destinations)
-    unscale_into.unscale_into_(pick(sources, flat), pick(destinations, flat), inv_scale, found_inf, accumulate)
+    unscale_into.unscale_into_(
+        pick(sources, flat), pick(destinations, flat), inv_scale, found_inf, accumulate
+    )
     if other:
         reference.unscale_into_(
             pick(sources, other), pick(destinations, other), inv_scale, found_inf, accumulate

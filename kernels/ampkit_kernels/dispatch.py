@@ -91,6 +91,8 @@ def split(impl: str, op: str, *lists: Sequence[Tensor]) -> tuple[list[int], list
     A row of parallel lists is flat when every tensor in it is dense and all have the same strides. Rows
     without elements are in neither. With `impl="triton"` a row that is not flat raises instead.
     """
+    if all(all(map(Tensor.is_contiguous, tensors)) and all(map(Tensor.numel, tensors)) for tensors in lists):
+        return list(range(len(lists[0]))), []
     flat: list[int] = []
     other: list[int] = []
     for i, row in enumerate(zip(*lists, strict=True)):
@@ -115,4 +117,4 @@ def split(impl: str, op: str, *lists: Sequence[Tensor]) -> tuple[list[int], list
 
 def pick(tensors: Sequence[Tensor], indices: Sequence[int]) -> list[Tensor]:
     """The tensors at these indices."""
-    return [tensors[i] for i in indices]
+    return list(tensors) if len(indices) == len(tensors) else [tensors[i] for i in indices]

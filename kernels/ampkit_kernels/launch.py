@@ -3,6 +3,7 @@ launches."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 import torch
 import triton.language as tl
@@ -16,6 +17,9 @@ TRITON_DTYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float64: tl.float64,
 }
+
+
+_DTYPE = attrgetter("dtype")
 
 
 def accumulator(dtype: torch.dtype) -> tl.dtype:
@@ -35,6 +39,11 @@ def groups(*lists: Sequence[Tensor]) -> Iterator[tuple[list[list[Tensor]], list[
 
     Yields the lists' parts, the indices of their rows, and whether all addresses are 16-byte aligned.
     """
+    if all(len(set(map(_DTYPE, tensors))) == 1 for tensors in lists) and all(
+        all_aligned(list(map(Tensor.data_ptr, tensors))) for tensors in lists
+    ):
+        yield [list(tensors) for tensors in lists], list(range(len(lists[0]))), True
+        return
     rows: dict[tuple, list[int]] = {}
     for i, row in enumerate(zip(*lists, strict=True)):
         key = (*(t.dtype for t in row), all_aligned([t.data_ptr() for t in row]))

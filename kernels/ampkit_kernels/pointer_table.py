@@ -168,8 +168,8 @@ def table_for(lists: Sequence[Sequence[Tensor]], config: Config) -> Table:
     if they changed. Never waits for the device.
     """
     device = lists[0][0].device
-    columns = [[t.data_ptr() for t in tensors] for tensors in lists]
-    numels = [t.numel() for t in lists[0]]
+    columns = [list(map(Tensor.data_ptr, tensors)) for tensors in lists]
+    numels = list(map(Tensor.numel, lists[0]))
     on_gpu = device.type == "cuda"
     if on_gpu and torch.cuda.is_current_stream_capturing():
         return _written(columns, numels, config, device)

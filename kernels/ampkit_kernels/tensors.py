@@ -14,6 +14,7 @@ from torch import Tensor
 FLOATS = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _DTYPE, _LAYOUT, _IS_CPU = attrgetter("dtype"), attrgetter("layout"), attrgetter("is_cpu")
+_SHAPE = attrgetter("shape")
 
 
 def strided_floats(tensors: Sequence[Tensor], op: str) -> list[Tensor]:
@@ -130,7 +131,8 @@ def check_one_device(tensors: Sequence[Tensor], op: str) -> None:
     if not tensors:
         return
     # Device indices (-1 where there is none) are far cheaper to collect than device objects.
-    if len(set(map(Tensor.get_device, tensors))) == 1 and len(set(map(_IS_CPU, tensors))) == 1:
+    indices = set(map(Tensor.get_device, tensors))
+    if len(indices) == 1 and (indices != {-1} or len(set(map(_IS_CPU, tensors))) == 1):
         return
     first = tensors[0].device
     for i, t in enumerate(tensors):
@@ -149,6 +151,8 @@ def check_parallel(op: str, **lists: Sequence[Tensor]) -> None:
             raise ValueError(
                 f"{op}: got {len(tensors)} {name} for {len(first)} {first_name}; expected one for each"
             )
+        if list(map(_SHAPE, tensors)) == list(map(_SHAPE, first)):
+            continue
         for i, (a, b) in enumerate(zip(first, tensors, strict=True)):
             if a.shape != b.shape:
                 raise ValueError(

@@ -103,5 +103,5 @@ def unscale_into_(
                 ALIGNED=aligned,
                 BLOCK=chosen.block,
                 num_warps=chosen.num_warps,
-                enable_fp_fusion=False,     # product and sum are rounded apart, as on the CPU
+                enable_fp_fusion=False,  # product and sum are rounded apart, as on the CPU
             )
