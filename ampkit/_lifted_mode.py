@@ -109,6 +109,7 @@ class AutocastMode(TorchDispatchMode):
         super().__init__()
         self.policies = policies
         self.cache = cache
+        self.open = True
         self.changes = register_changes()
         self.lookup = None if cache is None else cache.cast
         self.tables = tuple((device, policy.rules()) for device, policy in policies)
@@ -122,6 +123,17 @@ class AutocastMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+    @functools.cached_property
+    def left(self) -> AutocastMode:
+        """The mode as it stays in the thread when its region has been left, with none around it.
+
+        Backward of `torch.cond` and its kind computes the forward again under the dispatcher keys that forward saw,
+        the mode's key among them, wherever it is called.
+        """
+        mode = AutocastMode(self.policies, None)
+        mode.open = False
+        return mode
 
     def prepare(self, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call | None:
         """The call to make in place of `op(*args, **kwargs)`; None to go on as if the mode were not there."""
@@ -194,16 +206,18 @@ def _keysets(devices: tuple[str, ...]) -> tuple[DispatchKeySet, DispatchKeySet]:
 
 def current() -> AutocastMode | None:
     """The mode of the innermost region open in this thread, or handed to it by autograd."""
-    return _get_in_tls(_TLS_NAME) if _is_in_tls(_TLS_NAME) else None
+    mode = _get_in_tls(_TLS_NAME) if _is_in_tls(_TLS_NAME) else None
+    return mode if mode is not None and mode.open else None
 
 
 class Entered:
     """One entry of a mode into this thread's dispatcher state, and what to put back on leaving."""
 
-    __slots__ = ("guard", "mark", "previous")
+    __slots__ = ("guard", "mark", "mode", "previous")
 
     def __init__(self, mode: AutocastMode, *, active: bool) -> None:
         """Make `mode` the thread's mode; with `active` False operators go past it at no cost."""
+        self.mode = mode
         self.previous = current()
         _put_in_tls(_TLS_NAME, mode)
         self.mark = _fingerprint.write(mode.mark if active else ())
@@ -220,7 +234,7 @@ class Entered:
         """Restore the state found on entry."""
         self.guard.__exit__(None, None, None)
         _fingerprint.write(self.mark)
-        _put_in_tls(_TLS_NAME, self.previous)
+        _put_in_tls(_TLS_NAME, self.previous or self.mode.left)
 
 
 _libraries: dict[str, torch.library.Library] = {}
