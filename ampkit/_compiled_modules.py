@@ -59,8 +59,10 @@ def enter(region: autocast, root: Module | None) -> None:
     _compiled.enter(region._kind, region.fast_dtype, region._enabled, region._cache_enabled, rules)
     if policy is not None and policy.modules and region._enabled:
         _watches.append(Watch(policy, root))
+    elif policy is None and region._enabled and len(_watches) > 0:
+        _watches.append(_watches[-1])
     else:
-        _watches.append(_watches[-1] if len(_watches) > 0 else _NOTHING)
+        _watches.append(_NOTHING)
     _install()
 
 

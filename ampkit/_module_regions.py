@@ -13,6 +13,7 @@ import torch
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from ampkit import _lifted_mode
 from ampkit._compiled import runs_as_it_is, tracing
 from ampkit._compiled_modules import Watch, rule_name
 from ampkit._module_rules import path_of
@@ -30,6 +31,8 @@ class _Watch:
     def __init__(self, policy: Policy, root: Module | None) -> None:
         global _watchers
         self.running = _running()
+        if root is None and self.running.open and self.running.open[-1][0] == policy:
+            root = self.running.open[-1][1]     # a region inside that has this policy from outside
         self.running.open.append((policy, root))
         self.depth = len(self.running.modules)
         with _lock:
@@ -85,11 +88,19 @@ def _enter(module: Module, args: Any) -> None:
     policy, root = running.open[-1]
     if root is None:
         root = running.modules[0][0] if running.modules else module
-    value = policy.modules.find(module, path_of(root, module))
-    region = None
-    if value is not None:
-        region = _region(policy, value).enter(root)
+    value = policy.modules.find(module, path_of(root, module)) if _in_force(policy) else None
+    region = None if value is None else _region(policy, value).enter(root)
     running.modules.append((module, region))
+
+
+def _in_force(policy: Policy) -> bool:
+    """Whether the region with `policy` is what operators meet here: no island inside it, nor another policy."""
+    mode = _lifted_mode.current()
+    return (
+        mode is not None
+        and (policy.device_type, policy) in mode.policies
+        and torch.is_autocast_enabled(policy.device_type)
+    )
 
 
 @runs_as_it_is

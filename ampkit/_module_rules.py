@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn import Module
+from torch.nn import DataParallel, Module
+from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
     from ampkit.policy import Policy
@@ -99,18 +100,36 @@ def from_list(items: list[Any], read_policy: Callable[[Any], Policy]) -> Iterato
 def path_of(root: Module, module: Module) -> str:
     """The module's name as `root.named_modules()` gives it; its own class name, if it is not below `root`.
 
-    `torch.compile(module)` wraps a module in another one, which paths do not count.
+    What torch wraps around modules to compile, checkpoint or distribute them is not counted. A module that `root`
+    holds under several names has the first of them.
     """
     paths = _paths.get(root)
-    if paths is None or id(module) not in paths:
-        paths = {id(child): name for name, child in root.named_modules()}
+    if paths is None or not _is_at(root, paths.get(id(module), ("?", ""))[0], module):
+        paths = {id(child): (name, _without_wrappers(root, name)) for name, child in root.named_modules()}
         _paths[root] = paths
-    path = paths.get(id(module), type(module).__name__)
-    return path if _WRAPPED not in path else ".".join(name for name in path.split(".") if name != _WRAPPED)
+    return paths[id(module)][1] if id(module) in paths else type(module).__name__
 
 
-_paths: weakref.WeakKeyDictionary[Module, dict[int, str]] = weakref.WeakKeyDictionary()
-_WRAPPED = "_orig_mod"
+def _is_at(root: Module, name: str, module: Module) -> bool:
+    """Whether `module` is still where it was when names were last looked up."""
+    found: Module | None = root
+    for part in name.split(".") if name else ():
+        found = found._modules.get(part) if found is not None else None
+    return found is module
+
+
+def _without_wrappers(root: Module, name: str) -> str:
+    parts, module = [], root
+    for part in name.split(".") if name else ():
+        if part not in _WRAPPERS and not (part == "module" and isinstance(module, _DATA_PARALLEL)):
+            parts.append(part)
+        module = module._modules[part] or module
+    return ".".join(parts)
+
+
+_paths: weakref.WeakKeyDictionary[Module, dict[int, tuple[str, str]]] = weakref.WeakKeyDictionary()
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_DATA_PARALLEL = (DataParallel, DistributedDataParallel)
 
 
 def _check_key(key: Any) -> None:
@@ -140,10 +159,16 @@ def _check_value(key: Any, value: Any, device_type: str, policy_type: type[Polic
 
 
 def _matches(pattern: str, path: str) -> bool:
-    parts = []
-    for part in pattern.split("."):
-        parts.append(r"[^.]+(\.[^.]+)*" if part == "**" else re.escape(part).replace(r"\*", "[^.]*"))
-    return re.fullmatch(r"\.".join(parts), path) is not None
+    """`*` within a name or for one name, `**` for any number of names; the outermost module's path, "", is for none."""
+    parts = pattern.split(".")
+    last = parts.pop()
+    regex = "".join(r"([^.]+\.)*" if part == "**" else _one_name(part) + r"\." for part in parts)
+    regex += r"[^.]+(\.[^.]+)*" if last == "**" else _one_name(last)
+    return path != "" and re.fullmatch(regex, path) is not None
+
+
+def _one_name(part: str) -> str:
+    return re.escape(part).replace(r"\*", "[^.]*")
 
 
 def _describe(key: Any) -> str:
@@ -160,6 +185,11 @@ def _key_name(key: Any) -> str:
         raise ValueError(
             f"a policy that names the module {_describe(key)} itself cannot be written down; use its path or class"
         )
+    if isinstance(key, type) and "<" in key.__qualname__:
+        raise ValueError(
+            f"a policy that names the class {_describe(key)} cannot be written down: a class made inside a function "
+            "cannot be found again; use a path, or a class at the top level of a module"
+        )
     return f"class {key.__module__}:{key.__qualname__}" if isinstance(key, type) else key
 
 
@@ -171,7 +201,12 @@ def _read_key(key: str) -> Any:
     if not key.startswith("class "):
         return key
     module, _, name = key.removeprefix("class ").partition(":")
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"the policy names the module class {module}.{name}, which is not here: {error}") from None
+    if not (isinstance(found, type) and issubclass(found, Module)):
+        raise ValueError(f"the policy names {module}.{name} as a module class, which it is not: {type(found).__name__}")
     return found

@@ -144,9 +144,9 @@ class Policy:
         """A policy that computes some modules in another precision.
 
         A key is a path pattern relative to the outermost module called in the region (`"blocks.*.attn"`; `*` stands
-        for one name, `**` for any number), a module class, or a module itself; a value is a dtype or its name, or
-        another `Policy` for the same device type. An instance beats a path, a path beats a class, a nearer base class
-        beats a farther one. `float32` computes everything inside in float32, whatever comes in.
+        for one name, `**` for any number or none), a module class, or a module itself; a value is a dtype or its
+        name, or another `Policy` for the same device type. An instance beats a path, a path beats a class, a nearer
+        base class beats a farther one. `float32` computes everything inside in float32, whatever comes in.
         Raises `TypeError` or `ValueError`, naming the key, for anything else and for a key that is already set.
         """
         modules = self.modules.extended(rules, self.device_type, Policy)
