@@ -31,7 +31,8 @@ class Session:
         self.options = options
         self.verbosity = verbosity
         self.scalers: list[LevelScaler] = []
-        self.optimizers: weakref.WeakKeyDictionary[Optimizer, OptimizerState] = weakref.WeakKeyDictionary()
+        # The optimizer's hooks keep its state alive: a session that did would keep the optimizer alive as well.
+        self._states: weakref.WeakValueDictionary[int, OptimizerState] = weakref.WeakValueDictionary()
         if options is not None and options.loss_scale is not None:
             self.scalers = [
                 LevelScaler(device_type, loss_scale=options.loss_scale) for _ in range(options.num_losses)
@@ -46,13 +47,17 @@ class Session:
 
     def follow(self, optimizer: Optimizer, *, master_values: Mapping[Tensor, Tensor] | None) -> MasterWeights | None:
         """Take part in this optimizer's steps from now on, with masters if there are values for them."""
-        state = self.optimizers[optimizer] = OptimizerState(optimizer, self)
+        state = self._states[id(optimizer)] = OptimizerState(optimizer, self)
         # Before the masters' hooks: a step that is refused has not moved any gradient.
         optimizer.register_step_pre_hook(state.before_step)
         optimizer.register_step_post_hook(state.after_step)
         if master_values is not None:
             state.flow.masters = MasterWeights(optimizer, values=master_values)
         return state.flow.masters
+
+    def state(self, optimizer: Optimizer) -> OptimizerState:
+        """Where an optimizer stands."""
+        return self._states[id(optimizer)]
 
     def scaler(self, loss_id: Any) -> LevelScaler:
         """The scale of a loss. Raises `IndexError` for one that there is not."""
@@ -65,7 +70,7 @@ class Session:
 
     def settle(self, optimizers: Sequence[Optimizer], scaler: LevelScaler) -> None:
         """After a backward: unscale what it has left at these optimizers, and move the scale on."""
-        states = [self.optimizers[optimizer] for optimizer in optimizers]
+        states = [self.state(optimizer) for optimizer in optimizers]
         for state, flag in zip(states, scaler.settle([state.flow for state in states]), strict=True):
             state.flag = either(state.flag, flag)
             state.scaler = scaler

@@ -201,7 +201,7 @@ def scale_loss(
         yield loss
         return
     scaler = session.scaler(loss_id)
-    states = [session.optimizers[optimizer] for optimizer in all_optimizers]
+    states = [session.state(optimizer) for optimizer in all_optimizers]
     for state in states:
         state.begin_backward(scaler, delay_unscale=delay_unscale)
     try:
