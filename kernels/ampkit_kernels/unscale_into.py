@@ -28,7 +28,7 @@ from .configs import Config
 from .launch import TRITON_DTYPES, accumulator, groups, on_device
 from .pointer_table import table_for
 
-CONFIG = Config(block=2048)
+CONFIG = Config(block=4096)
 
 
 @triton.jit

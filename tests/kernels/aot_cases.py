@@ -10,7 +10,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ampkit_kernels import adamw, apply, cast, counts, norm, scale, sgd, table_writer, unscale
+from ampkit_kernels import adamw, apply, cast, counts, norm, scale, sgd, table_writer, unscale, unscale_into
 from ampkit_kernels.configs import Config
 from tests.kernels.aot import Case
 
@@ -41,7 +41,7 @@ def gradient_passes() -> Iterator[Case]:
             yield _case(label, norm.norm_kernel, norm.CONFIGS[size], constants, ceiling, 1, 0)
         constants = {**one_list(name), "HAS_FOUND_INF": True}
         yield _case(f"multiply {name}", apply.multiply_kernel, apply.CONFIGS[size], constants, 64, 1, 1)
-        yield _case(f"counts {name}", counts.count_kernel, counts.CONFIG, one_list(name), 96, 1, 0)
+        yield _case(f"counts {name}", counts.count_kernel, counts.CONFIG, one_list(name), 112, 1, 0)
 
 
 def casts() -> Iterator[Case]:
@@ -52,6 +52,27 @@ def casts() -> Iterator[Case]:
         constants = {"SOURCE": DTYPES[source], "DESTINATION": DTYPES[destination], "ALIGNED": aligned}
         label = f"cast {source} to {destination}{'' if aligned else ' unaligned'}"
         yield _case(label, cast.cast_kernel, cast.CONFIG, constants, 96, int(aligned), int(aligned))
+
+
+def unscales_into() -> Iterator[Case]:
+    """Half gradients to float32 master gradients, overwriting and adding."""
+    for accumulate, aligned in ((False, True), (True, True), (True, False)):
+        constants = {
+            "SOURCE": tl.float16, "DESTINATION": tl.float32, "ACC": tl.float32, "ACCUMULATE": accumulate,
+            "ALIGNED": aligned,
+        }  # fmt: skip
+        label = f"unscale into{' adding' * accumulate}{'' if aligned else ' unaligned'}"
+        config = unscale_into.CONFIG
+        yield _case(
+            label,
+            unscale_into.unscale_into_kernel,
+            config,
+            constants,
+            80,
+            int(aligned),
+            int(aligned),
+            NO_FUSION,
+        )
 
 
 def adamw_steps() -> Iterator[Case]:
@@ -150,4 +171,4 @@ HUNGRY = Case("hungry", _hungry_kernel, {"BLOCK": 16384}, 4, 64, 1, 1)
 
 def all_cases() -> list[Case]:
     """Every variant; names are unique."""
-    return [*gradient_passes(), *casts(), *adamw_steps(), *sgd_steps(), *small_kernels()]
+    return [*gradient_passes(), *casts(), *unscales_into(), *adamw_steps(), *sgd_steps(), *small_kernels()]
