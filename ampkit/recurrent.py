@@ -16,22 +16,31 @@ _aten = torch.ops.aten
 # Operator -> cuDNN's mode number, as in torch.backends.cudnn.rnn.get_cudnn_mode.
 LAYERS = {
     _aten.rnn_relu.input: 0,
+    _aten.rnn_relu.data: 0,
     _aten.rnn_tanh.input: 1,
+    _aten.rnn_tanh.data: 1,
     _aten.lstm.input: 2,
+    _aten.lstm.data: 2,
     _aten.gru.input: 3,
+    _aten.gru.data: 3,
 }
 
 
 def flatten_weights(op: Any, args: tuple[Any, ...]) -> None:
     """Move the weights of a layer's call, in place, into one buffer in cuDNN's layout.
 
-    `args` are those of `aten::lstm.input` and its kin: `(input, hx, params, has_biases, num_layers, dropout, train,
-    bidirectional, batch_first)`. Does nothing off CUDA, without cuDNN, or where the weights lie in one buffer already.
-    Values do not change. Never syncs.
+    `args` are those of `aten::lstm.input` and its kin, `(input, hx, params, has_biases, num_layers, dropout, train,
+    bidirectional, batch_first)`, or of `aten::lstm.data` for packed sequences, which has `batch_sizes` after the input
+    and no `batch_first`. Does nothing off CUDA, without cuDNN, or where the weights lie in one buffer already. Values
+    do not change. Never syncs.
     """
     if len(args) < 9:
         return
-    input, hidden, weights, has_biases, num_layers, _, _, bidirectional, batch_first = args[:9]
+    if op._overloadname == "data":
+        input, _, hidden, weights, has_biases, num_layers, _, _, bidirectional = args[:9]
+        batch_first = False
+    else:
+        input, hidden, weights, has_biases, num_layers, _, _, bidirectional, batch_first = args[:9]
     if not weights or not weights[0].is_cuda or not _acceptable(weights) or _in_one_buffer(weights):
         return
     state = hidden if isinstance(hidden, Tensor) else hidden[-1]
