@@ -16,6 +16,8 @@ from . import _agreement, _kernels, clipping, overflow
 from ._scaler_memory import ScalerMemory
 from .gradients import Gradients, collect, parameters, summed_duplicates
 
+_MARK = "_ampkit_unscaled_for"
+
 
 def fresh_optimizer_state() -> dict[str, Any]:
     """What is known about an optimizer at the beginning of an iteration: torch's two entries.
@@ -37,7 +39,7 @@ class ScalerChecks(ScalerMemory):
         # a new dict, as in torch: code that holds the old one keeps what it saw
         self._per_optimizer_states = defaultdict(fresh_optimizer_state)
         self._norm: Tensor | None = None
-        self._scaled = False
+        self._scale_calls = 0
         self._scale_used: Tensor | None = None
 
     def _unscale_grads_(
@@ -53,6 +55,7 @@ class ScalerChecks(ScalerMemory):
                 gradients = self._collect(optimizer, params, allow_fp16=allow_fp16)
                 groups.extend(gradients.groups)
                 add_flags(found, gradients, found_inf)
+                self._mark(optimizer, gradients)
                 for device, tensors in gradients.by_device.items():
                     if factor is None:  # unscaled before: only look
                         one = torch.ones_like(found[device])
@@ -80,29 +83,40 @@ class ScalerChecks(ScalerMemory):
     def _factors(self, optimizer: torch.optim.Optimizer, inv_scale: Tensor) -> list[tuple[list[Tensor], Tensor | None]]:
         """The optimizer's parameters, with what their gradients have to be multiplied by; None: by nothing.
 
-        Parameters that an optimizer which was unscaled or stepped this iteration has too come apart from the
-        rest.
+        Gradients that have been unscaled this iteration for another optimizer come apart from the rest. They
+        carry that optimizer's mark; a `scale` since then says that a backward may have made them anew.
         """
         rest = parameters(optimizer)
         whole = inv_scale if self._loss_scale.scales_losses else None
         if len(self._per_optimizer_states) < 2:
             return [(rest, whole)]
-        parts: list[tuple[list[Tensor], Tensor | None]] = []
-        for key, other in self._per_optimizer_states.items():
-            if key == id(optimizer) or other["stage"] is OptState.READY or "optimizer" not in other:
-                continue
-            theirs = set(map(id, parameters(other["optimizer"])))
-            shared = [param for param in rest if id(param) in theirs]
-            if not shared:
-                continue
-            rest = [param for param in rest if id(param) not in theirs]
-            if other["stage"] is OptState.UNSCALED:
-                self._settle_multiplier(other)
-            parts.append((shared, other.get("left_to_do")))
-        return [(rest, whole), *parts]
+        others = {
+            id(state["mark"]): state
+            for state in self._per_optimizer_states.values()
+            if state["stage"] is not OptState.READY
+            and state.get("optimizer") is not optimizer
+            and state.get("calls") == self._scale_calls
+        }
+        parts: dict[int, list[Tensor]] = {}
+        for param in rest:
+            parts.setdefault(id(getattr(param.grad, _MARK, None)), []).append(param)
+        known = [(others[key], shared) for key, shared in parts.items() if key in others]
+        for state, _ in known:
+            if state["stage"] is OptState.UNSCALED:
+                self._settle_multiplier(state)
+        fresh = [param for key, params in parts.items() if key not in others for param in params]
+        return [(fresh, whole), *((shared, state.get("left_to_do")) for state, shared in known)]
+
+    def _mark(self, optimizer: Any, gradients: Gradients) -> None:
+        """Leave on each gradient whose it is now, in case another optimizer shares it."""
+        state = self._state_of(optimizer)
+        mark = state.setdefault("mark", object())  # holds nothing: a gradient must not keep an optimizer alive
+        state["calls"] = self._scale_calls
+        for grad in gradients.originals:
+            setattr(grad, _MARK, mark)
 
     def _has_shared(self, optimizer: Any) -> bool:
-        """Whether another optimizer of this iteration has been given some of the same parameters."""
+        """Whether gradients of this optimizer have been unscaled this iteration for another one."""
         if len(self._per_optimizer_states) < 2:
             return False
         return len(self._factors(optimizer, self._inverse_scale())) > 1
@@ -133,6 +147,7 @@ class ScalerChecks(ScalerMemory):
     def _look(self, optimizer: Any, inv_scale: Tensor) -> dict[torch.device, Tensor]:
         """Flags by device for gradients that would be multiplied by `inv_scale`; nothing is written."""
         gradients = collect(parameters(optimizer))
+        self._mark(optimizer, gradients)
         found: dict[torch.device, Tensor] = {}
         add_flags(found, gradients, torch.zeros_like(inv_scale))
         with torch.no_grad():

@@ -87,7 +87,7 @@ class ScalerSteps(ScalerInsight):
         kwargs: dict[str, Any],
     ) -> Any:
         """Step an optimizer that evaluates the loss itself; see `_closures`."""
-        if self._scaled and state["stage"] is OptState.READY:
+        if self._scale_calls and state["stage"] is OptState.READY:
             # a first backward outside the closure, as SAM has it
             self.unscale_(optimizer)
         if state["found_inf_per_device"] and self._read_flag(self._flag(state), state):
@@ -95,12 +95,12 @@ class ScalerSteps(ScalerInsight):
         self._settle_multiplier(state)
 
         def evaluate() -> Any:
-            self._scaled = False
+            calls = self._scale_calls
             with torch.enable_grad():
                 loss = closure()
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(_device_of(loss))
-            if self._scaled:
+            if self._scale_calls > calls:
                 state["stage"] = OptState.READY
                 self.unscale_(optimizer)
             else:  # the closure did without the scaler: nothing to divide, still to be checked

@@ -116,7 +116,7 @@ class GradScaler(ScalerSteps):
         """
         if not self._enabled:
             return outputs
-        self._scaled = True
+        self._scale_calls += 1
         if isinstance(outputs, Tensor):
             if not outputs.requires_grad:
                 self._warn_detached()
@@ -241,6 +241,8 @@ class GradScaler(ScalerSteps):
         inv_scale = self._inverse_scale() if ready else torch.ones_like(self._live_scale())
 
         gradients = [self._collect(optimizer, params, coalesce=True) for params, _ in parts]
+        for part in gradients:
+            self._mark(optimizer, part)
         found = {} if ready else state["found_inf_per_device"]
         for part in gradients:
             add_flags(found, part, torch.zeros_like(inv_scale))

@@ -36,6 +36,7 @@ class Gradients:
     shards: list[tuple[tuple[Any, ...], Tensor]] = field(default_factory=list)
     groups: list[Any] = field(default_factory=list)
     duplicated: list[Tensor] = field(default_factory=list)
+    originals: list[Tensor] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         """Whether there is any gradient."""
@@ -101,6 +102,7 @@ def collect(
     if refuse_fp16 is not None and torch.float16 in dtypes:
         raise ValueError(refuse_fp16())
     if dtypes <= _FLOATS and _are_plain(params, grads):
+        found.originals = grads
         if len(set(map(Tensor.get_device, grads))) == 1:  # a number for the index, -1 for the host: quick
             found.by_device[grads[0].device] = grads
             return found
@@ -114,6 +116,7 @@ def collect(
             if param.grad is not None and id(param.grad) not in seen:
                 _collect_one(found, param, param.grad, coalesce)
                 seen.add(id(param.grad))
+                found.originals.append(param.grad)
     return found
 
 
@@ -125,7 +128,7 @@ def _are_plain(params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
     if len(set(map(id, grads))) != len(grads):
         return False
     try:
-        return all(map(Tensor.is_contiguous, grads)) and not any(map(Tensor.is_neg, grads))
+        return all(map(Tensor.is_contiguous, grads))
     except RuntimeError:  # compressed layouts have no such thing as contiguity
         return False
 

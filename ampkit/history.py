@@ -114,7 +114,7 @@ class Ledger:
             return
         scales, flags, norms = zip(*self._updates, strict=True)
         # copies come as float32 or float64; one conversion of the block is cheaper than one of each
-        alike = all(map(scales[0].dtype.__eq__, map(_dtype_of, scales)))
+        alike = len(set(map(_dtype_of, scales))) == 1
         before = torch.stack(scales if alike else [used.float() for used in scales]).float()
         after = torch.cat((before[1:], scale.detach().reshape(1)))
         overflow = torch.stack(flags) != 0

@@ -541,3 +541,61 @@ def test_ordered_and_custom_mappings_come_back_as_they_were() -> None:
     scaled = started(GradScaler, 2.0).scale(OrderedDict(loss=torch.ones((), requires_grad=True)))
     assert type(scaled) is OrderedDict
     assert scaled["loss"].item() == 2.0
+
+
+# Several optimizers in one iteration
+
+
+@BOTH
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
+def test_gradients_made_anew_between_two_steps_are_divided_anew(cls, set_to_none, fused) -> None:
+    """A GAN without an update between its phases: the second optimizer's gradients are new, though shared."""
+    shared = torch.nn.Parameter(torch.ones(2))
+    optimizers = [torch.optim.SGD([shared], lr=0.5, fused=fused) for _ in range(2)]
+    scaler = cls("cpu", 2.0**8)
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=set_to_none)
+        scaler.scale(shared.sum()).backward()
+        scaler.step(optimizer)
+    scaler.update()
+    assert shared.tolist() == [0.0, 0.0]
+
+
+@BOTH
+def test_losses_scaled_ahead_of_both_steps(cls) -> None:
+    shared = torch.nn.Parameter(torch.ones(2))
+    optimizers = [torch.optim.SGD([shared], lr=0.5) for _ in range(2)]
+    scaler = cls("cpu", 2.0**8)
+    losses = scaler.scale([shared.sum(), shared.sum()])
+    for optimizer, loss in zip(optimizers, losses, strict=True):
+        optimizer.zero_grad()
+        loss.backward()
+        scaler.step(optimizer)
+    assert shared.tolist() == [0.0, 0.0]
+
+
+def test_shared_gradients_may_be_clipped_in_between() -> None:
+    shared = torch.nn.Parameter(torch.ones(1))
+    shared.grad = torch.tensor([64.0])
+    optimizers = [torch.optim.SGD([shared], lr=1.0) for _ in range(3)]
+    scaler = started(GradScaler, 4.0)
+    scaler.clip_grad_norm_(optimizers[0], 8.0)
+    scaler.clip_grad_norm_(optimizers[1], 2.0)
+    scaler.unscale_(optimizers[2])
+    assert shared.grad.item() == pytest.approx(2.0, rel=1e-5)
+
+
+def test_marks_on_gradients_keep_nothing_alive() -> None:
+    import gc
+    import weakref
+
+    param, optimizer = one_parameter(grad=1.0)
+    scaler = started()
+    scaler.step(optimizer)
+    scaler.update()
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    assert param.grad is not None

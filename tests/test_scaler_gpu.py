@@ -1,0 +1,194 @@
+"""The scaler on a GPU: no host synchronisation, capture in a CUDA graph, several devices. Skipped without
+one.
+"""
+
+import math
+
+import pytest
+import torch
+
+import ampkit.optim
+from ampkit.grad_scaler import GradScaler
+from ampkit.loss_scale import DynamicLossScale
+
+pytestmark = pytest.mark.gpu
+
+AWARE = {
+    "torch_fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
+    "ampkit": lambda params: ampkit.optim.AdamW(params, lr=1e-2),
+}
+
+
+@pytest.fixture
+def sync_is_an_error():
+    """Any host wait inside raises."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def with_grads(*grads: torch.Tensor) -> list[torch.nn.Parameter]:
+    params = [torch.nn.Parameter(torch.ones_like(grad)) for grad in grads]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad.clone()
+    return params
+
+
+def started(*arguments, **options) -> GradScaler:
+    scaler = GradScaler("cuda", *arguments, **options)
+    scaler.scale(torch.ones((), device="cuda", requires_grad=True))
+    return scaler
+
+
+@pytest.mark.parametrize("which", AWARE)
+@pytest.mark.parametrize("rule", [DynamicLossScale(), DynamicLossScale(hysteresis=2, tolerance=0.1)])
+def test_no_host_wait_in_an_iteration(which, rule, sync_is_an_error) -> None:
+    torch.cuda.set_sync_debug_mode("default")
+    params = with_grads(torch.randn(1000, device="cuda"), torch.randn(3, 5, device="cuda"))
+    optimizer = AWARE[which](params)
+    scaler = started(loss_scale=rule)
+    loss = torch.ones((), device="cuda", requires_grad=True)
+    scaler.step(optimizer)  # the first step compiles kernels and makes the optimizer's state
+    scaler.update()
+    torch.cuda.set_sync_debug_mode("error")
+    for step in range(300):  # past a folding of the counts
+        scaler.scale(loss)
+        if step % 3 == 0:
+            scaler.unscale_(optimizer)
+        elif step % 3 == 1:
+            scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.skipped(optimizer)
+        scaler.update()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+def test_every_dtype_is_unscaled_and_checked(dtype) -> None:
+    scaler = started(4.0)
+    (param,) = with_grads(torch.full((7,), 8.0, device="cuda", dtype=dtype))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler.unscale_(optimizer)
+    assert param.grad.tolist() == [2.0] * 7
+    scaler.step(optimizer)
+    scaler.update()
+    param.grad = torch.full((7,), math.nan, device="cuda", dtype=dtype)
+    before = param.detach().clone()
+    scaler.step(optimizer)
+    assert torch.equal(param.detach(), before)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+def test_clipping_equals_the_reference(norm_type) -> None:
+    grads = [torch.randn(100_003, device="cuda"), torch.randn(64, 33, device="cuda")]
+    ours, theirs = with_grads(*grads), with_grads(*grads)
+    norm = started(2.0**10).clip_grad_norm_(torch.optim.SGD(ours, lr=1.0), 1e-3, norm_type)
+    scaler = torch.amp.GradScaler("cuda", 2.0**10)
+    scaler.scale(torch.ones((), device="cuda", requires_grad=True))
+    scaler.unscale_(torch.optim.SGD(theirs, lr=1.0))
+    expected = torch.nn.utils.clip_grad_norm_(theirs, 1e-3, norm_type)
+    torch.testing.assert_close(norm, expected, rtol=2e-6, atol=0.0)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=4e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("which", AWARE)
+def test_lockstep_with_torch_on_the_device(which) -> None:
+    lanes = []
+    for cls in (GradScaler, torch.amp.GradScaler):
+        params = with_grads(torch.ones(33, device="cuda"), torch.ones(5, 3, device="cuda"))
+        make = AWARE[which] if cls is GradScaler else AWARE["torch_fused"]
+        lanes.append((cls("cuda", 2.0**8, growth_interval=3), params, make(params)))
+    generator = torch.Generator("cuda").manual_seed(0)
+    for step in range(30):
+        noise = [torch.randn(p.shape, device="cuda", generator=generator) for p in lanes[0][1]]
+        for scaler, params, optimizer in lanes:
+            scaler.scale(torch.ones((), device="cuda", requires_grad=True))
+            for param, grad in zip(params, noise, strict=True):
+                param.grad = grad * scaler.get_scale()
+            if step % 7 == 4:
+                params[0].grad[3] = math.inf
+            scaler.step(optimizer)
+            scaler.update()
+        assert lanes[0][0].get_scale() == lanes[1][0].get_scale()
+        for a, b in zip(lanes[0][1], lanes[1][1], strict=True):
+            if which == "torch_fused":
+                assert torch.equal(a, b)
+            else:
+                torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("which", AWARE)
+def test_step_and_update_replay_in_a_cuda_graph(which) -> None:
+    """Scales as eager, and replays are counted."""
+    params = with_grads(torch.ones(16, device="cuda"))
+    optimizer = AWARE[which](params)
+    scaler = started(8.0, growth_interval=2)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            scaler.step(optimizer)
+            scaler.update()
+    torch.cuda.current_stream().wait_stream(stream)
+    scaler.update(8.0)
+    scaler._growth_tracker.zero_()
+    warmed_up = scaler.stats()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        scaler.step(optimizer)
+        scaler.update()
+    seen = []
+    for value in (1.0, 1.0, math.inf, 1.0):
+        params[0].grad.fill_(value)
+        graph.replay()
+        seen.append((scaler.get_scale(), scaler._get_growth_tracker()))
+    assert seen == [(8.0, 1), (16.0, 0), (8.0, 0), (8.0, 1)]
+    stats = scaler.stats()
+    assert stats.updates - warmed_up.updates == 4
+    assert stats.skips - warmed_up.skips == 1
+    assert stats.backoffs - warmed_up.backoffs == 1
+
+
+def test_gradients_offloaded_to_the_host() -> None:
+    params = with_grads(torch.full((5,), 8.0, device="cuda"), torch.full((5,), 8.0))
+    scaler = started(4.0)
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    norm = scaler.clip_grad_norm_(optimizer, 1e9)
+    assert norm.is_cuda
+    assert norm.item() == pytest.approx(2.0 * math.sqrt(10))
+    assert [p.grad.tolist() for p in params] == [[2.0] * 5] * 2
+    scaler.step(optimizer)
+    scaler.update()
+    params[1].grad[0] = math.nan
+    scaler.step(optimizer)
+    assert bool(scaler.skipped(optimizer))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_devices_overflow_as_one() -> None:
+    params = with_grads(torch.full((5,), math.inf, device="cuda:0"), torch.full((5,), math.inf, device="cuda:1"))
+    optimizer = AWARE["torch_fused"](params)
+    scaler = started()
+    scaler.step(optimizer)
+    assert all((param == 1.0).all() for param in params)
+    outputs = scaler.scale([torch.ones((), device=f"cuda:{i}", requires_grad=True) for i in range(2)])
+    assert [output.device.index for output in outputs] == [0, 1]
+
+
+def test_reports_ask_the_device_once() -> None:
+    (param,) = with_grads(torch.tensor([1.0, math.nan], device="cuda"))
+    optimizer = AWARE["torch_fused"]([("w", param)])
+    scaler = started()
+    scaler.step(optimizer)
+    scaler.update()
+    assert [(c.name, c.nan) for c in scaler.overflow_report()] == [("w", 1)]
+    assert not scaler.stepped(optimizer)
+    counted = started(count_every_step=True)
+    (param,) = with_grads(torch.tensor([math.inf], device="cuda"))
+    optimizer = AWARE["torch_fused"]([("v", param)])
+    counted.step(optimizer)
+    counted.update()
+    param.grad = None
+    assert [c.name for c in counted.overflow_report()] == ["v"]
+    assert counted.stats().inf_values == 1
