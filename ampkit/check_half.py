@@ -103,6 +103,8 @@ def check_half(
     Raises:
         What `half` raises, apart from parameters that do not fit: they are reported.
 
+    What lies behind an overflow cannot be judged; call it again with `keep` added to `keep_fp32`.
+
     Reads the device, and holds the outputs of every module in float32.
 
     >>> report = check_half(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), torch.ones(1, 4))
