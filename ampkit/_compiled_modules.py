@@ -20,7 +20,7 @@ from ampkit.policy import Policy
 if TYPE_CHECKING:
     from ampkit.autocast import autocast
 
-_KEY = "ampkit"
+_KEY: Any = "ampkit.compiled"
 _watches: list[Watch] = []
 
 
@@ -73,10 +73,15 @@ def leave() -> None:
     _compiled.leave_region()
 
 
+def following() -> bool:
+    """Whether the trace follows the module rules of a region that it has entered itself."""
+    return len(_watches) > 0 and _watches[-1] is not _NOTHING
+
+
 def _install() -> None:
-    if len(_watches) > 0 and _watches[-1] is not _NOTHING:
-        hooked._global_forward_pre_hooks[_KEY] = _watches[-1].before  # pyright: ignore[reportArgumentType]
-        hooked._global_forward_hooks[_KEY] = _watches[-1].after  # pyright: ignore[reportArgumentType]
+    if following():
+        hooked._global_forward_pre_hooks[_KEY] = _watches[-1].before
+        hooked._global_forward_hooks[_KEY] = _watches[-1].after
     elif _KEY in hooked._global_forward_pre_hooks:
         del hooked._global_forward_pre_hooks[_KEY]
         del hooked._global_forward_hooks[_KEY]

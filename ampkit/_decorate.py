@@ -42,14 +42,14 @@ def in_region(region: autocast, func: Callable[..., Any]) -> Callable[..., Any]:
 
 def _plain(region: autocast, func: Callable[..., Any]) -> Any:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        root = None
         if region.policy is not None and region.policy.modules and args and isinstance(args[0], Module):
-            region.enter(args[0])       # a module's own forward: its children's paths count from it
-            try:
-                return func(*args, **kwargs)
-            finally:
-                region.__exit__(None, None, None)
-        with region:
+            root = args[0]      # a module's own forward: its children's paths count from it
+        region.enter(root)      # not `with`: torch.compile follows no context manager that was made outside its trace
+        try:
             return func(*args, **kwargs)
+        finally:
+            region.leave()
 
     return wrapper
 

@@ -33,9 +33,8 @@ _texts: dict[Mark, str] = {}
 
 
 class _Tags:
-    """Whether Dynamo tells us when it compiles, and the user's own cache tag meanwhile."""
+    """The user's own cache tag while ours is in its place."""
 
-    watching = False
     found: str | None = None
 
 
@@ -90,17 +89,17 @@ def write(mark: Mark) -> Mark:
             torch.set_autocast_dtype(device, digit)
             torch.set_autocast_enabled(device, True)
         _thread.mark = mark
-    if not _Tags.watching and "torch._dynamo.callback" in sys.modules:
+    if mark:
         _watch()
     return before
 
 
 def _watch() -> None:
-    """Ask Dynamo to say when it begins and ends to compile."""
-    _Tags.watching = True
-    handler = sys.modules["torch._dynamo.callback"].callback_handler
-    handler.register_start_callback(_tag)
-    handler.register_end_callback(_untag)
+    """Ask Dynamo, if it is there, to say when it begins and ends to compile. `torch._dynamo.reset` makes it forget."""
+    dynamo = sys.modules.get("torch._dynamo.callback")
+    if dynamo is not None and _tag not in dynamo.callback_handler.start_callbacks:
+        dynamo.callback_handler.register_start_callback(_tag)
+        dynamo.callback_handler.register_end_callback(_untag)
 
 
 def _tag(_: Any) -> None:

@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 from torch.nn import Module
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules import module as hooked
 
 from ampkit import _lifted_mode
 from ampkit._compiled import runs_as_it_is, tracing
-from ampkit._compiled_modules import Watch, rule_name
+from ampkit._compiled_modules import Watch, following, rule_name
 from ampkit._module_rules import path_of
 from ampkit.policy import Policy
 
 _lock = threading.Lock()
 _watchers = 0
-_handles: list[Any] = []
+_KEY: Any = "ampkit"     # one key, where a handle has a new one each time: torch.compile guards on the keys
 _thread = threading.local()
 
 
@@ -38,8 +38,9 @@ class _Watch:
         with _lock:
             _watchers += 1
             if _watchers == 1:
-                _handles.append(register_module_forward_pre_hook(_enter))
-                _handles.append(register_module_forward_hook(_leave, always_call=True))
+                hooked._global_forward_pre_hooks[_KEY] = _enter
+                hooked._global_forward_hooks[_KEY] = _leave
+                hooked._global_forward_hooks_always_called[_KEY] = True
 
     def remove(self) -> None:
         """Stop watching."""
@@ -49,8 +50,9 @@ class _Watch:
         with _lock:
             _watchers -= 1
             if _watchers == 0:
-                while _handles:
-                    _handles.pop().remove()
+                del hooked._global_forward_pre_hooks[_KEY]
+                del hooked._global_forward_hooks[_KEY]
+                del hooked._global_forward_hooks_always_called[_KEY]
 
 
 class _Running:
@@ -136,7 +138,7 @@ class _Around(Watch):
     """Modules that run in a compiled function, while the region with the rules is open around its call."""
 
     def rule(self, module: Module) -> str | None:
-        return _rule_around(self.outermost, module)
+        return None if following() else _rule_around(self.outermost, module)
 
 
 def _rule_around(outermost: Any, module: Module) -> str | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -86,8 +85,9 @@ class Policy:
         base: str,
         device_type: str,
         overrides: tuple[tuple[tuple[OpOverload, Rule], ...], ...] = (),
-        modules: _module_rules.ModuleRules = _module_rules.NONE,
+        modules: _module_rules.ModuleRules | None = None,
     ) -> None:
+        modules = _module_rules.NONE if modules is None else modules
         if base not in ("default", "torch"):
             raise ValueError(f"unknown policy base {base!r}; expected 'default' or 'torch'")
         if device_type not in TORCH:
@@ -97,7 +97,7 @@ class Policy:
         for name, value in (
             ("base", base), ("device_type", device_type), ("overrides", overrides), ("modules", modules),
             ("_folded", None), ("_folded_at", -1), ("_hash", hash((base, device_type, overrides, modules))),
-            ("text", json.dumps([base, device_type, _names(overrides)])),
+            ("text", "|".join([base, device_type, *[_text(layer) for layer in overrides]])),
         ):
             object.__setattr__(self, name, value)
 
@@ -204,8 +204,15 @@ class Policy:
     @classmethod
     def from_text(cls, text: str) -> Policy:
         """The operator rules of the policy with this `text`, without its module rules."""
-        base, device_type, rules = json.loads(text)
-        return cls.from_dict({"base": base, "device_type": device_type, "rules": rules, "modules": []})
+        base, device_type, *layers = text.split("|")
+        policy = cls(base, device_type)
+        for layer in layers:
+            rules: dict[Operator, str] = {}
+            for item in filter(None, layer.split(",")):
+                op, rule = item.split("=")
+                rules[op] = rule
+            policy = policy.with_rules(rules)
+        return policy
 
     def _layers(self) -> tuple[_Layer, ...]:
         return (
@@ -259,6 +266,11 @@ def register_changes() -> int:
 def _names(overrides: Any) -> list[dict[str, str]]:
     """The rules of each `with_rules` in plain words."""
     return [{_key_name(op): rule.value for op, rule in layer} for layer in overrides]
+
+
+def _text(layer: tuple[tuple[OpOverload, Rule], ...]) -> str:
+    """The rules of one `with_rules` in one line."""
+    return ",".join(f"{_key_name(op)}={rule.value}" for op, rule in layer)
 
 
 def _rule(value: Any, op: Any) -> Rule:
