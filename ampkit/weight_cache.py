@@ -134,9 +134,10 @@ class WeightCache:
         return cast
 
     def _in_the_way(self, leaf: Tensor) -> bool:
-        """Whether something keeps the cache from being used here: a recording, or a graph capture it is not of."""
+        """Whether the cache is not to be used here: switched off, a recording, or a graph capture it is not of."""
         return (
-            torch._C._len_torch_dispatch_stack() > 0
+            not torch.is_autocast_cache_enabled()       # by a `torch.autocast` region inside ours
+            or torch._C._len_torch_dispatch_stack() > 0
             or torch._C._get_tracing_state() is not None
             or torch._C._functorch.maybe_current_level() is not None  # pyright: ignore
             or (leaf.is_cuda and capturing() != self.in_capture)

@@ -452,13 +452,15 @@ def test_explicit_cache_inside_a_region_without_one():
     assert cache.info() == CacheInfo(1, 32, 1, 1)
 
 
-def test_cache_switched_off_by_torchs_flag_inside():
-    """A library's `torch.autocast(cache_enabled=False)` does not reach ours: its policy is ampkit's business."""
+def test_cache_switched_off_by_a_region_of_torch_inside():
     leaf, cache = weight(), WeightCache()
     with autocast("cpu", cache=cache):
         torch.mm(X, leaf)
         with torch.autocast("cpu", cache_enabled=False):
-            assert torch.mm(X, leaf)[0, 0] == 4
+            leaf.data.fill_(2.0)
+            assert torch.mm(X, leaf)[0, 0] == 8
+            torch.mm(X, weight())
+        assert cache.info() == CacheInfo(1, 32, 0, 1)
 
 
 def test_byte_budget_drops_the_least_recently_used():
