@@ -34,6 +34,7 @@ from torch import Tensor
 
 from .chunks import chunk_extent, list_pointer, load_block, store_block
 from .configs import Config
+from .entry import entry
 from .launch import TRITON_DTYPES, accumulator, groups, on_device
 from .pointer_table import Table, table_for
 from .powers import integer_power
@@ -46,7 +47,7 @@ N_COEFFICIENTS = 8
 _PREPARE_BLOCK = 128
 
 
-@triton.jit(do_not_specialize=["n"])
+@entry
 def prepare_kernel(addresses, coefficients_ptr, n, lr_ptr, lr: tl.float64, beta1: tl.float64,
                    beta2: tl.float64, eps: tl.float64, weight_decay: tl.float64, multiplier_ptr,
                    grad_scale_ptr, found_inf_ptr, HAS_LR: tl.constexpr, HAS_MULTIPLIER: tl.constexpr,
@@ -114,7 +115,7 @@ def _adamw_block(pp, gp, mp, vp, xp, cp, o, mask, step_size, correction, decay, 
         store_block(cp, o, p.to(pp.dtype.element_ty), mask, MASKED)
 
 
-@triton.jit(do_not_specialize=["n_blocks", "blocks_per_chunk"])
+@entry
 def adamw_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, coefficients_ptr, found_inf_ptr,
                  PARAM: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr, COPY_TO: tl.constexpr,
                  ACC: tl.constexpr, AMSGRAD: tl.constexpr, COPY: tl.constexpr, LERP_FROM_END: tl.constexpr,

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .chunks import chunk_bounds
 from .configs import Config
+from .entry import entry
 from .launch import TRITON_DTYPES, accumulator, on_device
 from .pointer_table import table_for
 from .reference import by_dtype
@@ -36,7 +37,7 @@ def _multiply_block(p, mask, factor, DTYPE: tl.constexpr, ACC: tl.constexpr, MAS
         tl.store(p, (x.to(ACC) * factor).to(DTYPE))
 
 
-@triton.jit(do_not_specialize=["n_blocks", "blocks_per_chunk"])
+@entry
 def multiply_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, factor_ptr, found_inf_ptr,
                     DTYPE: tl.constexpr, ACC: tl.constexpr, ITEMSIZE: tl.constexpr,
                     HAS_FOUND_INF: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip

@@ -14,19 +14,19 @@ Bytes per element: one read, one write (6 for float32 to half).
 
 from collections.abc import Sequence
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from .chunks import chunk_extent, converted, list_pointer
 from .configs import Config
+from .entry import entry
 from .launch import TRITON_DTYPES, groups, on_device
 from .pointer_table import table_for
 
 CONFIG = Config(block=4096)
 
 
-@triton.jit(do_not_specialize=["n_blocks", "blocks_per_chunk"])
+@entry
 def cast_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, SOURCE: tl.constexpr,
                 DESTINATION: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     lanes = tl.arange(0, BLOCK)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .chunks import chunk_bounds
 from .configs import Config
+from .entry import entry
 from .launch import TRITON_DTYPES, accumulator, on_device
 from .pointer_table import table_for
 
@@ -36,7 +37,7 @@ def _count_block(p, mask, n_inf, n_nan, ACC: tl.constexpr, MASKED: tl.constexpr)
     return n_inf + (tl.abs(x) == float("inf")).to(tl.int32), n_nan + (x != x).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["n_blocks", "blocks_per_chunk"])
+@entry
 def count_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, counts, DTYPE: tl.constexpr,
                  ACC: tl.constexpr, ITEMSIZE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     lanes = tl.arange(0, BLOCK)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .chunks import chunk_bounds
 from .configs import Config
+from .entry import entry
 from .launch import TRITON_DTYPES, accumulator, on_device
 from .pointer_table import table_for
 from .reference import by_dtype
@@ -50,7 +51,7 @@ def _norm_block(p, mask, inv_scale, bad, total, DTYPE: tl.constexpr, ACC: tl.con
     return bad + y.to(DTYPE).to(ACC) * 0.0, total
 
 
-@triton.jit(do_not_specialize=["n_blocks", "blocks_per_chunk"])
+@entry
 def norm_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, inv_scale_ptr, found_inf_ptr,
                 partials, DTYPE: tl.constexpr, ACC: tl.constexpr, ITEMSIZE: tl.constexpr,
                 ORDER: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
@@ -88,7 +89,7 @@ def norm_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, inv_scale
     tl.store(partials + tl.program_id(0), partial)
 
 
-@triton.jit(do_not_specialize=["n_partials"])
+@entry
 def finish_kernel(partials, n_partials, result_ptr, ORDER: tl.constexpr, BLOCK: tl.constexpr):
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float64)

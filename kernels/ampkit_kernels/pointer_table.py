@@ -13,6 +13,7 @@ While a CUDA graph is being captured nothing is uploaded and nothing is cached: 
 kernels (`table_writer`).
 """
 
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -116,7 +117,7 @@ class PinnedSlot:
         """Stage the values and start copying them, on the current stream, without waiting."""
         self.memory.numpy()[:] = values
         destination.copy_(self.memory, non_blocking=True)
-        self.event.record()
+        self.event.record(torch.cuda.current_stream(destination.device))
 
 
 class HostSlot:
@@ -168,6 +169,9 @@ def table_for(lists: Sequence[Sequence[Tensor]], config: Config) -> Table:
     if they changed. Never waits for the device.
     """
     device = lists[0][0].device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return table_for(lists, config)
     columns = [list(map(Tensor.data_ptr, tensors)) for tensors in lists]
     numels = list(map(Tensor.numel, lists[0]))
     on_gpu = device.type == "cuda"
@@ -202,6 +206,16 @@ def _cut(numels: list[int], config: Config, device: torch.device) -> tuple[int, 
     return chunk_length(sum(numels), config, full), full
 
 
+@functools.cache
+def _load_writer(device: torch.device) -> None:
+    """Compile and load the writing kernels before a capture needs them: loading code is not allowed during one."""
+    from . import table_writer
+
+    numels = torch.zeros(1, dtype=torch.int64, device=device)
+    table_writer.write([1], numels)
+    table_writer.expand(numels, 1, torch.empty(1, dtype=torch.int64, device=device))
+
+
 def _padded(n: int) -> int:
     """Rounded up to whole 16-byte units, so that sections of one buffer stay equally aligned for the
     compiler."""
@@ -210,6 +224,8 @@ def _padded(n: int) -> int:
 
 def _uploaded(columns: list[list[int]], numels: list[int], config: Config, device: torch.device) -> Table:
     """A new table whose lengths and cut have been sent; the addresses are for `refresh` to send."""
+    if device.type == "cuda":
+        _load_writer(device)
     chunk, full = _cut(numels, config, device)
     blocks = block_map(numels, chunk)
     n, n_addresses = len(numels), len(columns) * len(numels)

@@ -12,14 +12,14 @@ Bytes: four scalars.
 # pyright: reportInvalidTypeForm=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportArgumentType=false
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from .entry import entry
 from .launch import on_device
 
 
-@triton.jit(do_not_specialize=["growth_interval", "hysteresis"])
+@entry
 def update_scale_kernel(scale_ptr, growth_tracker_ptr, hysteresis_tracker_ptr, found_inf_ptr,
                         growth_factor: tl.float64, backoff_factor: tl.float64, growth_interval, hysteresis,
                         min_scale: tl.float64, max_scale: tl.float64, HAS_HYSTERESIS: tl.constexpr,

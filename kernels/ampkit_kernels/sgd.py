@@ -31,6 +31,7 @@ from torch import Tensor
 
 from .chunks import chunk_extent, list_pointer, load_block, store_block
 from .configs import Config
+from .entry import entry
 from .launch import TRITON_DTYPES, accumulator, groups, on_device
 from .pointer_table import table_for
 
@@ -42,7 +43,7 @@ N_COEFFICIENTS = 6
 _PREPARE_BLOCK = 128
 
 
-@triton.jit(do_not_specialize=["n"])
+@entry
 def prepare_kernel(coefficients_ptr, started_ptr, n, lr_ptr, lr: tl.float64, momentum: tl.float64,
                    dampening: tl.float64, weight_decay: tl.float64, multiplier_ptr, grad_scale_ptr,
                    found_inf_ptr, HAS_STARTED: tl.constexpr, HAS_LR: tl.constexpr,
@@ -102,7 +103,7 @@ def _sgd_block(pp, gp, bp, cp, o, mask, lr, momentum, weight, weight_decay, fact
         store_block(cp, o, p.to(pp.dtype.element_ty), mask, MASKED)
 
 
-@triton.jit(do_not_specialize=["n_blocks", "blocks_per_chunk"])
+@entry
 def sgd_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, coefficients_ptr, found_inf_ptr,
                PARAM: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr, COPY_TO: tl.constexpr,
                ACC: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, DECAY: tl.constexpr,

@@ -15,18 +15,17 @@ The block map written here is in tensor order (no sorting): it holds the same en
 
 from collections.abc import Sequence
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from .entry import entry
 from .launch import on_device
 
 WIDTH = 32
-_NAMES = [f"v{i}" for i in range(WIDTH)]
 _EXPAND_BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["start", "n", *_NAMES])
+@entry
 def _write_kernel(
     destination, start, n,
     v0: tl.int64, v1: tl.int64, v2: tl.int64, v3: tl.int64, v4: tl.int64, v5: tl.int64, v6: tl.int64,
@@ -46,7 +45,7 @@ def _write_kernel(
     tl.store(destination + start + lanes, row, mask=start + lanes < n)
 
 
-@triton.jit(do_not_specialize=["chunk"])
+@entry
 def _expand_kernel(numels, blocks, chunk, BLOCK: tl.constexpr):
     # One program per tensor: its entries start after those of all tensors before it.
     tensor = tl.program_id(0)

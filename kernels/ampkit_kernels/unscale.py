@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .chunks import chunk_bounds
 from .configs import Config
+from .entry import entry
 from .launch import TRITON_DTYPES, accumulator, on_device
 from .pointer_table import table_for
 from .reference import by_dtype
@@ -45,7 +46,7 @@ def _unscale_block(p, mask, inv_scale, bad, DTYPE: tl.constexpr, ACC: tl.constex
     return bad + y.to(ACC) * 0.0
 
 
-@triton.jit(do_not_specialize=["n_blocks", "blocks_per_chunk"])
+@entry
 def unscale_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, inv_scale_ptr, found_inf_ptr,
                    DTYPE: tl.constexpr, ACC: tl.constexpr, ITEMSIZE: tl.constexpr,
                    BLOCK: tl.constexpr):  # fmt: skip

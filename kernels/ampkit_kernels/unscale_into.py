@@ -25,6 +25,7 @@ from torch import Tensor
 
 from .chunks import chunk_extent, list_pointer, load_block, store_block
 from .configs import Config
+from .entry import entry
 from .launch import TRITON_DTYPES, accumulator, groups, on_device
 from .pointer_table import table_for
 
@@ -43,7 +44,7 @@ def _unscale_into_block(source, destination, o, mask, inv_scale, bad, DESTINATIO
     return bad + product * 0.0
 
 
-@triton.jit(do_not_specialize=["n_blocks", "blocks_per_chunk"])
+@entry
 def unscale_into_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, inv_scale_ptr, found_inf_ptr,
                         SOURCE: tl.constexpr, DESTINATION: tl.constexpr, ACC: tl.constexpr,
                         ACCUMULATE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
