@@ -113,6 +113,8 @@ class autocast:
         if not stack or stack[-1].owner is not self:
             _leave_interrupted(self, stack)
         stack.pop().leave(last=not stack)
+        while stack and stack[-1].overdue:
+            stack.pop().leave(last=not stack)
 
     def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
         """`func` with its body run inside the region, also when it is a generator or a coroutine."""
@@ -136,7 +138,7 @@ class float32_region(autocast):
 class _Region:
     """One entry of an `autocast`: what it changed, and what to put back."""
 
-    __slots__ = ("cache", "dtype", "enabled", "entered", "flag", "hooks", "kind", "owner")
+    __slots__ = ("cache", "dtype", "enabled", "entered", "flag", "hooks", "kind", "overdue", "owner")
 
     def __init__(self, owner: autocast, stack: list[_Region], root: Module | None) -> None:
         kind = owner._kind
@@ -144,6 +146,7 @@ class _Region:
         if _checkpoint_frames.top_hooks(True) is not None:
             _checkpoint_frames.note_region(outer)
         self.owner = owner
+        self.overdue = False        # its `with` ended too early; it is left together with the region inside it
         self.kind = kind
         self.enabled = torch.is_autocast_enabled(kind)
         self.dtype = torch.get_autocast_dtype(kind)
@@ -260,23 +263,26 @@ def _regions() -> list[_Region]:
 
 def _leave_interrupted(region: autocast, stack: list[_Region]) -> None:
     """Leave the regions of modules inside `region` whose forward was interrupted; `RuntimeError` for any other."""
-    inner = next((n for n, entry in enumerate(reversed(stack)) if entry.owner is region), None)
-    if inner is None or not all(entry.owner.of_module for entry in stack[len(stack) - inner :]):
-        raise RuntimeError(_out_of_order(region, stack))
-    for _ in range(inner):
+    inner = [n for n, entry in enumerate(reversed(stack)) if entry.owner is region and not entry.overdue]
+    if not inner:
+        raise RuntimeError(_out_of_order(region, None))
+    if not all(entry.owner.of_module for entry in stack[len(stack) - inner[0] :]):
+        stack[-1 - inner[0]].overdue = True
+        raise RuntimeError(_out_of_order(region, stack[-1].owner))
+    for _ in range(inner[0]):
         stack.pop().leave(last=False)
 
 
-def _out_of_order(region: autocast, stack: list[_Region]) -> str:
-    if not any(entry.owner is region for entry in stack):
+def _out_of_order(region: autocast, innermost: autocast | None) -> str:
+    if innermost is None:
         return (
             f"{region} is being left in a thread that never entered it, or left twice; enter and leave a region in "
             "one thread, by `with` or as a decorator"
         )
     return (
-        f"{region} is being left while {stack[-1].owner}, entered after it, is still open; leave regions in the "
-        "reverse of the order they were entered. A generator that yields inside `with autocast():` does this: "
-        "decorate the generator function with autocast instead"
+        f"{region} is being left while {innermost}, entered after it, is still open, and stays open until that one is "
+        "left; leave regions in the reverse of the order they were entered. A generator or coroutine that is suspended "
+        "inside `with autocast():` does this: decorate its function with autocast instead"
     )
 
 
