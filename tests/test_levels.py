@@ -857,7 +857,7 @@ def test_models_that_are_refused() -> None:
     model.register_buffer("mask", torch.zeros(2, dtype=torch.bfloat16))
     with pytest.raises(RuntimeError, match=r"buffer mask is torch.bfloat16"):
         initialize(model)
-    with pytest.raises(RuntimeError, match=r"wrapped in DataParallel already; call ampkit.initialize on the bare model"):
+    with pytest.raises(RuntimeError, match=r"wrapped in DataParallel already; call ampkit.initialize on the bare"):
         initialize(nn.DataParallel(make()))
     model = make()
     with pytest.raises(ValueError, match="models holds one object twice"):
