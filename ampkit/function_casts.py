@@ -165,9 +165,9 @@ def _is_torchs(owner: Any) -> bool:
 
 
 def _operator(owner: Any, name: str) -> OpOverloadPacket:
-    """The operator behind a torch function: by its own name, or with its module's in front."""
+    """The operator behind a torch function: `linalg_norm` for `torch.linalg.norm`, else by its own name."""
     module = getattr(owner, "__name__", "").rpartition(".")[2]
-    for candidate in (name, f"{module}_{name}", f"{name}_loss"):
+    for candidate in (f"{module}_{name}", name, f"{name}_loss"):
         packet = getattr(torch.ops.aten, candidate, None)
         if isinstance(packet, OpOverloadPacket):
             return packet

@@ -1,0 +1,172 @@
+"""half_function and its kin: what functions see, inside regions and outside, and how they are registered."""
+
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ampkit import Policy, amp, autocast
+from ampkit.function_casts import (
+    disable_casts,
+    float_function,
+    half_function,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
+from ampkit.policy import Rule, _Registered
+
+LOW = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def _rules_as_they_were() -> Iterator[None]:
+    """Take back what a test registers for the whole process."""
+    before = dict(_Registered.rules)
+    yield
+    _Registered.rules.clear()
+    _Registered.rules.update(before)
+    _Registered.changes += 1
+
+
+def seen(*args: Any, **kwargs: Any) -> list[torch.dtype]:
+    """The dtypes of tensors among arguments, and of what a matrix product gives them now."""
+    tensors = [*args, *kwargs.values()]
+    return [t.dtype for t in tensors] + [torch.mm(tensors[0].reshape(1, 1), tensors[0].reshape(1, 1)).dtype]
+
+
+@pytest.mark.parametrize(
+    ("decorate", "expected"),
+    [
+        (half_function, [LOW, LOW, LOW, torch.int64, LOW]),
+        (float_function, [torch.float32, torch.float32, torch.float32, torch.int64, torch.float32]),
+        (promote_function, [torch.float32, torch.float32, torch.float32, torch.int64, LOW]),
+    ],
+    ids=["half", "float", "promote"],
+)
+def test_what_a_function_sees(decorate: Callable[..., Any], expected: list[torch.dtype]) -> None:
+    x, ids = torch.ones(1), torch.ones(1, dtype=torch.int64)
+    args = (x, x.half(), x.to(LOW), ids)
+    outside = [torch.float32, torch.float16, LOW, torch.int64, torch.float32]
+    function = decorate(seen)
+    assert function(*args) == outside
+    with autocast("cpu", LOW):
+        assert function(*args) == expected
+        assert function(x, a=x.half(), b=x.to(LOW), c=ids) == expected
+        with disable_casts():
+            assert function(*args) == outside
+    with autocast("cpu", enabled=False):
+        assert function(*args) == outside
+    assert function.__name__ == "seen"
+    assert function.__wrapped__ is seen
+
+
+def test_float64_passes_and_containers_are_looked_into() -> None:
+    @half_function
+    def of(batch: dict[str, Any]) -> list[torch.dtype]:
+        return [batch["x"][0].dtype, batch["y"].dtype]
+
+    with autocast("cpu", LOW):
+        assert of({"x": [torch.ones(1)], "y": torch.ones(1).double()}) == [LOW, torch.float64]
+
+
+def test_promotion_of_one_dtype_keeps_it() -> None:
+    function = promote_function(lambda a, b: (a.dtype, b.dtype))
+    with autocast("cpu", LOW):
+        assert function(torch.ones(1).to(LOW), torch.ones(1).to(LOW)) == (LOW, LOW)
+        assert function(torch.ones(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)) == (torch.int64,) * 2
+
+
+def test_casts_are_differentiated() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with autocast("cpu", LOW):
+        half_function(lambda t: t * 2)(x).float().sum().backward()
+    assert x.grad.dtype is torch.float32
+    assert x.grad.tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("cause", [None, KeyError], ids=["left", "raised"])
+def test_disable_casts_restores_everything(cause: type[Exception] | None) -> None:
+    a = torch.ones(2, 2)
+
+    def suspended() -> None:
+        with disable_casts():
+            assert torch.mm(a, a).dtype is torch.float32
+            with disable_casts():
+                assert torch.mm(a, a).dtype is torch.float32
+            assert torch.mm(a, a).dtype is torch.float32
+            if cause is not None:
+                raise cause
+
+    with autocast("cpu", LOW):
+        if cause is None:
+            suspended()
+        else:
+            with pytest.raises(cause):
+                suspended()
+        assert torch.mm(a, a).dtype is LOW
+    with disable_casts():
+        assert torch.mm(a, a).dtype is torch.float32
+
+
+def test_torchs_functions_become_rules_and_stay_themselves() -> None:
+    x = torch.ones(2, 2)
+    kept = torch.cumsum, F.softmax, torch.Tensor.lerp, F.cross_entropy, torch.linalg.norm
+    register_half_function(torch, "cumsum")
+    register_half_function(F, "softmax")
+    register_float_function(torch.Tensor, "mm")
+    register_promote_function(torch.Tensor, "lerp")
+    register_half_function(F, "cross_entropy")
+    register_float_function(torch.linalg, "norm")
+    assert kept == (torch.cumsum, F.softmax, torch.Tensor.lerp, F.cross_entropy, torch.linalg.norm)
+    with autocast("cpu", LOW):
+        assert torch.cumsum(x, 0).dtype is LOW
+        assert F.softmax(x, 0).dtype is LOW
+        assert x.to(LOW).mm(x.to(LOW)).dtype is torch.float32
+    policy = Policy.default("cpu")
+    assert policy.rule_for("aten::cross_entropy_loss") is Rule.LOWER
+    assert policy.rule_for("aten::linalg_norm") is Rule.FLOAT32
+    assert policy.rule_for("aten::lerp.Tensor") is Rule.PROMOTE
+
+
+def test_operators_of_torch_library_become_rules() -> None:
+    @torch.library.custom_op("ampkit_function_casts::twice", mutates_args=())
+    def twice(x: Tensor) -> Tensor:
+        return x + x
+
+    holder = types.SimpleNamespace(twice=twice)
+    register_half_function(holder, "twice")
+    assert holder.twice is twice
+    with autocast("cpu", LOW):
+        assert twice(torch.ones(1)).dtype is LOW
+    register_float_function(torch.ops.ampkit_function_casts, "twice")
+    with autocast("cpu", LOW):
+        assert twice(torch.ones(1).to(LOW)).dtype is torch.float32
+
+
+def test_other_functions_are_wrapped_where_they_are_once() -> None:
+    module = types.ModuleType("somebody_elses")
+    module.fast = lambda x: x.dtype  # type: ignore[attr-defined]
+    amp.register_half_function(module, "fast")
+    wrapped = module.fast
+    amp.register_half_function(module, "fast")
+    assert module.fast is wrapped
+    with autocast("cpu", LOW):
+        assert module.fast(torch.ones(1)) is LOW
+    assert module.fast(torch.ones(1)) is torch.float32
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"half_function takes a function, got <class 'torch.nn.modules.linear"):
+        half_function(torch.nn.Linear)
+    with pytest.raises(TypeError, match="float_function takes a function, got 3"):
+        float_function(3)  # type: ignore[arg-type]
+    with pytest.raises(AttributeError, match="torch has no function 'bmmm' to register"):
+        register_half_function(torch, "bmmm")
+    with pytest.raises(ValueError, match=r"functional.multi_head_attention_forward is no single operator that"):
+        register_half_function(F, "multi_head_attention_forward")
