@@ -35,7 +35,9 @@ stage measure 150 "$PYTHON" -m benchmarks.gpu measure --out "$OUT" --seconds 130
 stage tune 50 "$PYTHON" -m benchmarks.gpu tune --out "$OUT" --seconds 40 ${DRY[@]+"${DRY[@]}"}
 if [ ${#DRY[@]} -eq 0 ]; then
     # The other rooms' GPU tests; this room's ran above. Nothing is installed: without pytest this says so and goes on.
-    stage pytest 60 "$PYTHON" -m pytest -m gpu -q -x --deselect tests/kernels/test_gpu.py tests
+    # Plugins that pyproject.toml configures may be missing too, hence no addopts and no word about unknown options.
+    stage pytest 60 "$PYTHON" -m pytest -m gpu -q -o addopts= -W ignore::pytest.PytestConfigWarning \
+        --continue-on-collection-errors --deselect tests/kernels/test_gpu.py tests
     if command -v compute-sanitizer > /dev/null; then
         stage sanitizer 40 compute-sanitizer --tool memcheck --error-exitcode 9 \
             "$PYTHON" -m benchmarks.gpu small-checks --out "$OUT"
