@@ -57,37 +57,35 @@ def enter(region: autocast, root: Module | None) -> None:
     policy = region.policy
     rules = None if policy is None else policy.text
     _compiled.enter(region._kind, region.fast_dtype, region._enabled, region._cache_enabled, rules)
-    if policy is not None and policy.modules and region._enabled:
+    if _has_rules(region):
         _watches.append(Watch(policy, root))
-    elif policy is None and region._enabled and len(_watches) > 0:
-        _watches.append(_watches[-1])
-    else:
-        _watches.append(_NOTHING)
-    _install()
+        _install()
 
 
-def leave() -> None:
-    """Close the region that `enter` opened last, and go back to what was followed before."""
-    _watches.pop()
-    _install()
+def leave(region: autocast) -> None:
+    """Close `region`, and go back to the module rules that were followed before it."""
+    if _has_rules(region):
+        _watches.pop()
+        _install()
     _compiled.leave_region()
+
+
+def _has_rules(region: autocast) -> bool:
+    return region._enabled and region.policy is not None and bool(region.policy.modules)
 
 
 def following() -> bool:
     """Whether the trace follows the module rules of a region that it has entered itself."""
-    return len(_watches) > 0 and _watches[-1] is not _NOTHING
+    return len(_watches) > 0
 
 
 def _install() -> None:
     if following():
         hooked._global_forward_pre_hooks[_KEY] = _watches[-1].before
         hooked._global_forward_hooks[_KEY] = _watches[-1].after
-    elif _KEY in hooked._global_forward_pre_hooks:
+    else:
         del hooked._global_forward_pre_hooks[_KEY]
         del hooked._global_forward_hooks[_KEY]
-
-
-_NOTHING = Watch(None, None)
 
 
 def rule_name(policy: Policy | None, root: Any, module: Module) -> str | None:

@@ -107,7 +107,7 @@ class autocast:
     def leave(self) -> None:
         """Leave the region, which must be the innermost open one of this thread."""
         if _compiled.tracing():
-            _compiled_modules.leave()
+            _compiled_modules.leave(self)
             return
         stack = _regions()
         if not stack or stack[-1].owner is not self:

@@ -1,0 +1,130 @@
+"""Regions and graph capture ahead of time: torch.export and make_fx record the casts of the region's policy."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ampkit import Policy, Rule, autocast
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit:DeprecationWarning",
+    "ignore:.isinstance.treespec:FutureWarning",
+    "ignore:While compiling, we found certain side effects:UserWarning",     # strict, with module rules: their hooks
+)
+TORCH = Policy.torch("cpu")
+POLICIES = {
+    "torch": TORCH,
+    "default": None,
+    "with_rules": TORCH.with_rules({"aten::softmax.int": Rule.FLOAT32, "aten::linear": Rule.KEEP}),
+    "for_modules": TORCH.for_modules({"last": "float32"}),
+}
+
+
+class Net(nn.Module):
+    """Two products and a softmax, in a region of its own."""
+
+    def __init__(self, policy: Policy | None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.policy, self.dtype = policy, dtype
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with autocast("cpu", self.dtype, policy=self.policy):
+            y = self.last(torch.relu(self.first(x)))
+            with autocast("cpu", enabled=False):
+                z = torch.softmax(y.float(), -1) @ self.last.weight
+            return torch.softmax(y, -1), z
+
+
+def assert_same(got: Any, wanted: Any) -> None:
+    assert [t.dtype for t in got] == [t.dtype for t in wanted]
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", POLICIES)
+def test_export_records_the_region(name: str, strict: bool) -> None:
+    """The exported program has the region's casts in it and nothing of ampkit, also once decomposed and reloaded."""
+    net, x = Net(POLICIES[name]), torch.randn(3, 8)
+    program = torch.export.export(net, (x,), strict=strict)
+    assert_same(program.module()(x), net(x))
+    targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    assert all(isinstance(target, torch._ops.OpOverload) for target in targets)
+    assert_same(program.run_decompositions().module()(x), net(x))
+
+
+def test_a_region_around_export_is_recorded() -> None:
+    lin, x = nn.Linear(8, 4), torch.randn(3, 8)
+    with autocast("cpu", torch.float16, policy=TORCH):
+        program = torch.export.export(lin, (x,))
+        wanted = lin(x)
+    assert_same([program.module()(x)], [wanted])
+    assert wanted.dtype is torch.float16
+
+
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+@pytest.mark.parametrize("around", [False, True])
+def test_make_fx(pre_dispatch: bool, around: bool) -> None:
+    weight, x = torch.randn(8, 4), torch.randn(3, 8)
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x @ weight
+        return y, torch.softmax(y, -1)
+
+    def inside(x: Tensor) -> tuple[Tensor, Tensor]:
+        with autocast("cpu"):
+            return function(x)
+
+    if around:
+        with autocast("cpu"):
+            graph = make_fx(function, pre_dispatch=pre_dispatch)(x)
+    else:
+        graph = make_fx(inside, pre_dispatch=pre_dispatch)(x)
+    assert_same(graph(x), inside(x))
+    assert [t.dtype for t in graph(x)] == [torch.bfloat16, torch.float32]
+
+
+def test_operators_without_a_rule_are_recorded_as_they_are() -> None:
+    def function(x: Tensor) -> Tensor:
+        with autocast("cpu"):
+            return torch.relu(x) + 1
+
+    graph = make_fx(function, pre_dispatch=True)(torch.randn(3))
+    assert [n.target for n in graph.graph.nodes if n.op == "call_function"] == [
+        torch.ops.aten.relu.default, torch.ops.aten.add.Tensor,
+    ]
+
+
+def test_pre_dispatch_tracing_outside_a_region_is_untouched() -> None:
+    """The look-up that the mode goes before stays what it was where no region is open, or in an island."""
+    weight, x = torch.randn(8, 4), torch.randn(3, 8)
+
+    def product(x: Tensor) -> Tensor:
+        return x @ weight
+
+    def island(x: Tensor) -> Tensor:
+        with autocast("cpu"), autocast("cpu", enabled=False):
+            return product(x)
+
+    functions: list[Callable[[Tensor], Tensor]] = [product, island]
+    for function in functions:
+        graph = make_fx(function, pre_dispatch=True)(x)
+        assert [n.target for n in graph.graph.nodes if n.op == "call_function"] == [torch.ops.aten.matmul.default]
+
+
+def test_a_banned_operator_is_refused_while_exporting() -> None:
+    policy = TORCH.with_rules({"aten::relu": Rule.BANNED})
+
+    class Bad(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with autocast("cpu", policy=policy):
+                return torch.relu(x)
+
+    for strict in (False, True):
+        with pytest.raises(Exception, match="unsafe under autocast"):
+            torch.export.export(Bad(), (torch.randn(3),), strict=strict)
+    assert not torch.is_autocast_enabled("cpu")
