@@ -1,0 +1,76 @@
+"""What a benchmark case is: one job, done in several ways, under one name."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.timing import Run
+from benchmarks.work import Work
+
+TORCH = "torch.amp"
+AMPKIT = "ampkit"
+SAME_LIST = "ampkit, torch's list"      # ampkit with `Policy.torch`: the same casts as torch.amp
+
+
+@dataclass
+class Side:
+    """One way of doing a case's job.
+
+    `run(n)` does it n times; `before` readies it, untimed; `result` is what it came to, for `Case.check`; `facts` is
+    asked once after all timing for what is no time (peak memory, casts, launches, the final loss).
+    """
+
+    run: Run
+    before: Callable[[], object] | None = None
+    result: Callable[[], list[torch.Tensor]] = list
+    facts: Callable[[], dict[str, Any]] = dict
+
+
+@dataclass(frozen=True)
+class Aim:
+    """A promise: `side` takes at most `limit` times as long as `base`."""
+
+    side: str
+    limit: float
+    base: str = TORCH
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case(ABC):
+    """A job with a name. Ratios are to the side called `base`.
+
+    `aims` is what the project wants to show. `devices` are the device types it runs on; `everyday` says whether the
+    default run includes it; `seconds` bounds its timing; `sample_seconds` is how long a sample lasts at least (0: one
+    call is one sample).
+    """
+
+    family: str
+    name: str
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    everyday: bool = True
+    base: str = TORCH
+    aims: tuple[Aim, ...] = ()
+    seconds: float = 2.0
+    sample_seconds: float = 0.0
+    size: float | None = None       # what "cost against size" plots it over, with `size_name`
+    size_name: str = ""
+
+    @abstractmethod
+    def sides(self, device: torch.device) -> dict[str, Side]:
+        """The ways to do the job, each ready to run; the base is one of them."""
+
+    def work(self) -> Work | None:
+        """The least that one call must do; None where that says nothing (overhead of Python)."""
+        return None
+
+    def check(self, sides: Mapping[str, Side]) -> None:  # noqa: B027  most cases have nothing to compare
+        """Raise `WrongAnswerError` if the sides disagree. Called before timing, when all have run equally often."""
+
+
+class WrongAnswerError(Exception):
+    """Two ways of doing one job gave different answers; there is nothing to time."""

@@ -1,0 +1,106 @@
+"""What got slower between two result files: `python -m benchmarks.compare OLD NEW [--fail]`.
+
+What is compared is each side's ratio to its base, which was measured in the same rounds: it holds across days and, with
+care, across machines of a kind. A change counts where the 20-80 % ranges do not overlap and the medians differ by more
+than a threshold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import results
+from benchmarks.report import spread
+from benchmarks.results import Row
+
+THRESHOLD = 0.03
+
+
+@dataclass(frozen=True)
+class Change:
+    """One side of one case in both files. `verdict` is "slower", "faster" or "same"."""
+
+    case: str
+    side: str
+    old: dict[str, float]
+    new: dict[str, float]
+    verdict: str
+
+    @property
+    def factor(self) -> float:
+        """New ratio over old ratio."""
+        return self.new["median"] / self.old["median"]
+
+
+def compare(old: Sequence[Row], new: Sequence[Row], threshold: float = THRESHOLD) -> list[Change]:
+    """Every side that both have, but the bases; the most slowed first."""
+    before = {results.key(row): row for row in results.measured(old)}
+    changes = []
+    for row in results.measured(new):
+        earlier = before.get(results.key(row))
+        if earlier is None or earlier["base"] != row["base"]:
+            continue
+        for name in row["sides"].keys() & earlier["sides"].keys() - {row["base"]}:
+            a, b = earlier["sides"][name]["ratio"], row["sides"][name]["ratio"]
+            changes.append(Change(f"{row['family']}/{row['name']}", name, a, b, _verdict(a, b, threshold)))
+    return sorted(changes, key=lambda change: (-change.factor, change.case, change.side))
+
+
+def _verdict(old: dict[str, float], new: dict[str, float], threshold: float) -> str:
+    if new["low"] > old["high"] and new["median"] > old["median"] * (1 + threshold):
+        return "slower"
+    if new["high"] < old["low"] and new["median"] < old["median"] * (1 - threshold):
+        return "faster"
+    return "same"
+
+
+def missing(old: Sequence[Row], new: Sequence[Row]) -> list[str]:
+    """Cases that only the old file has figures for."""
+    there = {results.key(row) for row in results.measured(new)}
+    return ["/".join(results.key(row)) for row in results.measured(old) if results.key(row) not in there]
+
+
+def text(old: Sequence[Row], new: Sequence[Row], changes: Sequence[Change]) -> str:
+    """The comparison as Markdown."""
+    heads = [rows[0]["environment"] for rows in (old, new)]
+    lines = [f"{label}: {e['commit']}, torch {e['torch']}, {e['device']}, {e['date']}"
+             for label, e in zip(("old", "new"), heads, strict=True)]
+    if heads[0]["device"] != heads[1]["device"]:
+        lines.append("The machines differ: a changed ratio may be the machine's doing.")
+    for verdict in ("slower", "faster"):
+        found = [change for change in changes if change.verdict == verdict]
+        if found:
+            lines += ["", f"| {verdict} | side | old ratio | new ratio | factor |", "| --- | --- | --- | --- | --- |"]
+            found = found if verdict == "slower" else found[::-1]
+            lines += [f"| {c.case} | {c.side} | {spread(c.old)} | {spread(c.new)} | {c.factor:.2f} |" for c in found]
+    gone = missing(old, new)
+    if gone:
+        lines += ["", "No longer measured: " + ", ".join(gone)]
+    same = sum(change.verdict == "same" for change in changes)
+    return "\n".join([*lines, "", f"{len(changes)} compared, {same} the same within their spread"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the comparison; with `--fail`, status 1 if anything got slower."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
+    parser.add_argument("old", type=Path)
+    parser.add_argument("new", type=Path)
+    parser.add_argument("--threshold", type=float, default=THRESHOLD, help="least change of a median (default: 0.03)")
+    parser.add_argument("--fail", action="store_true", help="exit with 1 if anything got slower")
+    options = parser.parse_args(argv)
+    try:
+        old, new = results.load(options.old), results.load(options.new)
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    changes = compare(old, new, options.threshold)
+    print(text(old, new, changes))
+    return int(options.fail and any(change.verdict == "slower" for change in changes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

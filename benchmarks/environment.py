@@ -1,0 +1,133 @@
+"""What figures depend on: machine, versions, commit; and how busy the machine was with other things."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """The facts that travel with every row of results."""
+    on_gpu = device.type == "cuda"
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "device": torch.cuda.get_device_name(device) if on_gpu else _processor(),
+        "device_type": device.type,
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "cuda": torch.version.cuda if on_gpu else None,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "commit": _git("rev-parse", "--short=12", "HEAD"),
+        "dirty": bool(_git("status", "--porcelain", "--", "ampkit", "kernels", "benchmarks")),
+        "load_at_start": _load(),
+    }
+
+
+def _processor() -> str:
+    """The processor's name as the system gives it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str | None:
+    """What git answers; None outside a checkout."""
+    try:
+        ran = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return ran.stdout.strip() if ran.returncode == 0 else None
+
+
+def _load() -> float | None:
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
+class Others:
+    """How many cores other processes kept busy meanwhile; `cores` is None where the system does not tell.
+
+    The load average counts this process too and lags by a minute; this does neither.
+    """
+
+    def __init__(self) -> None:
+        self.cores: float | None = None
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[Others]:
+        """Watch while the block runs."""
+        busy, own, start = _busy_seconds(), time.process_time(), time.perf_counter()
+        yield self
+        now, elapsed = _busy_seconds(), time.perf_counter() - start
+        if busy is not None and now is not None and elapsed > 0.05:
+            own = time.process_time() - own
+            self.cores = round(max(0.0, (now - busy - own) / elapsed), 2)
+
+
+def _busy_seconds() -> float | None:
+    """Seconds that all cores together have spent on anything but idling, since the system started."""
+    try:
+        fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    except (OSError, ValueError, IndexError):
+        return None
+    user, nice, system, _, _, irq, softirq, steal = fields
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def ceilings(device: torch.device) -> dict[str, float]:
+    """What this machine can do at best, measured now: copy GB/s (read and written), matrix products in GFLOP/s."""
+    from benchmarks.timing import Clocks, Spread, in_turns
+
+    on_gpu = device.type == "cuda"
+    clocks = Clocks(wait=lambda: torch.cuda.synchronize(device)) if on_gpu else Clocks()
+    size, side = (1 << 30, 8192) if on_gpu else (1 << 26, 1024)
+    source = torch.randn(size // 4, device=device)
+    target = torch.empty_like(source)
+    left = {dtype: torch.randn(side, side, device=device).to(dtype) for dtype in (torch.float32, torch.bfloat16)}
+
+    def copy(calls: int) -> None:
+        for _ in range(calls):
+            target.copy_(source)
+
+    def product(matrix: torch.Tensor, calls: int) -> None:
+        for _ in range(calls):
+            torch.mm(matrix, matrix)
+
+    runs: dict[str, Any] = {"copy": copy}
+    for dtype, matrix in left.items():
+        runs[str(dtype)] = lambda calls, matrix=matrix: product(matrix, calls)
+    for run in runs.values():
+        run(2)
+    taken = in_turns(runs, clocks, seconds=2.0, rounds=(5, 30))
+    best = {name: Spread.of([sample.wall for sample in samples]).median for name, samples in taken.items()}
+    return {
+        "copy_gb_per_s": 2 * size / best["copy"] / 1e9,
+        "float32_gflop_per_s": 2 * side**3 / best["torch.float32"] / 1e9,
+        "bfloat16_gflop_per_s": 2 * side**3 / best["torch.bfloat16"] / 1e9,
+    }

@@ -1,0 +1,77 @@
+"""From a case to a row of results: check, warm up, time in turns, count what is counted."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from benchmarks.case import Aim, Case
+from benchmarks.environment import Others
+from benchmarks.timing import Clocks, Sample, Spread, calls_for, in_turns, ratios
+
+Row = dict[str, Any]
+
+
+def clocks_for(device: torch.device) -> Clocks:
+    """Clocks that wait for a GPU before they are read."""
+    return Clocks(wait=lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else Clocks()
+
+
+def measure(case: Case, device: torch.device, *, effort: float = 1.0, clocks: Clocks | None = None) -> Row:
+    """The row of a case. `effort` stretches or shortens the time it may take.
+
+    A row is plain data: `family`, `name`, `base`, `rounds`, `calls` per sample, `other_cores` (kept busy by other
+    processes meanwhile), `work` (the least that a call must do), `sides` (per side the spreads of `wall`, `host` and
+    `cpu` seconds, `ratio` and `cpu_ratio` to the base, and what was counted) and `aims` with what came of them.
+    """
+    clocks = clocks or clocks_for(device)
+    sides = case.sides(device)
+    if case.base not in sides:
+        raise ValueError(f"case {case.name!r} is compared with {case.base!r}, which is none of {', '.join(sides)}")
+    case.check(sides)
+    before = {name: side.before for name, side in sides.items() if side.before is not None}
+    runs = {name: side.run for name, side in sides.items()}
+    for name, run in runs.items():
+        before.get(name, lambda: None)()
+        run(1)
+    calls = 1
+    if case.sample_seconds:
+        calls = calls_for(runs[case.base], case.sample_seconds * min(1.0, effort), clocks)
+    rounds = (3, 10) if effort < 1 else (5, 400)
+    others = Others()
+    with others.watched():
+        samples = in_turns(runs, clocks, calls=calls, seconds=case.seconds * effort, rounds=rounds, before=before)
+    work = case.work()
+    row: Row = {
+        "family": case.family, "name": case.name, "base": case.base, "device": device.type,
+        "rounds": len(samples[case.base]), "calls": calls, "other_cores": others.cores,
+        "size": case.size, "size_name": case.size_name, "work": None if work is None else asdict(work),
+        "sides": {
+            name: {**_times(samples[name], samples[case.base]), "facts": side.facts()} for name, side in sides.items()
+        },
+        "aims": [_outcome(aim, samples) for aim in case.aims if {aim.side, aim.base} <= sides.keys()],
+    }
+    del sides, runs, before
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return row
+
+
+def _times(samples: list[Sample], base: list[Sample]) -> dict[str, Any]:
+    """Spreads of one side's times and of their ratios to the base's."""
+    return {
+        "wall": asdict(Spread.of([sample.wall for sample in samples])),
+        "host": asdict(Spread.of([sample.host for sample in samples])),
+        "cpu": asdict(Spread.of([sample.cpu for sample in samples])),
+        "ratio": asdict(ratios(samples, base)),
+        "cpu_ratio": asdict(ratios(samples, base, "cpu")),
+    }
+
+
+def _outcome(aim: Aim, samples: dict[str, list[Sample]]) -> dict[str, Any]:
+    """An aim with the ratio that was found."""
+    return {**asdict(aim), "ratio": asdict(ratios(samples[aim.side], samples[aim.base]))}

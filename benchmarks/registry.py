@@ -1,0 +1,44 @@
+"""Every case there is, and which of them a run takes."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+
+from benchmarks import overhead, scaling, training, weights
+from benchmarks.case import Case
+
+
+def every_case() -> list[Case]:
+    """All cases, small ones first, so that an interrupted run has shown something of everything.
+
+    Raises `ValueError` if two cases of a family have one name: results could not be told apart.
+    """
+    found = [*overhead.cases(), *weights.cases(), *scaling.cases(), *training.cases()]
+    seen: set[tuple[str, str]] = set()
+    for case in found:
+        if (case.family, case.name) in seen:
+            raise ValueError(f"two cases are called {case.family}/{case.name}")
+        seen.add((case.family, case.name))
+    return found
+
+
+def choose(device_type: str, patterns: Sequence[str] = (), *, everything: bool = False) -> list[Case]:
+    """The cases for a device: the everyday ones, or those whose "family/name" matches a shell pattern.
+
+    Raises `ValueError`, with the families there are, if nothing matches.
+    """
+    able = [case for case in every_case() if device_type in case.devices]
+    if not patterns:
+        return [case for case in able if case.everyday or everything]
+    chosen = [
+        case for case in able
+        if any(fnmatch.fnmatch(f"{case.family}/{case.name}", pattern) for pattern in patterns)
+    ]
+    if not chosen:
+        families = ", ".join(sorted({case.family for case in able}))
+        raise ValueError(
+            f"no case for {device_type!r} matches {' '.join(patterns)!r}; patterns are like 'training/*' or "
+            f"'*/char-GPT*', families are {families}"
+        )
+    return chosen

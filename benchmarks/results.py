@@ -1,0 +1,65 @@
+"""Result files: a line of JSON per case, each with the environment it was measured in, written as they come.
+
+A run that is interrupted keeps what it had, and a single line says all that one needs to judge it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+_NEEDED = ("family", "name", "environment")
+
+
+def key(row: Row) -> tuple[str, str]:
+    """What tells a case from the others of a file."""
+    return row["family"], row["name"]
+
+
+def append(path: Path, row: Row) -> None:
+    """Add a row to a file."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(_rounded(row)) + "\n")
+
+
+def load(path: Path) -> list[Row]:
+    """The rows of a file.
+
+    Raises `ValueError`, naming the line, for what is no row of results, and for a file without any.
+    """
+    rows = list(_rows(path))
+    if not rows:
+        raise ValueError(f"{path} holds no results; write some with python -m benchmarks --out FOLDER")
+    return rows
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: not JSON ({error})") from None
+        if not isinstance(row, dict) or any(name not in row for name in _NEEDED):
+            raise ValueError(f"{path}, line {number}: not a row of results; expected {', '.join(_NEEDED)}")
+        yield row
+
+
+def measured(rows: Iterable[Row]) -> list[Row]:
+    """The rows that hold figures, not errors."""
+    return [row for row in rows if "error" not in row]
+
+
+def _rounded(value: Any) -> Any:
+    """Floats to six significant digits: more is noise and makes files hard to read."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {name: _rounded(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return value

@@ -1,0 +1,150 @@
+"""What loss scaling costs: unscale, norm, clip and step over lists of gradients, and the scaler's own Python.
+
+Before every sample the gradients are multiplied back to where they were, untimed, so that no gradient fades to zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ampkit import GradScaler
+from ampkit.optim import AdamW
+from benchmarks.case import AMPKIT, TORCH, Aim, Case, Side, WrongAnswerError
+from benchmarks.gpu import byte_model
+from benchmarks.work import Work
+
+OWN_OPTIMIZER = "ampkit, ampkit.optim"
+SCALE = 2.0     # unscaling really multiplies, and exactly
+
+
+class Idle(torch.optim.SGD):
+    """An optimizer whose step does nothing: what is left is the scaler's own time."""
+
+    def step(self, closure: Any = None) -> None:
+        del closure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling(Case):
+    """One scaler iteration's work on `tensors` float32 gradients of `elements` each.
+
+    `job`: "unscale" (`unscale_`), "clip" (unscale, check, norm and clip), "clip + AdamW" (that and the step), or
+    "python" (`scale`, `step`, `update` around an optimizer that does nothing; elements are few).
+    """
+
+    job: str = "unscale"
+    tensors: int = 1
+    elements: int = 4
+    family: str = "scaler"
+
+    def sides(self, device: torch.device) -> dict[str, Side]:
+        ways: dict[str, tuple[type[torch.amp.GradScaler], Callable[..., torch.optim.Optimizer]]] = {
+            TORCH: (torch.amp.GradScaler, Idle), AMPKIT: (GradScaler, Idle),
+        }
+        if self.job == "clip + AdamW":
+            ways = {
+                TORCH: (torch.amp.GradScaler, lambda params, lr: torch.optim.AdamW(params, lr, fused=True)),
+                AMPKIT: (GradScaler, lambda params, lr: torch.optim.AdamW(params, lr, fused=True)),
+                OWN_OPTIMIZER: (GradScaler, lambda params, lr: AdamW(params, lr)),
+            }
+        return {name: self._side(scaler, optimizer, device) for name, (scaler, optimizer) in ways.items()}
+
+    def _side(
+        self, make_scaler: type[torch.amp.GradScaler], make_optimizer: Callable[..., torch.optim.Optimizer],
+        device: torch.device,
+    ) -> Side:
+        generator = torch.Generator(device).manual_seed(0)
+        params = [torch.nn.Parameter(torch.zeros(self.elements, device=device)) for _ in range(self.tensors)]
+        grads = [torch.randn(self.elements, device=device, generator=generator) for _ in params]
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.clone()
+        optimizer = make_optimizer(params, lr=1e-6)
+        scaler = make_scaler(device.type, SCALE, growth_interval=2**30)
+        loss = torch.ones((), device=device, requires_grad=True)
+        scaler.scale(loss)
+
+        def clip() -> None:
+            if isinstance(scaler, GradScaler):
+                scaler.clip_grad_norm_(optimizer, 1.0)
+            else:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(params, 1.0)
+
+        def run(calls: int) -> None:
+            for _ in range(calls):
+                if self.job == "python":
+                    scaler.scale(loss)
+                elif self.job == "unscale":
+                    scaler.unscale_(optimizer)
+                    scaler._per_optimizer_states.clear()    # READY again without update(), which is timed elsewhere
+                    continue
+                else:
+                    clip()
+                    if self.job == "clip":
+                        scaler._per_optimizer_states.clear()
+                        continue
+                scaler.step(optimizer)
+                scaler.update()
+
+        def restore() -> None:
+            with torch.no_grad():
+                torch._foreach_copy_([_grad(param) for param in params], grads)
+
+        def result() -> list[torch.Tensor]:
+            return [param.detach() if self.job == "clip + AdamW" else _grad(param) for param in params]
+
+        return Side(run, before=restore, result=result)
+
+    def work(self) -> Work | None:
+        if self.job == "python":
+            return None
+        bytes_per_element = byte_model.OURS[BYTE_MODELS[self.job]].total
+        return Work(0, bytes_per_element * self.tensors * self.elements, f"{bytes_per_element} bytes per element")
+
+    def check(self, sides: Mapping[str, Side]) -> None:
+        """Every side left the base's gradients, or parameters where there is a step, to within rounding."""
+        for side in sides.values():
+            if side.before is not None:
+                side.before()
+            side.run(1)
+        wanted = sides[self.base].result()
+        for name, side in sides.items():
+            for ours, theirs in zip(side.result(), wanted, strict=True):
+                if not torch.allclose(ours, theirs, rtol=2e-6, atol=1e-12):
+                    raise WrongAnswerError(f"{self.name}: {name} left other values than {self.base}")
+
+
+def _grad(param: torch.Tensor) -> torch.Tensor:
+    if param.grad is None:
+        raise WrongAnswerError("a scaler dropped a gradient")
+    return param.grad
+
+
+BYTE_MODELS = {"unscale": "unscale", "clip": "unscale + clip", "clip + AdamW": "clip + AdamW"}
+
+
+def cases() -> list[Case]:
+    """Large lists, where bytes decide; many tiny ones, where Python and launches do; growing single tensors."""
+    found: list[Case] = [
+        Scaling(name=f"{job}, {tensors} x {label}", job=job, tensors=tensors, elements=elements, aims=aims, seconds=3.0)
+        for job, aims in (("unscale", (Aim(AMPKIT, 1.1),)), ("clip", (Aim(AMPKIT, 0.75),)), ("clip + AdamW", ()))
+        for tensors, elements, label in ((50, 200_000, "200k"), (8, 4_000_000, "4M"))
+    ]
+    found += [
+        Scaling(
+            name=f"scale + step + update, {count} parameters", job="python", tensors=count, size=count,
+            size_name="parameters", sample_seconds=1e-3, aims=(Aim(AMPKIT, 1.0),) if count <= 1000 else (),
+        )
+        for count in (1, 10, 100, 1000, 10_000)
+    ]
+    return found + [
+        Scaling(
+            name=f"clip, one tensor of 1e{power}", job="clip", elements=10**power, size=10**power,
+            size_name="elements", devices=("cpu", "cuda") if power <= 7 else ("cuda",), seconds=1.5,
+        )
+        for power in range(3, 10)
+    ]

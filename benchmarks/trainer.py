@@ -1,0 +1,163 @@
+"""A trainer: one workload, trained one way, step by step as a user would write it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ampkit
+import ampkit.optim
+from ampkit import Policy, WeightCache, autocast
+from benchmarks.case import AMPKIT, SAME_LIST, TORCH
+from benchmarks.workloads import Batch, Workload, loss_of
+
+FP32 = "fp32"
+KEPT = "ampkit, WeightCache"
+OWN_OPTIMIZER = "ampkit, ampkit.optim"
+BATCHES = 4     # steps' worth of different micro-batches; then they come again
+CLIP = 1.0
+
+Region = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a step is put together.
+
+    `run`: "eager", "compiled" (forward and loss through `torch.compile`) or "graph" (forward and backward of a
+    micro-batch captured as a CUDA graph; the optimizer steps outside it).
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+    accumulation: int = 1
+    clip: bool = False
+    run: str = "eager"
+
+    def __str__(self) -> str:
+        parts = [{torch.float16: "fp16", torch.bfloat16: "bf16"}[self.dtype]]
+        if self.accumulation > 1:
+            parts.append(f"x{self.accumulation}")
+        if self.clip:
+            parts.append("clipped")
+        if self.run != "eager":
+            parts.append(self.run)
+        return " ".join(parts)
+
+
+class Trainer:
+    """Trains one copy of the workload's model. `way` is one of the names above."""
+
+    def __init__(self, workload: Workload, variant: Variant, way: str, device: torch.device, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.variant = variant
+        self.model = workload.build().to(device)
+        generator = torch.Generator().manual_seed(seed)
+        drawn = workload.batches(BATCHES * variant.accumulation, generator)
+        self.batches: list[Batch] = [(inputs.to(device), targets.to(device)) for inputs, targets in drawn]
+        self.region = _region(way, device.type, variant)
+        # Fused, the fastest that torch has, so that the optimizer does not drown what differs.
+        self.optimizer: torch.optim.Optimizer = (
+            ampkit.optim.AdamW(self.model.parameters(), lr=workload.lr) if way == OWN_OPTIMIZER
+            else torch.optim.AdamW(self.model.parameters(), lr=workload.lr, fused=True)
+        )
+        scaled = variant.dtype is torch.float16 and way != FP32
+        scaler = ampkit.GradScaler if way.startswith("ampkit") else torch.amp.GradScaler
+        self.scaler: Any = scaler(device.type, enabled=scaled, growth_interval=100)
+        self.steps = 0
+        self.loss: Tensor | None = None
+        self.micro = self._eager
+        if variant.run == "compiled":
+            compiled = torch.compile(self._forward)
+            self.micro = lambda batch: self._backward(compiled(*batch))
+        elif variant.run == "graph":
+            self.micro = self._captured(device)
+
+    def step(self) -> None:
+        """One optimizer step over `accumulation` micro-batches. Never syncs but where the scaler or AdamW does."""
+        count = self.variant.accumulation
+        start = self.steps % BATCHES * count
+        self.optimizer.zero_grad(set_to_none=self.variant.run != "graph")
+        for batch in self.batches[start : start + count]:
+            self.loss = self.micro(batch)
+        if self.variant.clip:
+            self._clip()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.steps += 1
+
+    def _clip(self) -> None:
+        if isinstance(self.scaler, ampkit.GradScaler):
+            self.scaler.clip_grad_norm_(self.optimizer, CLIP)
+        else:
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+
+    def _forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with self.region():
+            return loss_of(self.model(inputs), targets)
+
+    def _backward(self, loss: Tensor) -> Tensor:
+        self.scaler.scale(loss / self.variant.accumulation).backward()
+        return loss.detach()
+
+    def _eager(self, batch: Batch) -> Tensor:
+        return self._backward(self._forward(*batch))
+
+    def _captured(self, device: torch.device) -> Callable[[Batch], Tensor]:
+        """One micro-batch as a CUDA graph, replayed on copies of each batch. Gradients stay where they are."""
+        if device.type != "cuda":
+            raise ValueError(f"a CUDA graph needs a CUDA device, got {device}; use run='eager'")
+        inputs, targets = (part.clone() for part in self.batches[0])
+        for param in self.model.parameters():
+            param.grad = torch.zeros_like(param)
+        # Warm up beside the current stream, as capture demands, so that libraries allocate before it.
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self._eager((inputs, targets))
+        torch.cuda.current_stream(device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = self._eager((inputs, targets))
+
+        def replay(batch: Batch) -> Tensor:
+            inputs.copy_(batch[0])
+            targets.copy_(batch[1])
+            graph.replay()
+            return loss
+
+        return replay
+
+
+def _region(way: str, device: str, variant: Variant) -> Region:
+    """What opens the region of a way; one `WeightCache` lasts for the whole training."""
+    dtype = variant.dtype
+    if way == FP32:
+        return contextlib.nullcontext
+    if way == TORCH:
+        return lambda: torch.autocast(device, dtype)
+    if way in (AMPKIT, OWN_OPTIMIZER):
+        return lambda: autocast(device, dtype)
+    policy = Policy.torch(device)
+    if way == SAME_LIST:
+        return lambda: autocast(device, dtype, policy=policy)
+    if way == KEPT:
+        cache = WeightCache()
+        return lambda: autocast(device, dtype, policy=policy, cache=cache)
+    raise ValueError(f"unknown way {way!r}")
+
+
+def ways(variant: Variant, device: torch.device) -> list[str]:
+    """The ways to train that are compared for a variant on a device."""
+    found = [FP32, TORCH, AMPKIT, SAME_LIST]
+    if variant.accumulation > 1 and variant.run == "eager":
+        found.append(KEPT)
+    if variant.clip and device.type == "cuda":
+        found.append(OWN_OPTIMIZER)
+    return found
