@@ -1,0 +1,226 @@
+"""Higher-order operators, checkpointing, custom operators and autograd functions in regions, eager and compiled.
+
+The oracle is torch.autocast around the same call: equal dtypes and equal values, of outputs and of gradients.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._higher_order_ops import associative_scan, scan, while_loop
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
+
+from ampkit import Policy, Rule, autocast, register_op
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit:DeprecationWarning",
+    "ignore:flex_attention called without torch.compile",
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
+)
+TORCH = Policy.torch("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    assert not any(torch.is_autocast_enabled(device) for device in torch._C._autocast_supported_devices())
+
+
+def branches(x: Tensor, w: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, lambda a, b: a @ b, lambda a, b: (a @ b) * 2, (x, w))
+
+
+def loop(x: Tensor, w: Tensor) -> Tensor:
+    return while_loop(lambda i, a: i < 3, lambda i, a: (i + 1, torch.tanh(a @ w).float()), (torch.tensor(0), x))[1]
+
+
+def scanned(x: Tensor, w: Tensor) -> Tensor:
+    def step(carry: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.tanh(row.unsqueeze(0) @ w).squeeze(0).float()
+        return carry + y, y
+
+    return scan(step, torch.zeros(8), x)[1]
+
+
+def summed(x: Tensor, w: Tensor) -> Tensor:
+    return associative_scan(lambda a, b: a + b, x @ w, 0, combine_mode="generic")
+
+
+def checkpointed(x: Tensor, w: Tensor) -> Tensor:
+    return checkpoint(lambda a: torch.softmax(a @ w, -1), x, use_reentrant=False)
+
+
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cond": branches, "while_loop": loop, "scan": scanned, "associative_scan": summed, "checkpoint": checkpointed,
+}
+
+
+def gradients(call: Callable[[Tensor, Tensor], Tensor], *, inside: Any = None) -> list[Tensor]:
+    """A call's output and its gradients; `inside` is a region that holds the call, and not backward."""
+    torch.manual_seed(0)
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+    if inside is None:
+        out = call(x, w)
+    else:
+        with inside:
+            out = call(x, w)
+    return [out.detach(), *torch.autograd.grad(out.float().square().sum(), [x, w])]
+
+
+def assert_same(got: list[Tensor], wanted: list[Tensor]) -> None:
+    assert [t.dtype for t in got] == [t.dtype for t in wanted]
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_eager(name: str) -> None:
+    """Backward is called outside the region, and recomputes what these operators recompute as the forward was."""
+    call = FUNCTIONS[name]
+    wanted = gradients(call, inside=torch.autocast("cpu"))
+    got = gradients(call, inside=autocast("cpu", policy=TORCH))
+    assert_same(got, wanted)
+    assert not torch.equal(got[1], gradients(call)[1]), "nothing was cast"
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_compiled(name: str, backend: str) -> None:
+    """In a region inside the compiled function, and in one around its call."""
+    call = FUNCTIONS[name]
+
+    def inside(x: Tensor, w: Tensor) -> Tensor:
+        with autocast("cpu", policy=TORCH):
+            return call(x, w)
+
+    wanted = gradients(call, inside=autocast("cpu", policy=TORCH))
+    assert_same(gradients(torch.compile(inside, backend=backend, fullgraph=True)), wanted)
+    compiled = torch.compile(call, backend=backend, fullgraph=True)
+    assert_same(gradients(compiled, inside=autocast("cpu", policy=TORCH)), wanted)
+
+
+def test_checkpoint_under_inductor() -> None:
+    def inside(x: Tensor, w: Tensor) -> Tensor:
+        with autocast("cpu"):
+            return checkpointed(x, w)
+
+    got, wanted = gradients(torch.compile(inside, fullgraph=True)), gradients(inside)
+    assert [t.dtype for t in got] == [t.dtype for t in wanted]
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("policy", [TORCH, Policy.default("cpu")], ids=str)
+def test_flex_attention(policy: Policy) -> None:
+    """Its list entry is torch's: the inputs are cast as for any attention."""
+    q = torch.randn(1, 2, 16, 16)
+    with torch.autocast("cpu"):
+        wanted = flex_attention(q, q, q)
+    with autocast("cpu", policy=policy):
+        got = flex_attention(q, q, q)
+    assert got.dtype is wanted.dtype is torch.bfloat16
+    assert torch.equal(got, wanted)
+    compiled = torch.compile(flex_attention, backend="aot_eager", fullgraph=True)
+    with autocast("cpu", policy=policy):
+        assert compiled(q, q, q).dtype is torch.bfloat16
+
+
+@pytest.fixture
+def product() -> Iterator[Any]:
+    """A custom operator with a gradient, unknown to every list and made of operators that no list names."""
+    with torch.library._scoped_library("ampkit_test_hop", "FRAGMENT"):
+
+        @torch.library.custom_op("ampkit_test_hop::product", mutates_args=())
+        def product(a: Tensor, b: Tensor) -> Tensor:
+            return (a.unsqueeze(-1) * b).sum(1)
+
+        product.register_fake(lambda a, b: a.new_empty(a.shape[0], b.shape[1]))
+
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            a, b = ctx.saved_tensors
+            return (grad.unsqueeze(1) * b).sum(-1), (a.unsqueeze(-1) * grad.unsqueeze(1)).sum(0)
+
+        product.register_autograd(backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+        yield product
+
+
+def run_everywhere(op: Any) -> list[list[Tensor]]:
+    def inside(x: Tensor, w: Tensor) -> Tensor:
+        with autocast("cpu", policy=TORCH):
+            return op(x, w)
+
+    return [
+        gradients(inside),
+        gradients(torch.compile(inside, backend="aot_eager", fullgraph=True)),
+        gradients(torch.compile(op, backend="aot_eager", fullgraph=True), inside=autocast("cpu", policy=TORCH)),
+    ]
+
+
+def test_custom_operators(product: Any) -> None:
+    """Without a rule they get what comes in; `register_autocast` and `register_op` both are rules."""
+    assert [found[0].dtype for found in run_everywhere(product)] == [torch.float32] * 3
+    torch._dynamo.reset()
+    product.register_autocast("cpu", torch.bfloat16)
+    found = run_everywhere(product)
+    assert [one[0].dtype for one in found] == [torch.bfloat16] * 3
+    for one in found[1:]:
+        assert_same(one, found[0])
+
+
+def test_a_custom_operator_with_register_op(product: Any) -> None:
+    from ampkit import policy
+
+    try:
+        register_op(product, Rule.LOWER)
+        found = run_everywhere(product)
+        assert [one[0].dtype for one in found] == [torch.bfloat16] * 3
+        for one in found[1:]:
+            assert_same(one, found[0])
+    finally:
+        policy._Registered.rules.pop(product._opoverload, None)
+        policy._Registered.changes += 1
+
+
+class Product(torch.autograd.Function):
+    """A function with its own backward and a generated vmap rule."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        return a @ b
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return grad.to(a.dtype) @ b.mT, a.mT @ grad.to(a.dtype)
+
+
+@pytest.mark.parametrize("transform", ["plain", "vmap", "grad of vmap", "vmap of grad"])
+def test_vmap_over_an_autograd_function(transform: str) -> None:
+    xs, w = torch.randn(3, 4, 8), torch.randn(8, 8)
+
+    def loss(a: Tensor, b: Tensor) -> Tensor:
+        return Product.apply(a, b).float().square().sum()
+
+    calls: dict[str, Callable[[], Tensor]] = {
+        "plain": lambda: Product.apply(xs, w),
+        "vmap": lambda: torch.vmap(Product.apply, (0, None))(xs, w),
+        "grad of vmap": lambda: torch.func.grad(lambda a: torch.vmap(loss, (0, None))(a, w).sum())(xs),
+        "vmap of grad": lambda: torch.vmap(torch.func.grad(loss), (0, None))(xs, w),
+    }
+    with torch.autocast("cpu"):
+        wanted = calls[transform]()
+    with autocast("cpu", policy=TORCH):
+        got = calls[transform]()
+    assert got.dtype is wanted.dtype
+    assert torch.equal(got, wanted)
