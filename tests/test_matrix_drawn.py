@@ -56,7 +56,7 @@ OPERATORS: dict[str, Callable[[Weights, Tensor], Tensor]] = {
     "addcmul": lambda w, x: torch.addcmul(x, w.shift, x, value=0.1),
     "index_put": lambda w, x: x.index_put((torch.tensor([0]),), x[1]),
     "norm": lambda w, x: x / (1 + x.norm()),
-    "mse": lambda w, x: x * F.mse_loss(x, w.shift).clamp(max=1),
+    "mse": lambda w, x: x / (1 + F.mse_loss(x, w.shift)),
     "gelu": lambda w, x: F.gelu(x),
     "relu_": lambda w, x: F.relu(x.clone(), inplace=True),
     "view": lambda w, x: x.t().contiguous().t(),
