@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from ampkit import _kernels
 
 # Gradients scaled on the host are copies, made for so many elements at a time.
 _ELEMENTS_AT_A_TIME = 1 << 24
+# Neither has a local part of its own; by type, because a failing attribute lookup costs more than the rest.
+_ORDINARY = frozenset({Tensor, torch.nn.Parameter})
 
 
 class ScaledStep:
@@ -111,8 +113,7 @@ class Scalars:
         return factor
 
 
-@dataclass
-class Row:
+class Row(NamedTuple):
     """A parameter with a gradient, and the local tensors behind both."""
 
     param: Tensor
@@ -126,24 +127,30 @@ def rows_by_device(group: dict[str, Any], name: str) -> dict[torch.device, list[
     Raises:
         RuntimeError: a gradient is sparse.
     """
-    rows: dict[torch.device, list[Row]] = {}
-    for param in group["params"]:
-        grad = param.grad
-        if grad is None:
-            continue
+    pairs = [(param, param.grad) for param in group["params"] if param.grad is not None]
+    for param, grad in pairs:
         if grad.layout is not torch.strided:
             raise RuntimeError(
                 f"ampkit.optim.{name} got a {grad.layout} gradient for a parameter of shape {tuple(param.shape)}; "
                 f"expected dense gradients: use torch.optim.SparseAdam or torch.optim.SGD for it, or sparse=False"
             )
-        local = local_tensor(param)
-        rows.setdefault(local.device, []).append(Row(param, local, _local_gradient(param, grad)))
-    return rows
+    rows = [
+        Row(param, param, grad)
+        if type(param) in _ORDINARY and type(grad) in _ORDINARY
+        else Row(param, local_tensor(param), _local_gradient(param, grad))
+        for param, grad in pairs
+    ]
+    by_device: dict[torch.device, list[Row]] = {}
+    for row in rows:
+        by_device.setdefault(row.local.device, []).append(row)
+    return by_device
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor; any other tensor itself."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[attr-defined]
+    if type(tensor) in _ORDINARY or not hasattr(tensor, "to_local"):
+        return tensor
+    return tensor.to_local()  # type: ignore[attr-defined]
 
 
 def _local_gradient(param: Any, grad: Any) -> Tensor:
@@ -155,7 +162,7 @@ def _local_gradient(param: Any, grad: Any) -> Tensor:
 
 def shaped_like(param: Any, local: Tensor | None) -> Tensor | None:
     """State for a parameter from its local part: a DTensor beside a DTensor."""
-    if local is None or not hasattr(param, "to_local"):
+    if local is None or type(param) in _ORDINARY or not hasattr(param, "to_local"):
         return local
     whole = torch.zeros_like(param, memory_format=torch.preserve_format)
     local_tensor(whole).copy_(local)
