@@ -94,6 +94,7 @@ _AUTOCAST_KEYS = {
     "mtia": "AutocastMTIA", "maia": "AutocastMAIA", "xla": "AutocastXLA", "ipu": "AutocastIPU",
     "privateuseone": "AutocastPrivateUse1",
 }
+_NUMBERS = frozenset({int, float, bool, complex, torch.SymInt, torch.SymFloat, torch.SymBool})
 _NO_ARGUMENTS: Mapping[str, Any] = {}
 _Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 
@@ -267,12 +268,16 @@ def install(ops: Iterable[OpOverload]) -> None:
 def _kernel(op: OpOverload) -> Callable[..., Any]:
     """What `op` runs at the mode's key."""
     top_hooks = _checkpoint_frames.top_hooks
+    slots = [n for n, argument in enumerate(op._schema.arguments) if str(argument.type) == "Tensor"]
 
     @_compiled.runs_as_it_is
     def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         mode = _get_in_tls(_TLS_NAME)
         call = mode.prepare(op, args, kwargs)
         if call is None:
+            if any(type(args[slot]) in _NUMBERS for slot in slots if slot < len(args)):
+                with _Exclude(mode.hidden):     # `x + 1`: redispatch takes no number for a tensor
+                    return op._op(*args, **kwargs)
             return op.redispatch(keyset & mode.below, *args, **kwargs)
         if top_hooks(True) is not None:
             _checkpoint_frames.note_region(mode)

@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists
 
-from ampkit import autocast
+from ampkit import Policy, autocast
 
 lower = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 
@@ -363,3 +363,33 @@ def test_result_of_comparison_is_bool():
 def test_python_numbers_promote_as_outside():
     assert on_both(lambda: rand(4, dtype=BF16) * 3.5).dtype is BF16
     assert on_both(lambda: rand(4, dtype=BF16) + rand(4)).dtype is FP32
+
+
+ARITHMETIC = {
+    "x + 1": lambda x: x + 1, "x * 2.5": lambda x: x * 2.5, "1 - x": lambda x: 1 - x, "x / 3": lambda x: x / 3,
+    "x + True": lambda x: x + True, "add_": lambda x: x.add_(1), "x + 1j": lambda x: x + 1j, "x // 2": lambda x: x // 2,
+}
+
+
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_numbers_beside_operators_that_some_policy_names(name):
+    """A rule for `add` somewhere in the process must not change what `x + 1` does where it is not in force."""
+    names = ("add", "mul", "sub", "rsub", "div", "floor_divide")
+    policy = Policy.torch("cpu").with_rules(dict.fromkeys(names, "float32") | {"aten::add_": "keep"})
+    with autocast("cpu", policy=policy):
+        pass
+    call = ARITHMETIC[name]
+    for x in (rand(3, dtype=BF16), rand(3), torch.tensor(1.5, dtype=BF16), torch.tensor(3), rand(3, dtype=FP64)):
+        for region in (like_torch(), autocast("cpu", enabled=False, policy=policy), autocast("cpu", policy=policy)):
+            expected = call(x.clone())
+            with region:
+                got = call(x.clone())
+                with torch.autocast("cpu", enabled=False):
+                    inside = call(x.clone())
+            assert torch.equal(inside, expected)
+            assert inside.dtype is expected.dtype
+            if region.policy == policy and region._enabled and x.dtype is BF16 and name != "add_":
+                assert got.dtype in (FP32, torch.complex64)
+            else:
+                assert torch.equal(got, expected)
+                assert got.dtype is expected.dtype
