@@ -56,7 +56,7 @@ def row(
     scale = 1.0 if dtype == "float32" else 0.5
     for side, taken in samples.items():
         device_ms, low, high = quantiles([s.device_ms for s in taken])
-        entry = {"device_ms": device_ms, "low": low, "high": high}
+        entry: dict[str, Any] = {"device_ms": device_ms, "low": low, "high": high}
         entry["host_ms"] = quantiles([s.host_ms for s in taken])[0]
         model = byte_model.OURS if side == "ampkit" else byte_model.TORCH
         per_element = model[comparison.job].total

@@ -71,6 +71,8 @@ def launches(job: Callable[[], object], device: torch.device) -> int | None:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             job()
             torch.cuda.synchronize(device)
-        return sum(1 for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+        return sum(
+            1 for event in profile.events() or () if event.device_type == torch.autograd.DeviceType.CUDA
+        )
     except Exception:  # a machine without a working profiler still has times to give
         return None

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,7 +47,7 @@ def tune(out: Path, device: torch.device, rehearsal: bool, seconds: float) -> No
                 rows.flush()
 
 
-def candidates(m: Material) -> dict[str, Callable[[object], object]]:
+def candidates(m: Material) -> dict[str, Callable[[Any], object]]:
     """The kernels' launchers with the configuration left open."""
     from ampkit_kernels import adamw, norm, unscale
 
@@ -65,7 +66,7 @@ def candidates(m: Material) -> dict[str, Callable[[object], object]]:
     }
 
 
-def _time(run: Callable[[object], object], config: object, device: torch.device, rehearsal: bool) -> dict:
+def _time(run: Callable[[Any], object], config: Any, device: torch.device, rehearsal: bool) -> dict:
     try:
         samples = interleaved({"it": lambda: run(config)}, device, 3 if rehearsal else 10, 2, 1.0)["it"]
     except Exception as error:  # a configuration that does not fit is a result too
