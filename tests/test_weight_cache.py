@@ -148,12 +148,13 @@ def test_inference_mode():
     assert copies(lambda: run(torch.autocast)) == 3
     assert copies(lambda: run(autocast)) == 1
 
+    x = X.clone().requires_grad_()      # so that the cast is saved for backward, which an inference tensor cannot be
     for inside in (True, False):
-        leaf.grad = None
+        leaf = weight()
         with torch.inference_mode(inside), autocast("cpu"), torch.inference_mode():
             torch.mm(X, leaf)
             with torch.inference_mode(False):
-                torch.mm(X, leaf).float().sum().backward()
+                torch.mm(x, leaf).float().sum().backward()
         assert torch.equal(leaf.grad, torch.full((4, 4), 2.0))
 
 
@@ -287,6 +288,27 @@ def test_outer_region_that_casts_nothing(outer):
                 with region("cpu"):
                     results.append(torch.mm(X, leaf)[0, 0].item())
     assert results == [4, 4, 4, 8]
+
+
+def test_casts_that_torch_made_inside_do_not_outlive_our_region():
+    """A library's torch.autocast in an island casts by torch's own cache, which only the outermost region clears."""
+    leaf = weight()
+    with autocast("cpu", enabled=False), torch.autocast("cpu"):
+        torch.mm(X, leaf)
+    leaf.detach().fill_(2.0)
+    with torch.autocast("cpu"):
+        assert torch.mm(X, leaf)[0, 0] == 8
+
+
+def test_outdated_casts_are_freed_on_entering():
+    leaf, cache = weight(), WeightCache()
+    with autocast("cpu", cache=cache):
+        torch.mm(X, leaf)
+    leaf.grad = torch.zeros(4, 4)
+    torch.optim.SGD([leaf]).step()
+    assert len(cache._entries) == 1
+    with autocast("cpu", cache=cache):
+        assert not cache._entries
 
 
 def test_regions_of_two_dtypes():
