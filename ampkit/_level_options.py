@@ -55,10 +55,10 @@ class LevelOptions:
     def __str__(self) -> str:
         low = "" if self.opt_level == "O0" else f" in {str(self.dtype).removeprefix('torch.')}"
         scale = "none" if self.loss_scale is None else self.loss_scale.kind
-        return (
-            f"{self.opt_level}{low}: {LEVELS[self.opt_level].what} (keep_batchnorm_fp32="
-            f"{self.keep_batchnorm_fp32}, master_weights={self.master_weights}, loss scale {scale})"
-        )
+        model = ""
+        if self.casts_model:
+            model = f"keep_batchnorm_fp32={self.keep_batchnorm_fp32}, master_weights={self.master_weights}, "
+        return f"{self.opt_level}{low}: {LEVELS[self.opt_level].what} ({model}loss scale {scale})"
 
 
 def settle(
