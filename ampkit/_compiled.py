@@ -39,9 +39,8 @@ def runs_as_it_is(function: F) -> F:
     return function
 
 
-def tracing() -> bool:
-    """Whether Dynamo is tracing the call."""
-    return torch.compiler.is_dynamo_compiling()
+# Whether Dynamo is tracing the call. A name of our own for torch's function: a wrapper would cost every region twice.
+tracing = torch.compiler.is_dynamo_compiling
 
 
 def enter(kind: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool, rules: str | None) -> None:
