@@ -10,6 +10,7 @@ import math
 import os
 import traceback
 import warnings
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ OPTIMIZERS = {
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))    # the last bias leaves one rank empty
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))  # the last bias leaves one rank empty
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -175,9 +176,7 @@ def norm_over_stages(rank: int, world: int) -> dict[str, Any]:
         param.grad = torch.full((2,), 4.0 * (rank + 1))
         scaler = GradScaler("cpu", 4.0, process_group=dist.group.WORLD)
         scaler.scale(torch.ones((), requires_grad=True))
-        norm = scaler.clip_grad_norm_(
-            torch.optim.SGD([param], lr=1.0), 1e9, order, process_group=dist.group.WORLD
-        )
+        norm = scaler.clip_grad_norm_(torch.optim.SGD([param], lr=1.0), 1e9, order, process_group=dist.group.WORLD)
         out[order] = float(norm)
     return out
 
@@ -267,12 +266,19 @@ def main(rank: int, world: int, folder: str) -> None:
     """Run every case of this world size and leave the results in a file."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
+    # ranks that drift apart wait for each other: a short patience turns that into an error
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/meeting",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),
+    )
     results: dict[str, Any] = {}
     for name, case in CASES[world].items():
         try:
             results[name] = case(rank, world)
-        except Exception:    # told to the parent, who fails that test; ranks stay in step
+        except Exception:  # told to the parent, who fails that test; ranks stay in step
             results[name] = traceback.format_exc()
     torch.save(results, f"{folder}/rank{rank}.pt")
     dist.barrier()

@@ -174,6 +174,14 @@ class TestGroups:
         assert params[1].grad.item() == 10.0
         assert params[2].grad.item() == pytest.approx(1.0 / math.sqrt(26.0))
 
+    @pytest.mark.parametrize("groups", ["each", [0]])
+    def test_a_group_may_be_without_gradients(self, groups) -> None:
+        params, optimizer, scaler = self.make()
+        params[0].grad = None
+        norms = scaler.clip_grad_norm_(optimizer, 2.0, groups=groups)
+        assert norms.flatten()[0].item() == 0.0
+        assert params[1].grad.item() == pytest.approx(2.0 if groups == "each" else 10.0)
+
     def test_an_overflow_in_the_rest_counts(self) -> None:
         params, optimizer, scaler = self.make()
         params[1].grad[0] = math.inf

@@ -56,6 +56,7 @@ def test_counts_and_rows_equal_a_plain_account(flags, reads, size, block) -> Non
         inf_values=flags.count(True),
     )
     assert scaler.history == (rows[-size:] if size else [])
+    assert scaler._ledger._kept <= size + block, "what is older than the history is let go"
 
 
 def test_two_optimizers_count_their_own_steps() -> None:
