@@ -422,11 +422,36 @@ def _shards(rank: int, port: int, results: Any) -> None:
     for a, b in zip(*ends, strict=True):
         assert isinstance(b, DTensor)
         assert torch.equal(a, b.full_tensor())
+    _train_under_ddp(rank)
     results.put(rank)
     dist.destroy_process_group()
 
 
-def test_dtensor_shards(free_port: int) -> None:
+def _train_under_ddp(rank: int) -> None:
+    """An O2 model wrapped after initialize: ranks see other data, step together, skip together, save alike."""
+    from ampkit.levels import initialize, loss_scalers, scale_loss
+
+    model = model_of(torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = initialize(model, optimizer, "O2", dtype=torch.float16, verbosity=0)
+    parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    torch.manual_seed(10 + rank)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = parallel(torch.randn(4, 6)).square().mean()
+        with scale_loss(loss * (1e30 if (step, rank) == (1, 1) else 1.0), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    assert (loss_scalers(optimizer)[0].stats().steps, loss_scalers(optimizer)[0].get_scale()) == (3, 2.0**15)
+    saved = parallel.state_dict()["module.0.weight"]
+    assert saved.dtype is torch.float32
+    assert not torch.equal(saved, saved.half().float())
+    others = [torch.empty_like(saved) for _ in range(2)]
+    dist.all_gather(others, saved.contiguous())
+    assert torch.equal(*others)
+
+
+def test_dtensor_shards_and_ddp(free_port: int) -> None:
     context = mp.get_context("spawn")
     results = context.Queue()
     mp.start_processes(_shards, (free_port, results), nprocs=2, start_method="spawn")
