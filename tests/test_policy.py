@@ -327,6 +327,21 @@ def test_operator_of_a_library(scaled, registered):
     assert kept.rule_for("ampkit_tests::scaled") is Rule.KEEP
 
 
+def test_keyword_only_tensors_follow_the_rule(registered):
+    @torch.library.custom_op("ampkit_tests::blend", mutates_args=())
+    def blend(x: torch.Tensor, *, other: torch.Tensor) -> torch.Tensor:
+        return torch.stack([x, other.to(x.dtype)])
+
+    half, single = torch.ones(2, dtype=BF16), torch.ones(2)
+    for rule, x, other, expected in (
+        ("lower", single, single, BF16), ("float32", half, half, FP32), ("promote", half, single, FP32),
+        ("promote", half, half, BF16), ("keep", half, single, BF16),
+    ):
+        register_op(blend, rule)
+        with autocast("cpu"):
+            assert blend(x, other=other).dtype is expected
+
+
 def test_register_op_is_seen_by_policies_and_regions_made_before(scaled, registered):
     policy, region = Policy.torch("cpu"), autocast("cpu", policy=Policy.torch("cpu"))
     with region:
