@@ -328,10 +328,9 @@ def test_operator_of_a_library(scaled, registered):
 
 
 def test_keyword_only_tensors_follow_the_rule(registered):
-    @torch.library.custom_op("ampkit_tests::blend", mutates_args=())
-    def blend(x: torch.Tensor, *, other: torch.Tensor) -> torch.Tensor:
-        return torch.stack([x, other.to(x.dtype)])
-
+    torch.library.define("ampkit_tests::blend", "(Tensor x, *, Tensor other) -> Tensor")
+    torch.library.impl("ampkit_tests::blend", "cpu", lambda x, *, other: torch.stack([x, other.to(x.dtype)]))
+    blend = torch.ops.ampkit_tests.blend
     half, single = torch.ones(2, dtype=BF16), torch.ones(2)
     for rule, x, other, expected in (
         ("lower", single, single, BF16), ("float32", half, half, FP32), ("promote", half, single, FP32),
