@@ -96,6 +96,11 @@ _AUTOCAST_KEYS = {
 }
 _NUMBERS = frozenset({int, float, bool, complex, torch.SymInt, torch.SymFloat, torch.SymBool})
 _NO_ARGUMENTS: Mapping[str, Any] = {}
+
+# Used for every listed operator: finding these by way of their modules and classes takes longer than asking them.
+_enabled, _dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
+_LOWER, _DECOMPOSE = Rule.LOWER, Rule.DECOMPOSE
+
 _Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 
 
@@ -141,13 +146,13 @@ class AutocastMode(TorchDispatchMode):
         if len(self.tables) == 1:
             device, table = self.tables[0]
             rule = table.get(op)
-            if rule is None or rule is Rule.DECOMPOSE or not torch.is_autocast_enabled(device):
+            if rule is None or rule is _DECOMPOSE or not _enabled(device):
                 return None
             return self._follow(rule, op, args, kwargs, device)
         call: _Call | None = None
         for device, table in self.tables:
             rule = table.get(op)
-            if rule is None or rule is Rule.DECOMPOSE or not torch.is_autocast_enabled(device):
+            if rule is None or rule is _DECOMPOSE or not _enabled(device):
                 continue
             if any(value.device.type == device for value in casting.tensors((*args, *kwargs.values()))):
                 call = self._follow(rule, op, args, kwargs, device)
@@ -158,8 +163,8 @@ class AutocastMode(TorchDispatchMode):
         self, rule: Rule, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str
     ) -> _Call:
         """The call that a rule asks for."""
-        if rule is Rule.LOWER:
-            cast = casting.cast_to(device, torch.get_autocast_dtype(device))
+        if rule is _LOWER:
+            cast = casting.cast_to(device, _dtype_of(device))
             args = cast.args(args, self.lookup)
             if kwargs:
                 kwargs = cast.kwargs(kwargs, self.lookup)
@@ -174,7 +179,7 @@ class AutocastMode(TorchDispatchMode):
             dtype = casting.widest_dtype(args, device)
             if kwargs:
                 dtype = casting.widest_dtype(kwargs.values(), device, dtype)
-            if dtype is not None:
+            if dtype is torch.float32:      # any other is the one dtype of them all, and there is nothing to cast
                 cast = casting.cast_to(device, dtype)
                 args, kwargs = cast.args(args), cast.kwargs(kwargs)
         elif rule is Rule.BANNED and any(

@@ -24,7 +24,17 @@ from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ampkit.casting import converter
+
 __all__ = ["CacheInfo", "WeightCache", "capturing"]
+
+# Asked at every use of every weight: finding a name in three modules takes longer than the answer.
+_cache_enabled = torch.is_autocast_cache_enabled
+_grad_enabled = torch.is_grad_enabled
+_inference_mode = torch.is_inference_mode_enabled
+_n_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_tracing_state: Callable[[], Any] = torch._C._get_tracing_state
+_functorch_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level  # pyright: ignore
 
 
 class CacheInfo(NamedTuple):
@@ -136,18 +146,22 @@ class WeightCache:
     def _in_the_way(self, leaf: Tensor) -> bool:
         """Whether the cache is not to be used here: switched off, a recording, or a graph capture it is not of."""
         return (
-            not torch.is_autocast_cache_enabled()       # by a `torch.autocast` region inside ours
-            or torch._C._len_torch_dispatch_stack() > 0
-            or torch._C._get_tracing_state() is not None
-            or torch._C._functorch.maybe_current_level() is not None  # pyright: ignore
+            not _cache_enabled()        # by a `torch.autocast` region inside ours
+            or _n_modes() > 0
+            or _tracing_state() is not None
+            or _functorch_level() is not None
             or (leaf.is_cuda and capturing() != self.in_capture)
         )
 
     def _make(self, key: tuple[int, torch.dtype], leaf: Tensor, dtype: torch.dtype) -> Tensor:
         """Cast a weight and keep the cast."""
         self._misses += 1
-        with torch.inference_mode(False), torch.enable_grad():
-            made = leaf.to(dtype)
+        convert = converter(dtype)
+        if _grad_enabled() and not _inference_mode():       # contexts that change nothing cost as much as a small cast
+            made = convert(leaf)
+        else:
+            with torch.inference_mode(False), torch.enable_grad():
+                made = convert(leaf)
         entry = _Entry(weakref.ref(leaf, self._forget(key)), leaf._version, _address(leaf), _steps.count, made)
         self._add(key, entry)
         return made
