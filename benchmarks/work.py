@@ -89,9 +89,13 @@ def digits(batch: int, width: int = 16) -> int:
 
 
 def recurrent(batch: int, length: int, width: int, layers: int, tokens: int) -> int:
-    """Training FLOPs of an LSTM language model: eight products of width x width per layer and token, and the head."""
+    """Training FLOPs of an LSTM language model: eight products of width x width per layer and token, and the head.
+
+    The first hidden state of each layer is zero and gets no gradient.
+    """
     rows = batch * length
-    return training(layers * linear(rows, width, 8 * width) + linear(rows, width, tokens))
+    first = layers * linear(batch, width, 4 * width)
+    return training(layers * linear(rows, width, 8 * width) + linear(rows, width, tokens), first=first)
 
 
 def training_bytes(parameters: int, micro_batches: int = 1) -> int:

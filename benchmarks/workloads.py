@@ -135,11 +135,11 @@ def lstm(name: str, width: int, layers: int, batch: int, length: int, tokens: in
     )
 
 
-def _demo_batches(task: str, samples: int) -> Callable[[int, torch.Generator], list[Batch]]:
+def _demo_batches(task: str, *sizes: int) -> Callable[[int, torch.Generator], list[Batch]]:
     def draw(count: int, generator: torch.Generator) -> list[Batch]:
         from ampkit.demo.tasks import TASKS  # scikit-learn is loaded for the digits alone
 
-        source = TASKS[task](torch.device("cpu"), samples)
+        source = TASKS[task](torch.device("cpu"), *sizes)
         return [source.batch(generator) for _ in range(count)]
 
     return draw
@@ -168,4 +168,4 @@ def characters(samples: int = 32, length: int = 32, width: int = 128, blocks: in
         return CharGPT(alphabet, length, width, blocks)
 
     flops = work.decoder(samples, length, width, blocks, alphabet)
-    return Workload("char-GPT", build, _demo_batches("gpt", samples), samples, flops, lr=5e-3)
+    return Workload("char-GPT", build, _demo_batches("gpt", samples, length), samples, flops, lr=5e-3)
