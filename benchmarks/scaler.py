@@ -1,8 +1,9 @@
-"""What the scaler costs beside torch.amp's, on the CPU: `python -m benchmarks.scaler [--quick] [--json FILE]`.
+"""What the scaler costs beside torch.amp's, on the CPU: `python -m benchmarks.scaler [--quick] [--json
+FILE]`.
 
-Both scalers do the same work in turns, pair by pair, so that whatever else the machine does hits both. A row gives
-medians of times and of ratios, with 20 % and 80 % quantiles of the ratios; below 1 ampkit is faster. Before a case is
-timed, both results are compared: no number comes from a wrong answer.
+Both scalers do the same work in turns, pair by pair, so that whatever else the machine does hits both. A row
+gives medians of times and of ratios, with 20 % and 80 % quantiles of the ratios; below 1 ampkit is faster.
+Before a case is timed, both results are compared: no number comes from a wrong answer.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class NoStep(torch.optim.SGD):
 
 
 def make_job(case: Case, cls: type[torch.amp.GradScaler]) -> tuple[Callable[[], None], list[torch.Tensor]]:
-    """The work to time, and the gradients that it changes. Scales are powers of two: results must be equal."""
+    """The work to time, and the gradients that it changes. Scales are powers of two: results must be equal.
+    """
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.zeros(case.elements)) for _ in range(case.tensors)]
     for param in params:
@@ -83,7 +85,7 @@ def make_job(case: Case, cls: type[torch.amp.GradScaler]) -> tuple[Callable[[], 
 
     def unscale() -> None:
         scaler.unscale_(optimizer)
-        scaler._per_optimizer_states.clear()    # READY again, without update(): it is timed elsewhere
+        scaler._per_optimizer_states.clear()  # READY again, without update(): it is timed elsewhere
 
     def clip() -> None:
         if isinstance(scaler, GradScaler):
@@ -123,7 +125,7 @@ def measure(case: Case, pairs: int) -> Row:
     times: list[tuple[float, float]] = []
     for i in range(pairs):
         for grads in (their_grads, our_grads):
-            torch._foreach_mul_(grads, 2.0)    # what unscaling has halved: no gradient fades to zero
+            torch._foreach_mul_(grads, 2.0)  # what unscaling has halved: no gradient fades to zero
         if i % 2:
             b = seconds(ours)
             times.append((seconds(theirs), b))

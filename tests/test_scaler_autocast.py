@@ -1,4 +1,6 @@
-"""autocast and GradScaler together against torch.amp's pair: losses, gradients, parameters, scales, to the bit."""
+"""autocast and GradScaler together against torch.amp's pair: losses, gradients, parameters, scales, to the
+bit.
+"""
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from tests.scaler_tools import equal_bits
 
 
 class Reader(nn.Module):
-    """A small classifier with the layers that matter: embedding, convolution, attention, norms, dropout, loss."""
+    """A small classifier with the layers that matter: embedding, convolution, attention, norms, dropout,
+    loss.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,10 +50,8 @@ def test_fifty_steps_of_a_model(dtype, fused, clip) -> None:
         targets = torch.randint(5, (4,), generator=batches)
         losses = {}
         for ours, (model, optimizer, scaler) in lanes.items():
-            torch.manual_seed(step)    # the same dropout
-            region = (
-                autocast("cpu", dtype, policy=Policy.torch("cpu")) if ours else torch.autocast("cpu", dtype)
-            )
+            torch.manual_seed(step)  # the same dropout
+            region = autocast("cpu", dtype, policy=Policy.torch("cpu")) if ours else torch.autocast("cpu", dtype)
             optimizer.zero_grad()
             with region:
                 losses[ours] = model(tokens, targets)
@@ -67,7 +69,8 @@ def test_fifty_steps_of_a_model(dtype, fused, clip) -> None:
         assert equal_bits(losses[True], losses[False]), step
         for (name, a), b in zip(mine.named_parameters(), theirs.parameters(), strict=True):
             assert equal_bits(a.detach(), b.detach()), (step, name)
-            # where a step is skipped the two may leave gradients scaled or unscaled; otherwise nothing may differ
+            # where a step is skipped the two may leave gradients scaled or unscaled; otherwise nothing may
+            # differ
             assert skipped or equal_bits(a.grad, b.grad), (step, name)
         assert (ours.get_scale(), ours._get_growth_tracker()) == (torchs.get_scale(), torchs._get_growth_tracker())
     assert skips > 0 if dtype is torch.float16 else skips == 0

@@ -32,9 +32,7 @@ def of(results, world: int, name: str) -> list:
 
 
 TRAINED = [
-    (2, name)
-    for name in CASES[2]
-    if name.startswith(("ddp", "fsdp", "tp")) and name not in ("ddp_torch", "fsdp_torch")
+    (2, name) for name in CASES[2] if name.startswith(("ddp", "fsdp", "tp")) and name not in ("ddp_torch", "fsdp_torch")
 ] + [(4, name) for name in ("ddp", "fsdp", "two_dimensions_foreach", "two_dimensions_clip")]
 
 
