@@ -314,6 +314,7 @@ def test_a_skipped_step_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert not optimizer.overflow
     optimizer.step()
     assert optimizer.scaler.stats().steps == 1
+    assert all(bool(torch.isfinite(p).all()) for p in optimizer.masters.masters())
 
 
 def test_what_is_refused() -> None:

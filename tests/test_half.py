@@ -209,7 +209,7 @@ def test_kept_modules_compute_in_float32(keep: Any, dtype: torch.dtype) -> None:
 
 def test_a_kept_module_may_be_named_by_itself_and_hold_others() -> None:
     model = Net()
-    low = half(model, torch.bfloat16, (model.block, nn.BatchNorm2d))
+    low = half(model, torch.bfloat16, (model.block, nn.LayerNorm, nn.BatchNorm2d))
     assert {p.dtype for p in low.block.parameters()} == {torch.float32}
     inner = []
     low.block[1].register_forward_hook(lambda m, args, out: inner.append((args[0].dtype, out.dtype)))
