@@ -11,7 +11,7 @@ from ampkit.testing import plant_nonfinite
 
 def main(steps: int = 40, picture: Path | None = None) -> GradScaler:
     torch.manual_seed(0)
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1)).to(device)
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.05)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)

@@ -8,7 +8,7 @@ from ampkit import GradScaler, autocast
 
 def main(steps: int = 20) -> dict[str, int]:
     torch.manual_seed(0)
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     generator = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2)).to(device)
     critic = torch.nn.Sequential(torch.nn.Linear(2, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)).to(device)
     create = torch.optim.Adam(generator.parameters(), lr=1e-3)

@@ -9,7 +9,7 @@ from ampkit import GradScaler, autocast
 
 def main(steps: int = 20) -> float:
     torch.manual_seed(0)
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scaler = GradScaler(device, init_scale=2.0**10)

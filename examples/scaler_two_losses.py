@@ -9,7 +9,7 @@ from ampkit import GradScaler, autocast
 
 def main(steps: int = 20) -> dict[str, float]:
     torch.manual_seed(0)
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     encoder, critic = torch.nn.Linear(8, 4).to(device), torch.nn.Linear(4, 1).to(device)
     optimizers = [
         torch.optim.SGD(encoder.named_parameters(), lr=0.1),
