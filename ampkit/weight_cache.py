@@ -83,6 +83,7 @@ class WeightCache:
         self._bytes = 0
         self._hits = 0
         self._misses = 0
+        self._looked_at = _steps.count      # the optimizer step that outdated casts were last dropped after
         self.modes: dict[Any, Any] = {}     # the dispatch modes that casts for this cache, by policies; see `autocast`
         with _steps.lock:
             _steps.caches.add(self)
@@ -106,14 +107,20 @@ class WeightCache:
 
     def drop_outdated(self) -> None:
         """Drop the casts made before the latest optimizer step."""
+        steps = _steps.count
+        if self._looked_at == steps:
+            return
         with self._lock:
-            for key in [key for key, entry in self._entries.items() if entry.steps != _steps.count]:
-                self._remove(key)
+            for key in list(self._entries):     # a copy: what is freed on the way may be a weight, see `_forget`
+                entry = self._entries.get(key)
+                if entry is not None and entry.steps != steps:
+                    self._remove(key)
+            self._looked_at = steps
 
     def disconnect(self) -> None:
         """Forget the autograd history of every cast, so that parameters can be freed; the values stay."""
         with self._lock:
-            for entry in self._entries.values():
+            for entry in list(self._entries.values()):      # a copy: the history may be all that keeps a weight alive
                 if entry.cast.requires_grad:
                     entry.cast = entry.cast.detach()
 
@@ -127,9 +134,11 @@ class WeightCache:
             return self._make(key, leaf, dtype)
         if self._in_the_way(leaf):
             return leaf.to(dtype)
+        # `_address`, without the call: this runs for every weight of every operator.
+        plain = type(leaf) is Parameter or type(leaf) is Tensor
         if (
             entry.version != leaf._version
-            or entry.address != _address(leaf)
+            or (plain and entry.address != leaf.data_ptr())
             or entry.steps != _steps.count
         ):
             return self._make(key, leaf, dtype)
@@ -157,13 +166,13 @@ class WeightCache:
         """Cast a weight and keep the cast."""
         self._misses += 1
         convert = converter(dtype)
+        version, address, steps = leaf._version, _address(leaf), _steps.count   # before: a write meanwhile outdates it
         if _grad_enabled() and not _inference_mode():       # contexts that change nothing cost as much as a small cast
             made = convert(leaf)
         else:
             with torch.inference_mode(False), torch.enable_grad():
                 made = convert(leaf)
-        entry = _Entry(weakref.ref(leaf, self._forget(key)), leaf._version, _address(leaf), _steps.count, made)
-        self._add(key, entry)
+        self._add(key, _Entry(weakref.ref(leaf, self._forget(key)), version, address, steps, made))
         return made
 
     def _add(self, key: tuple[int, torch.dtype], entry: _Entry) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampkit import CacheInfo, Policy, WeightCache, autocast, clear_autocast_cache
+from ampkit import CacheInfo, Policy, WeightCache, autocast, clear_autocast_cache, weight_cache
 
 REGIONS = [torch.autocast, autocast]
 both = pytest.mark.parametrize("region", REGIONS, ids=["torch", "ampkit"])
@@ -570,6 +570,49 @@ def test_parameters_die_with_their_model(explicit):
     if cache is not None:
         assert cache.info().entries == 0
         assert cache.info().bytes == 0
+
+
+@pytest.mark.parametrize("how", ["leave", "step", "clear"])
+def test_weights_that_nothing_but_their_casts_keep_alive(how):
+    """They die while the cache goes through its casts."""
+    cache, other = WeightCache(), Parameter(torch.zeros(1))
+    gc.disable()
+    try:
+        with autocast("cpu", cache=cache):
+            model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+            model(X)
+            alive = [weakref.ref(p) for p in model.parameters()]
+            del model
+            assert None not in [ref() for ref in alive]
+            if how == "step":
+                other.grad = torch.zeros(1)
+                torch.optim.SGD([other]).step()
+            elif how == "clear":
+                clear_autocast_cache()
+        assert [ref() for ref in alive] == [None] * 6
+    finally:
+        gc.enable()
+    assert cache.info()[:2] == (0, 0)
+
+
+def test_write_while_a_weight_is_being_cast_is_seen(monkeypatch):
+    """By another thread, say, or by a hook."""
+    leaf, convert = weight(), weight_cache.converter
+
+    def written_after(dtype):
+        def converted(value):
+            made = convert(dtype)(value)
+            with torch.no_grad():
+                value.fill_(2)
+            return made
+
+        return converted
+
+    with autocast("cpu"):
+        with monkeypatch.context() as patch:
+            patch.setattr(weight_cache, "converter", written_after)
+            assert torch.mm(X, leaf)[0, 0] == 4
+        assert torch.mm(X, leaf)[0, 0] == 8
 
 
 def test_policy_that_names_a_module_does_not_keep_it():
