@@ -53,7 +53,16 @@ def wrap_forward(module: M, *args: Any, **kwargs: Any) -> M:
             f"this {cls.__name__} was given a forward of its own, which its class does not know; decorate that: "
             "module.forward = autocast(...)(module.forward)"
         )
-    body = {"forward": autocast(*args, **kwargs)(cls.forward), "_ampkit_wraps": (cls, args, kwargs)}
-    body.update(__module__=cls.__module__, __qualname__=cls.__qualname__, __doc__=cls.__doc__)
-    module.__class__ = type(cls.__name__, (_Wrapped, cls), body)
+    module.__class__ = _wrapped_class(cls, args, kwargs)
     return module
+
+
+def _wrapped_class(cls: type[Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> type[Module]:
+    body: dict[str, Any] = {
+        "forward": autocast(*args, **kwargs)(cls.forward), "_ampkit_wraps": (cls, args, kwargs),
+        "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__,
+    }
+    later = getattr(cls, "cls_to_become", None)     # the class that a lazy module takes at its first call
+    if later is not None:
+        body["cls_to_become"] = _wrapped_class(later, args, kwargs)
+    return type(cls.__name__, (_Wrapped, cls), body)

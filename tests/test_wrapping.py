@@ -91,6 +91,15 @@ def test_copy_of_one_with_a_cache_has_a_cache_of_its_own():
     assert cache.info().hits == 4
 
 
+def test_lazy_module_stays_wrapped_when_it_has_its_weights():
+    model = wrap_forward(nn.LazyLinear(3), "cpu")
+    assert [model(X).dtype for _ in range(3)] == [BF16] * 3
+    assert isinstance(model, nn.Linear)
+    assert not isinstance(model, nn.LazyLinear)
+    assert copy.deepcopy(model)(X).dtype is BF16
+    assert pickle.loads(pickle.dumps(model))(X).dtype is BF16
+
+
 def test_submodules_can_be_wrapped_one_by_one():
     model = Plain()
     wrap_forward(model.head, "cpu", FP16)
