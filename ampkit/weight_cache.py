@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -46,18 +45,23 @@ class CacheInfo(NamedTuple):
     misses: int     # casts made, each of which read and wrote the weight once
 
 
+class _Weight(weakref.ref[Tensor]):
+    """A weak reference to a weight that knows the entry made from it."""
+
+    __slots__ = ("key",)
+    key: tuple[int, torch.dtype]
+
+
 class _Entry:
     __slots__ = ("address", "cast", "nbytes", "steps", "version", "weight")
 
-    def __init__(
-        self, weight: weakref.ref[Tensor], version: int, address: int, steps: int, cast: Tensor
-    ) -> None:
+    def __init__(self, weight: _Weight, version: int, address: int, steps: int, cast: Tensor) -> None:
         self.weight = weight
         self.version = version
         self.address = address
         self.steps = steps
         self.cast = cast
-        self.nbytes = cast.numel() * cast.element_size()
+        self.nbytes = cast.nbytes
 
 
 class WeightCache:
@@ -78,7 +82,8 @@ class WeightCache:
         _watch_optimizers()
         self.max_bytes = max_bytes
         self.in_capture = False     # made inside a CUDA graph capture, so its casts belong to that graph
-        self._entries: OrderedDict[tuple[int, torch.dtype], _Entry] = OrderedDict()
+        self._entries: dict[tuple[int, torch.dtype], _Entry] = {}      # the least recently used first, if bounded
+        self._forget = _forgetting(self)
         self._lock = threading.RLock()
         self._bytes = 0
         self._hits = 0
@@ -111,7 +116,7 @@ class WeightCache:
         if self._looked_at == steps:
             return
         with self._lock:
-            for key in list(self._entries):     # a copy: what is freed on the way may be a weight, see `_forget`
+            for key in list(self._entries):     # a copy: what is freed on the way may be a weight, see `_forgetting`
                 entry = self._entries.get(key)
                 if entry is not None and entry.steps != steps:
                     self._remove(key)
@@ -145,8 +150,8 @@ class WeightCache:
         self._hits += 1
         if self.max_bytes is not None:
             with self._lock:
-                if key in self._entries:
-                    self._entries.move_to_end(key)
+                if self._entries.pop(key, None) is not None:
+                    self._entries[key] = entry
         cast = entry.cast
         if cast.requires_grad is not leaf.requires_grad:    # kept from an earlier region, or frozen or unfrozen since
             cast = entry.cast = _connect(leaf, cast) if leaf.requires_grad else cast.detach()
@@ -165,19 +170,17 @@ class WeightCache:
     def _make(self, key: tuple[int, torch.dtype], leaf: Tensor, dtype: torch.dtype) -> Tensor:
         """Cast a weight and keep the cast."""
         self._misses += 1
-        convert = converter(dtype)
         version, address, steps = leaf._version, _address(leaf), _steps.count   # before: a write meanwhile outdates it
-        if _grad_enabled() and not _inference_mode():       # contexts that change nothing cost as much as a small cast
-            made = convert(leaf)
-        else:
-            with torch.inference_mode(False), torch.enable_grad():
-                made = convert(leaf)
-        self._add(key, _Entry(weakref.ref(leaf, self._forget(key)), version, address, steps, made))
+        made = _recorded(leaf, dtype)
+        weight = _Weight(leaf, self._forget)
+        weight.key = key
+        self._add(key, _Entry(weight, version, address, steps, made))
         return made
 
     def _add(self, key: tuple[int, torch.dtype], entry: _Entry) -> None:
         with self._lock:
-            self._remove(key)
+            if key in self._entries:
+                self._remove(key)
             if self.max_bytes is not None:
                 if entry.nbytes > self.max_bytes:
                     return
@@ -191,19 +194,20 @@ class WeightCache:
         if entry is not None:
             self._bytes -= entry.nbytes
 
-    def _forget(self, key: tuple[int, torch.dtype]) -> Callable[[Any], None]:
-        """What a weight's weak reference calls when the weight dies; does not keep the cache alive."""
-        this = weakref.ref(self)
 
-        def forget(reference: Any) -> None:
-            cache = this()
-            if cache is not None:
-                with cache._lock:
-                    entry = cache._entries.get(key)
-                    if entry is not None and entry.weight is reference:
-                        cache._remove(key)
+def _forgetting(cache: WeightCache) -> Callable[[Any], None]:
+    """What the weak references of a cache's weights call when one dies; does not keep the cache alive."""
+    this = weakref.ref(cache)
 
-        return forget
+    def forget(weight: _Weight) -> None:
+        cache = this()
+        if cache is not None:
+            with cache._lock:
+                entry = cache._entries.get(weight.key)
+                if entry is not None and entry.weight is weight:
+                    cache._remove(weight.key)
+
+    return forget
 
 
 def _is_weight(value: Tensor) -> bool:
@@ -276,5 +280,14 @@ class _Answer(TorchDispatchMode):
 
 def _connect(weight: Tensor, values: Tensor) -> Tensor:
     """`values` as the cast of `weight`, differentiable: autograd records the cast, nothing is copied."""
-    with torch.inference_mode(False), torch.enable_grad(), _Answer(values):
-        return weight.to(values.dtype)
+    with _Answer(values):
+        return _recorded(weight, values.dtype)
+
+
+def _recorded(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A cast that autograd records whatever the modes here are."""
+    convert = converter(dtype)
+    if _grad_enabled() and not _inference_mode():       # contexts that change nothing cost as much as a small cast
+        return convert(weight)
+    with torch.inference_mode(False), torch.enable_grad():
+        return convert(weight)
