@@ -4,6 +4,7 @@ out.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +26,7 @@ def fresh_optimizer_state() -> dict[str, Any]:
     Others appear on the way: `optimizer`; `groups` and `spread`, ranks that must agree and their extreme
     scales; `multiplier`, a factor that clipping has left for `step` to apply; `left_to_do`, what a stepped
     optimizer's gradients would still have to be multiplied by to be unscaled, absent when nothing; `clean`,
-    whether the host has seen the flags clear.
+    whether the host has seen the flags clear; `mark`, `marked` and `passes`, see `_mark`.
     """
     return {"stage": OptState.READY, "found_inf_per_device": {}}
 
@@ -40,6 +41,8 @@ class ScalerChecks(ScalerMemory):
         self._per_optimizer_states = defaultdict(fresh_optimizer_state)
         self._norm: Tensor | None = None
         self._scale_calls = 0
+        self._late_backwards = 0
+        self._losses: list[weakref.ref[Tensor]] = []
         self._scale_used: Tensor | None = None
 
     def _unscale_grads_(
@@ -55,7 +58,6 @@ class ScalerChecks(ScalerMemory):
                 gradients = self._collect(optimizer, params, allow_fp16=allow_fp16)
                 groups.extend(gradients.groups)
                 add_flags(found, gradients, found_inf)
-                self._mark(optimizer, gradients)
                 for device, tensors in gradients.by_device.items():
                     if factor is None:  # unscaled before: only look
                         one = torch.ones_like(found[device])
@@ -65,6 +67,7 @@ class ScalerChecks(ScalerMemory):
                 for values in summed_duplicates(gradients.duplicated) if gradients.duplicated else ():
                     flag = found[values.device]
                     _kernels.norm_and_check([values], torch.ones_like(flag), flag)
+                self._mark(optimizer, gradients.originals)
         self._agree(optimizer, found, groups)
         return found
 
@@ -83,37 +86,57 @@ class ScalerChecks(ScalerMemory):
     def _factors(self, optimizer: torch.optim.Optimizer, inv_scale: Tensor) -> list[tuple[list[Tensor], Tensor | None]]:
         """The optimizer's parameters, with what their gradients have to be multiplied by; None: by nothing.
 
-        Gradients that have been unscaled this iteration for another optimizer come apart from the rest. They
-        carry that optimizer's mark; a `scale` since then says that a backward may have made them anew.
+        Gradients that have been unscaled this iteration for another optimizer come apart from the rest; see
+        `_mark`.
         """
         rest = parameters(optimizer)
         whole = inv_scale if self._loss_scale.scales_losses else None
         if len(self._per_optimizer_states) < 2:
             return [(rest, whole)]
         others = {
-            id(state["mark"]): state
+            state["mark"]: state
             for state in self._per_optimizer_states.values()
-            if state["stage"] is not OptState.READY
+            if "mark" in state
+            and state["stage"] is not OptState.READY
             and state.get("optimizer") is not optimizer
-            and state.get("calls") == self._scale_calls
         }
-        parts: dict[int, list[Tensor]] = {}
+        parts: dict[object, list[Tensor]] = {}
         for param in rest:
-            parts.setdefault(id(getattr(param.grad, _MARK, None)), []).append(param)
-        known = [(others[key], shared) for key, shared in parts.items() if key in others]
+            mark, version = getattr(param.grad, _MARK, (None, 0))
+            if mark in others and others[mark]["passes"] != self._passes and param.grad._version != version:
+                mark = None  # made anew
+            parts.setdefault(mark, []).append(param)
+        known = [(others[mark], shared) for mark, shared in parts.items() if mark in others]
         for state, _ in known:
             if state["stage"] is OptState.UNSCALED:
                 self._settle_multiplier(state)
-        fresh = [param for key, params in parts.items() if key not in others for param in params]
+        fresh = [param for mark, params in parts.items() if mark not in others for param in params]
         return [(fresh, whole), *((shared, state.get("left_to_do")) for state, shared in known)]
 
-    def _mark(self, optimizer: Any, gradients: Gradients) -> None:
-        """Leave on each gradient whose it is now, in case another optimizer shares it."""
+    def _mark(self, optimizer: Any, grads: Sequence[Tensor]) -> None:
+        """Leave on each gradient whose it is now and which version of it, in case another optimizer shares it.
+
+        A shared gradient has been made anew when a backward pass may have run since and its version says that
+        something was written; either alone is no proof: users clip gradients, and losses reach some of them.
+        """
         state = self._state_of(optimizer)
         mark = state.setdefault("mark", object())  # holds nothing: a gradient must not keep an optimizer alive
-        state["calls"] = self._scale_calls
-        for grad in gradients.originals:
-            setattr(grad, _MARK, mark)
+        if len(self._losses) > 1:
+            for loss in filter(None, (reference() for reference in self._losses)):
+                loss.register_hook(self._note_backward)
+            self._losses = []
+        state["passes"] = self._passes
+        state["marked"] = grads
+        for grad in grads:
+            setattr(grad, _MARK, (mark, grad._version))
+
+    @property
+    def _passes(self) -> tuple[int, int]:
+        """Changes whenever a backward pass may have run: losses scaled, and passes of those scaled before a mark."""
+        return self._scale_calls, self._late_backwards
+
+    def _note_backward(self, _: Tensor) -> None:
+        self._late_backwards += 1
 
     def _has_shared(self, optimizer: Any) -> bool:
         """Whether gradients of this optimizer have been unscaled this iteration for another one."""
@@ -147,7 +170,6 @@ class ScalerChecks(ScalerMemory):
     def _look(self, optimizer: Any, inv_scale: Tensor) -> dict[torch.device, Tensor]:
         """Flags by device for gradients that would be multiplied by `inv_scale`; nothing is written."""
         gradients = collect(parameters(optimizer))
-        self._mark(optimizer, gradients)
         found: dict[torch.device, Tensor] = {}
         add_flags(found, gradients, torch.zeros_like(inv_scale))
         with torch.no_grad():
@@ -156,6 +178,7 @@ class ScalerChecks(ScalerMemory):
             for values in summed_duplicates(gradients.duplicated) if gradients.duplicated else ():
                 flag = found[values.device]
                 _kernels.norm_and_check([values], _on(inv_scale, flag.device), flag)
+        self._mark(optimizer, gradients.originals)
         self._agree(optimizer, found, gradients.groups)
         return found
 
@@ -215,6 +238,7 @@ class ScalerChecks(ScalerMemory):
             return
         gradients = collect(parameters(state["optimizer"]))
         clipping.multiply_(gradients, multiplier, state["found_inf_per_device"])
+        self._mark(state["optimizer"], gradients.originals)
 
 
 def add_flags(found: dict[torch.device, Tensor], gradients: Gradients, found_inf: Tensor) -> None:

@@ -13,6 +13,7 @@ shapes: `_scale`, `_growth_tracker`, `_per_optimizer_states`, `_unscale_grads_`,
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -143,7 +144,9 @@ class GradScaler(ScalerSteps):
             if output.device not in copies:
                 copies[output.device] = scale.to(output.device, non_blocking=True)
             scale = copies[output.device]
-        return output * scale
+        scaled = output * scale
+        self._losses.append(weakref.ref(scaled))
+        return scaled
 
     def _warn_detached(self) -> None:
         if torch.is_grad_enabled():
@@ -241,8 +244,6 @@ class GradScaler(ScalerSteps):
         inv_scale = self._inverse_scale() if ready else torch.ones_like(self._live_scale())
 
         gradients = [self._collect(optimizer, params, coalesce=True) for params, _ in parts]
-        for part in gradients:
-            self._mark(optimizer, part)
         found = {} if ready else state["found_inf_per_device"]
         for part in gradients:
             add_flags(found, part, torch.zeros_like(inv_scale))
@@ -259,6 +260,7 @@ class GradScaler(ScalerSteps):
                 state["multiplier"] = factor.float()
             else:
                 clipping.multiply_(part, factor, found)
+        self._mark(optimizer, [grad for part in gradients for grad in part.originals])
         self._note_norm(torch.stack(clipped).max() if len(clipped) > 1 else clipped[0])
         return torch.stack(clipped) if groups == "each" else clipped[0]
 

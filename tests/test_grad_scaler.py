@@ -1,6 +1,7 @@
 """The interface of torch.amp.GradScaler, point by point: what is equal is asserted of both classes."""
 
 import copy
+import functools
 import inspect
 import pickle
 from collections import OrderedDict
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from ampkit.grad_scaler import GradScaler
+from ampkit.optim import AdamW
 
 BOTH = pytest.mark.parametrize("cls", [GradScaler, torch.amp.GradScaler], ids=["ampkit", "torch"])
 
@@ -563,16 +565,40 @@ def test_gradients_made_anew_between_two_steps_are_divided_anew(cls, set_to_none
 
 
 @BOTH
-def test_losses_scaled_ahead_of_both_steps(cls) -> None:
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("apart", [True, False])
+def test_losses_scaled_ahead_of_both_steps(cls, apart, fused, set_to_none) -> None:
     shared = torch.nn.Parameter(torch.ones(2))
-    optimizers = [torch.optim.SGD([shared], lr=0.5) for _ in range(2)]
+    optimizers = [torch.optim.SGD([shared], lr=0.5, fused=fused) for _ in range(2)]
     scaler = cls("cpu", 2.0**8)
-    losses = scaler.scale([shared.sum(), shared.sum()])
+    losses = [shared.sum(), shared.sum()]
+    losses = [scaler.scale(loss) for loss in losses] if apart else scaler.scale(losses)
     for optimizer, loss in zip(optimizers, losses, strict=True):
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=set_to_none)
         loss.backward()
         scaler.step(optimizer)
     assert shared.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("make", [functools.partial(torch.optim.SGD, fused=True), torch.optim.SGD, AdamW])
+@pytest.mark.parametrize("clips", [True, False])
+@pytest.mark.parametrize("steps", [True, False])
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_loss_that_does_not_reach_a_shared_gradient_leaves_it_unscaled(make, clips, steps, ahead) -> None:
+    shared, own = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    first, second = make([shared], lr=0.0), torch.optim.SGD([shared, own], lr=0.0)
+    scaler = GradScaler("cpu", 2.0**8)
+    losses = [lambda: scaler.scale(shared.sum()), lambda: scaler.scale(own.sum())]
+    if ahead:
+        losses = [lambda loss=loss: loss for loss in [loss() for loss in losses]]
+    losses[0]().backward()
+    scaler.clip_grad_norm_(first, 1e9) if clips else scaler.unscale_(first)
+    if steps:
+        scaler.step(first)
+    losses[1]().backward()
+    scaler.unscale_(second)
+    assert (shared.grad.tolist(), own.grad.tolist()) == ([1.0, 1.0], [1.0, 1.0])
 
 
 def test_shared_gradients_may_be_clipped_in_between() -> None:
