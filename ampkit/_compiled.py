@@ -10,6 +10,7 @@ A region that is open around a compiled call is another matter: see `_fingerprin
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import sys
 from collections.abc import Callable
@@ -41,6 +42,15 @@ def runs_as_it_is(function: F) -> F:
 
 # Whether Dynamo is tracing the call. A name of our own for torch's function: a wrapper would cost every region twice.
 tracing = torch.compiler.is_dynamo_compiling
+
+
+def object_at(address: int) -> Any:
+    """The object with this `id`, for a function that Dynamo calls while it traces.
+
+    In torch 2.11 Dynamo hands such a function constants and nothing else. An object's `id` is one, for as long as the
+    guard that Dynamo sets on it holds; whoever is being traced keeps the object alive.
+    """
+    return ctypes.cast(address, ctypes.py_object).value
 
 
 def enter(kind: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool, rules: str | None) -> None:

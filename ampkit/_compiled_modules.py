@@ -34,7 +34,8 @@ class Watch:
 
     def rule(self, module: Module) -> str | None:
         """What `rule_name` says of a module that is running."""
-        return rule_name(self.policy, self.outermost if self.root is None else self.root, module)
+        root = self.outermost if self.root is None else self.root
+        return _rule_name(id(self.policy), id(root), id(module))
 
     def before(self, module: Module, args: Any) -> None:
         """Enter the region that the module's rule asks for."""
@@ -71,7 +72,8 @@ def leave(region: autocast) -> None:
 
 
 def _has_rules(region: autocast) -> bool:
-    return region._enabled and region.policy is not None and bool(region.policy.modules)
+    # Not `bool(...modules)`: Dynamo learnt to trace that of an object with `__bool__` after torch 2.11.
+    return region._enabled and region.policy is not None and len(region.policy.modules.items) > 0
 
 
 def following() -> bool:
@@ -88,13 +90,13 @@ def _install() -> None:
         del hooked._global_forward_hooks[_KEY]
 
 
-def rule_name(policy: Policy | None, root: Any, module: Module) -> str | None:
+def rule_name(policy: Policy, root: Module, module: Module) -> str | None:
     """The rule of a module as a constant that Dynamo can keep: a device type, a dtype or "", and a `Policy.text`.
 
     None if the module has no rule. Raises `NotImplementedError` for a rule that is a policy with module rules.
     """
-    value = None if policy is None else policy.modules.find(module, path_of(root, module))
-    if policy is None or value is None:
+    value = policy.modules.find(module, path_of(root, module))
+    if value is None:
         return None
     if isinstance(value, Policy):
         if value.modules:
@@ -106,7 +108,12 @@ def rule_name(policy: Policy | None, root: Any, module: Module) -> str | None:
     return f"{policy.device_type}|{str(value).removeprefix('torch.')}|{policy.text}"
 
 
-rule_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
+def _rule_name(policy_id: int, root_id: int, module_id: int) -> str | None:
+    policy, root, module = map(_compiled.object_at, (policy_id, root_id, module_id))
+    return rule_name(policy, root, module)
+
+
+_rule_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _enter_rule(rule: str) -> None:

@@ -35,7 +35,7 @@ def in_region(region: autocast, func: Callable[..., Any]) -> Callable[..., Any]:
         wrapper = _generator(region, func)
     else:
         wrapper = _plain(region, func)
-    functools.update_wrapper(wrapper, func, updated=("__dict__",) if hasattr(func, "__dict__") else ())
+    functools.update_wrapper(wrapper, func, updated=("__dict__",) if getattr(func, "__dict__", None) else ())
     wrapper.__script_unsupported = "a function decorated with ampkit.autocast is not supported in script mode"
     return wrapper
 

@@ -14,7 +14,7 @@ from torch.nn import Module
 from torch.nn.modules import module as hooked
 
 from ampkit import _lifted_mode
-from ampkit._compiled import runs_as_it_is, tracing
+from ampkit._compiled import object_at, runs_as_it_is, tracing
 from ampkit._compiled_modules import Watch, following, rule_name
 from ampkit._module_rules import path_of
 from ampkit.policy import Policy
@@ -49,10 +49,10 @@ class _Watch:
         del self.running.modules[self.depth :]      # of modules that were interrupted; their hooks did not run
         with _lock:
             _watchers -= 1
-            if _watchers == 0:
-                del hooked._global_forward_pre_hooks[_KEY]
-                del hooked._global_forward_hooks[_KEY]
-                del hooked._global_forward_hooks_always_called[_KEY]
+            if _watchers == 0:      # somebody may have cleared torch's tables meanwhile
+                hooked._global_forward_pre_hooks.pop(_KEY, None)
+                hooked._global_forward_hooks.pop(_KEY, None)
+                hooked._global_forward_hooks_always_called.pop(_KEY, None)
 
 
 class _Running:
@@ -138,17 +138,17 @@ class _Around(Watch):
     """Modules that run in a compiled function, while the region with the rules is open around its call."""
 
     def rule(self, module: Module) -> str | None:
-        return None if following() else _rule_around(self.outermost, module)
+        return None if following() else _rule_around(id(self.outermost), id(module))
 
 
-def _rule_around(outermost: Any, module: Module) -> str | None:
+def _rule_around(outermost_id: int, module_id: int) -> str | None:
     running = _running()
     if not running.open:
         return None
     policy, root = running.open[-1]
     if root is None:
-        root = running.modules[0][0] if running.modules else outermost
-    return rule_name(policy, root, module)
+        root = running.modules[0][0] if running.modules else object_at(outermost_id)
+    return rule_name(policy, root, object_at(module_id))
 
 
 _rule_around._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -35,9 +35,17 @@ def device_kind(device_type: Any) -> str:
     kind = torch.device(device_type).type
     if kind == torch._C._get_privateuse1_backend_name():
         kind = "privateuseone"
-    if not torch.amp.is_autocast_available(kind):
+    if not _has_autocast(kind):
         raise RuntimeError(f"device_type {device_type!r} has no autocast in torch; expected one such as 'cuda'")
     return kind
+
+
+def _has_autocast(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind)
+
+
+# For Dynamo to call rather than trace: torch's function is a builtin that it knows in torch 2.12 and not before.
+_has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def checked_dtype(dtype: Any) -> torch.dtype:

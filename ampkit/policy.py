@@ -96,7 +96,7 @@ class Policy:
             )
         for name, value in (
             ("base", base), ("device_type", device_type), ("overrides", overrides), ("modules", modules),
-            ("_folded", None), ("_folded_at", -1), ("_hash", hash((base, device_type, overrides, modules))),
+            ("_folded", None), ("_folded_at", -1), ("_hash", None),
             ("text", "|".join([base, device_type, *[_text(layer) for layer in overrides]])),
         ):
             object.__setattr__(self, name, value)
@@ -228,7 +228,11 @@ class Policy:
         return self is other or (isinstance(other, Policy) and self._key() == other._key())
 
     def __hash__(self) -> int:
-        return self._hash
+        value: int | None = self._hash
+        if value is None:           # not in __init__, which Dynamo traces where compiled code makes a policy
+            value = hash((self.base, self.device_type, self.overrides, self.modules))
+            object.__setattr__(self, "_hash", value)
+        return value
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Policy.from_dict, (self.to_dict(),)
