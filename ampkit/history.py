@@ -56,8 +56,19 @@ _dtype_of = attrgetter("dtype")
 _AT = {name: i for i, name in enumerate(_COUNTED)}
 
 
+class _Notes:
+    """What is noted and not yet summed up: flags of steps; scale, flag and norm of updates."""
+
+    def __init__(self) -> None:
+        self.steps: list[Tensor] = []
+        self.updates: list[tuple[Tensor, Tensor, Tensor | None]] = []
+
+
 class Ledger:
     """Counters on one device.
+
+    Notes taken under CUDA graph capture are summed up within the graph, so that its replays count; those taken
+    before it wait until after it, because a replay must not count them again, nor read memory that is gone by then.
 
     Args:
         device: where the scale lives.
@@ -70,15 +81,14 @@ class Ledger:
         start = [int(saved.get(name, 0)) for name in _COUNTED]
         self._totals = torch.tensor(start, dtype=torch.int64).to(device)
         self._no_gradients = int(saved.get("no_gradients", 0))
-        self._updates: list[tuple[Tensor, Tensor, Tensor | None]] = []
-        self._steps: list[Tensor] = []
+        self._notes, self._captured = _Notes(), _Notes()
         self._history_size = history_size
         self._blocks: deque[tuple[Tensor, list[bool]]] = deque()
         self._kept = 0
 
     def note_step(self, found_inf: Tensor) -> None:
         """One optimizer step, skipped where the 0-d flag is set."""
-        self._steps.append(found_inf)
+        self._notes_beside(found_inf).steps.append(found_inf)
 
     def note_no_gradients(self) -> None:
         """One optimizer step that found no gradients."""
@@ -94,25 +104,32 @@ class Ledger:
 
     def note_update(self, scale: Tensor, found_inf: Tensor, norm: Tensor | None) -> None:
         """One update: a copy of the scale that the iteration used, its flag, its gradient norm if known."""
-        self._updates.append((scale, found_inf, norm))
+        self._notes_beside(scale).updates.append((scale, found_inf, norm))
+
+    def _notes_beside(self, tensor: Tensor) -> _Notes:
+        return self._captured if _is_capturing(tensor) else self._notes
 
     def fold_if_due(self, scale: Tensor) -> None:
         """`fold` when a block is full. Under CUDA graph capture always, so that replays of the graph count.
         """
-        if len(self._updates) >= _BLOCK or _is_capturing(scale):
+        if len(self._notes.updates) >= _BLOCK or _is_capturing(scale):
             self.fold(scale)
 
     def fold(self, scale: Tensor) -> None:
         """Add what is pending to the totals; `scale` is the scale after the last noted update. Never syncs.
         """
-        if self._steps:
-            self._totals[_AT["attempts"]] += len(self._steps)
-            self._totals[_AT["skips"]] += (torch.stack(self._steps) != 0).sum()
-            self._steps = []
-        n = len(self._updates)
+        capturing = _is_capturing(scale)
+        if capturing:
+            notes, self._captured = self._captured, _Notes()
+        else:
+            notes, self._notes = self._notes, _Notes()
+        if notes.steps:
+            self._totals[_AT["attempts"]] += len(notes.steps)
+            self._totals[_AT["skips"]] += (torch.stack(notes.steps) != 0).sum()
+        n = len(notes.updates)
         if not n:
             return
-        scales, flags, norms = zip(*self._updates, strict=True)
+        scales, flags, norms = zip(*notes.updates, strict=True)
         # copies come as float32 or float64; one conversion of the block is cheaper than one of each
         alike = len(set(map(_dtype_of, scales))) == 1
         before = torch.stack(scales if alike else [used.float() for used in scales]).float()
@@ -126,11 +143,10 @@ class Ledger:
         self._totals[_AT["overflows"]] += overflow.sum()
         self._totals[_AT["growths"]] += (after > before).sum()
         self._totals[_AT["backoffs"]] += (after < before).sum()
-        if self._history_size and not _is_capturing(scale):
+        if self._history_size and not capturing:
             unknown = before[0]
             filled = torch.stack([unknown if norm is None else norm.to(before) for norm in norms])
             self._keep(torch.stack((before, overflow.float(), filled), dim=1), [norm is not None for norm in norms])
-        self._updates = []
 
     def _keep(self, block: Tensor, clipped: list[bool]) -> None:
         self._blocks.append((block, clipped))

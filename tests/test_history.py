@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 
 from ampkit.grad_scaler import GradScaler
-from ampkit.history import ScalerStats
+from ampkit.history import _COUNTED, ScalerStats
 from ampkit.loss_scale import DynamicLossScale
 from tests.scaler_tools import count_reads, started, with_grads
 
@@ -140,6 +140,34 @@ def test_an_ordinary_step_reads_one_number() -> None:
         scaler.stepped(optimizer)
         scaler.skipped(optimizer)
     assert reads == []
+
+
+def test_a_captured_iteration_counts_itself_alone(monkeypatch) -> None:
+    """What is summed up within a graph is summed up at each replay: not what was noted before the capture."""
+    scaler = started(GradScaler)
+    (param,) = with_grads([torch.ones(1)])
+    optimizer = torch.optim.SGD([param], lr=0.1)
+
+    def iteration(value: float) -> None:
+        param.grad = torch.tensor([value])
+        scaler.step(optimizer)
+        scaler.update()
+
+    def counted() -> list[int]:
+        return scaler._ledger._totals.tolist()
+
+    for value in (1.0, math.inf, math.nan):
+        iteration(value)
+    assert counted()[:2] == [0, 0]
+    monkeypatch.setattr("ampkit.history._is_capturing", lambda _: True)
+    iteration(1.0)
+    assert dict(zip(_COUNTED, counted(), strict=True)) == {
+        **dict.fromkeys(_COUNTED, 0), "updates": 1, "attempts": 1, "inf_values": 1, "nan_values": 1
+    }  # fmt: skip
+    monkeypatch.undo()
+    stats = scaler.stats()
+    assert (stats.updates, stats.steps, stats.skips, stats.overflows, stats.backoffs) == (4, 2, 2, 2, 2)
+    assert [row["overflow"] for row in scaler.history] == [False, True, True]
 
 
 def test_totals_survive_a_checkpoint() -> None:
