@@ -55,7 +55,7 @@ class PlantedFault:
         if self.backwards != self._step:
             return None
         self.planted = True
-        spoiled = grad.detach().clone()
+        spoiled = grad.detach().clone(memory_format=torch.contiguous_format)  # gradients may be transposed
         spoiled.view(-1)[self._index] = self._value
         return spoiled
 

@@ -28,6 +28,13 @@ def test_a_fault_strikes_once_at_its_step(kind, check) -> None:
     assert fault.backwards == 3
 
 
+def test_a_fault_in_a_gradient_that_arrives_transposed() -> None:
+    param = torch.nn.Parameter(torch.ones(2, 3))
+    plant_nonfinite(param, index=1)
+    (param.t() * torch.arange(6.0).view(3, 2)).sum().backward()
+    assert param.grad.tolist() == [[0.0, math.inf, 4.0], [1.0, 3.0, 5.0]]
+
+
 def test_a_fault_can_be_taken_back() -> None:
     param = torch.nn.Parameter(torch.ones(2))
     with plant_nonfinite(param):
