@@ -168,7 +168,8 @@ def sgd_(
     def run(step_fn, rows: Sequence[int]) -> None:
         chosen = {name: pick(tensors, rows) for name, tensors in lists.items()}
         whole = len(rows) == len(params)
-        flags = started if started is None or whole else started[list(rows)]
+        # Tensor by tensor: an index that is a list would be copied from the host, and waited for.
+        flags = started if started is None or whole else torch.stack([started[i] for i in rows])
         step_fn(
             chosen["params"],
             chosen["grads"],
@@ -178,7 +179,8 @@ def sgd_(
             **options,
         )
         if flags is not None and flags is not started:
-            started[list(rows)] = flags  # type: ignore[index]
+            for i, flag in zip(rows, flags, strict=True):
+                started[i] = flag  # type: ignore[index]
 
     if not uses_triton(impl, lists["params"][0].device):
         run(reference_optimizers.sgd_, range(len(params)))
@@ -187,7 +189,8 @@ def sgd_(
 
     flat, other = split(impl, op, *lists.values())
     empty = [i for i, p in enumerate(lists["params"]) if p.numel() == 0]
-    run(sgd.sgd_, flat)
+    if flat:
+        run(sgd.sgd_, flat)
     if other or empty:
         run(reference_optimizers.sgd_, [*other, *empty])
 

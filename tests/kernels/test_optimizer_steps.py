@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit_kernels import adamw_, sgd_
 from ampkit_kernels.configs import Config
@@ -153,6 +154,22 @@ def test_sgd_kernel_within_an_ulp_per_step(case: str) -> None:
         for a, b in zip(ours.lists()[:2], theirs.lists()[:2], strict=True):
             torch._foreach_copy_(a, b)
     assert bool((ours.started == (1.0 if SGD[case].get("momentum") else 0.0)).all())
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_rows_apart_are_not_picked_by_lists_of_the_host() -> None:
+    """On a device `started[[0, 2]]` copies the list there and waits, and cannot be captured."""
+
+    class Indexing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            assert func.overloadpacket not in (torch.ops.aten.index, torch.ops.aten.index_put_)
+            return func(*args, **(kwargs or {}))
+
+    for sizes in ((0, 5, 0, 7), (0,)):
+        state = SGDState(gradients(torch.float32, sizes))
+        with Indexing():
+            state.step(gradients(torch.float32, sizes), impl="triton", **SGD["dampening"])
+        assert bool((state.started == 1.0).all())
 
 
 @pytest.mark.usefixtures("interpreted")
