@@ -96,14 +96,13 @@ class ScalerChecks(ScalerMemory):
         others = {
             state["mark"]: state
             for state in self._per_optimizer_states.values()
-            if "mark" in state
-            and state["stage"] is not OptState.READY
-            and state.get("optimizer") is not optimizer
+            if "mark" in state and state["stage"] is not OptState.READY and state.get("optimizer") is not optimizer
         }
         parts: dict[object, list[Tensor]] = {}
         for param in rest:
-            mark, version = getattr(param.grad, _MARK, (None, 0))
-            if mark in others and others[mark]["passes"] != self._passes and param.grad._version != version:
+            grad: Any = param.grad
+            mark, version = getattr(grad, _MARK, (None, 0))
+            if mark in others and others[mark]["passes"] != self._passes and grad._version != version:
                 mark = None  # made anew
             parts.setdefault(mark, []).append(param)
         known = [(others[mark], shared) for mark, shared in parts.items() if mark in others]
