@@ -13,6 +13,7 @@ the policy in full, through `torch.compiler.config.cache_key_tag`, while Dynamo 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import sys
 import threading
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ampkit.policy import Policy, registered
+from ampkit.policy import Policy, register_changes, registered
 
 _DEVICES = ("ipu", "maia")
 _DIGITS = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
@@ -28,6 +29,7 @@ _DIGITS = sorted({value for value in vars(torch).values() if isinstance(value, t
 Mark = tuple[tuple[str, torch.dtype], ...]
 
 _thread = threading.local()
+_marking = threading.Lock()
 _marks: dict[str, Mark] = {}
 _texts: dict[Mark, str] = {}
 
@@ -40,15 +42,22 @@ class _Tags:
 
 def mark_of(policies: tuple[tuple[str, Policy], ...]) -> Mark:
     """The mark of a region with these policies: empty for torch.amp's own list, else unlike any other's here."""
+    return _mark_of(policies, register_changes())
+
+
+@functools.lru_cache(maxsize=64)     # every recompute of a checkpoint asks, and a policy's text may be long
+def _mark_of(policies: tuple[tuple[str, Policy], ...], changes: int) -> Mark:
+    """The mark as of a number of `register_op` calls."""
     text = repr(policies)
     if registered():
         text += repr(sorted((op.name(), rule.value) for op, rule in registered().items()))
-    if text not in _marks:
-        mark = _short_mark(policies)
-        if mark is None:
-            mark = _free_mark(text)
-        _marks[text], _texts[mark] = mark, text
-    return _marks[text]
+    with _marking:
+        if text not in _marks:
+            mark = _short_mark(policies)
+            if mark is None:
+                mark = _free_mark(text)
+            _marks[text], _texts[mark] = mark, text
+        return _marks[text]
 
 
 def _short_mark(policies: tuple[tuple[str, Policy], ...]) -> Mark | None:
@@ -68,6 +77,7 @@ def _free_mark(text: str) -> Mark:
     if len(_texts) >= room:
         _marks.clear()
         _texts.clear()
+        _mark_of.cache_clear()
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()       # what was compiled under the old marks must not answer to the new ones
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
@@ -96,10 +106,10 @@ def write(mark: Mark) -> Mark:
 
 def _watch() -> None:
     """Ask Dynamo, if it is there, to say when it begins and ends to compile. `torch._dynamo.reset` makes it forget."""
-    dynamo = sys.modules.get("torch._dynamo.callback")
-    if dynamo is not None and _tag not in dynamo.callback_handler.start_callbacks:
-        dynamo.callback_handler.register_start_callback(_tag)
-        dynamo.callback_handler.register_end_callback(_untag)
+    handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
+    if handler is not None and _tag not in handler.start_callbacks:     # None also while another thread imports it
+        handler.register_start_callback(_tag)
+        handler.register_end_callback(_untag)
 
 
 def _tag(_: Any) -> None:

@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from torch._C import DispatchKeySet
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit import _checkpoint_frames, _compiled, _fingerprint, casting, recurrent
 from ampkit.op_table import Rule
@@ -104,15 +103,15 @@ _LOWER, _DECOMPOSE = Rule.LOWER, Rule.DECOMPOSE
 _Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 
 
-class AutocastMode(TorchDispatchMode):
+class AutocastMode:
     """What an open region does to operators: one policy per device type, and a weight cache.
 
-    Immutable; entering a region makes a new one. Whether a device's autocast is enabled and its dtype are read from
-    torch at every operator, so a `torch.autocast` region inside, of any library, is respected.
+    Nothing in it changes, so regions with the same policies and cache share one. Whether a device's autocast is enabled
+    and its dtype are read from torch at every operator, so a `torch.autocast` region inside, of any library, is
+    respected.
     """
 
     def __init__(self, policies: tuple[tuple[str, Policy], ...], cache: WeightCache | None) -> None:
-        super().__init__()
         self.policies = policies
         self.cache = cache
         self.open = True
@@ -125,10 +124,6 @@ class AutocastMode(TorchDispatchMode):
             if not table.installed:
                 install(table)
                 table.installed = True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     @functools.cached_property
     def left(self) -> AutocastMode:
@@ -188,18 +183,6 @@ class AutocastMode(TorchDispatchMode):
             raise RuntimeError(_banned_message(op))
         return op._op, args, kwargs
 
-    @_compiled.runs_as_it_is
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Cast what the policy casts, and call `func` with neither this mode nor torch's autocast in the way."""
-        call = self.prepare(func, args, kwargs or _NO_ARGUMENTS)
-        if call is None:
-            return func(*args, **(kwargs or _NO_ARGUMENTS))
-        run, args, kwargs = call
-        with _Exclude(self.hidden):
-            return run(*args, **kwargs)
-
 
 @functools.cache
 def _keysets(devices: tuple[str, ...]) -> tuple[DispatchKeySet, DispatchKeySet]:
@@ -255,8 +238,7 @@ def install(ops: Iterable[OpOverload]) -> None:
         return
     with _installing:
         if "_" not in _libraries:
-            _libraries["_"] = torch.library.Library("_", "IMPL")
-            _libraries["_"].fallback(torch.library.fallthrough_kernel, _KEY_NAME)
+            _libraries["_"] = _fallthrough()
             _let_higher_order_ops_through()
             _checkpoint_frames.follow_reentrant(current)
         for op in missing:
@@ -268,6 +250,19 @@ def install(ops: Iterable[OpOverload]) -> None:
             _libraries[namespace].impl(op, _kernel(op), _KEY_NAME, with_keyset=True)
             _go_before_tracer(op)
             _installed.add(op)
+
+
+def _fallthrough() -> torch.library.Library:
+    """Have operators without a kernel of ours go past the key."""
+    library = torch.library.Library("_", "IMPL")
+    try:
+        library.fallback(torch.library.fallthrough_kernel, _KEY_NAME)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"the dispatch key {_KEY_NAME} that ampkit needs for itself is taken: by another copy of ampkit, imported "
+            "anew or reloaded in this process, or by another library. Start a new process and import ampkit once"
+        ) from error
+    return library
 
 
 def _kernel(op: OpOverload) -> Callable[..., Any]:

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import sys
 import threading
+import types
 import warnings
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from regions import BF16, FP16, FP32, FP64, like_torch, on_fake_cuda, state
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ampkit import Policy, WeightCache, autocast, float32_region, get_autocast_dtype, is_autocast_enabled
+from ampkit import Policy, WeightCache, _lifted_mode, autocast, float32_region, get_autocast_dtype, is_autocast_enabled
 
 REGIONS = [torch.autocast, autocast]
 both = pytest.mark.parametrize("region", REGIONS, ids=["torch", "ampkit"])
@@ -600,3 +602,19 @@ def test_caches_are_accepted_by_islands_and_other_devices():
     with autocast("cuda:0", cache=cache), autocast("cpu", enabled=False, cache=cache):
         weight(torch.ones(1, 2))
     assert cache.info().misses == 0
+
+
+def test_region_while_another_thread_imports_dynamo(monkeypatch):
+    """The module is in `sys.modules` before its names are."""
+    before = state()
+    monkeypatch.setitem(sys.modules, "torch._dynamo.callback", types.ModuleType("torch._dynamo.callback"))
+    with autocast("cpu"):
+        assert product() is BF16
+    assert state() == before
+
+
+def test_second_copy_of_ampkit_is_told():
+    with autocast("cpu"):
+        pass
+    with pytest.raises(RuntimeError, match="another copy of ampkit"):
+        _lifted_mode._fallthrough()

@@ -339,6 +339,14 @@ def test_marks() -> None:
     assert fingerprint.mark_of((("cpu", Policy.torch("cpu")), ("cuda", Policy.torch("cuda")))) not in ((), *marks)
 
 
+def test_a_policy_is_written_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every recompute of a checkpoint asks for the mark, and a policy of thousands of rules is a long text."""
+    policies = (("cpu", TORCH.with_rules({"aten::hypot": Rule.FLOAT32})),)
+    mark = fingerprint.mark_of(policies)
+    monkeypatch.delattr(Policy, "__repr__")
+    assert fingerprint.mark_of(policies) == mark
+
+
 def test_marks_that_collide_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fingerprint, "_marks", {})
     monkeypatch.setattr(fingerprint, "_texts", {})

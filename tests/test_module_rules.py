@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from regions import BF16, FP16, FP32, state
 from torch import nn
+from torch.nn.modules import module as hooked
 
 from ampkit import Policy, autocast
 from ampkit._module_rules import NONE, path_of
@@ -378,3 +379,12 @@ def test_pattern_without_stars_means_exactly_its_path(path):
     assert NONE.extended({"**." + path: FP32}, "cpu", Policy).find(module, "x.y." + path) is FP32
     assert NONE.extended({"**." + path: FP32}, "cpu", Policy).find(module, path) is FP32
     assert NONE.extended({"**": FP32}, "cpu", Policy).find(module, "") is None
+
+
+def test_hook_tables_cleared_by_somebody_else():
+    before = state()
+    with autocast("cpu", policy=Policy.default("cpu").for_modules({"attn": FP32})):
+        hooked._global_forward_pre_hooks.clear()
+        hooked._global_forward_hooks.clear()
+        hooked._global_forward_hooks_always_called.clear()
+    assert state() == before
