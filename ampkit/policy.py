@@ -7,22 +7,18 @@ what `register_op` declared for the process, and each `with_rules`. It is immuta
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
+from torch._ops import OpOverload
 
-from ampkit import _module_rules, casting
-from ampkit.op_table import DEFAULT_EXTRA, TORCH, Group, Rule, fold, resolve
+from ampkit import _module_rules
+from ampkit._operator_keys import Operator, checked_rule, key_name, one_overload, overloads
+from ampkit.op_table import DEFAULT_EXTRA, TORCH, Group, Rule, fold
 
 __all__ = ["Explanation", "Policy", "Rule", "register_op"]
-
-Operator = OpOverload | OpOverloadPacket | str
-
-_CASTING = (Rule.LOWER, Rule.FLOAT32, Rule.FLOAT32_DTYPE_ARG, Rule.PROMOTE)
 
 _WHY_COMPOSITE = "no list names it; the operators that it is made of follow their own rules"
 _WHY_UNLISTED = "no list names it; it runs in the dtype of its inputs"
@@ -132,8 +128,8 @@ class Policy:
             raise TypeError(f"with_rules takes a dict of operator to Rule, got {type(rules).__name__}")
         layer: dict[OpOverload, Rule] = {}
         for key, value in rules.items():
-            rule = _rule(value, key)
-            for op in _overloads(key, rule):
+            rule = checked_rule(value, key)
+            for op in overloads(key, rule):
                 if op in layer:
                     raise ValueError(f"operator '{op.name()}' is named twice, as {layer[op].name} and as {rule.name}")
                 layer[op] = rule
@@ -158,7 +154,7 @@ class Policy:
 
     def explain(self, op: Operator) -> Explanation:
         """The rule `op` follows, which layer of the policy set it, and why. `str()` of it is one line."""
-        found = _one(op)
+        found = one_overload(op)
         for layer in reversed(self._layers()):
             if found in layer.rules:
                 why = layer.whys.get(found, "set by the user")
@@ -240,7 +236,7 @@ class Policy:
     def __repr__(self) -> str:
         text = f"Policy.{self.base}({self.device_type!r})"
         for layer in self.overrides:
-            text += ".with_rules({" + ", ".join(f"{_key_name(op)!r}: {rule}" for op, rule in layer) + "})"
+            text += ".with_rules({" + ", ".join(f"{key_name(op)!r}: {rule}" for op, rule in layer) + "})"
         return text + self.modules.describe()
 
 
@@ -251,8 +247,8 @@ def register_op(op: Operator | Any, rule: Rule | str) -> None:
     `Policy.with_rules` still goes over it. An operator with a dtype from `torch.library.register_autocast` needs no
     call: regions respect it. Raises `TypeError` or `ValueError` for an unknown operator or rule.
     """
-    value = _rule(rule, op)
-    for overload in _overloads(getattr(op, "_opoverload", op), value):
+    value = checked_rule(rule, op)
+    for overload in overloads(getattr(op, "_opoverload", op), value):
         _Registered.rules[overload] = value
     _Registered.changes += 1
 
@@ -269,98 +265,12 @@ def register_changes() -> int:
 
 def _names(overrides: Any) -> list[dict[str, str]]:
     """The rules of each `with_rules` in plain words."""
-    return [{_key_name(op): rule.value for op, rule in layer} for layer in overrides]
+    return [{key_name(op): rule.value for op, rule in layer} for layer in overrides]
 
 
 def _text(layer: tuple[tuple[OpOverload, Rule], ...]) -> str:
     """The rules of one `with_rules` in one line."""
-    return ",".join(f"{_key_name(op)}={rule.value}" for op, rule in layer)
-
-
-def _rule(value: Any, op: Any) -> Rule:
-    if isinstance(value, Rule):
-        return value
-    try:
-        return Rule(value)
-    except ValueError:
-        names = ", ".join(repr(rule.value) for rule in Rule)
-        raise ValueError(f"unknown rule {value!r} for operator {op!s}; expected a Rule or one of {names}") from None
-
-
-def _overloads(key: Any, rule: Rule) -> list[OpOverload]:
-    """The overloads that a key of `with_rules` means, each able to follow `rule`; `ValueError` if one is not."""
-    if isinstance(key, OpOverload):
-        found = [key]
-    else:
-        found = _packet(key) if isinstance(key, OpOverloadPacket) else _named(key)
-        if rule is Rule.FLOAT32_DTYPE_ARG and len(found) > 1:
-            found = [op for op in found if casting.takes_dtype(op)] or found
-    if rule is Rule.FLOAT32_DTYPE_ARG:
-        for op in found:
-            if not casting.takes_dtype(op):
-                raise ValueError(
-                    f"operator '{op.name()}' cannot follow FLOAT32_DTYPE_ARG: no overload of it takes a dtype; "
-                    "use Rule.FLOAT32"
-                )
-    for op in found:
-        if rule in _CASTING and _writes(op, rule):
-            raise ValueError(
-                f"operator '{op.name()}' writes to its arguments and cannot follow {rule.name}: it would write to a "
-                "cast copy, and the result would be lost; give the rule to the operator without in-place or out="
-            )
-    return found
-
-
-def _writes(op: OpOverload, rule: Rule) -> bool:
-    """Whether `op` writes to an argument that `rule` may cast; running statistics are float32 and no schema tells."""
-    return op._schema.is_mutable or (
-        rule is Rule.LOWER and any(argument.name == "running_mean" for argument in op._schema.arguments)
-    )
-
-
-def _named(name: Any) -> list[OpOverload]:
-    if not isinstance(name, str):
-        raise TypeError(f"an operator is an OpOverload, a packet or a name like 'aten::softmax.int', got {name!r}")
-    _, _, base = name.rpartition("::")
-    if "." in base:
-        return [resolve(name)]
-    try:
-        return _packet(resolve(name).overloadpacket)
-    except ValueError:
-        return _packet(_find_packet(name))
-
-
-def _find_packet(name: str) -> OpOverloadPacket:
-    namespace, _, base = name.rpartition("::")
-    packet = getattr(getattr(torch.ops, namespace or "aten"), base, None)
-    if packet is None:
-        every = {op.split(".")[0] for op in torch._C._dispatch_get_all_op_names()}
-        near = difflib.get_close_matches(f"{namespace or 'aten'}::{base}", every, n=3)
-        raise ValueError(f"unknown operator {name!r} in torch {torch.__version__}; nearest: {near or 'none'}")
-    return packet
-
-
-def _key_name(op: OpOverload) -> str:
-    """The key of `with_rules` that means `op` alone: ATen's name for a default overload means its whole packet."""
-    alone = op._overloadname != "default" or _packet(op.overloadpacket) == [op]
-    return op.name() if alone else f"{op.name()}.default"
-
-
-def _packet(packet: OpOverloadPacket) -> list[OpOverload]:
-    every = [getattr(packet, name) for name in packet.overloads()]
-    return [op for op in every if not any(argument.is_out for argument in op._schema.arguments)] or every
-
-
-def _one(op: Any) -> OpOverload:
-    if isinstance(op, OpOverload):
-        return op
-    found = _packet(op) if isinstance(op, OpOverloadPacket) else _named(op)
-    if len(found) > 1:
-        plain = [one for one in found if one._overloadname == "default"]
-        if not plain:
-            raise ValueError(f"{op!s} has several overloads; name one of {[one.name() for one in found]}")
-        return plain[0]
-    return found[0]
+    return ",".join(f"{key_name(op)}={rule.value}" for op, rule in layer)
 
 
 @functools.lru_cache(maxsize=64)

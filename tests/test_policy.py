@@ -148,6 +148,8 @@ def test_policy_is_left_as_it_was():
         ({"aten::add_.Tensor": "float32"}, ValueError, r"'aten::add_.Tensor' writes to its arguments and cannot"),
         ({"aten::mm.out": "lower"}, ValueError, r"'aten::mm.out' writes to its arguments and cannot follow LOWER"),
         ({"aten::batch_norm": "lower"}, ValueError, r"'aten::batch_norm' writes to its arguments"),
+        ({"aten::detach": "keep"}, ValueError, r"'aten::detach' cannot have a rule: torch makes parameters"),
+        ({"aten::alias": "float32"}, ValueError, r"'aten::alias' cannot have a rule: torch makes parameters"),
     ],
 )
 def test_rules_that_mean_nothing(rules, error, message):
