@@ -117,9 +117,9 @@ def roofline(rows: Sequence[Row]) -> Figure | None:
     # A job that only moves bytes stands at the left edge, as if it did one FLOP per 100 bytes.
     least = 1e-2
     top = max(max(row["work"]["flops"] / row["work"]["bytes"] for row in found) * 3, 10.0)
-    edge = peak / roof["copy_gb_per_s"]
+    edge = peak / roof["memory_gb_per_s"]
     line = [least, edge, max(top, edge * 3)]
-    axes.plot(line, [min(peak, x * roof["copy_gb_per_s"]) for x in line], color="black", lw=1)
+    axes.plot(line, [min(peak, x * roof["memory_gb_per_s"]) for x in line], color="black", lw=1)
     shown: set[str] = set()
     for row in found:
         work = row["work"]

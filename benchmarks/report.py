@@ -55,14 +55,14 @@ def amount(n_bytes: float) -> str:
 def under_roof(row: Row, seconds: float) -> float | None:
     """Fraction of the machine's roof that a time reaches: the least possible time over the time it took.
 
-    The least possible is the larger of bytes over the copy rate and FLOPs over the better of the measured matrix
-    rates, both taken in the same run. None for a case without a work model.
+    The least possible is the larger of bytes over the memory rate and FLOPs over the better of the measured matrix
+    rates, all taken in the same run. None for a case without a work model. Above 1 the data stayed in a cache.
     """
     work, roof = row["work"], row["environment"]["ceilings"]
     if work is None or seconds <= 0:
         return None
     rate = max(roof["float32_gflop_per_s"], roof["bfloat16_gflop_per_s"])
-    return max(work["bytes"] / roof["copy_gb_per_s"], work["flops"] / rate) / 1e9 / seconds
+    return max(work["bytes"] / roof["memory_gb_per_s"], work["flops"] / rate) / 1e9 / seconds
 
 
 def markdown(rows: Sequence[Row], plots: Iterable[str] = ()) -> str:
@@ -88,7 +88,7 @@ def _head(facts: dict[str, Any]) -> str:
 torch {facts['torch']}{triton}, Python {facts['python']}, {facts['threads']} thread(s) of {facts['cores']} cores
 ({facts['instructions']}), load {facts['load_at_start']} before the start; ampkit at {commit}.
 Tests passed first: {facts['gate']}.
-Measured in the same run: copy {roof['copy_gb_per_s']:.3g} GB/s, matrix products {roof['float32_gflop_per_s']:.4g}
+Measured in the same run: memory {roof['memory_gb_per_s']:.3g} GB/s, matrix products {roof['float32_gflop_per_s']:.4g}
 GFLOP/s in float32 and {roof['bfloat16_gflop_per_s']:.4g} in bfloat16.
 
 The sides of a case take turns; a ratio is the median over rounds of a side's time over that of the base in the same
@@ -162,7 +162,9 @@ def _samples_per_second(row: Row, side: dict[str, Any]) -> str:
 
 def _roof(row: Row, side: dict[str, Any]) -> str:
     fraction = under_roof(row, side["wall"]["median"])
-    return "" if fraction is None else f"{fraction:.0%}"
+    if fraction is None:
+        return ""
+    return f"{fraction:.0%}" if fraction <= 1 else "in cache"
 
 
 def _busy(row: Row) -> str:

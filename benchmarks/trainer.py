@@ -29,13 +29,15 @@ Region = Callable[[], contextlib.AbstractContextManager[Any]]
 class Variant:
     """How a step is put together.
 
-    `run`: "eager", "compiled" (forward and loss through `torch.compile`) or "graph" (forward and backward of a
+    `step` False leaves the optimizer out: the micro-batches alone, after which a kept cache is emptied, as the step
+    would. `run`: "eager", "compiled" (forward and loss through `torch.compile`) or "graph" (forward and backward of a
     micro-batch captured as a CUDA graph; the optimizer steps outside it).
     """
 
     dtype: torch.dtype = torch.bfloat16
     accumulation: int = 1
     clip: bool = False
+    step: bool = True
     run: str = "eager"
 
     def __str__(self) -> str:
@@ -44,6 +46,8 @@ class Variant:
             parts.append(f"x{self.accumulation}")
         if self.clip:
             parts.append("clipped")
+        if not self.step:
+            parts.append("without step")
         if self.run != "eager":
             parts.append(self.run)
         return " ".join(parts)
@@ -59,7 +63,8 @@ class Trainer:
         generator = torch.Generator().manual_seed(seed)
         drawn = workload.batches(BATCHES * variant.accumulation, generator)
         self.batches: list[Batch] = [(inputs.to(device), targets.to(device)) for inputs, targets in drawn]
-        self.region = _region(way, device.type, variant)
+        self.cache = WeightCache() if way == KEPT else None
+        self.region = _region(way, device.type, variant.dtype, self.cache)
         # Fused, the fastest that torch has, so that the optimizer does not drown what differs.
         self.optimizer: torch.optim.Optimizer = (
             ampkit.optim.AdamW(self.model.parameters(), lr=workload.lr) if way == OWN_OPTIMIZER
@@ -84,11 +89,15 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=self.variant.run != "graph")
         for batch in self.batches[start : start + count]:
             self.loss = self.micro(batch)
+        self.steps += 1
+        if not self.variant.step:
+            if self.cache is not None:
+                self.cache.clear()
+            return
         if self.variant.clip:
             self._clip()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.steps += 1
 
     def _clip(self) -> None:
         if isinstance(self.scaler, ampkit.GradScaler):
@@ -135,9 +144,8 @@ class Trainer:
         return replay
 
 
-def _region(way: str, device: str, variant: Variant) -> Region:
-    """What opens the region of a way; one `WeightCache` lasts for the whole training."""
-    dtype = variant.dtype
+def _region(way: str, device: str, dtype: torch.dtype, cache: WeightCache | None) -> Region:
+    """What opens the region of a way."""
     if way == FP32:
         return contextlib.nullcontext
     if way == TORCH:
@@ -148,7 +156,6 @@ def _region(way: str, device: str, variant: Variant) -> Region:
     if way == SAME_LIST:
         return lambda: autocast(device, dtype, policy=policy)
     if way == KEPT:
-        cache = WeightCache()
         return lambda: autocast(device, dtype, policy=policy, cache=cache)
     raise ValueError(f"unknown way {way!r}")
 

@@ -24,13 +24,14 @@ class Training(Case):
     workload: Callable[[], Workload]
     variant: Variant = field(default_factory=Variant)
     family: str = "training"
-    seconds: float = 4.0
+    seconds: float = 3.5
 
     def sides(self, device: torch.device) -> dict[str, Side]:
         workload = self.workload()
-        return {way: self._side(workload, way, device) for way in ways(self.variant, device)}
+        return {way: self.side(workload, way, device) for way in ways(self.variant, device)}
 
-    def _side(self, workload: Workload, way: str, device: torch.device) -> Side:
+    def side(self, workload: Workload, way: str, device: torch.device) -> Side:
+        """Training of the workload in one way."""
         trainer = Trainer(workload, self.variant, way, device)
 
         def run(calls: int) -> None:
@@ -128,17 +129,6 @@ def widths() -> list[Case]:
     return found
 
 
-def accumulation() -> list[Case]:
-    """Eight micro-batches of 1 x 8 tokens on wide layers: casting the weights is most of the work."""
-    return [
-        Training(
-            name="d=768, 4 blocks, 1 x 8 tokens, bf16 x8", family="accumulation", variant=Variant(BF16, 8),
-            workload=lambda: workloads.gpt("accumulation", 768, 4, 1, 8, 256, 12),
-            aims=(Aim(KEPT, 0.85),), seconds=20.0,
-        )
-    ]
-
-
 def large() -> list[Case]:
     """Models of real size, for a GPU."""
     models: dict[str, Callable[[], Workload]] = {
@@ -169,6 +159,6 @@ def large() -> list[Case]:
 
 def cases() -> list[Case]:
     """Every training case."""
-    return accumulation() + widths() + small() + large()
+    return widths() + small() + large()
 
 

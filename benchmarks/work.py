@@ -1,7 +1,7 @@
 """Byte and FLOP models: the least that a job must move and compute, whoever does it.
 
 Counted, not measured. They turn a time into a position under the machine's roof: no implementation can be faster than
-the larger of FLOPs over the peak rate and bytes over the copy rate. A multiply-add counts as two FLOPs; element-wise
+the larger of FLOPs over the peak rate and bytes over the memory rate. A multiply-add counts as two FLOPs; element-wise
 arithmetic is not counted. `tests/test_benchmarks.py` holds the FLOP models against torch's own counter.
 """
 

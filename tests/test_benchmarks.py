@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import gc
 import itertools
 import json
+import multiprocessing
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +21,7 @@ from benchmarks import (
     __main__ as command,
 )
 from benchmarks import (
+    accumulation,
     compare,
     counts,
     gate,
@@ -282,6 +285,24 @@ def test_compiled_training_gives_eager_losses(monkeypatch: pytest.MonkeyPatch):
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
 
 
+def test_sides_in_processes_of_their_own_train_alike_and_end():
+    """Losses equal those of one process; an error in a child is told; the children are gone afterwards."""
+    build = functools.partial(workloads.gpt, "tiny", 16, 2, 2, 8, 32, 2)
+    case = accumulation.Apart(name="tiny", variant=trainer.Variant(torch.bfloat16, 2), workload=build)
+    sides = case.sides(CPU)
+    case.check(sides)
+    (here,) = case.side(build(), TORCH, CPU).result()
+    assert sides[TORCH].result()[0] == here
+    assert sides[SAME_LIST].facts()["copies"] > sides[trainer.KEPT].facts()["copies"]
+    with pytest.raises(RuntimeError, match=r"torch\.amp: KeyError: 'nonsense'"):
+        sides[TORCH].run("nonsense")  # pyright: ignore[reportArgumentType]
+    children = multiprocessing.active_children()
+    assert len(children) == 3
+    sides.clear()
+    gc.collect()
+    assert not any(child.is_alive() for child in children)
+
+
 def test_graphs_and_unknown_ways_are_refused_with_a_reason():
     with pytest.raises(ValueError, match="needs a CUDA device"):
         trainer.Trainer(TINY["gpt"](), trainer.Variant(run="graph"), AMPKIT, CPU)
@@ -427,7 +448,7 @@ def sample_row(name: str, ratio: float, width: float = 0.01, **more: Any) -> dic
         "aims": [{"side": AMPKIT, "base": TORCH, "limit": 1.0, "ratio": side(ratio, {})["ratio"]}],
         "environment": {
             **describe(CPU), "gate": "all passed", "effort": 1.0, "device": "a machine", "commit": "abc", "dirty": True,
-            "ceilings": {"copy_gb_per_s": 10.0, "float32_gflop_per_s": 4.0, "bfloat16_gflop_per_s": 8.0},
+            "ceilings": {"memory_gb_per_s": 10.0, "float32_gflop_per_s": 4.0, "bfloat16_gflop_per_s": 8.0},
         },
     }
     return {**row, **more}
