@@ -10,14 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ._devices import moved
+
 
 def combined(flags: Sequence[Tensor], device: torch.device) -> Tensor:
     """One 0-d flag on `device` that is exactly 0.0 or 1.0: set when any of `flags` is nonzero, NaN included.
     """
     if len(flags) == 1 and flags[0].ndim == 0 and flags[0].device == device:
         return flags[0]
-    moved = [flag.reshape(()).to(device, non_blocking=True) for flag in flags]
-    return torch.stack(moved).ne(0).any().float()
+    return torch.stack([moved(flag.reshape(()), device) for flag in flags]).ne(0).any().float()
 
 
 def agree(found_inf: dict[torch.device, Tensor], groups: Sequence[Any], scale: Tensor) -> Tensor | None:
@@ -45,7 +46,7 @@ def agree(found_inf: dict[torch.device, Tensor], groups: Sequence[Any], scale: T
     for group in groups:
         dist.all_reduce(message, dist.ReduceOp.MAX, group=group)
     for local in found_inf.values():
-        local.copy_(message[0], non_blocking=True)
+        local.copy_(moved(message[0], local.device))
     return torch.stack((-message[2], message[1]))
 
 

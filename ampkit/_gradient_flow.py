@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ampkit import _kernels
+from ampkit._devices import moved
 from ampkit.gradients import collect, summed_duplicates
 from ampkit.master_weights import MasterWeights
 
@@ -75,7 +76,7 @@ class GradientFlow:
         for device, tensors in gradients.by_device.items():
             if device not in found:
                 found[device] = torch.zeros((), dtype=torch.float32, device=device)
-            _kernels.unscale_(tensors, inv_scale.to(device, non_blocking=True), found[device])
+            _kernels.unscale_(tensors, moved(inv_scale, device), found[device])
         for values in summed_duplicates(gradients.duplicated):
             one = torch.ones((), device=values.device)
             _kernels.norm_and_check([values], one, found[values.device])

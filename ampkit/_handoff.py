@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._devices import moved
+
 _MISSING = object()
 
 
@@ -73,7 +75,7 @@ def sound_first_momentum(optimizer: Any, found_inf: Tensor) -> Iterator[None]:
         for _, param in newborn:
             buffer = optimizer.state[param]["momentum_buffer"]
             local = buffer.to_local() if hasattr(buffer, "to_local") else buffer
-            local.masked_fill_((found_inf != 0).to(local.device, non_blocking=True), 0.0)
+            local.masked_fill_(moved(found_inf != 0, local.device), 0.0)
 
 
 def _without_momentum(optimizer: Any) -> Iterator[tuple[dict[str, Any], Tensor]]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from . import _agreement, _kernels, clipping, overflow
+from ._devices import moved
 from ._scaler_memory import ScalerMemory
 from .gradients import Gradients, collect, parameters, summed_duplicates
 
@@ -63,7 +64,7 @@ class ScalerChecks(ScalerMemory):
                         one = torch.ones_like(found[device])
                         _kernels.norm_and_check(tensors, one, found[device])
                     else:
-                        _kernels.unscale_(tensors, _on(factor, device), found[device])
+                        _kernels.unscale_(tensors, moved(factor, device), found[device])
                 for values in summed_duplicates(gradients.duplicated) if gradients.duplicated else ():
                     flag = found[values.device]
                     _kernels.norm_and_check([values], torch.ones_like(flag), flag)
@@ -173,10 +174,10 @@ class ScalerChecks(ScalerMemory):
         add_flags(found, gradients, torch.zeros_like(inv_scale))
         with torch.no_grad():
             for device, tensors in gradients.by_device.items():
-                _kernels.norm_and_check(tensors, _on(inv_scale, device), found[device])
+                _kernels.norm_and_check(tensors, moved(inv_scale, device), found[device])
             for values in summed_duplicates(gradients.duplicated) if gradients.duplicated else ():
                 flag = found[values.device]
-                _kernels.norm_and_check([values], _on(inv_scale, flag.device), flag)
+                _kernels.norm_and_check([values], moved(inv_scale, flag.device), flag)
         self._mark(optimizer, gradients.originals)
         self._agree(optimizer, found, gradients.groups)
         return found
@@ -244,8 +245,4 @@ def add_flags(found: dict[torch.device, Tensor], gradients: Gradients, found_inf
     """Give every device that holds gradients a flag; `found_inf` serves its own device."""
     for device in gradients.by_device:
         if device not in found:
-            found[device] = found_inf if device == found_inf.device else found_inf.to(device, non_blocking=True)
-
-
-def _on(scalar: Tensor, device: torch.device) -> Tensor:
-    return scalar if scalar.device == device else scalar.to(device, non_blocking=True)
+            found[device] = moved(found_inf, device)

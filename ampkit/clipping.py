@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import _agreement, _kernels
+from ._devices import moved
 from .gradients import Gradients, parameters
 
 HOMOGENEOUS_ORDERS = (0.0, 1.0, 2.0, math.inf)
@@ -108,10 +109,10 @@ def _local_norm(
 ) -> Tensor:
     with torch.no_grad():
         norms = [
-            _kernels.norm_and_check(grads, inv_scale.to(device, non_blocking=True), found_inf[device], norm_type)
+            _kernels.norm_and_check(grads, moved(inv_scale, device), found_inf[device], norm_type)
             for device, grads in by_device.items()
         ]
-    return _joined([norm.to(inv_scale.device, non_blocking=True) for norm in norms], norm_type)
+    return _joined([moved(norm, inv_scale.device) for norm in norms], norm_type)
 
 
 def _joined(norms: Sequence[Tensor], norm_type: float) -> Tensor:
@@ -129,7 +130,7 @@ def multiply_(gradients: Gradients, factor: Tensor, found_inf: Mapping[torch.dev
     factor = factor.float()
     with torch.no_grad():
         for device, tensors in gradients.by_device.items():
-            _kernels.multiply_(tensors, factor.to(device, non_blocking=True), found_inf.get(device))
+            _kernels.multiply_(tensors, moved(factor, device), found_inf.get(device))
 
 
 def clamp_(gradients: Gradients, clip_value: float) -> None:

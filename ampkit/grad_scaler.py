@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from . import _agreement, _closures, _handoff, clipping
+from ._devices import moved
 from ._outputs import map_tensors
 from ._scaler_checks import add_flags
 from ._scaler_steps import ScalerSteps
@@ -142,7 +143,7 @@ class GradScaler(ScalerSteps):
         scale: Any = self._scale
         if scale.device != output.device:
             if output.device not in copies:
-                copies[output.device] = scale.to(output.device, non_blocking=True)
+                copies[output.device] = moved(scale, output.device)
             scale = copies[output.device]
         scaled = output * scale
         self._losses.append(weakref.ref(scaled))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ampkit import _kernels
+from ampkit._devices import moved
 
 # Gradients scaled on the host are copies, made for so many elements at a time.
 _ELEMENTS_AT_A_TIME = 1 << 24
@@ -86,10 +87,10 @@ class Scalars:
     multiplier: Tensor | None
 
     def on(self, device: torch.device) -> Scalars:
-        """Copies on `device`, without waiting for it."""
+        """Copies on `device`; waits only where that is the host and they are not."""
         return Scalars(
             *(
-                None if scalar is None else scalar.to(device, non_blocking=True)
+                None if scalar is None else moved(scalar, device)
                 for scalar in (self.found_inf, self.grad_scale, self.multiplier)
             )
         )
@@ -230,7 +231,7 @@ def lr_for_kernel(lr: float | Tensor, device: torch.device) -> float | Tensor:
     if not isinstance(lr, Tensor):
         return lr
     value = _kernels.read_if_free(lr.detach())
-    return lr.to(device, non_blocking=True) if value is None else value
+    return moved(lr, device) if value is None else value
 
 
 def default_step_dtype() -> torch.dtype:

@@ -1,0 +1,53 @@
+"""Scalars between devices: no wait, except where the host is about to read them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import ampkit
+from ampkit._devices import moved
+
+CPU, CUDA, OTHER = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
+
+
+class Elsewhere:
+    """Stands for a tensor on a device, and keeps how it was asked to move."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.asked: dict[str, object] = {}
+
+    def to(self, device: torch.device, *, non_blocking: bool) -> "Elsewhere":
+        self.asked = {"device": device, "non_blocking": non_blocking}
+        return self
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "free"), [(CUDA, CPU, False), (CPU, CUDA, True), (torch.device("cuda", 1), CUDA, True)]
+)
+def test_only_a_copy_to_the_host_waits(start, end, free) -> None:
+    tensor = Elsewhere(start)
+    moved(tensor, end)  # type: ignore[arg-type]
+    assert tensor.asked == {"device": end, "non_blocking": free}
+
+
+def test_what_is_there_stays() -> None:
+    tensor = torch.ones(())
+    assert moved(tensor, CPU) is tensor
+
+
+def test_no_other_room_asks_for_copies_that_do_not_wait() -> None:
+    """A flag or a factor that is read before it has arrived is garbage, and nothing says so."""
+    rooms = sorted(Path(ampkit.__file__).parent.rglob("*.py"))
+    assert len(rooms) > 40
+    assert [room.name for room in rooms if "non_blocking=" in room.read_text()] == ["_devices.py"]
+
+
+@pytest.mark.gpu
+def test_the_host_reads_what_the_device_has_yet_to_compute() -> None:
+    ready = torch.ones(4096, 4096, device="cuda")
+    for i in range(20):
+        for _ in range(4):
+            ready = ready @ ready * 2.0**-12  # ones again, and late
+        assert moved(ready[0, 0] * i, CPU).numpy().item() == float(i)
