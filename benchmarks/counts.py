@@ -25,7 +25,7 @@ def peak_and_copies(job: Job, device: torch.device) -> dict[str, int]:
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         held = torch.cuda.memory_allocated(device)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=device.type == "cpu") as recorded:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True, profile_memory=device.type == "cpu") as recorded:
         job()
     events = _events(recorded)
     copies = sum(1 for event in events if event.name() == "aten::copy_")
@@ -49,7 +49,7 @@ def launches(job: Job, device: torch.device) -> int | None:
     """Kernels, copies and fills that one call puts on a GPU; None on a CPU, which has none."""
     if device.type != "cuda":
         return None
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
         job()
         torch.cuda.synchronize(device)
     return sum(1 for event in _events(recorded) if event.device_type() == DeviceType.CUDA)

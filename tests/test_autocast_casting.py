@@ -393,3 +393,17 @@ def test_numbers_beside_operators_that_some_policy_names(name):
             else:
                 assert torch.equal(got, expected)
                 assert got.dtype is expected.dtype
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "rename"), reason="torch has no named tensors since 2.13")
+@pytest.mark.filterwarnings("ignore:Named tensors:UserWarning")
+def test_named_tensors_are_refused():
+    """With an error that says what to do, rather than in the wrong dtype."""
+    x = rand(3, 3).rename("N", "C")
+    with torch.autocast("cpu"):
+        assert torch.mm(x, x.rename("C", "D")).dtype is BF16
+    with like_torch():
+        for call in (lambda: torch.mm(x, x.rename("C", "D")), lambda: torch.prod(x, "C")):
+            with pytest.raises(RuntimeError, match="Named tensors are currently unsupported"):
+                call()
+        assert torch.mm(x.rename(None), x.rename(None)).dtype is BF16

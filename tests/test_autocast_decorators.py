@@ -44,8 +44,10 @@ def test_function_and_method(region):
 def test_what_cannot_be_called(region, what):
     """Item 22."""
     what = classmethod(product) if what is staticmethod else what
+    # torch.autocast before torch 2.12 finds out when the result is called.
+    decorate = region("cpu") if region is autocast else lambda what: region("cpu")(what)()
     with pytest.raises(TypeError):
-        region("cpu")(what)
+        decorate(what)
 
 
 def test_message_for_what_cannot_be_called():

@@ -52,7 +52,7 @@ X = torch.ones(2, 4)
 
 def casts_made(run: Callable[[], object]) -> int:
     """How many tensors were copied while `run` ran, by whoever."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         run()
     return sum(event.count for event in profile.key_averages() if event.key == "aten::copy_")
 

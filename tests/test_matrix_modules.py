@@ -135,7 +135,7 @@ def a_default_device_and_dtype(region: Region) -> Any:
 @PROGRAMS.add
 def a_profiled_region(region: Region) -> Any:
     model, x = Net(), torch.randn(4, 6)
-    with torch.profiler.profile(record_shapes=True) as profile, region():
+    with torch.profiler.profile(record_shapes=True, acc_events=True) as profile, region():
         out = model(x)
         out.float().sum().backward()
     assert any(event.key == "aten::linear" for event in profile.key_averages())

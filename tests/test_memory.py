@@ -39,7 +39,9 @@ class Traffic:
     def recorded(self) -> Iterator[None]:
         """Count what is allocated and freed in here; `peak` and `left` are above what was held on entry."""
         gc.collect()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        ) as profile:
             yield
             gc.collect()
         recorder: Any = profile.profiler

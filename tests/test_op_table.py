@@ -117,7 +117,8 @@ def test_default_does_on_every_device_what_it_does_on_cuda(device: str) -> None:
     cuda = fold(TORCH["cuda"]) | fold(DEFAULT_EXTRA["cuda"])
     here = fold(TORCH[device]) | fold(DEFAULT_EXTRA[device])
     apart = {
-        op.name().removeprefix("aten::") for op, rule in cuda.items() if here.get(op) is not rule
+        op.name().removeprefix("aten::") for op, rule in cuda.items()
+        if here.get(op) is not rule and "name" not in op._overloadname.lower()  # no region takes named tensors
     } - ONLY_CUDA
     assert apart == APART.get(device, set())
 

@@ -31,7 +31,7 @@ def weight(requires_grad: bool = True) -> Parameter:
 
 def copies(call) -> int:
     """How many copies a call makes."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         call()
     return sum(event.count for event in profile.key_averages() if event.key == "aten::copy_")
 

@@ -68,7 +68,7 @@ def launches(job: Callable[[], object], device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     try:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
             job()
             torch.cuda.synchronize(device)
         return sum(
