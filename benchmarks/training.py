@@ -123,7 +123,7 @@ def widths() -> list[Case]:
     for width in (32, 64, 128, 256, 512):
         aims = EQUAL if width >= 256 else ()
         found.append(Training(
-            name=f"d={width}", family="width", size=width, size_name="width", aims=aims, seconds=5.0,
+            name=f"d={width}", family="width", size=width, size_name="width", aims=aims, seconds=4.5,
             workload=lambda width=width: workloads.gpt(f"d={width}", width, 4, 4, 32, 256, max(2, width // 64)),
         ))
     return found
