@@ -51,6 +51,8 @@ def _private_names() -> tuple[Any, ...]:
             torch._C._get_obj_in_tls,
             torch._C._stash_obj_in_tls,
             torch._C._is_key_in_tls,
+            torch._C._dispatch_tls_is_dispatch_key_included,
+            torch._C._dispatch_tls_is_dispatch_key_excluded,
             torch._ops._higher_order_ops,
             torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS,
         )
@@ -62,8 +64,8 @@ def _private_names() -> tuple[Any, ...]:
 
 
 (
-    _KEY, _BELOW, _Exclude, _Include, _Force, _get_in_tls, _stash_in_tls, _is_in_tls, _higher_order_ops,
-    _hop_fallthrough,
+    _KEY, _BELOW, _Exclude, _Include, _Force, _get_in_tls, _stash_in_tls, _is_in_tls, _is_included, _is_excluded,
+    _higher_order_ops, _hop_fallthrough,
 ) = _private_names()
 
 
@@ -204,15 +206,18 @@ class Entered:
 
     __slots__ = ("guard", "mark", "mode", "previous")
 
-    def __init__(self, mode: AutocastMode, *, active: bool) -> None:
-        """Make `mode` the thread's mode; with `active` False operators go past it at no cost."""
+    def __init__(self, mode: AutocastMode, previous: AutocastMode | None, *, active: bool) -> None:
+        """Make `mode` the thread's mode in place of `previous`, the `current` one.
+
+        With `active` False operators go past it at no cost.
+        """
         self.mode = mode
-        self.previous = current()
+        self.previous = previous
         _put_in_tls(_TLS_NAME, mode)
         self.mark = _fingerprint.write(mode.mark if active else ())
         if not active:
             self.guard = _Exclude(_KEY_SET)
-        elif torch._C._dispatch_tls_local_exclude_set().has(_KEY):      # inside an island, or inside an operator
+        elif _is_excluded(_KEY):        # inside an island, or inside an operator
             include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
             self.guard = _Force(include.add(_KEY), exclude.remove(_KEY))
         else:
@@ -319,8 +324,7 @@ def _go_before_tracer(op: OpOverload) -> None:
 
 def is_open() -> bool:
     """Whether operators meet the mode here: a region is open, and it is not an island."""
-    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    return include.has(_KEY) and not exclude.has(_KEY)
+    return _is_included(_KEY) and not _is_excluded(_KEY)
 
 
 def _let_higher_order_ops_through() -> None:

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from ampkit.autocast import autocast
 
 
+# Strings that are what they name: asked of torch once, as every region gives one.
+_KINDS = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
+
+
 def current_device_type() -> str:
     """The type of the accelerator in use, else "cpu"."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -32,6 +36,8 @@ def device_kind(device_type: Any) -> str:
         raise ValueError(
             f"device_type is {device_type!r} of type {type(device_type).__name__}; expected a string such as 'cuda'"
         )
+    if device_type in _KINDS:
+        return device_type
     kind = torch.device(device_type).type
     if kind == torch._C._get_privateuse1_backend_name():
         kind = "privateuseone"

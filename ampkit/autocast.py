@@ -154,7 +154,7 @@ class _Region:
         self.cache = self._cache(owner, stack)
         policy, policies = _policies(outer, kind, owner.policy)
         active = owner._enabled or any(torch.is_autocast_enabled(other) for other, _ in policies if other != kind)
-        self.entered = Entered(_mode(policies, self.cache if owner._cache_enabled else None), active=active)
+        self.entered = Entered(_mode(policies, self.cache if owner._cache_enabled else None), outer, active=active)
         torch.set_autocast_enabled(kind, owner._enabled)
         torch.set_autocast_dtype(kind, owner.fast_dtype)
         torch.set_autocast_cache_enabled(owner._cache_enabled)
@@ -300,7 +300,7 @@ class Snapshot:
         """A context in which the state is as it was; weights are cast into a cache of its own."""
         now = _native()
         mode = AutocastMode(self.policies, WeightCache() if self.cached else None)
-        entered = Entered(mode, active=bool(self.policies))
+        entered = Entered(mode, _lifted_mode.current(), active=bool(self.policies))
         _set_native(self.native)
         try:
             yield
@@ -336,7 +336,8 @@ def _run_again(mode: AutocastMode, function: Callable[..., Any]) -> Callable[...
     """
 
     def recompute(*args: Any, **kwargs: Any) -> Any:
-        entered = Entered(AutocastMode(mode.policies, None if mode.cache is None else WeightCache()), active=True)
+        again = AutocastMode(mode.policies, None if mode.cache is None else WeightCache())
+        entered = Entered(again, _lifted_mode.current(), active=True)
         try:
             return function(*args, **kwargs)
         finally:
