@@ -134,6 +134,8 @@ def test_step_and_update_replay_in_a_cuda_graph(which) -> None:
     scaler.update(8.0)
     scaler._growth_tracker.zero_()
     warmed_up = scaler.stats()
+    for group in optimizer.param_groups:
+        group["capturable"] = True  # torch's optimizers refuse capture without it, and warn of it before
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         scaler.step(optimizer)
