@@ -68,6 +68,9 @@ class WeightCache:
     """Keeps weight casts across regions until an optimizer steps: pass it as `autocast(cache=...)`.
 
     With gradient accumulation each weight is then cast once per optimizer step instead of once per micro-batch.
+    Call `clear()` after writing weights in place through `.data` (`p.data.copy_(average)`), which moves no version
+    counter, and before converting a module under `torch.__future__.set_swap_module_params_on_conversion`, which refuses
+    weights that weak references point to.
     `max_bytes` bounds what is held (None: no bound); the least recently used casts go first. May be shared between
     threads. Holds no reference to a parameter once the region is left. Never syncs.
 

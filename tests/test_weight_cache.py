@@ -276,6 +276,27 @@ def test_data_written_in_place_needs_a_clear():
             assert torch.mm(X, leaf)[0, 0] == 8
 
 
+def test_kept_casts_need_a_clear_before_and_after_what_nothing_can_see():
+    """As its docstring says: writes through `.data` between regions, and swapped parameters."""
+    cache, layer = WeightCache(), nn.Linear(4, 4, bias=False)
+    with autocast("cpu", cache=cache):
+        before = layer(X)
+    layer.weight.data.zero_()
+    with autocast("cpu", cache=cache):
+        assert torch.equal(layer(X), before)
+        cache.clear()
+        assert layer(X).count_nonzero() == 0
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with pytest.raises(RuntimeError, match="Couldn't swap"):
+            layer.double()
+        cache.clear()
+        assert layer.double().weight.dtype is torch.float64
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+
+
 @pytest.mark.parametrize("outer", [{"device_type": "cpu", "enabled": False}, {"device_type": "cuda:0"}])
 def test_outer_region_that_casts_nothing(outer):
     """Item 103. torch.amp keeps the casts, stale, as long as any region at all is open."""
