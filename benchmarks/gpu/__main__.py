@@ -1,7 +1,6 @@
 """`python -m benchmarks.gpu COMMAND`: checks, measure, tune, report; `--dry-run` rehearses on the CPU."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -37,8 +36,7 @@ def main(argv: list[str] | None = None) -> int:
             }
         elif not options.dry_run:
             registry |= {**cuda_checks.CHECKS, **training_checks.CHECKS}
-        results = checks.run(device, registry)
-        (options.out / f"{options.command}.json").write_text(json.dumps(results, indent=2))
+        results = checks.run(device, registry, options.out / f"{options.command}.json")
         return 1 if any(results.values()) else 0
     if options.command == "measure":
         from .measure import measure

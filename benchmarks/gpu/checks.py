@@ -6,7 +6,9 @@ the CPU, with TRITON_INTERPRET=1, the rest runs in the interpreter: a rehearsal 
 """
 
 import itertools
+import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -200,10 +202,16 @@ def scale_update_equals_the_reference(device: torch.device) -> None:
         assert results[0] == results[1], results
 
 
-def run(device: torch.device, registry: dict[str, Check]) -> dict[str, str | None]:
-    """Run every check; None for one that passed, else what was wrong."""
-    results: dict[str, str | None] = {}
+def run(device: torch.device, registry: dict[str, Check], path: Path | None = None) -> dict[str, str | None]:
+    """Run every check; None for one that passed, else what was wrong.
+
+    The results go to `path` as they come, so that a check that hangs or brings the process down costs only those
+    after it, which the file calls "not run".
+    """
+    results: dict[str, str | None] = dict.fromkeys(registry, "not run")
     for name, function in registry.items():
+        if path is not None:
+            path.write_text(json.dumps(results, indent=2))
         torch.manual_seed(0)
         try:
             function(device)
@@ -211,4 +219,6 @@ def run(device: torch.device, registry: dict[str, Check]) -> dict[str, str | Non
         except Exception as error:  # each check reports for itself
             results[name] = f"{type(error).__name__}: {error}"
         print(f"{'ok  ' if results[name] is None else 'FAIL'}  {name}  {results[name] or ''}", flush=True)
+    if path is not None:
+        path.write_text(json.dumps(results, indent=2))
     return results

@@ -1,6 +1,7 @@
 """Measure every job on every list and write rows of JSON as they come, so that an interruption loses nothing."""
 
 import json
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -24,16 +25,17 @@ def environment(device: torch.device) -> dict[str, Any]:
         triton_version = triton.__version__
     except ImportError:
         triton_version = None
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
+    commit = ""
+    if shutil.which("git"):  # which a bare GPU machine need not have
+        command = ["git", "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     on_gpu = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if on_gpu else "CPU (rehearsal)",
         "multiprocessors": torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else None,
         "torch": torch.__version__,
         "triton": triton_version,
-        "commit": commit.stdout.strip() or None,
+        "commit": commit or None,
     }
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import lists, report, timing
+from benchmarks.gpu import checks, lists, measure, report, timing
 from benchmarks.gpu.__main__ import main
 
 
@@ -79,3 +79,24 @@ def test_nothing_measured_is_said_and_is_an_error(tmp_path: Path, capsys: pytest
 def test_measuring_needs_a_gpu_or_a_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["measure", "--out", str(tmp_path)]) == 2
     assert "--dry-run rehearses on the CPU" in capsys.readouterr().err
+
+
+def test_a_check_that_ends_the_process_leaves_the_others_results(tmp_path: Path) -> None:
+    def ends(_: torch.device) -> None:
+        raise KeyboardInterrupt
+
+    def fails(_: torch.device) -> None:
+        raise AssertionError("3 differ")
+
+    path = tmp_path / "checks.json"
+    registry = {"good": lambda _: None, "bad": fails, "deadly": ends, "after": ends}
+    with pytest.raises(KeyboardInterrupt):
+        checks.run(torch.device("cpu"), registry, path)
+    assert json.loads(path.read_text()) == {
+        "good": None, "bad": "AssertionError: 3 differ", "deadly": "not run", "after": "not run"
+    }  # fmt: skip
+
+
+def test_measuring_does_not_need_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert measure.environment(torch.device("cpu"))["commit"] is None
