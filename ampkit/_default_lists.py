@@ -44,6 +44,9 @@ _NO_HALF_KERNEL: tuple[Group, ...] = (
 )
 _WHY_FORGOTTEN = "no half kernel on CPU or CUDA, and on none of torch's lists: torch.amp raises"
 
+_CUMPROD = Group(Rule.FLOAT32, "its derivative raises at a zero where the call has a dtype argument",
+                 "cumprod", until=(2, 13))
+
 # What every device gets, whatever torch lists for it.
 _EVERYWHERE: tuple[Group, ...] = (
     Group(Rule.FLOAT32, "exp and logsumexp under another name, which torch's lists leave in half precision",
@@ -81,8 +84,10 @@ _EXTRA_CPU: tuple[Group, ...] = (
           "cosine_similarity dist frobenius_norm.dim logsumexp nuclear_norm nuclear_norm.dim pdist renorm"),
     Group(Rule.FLOAT32, _WHY_LIKE_CUDA + WHY_SCATTER, UPSAMPLING),
     Group(Rule.FLOAT32_DTYPE_ARG, _WHY_LIKE_CUDA + WHY_REDUCTION, """
-        cumprod cumsum linalg_matrix_norm linalg_matrix_norm.str_ord linalg_vector_norm log_softmax.int
+        cumsum linalg_matrix_norm linalg_matrix_norm.str_ord linalg_vector_norm log_softmax.int
         norm.Scalar norm.ScalarOpt_dim softmax.int sum sum.dim_IntList"""),
+    Group(Rule.FLOAT32_DTYPE_ARG, _WHY_LIKE_CUDA + WHY_REDUCTION, "cumprod", since=(2, 13)),
+    _CUMPROD,
     Group(Rule.PROMOTE, _WHY_LIKE_CUDA + WHY_MIXED,
           "addcdiv addcmul atan2 bilinear cross dot index_put scatter_add tensordot vdot"),
     *_EVERYWHERE,
@@ -92,6 +97,7 @@ _EXTRA_ACCELERATOR: tuple[Group, ...] = (
         gru.data gru.input lstm.data lstm.input rnn_relu.data rnn_relu.input rnn_tanh.data rnn_tanh.input"""),
     Group(Rule.LOWER, _WHY_FUSED, "_native_multi_head_attention"),
     Group(Rule.FLOAT32, WHY_NORM, "rms_norm", until=(2, 12)),
+    _CUMPROD,
     *_NO_HALF_KERNEL,
     *_EVERYWHERE,
 )

@@ -93,6 +93,13 @@ def test_eager(name: str) -> None:
 def test_compiled(name: str, backend: str) -> None:
     """In a region inside the compiled function, and in one around its call."""
     call = FUNCTIONS[name]
+    if name == "scan":      # torch 2.11's AOTAutograd cannot differentiate this one, in whatever region or none
+        try:
+            gradients(torch.compile(call, backend=backend, fullgraph=True))
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            if "scan might be aliasing" not in str(error):
+                raise
+            pytest.skip("this torch does not differentiate a compiled scan without a region either")
 
     def inside(x: Tensor, w: Tensor) -> Tensor:
         with autocast("cpu", policy=TORCH):

@@ -105,6 +105,8 @@ APART = {
     "hpu": {"binary_cross_entropy"}, "ipu": {"binary_cross_entropy"}, "xla": {"binary_cross_entropy"},
     "privateuseone": {"binary_cross_entropy"},
 }
+# Before torch 2.13 CUDA's default has another rule for it than torch's list; MPS has that one anyway.
+CUMPROD_AS_BEFORE = {"mps", "hpu", "ipu", "xla", "privateuseone"}
 # Fused kernels that the dense operators of other devices stand for.
 ONLY_CUDA = {
     "cudnn_convolution", "cudnn_convolution_transpose", "_cudnn_rnn", "miopen_rnn", "_thnn_fused_gru_cell",
@@ -120,7 +122,10 @@ def test_default_does_on_every_device_what_it_does_on_cuda(device: str) -> None:
         op.name().removeprefix("aten::") for op, rule in cuda.items()
         if here.get(op) is not rule and "name" not in op._overloadname.lower()  # no region takes named tensors
     } - ONLY_CUDA
-    assert apart == APART.get(device, set())
+    wanted = APART.get(device, set())
+    if device in CUMPROD_AS_BEFORE and cuda[resolve("cumprod")] is Rule.FLOAT32:
+        wanted = wanted ^ {"cumprod"}
+    assert apart == wanted
 
 
 @pytest.mark.parametrize("device", TORCH)
