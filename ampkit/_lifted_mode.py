@@ -1,9 +1,9 @@
 """The dispatch mode that autocast rests on, lifted above autograd; and every private torch name it takes.
 
-A `TorchDispatchMode` sits at the dispatch key `Python`, below autograd: a cast made there is not differentiated, and
-`linear` arrives as `t` + `addmm`. This one sits at a key above autograd, above functorch and above torch's own
-autocast: an operator meets it whole and first, and what it does is differentiated, vmapped and traced as if the casts
-had been written by hand.
+A `TorchDispatchMode` usually sits at the dispatch key `Python`, below autograd: a cast made there is not
+differentiated, and `linear` arrives as `t` + `addmm`. This one is put at a key above autograd, above functorch and
+above torch's own autocast: an operator meets it whole and first, and what it does is differentiated, vmapped and
+traced as if the casts had been written by hand.
 
 The key is `TESTING_ONLY_GenericMode`, which torch defines and no build of torch uses. A kernel is registered there for
 each operator that some policy lists; every other operator falls through in C++, at no cost, also into composites,
@@ -23,11 +23,12 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._C import DispatchKeySet
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit import _checkpoint_frames, _compiled, _fingerprint, casting, recurrent
 from ampkit.op_table import Rule
@@ -97,6 +98,7 @@ _AUTOCAST_KEYS = {
 }
 _NUMBERS = frozenset({int, float, bool, complex, torch.SymInt, torch.SymFloat, torch.SymBool})
 _NO_ARGUMENTS: Mapping[str, Any] = {}
+_top_hooks = _checkpoint_frames.top_hooks
 
 # Used for every listed operator: finding these by way of their modules and classes takes longer than asking them.
 _enabled, _dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
@@ -105,15 +107,16 @@ _LOWER, _DECOMPOSE = Rule.LOWER, Rule.DECOMPOSE
 _Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 
 
-class AutocastMode:
+class AutocastMode(TorchDispatchMode):
     """What an open region does to operators: one policy per device type, and a weight cache.
 
     Nothing in it changes, so regions with the same policies and cache share one. Whether a device's autocast is enabled
     and its dtype are read from torch at every operator, so a `torch.autocast` region inside, of any library, is
-    respected.
+    respected. `Entered` puts it at its key; it refuses the place where `with` would put it, below autograd.
     """
 
     def __init__(self, policies: tuple[tuple[str, Policy], ...], cache: WeightCache | None) -> None:
+        super().__init__()
         self.policies = policies
         self.cache = cache
         self.open = True
@@ -137,6 +140,32 @@ class AutocastMode:
         mode = AutocastMode(self.policies, None)
         mode.open = False
         return mode
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False        # torch would wrap `__torch_dispatch__` in a call of its own; the kernels are marked instead
+
+    def __enter__(self) -> NoReturn:
+        raise RuntimeError(
+            "AutocastMode cannot be pushed as an ordinary mode: its casts would escape autograd. Use ampkit.autocast"
+        )
+
+    @_compiled.runs_as_it_is
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Cast what the policy casts, and call `func` with neither this mode nor torch's autocast in the way.
+
+        NotImplemented if no rule in force names `func`: the operator then goes on as if the mode were not there.
+        """
+        call = self.prepare(func, args, _NO_ARGUMENTS if kwargs is None else kwargs)
+        if call is None:
+            return NotImplemented
+        if _top_hooks(True) is not None:
+            _checkpoint_frames.note_region(self)
+        run, args, kwargs = call
+        with _Exclude(self.hidden):
+            return run(*args, **kwargs)
 
     def prepare(self, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call | None:
         """The call to make in place of `op(*args, **kwargs)`; None to go on as if the mode were not there."""
@@ -272,23 +301,18 @@ def _fallthrough() -> torch.library.Library:
 
 def _kernel(op: OpOverload) -> Callable[..., Any]:
     """What `op` runs at the mode's key."""
-    top_hooks = _checkpoint_frames.top_hooks
     slots = [n for n, argument in enumerate(op._schema.arguments) if str(argument.type) == "Tensor"]
 
     @_compiled.runs_as_it_is
     def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         mode = _get_in_tls(_TLS_NAME)
-        call = mode.prepare(op, args, kwargs)
-        if call is None:
-            if any(type(args[slot]) in _NUMBERS for slot in slots if slot < len(args)):
-                with _Exclude(mode.hidden):     # `x + 1`: redispatch takes no number for a tensor
-                    return op._op(*args, **kwargs)
-            return op.redispatch(keyset & mode.below, *args, **kwargs)
-        if top_hooks(True) is not None:
-            _checkpoint_frames.note_region(mode)
-        run, args, kwargs = call
-        with _Exclude(mode.hidden):
-            return run(*args, **kwargs)
+        result = mode.__torch_dispatch__(op, (), args, kwargs)
+        if result is not NotImplemented:
+            return result
+        if any(type(args[slot]) in _NUMBERS for slot in slots if slot < len(args)):
+            with _Exclude(mode.hidden):     # `x + 1`: redispatch takes no number for a tensor
+                return op._op(*args, **kwargs)
+        return op.redispatch(keyset & mode.below, *args, **kwargs)
 
     return kernel
 
@@ -310,12 +334,8 @@ def _go_before_tracer(op: OpOverload) -> None:
         @_compiled.runs_as_it_is
         def handler(*args: Any, **kwargs: Any) -> Any:
             mode = current() if is_open() else None
-            call = None if mode is None else mode.prepare(op, args, kwargs)
-            if mode is None or call is None:
-                return found(*args, **kwargs)
-            run, cast_args, cast_kwargs = call
-            with _Exclude(mode.hidden):
-                return run(*cast_args, **cast_kwargs)
+            result = NotImplemented if mode is None else mode.__torch_dispatch__(op, (), args, kwargs)
+            return found(*args, **kwargs) if result is NotImplemented else result
 
         return handler
 

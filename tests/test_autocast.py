@@ -11,6 +11,7 @@ import pytest
 import torch
 from regions import BF16, FP16, FP32, FP64, like_torch, on_fake_cuda, state
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit import Policy, WeightCache, _lifted_mode, autocast, float32_region, get_autocast_dtype, is_autocast_enabled
 
@@ -618,3 +619,12 @@ def test_second_copy_of_ampkit_is_told():
         pass
     with pytest.raises(RuntimeError, match="another copy of ampkit"):
         _lifted_mode._fallthrough()
+
+
+def test_open_mode_is_a_dispatch_mode_that_cannot_be_pushed_below_autograd():
+    with autocast("cpu"):
+        mode = _lifted_mode.current()
+    assert isinstance(mode, TorchDispatchMode)
+    assert mode.__torch_dispatch__(torch.ops.aten.relu.default, (), (torch.ones(2),)) is NotImplemented
+    with pytest.raises(RuntimeError, match=r"its casts would escape autograd. Use ampkit.autocast"), mode:
+        pass
