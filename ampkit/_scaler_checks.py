@@ -27,7 +27,7 @@ def fresh_optimizer_state() -> dict[str, Any]:
     Others appear on the way: `optimizer`; `groups` and `spread`, ranks that must agree and their extreme
     scales; `multiplier`, a factor that clipping has left for `step` to apply; `left_to_do`, what a stepped
     optimizer's gradients would still have to be multiplied by to be unscaled, absent when nothing; `clean`,
-    whether the host has seen the flags clear; `mark`, `marked` and `passes`, see `_mark`.
+    whether the host has seen the flags clear; `mark` and `versions`, see `_mark`.
     """
     return {"stage": OptState.READY, "found_inf_per_device": {}}
 
@@ -42,7 +42,6 @@ class ScalerChecks(ScalerMemory):
         self._per_optimizer_states = defaultdict(fresh_optimizer_state)
         self._norm: Tensor | None = None
         self._scale_calls = 0
-        self._late_backwards = 0
         self._losses: list[weakref.ref[Tensor]] = []
         self._scale_used: Tensor | None = None
 
@@ -102,8 +101,8 @@ class ScalerChecks(ScalerMemory):
         parts: dict[object, list[Tensor]] = {}
         for param in rest:
             grad: Any = param.grad
-            mark, version = getattr(grad, _MARK, (None, 0))
-            if mark in others and others[mark]["passes"] != self._passes and grad._version != version:
+            mark = getattr(grad, _MARK, None)
+            if mark in others and others[mark].get("versions", {}).get(id(grad), grad._version) != grad._version:
                 mark = None  # made anew
             parts.setdefault(mark, []).append(param)
         known = [(others[mark], shared) for mark, shared in parts.items() if mark in others]
@@ -114,29 +113,31 @@ class ScalerChecks(ScalerMemory):
         return [(fresh, whole), *((shared, state.get("left_to_do")) for state, shared in known)]
 
     def _mark(self, optimizer: Any, grads: Sequence[Tensor]) -> None:
-        """Leave on each gradient whose it is now and which version of it, in case another optimizer shares it.
+        """Leave on each gradient whose it is now, in case another optimizer shares it.
 
         A shared gradient has been made anew when a backward pass may have run since and its version says that
         something was written; either alone is no proof: users clip gradients, and losses reach some of them.
+        So versions are kept when a pass is about to run: at the next `scale`, or when the backward of a loss that
+        was scaled earlier begins.
         """
         state = self._state_of(optimizer)
         mark = state.setdefault("mark", object())  # holds nothing: a gradient must not keep an optimizer alive
+        state.pop("versions", None)
         if len(self._losses) > 1:
             for loss in filter(None, (reference() for reference in self._losses)):
-                loss.register_hook(self._note_backward)
+                loss.register_hook(self._keep_versions)
             self._losses = []
-        state["passes"] = self._passes
-        state["marked"] = grads
         for grad in grads:
-            setattr(grad, _MARK, (mark, grad._version))
+            setattr(grad, _MARK, mark)
 
-    @property
-    def _passes(self) -> tuple[int, int]:
-        """Changes whenever a backward pass may have run: losses scaled, and passes of those scaled before a mark."""
-        return self._scale_calls, self._late_backwards
-
-    def _note_backward(self, _: Tensor) -> None:
-        self._late_backwards += 1
+    def _keep_versions(self, _: Tensor | None = None) -> None:
+        """Keep the versions of all marked gradients, unless they have been kept: a backward pass may follow."""
+        for state in self._per_optimizer_states.values():
+            if "mark" in state and "versions" not in state:
+                grads = (param.grad for group in state["optimizer"].param_groups for param in group["params"])
+                state["versions"] = {
+                    id(grad): grad._version for grad in grads if getattr(grad, _MARK, None) is state["mark"]
+                }
 
     def _has_shared(self, optimizer: Any) -> bool:
         """Whether gradients of this optimizer have been unscaled this iteration for another one."""

@@ -23,7 +23,6 @@ class ScalerSteps(ScalerInsight):
         result = None if skip else optimizer.step(*args, **kwargs)
         optimizer_state["stage"] = OptState.STEPPED
         optimizer_state["clean"] = not skip
-        optimizer_state.pop("marked", None)  # lives no longer than the gradients' use
         self._note_step(optimizer, found_inf, skipped=skip)
         return result
 
@@ -65,10 +64,7 @@ class ScalerSteps(ScalerInsight):
         result = _handoff.run(optimizer, lambda: optimizer.step(*args, **kwargs), found_inf, grad_scale, multiplier)
         state.pop("multiplier", None)
         state["stage"] = OptState.STEPPED
-        marked = state.pop("marked", ())
-        if not _handoff.takes_multiplier(optimizer):  # torch's fused kernels write gradients
-            self._mark(optimizer, marked)
-            del state["marked"]
+        state.pop("versions", None)  # torch's fused kernels write gradients
         self._note_step(optimizer, found_inf, skipped=None)
         return result
 

@@ -119,6 +119,8 @@ class GradScaler(ScalerSteps):
         if not self._enabled:
             return outputs
         self._scale_calls += 1
+        if self._per_optimizer_states:
+            self._keep_versions()
         if isinstance(outputs, Tensor):
             if not outputs.requires_grad:
                 self._warn_detached()
