@@ -98,8 +98,11 @@ def norm_and_check(
         if not host_value(_unscaled_is_finite(filled, inv_scale)):
             found_inf.fill_(1.0)
         elif not _is_finite(host_value(norm)):
-            # Finite elements whose powers add up to more than fp32 holds: add them up in fp64.
-            norm = (_total(filled, norm_type, torch.float64) * factor.double()).to(out_dtype)
+            # Finite elements whose powers add up to more than fp32 holds. Under a very large loss scale the unscaled
+            # ones need not, and have the bits that unscaling first would give; else fp64 adds them up.
+            norm = _total_unscaled(filled, inv_scale, norm_type, out_dtype)
+            if not _is_finite(host_value(norm)):
+                norm = (_total(filled, norm_type, torch.float64) * factor.double()).to(out_dtype)
         return norm
     finite = _unscaled_is_finite(filled, inv_scale)
     found_inf.copy_(torch.where(finite, found_inf, 1.0))
@@ -115,6 +118,12 @@ def _total(grads: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> Ten
     norms = [norm for group in by_dtype(grads) for norm in _norms(group, norm_type, dtype)]
     if norm_type == 0:
         return torch.stack(norms).sum()
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def _total_unscaled(grads: Sequence[Tensor], inv_scale: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor:
+    """`_total` of copies that have been multiplied, one tensor at a time."""
+    norms = [_total([g * inv_scale.reshape(())], norm_type, dtype) for group in by_dtype(grads) for g in group]
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 

@@ -88,6 +88,18 @@ def test_a_sum_that_overflows_is_no_overflow(dtype: torch.dtype, impl: str) -> N
         assert got.item() == pytest.approx(yardstick(grads, 1.0, 2.0))
 
 
+@pytest.mark.parametrize("order", [1.0, 2.0])
+def test_torchs_bits_where_only_scaled_powers_overflow(order: float) -> None:
+    """As under a loss scale of 2**120: the sum over scaled gradients is inf, over unscaled ones it is not."""
+    grads = [g * 2.0**120 for g in gradients(torch.float32, (1, 17, 4000, 300))]
+    want = clones(grads)
+    torch._amp_foreach_non_finite_check_and_unscale_(want, scalar(0.0), scalar(2.0**-120))
+    found_inf = scalar(0.0)
+    got = norm_and_check(grads, scalar(2.0**-120), found_inf, order, impl="reference")
+    assert torch.equal(got, torch.nn.utils.get_total_norm(want, order))
+    assert found_inf == 0.0
+
+
 def test_reference_adds_up_again_in_float64() -> None:
     grads = [torch.full((300,), 1e30)]
     got = norm_and_check(grads, scalar(2.0**-10), scalar(0.0))
