@@ -49,7 +49,7 @@ class Scaling(Case):
             ways = {
                 TORCH: (torch.amp.GradScaler, lambda params, lr: torch.optim.AdamW(params, lr, fused=True)),
                 AMPKIT: (GradScaler, lambda params, lr: torch.optim.AdamW(params, lr, fused=True)),
-                OWN_OPTIMIZER: (GradScaler, lambda params, lr: AdamW(params, lr)),
+                OWN_OPTIMIZER: (GradScaler, lambda params, lr: AdamW(params, lr, fused=True)),
             }
         return {name: self._side(scaler, optimizer, device) for name, (scaler, optimizer) in ways.items()}
 

@@ -66,10 +66,8 @@ class Trainer:
         self.cache = WeightCache() if way == KEPT else None
         self.region = _region(way, device.type, variant.dtype, self.cache)
         # Fused, the fastest that torch has, so that the optimizer does not drown what differs.
-        self.optimizer: torch.optim.Optimizer = (
-            ampkit.optim.AdamW(self.model.parameters(), lr=workload.lr) if way == OWN_OPTIMIZER
-            else torch.optim.AdamW(self.model.parameters(), lr=workload.lr, fused=True)
-        )
+        make = ampkit.optim.AdamW if way == OWN_OPTIMIZER else torch.optim.AdamW
+        self.optimizer: torch.optim.Optimizer = make(self.model.parameters(), lr=workload.lr, fused=True)
         scaled = variant.dtype is torch.float16 and way != FP32
         scaler = ampkit.GradScaler if way.startswith("ampkit") else torch.amp.GradScaler
         self.scaler: Any = scaler(device.type, enabled=scaled, growth_interval=100)

@@ -285,6 +285,18 @@ def test_compiled_training_gives_eager_losses(monkeypatch: pytest.MonkeyPatch):
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
 
 
+def test_accumulated_gradients_are_the_mean_over_micro_batches():
+    """Beside one backward over all of the step's samples at once."""
+    one = trainer.Trainer(TINY["gpt"](), trainer.Variant(accumulation=4, step=False), trainer.FP32, CPU)
+    one.step()
+    found = [param.grad.clone() for param in one.model.parameters() if param.grad is not None]
+    inputs, targets = (torch.cat(parts) for parts in zip(*one.batches[:4], strict=True))
+    one.model.zero_grad()
+    workloads.loss_of(one.model(inputs), targets).backward()
+    for mine, param in zip(found, one.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, param.grad)
+
+
 def test_sides_in_processes_of_their_own_train_alike_and_end():
     """Losses equal those of one process; an error in a child is told; the children are gone afterwards."""
     build = functools.partial(workloads.gpt, "tiny", 16, 2, 2, 8, 32, 2)
