@@ -1,18 +1,27 @@
 """ampkit: automatic mixed precision for PyTorch that you can read, steer and trust."""
 
 from ampkit import amp
-from ampkit.autocast import (
+from ampkit.policy.policy import Explanation, Policy, Rule, register_op
+from ampkit.region.autocast import (
     autocast,
     clear_autocast_cache,
     float32_region,
     get_autocast_dtype,
     is_autocast_enabled,
 )
-from ampkit.check_half import HalfReport, check_half
-from ampkit.checkpointing import checkpoint, checkpoint_context_fn
-from ampkit.custom_function import custom_bwd, custom_fwd
-from ampkit.fp16_optimizer import FP16Optimizer
-from ampkit.function_casts import (
+from ampkit.region.checkpointing import checkpoint, checkpoint_context_fn
+from ampkit.region.custom_function import custom_bwd, custom_fwd
+from ampkit.region.weight_cache import CacheInfo, WeightCache
+from ampkit.region.wrapping import wrap_forward
+from ampkit.scaler.grad_scaler import GradScaler
+from ampkit.scaler.history import ScalerStats
+from ampkit.scaler.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
+from ampkit.scaler.overflow import LossScaleStuckError, OverflowReport
+from ampkit.scaler.plotting import plot_history
+from ampkit.scaler.schedulers import scheduler_step
+from ampkit.whole_model.check_half import HalfReport, check_half
+from ampkit.whole_model.fp16_optimizer import FP16Optimizer
+from ampkit.whole_model.function_casts import (
     disable_casts,
     float_function,
     half_function,
@@ -21,10 +30,8 @@ from ampkit.function_casts import (
     register_half_function,
     register_promote_function,
 )
-from ampkit.grad_scaler import GradScaler
-from ampkit.half import half
-from ampkit.history import ScalerStats
-from ampkit.levels import (
+from ampkit.whole_model.half import half
+from ampkit.whole_model.levels import (
     amp_state_dict,
     initialize,
     load_amp_state_dict,
@@ -32,14 +39,7 @@ from ampkit.levels import (
     master_params,
     scale_loss,
 )
-from ampkit.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
-from ampkit.master_weights import MasterWeights
-from ampkit.overflow import LossScaleStuckError, OverflowReport
-from ampkit.plotting import plot_history
-from ampkit.policy import Explanation, Policy, Rule, register_op
-from ampkit.schedulers import scheduler_step
-from ampkit.weight_cache import CacheInfo, WeightCache
-from ampkit.wrapping import wrap_forward
+from ampkit.whole_model.master_weights import MasterWeights
 
 __all__ = [
     "CacheInfo",

@@ -8,7 +8,7 @@ import sys
 COMMANDS = {
     "demo": ("ampkit.demo.cli", "train on real data: fp32, torch.amp and ampkit side by side"),
     "doctor": ("ampkit.doctor", "say what this machine can run, and what is missing"),
-    "policy-table": ("ampkit.policy_table", "print the default policy as the README shows it"),
+    "policy-table": ("ampkit.policy.policy_table", "print the default policy as the README shows it"),
 }
 
 

@@ -1,6 +1,6 @@
 """Apex amp's names for what ampkit does: `from ampkit import amp` takes the place of `from apex import amp`."""
 
-from ampkit.function_casts import (
+from ampkit.whole_model.function_casts import (
     disable_casts,
     float_function,
     half_function,
@@ -9,9 +9,9 @@ from ampkit.function_casts import (
     register_half_function,
     register_promote_function,
 )
-from ampkit.levels import amp_state_dict as state_dict
-from ampkit.levels import initialize, master_params, scale_loss
-from ampkit.levels import load_amp_state_dict as load_state_dict
+from ampkit.whole_model.levels import amp_state_dict as state_dict
+from ampkit.whole_model.levels import initialize, master_params, scale_loss
+from ampkit.whole_model.levels import load_amp_state_dict as load_state_dict
 
 __all__ = [
     "disable_casts",

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampkit import _kernels
+from ampkit.scaler import _kernels
 
 SUPPORTED_TORCH = ((2, 11), (2, 13))
 OPTIONAL = {

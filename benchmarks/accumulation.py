@@ -28,9 +28,10 @@ from benchmarks.training import Training
 class Apart(Training):
     """`Training` with every side in a process of its own.
 
-    The case travels to the children, so `workload` must be picklable. Processor time is the parent's, which only
-    waits: it says nothing here.
+    The case travels to the children, so `workload` must be picklable.
     """
+
+    in_process: bool = False
 
     def sides(self, device: torch.device) -> dict[str, Side]:
         return {way: self._remote(way, device) for way in (TORCH, SAME_LIST, KEPT)}

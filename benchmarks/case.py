@@ -57,6 +57,7 @@ class Case(ABC):
     aims: tuple[Aim, ...] = ()
     seconds: float = 2.0
     sample_seconds: float = 0.0
+    in_process: bool = True         # whether processor time is this process' own
     size: float | None = None       # what "cost against size" plots it over, with `size_name`
     size_name: str = ""
 

@@ -50,7 +50,8 @@ def measure(case: Case, device: torch.device, *, effort: float = 1.0, clocks: Cl
         "rounds": len(samples[case.base]), "calls": calls, "other_cores": others.cores,
         "size": case.size, "size_name": case.size_name, "work": None if work is None else asdict(work),
         "sides": {
-            name: {**_times(samples[name], samples[case.base]), "facts": side.facts()} for name, side in sides.items()
+            name: {**_times(samples[name], samples[case.base], case.in_process), "facts": side.facts()}
+            for name, side in sides.items()
         },
         "aims": [_outcome(aim, samples) for aim in case.aims if {aim.side, aim.base} <= sides.keys()],
     }
@@ -61,14 +62,14 @@ def measure(case: Case, device: torch.device, *, effort: float = 1.0, clocks: Cl
     return row
 
 
-def _times(samples: list[Sample], base: list[Sample]) -> dict[str, Any]:
-    """Spreads of one side's times and of their ratios to the base's."""
+def _times(samples: list[Sample], base: list[Sample], in_process: bool) -> dict[str, Any]:
+    """Spreads of one side's times and of their ratios to the base's; no processor time where it is another's."""
     return {
         "wall": asdict(Spread.of([sample.wall for sample in samples])),
         "host": asdict(Spread.of([sample.host for sample in samples])),
-        "cpu": asdict(Spread.of([sample.cpu for sample in samples])),
+        "cpu": asdict(Spread.of([sample.cpu for sample in samples])) if in_process else None,
         "ratio": asdict(ratios(samples, base)),
-        "cpu_ratio": asdict(ratios(samples, base, "cpu")),
+        "cpu_ratio": asdict(ratios(samples, base, "cpu")) if in_process else None,
     }
 
 

@@ -127,7 +127,7 @@ def _family(family: str, rows: list[Row]) -> str:
         for number, (name, side) in enumerate(row["sides"].items()):
             label = f"{row['name']}{_busy(row)}" if number == 0 else ""
             cells = [label, name, duration(side["wall"]["median"]), spread(side["ratio"])]
-            cells.append(f"{side['cpu_ratio']['median']:.2f}")
+            cells.append(f"{side['cpu_ratio']['median']:.2f}" if side["cpu_ratio"] else "")
             lines.append(_cells([*cells, *(show(row, side) for _, show in counted)]))
     return "\n".join(lines)
 

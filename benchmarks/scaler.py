@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ampkit.grad_scaler import GradScaler
+from ampkit.scaler.grad_scaler import GradScaler
 
 SCALERS = (torch.amp.GradScaler, GradScaler)
 

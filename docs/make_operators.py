@@ -1,16 +1,16 @@
-"""Writes operators.md beside this file from the lists in ampkit.op_table. Run: python docs/make_operators.py"""
+"""Writes operators.md beside this file from the lists in ampkit.policy.op_table. Run: python docs/make_operators.py"""
 
 from collections.abc import Iterable
 from pathlib import Path
 
-from ampkit.op_table import DECOMPOSED, DEFAULT_EXTRA, OPAQUE, TORCH, Group, Rule
+from ampkit.policy.op_table import DECOMPOSED, DEFAULT_EXTRA, OPAQUE, TORCH, Group, Rule
 
 TARGET = Path(__file__).with_name("operators.md")
 
 INTRO = """# What a region does to each operator
 
-Written by `docs/make_operators.py` from `ampkit/op_table.py`; a test compares the two. A region asks its policy about
-every operator that is called inside it:
+Written by `docs/make_operators.py` from `ampkit/policy/op_table.py`; a test compares the two. A region asks its
+policy about every operator that is called inside it:
 
 {rules}
 

@@ -13,7 +13,8 @@ from regions import BF16, FP16, FP32, FP64, like_torch, on_fake_cuda, state
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampkit import Policy, WeightCache, _lifted_mode, autocast, float32_region, get_autocast_dtype, is_autocast_enabled
+from ampkit import Policy, WeightCache, autocast, float32_region, get_autocast_dtype, is_autocast_enabled
+from ampkit.region import _lifted_mode
 
 REGIONS = [torch.autocast, autocast]
 both = pytest.mark.parametrize("region", REGIONS, ids=["torch", "ampkit"])

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit import Policy, autocast
-from ampkit.op_table import TORCH, fold, resolve
+from ampkit.policy.op_table import TORCH, fold, resolve
 
 halves = pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
 

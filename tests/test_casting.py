@@ -10,7 +10,7 @@ from regions import BF16, FP16, FP32, FP64
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Parameter
 
-from ampkit import casting
+from ampkit.policy import casting
 
 FLOATS = [FP32, FP16, BF16, torch.float8_e4m3fn, torch.float8_e5m2]
 OTHERS = [FP64, torch.int8, torch.int64, torch.bool, torch.complex64, torch.complex128]

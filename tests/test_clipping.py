@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 
 import ampkit.optim
-from ampkit.grad_scaler import GradScaler
+from ampkit.scaler.grad_scaler import GradScaler
 from tests.scaler_tools import count_reads, equal_bits, started, with_grads
 
 NORMS = [2.0, 1.0, math.inf, 3.0, 0.5]

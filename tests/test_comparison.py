@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ampkit.autocast import autocast
-from ampkit.grad_scaler import GradScaler
-from ampkit.policy import Policy, Rule
-from ampkit.weight_cache import WeightCache
+from ampkit.policy.policy import Policy, Rule
+from ampkit.region.autocast import autocast
+from ampkit.region.weight_cache import WeightCache
+from ampkit.scaler.grad_scaler import GradScaler
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 Region = Callable[..., AbstractContextManager]

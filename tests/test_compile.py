@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import ampkit
 from ampkit import Policy, Rule, WeightCache, autocast, float32_region
-from ampkit import _fingerprint as fingerprint
+from ampkit.region import _fingerprint as fingerprint
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:bf16 and fp16 are mixed")
 EXACT = ("eager", "aot_eager")
@@ -208,8 +208,8 @@ def test_register_op_is_seen_by_code_compiled_before() -> None:
             ampkit.register_op(product, Rule.LOWER)
             assert dtypes() == [torch.bfloat16, torch.bfloat16]
         finally:
-            ampkit.policy._Registered.rules.pop(product, None)
-            ampkit.policy._Registered.changes += 1
+            ampkit.policy.policy._Registered.rules.pop(product, None)
+            ampkit.policy.policy._Registered.changes += 1
 
 
 def test_equal_policies_share_compiled_code() -> None:

@@ -11,8 +11,8 @@ from op_samples import Call, difference, native, op_db_calls, region, run, run_f
 from torch._ops import OpOverload
 
 from ampkit import Policy
-from ampkit._lifted_mode import AutocastMode
-from ampkit.op_table import TORCH, fold, resolve
+from ampkit.policy.op_table import TORCH, fold, resolve
+from ampkit.region._lifted_mode import AutocastMode
 
 pytest.importorskip("expecttest", reason="torch's test helpers import it; it is in ampkit[dev]")
 # The samples call deprecated operators on purpose.

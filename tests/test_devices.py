@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ampkit
-from ampkit._devices import moved
+from ampkit.scaler._devices import moved
 
 CPU, CUDA, OTHER = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 

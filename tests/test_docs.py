@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ampkit
-from ampkit import policy_table
+from ampkit.policy import policy_table
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"

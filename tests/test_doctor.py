@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from ampkit import _kernels, doctor
+from ampkit import doctor
+from ampkit.scaler import _kernels
 
 
 def test_report(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampkit import optim
-from ampkit.fp16_optimizer import FP16Optimizer
-from ampkit.grad_scaler import GradScaler
-from ampkit.loss_scale import DynamicLossScale, StaticLossScale
-from ampkit.master_weights import MasterWeights
+from ampkit.scaler.grad_scaler import GradScaler
+from ampkit.scaler.loss_scale import DynamicLossScale, StaticLossScale
+from ampkit.whole_model.fp16_optimizer import FP16Optimizer
+from ampkit.whole_model.master_weights import MasterWeights
 
 HALVES = [torch.float16, torch.bfloat16]
 ids = {"ids": lambda value: str(value).removeprefix("torch.")}

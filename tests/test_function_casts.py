@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ampkit import Policy, amp, autocast
-from ampkit.function_casts import (
+from ampkit.policy.policy import Rule, _Registered
+from ampkit.whole_model.function_casts import (
     disable_casts,
     float_function,
     half_function,
@@ -19,7 +20,6 @@ from ampkit.function_casts import (
     register_half_function,
     register_promote_function,
 )
-from ampkit.policy import Rule, _Registered
 
 LOW = torch.bfloat16
 

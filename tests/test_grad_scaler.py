@@ -9,8 +9,8 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from ampkit.grad_scaler import GradScaler
 from ampkit.optim import AdamW
+from ampkit.scaler.grad_scaler import GradScaler
 
 BOTH = pytest.mark.parametrize("cls", [GradScaler, torch.amp.GradScaler], ids=["ampkit", "torch"])
 

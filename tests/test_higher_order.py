@@ -180,7 +180,7 @@ def test_custom_operators(product: Any) -> None:
 
 
 def test_a_custom_operator_with_register_op(product: Any) -> None:
-    from ampkit import policy
+    from ampkit.policy import policy
 
     try:
         register_op(product, Rule.LOWER)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from ampkit.grad_scaler import GradScaler
-from ampkit.history import _COUNTED, ScalerStats
-from ampkit.loss_scale import DynamicLossScale
+from ampkit.scaler.grad_scaler import GradScaler
+from ampkit.scaler.history import _COUNTED, ScalerStats
+from ampkit.scaler.loss_scale import DynamicLossScale
 from tests.scaler_tools import count_reads, started, with_grads
 
 
@@ -23,7 +23,7 @@ from tests.scaler_tools import count_reads, started, with_grads
 def test_counts_and_rows_equal_a_plain_account(flags, reads, size, block) -> None:
     """However the ledger is folded and read in between."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ampkit.history._BLOCK", block)
+        patch.setattr("ampkit.scaler.history._BLOCK", block)
         scaler = GradScaler("cpu", 2.0**60, growth_interval=3, history_size=size, on_stuck=lambda _: None)
         scaler.scale(torch.ones((), requires_grad=True))
         (param,) = with_grads([torch.ones(1)])
@@ -59,7 +59,7 @@ def test_counts_and_rows_equal_a_plain_account(flags, reads, size, block) -> Non
 
 
 def test_rows_older_than_the_history_are_let_go(monkeypatch) -> None:
-    monkeypatch.setattr("ampkit.history._BLOCK", 4)
+    monkeypatch.setattr("ampkit.scaler.history._BLOCK", 4)
     scaler = started(GradScaler, history_size=6)
     for _ in range(50):
         scaler.scale(torch.ones((), requires_grad=True))
@@ -159,7 +159,7 @@ def test_a_captured_iteration_counts_itself_alone(monkeypatch) -> None:
     for value in (1.0, math.inf, math.nan):
         iteration(value)
     assert counted()[:2] == [0, 0]
-    monkeypatch.setattr("ampkit.history._is_capturing", lambda _: True)
+    monkeypatch.setattr("ampkit.scaler.history._is_capturing", lambda _: True)
     iteration(1.0)
     assert dict(zip(_COUNTED, counted(), strict=True)) == {
         **dict.fromkeys(_COUNTED, 0), "updates": 1, "attempts": 1, "inf_values": 1, "nan_values": 1

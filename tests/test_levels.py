@@ -13,14 +13,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampkit import Policy, amp, autocast, levels
-from ampkit._level_options import LEVELS, settle
-from ampkit.fp16_optimizer import FP16Optimizer
-from ampkit.grad_scaler import GradScaler
-from ampkit.levels import amp_state_dict, initialize, load_amp_state_dict, loss_scalers, master_params, scale_loss
-from ampkit.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
-from ampkit.master_weights import MasterWeights
+from ampkit import Policy, amp, autocast
 from ampkit.optim import SGD, AdamW
+from ampkit.scaler.grad_scaler import GradScaler
+from ampkit.scaler.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
+from ampkit.whole_model import levels
+from ampkit.whole_model._level_options import LEVELS, settle
+from ampkit.whole_model.fp16_optimizer import FP16Optimizer
+from ampkit.whole_model.levels import (
+    amp_state_dict,
+    initialize,
+    load_amp_state_dict,
+    loss_scalers,
+    master_params,
+    scale_loss,
+)
+from ampkit.whole_model.master_weights import MasterWeights
 
 HALVES = [torch.float16, torch.bfloat16]
 ids = {"ids": lambda value: str(value).removeprefix("torch.")}

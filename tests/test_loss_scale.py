@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from ampkit.grad_scaler import GradScaler
-from ampkit.loss_scale import (
+from ampkit.scaler.grad_scaler import GradScaler
+from ampkit.scaler.loss_scale import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
     DynamicLossScale,

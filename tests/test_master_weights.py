@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ampkit import optim
-from ampkit.grad_scaler import GradScaler
-from ampkit.master_weights import MasterWeights
+from ampkit.scaler.grad_scaler import GradScaler
+from ampkit.whole_model.master_weights import MasterWeights
 
 HALVES = [torch.float16, torch.bfloat16]
 ids = {"ids": lambda value: str(value).removeprefix("torch.")}
@@ -432,7 +432,7 @@ def _shards(rank: int, port: int, results: Any) -> None:
 
 def _train_under_ddp(rank: int) -> None:
     """An O2 model wrapped after initialize: ranks see other data, step together, skip together, save alike."""
-    from ampkit.levels import initialize, loss_scalers, scale_loss
+    from ampkit.whole_model.levels import initialize, loss_scalers, scale_loss
 
     model = model_of(torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

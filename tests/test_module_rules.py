@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules import module as hooked
 
 from ampkit import Policy, autocast
-from ampkit._module_rules import NONE, path_of
+from ampkit.policy._module_rules import NONE, path_of
 
 X = torch.ones(2, 4)
 

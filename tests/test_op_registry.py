@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit import Policy
-from ampkit.op_table import DECOMPOSED, OPAQUE, TORCH, Rule, fold, resolve
+from ampkit.policy.op_table import DECOMPOSED, OPAQUE, TORCH, Rule, fold, resolve
 
 KEYS = {device: device.upper() for device in TORCH} | {"privateuseone": "PrivateUse1"}
 # Registered by the code of a library that this build of torch may lack.

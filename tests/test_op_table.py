@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampkit import op_table
-from ampkit.op_table import DEFAULT_EXTRA, TORCH, Group, Rule, fold, resolve
+from ampkit.policy import op_table
+from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, Group, Rule, fold, resolve
 
 aten = torch.ops.aten
 

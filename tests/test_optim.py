@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampkit.grad_scaler import GradScaler
 from ampkit.optim import SGD, AdamW
+from ampkit.scaler.grad_scaler import GradScaler
 
 PAIRS = {
     "AdamW": (AdamW, torch.optim.AdamW, {"lr": 0.01}),

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import ampkit.optim
-from ampkit.grad_scaler import GradScaler
-from ampkit.loss_scale import DynamicLossScale, StaticLossScale
-from ampkit.overflow import LossScaleStuckError
+from ampkit.scaler.grad_scaler import GradScaler
+from ampkit.scaler.loss_scale import DynamicLossScale, StaticLossScale
+from ampkit.scaler.overflow import LossScaleStuckError
 from ampkit.testing import plant_nonfinite
 from tests.scaler_tools import count_reads, started, with_grads
 
@@ -101,7 +101,7 @@ def test_no_skip_no_report_and_no_cost() -> None:
     scaler = GradScaler("cpu")
     called = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ampkit._kernels.nonfinite_counts", lambda grads: called.append(grads))
+        patch.setattr("ampkit.scaler._kernels.nonfinite_counts", lambda grads: called.append(grads))
         train(scaler, model, optimizer, 3)
     assert called == []
     assert scaler.overflow_report(model) == ()

@@ -4,7 +4,7 @@ import builtins
 
 import pytest
 
-from ampkit.plotting import plot_history
+from ampkit.scaler.plotting import plot_history
 
 ROWS = [
     {"update": 1, "scale": 65536.0, "overflow": True, "grad_norm": float("inf")},

@@ -14,7 +14,7 @@ from regions import BF16, FP16, FP32
 from torch import nn
 
 from ampkit import Explanation, Policy, Rule, autocast, register_op
-from ampkit.op_table import DEFAULT_EXTRA, TORCH, fold
+from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, fold
 
 DEVICES = sorted(TORCH)
 aten = torch.ops.aten
@@ -287,7 +287,7 @@ def test_policy_that_names_a_module_itself_has_no_dict():
 @pytest.fixture
 def registered():
     """What `register_op` declared in a test, taken back after it."""
-    from ampkit.policy import _Registered
+    from ampkit.policy.policy import _Registered
 
     before = dict(_Registered.rules)
     yield

@@ -6,7 +6,8 @@ from regions import BF16, FP16, FP32, like_torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from ampkit import WeightCache, autocast, recurrent
+from ampkit import WeightCache, autocast
+from ampkit.region import recurrent
 
 lower = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 LAYERS = {

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from ampkit.autocast import autocast
-from ampkit.grad_scaler import GradScaler
-from ampkit.policy import Policy
+from ampkit.policy.policy import Policy
+from ampkit.region.autocast import autocast
+from ampkit.scaler.grad_scaler import GradScaler
 from tests.scaler_tools import equal_bits
 
 

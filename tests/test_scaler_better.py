@@ -9,7 +9,7 @@ from collections import namedtuple
 import pytest
 import torch
 
-from ampkit.grad_scaler import GradScaler
+from ampkit.scaler.grad_scaler import GradScaler
 
 BETTER = pytest.mark.parametrize(
     "cls",

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ampkit.grad_scaler import GradScaler
+from ampkit.scaler.grad_scaler import GradScaler
 
 
 class SAM(torch.optim.Optimizer):

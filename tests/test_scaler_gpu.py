@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import ampkit.optim
-from ampkit.grad_scaler import GradScaler
-from ampkit.loss_scale import DynamicLossScale
+from ampkit.scaler.grad_scaler import GradScaler
+from ampkit.scaler.loss_scale import DynamicLossScale
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ampkit.grad_scaler import GradScaler
+from ampkit.scaler.grad_scaler import GradScaler
 
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=False),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ampkit.optim
-from ampkit.grad_scaler import GradScaler
+from ampkit.scaler.grad_scaler import GradScaler
 from tests.scaler_tools import count_reads, equal_bits, started, with_grads
 
 LR = {"lr": 0.05}

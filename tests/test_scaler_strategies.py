@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from ampkit.grad_scaler import GradScaler
-from ampkit.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
+from ampkit.scaler.grad_scaler import GradScaler
+from ampkit.scaler.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from tests.scaler_tools import count_reads, equal_bits, started, with_grads
 
 STRATEGIES = [

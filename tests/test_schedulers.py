@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import ampkit.optim
-from ampkit.grad_scaler import GradScaler
-from ampkit.schedulers import scheduler_step
+from ampkit.scaler.grad_scaler import GradScaler
+from ampkit.scaler.schedulers import scheduler_step
 from tests.scaler_tools import count_reads, started, with_grads
 
 

@@ -18,7 +18,8 @@ from torch import nn
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampkit import CacheInfo, Policy, WeightCache, autocast, clear_autocast_cache, weight_cache
+from ampkit import CacheInfo, Policy, WeightCache, autocast, clear_autocast_cache
+from ampkit.region import weight_cache
 
 REGIONS = [torch.autocast, autocast]
 both = pytest.mark.parametrize("region", REGIONS, ids=["torch", "ampkit"])

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ampkit.autocast import autocast
 from ampkit.demo.tasks import Batch, Task
-from ampkit.grad_scaler import GradScaler
+from ampkit.region.autocast import autocast
+from ampkit.scaler.grad_scaler import GradScaler
 
 # torch's default of 2,000 steps would never grow the scale in a demo. Both scalers get the same interval.
 GROWTH_INTERVAL = 20

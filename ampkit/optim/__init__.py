@@ -5,7 +5,7 @@ one step during which a gradient scaler has set them, `found_inf` (skip), `grad_
 and `grad_multiplier` (multiply gradients by). Gradients are only read.
 """
 
-from .adamw import AdamW
-from .sgd import SGD
+from ampkit.optim.adamw import AdamW
+from ampkit.optim.sgd import SGD
 
 __all__ = ["SGD", "AdamW"]

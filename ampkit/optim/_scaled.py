@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampkit import _kernels
-from ampkit._devices import moved
+from ampkit.scaler import _kernels
+from ampkit.scaler._devices import moved
 
 # Gradients scaled on the host are copies, made for so many elements at a time.
 _ELEMENTS_AT_A_TIME = 1 << 24

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
-from ampkit import _kernels
-
-from . import _scaled
-from ._scaled import Row, Scalars, ScaledStep
+from ampkit.optim import _scaled
+from ampkit.optim._scaled import Row, Scalars, ScaledStep
+from ampkit.scaler import _kernels
 
 
 class AdamW(ScaledStep, torch.optim.AdamW):

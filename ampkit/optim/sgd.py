@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim.sgd import sgd as torch_sgd
 
-from ampkit import _kernels
-
-from . import _scaled
-from ._scaled import Row, Scalars, ScaledStep
+from ampkit.optim import _scaled
+from ampkit.optim._scaled import Row, Scalars, ScaledStep
+from ampkit.scaler import _kernels
 
 # Extra state, kept only with dampening: whether the buffer holds a momentum yet, as 0.0 or 1.0 on the device.
 _STARTED = "momentum_started"

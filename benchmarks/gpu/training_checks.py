@@ -97,10 +97,10 @@ def _train(
 
 
 def _lockstep(kind: str, device: torch.device, exact: bool) -> None:
-    from ampkit.autocast import autocast
-    from ampkit.grad_scaler import GradScaler
     from ampkit.optim import AdamW
-    from ampkit.policy import Policy
+    from ampkit.policy.policy import Policy
+    from ampkit.region.autocast import autocast
+    from ampkit.scaler.grad_scaler import GradScaler
 
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     make = GPT if kind == "gpt" else cnn
@@ -146,8 +146,8 @@ def gpt_with_our_optimizer_trains_alike(device: torch.device) -> None:
 
 @check
 def a_captured_iteration_replays(device: torch.device) -> None:
-    from ampkit.grad_scaler import GradScaler
     from ampkit.optim import AdamW
+    from ampkit.scaler.grad_scaler import GradScaler
 
     batches = _batches("gpt", device)
 

@@ -1,0 +1,114 @@
+"""What a key of `Policy.with_rules` means: which operators, and whether they can follow the rule it is given.
+
+A key is an overload, a packet or a name. Every refusal names the operator and says what to do instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+
+from ampkit.policy import casting
+from ampkit.policy.op_table import Rule, resolve
+
+Operator = OpOverload | OpOverloadPacket | str
+
+_CASTING = (Rule.LOWER, Rule.FLOAT32, Rule.FLOAT32_DTYPE_ARG, Rule.PROMOTE)
+_MAKES_SUBCLASSES = ("aten::alias", "aten::detach")      # of tensors, from C++ that allows no Python in between
+
+
+def checked_rule(value: Any, op: Any) -> Rule:
+    """A `Rule`, or the one of that name; `op` is for the message."""
+    if isinstance(value, Rule):
+        return value
+    try:
+        return Rule(value)
+    except ValueError:
+        names = ", ".join(repr(rule.value) for rule in Rule)
+        raise ValueError(f"unknown rule {value!r} for operator {op!s}; expected a Rule or one of {names}") from None
+
+
+def overloads(key: Any, rule: Rule) -> list[OpOverload]:
+    """The overloads that a key of `with_rules` means, each able to follow `rule`; `ValueError` if one is not."""
+    if isinstance(key, OpOverload):
+        found = [key]
+    else:
+        found = _packet(key) if isinstance(key, OpOverloadPacket) else _named(key)
+        if rule is Rule.FLOAT32_DTYPE_ARG and len(found) > 1:
+            found = [op for op in found if casting.takes_dtype(op)] or found
+    if rule is Rule.FLOAT32_DTYPE_ARG:
+        for op in found:
+            if not casting.takes_dtype(op):
+                raise ValueError(
+                    f"operator '{op.name()}' cannot follow FLOAT32_DTYPE_ARG: no overload of it takes a dtype; "
+                    "use Rule.FLOAT32"
+                )
+    for op in found:
+        if op.name() in _MAKES_SUBCLASSES:
+            raise ValueError(
+                f"operator '{op.name()}' cannot have a rule: torch makes parameters and other subclasses of tensors "
+                "with it; give the rule to the operators that take its result"
+            )
+        if rule in _CASTING and _writes(op, rule):
+            raise ValueError(
+                f"operator '{op.name()}' writes to its arguments and cannot follow {rule.name}: it would write to a "
+                "cast copy, and the result would be lost; give the rule to the operator without in-place or out="
+            )
+    return found
+
+
+def _writes(op: OpOverload, rule: Rule) -> bool:
+    """Whether `op` writes to an argument that `rule` may cast; running statistics are float32 and no schema tells."""
+    return op._schema.is_mutable or (
+        rule is Rule.LOWER and any(argument.name == "running_mean" for argument in op._schema.arguments)
+    )
+
+
+def _named(name: Any) -> list[OpOverload]:
+    if not isinstance(name, str):
+        raise TypeError(f"an operator is an OpOverload, a packet or a name like 'aten::softmax.int', got {name!r}")
+    _, _, base = name.rpartition("::")
+    if "." in base:
+        return [resolve(name)]
+    try:
+        return _packet(resolve(name).overloadpacket)
+    except ValueError:
+        return _packet(_find_packet(name))
+
+
+def _find_packet(name: str) -> OpOverloadPacket:
+    namespace, _, base = name.rpartition("::")
+    packet = getattr(getattr(torch.ops, namespace or "aten"), base, None)
+    if packet is None:
+        every = {op.split(".")[0] for op in torch._C._dispatch_get_all_op_names()}
+        near = difflib.get_close_matches(f"{namespace or 'aten'}::{base}", every, n=3)
+        raise ValueError(f"unknown operator {name!r} in torch {torch.__version__}; nearest: {near or 'none'}")
+    return packet
+
+
+def key_name(op: OpOverload) -> str:
+    """The key of `with_rules` that means `op` alone: ATen's name for a default overload means its whole packet."""
+    alone = op._overloadname != "default" or _packet(op.overloadpacket) == [op]
+    return op.name() if alone else f"{op.name()}.default"
+
+
+def _packet(packet: OpOverloadPacket) -> list[OpOverload]:
+    """Its overloads, without the `out=` ones unless there are no others."""
+    every = [getattr(packet, name) for name in packet.overloads()]
+    return [op for op in every if not any(argument.is_out for argument in op._schema.arguments)] or every
+
+
+def one_overload(op: Any) -> OpOverload:
+    """The overload that a question about `op` means; `ValueError` if it could be several."""
+    if isinstance(op, OpOverload):
+        return op
+    found = _packet(op) if isinstance(op, OpOverloadPacket) else _named(op)
+    if len(found) > 1:
+        plain = [one for one in found if one._overloadname == "default"]
+        if not plain:
+            raise ValueError(f"{op!s} has several overloads; name one of {[one.name() for one in found]}")
+        return plain[0]
+    return found[0]

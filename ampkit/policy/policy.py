@@ -1,0 +1,303 @@
+"""Policy: which rule every operator follows in a region, why, and how to change it.
+
+A policy is a stack of layers, later over earlier: torch.amp's list for the device, what ampkit adds to it,
+what `register_op` declared for the process, and each `with_rules`. It is immutable; `with_rules` and
+`for_modules` return a new one. Policies compare and hash by what they say, and travel as plain dicts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch._ops import OpOverload
+
+from ampkit.policy import _module_rules
+from ampkit.policy._operator_keys import Operator, checked_rule, key_name, one_overload, overloads
+from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, Group, Rule, fold
+
+__all__ = ["Explanation", "Policy", "Rule", "register_op"]
+
+_WHY_COMPOSITE = "no list names it; the operators that it is made of follow their own rules"
+_WHY_UNLISTED = "no list names it; it runs in the dtype of its inputs"
+
+
+class Explanation(NamedTuple):
+    """The rule of one operator, and where it comes from."""
+
+    op: str
+    rule: Rule
+    layer: str      # "torch", "default", "register_op", "with_rules[0]", ... or "unlisted"
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.op}: {self.rule.name} (set by {self.layer}): {self.why}"
+
+
+class _Layer(NamedTuple):
+    name: str
+    rules: Mapping[OpOverload, Rule]
+    whys: Mapping[OpOverload, str]
+
+
+class RuleTable(dict[OpOverload, Rule]):
+    """Every operator with a rule of its own, and whether the mode has its kernels in place for them."""
+
+    installed = False
+
+
+class _Registered:
+    """Rules that `register_op` declared for this process, and how often they changed."""
+
+    rules: dict[OpOverload, Rule] = {}
+    changes = 0
+
+
+class Policy:
+    """The rules of a region for one device type: pass it as `autocast(policy=...)`.
+
+    `Policy.default(device_type)` is what a region uses when it is given none; `Policy.torch(device_type)` is
+    torch.amp's list to the letter.
+
+    >>> policy = Policy.default("cpu").with_rules({"aten::softmax.int": Rule.KEEP})
+    >>> policy.rule_for("aten::softmax.int")
+    <Rule.KEEP: 'keep'>
+    >>> policy == Policy.from_dict(policy.to_dict())
+    True
+    """
+
+    __slots__ = ("_folded", "_folded_at", "_hash", "base", "device_type", "modules", "overrides", "text")
+
+    base: str                                                   # "default" or "torch"
+    device_type: str
+    overrides: tuple[tuple[tuple[OpOverload, Rule], ...], ...]  # one per with_rules, in order
+    modules: _module_rules.ModuleRules
+    text: str                                                   # all but `modules`, for `from_text`
+
+    def __init__(
+        self,
+        base: str,
+        device_type: str,
+        overrides: tuple[tuple[tuple[OpOverload, Rule], ...], ...] = (),
+        modules: _module_rules.ModuleRules | None = None,
+    ) -> None:
+        modules = _module_rules.NONE if modules is None else modules
+        if base not in ("default", "torch"):
+            raise ValueError(f"unknown policy base {base!r}; expected 'default' or 'torch'")
+        if device_type not in TORCH:
+            raise ValueError(
+                f"no operator lists for device type {device_type!r}; expected one of {', '.join(map(repr, TORCH))}"
+            )
+        for name, value in (
+            ("base", base), ("device_type", device_type), ("overrides", overrides), ("modules", modules),
+            ("_folded", None), ("_folded_at", -1), ("_hash", None),
+            ("text", "|".join([base, device_type, *[_text(layer) for layer in overrides]])),
+        ):
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"a Policy cannot be changed; use with_rules or for_modules to get another ({name})")
+
+    @classmethod
+    def default(cls, device_type: str) -> Policy:
+        """ampkit's own rules: torch.amp's list, with float32 softmax, norms and losses on every device.
+
+        Raises `ValueError` for a device type that autocast does not know.
+        """
+        return cls("default", device_type)
+
+    @classmethod
+    def torch(cls, device_type: str) -> Policy:
+        """Exactly torch.amp's list for `device_type`: losses and gradients equal torch.amp's to the bit.
+
+        Raises `ValueError` for a device type that autocast does not know.
+        """
+        return cls("torch", device_type)
+
+    def with_rules(self, rules: Mapping[Operator, Rule | str]) -> Policy:
+        """A policy in which the given operators follow other rules.
+
+        A key is an overload (`torch.ops.aten.softmax.int`), a packet (`torch.ops.aten.softmax`: all its overloads
+        but the `out=` ones), or a name (`"aten::softmax.int"`, `"aten::softmax"`); a value is a `Rule` or its name.
+        Raises `TypeError` or `ValueError`, naming the operator, for an unknown operator or rule, an operator named
+        twice, and a rule that the operator cannot follow.
+        """
+        if not isinstance(rules, Mapping):
+            raise TypeError(f"with_rules takes a dict of operator to Rule, got {type(rules).__name__}")
+        layer: dict[OpOverload, Rule] = {}
+        for key, value in rules.items():
+            rule = checked_rule(value, key)
+            for op in overloads(key, rule):
+                if op in layer:
+                    raise ValueError(f"operator '{op.name()}' is named twice, as {layer[op].name} and as {rule.name}")
+                layer[op] = rule
+        ordered = tuple(sorted(layer.items(), key=lambda item: item[0].name()))
+        return Policy(self.base, self.device_type, (*self.overrides, ordered), self.modules)
+
+    def for_modules(self, rules: Mapping[Any, Any]) -> Policy:
+        """A policy that computes some modules in another precision.
+
+        A key is a path pattern relative to the outermost module called in the region (`"blocks.*.attn"`; `*` stands
+        for one name, `**` for any number or none), a module class, or a module itself; a value is a dtype or its
+        name, or another `Policy` for the same device type. An instance beats a path, a path beats a class, a nearer
+        base class beats a farther one. `float32` computes everything inside in float32, whatever comes in.
+        Raises `TypeError` or `ValueError`, naming the key, for anything else and for a key that is already set.
+        """
+        modules = self.modules.extended(rules, self.device_type, Policy)
+        return Policy(self.base, self.device_type, self.overrides, modules)
+
+    def rule_for(self, op: Operator) -> Rule:
+        """The rule `op` follows. DECOMPOSE for an unlisted composite, KEEP for any other unlisted operator."""
+        return self.explain(op).rule
+
+    def explain(self, op: Operator) -> Explanation:
+        """The rule `op` follows, which layer of the policy set it, and why. `str()` of it is one line."""
+        found = one_overload(op)
+        for layer in reversed(self._layers()):
+            if found in layer.rules:
+                why = layer.whys.get(found, "set by the user")
+                return Explanation(found.name(), layer.rules[found], layer.name, why)
+        if torch._C._dispatch_has_kernel_for_dispatch_key(found.name(), "CompositeImplicitAutograd"):
+            return Explanation(found.name(), Rule.DECOMPOSE, "unlisted", _WHY_COMPOSITE)
+        return Explanation(found.name(), Rule.KEEP, "unlisted", _WHY_UNLISTED)
+
+    def rules(self) -> RuleTable:
+        """Every operator with a rule of its own, after all layers. Operators that are absent run as they are."""
+        if self._folded is None or self._folded_at != _Registered.changes:
+            object.__setattr__(self, "_folded", _fold_layers(self, _Registered.changes))
+            object.__setattr__(self, "_folded_at", _Registered.changes)
+        return self._folded  # pyright: ignore[reportReturnType]  set through object.__setattr__
+
+    def to_dict(self) -> dict[str, Any]:
+        """The policy as plain dicts, lists and strings, for JSON or a checkpoint; `from_dict` reads it back.
+
+        Raises `ValueError` if `for_modules` was given a module instance, which has no name.
+        """
+        return {
+            "base": self.base,
+            "device_type": self.device_type,
+            "rules": _names(self.overrides),
+            "modules": self.modules.to_list(),
+        }
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> Policy:
+        """The policy that `to_dict` wrote. Raises `ValueError` naming the missing or unknown keys."""
+        wanted = {"base", "device_type", "rules", "modules"}
+        if set(state) != wanted:
+            raise ValueError(
+                f"not a policy: missing keys {sorted(wanted - set(state))}, unknown keys {sorted(set(state) - wanted)}"
+            )
+        policy = cls(state["base"], state["device_type"])
+        for layer in state["rules"]:
+            policy = policy.with_rules(layer)
+        for key, value in _module_rules.from_list(state["modules"], cls.from_dict):
+            policy = policy.for_modules({key: value})
+        return policy
+
+    @classmethod
+    def from_text(cls, text: str) -> Policy:
+        """The operator rules of the policy with this `text`, without its module rules."""
+        base, device_type, *layers = text.split("|")
+        policy = cls(base, device_type)
+        for layer in layers:
+            rules: dict[Operator, str] = {}
+            for item in filter(None, layer.split(",")):
+                op, rule = item.split("=")
+                rules[op] = rule
+            policy = policy.with_rules(rules)
+        return policy
+
+    def _layers(self) -> tuple[_Layer, ...]:
+        return (
+            *_base_layers(self.base, self.device_type),
+            _Layer("register_op", _Registered.rules, {}),
+            *(_Layer(f"with_rules[{i}]", dict(layer), {}) for i, layer in enumerate(self.overrides)),
+        )
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.base, self.device_type, self.overrides, self.modules
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Policy) and self._key() == other._key())
+
+    def __hash__(self) -> int:
+        value: int | None = self._hash
+        if value is None:           # not in __init__, which Dynamo traces where compiled code makes a policy
+            value = hash((self.base, self.device_type, self.overrides, self.modules))
+            object.__setattr__(self, "_hash", value)
+        return value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Policy.from_dict, (self.to_dict(),)
+
+    def __repr__(self) -> str:
+        text = f"Policy.{self.base}({self.device_type!r})"
+        for layer in self.overrides:
+            text += ".with_rules({" + ", ".join(f"{key_name(op)!r}: {rule}" for op, rule in layer) + "})"
+        return text + self.modules.describe()
+
+
+def register_op(op: Operator | Any, rule: Rule | str) -> None:
+    """Give an operator of your own, or of another library, a rule in every policy of this process.
+
+    `op` is an overload, a packet, a name such as `"mylib::attention"`, or what `torch.library.custom_op` returned.
+    `Policy.with_rules` still goes over it. An operator with a dtype from `torch.library.register_autocast` needs no
+    call: regions respect it. Raises `TypeError` or `ValueError` for an unknown operator or rule.
+    """
+    value = checked_rule(rule, op)
+    for overload in overloads(getattr(op, "_opoverload", op), value):
+        _Registered.rules[overload] = value
+    _Registered.changes += 1
+
+
+def registered() -> Mapping[OpOverload, Rule]:
+    """The rules that `register_op` declared for this process."""
+    return _Registered.rules
+
+
+def register_changes() -> int:
+    """How often `register_op` has changed the rules of this process."""
+    return _Registered.changes
+
+
+def _names(overrides: Any) -> list[dict[str, str]]:
+    """The rules of each `with_rules` in plain words."""
+    return [{key_name(op): rule.value for op, rule in layer} for layer in overrides]
+
+
+def _text(layer: tuple[tuple[OpOverload, Rule], ...]) -> str:
+    """The rules of one `with_rules` in one line."""
+    return ",".join(f"{key_name(op)}={rule.value}" for op, rule in layer)
+
+
+@functools.lru_cache(maxsize=64)
+def _fold_layers(policy: Policy, changes: int) -> RuleTable:
+    """The table of a policy as of a number of `register_op` calls; equal policies share one."""
+    table = RuleTable()
+    for layer in policy._layers():
+        table.update(layer.rules)
+    return table
+
+
+_bases: dict[tuple[str, str], tuple[_Layer, ...]] = {}
+
+
+def _base_layers(base: str, device_type: str) -> tuple[_Layer, ...]:
+    """torch.amp's layer for a device and, under the default base, ampkit's on top; folded once."""
+    layers = _bases.get((base, device_type))
+    if layers is None:
+        layers = (_layer("torch", TORCH[device_type]),)
+        if base == "default":
+            layers += (_layer("default", DEFAULT_EXTRA[device_type]),)
+        _bases[base, device_type] = layers
+    return layers
+
+
+def _layer(name: str, groups: Iterable[Group]) -> _Layer:
+    groups = tuple(groups)
+    whys = {op: group.why for group in groups for op in fold((group,))}
+    return _Layer(name, fold(groups), whys)
+

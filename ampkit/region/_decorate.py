@@ -1,0 +1,122 @@
+"""Running a function's body inside a region: plain functions, generators, coroutines, asynchronous generators.
+
+A generator's body runs in pieces, between which its caller runs: the region is entered for each piece and left with
+it, so neither side sees the other's autocast state.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any
+
+from torch.nn import Module
+
+if TYPE_CHECKING:
+    from ampkit.region.autocast import autocast
+
+
+def in_region(region: autocast, func: Callable[..., Any]) -> Callable[..., Any]:
+    """`func` with its body run inside `region`. Raises `TypeError` for a class and for what cannot be called."""
+    name = type(region).__name__
+    if isinstance(func, type) or not callable(func):
+        got = f"the class {func.__name__}: decorate its forward" if isinstance(func, type) else type(func).__name__
+        raise TypeError(
+            f"{name}()(func) takes a function or method to decorate, got {got}. "
+            f"As a context manager: `with {name}(...):`"
+        )
+    kind = func if inspect.isroutine(func) or isinstance(func, functools.partial) else type(func).__call__
+    if inspect.isasyncgenfunction(kind):
+        wrapper = _async_generator(region, func)
+    elif inspect.iscoroutinefunction(kind):
+        wrapper = _coroutine(region, func)
+    elif inspect.isgeneratorfunction(kind):
+        wrapper = _generator(region, func)
+    else:
+        wrapper = _plain(region, func)
+    functools.update_wrapper(wrapper, func, updated=("__dict__",) if getattr(func, "__dict__", None) else ())
+    wrapper.__script_unsupported = "a function decorated with ampkit.autocast is not supported in script mode"
+    return wrapper
+
+
+def _plain(region: autocast, func: Callable[..., Any]) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        root = None
+        if region.policy is not None and region.policy.modules and args and isinstance(args[0], Module):
+            root = args[0]      # a module's own forward: its children's paths count from it
+        region.enter(root)      # not `with`: torch.compile follows no context manager that was made outside its trace
+        try:
+            return func(*args, **kwargs)
+        finally:
+            region.leave()
+
+    return wrapper
+
+
+def _generator(region: autocast, func: Callable[..., Any]) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return (yield from _stepped(region, func(*args, **kwargs)))
+
+    return wrapper
+
+
+def _coroutine(region: autocast, func: Callable[..., Any]) -> Any:
+    async def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return await _Stepped(region, func(*args, **kwargs))
+
+    return wrapper
+
+
+def _async_generator(region: autocast, func: Callable[..., Any]) -> Any:
+    async def wrapper(*args: Any, **kwargs: Any) -> Any:
+        agen = func(*args, **kwargs)
+        step = agen.__anext__()
+        while True:
+            try:
+                item = await _Stepped(region, step)
+            except StopAsyncIteration:
+                return
+            try:
+                sent = yield item
+            except GeneratorExit:
+                await _Stepped(region, agen.aclose())
+                raise
+            except BaseException as error:
+                step = agen.athrow(error)
+            else:
+                step = agen.asend(sent)
+
+    return wrapper
+
+
+class _Stepped:
+    """An awaitable whose every step runs inside a region."""
+
+    def __init__(self, region: autocast, awaitable: Any) -> None:
+        self.region = region
+        self.awaitable = awaitable
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return (yield from _stepped(self.region, self.awaitable.__await__()))
+
+
+def _stepped(region: autocast, generator: Any) -> Generator[Any, Any, Any]:
+    """`yield from generator`, with the region open only while the generator itself runs."""
+    resume: Callable[[], Any] = functools.partial(next, generator)
+    while True:
+        try:
+            with region:
+                item = resume()
+        except StopIteration as stop:
+            return stop.value
+        try:
+            sent = yield item
+        except GeneratorExit:
+            with region:
+                generator.close()
+            raise
+        except BaseException as error:
+            resume = functools.partial(generator.throw, error)
+        else:
+            resume = functools.partial(next, generator) if sent is None else functools.partial(generator.send, sent)

@@ -1,0 +1,125 @@
+"""What tells compiled code of one region from that of another: a mark in torch's own autocast state.
+
+A function that is compiled, and called inside a region, is traced with the region's casts. Dynamo runs its code again
+only while torch's autocast state is what it was: enabled or not and dtype, for each device type. Two regions that
+differ in policy alone would look the same to it, and to AOTAutograd's cache on disk. So a region whose policy is not
+torch.amp's list writes down which policy it is: as the autocast dtype of device types that torch still lists and
+that no build of torch can run, one dtype standing for one digit. Nothing is cast by that; torch's guards do the rest,
+in C++, at the price of two calls when a region is entered.
+
+A mark has room for about two thousand policies, so the cache on disk, which other processes share, is also given
+the policy in full, through `torch.compiler.config.cache_key_tag`, while Dynamo compiles.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+import threading
+from typing import Any
+
+import torch
+
+from ampkit.policy.policy import Policy, register_changes, registered
+
+_DEVICES = ("ipu", "maia")
+_DIGITS = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+
+Mark = tuple[tuple[str, torch.dtype], ...]
+
+_thread = threading.local()
+_marking = threading.Lock()
+_marks: dict[str, Mark] = {}
+_texts: dict[Mark, str] = {}
+
+
+class _Tags:
+    """The user's own cache tag while ours is in its place."""
+
+    found: str | None = None
+
+
+def mark_of(policies: tuple[tuple[str, Policy], ...]) -> Mark:
+    """The mark of a region with these policies: empty for torch.amp's own list, else unlike any other's here."""
+    return _mark_of(policies, register_changes())
+
+
+@functools.lru_cache(maxsize=64)     # every recompute of a checkpoint asks, and a policy's text may be long
+def _mark_of(policies: tuple[tuple[str, Policy], ...], changes: int) -> Mark:
+    """The mark as of a number of `register_op` calls."""
+    text = repr(policies)
+    if registered():
+        text += repr(sorted((op.name(), rule.value) for op, rule in registered().items()))
+    with _marking:
+        if text not in _marks:
+            mark = _short_mark(policies)
+            if mark is None:
+                mark = _free_mark(text)
+            _marks[text], _texts[mark] = mark, text
+        return _marks[text]
+
+
+def _short_mark(policies: tuple[tuple[str, Policy], ...]) -> Mark | None:
+    """No digit for torch.amp's list or none, one for ampkit's default; None for a policy that needs two."""
+    if not policies:
+        return ()
+    kind, policy = policies[0]
+    if registered() or len(policies) > 1 or policy.modules or policy.overrides:
+        return None
+    kinds = torch._C._autocast_supported_devices()
+    return () if policy.base == "torch" else ((_DEVICES[0], _DIGITS[kinds.index(kind)]),)
+
+
+def _free_mark(text: str) -> Mark:
+    """A mark that no other policy of this process has; the same in every process, unless another policy was first."""
+    room = len(_DIGITS) ** 2
+    if len(_texts) >= room:
+        _marks.clear()
+        _texts.clear()
+        _mark_of.cache_clear()
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()       # what was compiled under the old marks must not answer to the new ones
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
+    while True:
+        first, second = divmod(number % room, len(_DIGITS))
+        mark = ((_DEVICES[0], _DIGITS[first]), (_DEVICES[1], _DIGITS[second]))
+        if mark not in _texts:
+            return mark
+        number += 1
+
+
+def write(mark: Mark) -> Mark:
+    """Make `mark` the mark of this thread; returns the one it replaces."""
+    before: Mark = getattr(_thread, "mark", ())
+    if mark is not before and mark != before:
+        for device, _ in before:
+            torch.set_autocast_enabled(device, False)
+        for device, digit in mark:
+            torch.set_autocast_dtype(device, digit)
+            torch.set_autocast_enabled(device, True)
+        _thread.mark = mark
+    if mark:
+        _watch()
+    return before
+
+
+def _watch() -> None:
+    """Ask Dynamo, if it is there, to say when it begins and ends to compile. `torch._dynamo.reset` makes it forget."""
+    handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
+    if handler is not None and _tag not in handler.start_callbacks:     # None also while another thread imports it
+        handler.register_start_callback(_tag)
+        handler.register_end_callback(_untag)
+
+
+def _tag(_: Any) -> None:
+    mark: Mark = getattr(_thread, "mark", ())
+    if mark:
+        _Tags.found = torch.compiler.config.cache_key_tag
+        torch.compiler.config.cache_key_tag = _Tags.found + hashlib.sha256(_texts[mark].encode()).hexdigest()
+
+
+def _untag(_: Any) -> None:
+    if _Tags.found is not None:
+        torch.compiler.config.cache_key_tag = _Tags.found
+        _Tags.found = None

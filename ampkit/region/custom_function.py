@@ -1,0 +1,155 @@
+"""custom_fwd and custom_bwd: autocast inside a `torch.autograd.Function`.
+
+A function's backward may run anywhere: in another thread, in a region or outside. These decorators make it see the
+autocast state its forward saw. Unlike torch's, they also carry the policy, and work with `setup_context`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.autograd.function import Function
+
+from ampkit.policy.casting import cast_to
+from ampkit.policy.policy import Policy
+from ampkit.region import _lifted_mode
+from ampkit.region.autocast import autocast, device_kind
+
+__all__ = ["custom_bwd", "custom_fwd"]
+
+_thread = threading.local()
+
+
+def custom_fwd(
+    fwd: Callable[..., Any] | None = None,
+    *,
+    device_type: str | None = None,
+    cast_inputs: torch.dtype | None = None,
+) -> Callable[..., Any]:
+    """Decorator for the `forward` of an autograd function; `custom_bwd` on its `backward` goes with it.
+
+    Without `cast_inputs` the body runs in the ambient autocast state. With it, in a region, floating-point tensor
+    arguments on the device (float64 excepted, containers looked into) are cast to that dtype and the body runs with
+    autocast off; outside a region it changes nothing. `device_type` None is the current accelerator, else the CPU.
+    `forward` may take `ctx` or leave it to `setup_context`. Raises `ValueError` for a device type that is no string.
+    """
+    if fwd is None:
+        return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
+    kind = device_kind(device_type)
+
+    @functools.wraps(fwd)
+    def decorated(*args: Any, **kwargs: Any) -> Any:
+        enabled = torch.is_autocast_enabled(kind)
+        state = _State(kind, enabled and cast_inputs is None)
+        ctx: Any = args[0] if args and hasattr(args[0], "save_for_backward") else None
+        if ctx is not None:
+            ctx._ampkit_state = state
+        if cast_inputs is None or not enabled:
+            output = fwd(*args, **kwargs)
+        else:
+            with autocast(kind, enabled=False):
+                output = fwd(*_cast(args, kind, cast_inputs), **_cast(kwargs, kind, cast_inputs))
+        if ctx is None:     # only now: the body may have applied other functions
+            _await_setup_context(fwd, state)
+        return output
+
+    decorated._ampkit_wraps = fwd  # type: ignore[attr-defined]
+    return decorated
+
+
+def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None = None) -> Callable[..., Any]:
+    """Decorator for the `backward` of an autograd function: it runs in the autocast state its forward ran in.
+
+    That state goes over whatever region backward was called in. Raises `AttributeError` in backward if `forward` has
+    no `custom_fwd`, `ValueError` for a device type that is no string.
+    """
+    if bwd is None:
+        return functools.partial(custom_bwd, device_type=device_type)
+    kind = device_kind(device_type)
+
+    @functools.wraps(bwd)
+    def decorated(*args: Any, **kwargs: Any) -> Any:
+        state = getattr(args[0], "_ampkit_state", None)
+        if state is None:
+            raise AttributeError(
+                f"{bwd.__qualname__} has custom_bwd, but its forward did not run under custom_fwd; decorate both"
+            )
+        with state.region(kind):
+            return bwd(*args, **kwargs)
+
+    return decorated
+
+
+class _State:
+    """The autocast state of a forward: what its backward goes back to."""
+
+    __slots__ = ("dtype", "enabled", "policies")
+
+    def __init__(self, kind: str, enabled: bool) -> None:
+        mode = _lifted_mode.current()
+        self.enabled = enabled
+        self.dtype = torch.get_autocast_dtype(kind)
+        self.policies = {} if mode is None else dict(mode.policies)
+
+    def region(self, kind: str) -> autocast:
+        """A region in that state."""
+        policy = self.policies.get(kind) or Policy.torch(kind)      # or: forward ran in a region of torch's
+        region = autocast(kind, self.dtype, enabled=False, policy=policy)
+        region._enabled = self.enabled      # its forward ran so: there is nothing to check or to warn about
+        return region
+
+
+def _await_setup_context(fwd: Callable[..., Any], state: _State) -> None:
+    """Leave `state` for the `setup_context` that torch calls right after this forward, which gets the ctx."""
+    _thread.state = state
+    frame = sys._getframe(2)
+    while frame is not None:
+        cls = frame.f_locals.get("cls") or frame.f_locals.get("autograd_function")
+        if isinstance(cls, type) and issubclass(cls, Function) and _forward_is(cls, fwd):
+            if not hasattr(cls.setup_context, "_ampkit_wraps"):
+                cls.setup_context = staticmethod(_take_state(cls.setup_context))
+            return
+        frame = frame.f_back
+
+
+def _forward_is(cls: type[Function], fwd: Callable[..., Any]) -> bool:
+    return getattr(cls.forward, "_ampkit_wraps", None) is fwd
+
+
+def _take_state(setup_context: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(setup_context)
+    def decorated(ctx: Any, inputs: Any, output: Any) -> Any:
+        ctx._ampkit_state = _thread.state
+        return setup_context(ctx, inputs, output)
+
+    decorated._ampkit_wraps = setup_context  # type: ignore[attr-defined]
+    return decorated
+
+
+def _cast(value: Any, kind: str, dtype: torch.dtype) -> Any:
+    """Eligible tensors cast, containers rebuilt in their own type; strings, bytes, arrays and the rest untouched."""
+    if isinstance(value, torch.Tensor):
+        return cast_to(kind, dtype).tensor(value)
+    if isinstance(value, Mapping):
+        cast = {_cast(key, kind, dtype): _cast(item, kind, dtype) for key, item in value.items()}
+        return cast if type(value) is dict else _rebuilt(value, cast)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_cast(item, kind, dtype) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_cast(item, kind, dtype) for item in value)
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes)) and not hasattr(value, "__array__"):
+        return (_cast(item, kind, dtype) for item in value) if iter(value) is value else value
+    return value
+
+
+def _rebuilt(original: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+    """A mapping of the original's type; a plain dict where that type cannot be built from one."""
+    try:
+        return type(original)(items)  # type: ignore[call-arg]
+    except TypeError:
+        return items

@@ -1,0 +1,65 @@
+"""Ranks that must skip together: found_inf as one truth for all of them, and a check that their scales agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ampkit.scaler._devices import moved
+
+
+def combined(flags: Sequence[Tensor], device: torch.device) -> Tensor:
+    """One 0-d flag on `device` that is exactly 0.0 or 1.0: set when any of `flags` is nonzero, NaN included.
+    """
+    if len(flags) == 1 and flags[0].ndim == 0 and flags[0].device == device:
+        return flags[0]
+    return torch.stack([moved(flag.reshape(()), device) for flag in flags]).ne(0).any().float()
+
+
+def agree(found_inf: dict[torch.device, Tensor], groups: Sequence[Any], scale: Tensor) -> Tensor | None:
+    """Make every flag the maximum over all ranks of all groups, in place.
+
+    One small all-reduce per group carries the flag, the scale and its negative: the maxima of the latter two
+    differ in magnitude exactly when two ranks hold different scales. A rank without gradients takes part with
+    a clear flag.
+
+    Args:
+        found_inf: flags by device; gets one on `scale`'s device if it is empty.
+        groups: process groups, in the same order on every rank.
+        scale: this rank's scale, 0-d.
+
+    Returns:
+        None without groups, else `[lowest, highest]` scale among the ranks. Never syncs beyond the
+        collective.
+    """
+    if not groups:
+        return None
+    if not found_inf:
+        found_inf[scale.device] = torch.zeros((), dtype=torch.float32, device=scale.device)
+    flag = combined(list(found_inf.values()), scale.device)
+    message = torch.stack((flag, scale, -scale))
+    for group in groups:
+        dist.all_reduce(message, dist.ReduceOp.MAX, group=group)
+    for local in found_inf.values():
+        local.copy_(moved(message[0], local.device))
+    return torch.stack((-message[2], message[1]))
+
+
+def total(norm: Tensor, norm_type: float, groups: Sequence[Any]) -> Tensor:
+    """The norm of a vector whose parts lie on the ranks of `groups`, from the norm of this rank's part."""
+    if not groups:
+        return norm
+    if norm_type == float("inf"):
+        for group in groups:
+            dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
+        return norm
+    # float64: squares of float32 norms need not fit float32
+    powers = norm.double() if norm_type == 0 else norm.double() ** norm_type
+    for group in groups:
+        dist.all_reduce(powers, group=group)
+    return (powers if norm_type == 0 else powers ** (1.0 / norm_type)).to(norm.dtype)

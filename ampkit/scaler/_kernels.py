@@ -1,0 +1,91 @@
+"""The only door to `ampkit_kernels`; opened at first use, so that importing ampkit stays light.
+
+The lists handed over come from `ampkit.scaler.gradients.collect`, which has already validated them: on the CPU the
+reference functions are called directly, without the public functions' checks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IMPLS = ("auto", "triton", "reference")
+
+
+def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+    """`grads *= inv_scale`; sets `found_inf` to 1 where a value is not finite. One device; never syncs."""
+    _implementation(inv_scale).unscale_(grads, inv_scale, found_inf)
+
+
+def norm_and_check(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, norm_type: float = 2.0) -> Tensor:
+    """Norm of `grads * inv_scale`, gradients only read; sets `found_inf` as `unscale_` would. Never syncs."""
+    return _implementation(inv_scale).norm_and_check(grads, inv_scale, found_inf, norm_type)
+
+
+def multiply_(grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None) -> None:
+    """`grads *= factor`, unless the factor is 1 or `found_inf` is set. One device; never syncs."""
+    _implementation(factor).multiply_(grads, factor, found_inf)
+
+
+def nonfinite_counts(grads: Sequence[Tensor]) -> Tensor:
+    """Per tensor the number of inf and of NaN, int64 `[n, 2]`. One device; never syncs."""
+    return _implementation(grads[0]).nonfinite_counts(grads)
+
+
+def adamw_(*lists: Sequence[Tensor], **options: Any) -> None:
+    """One AdamW step over lists of tensors; see `ampkit_kernels.adamw_`. One device; never syncs."""
+    _modules()[1].adamw_(*lists, **options)
+
+
+def sgd_(*lists: Sequence[Tensor], **options: Any) -> None:
+    """One SGD step over lists of tensors; see `ampkit_kernels.sgd_`. One device; never syncs."""
+    _modules()[1].sgd_(*lists, **options)
+
+
+def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
+    """Copy with conversion between float dtypes. One device; never syncs."""
+    _modules()[1].cast_(sources, destinations)
+
+
+def unscale_into_(
+    sources: Sequence[Tensor],
+    destinations: Sequence[Tensor],
+    inv_scale: Tensor,
+    found_inf: Tensor,
+    *,
+    accumulate: bool = False,
+) -> None:
+    """`destinations = sources * inv_scale`, or `+=`; sets `found_inf` as `unscale_`. One device; never syncs.
+    """
+    _modules()[1].unscale_into_(sources, destinations, inv_scale, found_inf, accumulate=accumulate)
+
+
+def uses_triton(impl: str, device: torch.device) -> bool:
+    """Whether `impl` means the Triton kernels on this device; raises where it asks for what cannot run."""
+    return _modules()[1].uses_triton(impl, device)
+
+
+def why_not_triton(device: torch.device) -> str | None:
+    """None where the Triton kernels can run on this device, else the reason."""
+    return _modules()[1].why_not_triton(device)
+
+
+def _implementation(near: Tensor) -> Any:
+    return _modules()[0 if near.is_cpu else 1]
+
+
+@functools.cache
+def _modules() -> tuple[Any, Any]:
+    import ampkit_kernels
+    from ampkit_kernels import reference
+
+    return reference, ampkit_kernels
+
+
+def read_if_free(value: Tensor) -> float | None:
+    """The number in a one-element tensor if the host can see it without waiting for a device, else None."""
+    return value.numpy().item() if value.is_cpu else None

@@ -1,0 +1,141 @@
+"""Norms and clipping of gradients that are still scaled: read once, written once.
+
+`torch.nn.utils.clip_grad_norm_` after `unscale_` reads and writes every gradient twice and reads it once more
+for the norm. Here the norm of `gradient * inv_scale` comes from one read that also looks for inf and NaN, and
+one multiplication by `inv_scale * coefficient` unscales and clips. A power-of-two scale makes the two ways
+equal to the bit; otherwise the single rounding may differ from torch's two by one unit in the last place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ampkit.scaler import _agreement, _kernels
+from ampkit.scaler._devices import moved
+from ampkit.scaler.gradients import Gradients, parameters
+
+HOMOGENEOUS_ORDERS = (0.0, 1.0, 2.0, math.inf)
+"""Orders whose norm of scaled gradients, unscaled, is to the bit the norm of unscaled ones at powers of two.
+
+Powers of other orders are rounded otherwise, and those of scaled gradients overflow early: these want
+`unscale_` first.
+"""
+
+Part = tuple[list[Tensor], bool]
+"""Parameters, and whether they are to be clipped."""
+
+
+def parts(optimizer: torch.optim.Optimizer, groups: Sequence[int] | Literal["each"] | None) -> list[Part]:
+    """The optimizer's parameters, divided as `GradScaler.clip_grad_norm_` says under `groups`.
+
+    Raises:
+        IndexError: a number that is no parameter group's.
+        ValueError: another string than "each".
+    """
+    if groups is None:
+        return [(parameters(optimizer), True)]
+    everyone = range(len(optimizer.param_groups))
+    if isinstance(groups, str):
+        if groups != "each":
+            raise ValueError(f"groups is {groups!r}; expected None, 'each' or numbers of parameter groups")
+        return [(parameters(optimizer, [number]), True) for number in everyone]
+    others = [number for number in everyone if number not in groups]
+    divided = [(parameters(optimizer, groups), True)]
+    return [*divided, (parameters(optimizer, others), False)] if others else divided
+
+
+def clip_plain(parts: Sequence[Part], max_norm: float | Tensor, norm_type: float, *, each: bool) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_` by parts, for a disabled scaler."""
+    norms = [
+        torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)  # pyright: ignore[reportArgumentType]
+        for params, clips in parts
+        if clips
+    ]
+    return torch.stack(norms) if each else norms[0]
+
+
+def coefficient(norm: Tensor, max_norm: float | Tensor) -> Tensor:
+    """What to multiply gradients of this norm by, so that their norm is at most `max_norm`; torch's formula.
+    """
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def total_norm(
+    gradients: Gradients,
+    inv_scale: Tensor,
+    found_inf: Mapping[torch.device, Tensor],
+    norm_type: float,
+    across: Sequence[Any] = (),
+) -> Tensor:
+    """Norm of all gradients times `inv_scale`, as one vector, 0-d on `inv_scale`'s device. Gradients are only
+    read.
+
+    Args:
+        gradients: the gradients, still scaled.
+        inv_scale: the factor, 0-d float32.
+        found_inf: a flag for each device; set to 1 where a gradient is not finite.
+        norm_type: the order; inf gives the largest magnitude.
+        across: process groups over which the whole vector is spread, beside what DTensor gradients tell.
+
+    Returns:
+        float64 when a gradient is float64 or complex128, else float32. Never syncs.
+    """
+    if gradients.shards:
+        shard_of = {id(tensor): groups for groups, tensor in gradients.shards}
+        spread: dict[tuple[Any, ...], dict[torch.device, list[Tensor]]] = {}
+        for device, tensors in gradients.by_device.items():
+            for tensor in tensors:
+                spread.setdefault(shard_of.get(id(tensor), ()), {}).setdefault(device, []).append(tensor)
+    else:
+        spread = {(): gradients.by_device} if gradients.by_device else {}
+    parts = [
+        _agreement.total(_local_norm(by_device, inv_scale, found_inf, norm_type), norm_type, groups)
+        for groups, by_device in spread.items()
+    ]
+    norm = _joined(parts, norm_type) if parts else torch.zeros_like(inv_scale)
+    return _agreement.total(norm, norm_type, across)
+
+
+def _local_norm(
+    by_device: Mapping[torch.device, list[Tensor]],
+    inv_scale: Tensor,
+    found_inf: Mapping[torch.device, Tensor],
+    norm_type: float,
+) -> Tensor:
+    with torch.no_grad():
+        norms = [
+            _kernels.norm_and_check(grads, moved(inv_scale, device), found_inf[device], norm_type)
+            for device, grads in by_device.items()
+        ]
+    return _joined([moved(norm, inv_scale.device) for norm in norms], norm_type)
+
+
+def _joined(norms: Sequence[Tensor], norm_type: float) -> Tensor:
+    if len(norms) == 1:
+        return norms[0]
+    dtype = torch.float64 if any(norm.dtype is torch.float64 for norm in norms) else torch.float32
+    stacked = torch.stack([norm.to(dtype) for norm in norms])
+    return stacked.sum() if norm_type == 0 else torch.linalg.vector_norm(stacked, norm_type)
+
+
+def multiply_(gradients: Gradients, factor: Tensor, found_inf: Mapping[torch.device, Tensor]) -> None:
+    """Multiply every gradient by a 0-d factor, unless the factor is 1 or its device's flag is set. Never
+    syncs.
+    """
+    factor = factor.float()
+    with torch.no_grad():
+        for device, tensors in gradients.by_device.items():
+            _kernels.multiply_(tensors, moved(factor, device), found_inf.get(device))
+
+
+def clamp_(gradients: Gradients, clip_value: float) -> None:
+    """Limit every element to `[-clip_value, clip_value]`; complex gradients by part. Never syncs."""
+    with torch.no_grad():
+        for tensors in gradients.by_device.values():
+            torch._foreach_clamp_min_(tensors, -clip_value)
+            torch._foreach_clamp_max_(tensors, clip_value)

@@ -1,0 +1,1 @@
+"""Whole-model precision: Apex's levels, master weights, half-precision inference."""

@@ -1,0 +1,86 @@
+"""Gradients of one optimizer around a scaled backward, where some may have been unscaled before.
+
+Each backward under a loss scale must meet empty `.grad`s, or scaled values would be added to unscaled ones.
+`hold` sets aside what is there, `settle` unscales what has come, in master weights where there are any, and
+adds what was set aside.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampkit.scaler import _kernels
+from ampkit.scaler._devices import moved
+from ampkit.scaler.gradients import collect, summed_duplicates
+from ampkit.whole_model.master_weights import MasterWeights
+
+
+class GradientFlow:
+    """The gradients of an optimizer, with or without master weights."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, masters: MasterWeights | None = None) -> None:
+        self.optimizer = optimizer
+        self.masters = masters
+        self._held: dict[Tensor, Tensor] = {}
+
+    def params(self) -> list[Tensor]:
+        """Every tensor in the optimizer's groups: masters where there are any."""
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
+
+    def own_params(self) -> list[Tensor]:
+        """The optimizer's parameters that backward itself fills: all but masters."""
+        if self.masters is None:
+            return self.params()
+        masters = {id(master) for master in self.masters.masters()}
+        return [param for param in self.params() if id(param) not in masters]
+
+    def arrived(self) -> bool:
+        """Whether backward has left a gradient that has not been settled, or that nothing was scaled for."""
+        halves = [] if self.masters is None else self.masters.halves()
+        return any(param.grad is not None for param in (*self.own_params(), *halves))
+
+    def hold(self) -> None:
+        """Set aside the unscaled gradients, so that backward starts from none."""
+        for param in self.own_params():
+            if param.grad is not None:
+                self._held[param] = param.grad
+                param.grad = None
+
+    def restore(self) -> None:
+        """Forget what backward has left, and put back what was set aside."""
+        for param in (*self.own_params(), *([] if self.masters is None else self.masters.halves())):
+            param.grad = self._held.pop(param, None)
+
+    def forget(self) -> None:
+        """Forget what was set aside."""
+        self._held.clear()
+
+    @torch.no_grad()
+    def settle(self, inv_scale: Tensor) -> tuple[dict[torch.device, Tensor], list[Any]]:
+        """Multiply what backward has left by `inv_scale`, check it, and add what was set aside.
+
+        Returns:
+            Flags by device, 1 where a gradient was not finite, and the process groups that must agree on
+            them. Never syncs.
+        """
+        found: dict[torch.device, Tensor] = {}
+        groups: list[Any] = []
+        if self.masters is not None:
+            self.masters.take_gradients_(inv_scale, found)
+            groups += collect(self.masters.masters()).groups
+        gradients = collect(self.own_params())
+        groups += gradients.groups
+        for device, tensors in gradients.by_device.items():
+            if device not in found:
+                found[device] = torch.zeros((), dtype=torch.float32, device=device)
+            _kernels.unscale_(tensors, moved(inv_scale, device), found[device])
+        for values in summed_duplicates(gradients.duplicated):
+            one = torch.ones((), device=values.device)
+            _kernels.norm_and_check([values], one, found[values.device])
+        for param, held in self._held.items():
+            param.grad = held if param.grad is None else held + param.grad
+        self._held.clear()
+        return found, list(dict.fromkeys(groups))

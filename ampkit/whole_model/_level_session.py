@@ -1,0 +1,169 @@
+"""What one `initialize` has set up, and what happens at each backward and step under it.
+
+Steps are reached by the public hooks of `torch.optim.Optimizer`. A step whose gradients are not finite runs
+with all of them hidden, in which no optimizer of torch changes anything; amp-aware optimizers get the flag
+instead and skip on the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ampkit.scaler import _closures, _handoff
+from ampkit.whole_model._gradient_flow import GradientFlow
+from ampkit.whole_model._level_options import LevelOptions
+from ampkit.whole_model._level_scaler import LevelScaler, either
+from ampkit.whole_model.master_weights import MasterWeights
+
+_OUTSIDE = "call backward inside `with ampkit.scale_loss(loss, optimizer) as scaled: scaled.backward()`"
+
+
+class Session:
+    """One call of `initialize`: its options, its loss scales, and where each optimizer stands."""
+
+    def __init__(self, options: LevelOptions | None, device_type: str, verbosity: int) -> None:
+        self.options = options
+        self.verbosity = verbosity
+        self.scalers: list[LevelScaler] = []
+        # The optimizer's hooks keep its state alive: a session that did would keep the optimizer alive as well.
+        self._states: weakref.WeakValueDictionary[int, OptimizerState] = weakref.WeakValueDictionary()
+        if options is not None and options.loss_scale is not None:
+            self.scalers = [
+                LevelScaler(device_type, loss_scale=options.loss_scale) for _ in range(options.num_losses)
+            ]
+            for scaler in self.scalers:
+                scaler.allow_fp16 = True
+
+    @property
+    def scales(self) -> bool:
+        """Whether losses and gradients are touched at all."""
+        return bool(self.scalers)
+
+    def follow(self, optimizer: Optimizer, *, master_values: Mapping[Tensor, Tensor] | None) -> MasterWeights | None:
+        """Take part in this optimizer's steps from now on, with masters if there are values for them."""
+        state = self._states[id(optimizer)] = OptimizerState(optimizer, self)
+        # Before the masters' hooks: a step that is refused has not moved any gradient.
+        optimizer.register_step_pre_hook(state.before_step)
+        optimizer.register_step_post_hook(state.after_step)
+        if master_values is not None:
+            state.flow.masters = MasterWeights(optimizer, values=master_values)
+        return state.flow.masters
+
+    def state(self, optimizer: Optimizer) -> OptimizerState:
+        """Where an optimizer stands."""
+        return self._states[id(optimizer)]
+
+    def scaler(self, loss_id: Any) -> LevelScaler:
+        """The scale of a loss. Raises `IndexError` for one that there is not."""
+        if isinstance(loss_id, bool) or not isinstance(loss_id, int) or not 0 <= loss_id < len(self.scalers):
+            raise IndexError(
+                f"loss_id is {loss_id!r}, and there are scales for {len(self.scalers)} losses; expected 0 to "
+                f"{len(self.scalers) - 1}: pass num_losses to initialize"
+            )
+        return self.scalers[loss_id]
+
+    def settle(self, optimizers: Sequence[Optimizer], scaler: LevelScaler) -> None:
+        """After a backward: unscale what it has left at these optimizers, and move the scale on."""
+        states = [self.state(optimizer) for optimizer in optimizers]
+        for state, flag in zip(states, scaler.settle([state.flow for state in states]), strict=True):
+            state.flag = either(state.flag, flag)
+            state.scaler = scaler
+            state.settled = True
+            state.delayed = None
+
+
+class OptimizerState:
+    """Where one optimizer stands between backward and step."""
+
+    def __init__(self, optimizer: Optimizer, session: Session) -> None:
+        self.flow = GradientFlow(optimizer)
+        self.scales = session.scales
+        self.verbosity = session.verbosity
+        self.flag: Tensor | None = None
+        self.scaler: LevelScaler | None = None
+        self.settled = False
+        self.delayed: tuple[LevelScaler, int] | None = None     # whose scale, and which of its scales
+        self._hidden: list[tuple[Tensor, Tensor]] = []
+        self._handed_over = contextlib.ExitStack()
+
+    def begin_backward(self, scaler: LevelScaler, *, delay_unscale: bool) -> None:
+        """Before a backward under `scaler`.
+
+        Raises:
+            RuntimeError: gradients under another scale, or none, are waiting. Nothing has changed then.
+        """
+        if self.delayed is not None and self.flow.arrived():
+            if self.delayed != (scaler, scaler.updates):
+                raise RuntimeError(
+                    "gradients of a backward with delay_unscale=True are waiting under another loss scale; end the "
+                    "accumulation with the same loss_id before any other loss, and step, or leave delay_unscale out: "
+                    "gradients are then unscaled and added after each backward"
+                )
+            return
+        self.delayed = None
+        if delay_unscale and self.flow.arrived():
+            raise RuntimeError(
+                "delay_unscale=True after a backward whose gradients are unscaled already; delay every backward of "
+                "an accumulation but the last, or none, and call zero_grad() after each step"
+            )
+        self.flow.hold()
+
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Optimizer hook: refuse a step that cannot be right, and hide gradients that are not finite."""
+        self._handed_over.close()       # left over if the last step raised
+        if not self.scales:
+            return
+        if _closures.take(args[1:], kwargs) is not None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step got a closure, whose backward the level cannot see; use "
+                f"ampkit.region.autocast with GradScaler.step(optimizer, closure), or FP16Optimizer.step(closure)"
+            )
+        self._check_ready(optimizer)
+        flag, scaler = self.flag, self.scaler
+        self.flag, self.settled = None, False
+        if flag is None or scaler is None:
+            return
+        if _handoff.is_amp_aware(optimizer):
+            self._handed_over.enter_context(_handoff.attributes(optimizer, grad_scale=None, found_inf=flag))
+            self._handed_over.enter_context(_handoff.sound_first_momentum(optimizer, flag))
+            scaler.note_step(optimizer, flag, skipped=None)
+            return
+        skip = bool(flag != 0)
+        scaler.note_step(optimizer, flag, skipped=skip)
+        if skip:
+            self._hide(scaler)
+
+    def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Optimizer hook: put back what was hidden."""
+        self._handed_over.close()
+        masters = set() if self.flow.masters is None else {id(m) for m in self.flow.masters.masters()}
+        for param, grad in self._hidden:
+            if id(param) not in masters:
+                param.grad = grad
+        self._hidden.clear()
+
+    def _check_ready(self, optimizer: Any) -> None:
+        name = type(optimizer).__name__
+        if self.delayed is not None and self.flow.arrived():
+            raise RuntimeError(
+                f"{name}.step() while gradients of a backward with delay_unscale=True are still scaled; leave "
+                f"delay_unscale out for the last backward before a step"
+            )
+        if self.settled:
+            return
+        if not self.flow.arrived():
+            raise RuntimeError(f"{name}.step() without a backward since the last step; {_OUTSIDE}")
+        raise RuntimeError(f"{name}.step() on gradients that did not come through scale_loss; {_OUTSIDE}")
+
+    def _hide(self, scaler: LevelScaler) -> None:
+        self._hidden = [(param, param.grad) for param in self.flow.params() if param.grad is not None]
+        for param, _ in self._hidden:
+            param.grad = None
+        if self.verbosity > 0:
+            print(f"ampkit: gradients overflowed, step skipped; the loss scale is {scaler.get_scale():g} now")

@@ -1,0 +1,292 @@
+"""FP16Optimizer: an optimizer with master weights and a loss scale inside, for scripts written around one.
+
+The interface of Apex's FP16_Optimizer, which BERT-era scripts carry: `optimizer.backward(loss)` in place of
+`loss.backward()`, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampkit.scaler import _closures, clipping
+from ampkit.scaler.gradients import collect
+from ampkit.scaler.loss_scale import LARGEST_SCALE, DynamicLossScale, LossScale, StaticLossScale
+from ampkit.whole_model._gradient_flow import GradientFlow
+from ampkit.whole_model._level_scaler import LevelScaler, either
+from ampkit.whole_model.master_weights import MasterWeights
+
+__all__ = ["FP16Optimizer"]
+
+_ATTEMPTS = 100
+_DYNAMIC_NAMES = {"init_scale": "init_scale", "scale_factor": "growth_factor", "scale_window": "growth_interval"}
+
+
+class FP16Optimizer(torch.optim.Optimizer):
+    """Wraps an optimizer of a float16 or bfloat16 model: float32 master weights and loss scaling in one object.
+
+    ::
+
+        model.half()
+        optimizer = FP16Optimizer(torch.optim.AdamW(groups), static_loss_scale=args.loss_scale)  # 0: dynamic
+        for batch in data:
+            optimizer.zero_grad()
+            optimizer.backward(model(batch))
+            optimizer.clip_master_grads(1.0)
+            optimizer.step()
+
+    Learning-rate schedulers and code that reads or writes `param_groups` take it for the optimizer it wraps.
+    Use that one no more by itself.
+
+    Args:
+        optimizer: a `torch.optim.Optimizer` over the model's parameters, in any groups; `ampkit.optim` writes
+            masters and halves in one launch.
+        static_loss_scale: the scale; 0 is dynamic, as `--loss_scale 0` means in those scripts.
+        dynamic_loss_scale: True: the scale halves on overflow and doubles after 1,000 steps without, from 2**32
+            down, as Apex's.
+        dynamic_loss_args: `init_scale`, `scale_factor` and `scale_window` of the dynamic scale, or the fields of
+            `DynamicLossScale` by their names.
+        verbose: print a line for each skipped step.
+
+    Raises:
+        TypeError: not an optimizer, or unknown `dynamic_loss_args`. ValueError: a scale below 0 or not finite.
+        RuntimeError: the optimizer has master weights already.
+
+    `step` reads one flag from the device unless the optimizer skips there by itself (`ampkit.optim`,
+    `fused=True`).
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: Mapping[str, Any] | None = None,
+        verbose: bool = False,
+    ) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, FP16Optimizer):
+            raise TypeError(f"FP16Optimizer wraps a plain torch.optim.Optimizer, got {type(optimizer).__name__}")
+        dynamic = dynamic_loss_scale or static_loss_scale == 0
+        if dynamic_loss_args and not dynamic:
+            raise ValueError("dynamic_loss_args were given for a static scale; pass dynamic_loss_scale=True with them")
+        rule: LossScale = _dynamic(dynamic_loss_args or {}) if dynamic else StaticLossScale(float(static_loss_scale))
+        # The constructor of Optimizer is not run: groups, state and defaults are the wrapped optimizer's.
+        self.optimizer = optimizer
+        self.masters = MasterWeights(optimizer)
+        self.verbose = verbose
+        self.scaler = LevelScaler(_device_type(optimizer), loss_scale=rule, allow_fp16=True)
+        self._flow = GradientFlow(optimizer, self.masters)
+        self._flag: Tensor | None = None
+        self._scaled = False        # a backward has left scaled gradients
+        self._settled = False       # gradients are in the masters, unscaled
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimizer's parameter groups, with masters in the place of half parameters."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The wrapped optimizer's state."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimizer's defaults."""
+        return self.optimizer.defaults
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale; may be set. Reads the device."""
+        return self.scaler.get_scale()
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        state = self.scaler.state_dict()
+        if isinstance(self.scaler.loss_scale, DynamicLossScale):
+            self.scaler.load_state_dict({**state, "scale": float(value)})
+            return
+        rule = {"kind": "static", "scale": float(value)}
+        own = {**state["ampkit"], "loss_scale": rule}
+        self.scaler.load_state_dict({**state, "scale": float(value), "ampkit": own})
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the gradients now in the masters, or those of the last step, were not finite. Reads the device."""
+        return self._flag is not None and bool(self._flag != 0)
+
+    def __repr__(self) -> str:
+        return f"FP16Optimizer({self.optimizer!r}, {self.scaler.loss_scale})"
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else, hooks included, is the wrapped optimizer's."""
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("an FP16Optimizer cannot be pickled or copied; save state_dict() and load it into a new one")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of masters and model."""
+        self.optimizer.zero_grad(set_to_none)
+        self._flow.forget()
+        self._scaled = self._settled = False
+
+    def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
+        """Backward from `loss` times the scale; then gradients are in the masters, unscaled and checked.
+
+        Several calls before a step add up. With `update_master_grads` False the gradients stay in the model,
+        scaled, until a later backward, or `update_master_grads()`. Never syncs.
+
+        Raises:
+            TypeError: `loss` is no tensor.
+        """
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"backward takes the loss tensor, got {type(loss).__name__}; pass it before .item()")
+        if not self._scaled:
+            self._flow.hold()
+        try:
+            self.scaler.scale(loss.float()).backward(retain_graph=retain_graph)
+        except BaseException:
+            if not self._scaled:
+                self._flow.restore()
+            raise
+        self._scaled = True
+        if update_master_grads:
+            self.update_master_grads()
+
+    def update_master_grads(self) -> None:
+        """Take the gradients that `backward(..., update_master_grads=False)` has left in the model.
+
+        Raises:
+            RuntimeError: there are none.
+        """
+        if not self._scaled:
+            raise RuntimeError("no scaled gradients to take; call optimizer.backward(loss) before, not loss.backward()")
+        flag = self.scaler.take(self._flow)
+        self._flag = either(self._flag, flag) if self._settled else flag
+        self._scaled, self._settled = False, True
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Limit the norm of all unscaled gradients together; returns the norm before. Never syncs.
+
+        Where it is not finite nothing is multiplied: the step will be skipped.
+
+        Raises:
+            RuntimeError: no backward since the last step.
+        """
+        self._require_settled("clip_master_grads")
+        gradients = collect(self._flow.params(), coalesce=True)
+        found = {device: torch.zeros((), device=device) for device in gradients.by_device}
+        one = torch.ones((), device=next(iter(found), torch.device("cpu")))
+        norm = clipping.total_norm(gradients, one, found, float(norm_type))
+        clipping.multiply_(gradients, clipping.coefficient(norm, max_norm), found)
+        return norm
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Step the masters and write the model's half weights, unless a gradient was not finite; move the scale.
+
+        A `closure` calls `optimizer.zero_grad()` and `optimizer.backward(loss)` and returns the loss; while it
+        overflows, the scale is lowered and it is called again.
+
+        Returns:
+            What the wrapped optimizer returned; None for a skipped step.
+
+        Raises:
+            RuntimeError: no backward since the last step, gradients left scaled, or a closure that overflows at
+                every scale.
+        """
+        if closure is not None:
+            return self._step_with_closure(closure)
+        if self._scaled:
+            raise RuntimeError("step() while gradients are still scaled; call optimizer.update_master_grads() first")
+        self._require_settled("step")
+        self._settled = False
+        result = self.scaler.step_settled(self.optimizer, self._flag)
+        self.scaler.update()
+        self.masters.drop_gradients()       # where the step was skipped they are still there
+        if self.verbose and self.overflow:
+            print(f"ampkit: gradients overflowed, step skipped; the loss scale is {self.loss_scale:g} now")
+        return result
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the wrapped optimizer; its half parameters get masters in the next step."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """Scale, optimizer and masters, all in float32; resumes bit for bit. Reads the device."""
+        return {
+            "loss_scaler": self.scaler.state_dict(),
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            "fp32_from_fp16": self.masters.state_dict()["masters"],
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Load what `state_dict` returned, and write the model's half parameters from the masters.
+
+        Raises:
+            KeyError: missing entries. ValueError: masters of another model. Nothing has been loaded then.
+        """
+        missing = {"loss_scaler", "optimizer_state_dict", "fp32_from_fp16"} - set(state_dict)
+        if missing:
+            raise KeyError(f"not a state dict of FP16Optimizer: {sorted(missing)} missing, got {sorted(state_dict)}")
+        self.masters.load_state_dict({"masters": state_dict["fp32_from_fp16"]})
+        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+        self.scaler.load_state_dict(state_dict["loss_scaler"])
+
+    def _require_settled(self, name: str) -> None:
+        if not self._settled:
+            raise RuntimeError(
+                f"{name}() without a backward since the last step; call optimizer.backward(loss), not loss.backward()"
+            )
+
+    def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
+        def evaluate() -> Any:
+            for _ in range(_ATTEMPTS):
+                loss = closure()
+                self._require_settled("step(closure)")
+                if not self.overflow:
+                    return loss
+                self.scaler.update()
+                self.zero_grad()
+            raise RuntimeError(
+                f"the closure's gradients overflow at every loss scale down to {self.loss_scale:g}; the loss itself is "
+                f"not finite, or the static scale too large"
+            )
+
+        self._settled = False
+        snapshot = _closures.Snapshot(self.optimizer)
+        try:
+            result = self.optimizer.step(evaluate)
+        except BaseException:
+            snapshot.restore()
+            self.masters.write_back_()
+            raise
+        if self._flag is not None:
+            self.scaler.note_step(self.optimizer, self._flag, skipped=False)
+        self.scaler.update()
+        self._settled = False
+        return result
+
+
+def _dynamic(args: Mapping[str, Any]) -> DynamicLossScale:
+    # Apex's numbers: a first scale that is surely too large, found out in the first steps.
+    known = {"init_scale": 2.0**32, "growth_interval": 1000, "max_scale": LARGEST_SCALE}
+    given = {_DYNAMIC_NAMES.get(name, name): value for name, value in args.items()}
+    unknown = sorted(set(given) - set(DynamicLossScale.__dataclass_fields__))
+    if unknown:
+        raise TypeError(
+            f"dynamic_loss_args has {unknown}; expected {sorted(_DYNAMIC_NAMES)} or fields of DynamicLossScale"
+        )
+    return DynamicLossScale(**{**known, **given})
+
+
+def _device_type(optimizer: torch.optim.Optimizer) -> str:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            return param.device.type
+    return "cpu"

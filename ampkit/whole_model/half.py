@@ -1,0 +1,226 @@
+"""half: a model converted to float16 or bfloat16, which still takes the inputs it took before.
+
+`module.half()` converts numbers and stops there: the caller has to cast every input, batch norms lose the
+range of their statistics, a mask of -1e9 turns into -inf. Here the model casts what comes in, chosen modules
+stay in float32 with casts around them, and parameters that do not fit are found before anything changes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Module
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from ampkit.policy._module_rules import ModuleRules
+from ampkit.whole_model._boundary import Boundary, put_boundary, refuse_bounded
+from ampkit.whole_model.tree_cast import REAL_FLOATS, cast, cast_tree
+
+__all__ = ["BATCH_NORMS", "NORMS", "half"]
+
+M = TypeVar("M", bound=Module)
+Keep = Iterable[type[Module] | Module | str]
+
+BATCH_NORMS: tuple[type[Module], ...] = (_BatchNorm,)
+"""Norms with running statistics: a variance above 65504 does not fit float16. Their kernels take half inputs
+beside float32 weights, so that keeping them costs nothing."""
+
+NORMS: tuple[type[Module], ...] = (
+    _BatchNorm,
+    _InstanceNorm,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+    nn.LocalResponseNorm,
+)
+"""Every normalisation that torch has. Others than batch norms get inputs cast up and outputs cast back."""
+
+HALVES = (torch.float16, torch.bfloat16)
+_MIXED_BATCH_NORM_DEVICES = ("cpu", "cuda")
+
+
+def half(
+    model: M,
+    dtype: torch.dtype = torch.float16,
+    keep_fp32: Keep | str = BATCH_NORMS,
+    cast_outputs: torch.dtype | None = None,
+    *,
+    in_place: bool = False,
+    in_region: bool = False,
+) -> M:
+    """`model` with its floating-point parameters and buffers in `dtype`, casting its inputs as they come in.
+
+    The model is called as before, with float32 (or float64) tensors anywhere in lists, tuples, mappings and
+    dataclasses, positional or by keyword; integers and bools pass untouched. Tensors that its forward makes
+    from others (`x.new_zeros`, `torch.zeros_like(x)`) are in `dtype` then; for those made from nothing
+    (`torch.zeros(n)`) there is `in_region`.
+
+    Args:
+        model: converted by copy. Buffers too large for `dtype`, such as masks of -1e9, are set to its largest
+            finite value; parameters too large are an error.
+        dtype: torch.float16 or torch.bfloat16.
+        keep_fp32: what stays in float32, with its inputs cast up and its outputs cast back: module classes,
+            modules, or path patterns as `Policy.for_modules` takes them ("blocks.*.norm").
+            `ampkit.whole_model.half.NORMS` names every norm.
+        cast_outputs: a dtype for floating-point outputs; None leaves them in `dtype`.
+        in_place: convert `model` itself rather than a copy.
+        in_region: run forward in an `ampkit.autocast` region of `dtype`, in which float32 tensors that meet
+            half weights are cast, and softmax and losses are computed in float32.
+
+    Returns:
+        The converted model. Parameters keep their identity and ties when `in_place`.
+
+    Raises:
+        TypeError: not a module, or a `keep_fp32` entry of another kind.
+        ValueError: another dtype; a pattern that names no module; a parameter that does not fit `dtype`, or is
+            tied between a kept module and another. Nothing has been changed then.
+        RuntimeError: the model is converted already.
+
+    Waits for the device while converting, never in forward.
+
+    >>> model = half(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), torch.bfloat16)
+    >>> model(torch.ones(2, 4)).dtype, model[1].running_var.dtype
+    (torch.bfloat16, torch.float32)
+    """
+    _check(model, dtype, cast_outputs)
+    keep = (keep_fp32,) if isinstance(keep_fp32, str) else tuple(keep_fp32)
+    plan = HalfPlan(model, dtype, keep)
+    if not in_place:
+        twin = copy.deepcopy(model)
+        plan = HalfPlan(twin, dtype, plan.keep_in(twin))
+        model = twin
+    plan.carry_out()
+    return put_boundary(model, Boundary(dtype, cast_outputs, dtype if in_region else None))
+
+
+class HalfPlan:
+    """Which modules of a model are converted and which kept, settled and checked before any is touched."""
+
+    def __init__(self, model: Module, dtype: torch.dtype, keep: tuple[Any, ...]) -> None:
+        self.model = model
+        self.dtype = dtype
+        self.keep = keep
+        self.kept: dict[Module, str] = {}
+        self.outermost: list[Module] = []
+        _check_keys(keep)
+        used: set[int] = set()
+        for path, module in model.named_modules():
+            meant_by = [index for index, key in enumerate(keep) if _means(key, module, path)]
+            used.update(meant_by)
+            if meant_by and module not in self.kept:
+                self.outermost.append(module)
+                self.kept.update((inner, name) for name, inner in module.named_modules(prefix=path))
+        for index, key in enumerate(keep):
+            if index not in used and not isinstance(key, type):
+                raise ValueError(_unused(model, key))
+        self.converted = {module: path for path, module in model.named_modules() if module not in self.kept}
+        self._check_parameters()
+
+    def keep_in(self, twin: Module) -> tuple[Any, ...]:
+        """`keep`, with modules of this model replaced by those of its copy."""
+        paths = {module: path for path, module in self.model.named_modules()}
+        return tuple(twin.get_submodule(paths[key]) if isinstance(key, Module) else key for key in self.keep)
+
+    def carry_out(self) -> None:
+        """Convert, and put casts around what is kept."""
+        for module in self.converted:
+            module._apply(self._convert, recurse=False)
+        for module in self.kept:
+            module._apply(lambda tensor: cast(tensor, torch.float32), recurse=False)
+        for module in self.outermost:
+            _Kept(self.dtype).attach(module)
+
+    def _convert(self, tensor: Tensor) -> Tensor:
+        converted = cast(tensor, self.dtype)
+        if converted is tensor or tensor.is_meta:
+            return converted
+        # Only what rounding took to infinity is brought back: an infinity that was there stays.
+        grew = torch.isinf(converted) & torch.isfinite(tensor)
+        return torch.where(grew, torch.sign(converted) * torch.finfo(self.dtype).max, converted)
+
+    def _check_parameters(self) -> None:
+        owners: dict[int, str] = {}
+        for module, path in self.converted.items():
+            for name, param in module.named_parameters(prefix=path, recurse=False):
+                owners[id(param)] = name
+                self._check_range(name, param)
+        for module, path in self.kept.items():
+            for name, param in module.named_parameters(prefix=path, recurse=False):
+                if id(param) in owners:
+                    raise ValueError(
+                        f"parameters {name} and {owners[id(param)]} are one tensor, and only one of them would "
+                        f"stay in float32; name both their modules in keep_fp32, or neither"
+                    )
+
+    def _check_range(self, name: str, param: Tensor) -> None:
+        local: Tensor = getattr(param, "_local_tensor", param).detach()     # a DTensor's own part
+        if local.is_meta or local.dtype not in REAL_FLOATS or local.dtype is self.dtype or not local.numel():
+            return
+        largest = local.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max()
+        if torch.isinf(largest.to(self.dtype)):
+            raise ValueError(
+                f"parameter {name} holds {float(largest):.4g}, and {self.dtype} ends at "
+                f"{torch.finfo(self.dtype).max:.4g}; keep its module in float32 with keep_fp32, or use bfloat16"
+            )
+
+
+class _Kept:
+    """The hooks on a float32 module inside a half model; they hold no state, and copies share them."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def attach(self, module: Module) -> None:
+        """Compute `module` in float32, and hand on what it returns in the model's dtype."""
+        module.register_forward_pre_hook(self.cast_up, with_kwargs=True)
+        module.register_forward_hook(self.cast_back)
+
+    def cast_up(self, module: Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """Forward pre-hook."""
+        if isinstance(module, _BatchNorm) and args and args[0].device.type in _MIXED_BATCH_NORM_DEVICES:
+            return None
+        return cast_tree(args, torch.float32), cast_tree(kwargs, torch.float32)
+
+    def cast_back(self, module: Module, args: Any, output: Any) -> Any:
+        """Forward hook."""
+        return cast_tree(output, self.dtype)
+
+
+def _means(key: Any, module: Module, path: str) -> bool:
+    if isinstance(key, str):
+        return ModuleRules(((key, torch.float32),)).find(module, path) is not None
+    return isinstance(module, key) if isinstance(key, type) else module is key
+
+
+def _check_keys(keep: tuple[Any, ...]) -> None:
+    for key in keep:
+        is_class = isinstance(key, type) and issubclass(key, Module)
+        if not isinstance(key, str | Module) and not is_class:
+            raise TypeError(
+                f"keep_fp32 holds {key!r}; expected module classes, modules or path patterns like 'blocks.*.norm'"
+            )
+
+
+def _unused(model: Module, key: Any) -> str:
+    if isinstance(key, Module):
+        return f"keep_fp32 holds a {type(key).__name__} that is no part of this {type(model).__name__}"
+    names = [path for path, _ in model.named_modules() if path]
+    return (
+        f"keep_fp32 pattern {key!r} names no module of this {type(model).__name__}; its modules are "
+        f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+    )
+
+
+def _check(model: Any, dtype: Any, cast_outputs: Any) -> None:
+    if not isinstance(model, Module):
+        raise TypeError(f"half takes an nn.Module, got {type(model).__name__}")
+    if dtype not in HALVES:
+        raise ValueError(f"dtype is {dtype!r}; expected torch.float16 or torch.bfloat16")
+    if cast_outputs is not None and cast_outputs not in REAL_FLOATS:
+        raise ValueError(f"cast_outputs is {cast_outputs!r}; expected a dtype such as torch.float32, or None")
+    refuse_bounded(model)
