@@ -47,7 +47,8 @@ def measure(case: Case, device: torch.device, *, effort: float = 1.0, clocks: Cl
     work = case.work()
     row: Row = {
         "family": case.family, "name": case.name, "base": case.base, "device": device.type,
-        "rounds": len(samples[case.base]), "calls": calls, "other_cores": others.cores,
+        "rounds": len(samples[case.base]), "calls": calls,
+        "other_cores": others.cores if case.in_process else None,
         "size": case.size, "size_name": case.size_name, "work": None if work is None else asdict(work),
         "sides": {
             name: {**_times(samples[name], samples[case.base], case.in_process), "facts": side.facts()}

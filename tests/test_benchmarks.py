@@ -428,7 +428,9 @@ def test_a_row_says_what_was_found():
     assert row["aims"] == [{"side": AMPKIT, "limit": 0.4, "base": TORCH, "ratio": half}]
     assert row["work"] == {"flops": 1e9, "bytes": 1e9, "model": "made up"}
     elsewhere, clocks = sleepy_case(seconds=20.0, in_process=False)
-    assert measure.measure(elsewhere, CPU, clocks=clocks)["sides"][AMPKIT]["cpu_ratio"] is None
+    found = measure.measure(elsewhere, CPU, clocks=clocks)
+    assert found["sides"][AMPKIT]["cpu_ratio"] is None
+    assert found["other_cores"] is None
     with pytest.raises(ValueError, match=r"compared with 'nobody', which is none of torch\.amp, ampkit"):
         measure.measure(sleepy_case(base="nobody")[0], CPU, clocks=clocks)
 
