@@ -56,7 +56,7 @@ def under_roof(row: Row, seconds: float) -> float | None:
     """Fraction of the machine's roof that a time reaches: the least possible time over the time it took.
 
     The least possible is the larger of bytes over the memory rate and FLOPs over the better of the measured matrix
-    rates, all taken in the same run. None for a case without a work model. Above 1 the data stayed in a cache.
+    rates, all taken in the same run. None for a case without a work model.
     """
     work, roof = row["work"], row["environment"]["ceilings"]
     if work is None or seconds <= 0:
@@ -94,7 +94,8 @@ GFLOP/s in float32 and {roof['bfloat16_gflop_per_s']:.4g} in bfloat16.
 The sides of a case take turns; a ratio is the median over rounds of a side's time over that of the base in the same
 round, with 20 % and 80 % quantiles. Below 1 the side is faster. *CPU ratio* is the same in processor time, which other
 programs disturb less; a row marked * had more than {BUSY} cores taken by other programs. *Roof*: the least time that
-the work model allows on this machine, over the time taken."""
+the work model allows on this machine, over the time taken; above 100 % the data stayed in a cache, or the roof was
+measured a little low."""
 
 
 def _aims(rows: Sequence[Row]) -> str:
@@ -162,9 +163,7 @@ def _samples_per_second(row: Row, side: dict[str, Any]) -> str:
 
 def _roof(row: Row, side: dict[str, Any]) -> str:
     fraction = under_roof(row, side["wall"]["median"])
-    if fraction is None:
-        return ""
-    return f"{fraction:.0%}" if fraction <= 1 else "in cache"
+    return "" if fraction is None else f"{fraction:.0%}"
 
 
 def _busy(row: Row) -> str:

@@ -136,8 +136,8 @@ def cases() -> list[Case]:
     ]
     found += [
         Scaling(
-            name=f"scale + step + update, {count} parameters", job="python", tensors=count, size=count,
-            size_name="parameters", sample_seconds=1e-3, aims=(Aim(AMPKIT, 1.0),) if count <= 1000 else (),
+            name=f"scale + step + update, {count} parameter{'s' * (count > 1)}", job="python", tensors=count,
+            size=count, size_name="parameters", sample_seconds=1e-3, aims=(Aim(AMPKIT, 1.0),) if count <= 1000 else (),
         )
         for count in (1, 10, 100, 1000, 10_000)
     ]

@@ -51,6 +51,8 @@ class Training(Case):
                 "parameters": sum(param.numel() for param in trainer.model.parameters()),
             }
             if self.variant.run == "eager":
+                # Gradients of the step before are freed in it; the profiler may or may not have seen them made.
+                trainer.optimizer.zero_grad()
                 found |= counts.peak_and_copies(trainer.step, device)
             found["launches"] = counts.launches(trainer.step, device)
             return found

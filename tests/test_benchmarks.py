@@ -297,6 +297,14 @@ def test_accumulated_gradients_are_the_mean_over_micro_batches():
         torch.testing.assert_close(mine, param.grad)
 
 
+def test_peaks_do_not_depend_on_what_was_counted_before():
+    """The same way twice, counted in turns with another: three equal peaks."""
+    sides = [tiny_case(trainer.Variant(), TINY["gpt"]).sides(CPU)[way] for way in (SAME_LIST, TORCH, SAME_LIST)]
+    for side in sides:
+        side.run(2)
+    assert len({side.facts()["peak_bytes"] for side in (*sides, *sides)}) == 1
+
+
 def test_sides_in_processes_of_their_own_train_alike_and_end():
     """Losses equal those of one process; an error in a child is told; the children are gone afterwards."""
     build = functools.partial(workloads.gpt, "tiny", 16, 2, 2, 8, 32, 2)
