@@ -45,6 +45,7 @@ def test_data_loader_workers_started_in_a_region(method: str) -> None:
 def region_in_a_child(connection: Any) -> None:
     """Report the state the process began with, then a step in a region of its own."""
     began = torch.is_autocast_enabled("cpu")
+    torch.set_num_threads(1)        # as conftest sets it in the parent: sums depend on it
     torch.manual_seed(0)
     model = Net()
     with ampkit.autocast("cpu"):
