@@ -34,7 +34,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "commit": _git("rev-parse", "--short=12", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain", "--", "ampkit", "kernels", "benchmarks")),
+        "dirty": bool(_git("status", "--porcelain", "--", "ampkit", "kernels", "benchmarks", ":!benchmarks/results")),
         "load_at_start": _load(),
     }
 
