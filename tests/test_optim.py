@@ -274,8 +274,25 @@ def test_pickle_and_deepcopy() -> None:
     optimizer.write_copies({params[0]: params[0].detach().half()})
     for twin in (pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
         assert twin.impl == "reference"
-        assert twin._copies == {}
+        (param, written), = twin._copies.items()
+        assert param is twin.param_groups[0]["params"][0]
+        param.grad = torch.ones_like(param)
         twin.step()
+        assert torch.equal(written, param.half())
+        assert not torch.equal(written, optimizer._copies[params[0]])
+
+
+@pytest.mark.parametrize("cls", [AdamW, SGD])
+def test_loading_a_state_dict_changes_no_more_than_torch_does(cls: type) -> None:
+    param = torch.nn.Parameter(torch.ones(3))
+    written = torch.zeros(3, dtype=torch.bfloat16)
+    optimizer = cls([param], lr=0.5, impl="reference")
+    optimizer.write_copies({param: written})
+    optimizer.load_state_dict(cls([torch.nn.Parameter(torch.ones(3))], lr=0.25).state_dict())
+    assert (optimizer.impl, optimizer.param_groups[0]["lr"]) == ("reference", 0.25)
+    param.grad = torch.ones(3)
+    optimizer.step()
+    assert torch.equal(written, param.bfloat16())
 
 
 @pytest.mark.parametrize("cls", [AdamW, SGD])

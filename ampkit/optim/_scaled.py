@@ -41,7 +41,8 @@ class ScaledStep:
         """Have every step also write new parameter values, converted, into these tensors.
 
         Args: copies: low-precision tensor per parameter, of its shape and on its device; an empty mapping
-        ends it. A skipped step leaves them as they are. Not part of the `state_dict`.
+        ends it. A skipped step leaves them as they are. Not part of the `state_dict`; pickles and copies of the
+        optimizer have copies of their own.
 
         Raises:
             ValueError: a key is not one of the optimizer's parameters, or a copy differs in shape or device.
@@ -61,14 +62,14 @@ class ScaledStep:
         self._copies = dict(copies)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickled or copied optimizer; copies are the caller's and are not kept."""
-        state.setdefault("impl", "auto")
+        """Restore a pickled or copied optimizer, and what `load_state_dict` of torch hands over: state and groups."""
         super().__setstate__(state)  # type: ignore[misc]
-        self._copies = {}
+        self.__dict__.setdefault("impl", "auto")
+        self.__dict__.setdefault("_copies", {})
 
     def __getstate__(self) -> dict[str, Any]:
-        """What pickling keeps."""
-        return {**super().__getstate__(), "impl": self.impl}  # type: ignore[misc]
+        """What pickling keeps: with torch's entries `impl`, and the tensors that `write_copies` has named."""
+        return {**super().__getstate__(), "impl": self.impl, "_copies": self._copies}  # type: ignore[misc]
 
     def _scalars(self) -> Scalars:
         return Scalars(

@@ -88,7 +88,6 @@ class MasterWeights:
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
-        optimizer.register_load_state_dict_post_hook(self._request_copies)      # which loading has made it forget
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -243,13 +242,8 @@ class MasterWeights:
                 _move_state(optimizer, param, master)
                 self._pairs[id(param)] = _Pair(param, master, param._version)
                 new.append(param)
-        if new:
-            self._request_copies(optimizer)
-
-    def _request_copies(self, optimizer: Any) -> None:
-        """Have an optimizer that can do so write the halves as it steps."""
-        if hasattr(optimizer, "write_copies"):
-            optimizer.write_copies({pair.master: pair.half.detach() for pair in self._pairs.values()})
+        if new and hasattr(optimizer, "write_copies"):      # it writes the halves as it steps
+            optimizer.write_copies({pair.master: pair.half.detach() for pair in self._pairs.values()})  # type: ignore
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._adopt({})
