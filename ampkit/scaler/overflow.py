@@ -80,6 +80,8 @@ def examine(optimizer: torch.optim.Optimizer) -> Examined:
     """
     gradients: list[tuple[Tensor, str, torch.dtype, int]] = []
     by_device: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
+    masters = getattr(optimizer, "_ampkit_masters", None)  # the model has no name for those, but for their halves
+    halves = {} if masters is None else dict(zip(masters.masters(), masters.halves(), strict=True))
     for name, param in named_parameters(optimizer):
         if param.grad is None:
             continue
@@ -87,7 +89,7 @@ def examine(optimizer: torch.optim.Optimizer) -> Examined:
             places, local = by_device.setdefault(device, ([], []))
             places.append(len(gradients))
             local.extend(tensors)
-        gradients.append((param, name, param.grad.dtype, param.grad.numel()))
+        gradients.append((halves.get(param, param), name, param.grad.dtype, param.grad.numel()))
     return Examined(gradients, [(places, _kernels.nonfinite_counts(local)) for places, local in by_device.values()])
 
 
