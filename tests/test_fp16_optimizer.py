@@ -317,6 +317,18 @@ def test_a_skipped_step_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(bool(torch.isfinite(p).all()) for p in optimizer.masters.masters())
 
 
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_skipped_step_names_the_parameters(make: Callable[[Any], Any]) -> None:
+    model = model_of()
+    optimizer = FP16Optimizer(make(model.parameters()), dynamic_loss_scale=True)
+    (x, _), = batches(1)
+    optimizer.backward(model(x.half()).float().sum() * float("nan"))
+    optimizer.step()        # which drops the masters' gradients
+    report = optimizer.scaler.overflow_report(model)
+    assert sorted(culprit.name for culprit in report) == sorted(name for name, _ in model.named_parameters())
+    assert optimizer.scaler.stats().nan_values == sum(param.numel() for param in model.parameters())
+
+
 def test_what_is_refused() -> None:
     model = model_of()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)

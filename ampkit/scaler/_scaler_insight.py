@@ -119,19 +119,26 @@ class ScalerInsight(ScalerChecks):
                 found = found.merged(examined.report(model))
         return found
 
-    def _note_step(self, optimizer: Any, found_inf: Tensor, *, skipped: bool | None) -> None:
-        """Remember how a step ended; `skipped` None when only the device knows."""
-        ledger = self._live_state()[1] if self._ledger is None else self._ledger
-        ledger.note_step(found_inf)
+    def _examine(self, optimizer: Any, found_inf: Tensor, *, skipped: bool | None) -> bool | None:
+        """Count inf and NaN for the report where that is due, before the step: master weights' gradients are gone
+        after it. Returns `skipped`, or where that was None the flag as far as the host can see it.
+        """
         if skipped is None and found_inf.is_cpu:
             skipped = _kernels.read_if_free(found_inf) != 0
-        self._outcomes[optimizer] = _Outcome(found_inf, skipped)
         if skipped or (skipped is None and self.count_every_step):
+            ledger = self._live_state()[1]
             self._examined[optimizer] = examined = examine(optimizer)
             for _, counts in examined.counts:
                 ledger.note_nonfinite(counts)
         elif skipped is None:
             self._examined.pop(optimizer, None)
+        return skipped
+
+    def _note_step(self, optimizer: Any, found_inf: Tensor, *, skipped: bool | None) -> None:
+        """Remember how a step ended; `skipped` None when only the device knows."""
+        ledger = self._live_state()[1] if self._ledger is None else self._ledger
+        ledger.note_step(found_inf)
+        self._outcomes[optimizer] = _Outcome(found_inf, skipped)
         self._alarm_due = skipped is None
         if skipped:
             _calm_schedulers(optimizer)

@@ -20,6 +20,8 @@ class ScalerSteps(ScalerInsight):
         """Step an ordinary optimizer, or not: the one place where the host reads a flag."""
         found_inf = self._flag(optimizer_state)
         skip = self._read_flag(found_inf, optimizer_state)
+        if skip:
+            self._examine(optimizer, found_inf, skipped=True)
         result = None if skip else optimizer.step(*args, **kwargs)
         optimizer_state["stage"] = OptState.STEPPED
         optimizer_state["clean"] = not skip
@@ -61,11 +63,12 @@ class ScalerSteps(ScalerInsight):
         multiplier = state.get("multiplier")
         if multiplier is not None:
             state["left_to_do"] = self._left_to_do(optimizer, found_inf)
+        skipped = self._examine(optimizer, found_inf, skipped=None)
         result = _handoff.run(optimizer, lambda: optimizer.step(*args, **kwargs), found_inf, grad_scale, multiplier)
         state.pop("multiplier", None)
         state["stage"] = OptState.STEPPED
         state.pop("versions", None)  # torch's fused kernels write gradients
-        self._note_step(optimizer, found_inf, skipped=None)
+        self._note_step(optimizer, found_inf, skipped=skipped)
         return result
 
     def _left_to_do(self, optimizer: Any, found_inf: Tensor) -> Tensor:
@@ -126,7 +129,9 @@ class ScalerSteps(ScalerInsight):
 
     def _abandoned(self, optimizer: Any, state: dict[str, Any]) -> None:
         state["stage"] = OptState.STEPPED
-        self._note_step(optimizer, self._flag(state), skipped=True)
+        found_inf = self._flag(state)
+        self._examine(optimizer, found_inf, skipped=True)
+        self._note_step(optimizer, found_inf, skipped=True)
 
     def _reject_loss(self, state: dict[str, Any], loss: Any) -> None:
         """Raise the flags, on every rank that must agree, when this rank's loss is not finite."""

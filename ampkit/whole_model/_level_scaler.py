@@ -55,8 +55,8 @@ class LevelScaler(GradScaler):
         return self._maybe_opt_step(optimizer, state)
 
     def note_step(self, optimizer: torch.optim.Optimizer, found_inf: Tensor, *, skipped: bool | None) -> None:
-        """Count a step of an optimizer; `skipped` None where only the device knows."""
-        self._note_step(optimizer, found_inf, skipped=skipped)
+        """Count a step of an optimizer that is about to be made; `skipped` None where only the device knows."""
+        self._note_step(optimizer, found_inf, skipped=self._examine(optimizer, found_inf, skipped=skipped))
 
 
 def either(first: Tensor | None, second: Tensor | None) -> Tensor | None:
