@@ -18,22 +18,22 @@ IMPLS = ("auto", "triton", "reference")
 
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
     """`grads *= inv_scale`; sets `found_inf` to 1 where a value is not finite. One device; never syncs."""
-    _implementation(inv_scale).unscale_(grads, inv_scale, found_inf)
+    _modules()[0 if inv_scale.is_cpu else 1].unscale_(grads, inv_scale, found_inf)
 
 
 def norm_and_check(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, norm_type: float = 2.0) -> Tensor:
     """Norm of `grads * inv_scale`, gradients only read; sets `found_inf` as `unscale_` would. Never syncs."""
-    return _implementation(inv_scale).norm_and_check(grads, inv_scale, found_inf, norm_type)
+    return _modules()[0 if inv_scale.is_cpu else 1].norm_and_check(grads, inv_scale, found_inf, norm_type)
 
 
 def multiply_(grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None) -> None:
     """`grads *= factor`, unless the factor is 1 or `found_inf` is set. One device; never syncs."""
-    _implementation(factor).multiply_(grads, factor, found_inf)
+    _modules()[0 if factor.is_cpu else 1].multiply_(grads, factor, found_inf)
 
 
 def nonfinite_counts(grads: Sequence[Tensor]) -> Tensor:
     """Per tensor the number of inf and of NaN, int64 `[n, 2]`. One device; never syncs."""
-    return _implementation(grads[0]).nonfinite_counts(grads)
+    return _modules()[0 if grads[0].is_cpu else 1].nonfinite_counts(grads)
 
 
 def adamw_(*lists: Sequence[Tensor], **options: Any) -> None:
@@ -72,10 +72,6 @@ def uses_triton(impl: str, device: torch.device) -> bool:
 def why_not_triton(device: torch.device) -> str | None:
     """None where the Triton kernels can run on this device, else the reason."""
     return _modules()[1].why_not_triton(device)
-
-
-def _implementation(near: Tensor) -> Any:
-    return _modules()[0 if near.is_cpu else 1]
 
 
 @functools.cache

@@ -57,8 +57,9 @@ class ScalerChecks(ScalerMemory):
             for params, factor in self._factors(optimizer, inv_scale):
                 gradients = self._collect(optimizer, params, allow_fp16=allow_fp16)
                 groups.extend(gradients.groups)
-                add_flags(found, gradients, found_inf)
                 for device, tensors in gradients.by_device.items():
+                    if device not in found:
+                        found[device] = moved(found_inf, device)
                     if factor is None:  # unscaled before: only look
                         one = torch.ones_like(found[device])
                         _kernels.norm_and_check(tensors, one, found[device])

@@ -110,7 +110,7 @@ class ScalerMemory(torch.amp.GradScaler):
         """
         state, ledger = self._live_state()
         rule = self._loss_scale
-        ledger.note_update(state.scale.clone() if scale_used is None else scale_used, found_inf, norm)
+        due = ledger.note_update(state.scale.clone() if scale_used is None else scale_used, found_inf, norm)
         if rule.is_plain:
             torch._amp_update_scale_(
                 state.scale,
@@ -126,7 +126,8 @@ class ScalerMemory(torch.amp.GradScaler):
         else:
             for old, new in zip(state, rule.next_state(state, found_inf), strict=True):
                 old.copy_(new)
-        ledger.fold_if_due(state.scale)
+        if due:
+            ledger.fold(state.scale)
 
     def _set_scale(self, new_scale: float | Tensor) -> None:
         """Put the scale where the user wants it; a tensor that holds no usable scale changes nothing."""

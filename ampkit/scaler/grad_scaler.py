@@ -345,13 +345,16 @@ class GradScaler(ScalerSteps):
         if new_scale is not None:
             self._set_scale(new_scale)
         else:
-            states = list(self._per_optimizer_states.values())
-            flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
+            flags: list[Tensor] = []
+            clean = idle = True
+            for state in self._per_optimizer_states.values():
+                flags += state["found_inf_per_device"].values()
+                clean = clean and state.get("clean", False)
+                idle = idle and state["stage"] is OptState.READY
             if flags:
                 found_inf = _agreement.combined(flags, self._live_scale().device)
-                clean = all("clean" in state and state["clean"] for state in states)
                 self._advance(found_inf, self._norm, self._scale_used, clean=clean)
-            elif all(state["stage"] is OptState.READY for state in states):
+            elif idle:
                 raise AssertionError(
                     "No inf checks were recorded prior to update. Call scaler.step(optimizer), or "
                     "scaler.unscale_, "

@@ -62,7 +62,7 @@ def parameters(optimizer: torch.optim.Optimizer, groups: Collection[int] | None 
     else:
         chosen = [_group(optimizer, number) for number in groups]
     params = [param for group in chosen for param in group["params"]]
-    for kind in set(map(type, params)):
+    for kind in set(map(type, params)) - _ORDINARY:
         if not issubclass(kind, Tensor):
             # torch's class of error, so that code that catches it keeps working
             raise AssertionError(f"expected param to be torch.Tensor, got {kind.__name__}")

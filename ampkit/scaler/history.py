@@ -102,18 +102,18 @@ class Ledger:
         """Lowest and highest scale among ranks that must agree."""
         self._totals[_AT["scale_disagreement"]] |= (spread[0] != spread[1]).to(self._totals.device)
 
-    def note_update(self, scale: Tensor, found_inf: Tensor, norm: Tensor | None) -> None:
-        """One update: a copy of the scale that the iteration used, its flag, its gradient norm if known."""
-        self._notes_beside(scale).updates.append((scale, found_inf, norm))
+    def note_update(self, scale: Tensor, found_inf: Tensor, norm: Tensor | None) -> bool:
+        """One update: a copy of the scale that the iteration used, its flag, its gradient norm if known.
+
+        Returns whether to `fold` once the scale has moved: when a block is full, and under CUDA graph capture always,
+        so that replays of the graph count.
+        """
+        notes = self._notes_beside(scale)
+        notes.updates.append((scale, found_inf, norm))
+        return len(notes.updates) >= _BLOCK or notes is self._captured
 
     def _notes_beside(self, tensor: Tensor) -> _Notes:
         return self._captured if _is_capturing(tensor) else self._notes
-
-    def fold_if_due(self, scale: Tensor) -> None:
-        """`fold` when a block is full. Under CUDA graph capture always, so that replays of the graph count.
-        """
-        if len(self._notes.updates) >= _BLOCK or _is_capturing(scale):
-            self.fold(scale)
 
     def fold(self, scale: Tensor) -> None:
         """Add what is pending to the totals; `scale` is the scale after the last noted update. Never syncs.
