@@ -170,6 +170,25 @@ def test_a_captured_iteration_counts_itself_alone(monkeypatch) -> None:
     assert [row["overflow"] for row in scaler.history] == [False, True, True]
 
 
+def test_replays_between_updates_are_no_growth_of_theirs(monkeypatch) -> None:
+    scaler = started(GradScaler)
+    (param,) = with_grads([torch.ones(1)])
+    optimizer = torch.optim.SGD([param], lr=0.1)
+
+    def iteration() -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    monkeypatch.setattr("ampkit.scaler.history._is_capturing", lambda _: True)
+    iteration()
+    monkeypatch.undo()
+    for _ in range(2):
+        iteration()
+        scaler._scale.mul_(2.0)     # as replays would, which count their growths by themselves
+    stats = scaler.stats()
+    assert (stats.updates, stats.growths, stats.backoffs) == (3, 0, 0)
+
+
 def test_totals_survive_a_checkpoint() -> None:
     scaler = started(GradScaler)
     (param,) = with_grads([torch.tensor([math.inf])])

@@ -69,6 +69,8 @@ class Ledger:
 
     Notes taken under CUDA graph capture are summed up within the graph, so that its replays count; those taken
     before it wait until after it, because a replay must not count them again, nor read memory that is gone by then.
+    Once there is a graph, its replays may move the scale between any two updates that the host sees: each of these
+    is summed up at once.
 
     Args:
         device: where the scale lives.
@@ -82,6 +84,7 @@ class Ledger:
         self._totals = torch.tensor(start, dtype=torch.int64).to(device)
         self._no_gradients = int(saved.get("no_gradients", 0))
         self._notes, self._captured = _Notes(), _Notes()
+        self._has_graph = False
         self._history_size = history_size
         self._blocks: deque[tuple[Tensor, list[bool]]] = deque()
         self._kept = 0
@@ -105,12 +108,13 @@ class Ledger:
     def note_update(self, scale: Tensor, found_inf: Tensor, norm: Tensor | None) -> bool:
         """One update: a copy of the scale that the iteration used, its flag, its gradient norm if known.
 
-        Returns whether to `fold` once the scale has moved: when a block is full, and under CUDA graph capture always,
-        so that replays of the graph count.
+        Returns whether to `fold` once the scale has moved: when a block is full, and always under CUDA graph capture
+        and after it.
         """
         notes = self._notes_beside(scale)
         notes.updates.append((scale, found_inf, norm))
-        return len(notes.updates) >= _BLOCK or notes is self._captured
+        self._has_graph = self._has_graph or notes is self._captured
+        return self._has_graph or len(notes.updates) >= _BLOCK
 
     def _notes_beside(self, tensor: Tensor) -> _Notes:
         return self._captured if _is_capturing(tensor) else self._notes
