@@ -6,6 +6,7 @@ import io
 import pickle
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -383,6 +384,25 @@ def test_accumulation_with_and_without_delay(opt_level: str) -> None:
             assert torch.equal(a, b)
         else:
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_accumulation_over_gradients_that_view_ddps_buckets(opt_level: str, tmp_path: Path) -> None:
+    def weights(wrap: Callable[[nn.Module], nn.Module]) -> list[Tensor]:
+        model, optimizer = set_up(opt_level, dtype=torch.bfloat16, loss_scale=128.0)
+        wrapped = wrap(model)
+        for x, y in batches(3):
+            backward(F.cross_entropy(wrapped(x), y), optimizer)
+        optimizer.step()
+        return list(master_params(optimizer))
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        got = weights(lambda model: nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert all(torch.equal(a, b) for a, b in zip(got, weights(lambda model: model), strict=True))
 
 
 def test_masters_accumulate_in_float32() -> None:

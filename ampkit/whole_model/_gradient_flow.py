@@ -45,8 +45,10 @@ class GradientFlow:
     def hold(self) -> None:
         """Set aside the unscaled gradients, so that backward starts from none."""
         for param in self.own_params():
-            if param.grad is not None:
-                self._held[param] = param.grad
+            grad = param.grad
+            if grad is not None:
+                # A view is DDP's gradient_as_bucket_view: the next backward writes to that memory.
+                self._held[param] = grad.clone() if grad._is_view() else grad
                 param.grad = None
 
     def restore(self) -> None:
