@@ -164,6 +164,20 @@ def test_a_skipped_first_step_leaves_no_momentum(dampening: float) -> None:
 
 @interpreted
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_default_dtype_of_float64_changes_no_flag() -> None:
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = SGD([p], lr=0.5, momentum=0.9, dampening=0.3, impl="triton")
+    p.grad = torch.full((3,), 2.0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert p.tolist() == [0.0, 0.0, 0.0]
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("impl", ["auto", "triton"])
 @pytest.mark.parametrize("pair", ["AdamW", "SGD nesterov"])
 def test_copies_follow_the_parameters(pair: str, impl: str) -> None:

@@ -138,7 +138,7 @@ class SGD(ScaledStep, torch.optim.SGD):
             buffers.append(_scaled.local_tensor(state["momentum_buffer"]))
             if group["dampening"] != 0:
                 if fresh or _STARTED not in state:
-                    state[_STARTED] = torch.full((), 0.0 if fresh else 1.0, device=device)
+                    state[_STARTED] = torch.full((), 0.0 if fresh else 1.0, dtype=torch.float32, device=device)
                 flags.append(state[_STARTED])
         return buffers, flags
 

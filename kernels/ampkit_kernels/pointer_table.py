@@ -106,7 +106,8 @@ class PinnedSlot:
     """Pinned memory, and the event after which the device has read it."""
 
     def __init__(self, n: int) -> None:
-        self.memory = torch.empty(n, dtype=torch.int64, pin_memory=True)
+        # The device is named because torch.set_default_device may have put another in its place.
+        self.memory = torch.empty(n, dtype=torch.int64, device="cpu", pin_memory=True)
         self.event = torch.cuda.Event()
 
     def busy(self) -> bool:
@@ -222,8 +223,12 @@ def _padded(n: int) -> int:
     return n + n % 2
 
 
+@torch.inference_mode(False)
 def _uploaded(columns: list[list[int]], numels: list[int], config: Config, device: torch.device) -> Table:
-    """A new table whose lengths and cut have been sent; the addresses are for `refresh` to send."""
+    """A new table whose lengths and cut have been sent; the addresses are for `refresh` to send.
+
+    An ordinary tensor even where `torch.inference_mode` is on: the table outlives it, and is written to outside.
+    """
     if device.type == "cuda":
         _load_writer(device)
     chunk, full = _cut(numels, config, device)

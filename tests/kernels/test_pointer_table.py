@@ -124,6 +124,29 @@ def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tables.table_for([[storage]], SMALL) is not first
 
 
+def test_a_table_made_in_inference_mode_serves_outside_of_it() -> None:
+    with torch.inference_mode():
+        first = tables.table_for([[torch.zeros(10)]], SMALL)
+    moved = torch.zeros(10)
+    assert tables.table_for([[moved]], SMALL) is first
+    assert first.addresses.tolist() == [moved.data_ptr()]
+
+
+def test_pinned_memory_is_on_the_host_whatever_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+    with torch.device("meta"):
+        empty(0)  # torch lists the functions that it redirects when it redirects the first
+
+    def unpinned(*size: int, pin_memory: bool, **options: object) -> torch.Tensor:  # a machine without a GPU has none
+        assert pin_memory
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", unpinned)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: None)
+    with torch.device("meta"):
+        assert tables.PinnedSlot(3).memory.device.type == "cpu"
+
+
 class FakeSlot:
     """Pinned memory whose copy is still under way until told otherwise."""
 
