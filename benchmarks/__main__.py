@@ -25,6 +25,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     found.add_argument("--list", action="store_true", help="name the cases and stop")
     found.add_argument("--everything", action="store_true", help="also the cases that the default run leaves out")
+    found.add_argument("--large-first", action="store_true", help="begin with the last case, where time is short")
     found.add_argument("--gate", choices=gate.GATES, default="quick", help="tests to pass first (default: quick)")
     found.add_argument("--effort", type=float, default=1.0, help="stretch the time per case (default: 1)")
     found.add_argument("--minutes", type=float, help="begin no case after this long")
@@ -40,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         cases = choose(options.device, options.patterns, everything=options.everything)
     except ValueError as error:
         return _fail(str(error))
+    if options.large_first:
+        cases.reverse()
     if options.list:
         for case in cases:
             print(f"{case.family}/{case.name}")

@@ -112,9 +112,11 @@ class Scaling(Case):
                 side.before()
             side.run(1)
         wanted = sides[self.base].result()
+        # On a GPU the norms add up in another order than torch's, and the fused steps round differently.
+        rtol = 2e-6 if wanted[0].device.type == "cpu" else 2e-5
         for name, side in sides.items():
             for ours, theirs in zip(side.result(), wanted, strict=True):
-                if not torch.allclose(ours, theirs, rtol=2e-6, atol=1e-12):
+                if not torch.allclose(ours, theirs, rtol=rtol, atol=1e-12):
                     raise WrongAnswerError(f"{self.name}: {name} left other values than {self.base}")
 
 

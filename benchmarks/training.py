@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from benchmarks import counts, workloads
 from benchmarks.case import SAME_LIST, TORCH, Aim, Case, Side, WrongAnswerError
 from benchmarks.trainer import KEPT, OWN_OPTIMIZER, Trainer, Variant, ways
 from benchmarks.work import Work, training_bytes
-from benchmarks.workloads import Workload
+from benchmarks.workloads import Batch, Workload
 
 WARM_UP = 3
 
@@ -27,7 +27,7 @@ class Training(Case):
     seconds: float = 3.5
 
     def sides(self, device: torch.device) -> dict[str, Side]:
-        workload = self.workload()
+        workload = _drawn_once(self.workload())
         return {way: self.side(workload, way, device) for way in ways(self.variant, device)}
 
     def side(self, workload: Workload, way: str, device: torch.device) -> Side:
@@ -89,6 +89,18 @@ class Training(Case):
             workload.flops * count, training_bytes(parameters, count),
             "matrix products forward and backward; fp32 weights, gradients and AdamW once",
         )
+
+
+def _drawn_once(workload: Workload) -> Workload:
+    """The workload with its micro-batches kept: all ways draw the same, and some of them are gigabytes."""
+    kept: dict[int, list[Batch]] = {}
+
+    def batches(count: int, generator: torch.Generator) -> list[Batch]:
+        if count not in kept:
+            kept[count] = workload.batches(count, generator)
+        return kept[count]
+
+    return replace(workload, batches=batches)
 
 
 BF16, FP16 = torch.bfloat16, torch.float16

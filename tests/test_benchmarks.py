@@ -246,6 +246,18 @@ def test_every_way_trains_every_workload(name: str):
     assert losses["fp32"] != losses[TORCH]
 
 
+def test_all_ways_share_one_drawing_of_the_batches():
+    """At full size it takes longer than training on them does."""
+    drawn = []
+
+    def workload() -> workloads.Workload:
+        tiny = TINY["gpt"]()
+        return dataclasses.replace(tiny, batches=lambda *given: (drawn.append(given), tiny.batches(*given))[1])
+
+    tiny_case(trainer.Variant(), workload).sides(CPU)
+    assert len(drawn) == 1
+
+
 @pytest.mark.parametrize("variant", [
     trainer.Variant(torch.bfloat16, 8), trainer.Variant(torch.float16, 2, clip=True),
     trainer.Variant(torch.bfloat16, clip=True), trainer.Variant(torch.float16),
@@ -597,6 +609,8 @@ def test_a_run_writes_results_and_a_report(tmp_path: Path, monkeypatch: pytest.M
 def test_the_command_lists_cases_and_refuses_nonsense(capsys: pytest.CaptureFixture[str]):
     assert command.main(["--list", "width/*"]) == 0
     assert capsys.readouterr().out.split() == [f"width/d={width}" for width in (32, 64, 128, 256, 512)]
+    assert command.main(["--list", "--large-first", "width/d=??"]) == 0
+    assert capsys.readouterr().out.split() == ["width/d=64", "width/d=32"]
     assert command.main(["nothing"]) == 1
     assert command.main(["--effort", "0"]) == 1
     if not torch.cuda.is_available():

@@ -16,11 +16,14 @@ from torch import Tensor
 
 import ampkit_kernels as kernels
 
+from .device import must_answer
+
 Check = Callable[[torch.device], None]
 CHECKS: dict[str, Check] = {}
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 SIZES = (1, 15, 16, 17, 255, 1023, 4097, 20_000)
 LONG = (3_000_000, 70_001)
+NOT_RUN = "not run"
 
 
 def check(function: Check) -> Check:
@@ -138,10 +141,31 @@ def casts_equal_pytorchs(device: torch.device) -> None:
     for source, destination in itertools.product(FLOATS, FLOATS):
         if device.type == "cpu" and torch.bfloat16 in (source, destination):
             continue
-        sources = lists(device, source)
-        copies = [torch.full_like(s, float("nan"), dtype=destination) for s in sources]
-        kernels.cast_(sources, copies, impl="triton")
-        same(copies, [s.to(destination) for s in sources], f"{source} to {destination}")
+        for offset in (0, 1):  # the copies are aligned, their sources not always
+            sources = lists(device, source, offset)
+            copies = [torch.full_like(s, float("nan"), dtype=destination) for s in sources]
+            kernels.cast_(sources, copies, impl="triton")
+            same(copies, [s.to(destination) for s in sources], f"{source} offset {offset} to {destination}")
+
+
+@check
+def unscale_into_equals_the_reference(device: torch.device) -> None:
+    cpu = torch.device("cpu")
+    for source, accumulate, offset in itertools.product(FLOATS[:3], (False, True), (0, 1)):
+        if device.type == "cpu" and source is torch.bfloat16:
+            continue
+        for value in (1.0, float("inf")):
+            sources = lists(device, source, offset)
+            sources[-1][-1] = value
+            into = [torch.randn(s.shape, device=device) for s in sources]
+            want, flag, want_flag = [t.cpu().clone() for t in into], scalar(0.0, device), scalar(0.0, cpu)
+            kernels.unscale_into_(
+                [s.cpu() for s in sources], want, scalar(0.001, cpu), want_flag, accumulate=accumulate, impl="reference"
+            )
+            kernels.unscale_into_(
+                sources, into, scalar(0.001, device), flag, accumulate=accumulate, impl="triton"
+            )
+            same([*into, flag], [*want, want_flag], f"{source} offset {offset} accumulate {accumulate} {value}")
 
 
 @check
@@ -169,9 +193,15 @@ def sgd_steps_follow_float64(device: torch.device) -> None:
 def _steps(device: torch.device, ours: Callable, theirs: Callable) -> None:
     """Scaled gradients, some steps skipped, beside torch in float64 on the CPU."""
     values = [torch.randn(n) for n in SIZES[:-1]]
-    params = [torch.nn.Parameter(v.to(device)) for v in values]
+    # Every other parameter starts off a 16-byte boundary, as the views of a flat parameter do.
+    params = [
+        torch.nn.Parameter(torch.cat([v[:1], v]).to(device)[1:] if i % 2 else v.to(device))
+        for i, v in enumerate(values)
+    ]
     yardstick = [torch.nn.Parameter(v.double()) for v in values]
     mine, reference = ours(params), theirs(yardstick)
+    copies = {param: torch.empty_like(param, dtype=torch.float16, requires_grad=False) for param in params[:4]}
+    mine.write_copies(copies)
     for i in range(100 if device.type == "cuda" else 4):
         skipped = i in (0, 2)
         grads = [torch.randn_like(v) for v in values]
@@ -185,6 +215,7 @@ def _steps(device: torch.device, ours: Callable, theirs: Callable) -> None:
             reference.step()
     for param, one in zip(params, yardstick, strict=True):
         close(param.detach(), one.detach(), 2e-5, f"parameter of {param.numel()} elements")
+    same(list(copies.values()), [param.detach().half() for param in copies], "copies of the parameters")
 
 
 @check
@@ -202,23 +233,37 @@ def scale_update_equals_the_reference(device: torch.device) -> None:
         assert results[0] == results[1], results
 
 
-def run(device: torch.device, registry: dict[str, Check], path: Path | None = None) -> dict[str, str | None]:
+def run(
+    device: torch.device, registry: dict[str, Check], path: Path | None = None, resume: bool = False
+) -> dict[str, str | None]:
     """Run every check; None for one that passed, else what was wrong.
 
-    The results go to `path` as they come, so that a check that hangs or brings the process down costs only those
-    after it, which the file calls "not run".
+    The results go to `path` as they come. A check that hangs or ends the process is there as "did not finish" and those
+    after it as "not run"; with `resume` these, and no others, are run. Raises `DeviceLostError`, everything written,
+    where a check has left the device unusable.
     """
-    results: dict[str, str | None] = dict.fromkeys(registry, "not run")
-    for name, function in registry.items():
+    results: dict[str, str | None] = dict.fromkeys(registry, NOT_RUN)
+    if resume and path is not None and path.exists():
+        results |= json.loads(path.read_text())
+
+    def save() -> None:
         if path is not None:
             path.write_text(json.dumps(results, indent=2))
+
+    for name, function in registry.items():
+        if results[name] != NOT_RUN:
+            continue
+        results[name] = "did not finish"
+        save()
         torch.manual_seed(0)
         try:
             function(device)
+            must_answer(device)
             results[name] = None
         except Exception as error:  # each check reports for itself
             results[name] = f"{type(error).__name__}: {error}"
         print(f"{'ok  ' if results[name] is None else 'FAIL'}  {name}  {results[name] or ''}", flush=True)
-    if path is not None:
-        path.write_text(json.dumps(results, indent=2))
+        save()
+        if results[name] is not None:
+            must_answer(device)
     return results

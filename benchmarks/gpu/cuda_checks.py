@@ -94,6 +94,7 @@ def captured_operations_replay(device: torch.device) -> None:
         return norm
 
     side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         work()  # compiles
     torch.cuda.synchronize(device)

@@ -9,10 +9,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.counts import launches
+
 from . import byte_model
+from .device import must_answer
 from .jobs import Comparison, Material, comparisons
 from .lists import LISTS, REHEARSAL
-from .timing import interleaved, launches, quantiles, ratio
+from .report import load
+from .timing import interleaved, quantiles, ratio
 
 COPY_BYTES = 4 << 30
 
@@ -43,6 +47,10 @@ def copy_rate(device: torch.device, n_bytes: int, repeats: int) -> float:
     """GB/s of a large device-to-device copy, bytes read and written: the ceiling for everything here."""
     source = torch.randn(n_bytes // 4, device=device)
     destination = torch.empty_like(source)
+    warm = time.perf_counter()
+    while device.type == "cuda" and time.perf_counter() - warm < 1.0:  # an idle device has lowered its clocks
+        destination.copy_(source)
+        torch.cuda.synchronize(device)
     samples = interleaved({"copy": lambda: destination.copy_(source)}, device, repeats, 3, 5.0)["copy"]
     return 2 * n_bytes / quantiles([s.device_ms for s in samples])[0] / 1e6
 
@@ -74,38 +82,52 @@ def row(
     return result
 
 
-def measure(out: Path, device: torch.device, rehearsal: bool, seconds: float) -> None:
-    """Measure until done or out of time; rows go to `out/rows.jsonl`, the environment to `out/environment.json`."""
+def measure(out: Path, device: torch.device, rehearsal: bool, seconds: float, resume: bool = False) -> None:
+    """Measure until done or out of time; rows go to `out/rows.jsonl`, the environment to `out/environment.json`.
+
+    With `resume`, lists that have a row already are left as they are. Raises `DeviceLostError`, everything written,
+    where a job has left the device unusable.
+    """
     started = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
     repeats = 3 if rehearsal else 15
-    rate = copy_rate(device, 1 << 20 if rehearsal else COPY_BYTES, repeats)
-    facts = {**environment(device), "copy_gb_per_s": rate, "rehearsal": rehearsal}
-    (out / "environment.json").write_text(json.dumps(facts, indent=2))
+    facts_file, rows_file = out / "environment.json", out / "rows.jsonl"
+    if not (resume and facts_file.exists()):
+        rate = copy_rate(device, 1 << 20 if rehearsal else COPY_BYTES, repeats)
+        facts_file.write_text(
+            json.dumps({**environment(device), "copy_gb_per_s": rate, "rehearsal": rehearsal}, indent=2)
+        )
+        rows_file.unlink(missing_ok=True)
+    facts = json.loads(facts_file.read_text())
+    rate = facts["copy_gb_per_s"]
     print(f"{facts['device']}, torch {facts['torch']}, copy {rate:.0f} GB/s", flush=True)
+    done = {(taken["list"], taken["dtype"]) for taken in load(rows_file)}
     impl = "reference" if rehearsal else "triton"
-    with (out / "rows.jsonl").open("w") as rows:
+    with rows_file.open("a") as rows:
+
+        def write(taken: dict[str, Any]) -> None:
+            rows.write(json.dumps(taken) + "\n")
+            rows.flush()
+
         for name, shapes in (REHEARSAL if rehearsal else LISTS).items():
             for dtype in (torch.float32, torch.float16, torch.bfloat16):
+                label = str(dtype).removeprefix("torch.")
+                if (name, label) in done:
+                    continue
                 if time.perf_counter() - started > seconds:
-                    print(f"out of time before {name} {dtype}", flush=True)
+                    print(f"out of time before {name} {label}", flush=True)
                     return
                 try:
                     material = Material(shapes(), device, dtype)
                     for comparison in comparisons(material, impl):
-                        taken = row(
-                            name, str(dtype).removeprefix("torch."), comparison, device, rate, repeats
-                        )
-                        rows.write(json.dumps(taken) + "\n")
-                        rows.flush()
+                        taken = row(name, label, comparison, device, rate, repeats)
+                        write(taken)
                         ours = taken["sides"]["ampkit"]
-                        print(
-                            f"{name:12s} {taken['dtype']:9s}{taken['job']:16s}{ours['device_ms']:9.3f} ms",
-                            flush=True,
-                        )
+                        print(f"{name:12s} {label:9s}{taken['job']:16s}{ours['device_ms']:9.3f} ms", flush=True)
                 except Exception as error:  # one list that fails must not cost the others
-                    rows.write(json.dumps({"list": name, "dtype": str(dtype), "error": repr(error)}) + "\n")
-                    print(f"{name} {dtype}: {error!r}", flush=True)
-                material = None
+                    write({"list": name, "dtype": label, "error": repr(error)[:500]})
+                    print(f"{name} {label}: {error!r}", flush=True)
+                    must_answer(device)
+                material = comparison = None
                 if device.type == "cuda":
                     torch.cuda.empty_cache()

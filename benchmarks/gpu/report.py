@@ -36,8 +36,8 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     """One Markdown line per comparison with torch."""
     lines = [
         "| list | dtype | job | ampkit ms | GB/s | of copy | launches | host ms | torch form | torch ms | launches | "
-        "ratio (20-80 %) |",
-        "|---|---|---|---:|---:|---:|---:|---:|---|---:|---:|---:|",
+        "host ms | ratio (20-80 %) |",
+        "|---|---|---|---:|---:|---:|---:|---:|---|---:|---:|---:|---:|",
     ]
     for row in rows:
         if "error" in row:
@@ -48,10 +48,11 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
         head += f"| {ours['of_copy_rate']:.0%} | {ours['launches']} | {ours['host_ms']:.3f} "
         others = {name: side for name, side in row["sides"].items() if name != "ampkit"}
         if not others:
-            lines.append(f"{head}| torch cannot | | | |")
+            lines.append(f"{head}| torch cannot | | | | |")
         for name, side in others.items():
             spread = f"{side['ratio']:.2f} ({side['ratio_low']:.2f}-{side['ratio_high']:.2f})"
-            lines.append(f"{head}| {name} | {side['device_ms']:.3f} | {side['launches']} | {spread} |")
+            torchs = f"{side['device_ms']:.3f} | {side['launches']} | {side['host_ms']:.3f}"
+            lines.append(f"{head}| {name} | {torchs} | {spread} |")
     return lines
 
 
@@ -79,15 +80,16 @@ def aims(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def tuning(rows: list[dict[str, Any]]) -> list[str]:
-    """The three fastest launch parameters per kernel."""
+    """The three fastest launch parameters per kernel, and those it ships with."""
     lines = []
     for kernel in dict.fromkeys(row["kernel"] for row in rows):
         timed = sorted(
             (r for r in rows if r["kernel"] == kernel and "device_ms" in r), key=lambda r: r["device_ms"]
         )
         best = "; ".join(
-            f"block {r['block']}, warps {r['warps']}, programs {r['programs']}: {r['device_ms']:.3f} ms"
-            for r in timed[:3]
+            f"{'shipped: ' * r['shipped']}block {r['block']}, warps {r['warps']}, programs {r['programs']}: "
+            f"{r['device_ms']:.3f} ms"
+            for r in timed[:3] + [r for r in timed[3:] if r["shipped"]]
         )
         lines.append(f"- {kernel} ({len(timed)} tried): {best or 'nothing ran'}")
     return lines

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .device import must_answer
 from .jobs import Material
 from .lists import LISTS, REHEARSAL
 from .timing import interleaved, quantiles
@@ -35,20 +36,20 @@ def tune(out: Path, device: torch.device, rehearsal: bool, seconds: float) -> No
     out.mkdir(parents=True, exist_ok=True)
     with (out / "tuning.jsonl").open("w") as rows:
         runs = candidates(material)
-        for position, (kernel, run) in enumerate(runs.items()):
+        for position, (kernel, (shipped, run)) in enumerate(runs.items()):
             share = started + seconds * (1 + position) / len(runs)
-            for config in grid:
+            for config in [shipped, *grid]:
                 if time.perf_counter() > share:
                     break
                 taken = _time(run, config, device, rehearsal)
                 line = {"kernel": kernel, "list": name, "block": config.block, "warps": config.num_warps}
-                line |= {"programs": config.programs_per_multiprocessor, **taken}
+                line |= {"programs": config.programs_per_multiprocessor, "shipped": config is shipped, **taken}
                 rows.write(json.dumps(line) + "\n")
                 rows.flush()
 
 
-def candidates(m: Material) -> dict[str, Callable[[Any], object]]:
-    """The kernels' launchers with the configuration left open."""
+def candidates(m: Material) -> dict[str, tuple[Any, Callable[[Any], object]]]:
+    """The configuration that each kernel ships with, and its launcher with the configuration left open."""
     from ampkit_kernels import adamw, norm, unscale
 
     masters, first, second = [param.detach() for param in m.params], m.states(), m.states()
@@ -58,17 +59,23 @@ def candidates(m: Material) -> dict[str, Callable[[Any], object]]:
         "maximize": False, "multiplier": None, "grad_scale": None, "found_inf": None, "copies": None,
     }  # fmt: skip
     return {
-        "unscale": lambda config: unscale.unscale_(m.grads, m.inv_scale, m.found_inf, config),
-        "norm": lambda config: norm.norm_and_check(m.grads, m.inv_scale, m.found_inf, 2.0, config),
-        "adamw": lambda config: adamw.adamw_(
-            masters, m.grads, first, second, [], steps, config=config, **options
+        "unscale": (
+            unscale.CONFIGS[4], lambda config: unscale.unscale_(m.grads, m.inv_scale, m.found_inf, config)
+        ),
+        "norm": (
+            norm.CONFIGS[4], lambda config: norm.norm_and_check(m.grads, m.inv_scale, m.found_inf, 2.0, config)
+        ),
+        "adamw": (
+            adamw.CONFIGS[4],
+            lambda config: adamw.adamw_(masters, m.grads, first, second, [], steps, config=config, **options),
         ),
     }
 
 
 def _time(run: Callable[[Any], object], config: Any, device: torch.device, rehearsal: bool) -> dict:
     try:
-        samples = interleaved({"it": lambda: run(config)}, device, 3 if rehearsal else 10, 2, 1.0)["it"]
+        samples = interleaved({"it": lambda: run(config)}, device, 3 if rehearsal else 10, 2, 0.5)["it"]
     except Exception as error:  # a configuration that does not fit is a result too
+        must_answer(device)
         return {"error": repr(error)[:200]}
     return {"device_ms": quantiles([s.device_ms for s in samples])[0]}

@@ -33,14 +33,16 @@ def gradient_passes() -> Iterator[Case]:
     for name, size in SIZES.items():
         config = unscale.CONFIGS[size]
         yield _case(f"unscale {name}", unscale.unscale_kernel, config, one_list(name), 80, 1, 1)
-        for order in (0, 1, 2) if name == "fp32" else (2,):
+        for order in (0, 1, 2) if name in ("fp32", "bf16") else (2,):
             constants = {**one_list(name), "ORDER": order}
             label = f"norm p={order or 'inf'} {name}"
             # sm_80 lacks the conversions that keep half precision within 64 registers on later chips.
             ceiling = 96 if size == 2 else 80
             yield _case(label, norm.norm_kernel, norm.CONFIGS[size], constants, ceiling, 1, 0)
-        constants = {**one_list(name), "HAS_FOUND_INF": True}
-        yield _case(f"multiply {name}", apply.multiply_kernel, apply.CONFIGS[size], constants, 64, 1, 1)
+        for checks in (True, False) if name == "fp32" else (True,):
+            constants = {**one_list(name), "HAS_FOUND_INF": checks}
+            label = f"multiply {name}{'' if checks else ' always'}"
+            yield _case(label, apply.multiply_kernel, apply.CONFIGS[size], constants, 64, 1, 1)
         yield _case(f"counts {name}", counts.count_kernel, counts.CONFIG, one_list(name), 112, 1, 0)
 
 
@@ -48,6 +50,8 @@ def casts() -> Iterator[Case]:
     """Masters to halves and back, and the scalar path for unaligned views."""
     pairs = [("fp32", "fp16", True), ("fp32", "bf16", True), ("fp32", "bf16", False)]
     pairs += [("fp16", "fp32", True), ("bf16", "fp32", True), ("fp64", "fp16", True)]
+    pairs += [("fp16", "bf16", True), ("bf16", "fp16", True), ("fp64", "bf16", True), ("fp32", "fp32", True)]
+    pairs += [("fp32", "fp16", False), ("bf16", "fp32", False)]
     for source, destination, aligned in pairs:
         constants = {"SOURCE": DTYPES[source], "DESTINATION": DTYPES[destination], "ALIGNED": aligned}
         label = f"cast {source} to {destination}{'' if aligned else ' unaligned'}"
@@ -55,24 +59,18 @@ def casts() -> Iterator[Case]:
 
 
 def unscales_into() -> Iterator[Case]:
-    """Half gradients to float32 master gradients, overwriting and adding."""
-    for accumulate, aligned in ((False, True), (True, True), (True, False)):
-        constants = {
-            "SOURCE": tl.float16, "DESTINATION": tl.float32, "ACC": tl.float32, "ACCUMULATE": accumulate,
-            "ALIGNED": aligned,
-        }  # fmt: skip
-        label = f"unscale into{' adding' * accumulate}{'' if aligned else ' unaligned'}"
-        config = unscale_into.CONFIG
-        yield _case(
-            label,
-            unscale_into.unscale_into_kernel,
-            config,
-            constants,
-            80,
-            int(aligned),
-            int(aligned),
-            NO_FUSION,
-        )
+    """Gradients of half or float32 models to float32 master gradients, overwriting and adding; and the scalar path."""
+    for source in ("fp16", "bf16", "fp32"):
+        for accumulate, aligned in ((False, True), (True, True), (False, False), (True, False)):
+            constants = {
+                "SOURCE": DTYPES[source], "DESTINATION": tl.float32, "ACC": tl.float32, "ACCUMULATE": accumulate,
+                "ALIGNED": aligned,
+            }  # fmt: skip
+            label = f"unscale_into {source}{' adding' * accumulate}{'' if aligned else ' unaligned'}"
+            kernel, config, wide = unscale_into.unscale_into_kernel, unscale_into.CONFIG, int(aligned)
+            # Two float32 lists a word at a time keep many addresses; shorter blocks spill on sm_80 instead.
+            ceiling = 80 if aligned or source != "fp32" else 128
+            yield _case(label, kernel, config, constants, ceiling, wide, wide, NO_FUSION)
 
 
 def adamw_steps() -> Iterator[Case]:
@@ -80,7 +78,8 @@ def adamw_steps() -> Iterator[Case]:
     variants = [("fp32", grad, "fp32", False, None, True) for grad in ("fp32", "fp16", "bf16")]
     variants += [("fp32", "fp32", "fp32", True, None, True), ("fp32", "fp32", "fp32", False, None, False)]
     variants += [("fp32", "fp32", "fp32", False, copy, True) for copy in ("fp16", "bf16")]
-    variants += [("bf16", "bf16", "bf16", False, None, True), ("fp64", "fp64", "fp64", False, None, True)]
+    variants += [(kind, kind, kind, False, None, True) for kind in ("fp16", "bf16", "fp64")]
+    variants += [("fp32", "fp16", "fp32", True, "fp16", False)]
     for param, grad, moment, amsgrad, copy, aligned in variants:
         acc = tl.float64 if param == "fp64" else tl.float32
         constants = {
@@ -90,11 +89,14 @@ def adamw_steps() -> Iterator[Case]:
         }  # fmt: skip
         label = f"adamw {param} g={grad}{' amsgrad' * amsgrad}{f' copy={copy}' if copy else ''}"
         # Four elements per thread: 16 bytes where the list is fp32, 8 where it is half.
-        wide = 0 if not aligned or param == "bf16" else 3
+        wide = 0 if not aligned or param in ("fp16", "bf16") else 3
         ceiling = 128 if param == "fp64" else 64
         config = adamw.CONFIGS[8 if param == "fp64" else 4]
         label += "" if aligned else " unaligned"
         yield _case(label, adamw.adamw_kernel, config, constants, ceiling, wide, wide, NO_FUSION)
+        if label == "adamw fp32 g=fp32":  # an optimizer without a scaler, and one whose beta1 is below a half
+            constants = {**constants, "HAS_FOUND_INF": False, "LERP_FROM_END": True}
+            yield _case(f"{label} alone", adamw.adamw_kernel, config, constants, ceiling, wide, wide, NO_FUSION)
     for several in (False, True):
         constants = {
             "HAS_LR": several, "HAS_MULTIPLIER": several, "HAS_GRAD_SCALE": several, "HAS_FOUND_INF": several,
@@ -123,6 +125,14 @@ def sgd_steps() -> Iterator[Case]:
         label += "" if aligned else " unaligned"
         wide = 1 + momentum if aligned else 0
         yield _case(label, sgd.sgd_kernel, sgd.CONFIGS[4], constants, 64, wide, wide, NO_FUSION)
+    for name in ("fp16", "bf16", "fp64"):  # one dtype throughout, without a scaler
+        kind, acc = DTYPES[name], tl.float64 if name == "fp64" else tl.float32
+        constants = {
+            "PARAM": kind, "GRAD": kind, "MOMENT": kind, "COPY_TO": kind, "ACC": acc, "MOMENTUM": True,
+            "NESTEROV": False, "DECAY": True, "COPY": False, "HAS_FOUND_INF": False, "ALIGNED": True, "N_LISTS": 3,
+        }  # fmt: skip
+        config = sgd.CONFIGS[8 if name == "fp64" else 4]
+        yield _case(f"sgd {name}", sgd.sgd_kernel, config, constants, 64, 2, 2, NO_FUSION)
     flags = ("HAS_STARTED", "HAS_LR", "HAS_MULTIPLIER", "HAS_GRAD_SCALE", "HAS_FOUND_INF", "MAXIMIZE")
     constants = {**dict.fromkeys(flags, True), "BLOCK": 128}
     yield Case("sgd prepare", sgd.prepare_kernel, constants, 4, 64, options=NO_FUSION)
@@ -131,7 +141,11 @@ def sgd_steps() -> Iterator[Case]:
 def small_kernels() -> Iterator[Case]:
     """Those of one program: nothing is asked of their accesses but that they compile without spills."""
     for order in (0, 1, 2):
-        yield Case(f"finish p={order or 'inf'}", norm.finish_kernel, {"ORDER": order, "BLOCK": 1024}, 4, 64)
+        for result in ("fp32", "fp64"):
+            yield Case(
+                f"finish p={order or 'inf'} {result}", norm.finish_kernel, {"ORDER": order, "BLOCK": 1024}, 4, 64,
+                types={"result_ptr": f"*{result}"},
+            )  # fmt: skip
     for every in (False, True):
         flags = ("HAS_HYSTERESIS", "REFILL_AT_GROWTH", "HAS_MIN", "HAS_MAX")
         yield Case(f"scale {every}", scale.update_scale_kernel, dict.fromkeys(flags, every), 1, 64)
@@ -143,8 +157,10 @@ def _case(
     name: str, kernel: Any, config: Config, constants: dict[str, Any], registers: int, loads: int, stores: int,
     options: dict[str, Any] | None = None,
 ) -> Case:  # fmt: skip
+    # Coefficients have the type of the arithmetic.
+    types = {"coefficients_ptr": "*fp64"} if constants.get("ACC") is tl.float64 else {}
     constants = {**constants, "BLOCK": config.block}
-    return Case(name, kernel, constants, config.num_warps, registers, loads, stores, options=options or {})
+    return Case(name, kernel, constants, config.num_warps, registers, loads, stores, types, options or {})
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """The GPU benchmark's own logic, on the CPU: lists, pairs, rows, aims, and a report from whatever is there."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from benchmarks.gpu import checks, lists, measure, report, timing
 from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.device import DeviceLostError
 
 
 def test_lists_are_the_models_they_name() -> None:
@@ -81,6 +83,38 @@ def test_measuring_needs_a_gpu_or_a_rehearsal(tmp_path: Path, capsys: pytest.Cap
     assert "--dry-run rehearses on the CPU" in capsys.readouterr().err
 
 
+def test_device_time_starts_when_the_host_has_queued_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches emptied, the device put to sleep for longer than the host takes, then the clock, then the job."""
+    done: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            done.append("event")
+
+        def elapsed_time(self, end: "Event") -> float:
+            return 1.0
+
+    class Cache:
+        def zero_(self) -> None:
+            done.append("flush")
+
+    slept: list[int] = []
+    monkeypatch.setattr(timing, "_flushed", lambda device: Cache())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("wait"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: (slept.append(cycles), done.append("sleep")))
+    jobs = {"it": lambda: (done.append("job"), time.sleep(0.01))}
+    samples = timing.interleaved(jobs, torch.device("cuda"), repeats=1, warmup=1, seconds=1.0)
+    assert done == ["wait", "flush", "sleep", "event", "job", "event", "wait"] * 2
+    assert slept[0] == 0
+    assert slept[1] > 10 * timing.CYCLES_PER_MS
+    assert [sample.device_ms for sample in samples["it"]] == [1.0]
+    assert samples["it"][0].host_ms >= 10.0
+
+
 def test_a_check_that_ends_the_process_leaves_the_others_results(tmp_path: Path) -> None:
     def ends(_: torch.device) -> None:
         raise KeyboardInterrupt
@@ -89,12 +123,55 @@ def test_a_check_that_ends_the_process_leaves_the_others_results(tmp_path: Path)
         raise AssertionError("3 differ")
 
     path = tmp_path / "checks.json"
-    registry = {"good": lambda _: None, "bad": fails, "deadly": ends, "after": ends}
+    registry: dict[str, checks.Check] = {"good": lambda _: None, "bad": fails, "deadly": ends, "after": lambda _: None}
     with pytest.raises(KeyboardInterrupt):
         checks.run(torch.device("cpu"), registry, path)
-    assert json.loads(path.read_text()) == {
-        "good": None, "bad": "AssertionError: 3 differ", "deadly": "not run", "after": "not run"
-    }  # fmt: skip
+    found = {"good": None, "bad": "AssertionError: 3 differ", "deadly": "did not finish", "after": "not run"}
+    assert json.loads(path.read_text()) == found
+    # A fresh process goes on behind it, and repeats nothing.
+    registry["good"] = ends
+    assert checks.run(torch.device("cpu"), registry, path, resume=True) == {**found, "after": None}
+    assert checks.run(torch.device("cpu"), {"good": lambda _: None}, path) == {"good": None}
+
+
+def test_a_device_that_is_lost_ends_the_run_with_a_code_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever runs after an illegal access in the same process fails as well, and says nothing."""
+    alive = True
+
+    def breaks(_: torch.device) -> None:
+        nonlocal alive
+        alive = False
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def must_answer(device: torch.device) -> None:
+        if not alive:
+            raise DeviceLostError("cuda:0 answers no more")
+
+    monkeypatch.setattr(checks, "must_answer", must_answer)
+    monkeypatch.setattr(checks, "CHECKS", {"good": lambda _: None, "bad": breaks, "after": lambda _: None})
+    arguments = ["checks", "--dry-run", "--out", str(tmp_path)]
+    assert main(arguments) == 3
+    assert "answers no more" in capsys.readouterr().err
+    found = json.loads((tmp_path / "checks.json").read_text())
+    assert "illegal memory access" in found.pop("bad")
+    assert found == {"good": None, "after": "not run"}
+    alive = True
+    assert main([*arguments, "--resume"]) == 1
+    assert json.loads((tmp_path / "checks.json").read_text())["after"] is None
+
+
+def test_measuring_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
+    cpu = torch.device("cpu")
+    measure.measure(tmp_path, cpu, True, 0.0)  # no time at all: the environment only
+    environment = (tmp_path / "environment.json").read_text()
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"list": "small GPT", "dtype": "float32", "error": "gone"}) + "\n")
+    measure.measure(tmp_path, cpu, True, 60.0, resume=True)
+    assert (tmp_path / "environment.json").read_text() == environment
+    rows = report.load(tmp_path / "rows.jsonl")
+    assert [row.get("error") for row in rows if (row["list"], row["dtype"]) == ("small GPT", "float32")] == ["gone"]
+    assert ("small GPT", "float16") in {(row["list"], row["dtype"]) for row in rows}
 
 
 def test_measuring_does_not_need_git(monkeypatch: pytest.MonkeyPatch) -> None:
