@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 
 # Name of the command -> (module with `main(argv) -> int | None`, what it does). Imported when chosen.
@@ -23,12 +24,14 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of those below")
     chosen = parser.parse_args(arguments[:1]).command
-    module = importlib.import_module(COMMANDS[chosen][0])
     try:
-        return module.main(arguments[1:]) or 0
+        return importlib.import_module(COMMANDS[chosen][0]).main(arguments[1:]) or 0
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:     # `| head`: nobody reads on, and flushing at exit would complain once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 if __name__ == "__main__":

@@ -39,5 +39,5 @@ def test_a_missing_matplotlib_is_explained(tmp_path, monkeypatch) -> None:
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match=r"pip install 'ampkit\[demo\]'"):
+    with pytest.raises(ImportError, match=r"pip install matplotlib"):
         plot_history(ROWS, tmp_path / "history.png")

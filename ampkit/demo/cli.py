@@ -2,6 +2,9 @@
 
 import argparse
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
@@ -28,7 +31,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the demo; return the exit code. Ctrl-C keeps what was measured and returns 130."""
+    """Run the demo; return the exit code. Ctrl-C keeps what was measured, if anything was, and returns 130."""
     parser = _parser()
     options = parser.parse_args(argv)
     names = list(TASKS) if options.model == "both" else [options.model]
@@ -42,8 +45,8 @@ def main(argv: list[str] | None = None) -> int:
         for name in names:
             _run_task(name, device, options, results)
     except KeyboardInterrupt:
-        _save(results, out)
-        print(f"\ninterrupted; what was measured until now is in {out}", file=sys.stderr)
+        words = f"what was measured until now is in {out}" if _save(results, out) else "nothing was measured yet"
+        print(f"\ninterrupted; {words}", file=sys.stderr)
         return INTERRUPTED
     print()
     print_table(results)
@@ -70,12 +73,26 @@ def _run_task(name: str, device: torch.device, options: argparse.Namespace, resu
 
 
 def _save(results: Results, out: Path) -> list[str]:
-    """Write the JSON and the figure; return a line for each file written."""
-    results.write(out / "results.json")
-    written = [f"numbers: {out / 'results.json'}"]
-    if draw(results, out / "curves.png"):
-        written.append(f"curves:  {out / 'curves.png'}")
-    return written
+    """Write the JSON and the figure; return a line for each. Without a step an earlier run's files stay."""
+    if not any(lane.record.losses for task in results.tasks for lane in task.lanes):
+        return []
+    numbers, curves = out / "results.json", out / "curves.png"
+    with _whole(numbers) as path:
+        results.write(path)
+    with _whole(curves) as path:
+        draw(results, path)
+    return [f"numbers: {numbers}", f"curves:  {curves}"]
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """A path beside `path` that takes its place when written: a process killed amid it leaves no half file."""
+    part = path.with_name(f".{path.stem}.part{path.suffix}")
+    try:
+        yield part
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _parser() -> Parser:
@@ -98,7 +115,7 @@ def _parser() -> Parser:
     )
     steps = ", ".join(f"{task.steps} for {name}" for name, task in TASKS.items())
     parser.add_argument("--steps", type=_positive, help=f"per task (default: {steps})")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the batches (default: 0)")
+    parser.add_argument("--seed", type=_seed, default=0, help="of the weights and the batches (default: 0)")
     parser.add_argument("--out", type=Path, default=Path("ampkit-demo"), help="folder (default: ampkit-demo)")
     return parser
 
@@ -113,11 +130,18 @@ def _positive(text: str) -> int:
     return value
 
 
+def _seed(text: str) -> int:
+    try:
+        return torch.Generator().manual_seed(int(text)).initial_seed()
+    except (ValueError, OverflowError, RuntimeError):       # no number, or not one of 64 bits
+        raise argparse.ArgumentTypeError(f"expected a whole number of 64 bits, got {text!r}") from None
+
+
 def _require_extras(parser: Parser, names: list[str]) -> None:
     needed = {"matplotlib": "matplotlib"} | ({"sklearn": "scikit-learn"} if "digits" in names else {})
     missing = [package for module, package in needed.items() if find_spec(module) is None]
     if missing:
-        parser.error(f"needs {' and '.join(missing)}; install with: pip install 'ampkit[demo]'")
+        parser.error(f"needs {' and '.join(missing)}; install with: pip install {' '.join(missing)}")
 
 
 def _usable_device(parser: Parser, text: str) -> torch.device:
@@ -135,7 +159,7 @@ def _usable_device(parser: Parser, text: str) -> torch.device:
 def _usable_folder(parser: Parser, folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "results.json").touch()
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         parser.error(f"argument --out: cannot write into {str(folder)!r} ({error.strerror})")
     return folder

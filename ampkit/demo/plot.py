@@ -14,16 +14,14 @@ STYLES = {
 SMOOTHING = 0.9
 
 
-def draw(results: Results, path: Path) -> bool:
-    """Draw the figure into `path`. Returns False, and draws nothing, where no task took a step."""
+def draw(results: Results, path: Path) -> None:
+    """Draw the tasks that took a step into `path`; there must be one."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     tasks = [task for task in results.tasks if task.lanes[0].record.losses]
-    if not tasks:
-        return False
     figure, panels = pyplot.subplots(
         len(tasks),
         3,
@@ -43,7 +41,6 @@ def draw(results: Results, path: Path) -> bool:
             panel.set_axisbelow(True)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
-    return True
 
 
 def smooth(values: list[float]) -> list[float]:

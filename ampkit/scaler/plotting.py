@@ -30,7 +30,7 @@ def plot_history(history: Sequence[dict[str, Any]], path: str | Path, *, title: 
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("plot_history needs matplotlib: pip install 'ampkit[demo]'") from error
+        raise ImportError("plot_history needs matplotlib: pip install matplotlib") from error
 
     updates = [row["update"] for row in history]
     overflows = [row for row in history if row["overflow"]]
