@@ -63,6 +63,14 @@ def test_explain_of_several_overloads_asks_which():
     assert Policy.default("cpu").explain("aten::sum").op == "aten::sum"
 
 
+def test_overloads_that_only_torchscript_knows_are_not_meant():
+    """`aten::add` also names additions of plain numbers, the default overload among them; no region sees those."""
+    with pytest.raises(ValueError, match=r"name one of \['aten::add.Tensor', 'aten::add.Scalar'\]"):
+        Policy.default("cpu").explain("add")
+    chosen = Policy.default("cpu").with_rules({"aten::add": Rule.FLOAT32})
+    assert {op for op, _ in chosen.overrides[0]} == {aten.add.Tensor, aten.add.Scalar}
+
+
 # with_rules
 
 

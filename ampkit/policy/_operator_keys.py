@@ -96,8 +96,9 @@ def key_name(op: OpOverload) -> str:
 
 
 def _packet(packet: OpOverloadPacket) -> list[OpOverload]:
-    """Its overloads, without the `out=` ones unless there are no others."""
+    """Its overloads, without TorchScript's on plain numbers, and without `out=` ones unless there are no others."""
     every = [getattr(packet, name) for name in packet.overloads()]
+    every = [op for op in every if torch._C._dispatch_has_kernel(op.name())] or every
     return [op for op in every if not any(argument.is_out for argument in op._schema.arguments)] or every
 
 
