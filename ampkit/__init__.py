@@ -41,6 +41,8 @@ from ampkit.whole_model.levels import (
 )
 from ampkit.whole_model.master_weights import MasterWeights
 
+__version__ = "0.1.0"
+
 __all__ = [
     "CacheInfo",
     "DynamicLossScale",

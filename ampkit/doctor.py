@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import ampkit
 from ampkit.scaler import _kernels
 
 SUPPORTED_TORCH = ((2, 11), (2, 13))
@@ -54,7 +55,7 @@ class Check:
 
 def versions() -> dict[str, str]:
     """Installed versions; "missing" for what is not installed."""
-    found = {"python": platform.python_version(), "torch": torch.__version__}
+    found = {"python": platform.python_version(), "torch": torch.__version__, "ampkit": ampkit.__version__}
     for package in OPTIONAL:
         try:
             found[package] = importlib.metadata.version(package)

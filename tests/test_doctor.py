@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+import ampkit
 from ampkit import doctor
 from ampkit.scaler import _kernels
 
@@ -13,6 +14,7 @@ def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     code = doctor.main([])
     text = capsys.readouterr().out
     assert f"torch         {torch.__version__}" in text
+    assert f"ampkit        {ampkit.__version__}" in text
     assert "kernels  PyTorch: CPU tensors take PyTorch's own operators" in text
     for operation in doctor.CHECKS:
         assert operation in text

@@ -6,12 +6,12 @@ import platform
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import ampkit
 from ampkit.demo.lanes import Lane, Record
 from ampkit.demo.tasks import Task
 
@@ -74,12 +74,5 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "torch": torch.__version__,
-        "ampkit": _version("ampkit"),
+        "ampkit": ampkit.__version__,
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed (run from a checkout)"
