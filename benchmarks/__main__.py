@@ -54,14 +54,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     began = time.perf_counter()
     try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return _fail(f"--out: cannot write into {options.out} ({error.strerror})")
+    device = torch.device(options.device)
+    try:
         print(f"gate: {options.gate} ...", flush=True)
         vouched = gate.pass_gate(options.gate)
+        environment = {**describe(device), "gate": vouched, "effort": options.effort, "ceilings": ceilings(device)}
     except RuntimeError as error:
         return _fail(str(error))
-    device = torch.device(options.device)
-    environment = {**describe(device), "gate": vouched, "effort": options.effort, "ceilings": ceilings(device)}
+    except KeyboardInterrupt:
+        print("interrupted before anything was measured", flush=True)
+        return 130
     print(f"{vouched}\n{environment['device']}, torch {environment['torch']}, {len(cases)} cases", flush=True)
-    options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "results.jsonl"
     path.unlink(missing_ok=True)
     status = 0

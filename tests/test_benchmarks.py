@@ -575,6 +575,18 @@ def test_a_red_gate_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not list(tmp_path.iterdir())
 
 
+def test_what_stops_a_run_before_its_first_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    """A folder that cannot be made is said before minutes of tests; Ctrl-C amid those leaves no traceback."""
+    def interrupted(kind: str) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.gate, "pass_gate", interrupted)
+    (tmp_path / "file").touch()
+    assert command.main(["regions/*", "--out", str(tmp_path / "file" / "out")]) == 1
+    assert "--out: cannot write into" in capsys.readouterr().err
+    assert command.main(["regions/*", "--out", str(tmp_path)]) == 130
+
+
 def test_the_gate_runs_real_tests(tmp_path: Path):
     """Files that exist, and pytest's own verdict on one that fails."""
     from benchmarks.environment import ROOT
