@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from regions import state
 from torch import Tensor, nn
 
 import ampkit
@@ -262,14 +263,69 @@ def test_a_wrapped_module_compiles() -> None:
     assert_same([torch.compile(net, backend="aot_eager", fullgraph=True)(x)], [wanted])
 
 
-def test_module_rules_within_module_rules_are_refused_in_compiled_code() -> None:
-    nested = TORCH.for_modules({"last": TORCH.for_modules({"*": "float32"})})
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
 
-    def function(net: nn.Module, x: Tensor) -> Tensor:
-        with autocast("cpu", policy=nested):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.a(x), self.b(x)
+
+
+class Outer(nn.Module):
+    """A module whose `last` runs in a region inside, and once more outside of it."""
+
+    def __init__(self, region: Callable[[], Any]) -> None:
+        super().__init__()
+        self.inner, self.last, self.region = Inner(), nn.Linear(8, 8), region
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        before = self.inner(x)
+        with self.region():
+            inside = self.last(x)
+        return (*before, inside, self.last(x))
+
+
+LAST = {"last": torch.float16}
+NESTED = {
+    "a rule": TORCH.for_modules(LAST),
+    "a policy without rules": TORCH.for_modules({"inner": RULES, "inner.a": torch.float16, **LAST}),
+    "a policy with rules": TORCH.for_modules({"inner": RULES.for_modules({"inner.a": "float16"}), **LAST}),
+    "a dtype": TORCH.for_modules({"inner": "float32", "inner.a": torch.float16, **LAST}),
+}
+INNER_REGIONS: dict[str, Callable[[], Any]] = {
+    "the same policy": lambda: autocast("cpu"),
+    "an island": lambda: autocast("cpu", enabled=False),
+    "torch's island": lambda: torch.autocast("cpu", enabled=False),
+    "another policy": lambda: autocast("cpu", policy=TORCH),
+    "another dtype": lambda: autocast("cpu", torch.float16),
+    "float32": lambda: float32_region("cpu"),
+}
+
+
+@pytest.mark.parametrize("inside", INNER_REGIONS)
+@pytest.mark.parametrize("rules", NESTED)
+def test_module_rules_hold_in_compiled_code_where_they_hold_in_eager_code(rules: str, inside: str) -> None:
+    """Inside a module whose rule is a policy, and inside regions within the region, rules are no longer the outer."""
+    net, x = Outer(INNER_REGIONS[inside]), torch.randn(3, 8)
+
+    def function(x: Tensor) -> Any:
+        with autocast("cpu", policy=NESTED[rules]):
             return net(x)
 
-    with pytest.raises(Exception, match="put those rules into the outer policy"):
+    wanted = list(function(x))
+    assert_same(list(torch.compile(function, backend="eager", fullgraph=True)(x)), wanted)
+    torch._dynamo.reset()
+    with autocast("cpu", policy=NESTED[rules]):
+        assert_same(list(torch.compile(lambda x: net(x), backend="eager", fullgraph=True)(x)), wanted)
+
+
+def test_module_rules_made_in_compiled_code() -> None:
+    def function(net: nn.Module, x: Tensor) -> Tensor:
+        with autocast("cpu", policy=TORCH.for_modules(LAST)):
+            return net(x)
+
+    with pytest.raises(Exception, match=r"call for_modules outside of it|id\(\) with unsupported args"):
         torch.compile(function, backend="eager", fullgraph=True)(Net(), torch.randn(5, 8))
 
 
@@ -284,6 +340,31 @@ def test_a_graph_break_in_a_region(backend: str) -> None:
             return net.last(F.gelu(y)), torch.softmax(y, -1)
 
     assert_same(step(torch.compile(function, backend=backend), net, x), step(function, net, x))
+
+
+def test_an_operator_that_fails_in_compiled_code_leaves_nothing_open() -> None:
+    """backend="eager" runs the region in the graph, and skips its end when an operator before that raises."""
+    def function(x: Tensor, index: Tensor) -> Tensor:
+        with autocast("cpu", torch.float16, policy=RULES, cache_enabled=False):
+            return (x @ x.T)[index]
+
+    def fail() -> None:
+        with pytest.raises(IndexError):
+            compiled(x, torch.tensor([7]))
+
+    compiled, x = torch.compile(function, backend="eager", fullgraph=True), torch.randn(3, 8)
+    compiled(x, torch.tensor([1]))
+    before = state()
+    fail()
+    fail()
+    with autocast("cpu"):
+        assert torch.softmax((x @ x.T), -1).dtype is torch.float32      # RULES say: bfloat16
+        inside = state()
+        fail()
+        with autocast("cpu"):
+            assert state()[:-1] == inside[:-1]
+            assert (x @ x.T).dtype is torch.bfloat16
+    assert state() == before
 
 
 @pytest.mark.parametrize("backend", EXACT)

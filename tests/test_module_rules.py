@@ -251,10 +251,7 @@ def test_exceptions_caught_inside_the_region(error):
             model.fails(X)
     for _ in range(2):
         assert dtypes(model, rules({"head": FP32})) == only("head")
-    if error is LookupError:    # an interrupt runs no hooks: its regions last until the module around it returns
         assert dtypes(model, policy) == only("head")
-    else:
-        dtypes(model, policy)
     assert torch.is_autocast_enabled("cpu") is False
 
 
@@ -309,6 +306,21 @@ def test_inner_region_counts_paths_from_where_the_outer_one_does():
 
     assert Opens()(X).dtype is FP32
     assert nn.Sequential(Opens())(X).dtype is FP32
+
+
+def test_inner_region_with_other_rules_counts_paths_from_the_outermost_module_called_in_it():
+    class Opens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(4, 4))
+
+        def forward(self, x):
+            with autocast("cpu", policy=rules({"0": FP16})):
+                return self.layers(x)
+
+    for outer in (Policy.default("cpu"), rules({"head": FP32})):
+        with autocast("cpu", policy=outer):
+            assert Opens()(X).dtype is FP16
 
 
 def test_two_patterns_that_disagree():

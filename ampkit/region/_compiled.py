@@ -66,13 +66,18 @@ def enter_region(
 
     `changes` is how often `register_op` had been called: as a constant of the graph it makes Dynamo trace anew.
     """
-    from ampkit.region.autocast import _Region, _regions
+    from ampkit.region.autocast import _Region, _regions, leave_ended
 
     stack = _regions()
-    tracer = _tracer()
-    if tracer is not None:
-        tracer.output.add_cleanup_hook(functools.partial(_leave_down_to, stack, len(stack)))
-    stack.append(_Region(_region(kind, dtype, enabled, cache_enabled, rules), stack, None))
+    leave_ended(stack)
+    tracing_in = tracer()
+    if tracing_in is not None:
+        tracing_in.output.add_cleanup_hook(functools.partial(_leave_down_to, stack, len(stack)))
+    region = _Region(_region(kind, dtype, enabled, cache_enabled, rules), stack, None)
+    caller = sys._getframe(1)
+    if caller.f_code.co_filename.startswith("<eval_with_key>"):     # torch's name for the code of a graph
+        region.graph = caller
+    stack.append(region)
 
 
 def leave_region() -> None:
@@ -101,7 +106,7 @@ def _leave_down_to(stack: list[Any], depth: int) -> None:
         stack.pop().leave(last=not stack)
 
 
-def _tracer() -> Any:
+def tracer() -> Any:
     """Dynamo's instruction translator if Dynamo is tracing in this thread, else None."""
     dynamo = sys.modules.get("torch._dynamo.symbolic_convert")
     return None if dynamo is None else getattr(dynamo.tls, "current_tx", None)

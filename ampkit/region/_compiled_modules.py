@@ -1,8 +1,9 @@
 """`Policy.for_modules` inside `torch.compile`: hooks that Dynamo can trace.
 
 Dynamo traces the hooks of the modules it inlines, also hooks that traced code has just put in place. What a module's
-rule is, they ask of ordinary Python code, which Dynamo calls once, while it traces, and whose answer it keeps for as
-long as it meets the same module objects. All state here is undone by the time the trace ends.
+rule is, they ask of ordinary Python code, which Dynamo calls once, while it traces and with the regions entered so far
+open, and whose answer it keeps for as long as it meets the same module objects. All state here is undone by the time
+the trace ends.
 """
 
 from __future__ import annotations
@@ -16,41 +17,41 @@ from torch.nn.modules import module as hooked
 from ampkit.policy._module_rules import path_of
 from ampkit.policy.policy import Policy
 from ampkit.region import _compiled
+from ampkit.region._running_modules import followed, in_force
 
 if TYPE_CHECKING:
     from ampkit.region.autocast import autocast
 
 _KEY: Any = "ampkit.compiled"
-_watches: list[Watch] = []
 
 
 class Watch:
-    """A traced region with module rules; paths count from `root`, or from the outermost module where that is None."""
+    """The module rules that hold where the trace has got to."""
 
-    def __init__(self, policy: Policy | None, root: Module | None) -> None:
-        self.policy = policy
+    def __init__(self, policy: Policy | None, root: Module | None, inside: tuple[int, ...] = ()) -> None:
+        self.policy = policy        # of a traced region; None: of the region around the compiled call
+        self.inside = inside        # the way from there to the policy in force: positions of rules that are policies
         self.root = root
-        self.outermost: Module | None = None
+        self.outermost: Module | None = None    # paths count from it where `root` is None
 
     def rule(self, module: Module) -> str | None:
         """What `rule_name` says of a module that is running."""
         root = self.outermost if self.root is None else self.root
-        return _rule_name(id(self.policy), id(root), id(module))
+        return _rule_name(_address(self.policy), self.inside, id(root), id(module), _following())
 
-    def before(self, module: Module, args: Any) -> None:
-        """Enter the region that the module's rule asks for."""
-        if self.outermost is None:
-            self.outermost = module
-        rule = self.rule(module)
-        if rule is not None:
-            _enter_rule(rule)
+    def within(self, position: str) -> Watch:
+        """What holds inside a module whose rule came from there; "" if the rule is a dtype."""
+        if position == "":
+            return self
+        watch = Watch(self.policy, self.root, (*self.inside, int(position)))
+        watch.outermost = self.outermost
+        return watch
 
-    def after(self, module: Module, args: Any, output: Any) -> None:
-        """Leave it."""
-        if self.rule(module) is not None:
-            _compiled.leave_region()
-        if self.outermost is module:
-            self.outermost = None
+
+_around = Watch(None, None)
+_watches: list[Watch] = []      # of the regions, and of the modules with a rule, that the trace is in
+_running: list[tuple[Module, int]] = []     # the modules that it is in, with the number of watches at their call
+_outside: list[tuple[int, int]] = []        # the numbers of watches and of modules when each region was entered
 
 
 def enter(region: autocast, root: Module | None) -> None:
@@ -58,69 +59,125 @@ def enter(region: autocast, root: Module | None) -> None:
     policy = region.policy
     rules = None if policy is None else policy.text
     _compiled.enter(region._kind, region.fast_dtype, region._enabled, region._cache_enabled, rules)
-    if _has_rules(region):
-        _watches.append(Watch(policy, root))
+    if _following() or _has_rules(region):
+        same = policy is None or (len(policy.modules.items) == 0 and region._kind != _kind(_address(_top().policy)))
+        _outside.append((len(_watches), len(_running)))
+        _watches.append(_top() if same else Watch(policy, root))
         _install()
 
 
 def leave(region: autocast) -> None:
     """Close `region`, and go back to the module rules that were followed before it."""
-    if _has_rules(region):
+    if _following():
+        n_watches, n_running = _outside.pop()
+        _leave_modules(n_watches + 1)
         _watches.pop()
+        del _running[n_running:]
         _install()
     _compiled.leave_region()
 
 
+def _leave_modules(n_watches: int) -> None:
+    """Leave the modules with a rule that the trace has entered since there were so many watches.
+
+    More than one where an exception ended a module: Dynamo runs no hooks then.
+    """
+    while len(_watches) > n_watches:
+        _watches.pop()
+        _compiled.leave_region()
+
+
 def _has_rules(region: autocast) -> bool:
     # Not `bool(...modules)`: Dynamo learnt to trace that of an object with `__bool__` after torch 2.11.
-    return region._enabled and region.policy is not None and len(region.policy.modules.items) > 0
+    return region.policy is not None and len(region.policy.modules.items) > 0
 
 
-def following() -> bool:
-    """Whether the trace follows the module rules of a region that it has entered itself."""
+def _following() -> bool:
+    """Whether the trace is in a region with module rules, or in a module with one, that it has entered itself."""
     return len(_watches) > 0
 
 
+def _top() -> Watch:
+    return _watches[-1] if _following() else _around
+
+
 def _install() -> None:
-    if following():
-        hooked._global_forward_pre_hooks[_KEY] = _watches[-1].before
-        hooked._global_forward_hooks[_KEY] = _watches[-1].after
-    else:
-        del hooked._global_forward_pre_hooks[_KEY]
-        del hooked._global_forward_hooks[_KEY]
+    if not _following():
+        hooked._global_forward_pre_hooks.pop(_KEY, None)
+        hooked._global_forward_hooks.pop(_KEY, None)
+    elif AROUND not in hooked._global_forward_pre_hooks:
+        hooked._global_forward_pre_hooks[_KEY] = before
+        hooked._global_forward_hooks[_KEY] = after
 
 
-def rule_name(policy: Policy, root: Module, module: Module) -> str | None:
-    """The rule of a module as a constant that Dynamo can keep: a device type, a dtype or "", and a `Policy.text`.
+AROUND: Any = "ampkit"      # the key of the hooks of a region that is really open; they call these in a trace
 
-    None if the module has no rule. Raises `NotImplementedError` for a rule that is a policy with module rules.
+
+def before(module: Module, args: Any) -> None:
+    """Enter the region that the module's rule asks for. Dynamo traces this function."""
+    watch = _top()
+    if watch.outermost is None:
+        watch.outermost = module
+    _running.append((module, len(_watches)))
+    rule = watch.rule(module)
+    if rule is not None:
+        kind, dtype, position, text = rule.split("|", 3)
+        fast = torch.get_autocast_dtype(kind) if dtype == "" else _DTYPES[dtype]
+        _compiled.enter(kind, fast, True, torch.is_autocast_cache_enabled(), text)
+        _watches.append(watch.within(position))
+
+
+def after(module: Module, args: Any, output: Any) -> None:
+    """Leave it. Dynamo traces this function."""
+    called, n_watches = _running.pop()
+    while called is not module:
+        called, n_watches = _running.pop()
+    _leave_modules(n_watches)
+    watch = _top()
+    if watch.outermost is module:
+        watch.outermost = None
+
+
+def rule_name(policy: Policy, inside: tuple[int, ...], root: Module, module: Module) -> str | None:
+    """The rule of a module as a constant that Dynamo can keep; None if the module has no rule.
+
+    That is the device type, a dtype or "", the position of the rule among the policy's or "", and a `Policy.text`.
     """
+    for position in inside:
+        policy = policy.modules.items[position][1]
     value = policy.modules.find(module, path_of(root, module))
-    if value is None:
+    if value is None or not torch.is_autocast_enabled(policy.device_type):
         return None
     if isinstance(value, Policy):
-        if value.modules:
-            raise NotImplementedError(
-                f"the rule for module {type(module).__name__} is a policy that has module rules itself, which "
-                "torch.compile cannot follow; put those rules into the outer policy"
-            )
-        return f"{policy.device_type}||{value.text}"
-    return f"{policy.device_type}|{str(value).removeprefix('torch.')}|{policy.text}"
+        position = next(n for n, (_, other) in enumerate(policy.modules.items) if other is value)
+        return f"{policy.device_type}||{position}|{value.text}"
+    return f"{policy.device_type}|{str(value).removeprefix('torch.')}||{policy.text}"
 
 
-def _rule_name(policy_id: int, root_id: int, module_id: int) -> str | None:
-    policy, root, module = map(_compiled.object_at, (policy_id, root_id, module_id))
-    return rule_name(policy, root, module)
+def _rule_name(
+    policy_id: int, inside: tuple[int, ...], root_id: int, module_id: int, following: bool
+) -> str | None:
+    root, module = _compiled.object_at(root_id), _compiled.object_at(module_id)
+    policy = None if policy_id == 0 else _compiled.object_at(policy_id)
+    if not isinstance(policy, Policy | None):
+        raise NotImplementedError(
+            "a policy with module rules was made in the function that is compiled; call for_modules outside of it"
+        )
+    if policy is None:
+        policy, root = followed(root)
+        if policy is None or not (following or in_force(policy)):
+            return None
+    return rule_name(policy, inside, root, module)
+
+
+def _kind(policy_id: int) -> str | None:
+    return None if policy_id == 0 else _compiled.object_at(policy_id).device_type
+
+
+def _address(policy: Policy | None) -> int:
+    return 0 if policy is None else id(policy)      # torch 2.11 does not know the `id` of None
 
 
 _rule_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _enter_rule(rule: str) -> None:
-    """Enter the region that a `rule_name` means. Dynamo traces this function."""
-    kind, dtype, text = rule.split("|", 2)
-    fast = torch.get_autocast_dtype(kind) if dtype == "" else _DTYPES[dtype]
-    _compiled.enter(kind, fast, True, torch.is_autocast_cache_enabled(), text)
-
-
+_kind._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -6,6 +6,7 @@ inside which, name each by its path from the outermost one, and enter a region o
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any
 
@@ -15,14 +16,14 @@ from torch.nn.modules import module as hooked
 
 from ampkit.policy._module_rules import path_of
 from ampkit.policy.policy import Policy
-from ampkit.region import _lifted_mode
-from ampkit.region._compiled import object_at, runs_as_it_is, tracing
-from ampkit.region._compiled_modules import Watch, following, rule_name
+from ampkit.region._compiled import runs_as_it_is, tracing
+from ampkit.region._compiled_modules import AROUND, after, before
+from ampkit.region._running_modules import Called, Open, Running, in_force, running_here
+from ampkit.region._unwound import is_running
 
 _lock = threading.Lock()
 _watchers = 0
-_KEY: Any = "ampkit"     # one key, where a handle has a new one each time: torch.compile guards on the keys
-_thread = threading.local()
+_KEY = AROUND       # one key, where a handle has a new one each time: torch.compile guards on the keys
 
 
 class _Watch:
@@ -30,11 +31,12 @@ class _Watch:
 
     def __init__(self, policy: Policy, root: Module | None) -> None:
         global _watchers
-        self.running = _running()
-        if root is None and self.running.open and self.running.open[-1][0] == policy:
-            root = self.running.open[-1][1]     # a region inside that has this policy from outside
-        self.running.open.append((policy, root))
+        self.running = running_here()
         self.depth = len(self.running.modules)
+        found = Open(policy, root, self.depth)
+        if root is None and self.running.open and self.running.open[-1].policy == policy:
+            found = self.running.open[-1]       # a region inside that has this policy from outside
+        self.running.open.append(found)
         with _lock:
             _watchers += 1
             if _watchers == 1:
@@ -55,14 +57,6 @@ class _Watch:
                 hooked._global_forward_hooks_always_called.pop(_KEY, None)
 
 
-class _Running:
-    """The modules that run in this thread, outermost first, each with the region entered for it, if any."""
-
-    def __init__(self) -> None:
-        self.open: list[tuple[Policy, Module | None]] = []      # policies with module rules, and where paths start
-        self.modules: list[tuple[Module, Any]] = []
-
-
 def watch(policy: Policy, root: Module | None) -> _Watch:
     """Follow modules for a region with this policy; `remove()` the result on leaving it.
 
@@ -71,54 +65,49 @@ def watch(policy: Policy, root: Module | None) -> _Watch:
     return _Watch(policy, root)
 
 
-def _running() -> _Running:
-    try:
-        return _thread.running
-    except AttributeError:
-        _thread.running = _Running()
-        return _thread.running
-
-
 @runs_as_it_is
 def _enter(module: Module, args: Any) -> None:
     if tracing():
-        _traced.before(module, args)
+        before(module, args)
         return
-    running = _running()
+    running = running_here()
     if not running.open:
         return
-    policy, root = running.open[-1]
-    if root is None:
-        root = running.modules[0][0] if running.modules else module
-    value = policy.modules.find(module, path_of(root, module)) if _in_force(policy) else None
+    leave_interrupted()
+    policy = running.open[-1].policy
+    root = running.open[-1].start(running, module)
+    value = policy.modules.find(module, path_of(root, module)) if in_force(policy) else None
     region = None if value is None else _region(policy, value).enter(root)
-    running.modules.append((module, region))
+    running.modules.append(Called(module, region, sys._getframe(1)))
 
 
-def _in_force(policy: Policy) -> bool:
-    """Whether the region with `policy` is what operators meet here: no island inside it, nor another policy."""
-    mode = _lifted_mode.current()
-    return (
-        mode is not None
-        and (policy.device_type, policy) in mode.policies
-        and torch.is_autocast_enabled(policy.device_type)
-    )
+def leave_interrupted() -> None:
+    """Leave the modules that were called last and ended by an exception that runs no hooks, `KeyboardInterrupt`."""
+    if _watchers == 0:
+        return
+    running = running_here()
+    while running.open and len(running.modules) > running.open[-1].depth and not is_running(running.modules[-1].call):
+        _leave_last(running)
 
 
 @runs_as_it_is
 def _leave(module: Module, args: Any, output: Any) -> None:
     if tracing():
-        _traced.after(module, args, output)
+        after(module, args, output)
         return
-    running = _running()
-    if not any(entered is module for entered, _ in running.modules):
+    running = running_here()
+    if not any(called.module is module for called in running.modules):
         return      # it was entered before the region was
-    while True:     # more than once where a module inside it was interrupted, which runs no hooks
-        entered, region = running.modules.pop()
-        if region is not None:
-            region.__exit__(None, None, None)
-        if entered is module:
-            return
+    while _leave_last(running) is not module:       # a module inside it was interrupted by what runs no hooks
+        pass
+
+
+def _leave_last(running: Running) -> Module:
+    """Note the end of the module that was called last, and leave the region that was entered for it."""
+    called = running.modules.pop()
+    if called.region is not None:
+        called.region.__exit__(None, None, None)
+    return called.module
 
 
 def _region(policy: Policy, value: Any) -> Any:
@@ -132,24 +121,3 @@ def _region(policy: Policy, value: Any) -> Any:
         region = autocast(policy.device_type, value, policy=policy)
     region.of_module = True
     return region
-
-
-class _Around(Watch):
-    """Modules that run in a compiled function, while the region with the rules is open around its call."""
-
-    def rule(self, module: Module) -> str | None:
-        return None if following() else _rule_around(id(self.outermost), id(module))
-
-
-def _rule_around(outermost_id: int, module_id: int) -> str | None:
-    running = _running()
-    if not running.open:
-        return None
-    policy, root = running.open[-1]
-    if root is None:
-        root = running.modules[0][0] if running.modules else object_at(outermost_id)
-    return rule_name(policy, root, object_at(module_id))
-
-
-_rule_around._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_traced = _Around(None, None)

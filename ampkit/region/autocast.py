@@ -12,6 +12,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -22,6 +23,7 @@ from ampkit.policy.policy import Policy, register_changes
 from ampkit.region import _checkpoint_frames, _compiled, _compiled_modules, _decorate, _lifted_mode, _module_regions
 from ampkit.region._lifted_mode import AutocastMode, Entered
 from ampkit.region._region_arguments import available, checked_dtype, checked_flag, current_device_type, device_kind
+from ampkit.region._unwound import is_running
 from ampkit.region.weight_cache import WeightCache, capturing
 
 __all__ = [
@@ -65,6 +67,8 @@ class autocast:
         policy: Policy | None = None,
         cache: WeightCache | None = None,
     ) -> None:
+        if not _compiled.tracing():
+            leave_ended(_regions())
         self.device = device_type if device_type is not None else current_device_type()
         kind = device_kind(self.device)
         self._kind = kind
@@ -95,6 +99,8 @@ class autocast:
             _compiled_modules.enter(self, root)
             return self
         stack = _regions()
+        leave_ended(stack)
+        _module_regions.leave_interrupted()
         stack.append(_Region(self, stack, root))
         return self
 
@@ -110,6 +116,7 @@ class autocast:
             _compiled_modules.leave(self)
             return
         stack = _regions()
+        leave_ended(stack)
         if not stack or stack[-1].owner is not self:
             _leave_interrupted(self, stack)
         stack.pop().leave(last=not stack)
@@ -138,7 +145,7 @@ class float32_region(autocast):
 class _Region:
     """One entry of an `autocast`: what it changed, and what to put back."""
 
-    __slots__ = ("cache", "dtype", "enabled", "entered", "flag", "hooks", "kind", "overdue", "owner")
+    __slots__ = ("cache", "dtype", "enabled", "entered", "flag", "graph", "hooks", "kind", "overdue", "owner")
 
     def __init__(self, owner: autocast, stack: list[_Region], root: Module | None) -> None:
         kind = owner._kind
@@ -147,6 +154,7 @@ class _Region:
             _checkpoint_frames.note_region(outer)
         self.owner = owner
         self.overdue = False        # its `with` ended too early; it is left together with the region inside it
+        self.graph: FrameType | None = None     # the call of a compiled graph that entered it
         self.kind = kind
         self.enabled = torch.is_autocast_enabled(kind)
         self.dtype = torch.get_autocast_dtype(kind)
@@ -252,11 +260,20 @@ _thread = threading.local()
 
 
 def _regions() -> list[_Region]:
+    """The regions open in this thread, outermost first."""
     try:
         return _thread.regions
     except AttributeError:
         _thread.regions = []
         return _thread.regions
+
+
+def leave_ended(stack: list[_Region]) -> None:
+    """Leave the innermost regions that compiled graphs entered whose call has ended with an exception."""
+    while stack and stack[-1].graph is not None and not is_running(stack[-1].graph):
+        if _compiled.tracer() is not None:
+            return      # a trace must leave the thread's state as it was
+        stack.pop().leave(last=not stack)
 
 
 def _leave_interrupted(region: autocast, stack: list[_Region]) -> None:
