@@ -325,7 +325,7 @@ def test_module_rules_made_in_compiled_code() -> None:
         with autocast("cpu", policy=TORCH.for_modules(LAST)):
             return net(x)
 
-    with pytest.raises(Exception, match=r"call for_modules outside of it|id\(\) with unsupported args"):
+    with pytest.raises(Exception, match="call for_modules outside of it"):
         torch.compile(function, backend="eager", fullgraph=True)(Net(), torch.randn(5, 8))
 
 

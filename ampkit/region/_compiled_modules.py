@@ -159,7 +159,7 @@ def _rule_name(
 ) -> str | None:
     root, module = _compiled.object_at(root_id), _compiled.object_at(module_id)
     policy = None if policy_id == 0 else _compiled.object_at(policy_id)
-    if not isinstance(policy, Policy | None):
+    if policy_id != 0 and not hasattr(policy, "modules"):      # an object of Dynamo's
         raise NotImplementedError(
             "a policy with module rules was made in the function that is compiled; call for_modules outside of it"
         )
