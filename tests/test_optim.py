@@ -1,6 +1,7 @@
 """ampkit.optim: torch.optim's results on the CPU, under either scaler; the kernels' path in the interpreter."""
 
 import copy
+import math
 import os
 import pickle
 
@@ -307,6 +308,27 @@ def test_loading_a_state_dict_changes_no_more_than_torch_does(cls: type) -> None
     param.grad = torch.ones(3)
     optimizer.step()
     assert torch.equal(written, param.bfloat16())
+
+
+@pytest.mark.filterwarnings("ignore:.*Dynamo:UserWarning")     # torch 2.11 says what it does not trace
+@pytest.mark.parametrize("cls", [AdamW, SGD])
+def test_a_scalers_step_skips_inside_compiled_code_too(cls: type) -> None:
+    """Dynamo drops what is set on an optimizer while it traces: the flag would not reach the step."""
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer, scaler = cls([param], lr=0.5), GradScaler("cpu", init_scale=4.0)
+
+    @torch.compile(backend="eager")
+    def step() -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    for gradient in (math.inf, 2.0):
+        scaler.scale(torch.ones((), requires_grad=True))
+        param.grad = torch.full((3,), gradient)
+        step()
+        assert bool(scaler.skipped(optimizer)) is (gradient == math.inf)
+        assert torch.equal(param, torch.ones(3)) is (gradient == math.inf)
+    assert scaler.get_scale() == 2.0
 
 
 @pytest.mark.parametrize("cls", [AdamW, SGD])

@@ -89,6 +89,7 @@ def _without_momentum(optimizer: Any) -> Iterator[tuple[dict[str, Any], Tensor]]
                 yield group, param
 
 
+@torch._disable_dynamo  # which loses attributes that are set on an optimizer, in 2.11 with an error
 def run(
     optimizer: Any,
     step: Callable[[], Any],

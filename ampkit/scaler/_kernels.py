@@ -6,7 +6,6 @@ reference functions are called directly, without the public functions' checks.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 IMPLS = ("auto", "triton", "reference")
+_loaded: list[Any] = []
 
 
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
@@ -74,12 +74,13 @@ def why_not_triton(device: torch.device) -> str | None:
     return _modules()[1].why_not_triton(device)
 
 
-@functools.cache
-def _modules() -> tuple[Any, Any]:
-    import ampkit_kernels
-    from ampkit_kernels import reference
+def _modules() -> list[Any]:
+    if not _loaded:  # no functools.cache: Dynamo warns of each call that it traces
+        import ampkit_kernels
+        from ampkit_kernels import reference
 
-    return reference, ampkit_kernels
+        _loaded.extend((reference, ampkit_kernels))
+    return _loaded
 
 
 def read_if_free(value: Tensor) -> float | None:
