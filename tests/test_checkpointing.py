@@ -321,3 +321,20 @@ def test_recompute_leaves_the_caches_of_open_regions_alone():
         loss.backward()
     assert cache.info().misses == misses
     assert cache.info().entries == misses
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_in_one_graph(backend):
+    def function(x):
+        with autocast("cpu", policy=KEEPS_MM):
+            return ampkit.checkpoint(lambda x: torch.softmax(x @ x, -1), x)
+
+    def run(function):
+        x = torch.eye(3, requires_grad=True)
+        y = function(x)
+        return y, *torch.autograd.grad(y.sum(), x)
+
+    torch._dynamo.reset()
+    got = run(torch.compile(function, backend=backend, fullgraph=True))
+    torch._dynamo.reset()
+    assert all(map(torch.equal, got, run(function)))

@@ -379,3 +379,69 @@ def test_names_are_kept():
         """What forward does."""
 
     assert (forward.__name__, forward.__doc__) == ("forward", "What forward does.")
+
+
+class Product(torch.autograd.Function):
+    """Its backward multiplies as its forward did, by the rules of the region."""
+
+    @staticmethod
+    @ampkit.custom_fwd(device_type="cpu")
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    @ampkit.custom_bwd(device_type="cpu")
+    def backward(ctx, grad):
+        a, b = ctx.saved_tensors
+        return (grad @ b.t()).to(a.dtype), (a.t() @ grad).to(b.dtype)
+
+
+class HalfProduct(torch.autograd.Function):
+    @staticmethod
+    @ampkit.custom_fwd(device_type="cpu", cast_inputs=FP16)
+    def forward(ctx, a, b, times=1.0, options=None):
+        ctx.save_for_backward(a, b)
+        return a @ b * times
+
+    @staticmethod
+    @ampkit.custom_bwd(device_type="cpu")
+    def backward(ctx, grad):
+        a, b = ctx.saved_tensors
+        return (grad @ b.t()).float(), (a.t() @ grad).float(), None, None
+
+
+KEEP = Policy.torch("cpu").with_rules({"aten::matmul": "keep", "aten::mm": "keep"})
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("policy", [None, KEEP], ids=["default", "keep"])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")     # of torch, which does so
+@pytest.mark.parametrize("inside", [True, False])
+def test_compiled(inside, policy, backend):
+    """One graph, as with torch's decorators; its backward too goes back to the region's rules."""
+    a, b = torch.randn(4, 6, requires_grad=True), torch.randn(6, 8, requires_grad=True)
+
+    def products(a, b):
+        return Product.apply(a, b), HalfProduct.apply(a, b, 2.0, {"names": ["a"], "tensor": b})
+
+    def function(a, b):
+        with autocast("cpu", policy=policy):
+            return products(a, b)
+
+    def run(compile):
+        if inside:
+            found = compile(function)(a, b)
+        else:
+            with autocast("cpu", policy=policy, cache_enabled=False):
+                found = compile(products)(a, b)
+        return *found, *torch.autograd.grad(sum(y.float().square().sum() for y in found), (a, b))
+
+    torch._dynamo.reset()
+    before = state()
+    wanted = run(lambda function: function)
+    got = run(lambda function: torch.compile(function, backend=backend, fullgraph=True))
+    torch._dynamo.reset()
+    assert state() == before
+    assert [y.dtype for y in got[:2]] == [FP32 if policy is KEEP else BF16, FP16]
+    assert all(map(torch.equal, got, wanted))

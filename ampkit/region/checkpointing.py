@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
+from ampkit.region._compiled import tracing
 from ampkit.region.autocast import Snapshot
 
 __all__ = ["checkpoint", "checkpoint_context_fn"]
@@ -25,9 +26,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     Enabled, dtype, policy and whether there is a cache are those of the call, whatever region backward is called in;
     the keyword arguments are torch's. Never syncs.
     """
-    return torch.utils.checkpoint.checkpoint(
-        Snapshot().wrap(function), *args, use_reentrant=use_reentrant, **kwargs
-    )
+    if not tracing():       # compiled code computes again what it has recorded, the casts too
+        function = Snapshot().wrap(function)
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
 
 
 def checkpoint_context_fn() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

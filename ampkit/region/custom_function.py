@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.autograd.function import Function
 
-from ampkit.policy.casting import cast_to
+from ampkit.policy.casting import is_eligible
 from ampkit.policy.policy import Policy
-from ampkit.region import _lifted_mode
+from ampkit.region import _compiled, _lifted_mode
 from ampkit.region.autocast import autocast, device_kind
 
 __all__ = ["custom_bwd", "custom_fwd"]
@@ -45,8 +45,11 @@ def custom_fwd(
     @functools.wraps(fwd)
     def decorated(*args: Any, **kwargs: Any) -> Any:
         enabled = torch.is_autocast_enabled(kind)
-        state = _State(kind, enabled and cast_inputs is None)
         ctx: Any = args[0] if args and hasattr(args[0], "save_for_backward") else None
+        if ctx is not None and _compiled.tracing():
+            state: Any = (enabled and cast_inputs is None, torch.get_autocast_dtype(kind), _rules(kind))
+        else:
+            state = _State(kind, enabled and cast_inputs is None)
         if ctx is not None:
             ctx._ampkit_state = state
         if cast_inputs is None or not enabled:
@@ -79,10 +82,25 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
             raise AttributeError(
                 f"{bwd.__qualname__} has custom_bwd, but its forward did not run under custom_fwd; decorate both"
             )
-        with state.region(kind):
+        if isinstance(state, _State):
+            with state.region(kind):
+                return bwd(*args, **kwargs)
+        enabled, dtype, rules = state       # of a forward in the same trace
+        _compiled.enter(kind, dtype, enabled, torch.is_autocast_cache_enabled(), rules)
+        try:
             return bwd(*args, **kwargs)
+        finally:
+            _compiled.leave_region()
 
     return decorated
+
+
+def _rules(kind: str) -> str:
+    """The rules in force for a device type, as a `Policy.text`. Dynamo calls it while it traces."""
+    return _State(kind, True).policy(kind).text
+
+
+_rules._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _State:
@@ -96,10 +114,13 @@ class _State:
         self.dtype = torch.get_autocast_dtype(kind)
         self.policies = {} if mode is None else dict(mode.policies)
 
+    def policy(self, kind: str) -> Policy:
+        """The policy for a device type; torch.amp's where forward ran in a region of torch's, or in none."""
+        return self.policies.get(kind) or Policy.torch(kind)
+
     def region(self, kind: str) -> autocast:
         """A region in that state."""
-        policy = self.policies.get(kind) or Policy.torch(kind)      # or: forward ran in a region of torch's
-        region = autocast(kind, self.dtype, enabled=False, policy=policy)
+        region = autocast(kind, self.dtype, enabled=False, policy=self.policy(kind))
         region._enabled = self.enabled      # its forward ran so: there is nothing to check or to warn about
         return region
 
@@ -134,7 +155,7 @@ def _take_state(setup_context: Callable[..., Any]) -> Callable[..., Any]:
 def _cast(value: Any, kind: str, dtype: torch.dtype) -> Any:
     """Eligible tensors cast, containers rebuilt in their own type; strings, bytes, arrays and the rest untouched."""
     if isinstance(value, torch.Tensor):
-        return cast_to(kind, dtype).tensor(value)
+        return value.to(dtype) if is_eligible(value, kind) else value
     if isinstance(value, Mapping):
         cast = {_cast(key, kind, dtype): _cast(item, kind, dtype) for key, item in value.items()}
         return cast if type(value) is dict else _rebuilt(value, cast)
