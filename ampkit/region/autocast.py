@@ -8,17 +8,14 @@ recurse. A region writes torch's own autocast state (enabled, dtype, cache flag)
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Literal
 
 import torch
 from torch.nn import Module
 
-from ampkit.policy.op_table import TORCH
 from ampkit.policy.policy import Policy, register_changes
 from ampkit.region import _checkpoint_frames, _compiled, _compiled_modules, _decorate, _lifted_mode, _module_regions
 from ampkit.region._lifted_mode import AutocastMode, Entered
@@ -299,49 +296,6 @@ def _out_of_order(region: autocast, innermost: autocast | None) -> str:
         "left; leave regions in the reverse of the order they were entered. A generator or coroutine that is suspended "
         "inside `with autocast():` does this: decorate its function with autocast instead"
     )
-
-
-class Snapshot:
-    """The autocast state of this thread at this moment, to be restored elsewhere: another thread, or a recompute."""
-
-    def __init__(self) -> None:
-        mode = _lifted_mode.current()
-        self.policies = mode.policies if mode is not None else ()
-        self.cached = mode is not None and mode.cache is not None
-        self.native = _native()
-
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """A context in which the state is as it was; weights are cast into a cache of its own."""
-        now = _native()
-        mode = AutocastMode(self.policies, WeightCache() if self.cached else None)
-        entered = Entered(mode, _lifted_mode.current(), active=bool(self.policies))
-        _set_native(self.native)
-        try:
-            yield
-        finally:
-            _set_native(now)
-            entered.leave()
-
-    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function` run in that state."""
-
-        @functools.wraps(function, updated=())
-        def restored(*args: Any, **kwargs: Any) -> Any:
-            with self.restored():
-                return function(*args, **kwargs)
-
-        return restored
-
-
-def _native() -> list[tuple[str, bool, torch.dtype]]:
-    return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in TORCH]
-
-
-def _set_native(states: list[tuple[str, bool, torch.dtype]]) -> None:
-    for kind, enabled, dtype in states:
-        torch.set_autocast_enabled(kind, enabled)
-        torch.set_autocast_dtype(kind, dtype)
 
 
 def _run_again(mode: AutocastMode, function: Callable[..., Any]) -> Callable[..., Any]:
