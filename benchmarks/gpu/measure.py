@@ -85,8 +85,8 @@ def row(
 def measure(out: Path, device: torch.device, rehearsal: bool, seconds: float, resume: bool = False) -> None:
     """Measure until done or out of time; rows go to `out/rows.jsonl`, the environment to `out/environment.json`.
 
-    With `resume`, lists that have a row already are left as they are. Raises `DeviceLostError`, everything written,
-    where a job has left the device unusable.
+    With `resume`, lists that have a row already, and one that the process died at, are left as they are. Raises
+    `DeviceLostError`, everything written, where a job has left the device unusable.
     """
     started = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ def measure(out: Path, device: torch.device, rehearsal: bool, seconds: float, re
     facts = json.loads(facts_file.read_text())
     rate = facts["copy_gb_per_s"]
     print(f"{facts['device']}, torch {facts['torch']}, copy {rate:.0f} GB/s", flush=True)
-    done = {(taken["list"], taken["dtype"]) for taken in load(rows_file)}
+    done = {(taken["list"], taken["dtype"]) for taken in load(rows_file)} | {tuple(facts.get("died_at", ()))}
     impl = "reference" if rehearsal else "triton"
     with rows_file.open("a") as rows:
 
@@ -117,6 +117,7 @@ def measure(out: Path, device: torch.device, rehearsal: bool, seconds: float, re
                 if time.perf_counter() - started > seconds:
                     print(f"out of time before {name} {label}", flush=True)
                     return
+                facts_file.write_text(json.dumps({**facts, "died_at": [name, label]}, indent=2))
                 try:
                     material = Material(shapes(), device, dtype)
                     for comparison in comparisons(material, impl):
@@ -128,6 +129,7 @@ def measure(out: Path, device: torch.device, rehearsal: bool, seconds: float, re
                     write({"list": name, "dtype": label, "error": repr(error)[:500]})
                     print(f"{name} {label}: {error!r}", flush=True)
                     must_answer(device)
+                facts_file.write_text(json.dumps(facts, indent=2))
                 material = comparison = None
                 if device.type == "cuda":
                     torch.cuda.empty_cache()

@@ -166,12 +166,16 @@ def test_measuring_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
     cpu = torch.device("cpu")
     measure.measure(tmp_path, cpu, True, 0.0)  # no time at all: the environment only
     environment = (tmp_path / "environment.json").read_text()
+    died = {**json.loads(environment), "died_at": ["20 tiny", "float16"]}  # without a row to show for it
+    (tmp_path / "environment.json").write_text(json.dumps(died))
     (tmp_path / "rows.jsonl").write_text(json.dumps({"list": "small GPT", "dtype": "float32", "error": "gone"}) + "\n")
     measure.measure(tmp_path, cpu, True, 60.0, resume=True)
-    assert (tmp_path / "environment.json").read_text() == environment
+    assert json.loads((tmp_path / "environment.json").read_text()) == died
     rows = report.load(tmp_path / "rows.jsonl")
     assert [row.get("error") for row in rows if (row["list"], row["dtype"]) == ("small GPT", "float32")] == ["gone"]
-    assert ("small GPT", "float16") in {(row["list"], row["dtype"]) for row in rows}
+    found = {(row["list"], row["dtype"]) for row in rows}
+    assert ("small GPT", "float16") in found
+    assert ("20 tiny", "float16") not in found
 
 
 def test_measuring_does_not_need_git(monkeypatch: pytest.MonkeyPatch) -> None:
