@@ -1,5 +1,4 @@
-"""Ranks that must skip together: found_inf as one truth for all of them, and a check that their scales agree.
-"""
+"""Ranks that must skip together: found_inf as one truth for all of them, and a check that their scales agree."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ from ampkit.scaler._devices import moved
 
 
 def combined(flags: Sequence[Tensor], device: torch.device) -> Tensor:
-    """One 0-d flag on `device` that is exactly 0.0 or 1.0: set when any of `flags` is nonzero, NaN included.
-    """
+    """One 0-d flag on `device` that is exactly 0.0 or 1.0: set when any of `flags` is nonzero, NaN included."""
     if len(flags) == 1 and flags[0].ndim == 0 and flags[0].device == device:
         return flags[0]
     return torch.stack([moved(flag.reshape(()), device) for flag in flags]).ne(0).any().float()
@@ -24,9 +22,8 @@ def combined(flags: Sequence[Tensor], device: torch.device) -> Tensor:
 def agree(found_inf: dict[torch.device, Tensor], groups: Sequence[Any], scale: Tensor) -> Tensor | None:
     """Make every flag the maximum over all ranks of all groups, in place.
 
-    One small all-reduce per group carries the flag, the scale and its negative: the maxima of the latter two
-    differ in magnitude exactly when two ranks hold different scales. A rank without gradients takes part with
-    a clear flag.
+    One small all-reduce per group carries the flag, the scale and its negative: the maxima of the latter two differ in
+    magnitude exactly when two ranks hold different scales. A rank without gradients takes part with a clear flag.
 
     Args:
         found_inf: flags by device; gets one on `scale`'s device if it is empty.
@@ -34,8 +31,7 @@ def agree(found_inf: dict[torch.device, Tensor], groups: Sequence[Any], scale: T
         scale: this rank's scale, 0-d.
 
     Returns:
-        None without groups, else `[lowest, highest]` scale among the ranks. Never syncs beyond the
-        collective.
+        None without groups, else `[lowest, highest]` scale among the ranks. Never syncs beyond the collective.
     """
     if not groups:
         return None

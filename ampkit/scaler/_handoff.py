@@ -1,9 +1,8 @@
 """Stepping an optimizer that unscales and skips by itself, on the device.
 
 The contract is torch's (`_step_supports_amp_scaling`, kept by `fused=True` optimizers): the scaler sets
-`optimizer.grad_scale` and `optimizer.found_inf`, 0-d tensors, calls `step`, and deletes both. ampkit.optim
-adds `_step_supports_grad_multiplier`: `optimizer.grad_multiplier` replaces `grad_scale` by a factor that also
-clips.
+`optimizer.grad_scale` and `optimizer.found_inf`, 0-d tensors, calls `step`, and deletes both. ampkit.optim adds
+`_step_supports_grad_multiplier`: `optimizer.grad_multiplier` replaces `grad_scale` by a factor that also clips.
 """
 
 from __future__ import annotations
@@ -59,9 +58,9 @@ def attributes(optimizer: Any, **values: Tensor | None) -> Iterator[None]:
 def sound_first_momentum(optimizer: Any, found_inf: Tensor) -> Iterator[None]:
     """Keep fused SGD's momentum sound when its very first step is skipped.
 
-    torch allocates the buffers uninitialised, the kernel returns early, and the next step takes the garbage
-    for momentum. Buffers born in a skipped step are zeroed on the device; where dampening makes a zero buffer
-    differ from none at all, they are removed again, at the price of one host read in that one step.
+    torch allocates the buffers uninitialised, the kernel returns early, and the next step takes the garbage for
+    momentum. Buffers born in a skipped step are zeroed on the device; where dampening makes a zero buffer differ from
+    none at all, they are removed again, at the price of one host read in that one step.
     """
     newborn = list(_without_momentum(optimizer))
     yield

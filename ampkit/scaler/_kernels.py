@@ -59,8 +59,7 @@ def unscale_into_(
     *,
     accumulate: bool = False,
 ) -> None:
-    """`destinations = sources * inv_scale`, or `+=`; sets `found_inf` as `unscale_`. One device; never syncs.
-    """
+    """`destinations = sources * inv_scale`, or `+=`; sets `found_inf` as `unscale_`. One device; never syncs."""
     _modules()[1].unscale_into_(sources, destinations, inv_scale, found_inf, accumulate=accumulate)
 
 

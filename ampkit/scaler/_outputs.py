@@ -11,8 +11,7 @@ from torch import Tensor
 def map_tensors(outputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """`function` applied to every tensor in `outputs`, containers rebuilt as they were.
 
-    Lists, tuples, named tuples and mappings keep their type; any other iterable becomes a lazy iterator, as
-    in torch.
+    Lists, tuples, named tuples and mappings keep their type; any other iterable becomes a lazy iterator, as in torch.
 
     Raises:
         ValueError: a leaf that is not a tensor, or a string.

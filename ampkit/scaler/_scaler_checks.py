@@ -1,6 +1,4 @@
-"""The per-iteration half of a GradScaler: what is known about each optimizer's gradients, and how it is found
-out.
-"""
+"""The per-iteration half of a GradScaler: what is known about each optimizer's gradients, and how it is found out."""
 
 from __future__ import annotations
 
@@ -24,10 +22,10 @@ _MARK = "_ampkit_unscaled_for"
 def fresh_optimizer_state() -> dict[str, Any]:
     """What is known about an optimizer at the beginning of an iteration: torch's two entries.
 
-    Others appear on the way: `optimizer`; `groups` and `spread`, ranks that must agree and their extreme
-    scales; `multiplier`, a factor that clipping has left for `step` to apply; `left_to_do`, what a stepped
-    optimizer's gradients would still have to be multiplied by to be unscaled, absent when nothing; `clean`,
-    whether the host has seen the flags clear; `mark` and `versions`, see `_mark`.
+    Others appear on the way: `optimizer`; `groups` and `spread`, ranks that must agree and their extreme scales;
+    `multiplier`, a factor that clipping has left for `step` to apply; `left_to_do`, what a stepped optimizer's
+    gradients would still have to be multiplied by to be unscaled, absent when nothing; `clean`, whether the host has
+    seen the flags clear; `mark` and `versions`, see `_mark`.
     """
     return {"stage": OptState.READY, "found_inf_per_device": {}}
 
@@ -48,9 +46,7 @@ class ScalerChecks(ScalerMemory):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Multiply gradients by `inv_scale`, and return a flag per device; `found_inf` is the one of its
-        device.
-        """
+        """Multiply gradients by `inv_scale`, and return a flag per device; `found_inf` is the one of its device."""
         found: dict[torch.device, Tensor] = {}
         groups: list[Any] = []
         with torch.no_grad():
@@ -87,8 +83,7 @@ class ScalerChecks(ScalerMemory):
     def _factors(self, optimizer: torch.optim.Optimizer, inv_scale: Tensor) -> list[tuple[list[Tensor], Tensor | None]]:
         """The optimizer's parameters, with what their gradients have to be multiplied by; None: by nothing.
 
-        Gradients that have been unscaled this iteration for another optimizer come apart from the rest; see
-        `_mark`.
+        Gradients that have been unscaled this iteration for another optimizer come apart from the rest; see `_mark`.
         """
         rest = parameters(optimizer)
         whole = inv_scale if self._loss_scale.scales_losses else None
@@ -116,10 +111,9 @@ class ScalerChecks(ScalerMemory):
     def _mark(self, optimizer: Any, grads: Sequence[Tensor]) -> None:
         """Leave on each gradient whose it is now, in case another optimizer shares it.
 
-        A shared gradient has been made anew when a backward pass may have run since and its version says that
-        something was written; either alone is no proof: users clip gradients, and losses reach some of them.
-        So versions are kept when a pass is about to run: at the next `scale`, or when the backward of a loss that
-        was scaled earlier begins.
+        A shared gradient has been made anew when a backward pass may have run since and its version says that something
+        was written; either alone is no proof: users clip gradients, and losses reach some of them. So versions are kept
+        when a pass is about to run: at the next `scale`, or when the backward of a loss that was scaled earlier begins.
         """
         state = self._state_of(optimizer)
         mark = state.setdefault("mark", object())  # holds nothing: a gradient must not keep an optimizer alive

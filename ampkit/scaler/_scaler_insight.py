@@ -39,9 +39,8 @@ class ScalerInsight(ScalerChecks):
     def skipped(self, optimizer: torch.optim.Optimizer) -> Tensor:
         """Whether the last `step(optimizer)` left the parameters alone, as a 0-d bool tensor on the device.
 
-        True after inf or NaN, and after a step that found no gradients. Right for every optimizer, fused ones
-        included; `if scaler.skipped(optimizer):` is where a host would wait. False when the scaler is
-        disabled.
+        True after inf or NaN, and after a step that found no gradients. Right for every optimizer, fused ones included;
+        `if scaler.skipped(optimizer):` is where a host would wait. False when the scaler is disabled.
 
         Raises:
             RuntimeError: `step` has not been called with this optimizer.
@@ -88,9 +87,7 @@ class ScalerInsight(ScalerChecks):
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The last updates as plain dicts, oldest first: `update`, `scale`, `overflow`, `grad_norm`. One host
-        read.
-        """
+        """The last updates as plain dicts, oldest first: `update`, `scale`, `overflow`, `grad_norm`. One host read."""
         if not self._enabled or self._scale is None:
             return []
         state, ledger = self._live_state()
@@ -101,8 +98,8 @@ class ScalerInsight(ScalerChecks):
     ) -> OverflowReport:
         """Which parameters held inf or NaN in the last skipped step, worst first. Reads the device.
 
-        Optimizers that skip on an accelerator are examined when this is called, so call it before their
-        gradients are cleared, or make the scaler with `count_every_step=True`.
+        Optimizers that skip on an accelerator are examined when this is called, so call it before their gradients are
+        cleared, or make the scaler with `count_every_step=True`.
 
         Args:
             model: names parameters; without it the optimizer's own names are used, where it was made with
@@ -152,9 +149,7 @@ class ScalerInsight(ScalerChecks):
         _calm_schedulers(optimizer)
 
     def _read_flag(self, found_inf: Tensor, state: dict[str, Any]) -> bool:
-        """The flag as a Python value: one host read. Ranks' scales, where known, come with it and are
-        compared.
-        """
+        """The flag as a Python value: one host read. Ranks' scales, where known, come with it and are compared."""
         if "spread" not in state:
             return found_inf.item() != 0
         flag, lowest, highest = torch.cat((found_inf.reshape(1), state["spread"])).tolist()

@@ -1,5 +1,4 @@
-"""What a GradScaler remembers between iterations: the scale, its counters, and how they are saved and loaded.
-"""
+"""What a GradScaler remembers between iterations: the scale, its counters, and how they are saved and loaded."""
 
 from __future__ import annotations
 
@@ -40,9 +39,7 @@ class ScalerMemory(torch.amp.GradScaler):
         history_size: int,
         validate: bool,
     ) -> None:
-        """Choose the strategy and start with nothing on any device; the first `scale` call says where to
-        live.
-        """
+        """Choose the strategy and start with nothing on any device; the first `scale` call says where to live."""
         if loss_scale is not None and plain != _DEFAULTS:
             raise ValueError(
                 f"got loss_scale={loss_scale} together with init_scale, growth_factor, backoff_factor or "
@@ -188,8 +185,8 @@ class ScalerMemory(torch.amp.GradScaler):
     def state_dict(self) -> dict[str, Any]:
         """The scaler as plain Python values; `{}` when disabled. Reads the device: call it after `update()`.
 
-        torch's five entries, so that torch.amp.GradScaler loads it, and one more, "ampkit", with the whole
-        strategy and the counts.
+        torch's five entries, so that torch.amp.GradScaler loads it, and one more, "ampkit", with the whole strategy and
+        the counts.
         """
         if not self._enabled:
             return {}
@@ -212,11 +209,10 @@ class ScalerMemory(torch.amp.GradScaler):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` of this class or of torch.amp.GradScaler returned; nothing happens when
-        disabled.
+        """Load what `state_dict` of this class or of torch.amp.GradScaler returned; nothing happens when disabled.
 
-        The saved factors win over the constructor's, as in torch. Entries that belong to another kind of
-        strategy than this scaler's are left aside with a warning. Unknown entries are named in a warning.
+        The saved factors win over the constructor's, as in torch. Entries that belong to another kind of strategy than
+        this scaler's are left aside with a warning. Unknown entries are named in a warning.
 
         Raises:
             RuntimeError: an empty dict, as a disabled scaler saves it.

@@ -74,8 +74,8 @@ class ScalerSteps(ScalerInsight):
     def _left_to_do(self, optimizer: Any, found_inf: Tensor) -> Tensor:
         """What this optimizer's gradients would still have to be multiplied by after a step on the device.
 
-        torch's fused kernels write the unscaled gradients back unless they skip; those that take a multiplier
-        never write gradients.
+        torch's fused kernels write the unscaled gradients back unless they skip; those that take a multiplier never
+        write gradients.
         """
         inv_scale = self._inverse_scale()
         if _handoff.takes_multiplier(optimizer):

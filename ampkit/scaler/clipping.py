@@ -1,9 +1,9 @@
 """Norms and clipping of gradients that are still scaled: read once, written once.
 
-`torch.nn.utils.clip_grad_norm_` after `unscale_` reads and writes every gradient twice and reads it once more
-for the norm. Here the norm of `gradient * inv_scale` comes from one read that also looks for inf and NaN, and
-one multiplication by `inv_scale * coefficient` unscales and clips. A power-of-two scale makes the two ways
-equal to the bit; otherwise the single rounding may differ from torch's two by one unit in the last place.
+`torch.nn.utils.clip_grad_norm_` after `unscale_` reads and writes every gradient twice and reads it once more for the
+norm. Here the norm of `gradient * inv_scale` comes from one read that also looks for inf and NaN, and one
+multiplication by `inv_scale * coefficient` unscales and clips. A power-of-two scale makes the two ways equal to the
+bit; otherwise the single rounding may differ from torch's two by one unit in the last place.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from ampkit.scaler.gradients import Gradients, parameters
 HOMOGENEOUS_ORDERS = (0.0, 1.0, 2.0, math.inf)
 """Orders whose norm of scaled gradients, unscaled, is to the bit the norm of unscaled ones at powers of two.
 
-Powers of other orders are rounded otherwise, and those of scaled gradients overflow early: these want
-`unscale_` first.
+Powers of other orders are rounded otherwise, and those of scaled gradients overflow early: these want `unscale_` first.
 """
 
 Part = tuple[list[Tensor], bool]
@@ -60,8 +59,7 @@ def clip_plain(parts: Sequence[Part], max_norm: float | Tensor, norm_type: float
 
 
 def coefficient(norm: Tensor, max_norm: float | Tensor) -> Tensor:
-    """What to multiply gradients of this norm by, so that their norm is at most `max_norm`; torch's formula.
-    """
+    """What to multiply gradients of this norm by, so that their norm is at most `max_norm`; torch's formula."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
@@ -72,8 +70,7 @@ def total_norm(
     norm_type: float,
     across: Sequence[Any] = (),
 ) -> Tensor:
-    """Norm of all gradients times `inv_scale`, as one vector, 0-d on `inv_scale`'s device. Gradients are only
-    read.
+    """Norm of all gradients times `inv_scale`, as one vector, 0-d on `inv_scale`'s device. Gradients are only read.
 
     Args:
         gradients: the gradients, still scaled.
@@ -124,9 +121,7 @@ def _joined(norms: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def multiply_(gradients: Gradients, factor: Tensor, found_inf: Mapping[torch.device, Tensor]) -> None:
-    """Multiply every gradient by a 0-d factor, unless the factor is 1 or its device's flag is set. Never
-    syncs.
-    """
+    """Multiply every gradient by a 0-d factor, unless the factor is 1 or its device's flag is set. Never syncs."""
     factor = factor.float()
     with torch.no_grad():
         for device, tensors in gradients.by_device.items():

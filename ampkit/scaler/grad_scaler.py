@@ -1,13 +1,13 @@
 """GradScaler: the order of events in an iteration, and the state that survives it.
 
-An optimizer is READY after `update()`, UNSCALED after `unscale_` or clipping, STEPPED after `step`. How the
-scale answers an overflow is decided in `loss_scale`, what a gradient consists of in `gradients`, the
-arithmetic in the kernels; this class calls them in the right order.
+An optimizer is READY after `update()`, UNSCALED after `unscale_` or clipping, STEPPED after `step`. How the scale
+answers an overflow is decided in `loss_scale`, what a gradient consists of in `gradients`, the arithmetic in the
+kernels; this class calls them in the right order.
 
-The class derives from `torch.amp.GradScaler`, because Lightning, Accelerate, FSDP and others ask
-`isinstance(scaler, torch.amp.GradScaler)` and reach for its private attributes. Those keep torch's names and
-shapes: `_scale`, `_growth_tracker`, `_per_optimizer_states`, `_unscale_grads_`, `_check_inf_per_device`,
-`_found_inf_per_device`, `_get_scale_async`, `_maybe_opt_step`, `_lazy_init_scale_growth_tracker`.
+The class derives from `torch.amp.GradScaler`, because Lightning, Accelerate, FSDP and others ask `isinstance(scaler,
+torch.amp.GradScaler)` and reach for its private attributes. Those keep torch's names and shapes: `_scale`,
+`_growth_tracker`, `_per_optimizer_states`, `_unscale_grads_`, `_check_inf_per_device`, `_found_inf_per_device`,
+`_get_scale_async`, `_maybe_opt_step`, `_lazy_init_scale_growth_tracker`.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class GradScaler(ScalerSteps):
         backoff_factor: multiplies the scale after an overflow; below 1.
         growth_interval: updates in a row without overflow before growth.
         enabled: False turns every method into a pass-through.
-        loss_scale: a strategy in place of the four numbers above: `DynamicLossScale` with bounds, hysteresis
-            or tolerance, `StaticLossScale`, `NoOpLossScale`.
-        process_group: ranks that must skip together although each sees other gradients (sharded by hand,
-            pipelined). DDP and DTensor gradients (FSDP2, tensor parallel) need nothing.
+        loss_scale: a strategy in place of the four numbers above: `DynamicLossScale` with bounds, hysteresis or
+            tolerance, `StaticLossScale`, `NoOpLossScale`.
+        process_group: ranks that must skip together although each sees other gradients (sharded by hand, pipelined).
+            DDP and DTensor gradients (FSDP2, tensor parallel) need nothing.
         allow_fp16: unscale float16 gradients too, for optimizers that keep float32 master weights.
         on_stuck: what happens when gradients overflow at a scale that can hardly fall further
-            (`DynamicLossScale.stuck_scale`): "warn" once, "raise" `LossScaleStuckError`, or call a function
-            with `ScalerStats`.
+            (`DynamicLossScale.stuck_scale`): "warn" once, "raise" `LossScaleStuckError`, or call a function with
+            `ScalerStats`.
         count_every_step: count inf and NaN for `overflow_report` in every step of optimizers that skip on an
             accelerator; others are counted only when skipped. Reads those gradients once more.
         history_size: updates kept for `history`.
@@ -110,8 +110,8 @@ class GradScaler(ScalerSteps):
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss, or every tensor in a nested list, tuple, mapping or iterator, by the scale.
 
-        A 0-d float16 or bfloat16 loss comes back as float32. Never syncs. Warns once when what it gets is
-        detached from autograd, because `backward` could not reach any parameter.
+        A 0-d float16 or bfloat16 loss comes back as float32. Never syncs. Warns once when what it gets is detached from
+        autograd, because `backward` could not reach any parameter.
 
         Raises:
             ValueError: something that holds no tensors.
@@ -166,10 +166,9 @@ class GradScaler(ScalerSteps):
     def unscale_(self, optimizer: torch.optim.Optimizer, *, allow_repeat: bool = False) -> None:
         """Divide the optimizer's gradients by the scale, in place, and look for inf and NaN. Never syncs.
 
-        Optional before `step`, for code that reads or changes gradients in between. Call it once per
-        iteration, after the last backward. Sparse, complex, expanded, non-contiguous and DTensor gradients
-        are served; a gradient shared with an optimizer that has been unscaled this iteration is not divided
-        again.
+        Optional before `step`, for code that reads or changes gradients in between. Call it once per iteration, after
+        the last backward. Sparse, complex, expanded, non-contiguous and DTensor gradients are served; a gradient shared
+        with an optimizer that has been unscaled this iteration is not divided again.
 
         Args:
             optimizer: whose gradients.
@@ -178,8 +177,7 @@ class GradScaler(ScalerSteps):
         Raises:
             AssertionError: nothing has been scaled yet.
             RuntimeError: called before in this iteration, or after `step`.
-            ValueError: float16 gradients, unless the scaler was made with `allow_fp16`. Nothing has changed
-                then.
+            ValueError: float16 gradients, unless the scaler was made with `allow_fp16`. Nothing has changed then.
         """
         if not self._enabled:
             return
@@ -204,14 +202,12 @@ class GradScaler(ScalerSteps):
         groups: Sequence[int] | Literal["each"] | None = None,
         process_group: Any = None,
     ) -> Tensor:
-        """Unscale, check and clip the optimizer's gradients together; returns their unscaled norm. Never
-        syncs.
+        """Unscale, check and clip the optimizer's gradients together; returns their unscaled norm. Never syncs.
 
-        Stands for `unscale_` followed by `torch.nn.utils.clip_grad_norm_`, at two passes over the gradients
-        instead of three reads and two writes. After `unscale_` it only clips. Where a gradient is not finite
-        nothing is
-        multiplied: the step will be skipped. Gradients of optimizers that take a multiplier (`ampkit.optim`)
-        stay scaled until `step` reads them.
+        Stands for `unscale_` followed by `torch.nn.utils.clip_grad_norm_`, at two passes over the gradients instead of
+        three reads and two writes. After `unscale_` it only clips. Where a gradient is not finite nothing is
+        multiplied: the step will be skipped. Gradients of optimizers that take a multiplier (`ampkit.optim`) stay
+        scaled until `step` reads them.
 
         Args:
             optimizer: whose gradients.
@@ -223,8 +219,8 @@ class GradScaler(ScalerSteps):
                 shards): the norm is taken over all of them. DTensor shards are added up without it.
 
         Returns:
-            The norm, 0-d on the scale's device; with `groups="each"` one per group. float64 for float64
-            gradients, else float32.
+            The norm, 0-d on the scale's device; with `groups="each"` one per group. float64 for float64 gradients, else
+            float32.
 
         Raises:
             AssertionError: nothing has been scaled yet.
@@ -268,11 +264,9 @@ class GradScaler(ScalerSteps):
         return torch.stack(clipped) if groups == "each" else clipped[0]
 
     def clip_grad_value_(self, optimizer: torch.optim.Optimizer, clip_value: float) -> None:
-        """Unscale and check the optimizer's gradients, and limit every element to `[-clip_value,
-        clip_value]`.
+        """Unscale and check the optimizer's gradients, and limit every element to `[-clip_value, clip_value]`.
 
-        After `unscale_` or `clip_grad_norm_` it only limits. Complex gradients are limited by part. Never
-        syncs.
+        After `unscale_` or `clip_grad_norm_` it only limits. Complex gradients are limited by part. Never syncs.
         """
         if self._enabled:
             self._check_scale_growth_tracker("clip_grad_value_")
@@ -284,17 +278,15 @@ class GradScaler(ScalerSteps):
         clipping.clamp_(collect(parameters(optimizer)), float(clip_value))
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Unscale unless that is done, then call `optimizer.step(*args, **kwargs)` if all gradients are
-        finite.
+        """Unscale unless that is done, then call `optimizer.step(*args, **kwargs)` if all gradients are finite.
 
-        An optimizer without gradients is left alone, and `stats().no_gradients` counts it. Amp-aware
-        optimizers (`fused=True`, `ampkit.optim`) are always called and skip on the device, without a host
-        sync; any other costs one host read.
+        An optimizer without gradients is left alone, and `stats().no_gradients` counts it. Amp-aware optimizers
+        (`fused=True`, `ampkit.optim`) are always called and skip on the device, without a host sync; any other costs
+        one host read.
 
-        With a closure (keyword or first positional argument), as LBFGS and SAM take it, every evaluation is
-        unscaled and checked; the closure calls `scaler.scale(loss).backward()` and returns the unscaled loss.
-        A non-finite evaluation ends the step and restores parameters and optimizer state. One host read per
-        evaluation.
+        With a closure (keyword or first positional argument), as LBFGS and SAM take it, every evaluation is unscaled
+        and checked; the closure calls `scaler.scale(loss).backward()` and returns the unscaled loss. A non-finite
+        evaluation ends the step and restores parameters and optimizer state. One host read per evaluation.
 
         Returns:
             What `optimizer.step` returned; None when the step was skipped by the host.
@@ -326,17 +318,16 @@ class GradScaler(ScalerSteps):
         return self._maybe_opt_step(optimizer, state, *args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Let the scale answer what the iteration's checks found, and make every optimizer READY. Never
-        syncs.
+        """Let the scale answer what the iteration's checks found, and make every optimizer READY. Never syncs.
 
         Args:
-            new_scale: a scale to use from now on, a positive number or a 1-element tensor, instead of the
-                strategy's answer. It is kept within the strategy's bounds. A tensor is copied; if it holds 0,
-                inf, NaN or a negative number, the scale stays.
+            new_scale: a scale to use from now on, a positive number or a 1-element tensor, instead of the strategy's
+                answer. It is kept within the strategy's bounds. A tensor is copied; if it holds 0, inf, NaN or a
+                negative number, the scale stays.
 
         Raises:
-            AssertionError: nothing was scaled or no gradients were checked in this iteration, or a
-                `new_scale` of a wrong kind.
+            AssertionError: nothing was scaled or no gradients were checked in this iteration, or a `new_scale` of a
+                wrong kind.
             ValueError: a number that is no scale.
         """
         if not self._enabled:

@@ -1,7 +1,7 @@
 """An optimizer's gradients as the kernels want them: plain local tensors, listed by device.
 
-Whatever `.grad` may be (sparse, complex, expanded, DTensor, CSR), the lists hold strided tensors that share
-its storage, so that writing them writes the gradient. Only metadata is looked at: nothing waits for a device.
+Whatever `.grad` may be (sparse, complex, expanded, DTensor, CSR), the lists hold strided tensors that share its
+storage, so that writing them writes the gradient. Only metadata is looked at: nothing waits for a device.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _dtype_of = attrgetter("dtype")
 class Gradients:
     """The gradients of some parameters.
 
-    `by_device` lists every gradient's storage. `shards` lists those that are parts of a larger gradient, with
-    the process groups over which the whole is spread; they are in `by_device` too. `groups` are all process
-    groups that a DTensor parameter or gradient spans, in an order that every rank shares. `duplicated` are
-    sparse gradients whose repeated indices are yet to be added up.
+    `by_device` lists every gradient's storage. `shards` lists those that are parts of a larger gradient, with the
+    process groups over which the whole is spread; they are in `by_device` too. `groups` are all process groups that a
+    DTensor parameter or gradient spans, in an order that every rank shares. `duplicated` are sparse gradients whose
+    repeated indices are yet to be added up.
     """
 
     by_device: dict[torch.device, list[Tensor]] = field(default_factory=dict)
@@ -83,9 +83,8 @@ def collect(
 ) -> Gradients:
     """The gradients of `params` as local strided float tensors; parameters without one are left out.
 
-    May replace a `.grad` by an equal one that can be written in place: expanded gradients become dense,
-    DTensors with a pending reduction are reduced, fp16 sparse gradients are coalesced. No gradient's value
-    changes.
+    May replace a `.grad` by an equal one that can be written in place: expanded gradients become dense, DTensors with a
+    pending reduction are reduced, fp16 sparse gradients are coalesced. No gradient's value changes.
 
     Args:
         params: the parameters to look at.
@@ -188,9 +187,7 @@ def _writable(param: Tensor, grad: Tensor) -> Tensor:
 
 
 def _local_shard(param: Tensor, grad: Any) -> tuple[Any, Tensor, tuple[Any, ...]]:
-    """A DTensor gradient without pending reductions, its local part, and the groups that hold the other
-    parts.
-    """
+    """A DTensor gradient without pending reductions, its local part, and the groups that hold the other parts."""
     if any(placement.is_partial() for placement in grad.placements):
         from torch.distributed.tensor import Replicate
 

@@ -1,8 +1,7 @@
 """What a scaler did, counted on the device and read when somebody asks.
 
-`Ledger` notes a few 0-d tensors per update and sums them up in blocks, so that an update costs one tiny copy
-and no host synchronisation. Reading (`Ledger.totals`, `Ledger.rows`) is the only place that waits for a
-device.
+`Ledger` notes a few 0-d tensors per update and sums them up in blocks, so that an update costs one tiny copy and no
+host synchronisation. Reading (`Ledger.totals`, `Ledger.rows`) is the only place that waits for a device.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ _BLOCK = 256
 class ScalerStats:
     """Counts since the scaler was made (or since the checkpoint that it loaded was begun).
 
-    `steps` and `skips` count optimizer steps taken and skipped for inf or NaN, over all optimizers;
-    `no_gradients` those that found nothing to do. The rest count `update()` calls: `overflows` with a
-    non-finite gradient, `consecutive_skips` the overflows since the last clean one, `growths` and `backoffs`
-    changes of the scale. `inf_values` and `nan_values` count gradient elements in the skipped steps that were
-    examined. `scale_disagreement` says that ranks which must agree were seen with different scales.
+    `steps` and `skips` count optimizer steps taken and skipped for inf or NaN, over all optimizers; `no_gradients`
+    those that found nothing to do. The rest count `update()` calls: `overflows` with a non-finite gradient,
+    `consecutive_skips` the overflows since the last clean one, `growths` and `backoffs` changes of the scale.
+    `inf_values` and `nan_values` count gradient elements in the skipped steps that were examined. `scale_disagreement`
+    says that ranks which must agree were seen with different scales.
     """
 
     scale: float
@@ -120,8 +119,7 @@ class Ledger:
         return self._captured if _is_capturing(tensor) else self._notes
 
     def fold(self, scale: Tensor) -> None:
-        """Add what is pending to the totals; `scale` is the scale after the last noted update. Never syncs.
-        """
+        """Add what is pending to the totals; `scale` is the scale after the last noted update. Never syncs."""
         capturing = _is_capturing(scale)
         if capturing:
             notes, self._captured = self._captured, _Notes()
@@ -182,8 +180,8 @@ class Ledger:
     def rows(self, scale: Tensor) -> list[dict[str, Any]]:
         """The last updates, oldest first, as plain dicts. One host read.
 
-        Keys: `update` (counted from 1), `scale` (the one the iteration used), `overflow`, and `grad_norm`,
-        None where the iteration did not clip.
+        Keys: `update` (counted from 1), `scale` (the one the iteration used), `overflow`, and `grad_norm`, None where
+        the iteration did not clip.
         """
         self.fold(scale)
         if not self._blocks:

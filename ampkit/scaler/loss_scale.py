@@ -1,13 +1,11 @@
 """Loss-scale strategies: how a scale answers an overflow, as pure arithmetic on tensors.
 
-A strategy is a frozen description; what changes from step to step is a `ScaleState` of 0-d tensors.
-`next_state` maps one state to the next without reading a value, so nothing here waits for a device.
-`GradScaler` owns a state and writes the next one into the same tensors, which keeps their addresses fixed
-(CUDA graphs replay them).
+A strategy is a frozen description; what changes from step to step is a `ScaleState` of 0-d tensors. `next_state` maps
+one state to the next without reading a value, so nothing here waits for a device. `GradScaler` owns a state and writes
+the next one into the same tensors, which keeps their addresses fixed (CUDA graphs replay them).
 
-The dynamic rule is Micikevicius et al. 2018, section 3.2, as torch implements it; hysteresis follows
-Megatron-LM (refill on growth) and DeepSpeed (refill on every clean update); the tolerated overflow rate
-follows fairseq.
+The dynamic rule is Micikevicius et al. 2018, section 3.2, as torch implements it; hysteresis follows Megatron-LM
+(refill on growth) and DeepSpeed (refill on every clean update); the tolerated overflow rate follows fairseq.
 """
 
 from __future__ import annotations
@@ -30,9 +28,9 @@ _NEVER_GROWS = 2**31 - 1
 class ScaleState(NamedTuple):
     """What a strategy remembers between updates; 0-d tensors on one device.
 
-    `scale` is float32, the rest int32. `growth_tracker` counts finite updates since the last overflow or
-    growth, `hysteresis_left` the overflows up to the one that backs off, `window_updates` and
-    `window_overflows` the updates and overflows since the scale last changed.
+    `scale` is float32, the rest int32. `growth_tracker` counts finite updates since the last overflow or growth,
+    `hysteresis_left` the overflows up to the one that backs off, `window_updates` and `window_overflows` the updates
+    and overflows since the scale last changed.
     """
 
     scale: Tensor
@@ -54,10 +52,10 @@ class DynamicLossScale:
         min_scale: the scale stops here on its way down; defaults to the least scale with a finite reciprocal.
         max_scale: the scale stops here on its way up. A growth that would reach inf is never taken.
         hysteresis: the scale backs off on this many-th overflow; 1 backs off at once.
-        hysteresis_refill: when forgiven overflows are given back: "growth" of the scale (Megatron-LM) or any
-            "clean" update, so that only overflows in a row count (DeepSpeed's consecutive hysteresis).
-        tolerance: the scale backs off only when at least this share (0 to 1) of the updates since its last
-            change overflowed (fairseq's overflow tolerance). The step itself is skipped all the same.
+        hysteresis_refill: when forgiven overflows are given back: "growth" of the scale (Megatron-LM) or any "clean"
+            update, so that only overflows in a row count (DeepSpeed's consecutive hysteresis).
+        tolerance: the scale backs off only when at least this share (0 to 1) of the updates since its last change
+            overflowed (fairseq's overflow tolerance). The step itself is skipped all the same.
 
     Raises:
         ValueError: a field out of range.
@@ -108,8 +106,7 @@ class DynamicLossScale:
 
     @property
     def stuck_scale(self) -> float:
-        """Gradients that overflow at this scale or below overflow for another reason: 2**-14, or `min_scale`.
-        """
+        """Gradients that overflow at this scale or below overflow for another reason: 2**-14, or `min_scale`."""
         return max(self.min_scale, 2.0**-14)
 
     @property
@@ -127,9 +124,7 @@ class DynamicLossScale:
         )
 
     def next_state(self, state: ScaleState, found_inf: Tensor) -> ScaleState:
-        """The state after an update that did (`found_inf` nonzero, NaN included) or did not overflow. Never
-        syncs.
-        """
+        """The state after an update that did (`found_inf` nonzero, NaN included) or did not overflow. Never syncs."""
         overflow = found_inf != 0
         updates = state.window_updates + 1
         overflows = state.window_overflows + overflow

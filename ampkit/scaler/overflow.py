@@ -21,8 +21,8 @@ class LossScaleStuckError(RuntimeError):
 class Culprit:
     """One parameter whose gradient was not finite.
 
-    `name` comes from the model, or from an optimizer made with `named_parameters()`; else it reads
-    `group 0, parameter 3`. Complex elements count once per part.
+    `name` comes from the model, or from an optimizer made with `named_parameters()`; else it reads `group 0, parameter
+    3`. Complex elements count once per part.
     """
 
     name: str
@@ -53,9 +53,8 @@ class OverflowReport(tuple[Culprit, ...]):
 class Examined:
     """Gradients counted on their devices, to be read when somebody asks.
 
-    `gradients` says for each gradient its parameter, the optimizer's name for it, its dtype and size;
-    `counts` are int64 `[n, 2]` tensors, one per device, with the places in `gradients` that their rows belong
-    to.
+    `gradients` says for each gradient its parameter, the optimizer's name for it, its dtype and size; `counts` are
+    int64 `[n, 2]` tensors, one per device, with the places in `gradients` that their rows belong to.
     """
 
     gradients: list[tuple[Tensor, str, torch.dtype, int]]
@@ -75,9 +74,7 @@ class Examined:
 
 
 def examine(optimizer: torch.optim.Optimizer) -> Examined:
-    """Count inf and NaN in every gradient of the optimizer, on the device. Reads each gradient once; never
-    syncs.
-    """
+    """Count inf and NaN in every gradient of the optimizer, on the device. Reads each gradient once; never syncs."""
     gradients: list[tuple[Tensor, str, torch.dtype, int]] = []
     by_device: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
     masters = getattr(optimizer, "_ampkit_masters", None)  # the model has no name for those, but for their halves

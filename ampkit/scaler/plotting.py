@@ -1,6 +1,4 @@
-"""A picture of a scaler's history: scale, skipped steps, gradient norm. Needs matplotlib, imported when
-called.
-"""
+"""A picture of a scaler's history: scale, skipped steps, gradient norm. Needs matplotlib, imported when called."""
 
 from __future__ import annotations
 
@@ -13,8 +11,7 @@ from typing import Any
 def plot_history(history: Sequence[dict[str, Any]], path: str | Path, *, title: str | None = None) -> Path:
     """Draw `GradScaler.history` into a file; the suffix says the format.
 
-    The scale on a log-2 axis with a mark at every overflow, and below it the gradient norm where steps were
-    clipped.
+    The scale on a log-2 axis with a mark at every overflow, and below it the gradient norm where steps were clipped.
 
     Args:
         history: rows of `GradScaler.history`.

@@ -10,8 +10,8 @@ from ampkit.scaler.grad_scaler import GradScaler
 def scheduler_step(scheduler: Any, scaler: GradScaler, *args: Any) -> bool:
     """Advance a learning-rate scheduler if its optimizer's last step was taken; call it after `scaler.step`.
 
-    A schedule that advances on skipped steps ends too early. Waits for the device only when the optimizer
-    skips there by itself (`fused=True`, `ampkit.optim`) and the answer is not known yet.
+    A schedule that advances on skipped steps ends too early. Waits for the device only when the optimizer skips there
+    by itself (`fused=True`, `ampkit.optim`) and the answer is not known yet.
 
     Args:
         scheduler: a scheduler of torch.optim.lr_scheduler, or anything with `optimizer` and `step`.
