@@ -196,16 +196,13 @@ class ScalerChecks(ScalerMemory):
     def _require_ready(self, state: dict[str, Any]) -> None:
         if state["stage"] is OptState.UNSCALED:
             raise RuntimeError(
-                "unscale_() has already been called on this optimizer since the last update(). Dividing "
-                "gradients "
-                "twice would ruin them: call update() at the end of each iteration, unscale_ once per "
-                "update (not "
+                "unscale_() has already been called on this optimizer since the last update(). Dividing gradients "
+                "twice would ruin them: call update() at the end of each iteration, unscale_ once per update (not "
                 "once per micro-batch), or pass allow_repeat=True."
             )
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError(
-                "unscale_() is being called after step(). Call it between backward() and step(), and "
-                "update() once "
+                "unscale_() is being called after step(). Call it between backward() and step(), and update() once "
                 "all optimizers have stepped."
             )
 

@@ -65,9 +65,8 @@ class ScalerInsight(ScalerChecks):
     def _outcome(self, optimizer: Any) -> _Outcome:
         if optimizer not in self._outcomes:
             raise RuntimeError(
-                f"scaler.step() has not been called with this {type(optimizer).__name__} yet; expected the "
-                f"object "
-                f"that was passed to step(), not an optimizer that it wraps"
+                f"scaler.step() has not been called with this {type(optimizer).__name__} yet; expected the object that "
+                "was passed to step(), not an optimizer that it wraps"
             )
         return self._outcomes[optimizer]
 
@@ -156,11 +155,9 @@ class ScalerInsight(ScalerChecks):
         if lowest != highest:
             self._warn_once(
                 "spread",
-                f"ranks that must skip together hold different loss scales, from {lowest:.6g} to "
-                f"{highest:.6g}: "
-                f"their gradients are weighted differently. Load the same scaler state on all ranks, and "
-                f"call "
-                f"update() equally often on each.",
+                f"ranks that must skip together hold different loss scales, from {lowest:.6g} to {highest:.6g}: their "
+                "gradients are weighted differently. Load the same scaler state on all ranks, and call update() "
+                "equally often on each.",
                 stacklevel=5,
             )
         return flag != 0

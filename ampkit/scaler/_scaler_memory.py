@@ -229,8 +229,7 @@ class ScalerMemory(torch.amp.GradScaler):
         missing = [key for key in _TORCH_KEYS if key not in state_dict]
         if missing:
             raise KeyError(
-                f"the scaler's state dict has no {', '.join(map(repr, missing))}; expected "
-                f"{list(_TORCH_KEYS)}"
+                f"the scaler's state dict has no {', '.join(map(repr, missing))}; expected {list(_TORCH_KEYS)}"
             )
         unknown = sorted(set(map(str, state_dict)) - {*_TORCH_KEYS, _OWN_KEY})
         if unknown:
@@ -280,8 +279,7 @@ class ScalerMemory(torch.amp.GradScaler):
             return state
         if self._per_optimizer_states:
             raise AssertionError(
-                "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end "
-                "after "
+                "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end after "
                 "scaler.update(): what is known about this iteration's gradients would be lost."
             )
         if self.process_group is not None:
@@ -328,6 +326,5 @@ def _checked(value: float, rule: LossScale, name: str) -> float:
 
 def _bad_scale(got: str) -> str:
     return (
-        f"new_scale should be a number or a 1-element tensor on the scaler's device with "
-        f"requires_grad=False; got {got}"
+        f"new_scale should be a number or a 1-element tensor on the scaler's device with requires_grad=False; got {got}"
     )

@@ -155,10 +155,8 @@ class GradScaler(ScalerSteps):
         if torch.is_grad_enabled():
             self._warn_once(
                 "detached",
-                "scale() got a loss that does not require grad: backward() cannot reach any parameter from "
-                "it. "
-                "It may have been rebuilt with torch.tensor(), detached, converted by .item(), or computed "
-                "under "
+                "scale() got a loss that does not require grad: backward() cannot reach any parameter from it. It "
+                "may have been rebuilt with torch.tensor(), detached, converted by .item(), or computed under "
                 "torch.no_grad().",
                 stacklevel=4,
             )
@@ -303,9 +301,8 @@ class GradScaler(ScalerSteps):
         state = self._state_of(optimizer)
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError(
-                "step() has already been called since the last update(). Call update() once per iteration, "
-                "after "
-                "all optimizers have stepped."
+                "step() has already been called since the last update(). Call update() once per iteration, after all "
+                "optimizers have stepped."
             )
         if closure is not None:
             return self._step_with_closure(optimizer, state, closure, args, kwargs)
@@ -347,9 +344,8 @@ class GradScaler(ScalerSteps):
                 self._advance(found_inf, self._norm, self._scale_used, clean=clean)
             elif idle:
                 raise AssertionError(
-                    "No inf checks were recorded prior to update. Call scaler.step(optimizer), or "
-                    "scaler.unscale_, "
-                    "in every iteration before update()."
+                    "No inf checks were recorded prior to update. Call scaler.step(optimizer), or scaler.unscale_, in "
+                    "every iteration before update()."
                 )
         self._begin_iteration()
 

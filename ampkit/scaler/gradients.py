@@ -166,9 +166,8 @@ def _collect_one(found: Gradients, param: Tensor, grad: Tensor, coalesce: bool) 
         local = torch.view_as_real(local)
     if local.dtype not in _FLOATS or local.layout is not torch.strided:
         raise TypeError(
-            f"a gradient has dtype {local.dtype} and layout {local.layout}; expected a floating-point or "
-            f"complex "
-            f"gradient, dense or sparse: leave this parameter out of the optimizer"
+            f"a gradient has dtype {local.dtype} and layout {local.layout}; expected a floating-point or complex "
+            "gradient, dense or sparse: leave this parameter out of the optimizer"
         )
     found.add(local)
     if shard_groups:

@@ -88,14 +88,13 @@ class DynamicLossScale:
             raise ValueError(f"backoff_factor is {self.backoff_factor}; expected a number above 0, at most 1")
         if not SMALLEST_SCALE <= self.min_scale <= self.max_scale <= LARGEST_SCALE:
             raise ValueError(
-                f"min_scale is {self.min_scale} and max_scale {self.max_scale}; expected "
-                f"{SMALLEST_SCALE:.3g} "
-                f"<= min_scale <= max_scale <= {LARGEST_SCALE:.3g}: a scale of 0 or inf destroys gradients"
+                f"min_scale is {self.min_scale} and max_scale {self.max_scale}; expected {SMALLEST_SCALE:.3g} <= "
+                f"min_scale <= max_scale <= {LARGEST_SCALE:.3g}: a scale of 0 or inf destroys gradients"
             )
         if not self.min_scale <= self.init_scale <= self.max_scale:
             raise ValueError(
-                f"init_scale is {self.init_scale}; expected a number from min_scale ({self.min_scale}) "
-                f"to max_scale ({self.max_scale})"
+                f"init_scale is {self.init_scale}; expected a number from min_scale ({self.min_scale}) to max_scale "
+                f"({self.max_scale})"
             )
         if self.hysteresis < 1:
             raise ValueError(f"hysteresis is {self.hysteresis}; expected 1 (back off at once) or more")

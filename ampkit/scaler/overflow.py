@@ -106,9 +106,7 @@ def fp16_refusal(optimizer: Any) -> str:
     ]
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return (
-        f"Attempting to unscale FP16 gradients. Got float16 gradients of {shown}; expected float32 "
-        f"parameters: keep "
-        f"them in float32 and let autocast cast, or pass GradScaler(allow_fp16=True) where the optimizer "
-        f"keeps "
-        f"float32 master weights."
+        f"Attempting to unscale FP16 gradients. Got float16 gradients of {shown}; expected float32 parameters: keep "
+        "them in float32 and let autocast cast, or pass GradScaler(allow_fp16=True) where the optimizer keeps float32 "
+        "master weights."
     )
