@@ -11,6 +11,7 @@ from ampkit.region.autocast import (
 )
 from ampkit.region.checkpointing import checkpoint, checkpoint_context_fn
 from ampkit.region.custom_function import custom_bwd, custom_fwd
+from ampkit.region.recording import CastRecord, RecordedCall, record_casts
 from ampkit.region.weight_cache import CacheInfo, WeightCache
 from ampkit.region.wrapping import wrap_forward
 from ampkit.scaler.grad_scaler import GradScaler
@@ -45,6 +46,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CacheInfo",
+    "CastRecord",
     "DynamicLossScale",
     "Explanation",
     "FP16Optimizer",
@@ -55,6 +57,7 @@ __all__ = [
     "NoOpLossScale",
     "OverflowReport",
     "Policy",
+    "RecordedCall",
     "Rule",
     "ScalerStats",
     "StaticLossScale",
@@ -81,6 +84,7 @@ __all__ = [
     "master_params",
     "plot_history",
     "promote_function",
+    "record_casts",
     "register_float_function",
     "register_half_function",
     "register_op",

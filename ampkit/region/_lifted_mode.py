@@ -116,6 +116,8 @@ class AutocastMode(TorchDispatchMode):
     respected. `Entered` puts it at its key; it refuses the place where `with` would put it, below autograd.
     """
 
+    record: Any = None      # where the calls are noted, while a record is being taken; see `recording`
+
     def __init__(self, policies: tuple[tuple[str, Policy], ...], cache: WeightCache | None) -> None:
         super().__init__()
         self.policies = policies

@@ -17,7 +17,15 @@ import torch
 from torch.nn import Module
 
 from ampkit.policy.policy import Policy, register_changes
-from ampkit.region import _checkpoint_frames, _compiled, _compiled_modules, _decorate, _lifted_mode, _module_regions
+from ampkit.region import (
+    _checkpoint_frames,
+    _compiled,
+    _compiled_modules,
+    _decorate,
+    _lifted_mode,
+    _module_regions,
+    recording,
+)
 from ampkit.region._lifted_mode import AutocastMode, Entered
 from ampkit.region._region_arguments import available, checked_dtype, checked_flag, current_device_type, device_kind
 from ampkit.region._unwound import is_running
@@ -235,10 +243,10 @@ def _mode(policies: tuple[tuple[str, Policy], ...], cache: WeightCache | None) -
     """The mode for these policies and this cache; made once, unless `register_op` has changed the rules since."""
     modes = _uncached_modes if cache is None else cache.modes
     mode = modes.get(policies)
-    if mode is None or mode.changes != register_changes():
+    if mode is None or mode.changes != register_changes() or mode.record is not recording.current():
         if len(modes) >= 16:
             modes.clear()
-        mode = modes[policies] = AutocastMode(policies, cache)
+        mode = modes[policies] = recording.new_mode(policies, cache)
     return mode
 
 
@@ -305,7 +313,7 @@ def _run_again(mode: AutocastMode, function: Callable[..., Any]) -> Callable[...
     """
 
     def recompute(*args: Any, **kwargs: Any) -> Any:
-        again = AutocastMode(mode.policies, None if mode.cache is None else WeightCache())
+        again = recording.new_mode(mode.policies, None if mode.cache is None else WeightCache())
         entered = Entered(again, _lifted_mode.current(), active=True)
         try:
             return function(*args, **kwargs)

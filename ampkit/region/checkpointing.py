@@ -16,9 +16,9 @@ import torch
 import torch.utils.checkpoint
 
 from ampkit.policy.op_table import TORCH
-from ampkit.region import _lifted_mode
+from ampkit.region import _lifted_mode, recording
 from ampkit.region._compiled import tracing
-from ampkit.region._lifted_mode import AutocastMode, Entered
+from ampkit.region._lifted_mode import Entered
 from ampkit.region.weight_cache import WeightCache
 
 __all__ = ["checkpoint", "checkpoint_context_fn"]
@@ -56,7 +56,7 @@ class Snapshot:
     def restored(self) -> Iterator[None]:
         """A context in which the state is as it was; weights are cast into a cache of its own."""
         now = _native()
-        mode = AutocastMode(self.policies, WeightCache() if self.cached else None)
+        mode = recording.new_mode(self.policies, WeightCache() if self.cached else None)
         entered = Entered(mode, _lifted_mode.current(), active=bool(self.policies))
         _set_native(self.native)
         try:

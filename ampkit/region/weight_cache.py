@@ -103,6 +103,11 @@ class WeightCache:
     def __repr__(self) -> str:
         return f"WeightCache(max_bytes={self.max_bytes}): {self.info()}"
 
+    @property
+    def hits(self) -> int:
+        """Casts answered from the cache."""
+        return self._hits
+
     def info(self) -> CacheInfo:
         """What is held and how often it served. Casts that an optimizer step has outdated are dropped first."""
         self.drop_outdated()

@@ -1,0 +1,235 @@
+"""`record_casts`: what a record says, beside what was done, and that taking it changes nothing."""
+
+import textwrap
+import threading
+import weakref
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
+
+import ampkit
+from ampkit import Policy, Rule, WeightCache, autocast, record_casts
+from ampkit.region._lifted_mode import AutocastMode, current
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class Net(nn.Module):
+    """Two blocks and a head; the blocks share a row of the table."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(2))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).softmax(-1)
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return Net()
+
+
+X = torch.ones(2, 8)
+
+
+def copies(run):
+    """How many dtype conversions torch made."""
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
+        run()
+    return sum(event.count for event in seen.key_averages() if event.key == "aten::_to_copy")
+
+
+def test_calls_in_order_with_rule_place_and_reason(net):
+    policy = Policy.default("cpu").with_rules({"aten::layer_norm": Rule.LOWER})
+    with record_casts() as record, autocast("cpu", policy=policy):
+        net(X)
+    assert [(call.op, call.module) for call in record.calls] == [
+        ("aten::linear", "blocks.0.0"), ("aten::layer_norm", "blocks.0.1"),
+        ("aten::linear", "blocks.1.0"), ("aten::layer_norm", "blocks.1.1"),
+        ("aten::linear", "head"), ("aten::softmax.int", "Net"),
+    ]
+    linear, norm, second, _, _, softmax = record.calls
+    assert (linear.rule, linear.layer, linear.why) == tuple(policy.explain("aten::linear"))[1:]
+    assert (norm.rule, norm.layer) == (Rule.LOWER, "with_rules[0]")
+    assert (linear.operands, linear.computed_in, linear.casts) == ((FP32,) * 3, (BF16,) * 3, 3)
+    assert linear.nbytes == 6 * (16 + 64 + 8)
+    assert (second.operands, second.casts) == ((BF16, FP32, FP32), 2)
+    assert (softmax.operands, softmax.computed_in, softmax.casts) == ((BF16,), (FP32,), 0)
+    assert linear.line.startswith("test_recording.py:")
+    assert len({call.line for call in record.calls}) == 2
+
+
+@pytest.mark.parametrize("base", [Policy.default, Policy.torch])
+@pytest.mark.parametrize("make_cache", [lambda: None, WeightCache, lambda: WeightCache(max_bytes=200)])
+def test_casts_are_those_that_torch_makes(net, base, make_cache):
+    cache, policy = make_cache(), base("cpu")
+
+    def step():
+        with autocast("cpu", policy=policy, cache=cache):
+            net(X)
+            net(X)
+
+    step()
+    wanted = copies(step)
+    with record_casts() as record:
+        step()
+    inside_softmax = sum(call.rule is Rule.FLOAT32_DTYPE_ARG for call in record.calls)     # torch converts there
+    assert record.casts + inside_softmax == wanted
+
+
+def test_a_weight_is_cast_once_and_cached_after(net):
+    cache = WeightCache()
+    with record_casts() as record:
+        for _ in range(2):
+            with autocast("cpu", cache=cache):
+                net(X)
+    first, second = record.calls[:6], record.calls[6:]
+    weights = [(8, 8), (8,), (8, 8), (8,), (4, 8), (4,)]
+    assert sum(call.cached for call in first) == 0
+    assert sum(call.cached for call in second) == len(weights) == record.cached
+    assert sum(call.casts for call in first) - sum(call.casts for call in second) == len(weights)
+    saved = sum(call.nbytes for call in first) - sum(call.nbytes for call in second)
+    assert saved == 6 * sum(torch.Size(shape).numel() for shape in weights)
+
+
+def test_recording_changes_no_bit(net):
+    def gradients():
+        net.zero_grad()
+        with autocast("cpu"):
+            loss = net(X)[:, 0].sum()
+        loss.backward()
+        return [loss.detach(), *(param.grad.clone() for param in net.parameters())]
+
+    wanted = gradients()
+    with record_casts():
+        found = gradients()
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_table(net):
+    with record_casts() as record, autocast("cpu"):
+        net(torch.ones(1000, 8))
+    assert str(record) == textwrap.dedent("""\
+        calls  operator           rule, set by                module      operands              computed in  casts  cached     MB
+            2  aten::linear       LOWER, torch                blocks.*.*  float32 x3            bfloat16 x3      6       0  0.097
+            2  aten::layer_norm   FLOAT32, default            blocks.*.*  bfloat16, float32 x2  float32 x3       2       0  0.096
+            1  aten::linear       LOWER, torch                head        float32 x3            bfloat16 x3      3       0  0.048
+            1  aten::softmax.int  FLOAT32_DTYPE_ARG, default  Net         bfloat16              float32          0       0  0.000
+        6 calls, 11 casts made (0.241 MB read and written), 0 taken from the cache""")  # noqa: E501
+
+
+def test_nothing_recorded_says_why():
+    with record_casts() as record:
+        torch.mm(X, X.T)
+    assert str(record) == "no operator with a rule was called in a region that was entered while recording"
+
+
+def test_only_regions_entered_inside_and_plain_modes_after(net):
+    with autocast("cpu"):
+        with record_casts() as record:
+            net(X)
+        assert record.calls == []
+    with pytest.raises(RuntimeError, match="shape"), record_casts() as record, autocast("cpu"):
+        torch.mm(net(X), X)
+    assert len(record.calls) == 7
+    with autocast("cpu"):
+        assert type(current()) is AutocastMode
+        net(X)
+    assert len(record.calls) == 7
+
+
+def test_inner_record_takes_its_regions(net):
+    with record_casts() as outer:
+        with autocast("cpu"):
+            net(X)
+        with record_casts() as inner, autocast("cpu"):
+            net(X)
+        with autocast("cpu"):
+            net(X)
+    assert (len(outer.calls), len(inner.calls)) == (12, 6)
+
+
+def test_all_threads(net):
+    def work():
+        with autocast("cpu"):
+            net(X)
+
+    with record_casts() as record:
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(record.calls) == 18
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("checkpoint", [torch.utils.checkpoint.checkpoint, ampkit.checkpoint])
+def test_recomputation_is_recorded(net, checkpoint, use_reentrant):
+    x = X.clone().requires_grad_()
+    with record_casts() as record:
+        with autocast("cpu"):
+            loss = checkpoint(net, x, use_reentrant=use_reentrant).sum()
+        forward = len(record.calls)
+        loss.backward()
+    again = Counter(call.op for call in record.calls[forward:])
+    assert again["aten::linear"] == 3
+
+
+def test_lists_and_dtype_arguments():
+    with record_casts() as record, autocast("cpu"):
+        torch.cat([X, X.bfloat16(), X.bfloat16()])
+        torch.softmax(X.bfloat16(), -1)
+        torch.softmax(X.bfloat16(), -1, dtype=torch.float64)
+    cat, softmax, asked = record.calls
+    assert (cat.operands, cat.computed_in, cat.casts, cat.module) == ((FP32, BF16, BF16), (FP32,) * 3, 2, "")
+    assert cat.nbytes == 2 * 6 * 16
+    assert softmax.computed_in == (FP32,)
+    assert asked.computed_in == (torch.float64,)
+
+
+def test_rules_of_modules(net):
+    policy = Policy.default("cpu").for_modules({"head": FP32})
+    with record_casts() as record, autocast("cpu", policy=policy):
+        net(X)
+    (head,) = (call for call in record.calls if call.module == "head")
+    assert (head.operands, head.computed_in, head.casts) == ((FP32,) * 3, (FP32,) * 3, 0)
+
+
+def test_fake_tensors_of_a_device_that_is_not_here():
+    with FakeTensorMode():
+        x, weight = torch.empty(2, 4, device="cuda"), torch.empty(4, 4, device="cuda")
+        with record_casts() as record, autocast("cuda:0"):
+            torch.mm(x, weight)
+    (call,) = record.calls
+    assert (call.computed_in, call.casts, call.nbytes) == ((torch.float16,) * 2, 2, 6 * (8 + 16))
+
+
+@pytest.mark.parametrize(("backend", "calls"), [("eager", 6), ("aot_eager", 0)])
+def test_compiled_code_is_recorded_where_it_runs(net, backend, calls):
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: net(x), backend=backend)
+    for _ in range(2):
+        with record_casts() as record, autocast("cpu"):
+            compiled(X)
+        assert len(record.calls) == calls
+    torch._dynamo.reset()
+
+
+def test_the_record_keeps_no_tensor():
+    model = nn.Linear(8, 8)
+    alive = [weakref.ref(param) for param in model.parameters()]
+    with record_casts() as record, autocast("cpu"):
+        model(X)
+    assert record.casts == 3
+    del model
+    assert [ref() for ref in alive] == [None, None]
