@@ -57,16 +57,35 @@ def test_explanations_agree_with_the_rules():
         assert len(policy.explain(op).why) > 10
 
 
-def test_explain_of_several_overloads_asks_which():
-    with pytest.raises(ValueError, match=r"aten::norm has several overloads; name one of \['aten::norm.Scalar"):
+def test_explain_of_overloads_that_differ_asks_which():
+    with pytest.raises(ValueError, match=r"aten::norm follow different rules: aten::norm.Scalar FLOAT32_DTYPE_ARG, .*"):
         Policy.default("cpu").explain("aten::norm")
     assert Policy.default("cpu").explain("aten::sum").op == "aten::sum"
+    assert Policy.default("cpu").explain("aten::softmax").op == "aten::softmax.int"
+
+
+FUNCTIONS = {
+    torch.softmax: "aten::softmax.int", F.softmax: "aten::softmax.int", torch.Tensor.mm: "aten::mm",
+    F.gelu: "aten::gelu", F.layer_norm: "aten::layer_norm", torch.fft.fft: "aten::fft_fft",
+    "torch.matmul": "aten::matmul", "torch.nn.functional.linear": "aten::linear",
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=FUNCTIONS.values())
+def test_functions_of_torch_mean_their_operators(function):
+    policy = Policy.default("cpu")
+    assert policy.explain(function) == policy.explain(FUNCTIONS[function])
+    assert policy.with_rules({function: Rule.KEEP}).rule_for(FUNCTIONS[function]) is Rule.KEEP
+
+
+def test_function_that_goes_by_another_name_in_aten():
+    with pytest.raises(ValueError, match=r"unknown operator 'aten::cross_entropy'.*nearest: .*cross_entropy_loss"):
+        Policy.default("cpu").explain(F.cross_entropy)
 
 
 def test_overloads_that_only_torchscript_knows_are_not_meant():
     """`aten::add` also names additions of plain numbers, the default overload among them; no region sees those."""
-    with pytest.raises(ValueError, match=r"name one of \['aten::add.Tensor', 'aten::add.Scalar'\]"):
-        Policy.default("cpu").explain("add")
+    assert Policy.default("cpu").explain("add").op == "aten::add.Tensor"
     chosen = Policy.default("cpu").with_rules({"aten::add": Rule.FLOAT32})
     assert {op for op, _ in chosen.overrides[0]} == {aten.add.Tensor, aten.add.Scalar}
 
@@ -149,8 +168,9 @@ def test_policy_is_left_as_it_was():
         ({"aten::mm": "half"}, ValueError, r"unknown rule 'half' for operator aten::mm; expected a Rule or one of"),
         ({"aten::mm": torch.float32}, ValueError, r"unknown rule torch.float32 for operator aten::mm"),
         ({"gelu": "keep", aten.gelu: "lower"}, ValueError, r"operator 'aten::gelu' is named twice, as KEEP and"),
-        ({torch.mm: "keep"}, TypeError, r"an operator is an OpOverload, a packet or a name like"),
-        ({1: "keep"}, TypeError, r"an operator is an OpOverload, a packet or a name like 'aten::softmax.int', got 1"),
+        ({print: "keep"}, TypeError, r"an operator is an OpOverload, a packet, a name like 'aten::softmax.int' or a"),
+        ({torch.nn.GELU(): "keep"}, TypeError, r"or a function of torch, like torch.softmax; got GELU"),
+        ({1: "keep"}, TypeError, r"or a function of torch, like torch.softmax; got 1"),
         ([("aten::mm", "keep")], TypeError, r"with_rules takes a dict of operator to Rule, got list"),
         ({"aten::mm": "float32_dtype_arg"}, ValueError, r"'aten::mm.*' cannot follow FLOAT32_DTYPE_ARG.*Rule.FLOAT32"),
         ({"aten::add_.Tensor": "float32"}, ValueError, r"'aten::add_.Tensor' writes to its arguments and cannot"),
@@ -366,5 +386,5 @@ def test_register_op_that_means_nothing(scaled):
         register_op(scaled, "half")
     with pytest.raises(ValueError, match="unknown operator 'ampkit_tests::gone'"):
         register_op("ampkit_tests::gone", "lower")
-    with pytest.raises(TypeError, match="an operator is an OpOverload, a packet or a name"):
+    with pytest.raises(TypeError, match="an operator is an OpOverload, a packet, a name"):
         register_op(len, "lower")

@@ -1,11 +1,13 @@
 """What a key of `Policy.with_rules` means: which operators, and whether they can follow the rule it is given.
 
-A key is an overload, a packet or a name. Every refusal names the operator and says what to do instead.
+A key is an overload, a packet, a name or a function of torch. Every refusal names the operator and says what to do
+instead.
 """
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from ampkit.policy import casting
 from ampkit.policy.op_table import Rule, resolve
 
-Operator = OpOverload | OpOverloadPacket | str
+Operator = OpOverload | OpOverloadPacket | str | Callable[..., Any]
 
 _CASTING = (Rule.LOWER, Rule.FLOAT32, Rule.FLOAT32_DTYPE_ARG, Rule.PROMOTE)
 _MAKES_SUBCLASSES = ("aten::alias", "aten::detach")      # of tensors, from C++ that allows no Python in between
@@ -67,9 +69,15 @@ def _writes(op: OpOverload, rule: Rule) -> bool:
     )
 
 
-def _named(name: Any) -> list[OpOverload]:
+def _named(key: Any) -> list[OpOverload]:
+    name = _name_of_function(key) if callable(key) else key
     if not isinstance(name, str):
-        raise TypeError(f"an operator is an OpOverload, a packet or a name like 'aten::softmax.int', got {name!r}")
+        raise TypeError(
+            "an operator is an OpOverload, a packet, a name like 'aten::softmax.int' or a function of torch, like "
+            f"torch.softmax; got {key!r}"
+        )
+    if name.startswith("torch."):
+        name = name.rpartition(".")[2]
     _, _, base = name.rpartition("::")
     if "." in base:
         return [resolve(name)]
@@ -77,6 +85,13 @@ def _named(name: Any) -> list[OpOverload]:
         return _packet(resolve(name).overloadpacket)
     except ValueError:
         return _packet(_find_packet(name))
+
+
+def _name_of_function(function: Callable[..., Any]) -> str | None:
+    """ATen's name for a function or tensor method of torch, which as a rule is its own; None for any other."""
+    name = getattr(function, "__name__", "")
+    of_torch = (getattr(function, "__module__", None) or "").partition(".")[0] == "torch"
+    return f"aten::{name}" if name and (of_torch or getattr(torch.Tensor, name, None) is function) else None
 
 
 def _find_packet(name: str) -> OpOverloadPacket:
@@ -102,14 +117,13 @@ def _packet(packet: OpOverloadPacket) -> list[OpOverload]:
     return [op for op in every if not any(argument.is_out for argument in op._schema.arguments)] or every
 
 
-def one_overload(op: Any) -> OpOverload:
-    """The overload that a question about `op` means; `ValueError` if it could be several."""
+def candidates(op: Any) -> list[OpOverload]:
+    """The overloads that a question about `op` may mean, the default one alone where there is one.
+
+    Those for named tensors, which torch has dropped since 2.11, are not meant by a name alone.
+    """
     if isinstance(op, OpOverload):
-        return op
+        return [op]
     found = _packet(op) if isinstance(op, OpOverloadPacket) else _named(op)
-    if len(found) > 1:
-        plain = [one for one in found if one._overloadname == "default"]
-        if not plain:
-            raise ValueError(f"{op!s} has several overloads; name one of {[one.name() for one in found]}")
-        return plain[0]
-    return found[0]
+    plain = [one for one in found if "Dimname" not in str(one._schema)] or found
+    return [one for one in plain if one._overloadname == "default"] or plain

@@ -15,7 +15,7 @@ import torch
 from torch._ops import OpOverload
 
 from ampkit.policy import _module_rules
-from ampkit.policy._operator_keys import Operator, checked_rule, key_name, one_overload, overloads
+from ampkit.policy._operator_keys import Operator, candidates, checked_rule, key_name, overloads
 from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, Group, Rule, fold
 
 __all__ = ["Explanation", "Policy", "Rule", "register_op"]
@@ -120,7 +120,8 @@ class Policy:
         """A policy in which the given operators follow other rules.
 
         A key is an overload (`torch.ops.aten.softmax.int`), a packet (`torch.ops.aten.softmax`: all its overloads
-        but the `out=` ones), or a name (`"aten::softmax.int"`, `"aten::softmax"`); a value is a `Rule` or its name.
+        but the `out=` ones), a name (`"aten::softmax.int"`, `"aten::softmax"`), or a function of torch that ATen has
+        under the same name (`torch.softmax`, `functional.gelu`); a value is a `Rule` or its name.
         Raises `TypeError` or `ValueError`, naming the operator, for an unknown operator or rule, an operator named
         twice, and a rule that the operator cannot follow.
         """
@@ -153,8 +154,18 @@ class Policy:
         return self.explain(op).rule
 
     def explain(self, op: Operator) -> Explanation:
-        """The rule `op` follows, which layer of the policy set it, and why. `str()` of it is one line."""
-        found = one_overload(op)
+        """The rule `op` follows, which layer of the policy set it, and why. `str()` of it is one line.
+
+        `op` is a key as of `with_rules`. Raises `ValueError` for an unknown operator, or if overloads that it may mean
+        follow different rules.
+        """
+        answers = [self._explain(one) for one in candidates(op)]
+        if len({answer.rule for answer in answers}) > 1:
+            said = ", ".join(f"{answer.op} {answer.rule.name}" for answer in answers)
+            raise ValueError(f"overloads of {op!s} follow different rules: {said}; ask about one of them")
+        return answers[0]
+
+    def _explain(self, found: OpOverload) -> Explanation:
         for layer in reversed(self._layers()):
             if found in layer.rules:
                 why = layer.whys.get(found, "set by the user")
