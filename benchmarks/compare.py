@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         old, new = results.load(options.old), results.load(options.new)
     except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
+        print(f"no results to read: {error}", file=sys.stderr)
         return 2
     changes = compare(old, new, options.threshold)
     print(text(old, new, changes))

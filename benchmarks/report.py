@@ -198,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         print(write(options.results, options.out or options.results.parent))
     except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
+        print(f"no results to read: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from regions import state
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 
 import ampkit
 from ampkit import Policy, Rule, WeightCache, autocast, float32_region
@@ -402,6 +404,52 @@ def test_compiled_code_does_not_fill_the_weight_cache() -> None:
     with autocast("cpu", cache=cache):
         outputs(net, x)
     assert cache.info().entries > 0
+
+
+class Block(nn.Module):
+    """What a transformer block is made of, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(16, 8), nn.LayerNorm(8)
+        self.attention, self.head = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = x + self.attention(self.norm(x), x, x, need_weights=False)[0]
+        return F.cross_entropy(self.head(F.gelu(x)).flatten(0, 1), ids.flatten())
+
+
+def traced(region: Callable[[], Any]) -> list[list[str]]:
+    """What AOTAutograd hands to a compiler for a training step of `Block`: operators and dtypes of each graph."""
+    graphs: list[list[str]] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append([
+            f"{node.target} {node.meta['val'].dtype if isinstance(node.meta.get('val'), Tensor) else ''}"
+            for node in graph.graph.nodes if node.op == "call_function"
+        ])
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    block = Block()
+
+    def step(ids: Tensor) -> Tensor:
+        with region():
+            return block(ids)
+
+    torch.compile(step, backend=aot_autograd(fw_compiler=keep), fullgraph=True)(torch.arange(8).view(2, 4)).backward()
+    return graphs
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_graph_that_a_compiler_gets_is_that_of_torch_amp(dtype: torch.dtype) -> None:
+    """Operator for operator, forward and backward: compiled code costs what torch.amp's costs."""
+    wanted = traced(lambda: torch.autocast("cpu", dtype))
+    assert len(wanted) == 2
+    assert any("_to_copy" in operator for operator in wanted[0])
+    assert traced(lambda: autocast("cpu", dtype, policy=Policy.torch("cpu"))) == wanted
 
 
 @pytest.mark.parametrize("policy", POLICIES)

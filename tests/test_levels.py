@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit import Policy, amp, autocast
@@ -1024,3 +1025,21 @@ def test_on_cuda_o1_is_torchs_autocast_and_scaler_to_the_bit(monkeypatch: pytest
         assert torch.equal(loss, expected)
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O3"])
+def test_state_dict_of_torchs_distributed_checkpoint(level):
+    """It makes an optimizer's state by a step on zeros at a learning rate of 0, which no backward precedes."""
+    model = nn.Linear(4, 2)
+    model, optimizer = amp.initialize(model, torch.optim.AdamW(model.parameters()), opt_level=level, verbosity=0)
+    before = [param.clone() for param in model.parameters()]
+    state = get_optimizer_state_dict(model, optimizer)
+    assert set(state["state"]) == {name for name, _ in model.named_parameters()}
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    assert all(map(torch.equal, model.parameters(), before))
+    set_optimizer_state_dict(model, optimizer, state)
+    x, y = torch.randn(8, 4), torch.randint(2, (8,))
+    with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert not any(map(torch.equal, model.parameters(), before))

@@ -354,4 +354,9 @@ def _device_type(device: str | torch.device | None) -> str:
     if device is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return "cpu" if accelerator is None else accelerator.type
+    if isinstance(device, float):
+        raise TypeError(
+            f"device is {device}; expected a device type like 'cuda'. The first scale is init_scale={device}: it comes "
+            "second here, as in torch.amp, where torch.cuda.amp took it first"
+        )
     return torch.device(device).type

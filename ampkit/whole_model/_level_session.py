@@ -155,7 +155,8 @@ class OptimizerState:
                 f"{name}.step() while gradients of a backward with delay_unscale=True are still scaled; leave "
                 f"delay_unscale out for the last backward before a step"
             )
-        if self.settled:
+        # torch.distributed.checkpoint makes an optimizer's state by a step on zeros at a learning rate of 0.
+        if self.settled or all(group.get("lr") == 0 for group in optimizer.param_groups):
             return
         if not self.flow.arrived():
             raise RuntimeError(f"{name}.step() without a backward since the last step; {_OUTSIDE}")
