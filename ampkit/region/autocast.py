@@ -198,7 +198,9 @@ class _Region:
         torch.set_autocast_dtype(self.kind, self.dtype)
         torch.set_autocast_cache_enabled(self.flag)
         self.entered.leave()
-        if last and self.owner.cache is None:
+        if self.owner.cache is not None:
+            self.owner.cache.disconnect()
+        elif last:
             self.cache.clear()
 
 

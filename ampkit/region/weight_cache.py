@@ -5,9 +5,10 @@ or of tensors made in inference mode. An entry answers only for the very tensor 
 the same version counter and the same storage address, and only until some `torch.optim.Optimizer` steps: `fused=True`
 optimizers and `.data` writes move weights without moving their version, hence the optimizer hook.
 
-One entry serves `no_grad`, `inference_mode` and training alike, so casts are made with inference mode off. A cast made
-with grad mode on has an autograd history, by which gradients reach the weight and which keeps the weight alive; one
-made without gets its history when training first asks for it.
+Casts are made with grad mode on and inference mode off, so that one entry serves `no_grad`, `inference_mode` and
+training alike and gradients flow. Between regions an entry is kept without its autograd history, and gets a new one at
+its next use. History would keep the parameter alive after its model is gone, and it has a place in backward's order:
+that of an earlier micro-batch comes last, so all gradients would wait in memory until every layer was through.
 """
 
 from __future__ import annotations
@@ -72,8 +73,7 @@ class WeightCache:
     counter, and before converting a module under `torch.__future__.set_swap_module_params_on_conversion`, which refuses
     weights that weak references point to.
     `max_bytes` bounds what is held (None: no bound); the least recently used casts go first. May be shared between
-    threads. Casts that gradients flow through hold their weights, for as long as they are kept: until an optimizer
-    steps, any one, until `clear()`, or as long as the cache; casts made in `no_grad` hold nothing. Never syncs.
+    threads. Holds no reference to a parameter once the region is left. Never syncs.
 
     >>> cache = WeightCache(max_bytes=2**30)
     >>> cache.info()
@@ -131,6 +131,13 @@ class WeightCache:
                     self._remove(key)
             self._looked_at = steps
 
+    def disconnect(self) -> None:
+        """Forget the autograd history of every cast, so that parameters can be freed; the values stay."""
+        with self._lock:
+            for entry in list(self._entries.values()):      # a copy: the history may be all that keeps a weight alive
+                if entry.cast.requires_grad:
+                    entry.cast = entry.cast.detach()
+
     def cast(self, leaf: Tensor, dtype: torch.dtype) -> Tensor:
         """`leaf.to(dtype)`, from the cache where the leaf is a weight that may be cached."""
         key = (id(leaf), dtype)
@@ -155,11 +162,8 @@ class WeightCache:
                 if self._entries.pop(key, None) is not None:
                     self._entries[key] = entry
         cast = entry.cast
-        if cast.requires_grad is not leaf.requires_grad:    # made without grad mode, or frozen or unfrozen since
-            if not leaf.requires_grad:
-                cast = entry.cast = cast.detach()
-            elif _grad_enabled():
-                cast = entry.cast = _connect(leaf, cast)
+        if cast.requires_grad is not leaf.requires_grad:    # kept from an earlier region, or frozen or unfrozen since
+            cast = entry.cast = _connect(leaf, cast) if leaf.requires_grad else cast.detach()
         return cast
 
     def _in_the_way(self, leaf: Tensor) -> bool:
@@ -176,7 +180,7 @@ class WeightCache:
         """Cast a weight and keep the cast."""
         self._misses += 1
         version, address, steps = leaf._version, _address(leaf), _steps.count   # before: a write meanwhile outdates it
-        made = _normal(leaf, dtype)
+        made = _recorded(leaf, dtype)
         weight = _Weight(leaf, self._forget)
         weight.key = key
         self._add(key, _Entry(weight, version, address, steps, made))
@@ -286,13 +290,13 @@ class _Answer(TorchDispatchMode):
 def _connect(weight: Tensor, values: Tensor) -> Tensor:
     """`values` as the cast of `weight`, differentiable: autograd records the cast, nothing is copied."""
     with _Answer(values):
-        return _normal(weight, values.dtype)
+        return _recorded(weight, values.dtype)
 
 
-def _normal(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A cast that is no inference tensor, so that training may use it later."""
+def _recorded(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A cast that autograd records whatever the modes here are."""
     convert = converter(dtype)
-    if not _inference_mode():       # a context that changes nothing costs as much as a small cast
+    if _grad_enabled() and not _inference_mode():       # contexts that change nothing cost as much as a small cast
         return convert(weight)
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), torch.enable_grad():
         return convert(weight)
