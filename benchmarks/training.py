@@ -28,6 +28,8 @@ class Training(Case):
 
     def sides(self, device: torch.device) -> dict[str, Side]:
         workload = _drawn_once(self.workload())
+        if self.variant.run == "compiled":
+            torch.compiler.reset()      # every trainer compiles one function; after eight torch would run it eagerly
         return {way: self.side(workload, way, device) for way in ways(self.variant, device)}
 
     def side(self, workload: Workload, way: str, device: torch.device) -> Side:
