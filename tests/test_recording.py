@@ -206,6 +206,16 @@ def test_rules_of_modules(net):
     assert (head.operands, head.computed_in, head.casts) == ((FP32,) * 3, (FP32,) * 3, 0)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_operands_count_what_they_store(layout):
+    sparse = torch.eye(8).to_sparse(layout=layout)
+    with record_casts() as record, autocast("cpu", policy=Policy.torch("cpu").with_rules({torch.neg: "lower"})):
+        torch.neg(sparse)
+    assert (record.casts, record.nbytes) == (1, 6 * 8)
+    assert str(record).splitlines()[-1].startswith("1 call, 1 casts made")
+
+
 def test_fake_tensors_of_a_device_that_is_not_here():
     with FakeTensorMode():
         x, weight = torch.empty(2, 4, device="cuda"), torch.empty(4, 4, device="cuda")

@@ -592,6 +592,20 @@ def test_gradients_arrive_as_backward_passes_the_layers_in_every_micro_batch():
     assert cache.info().misses == 6
 
 
+@pytest.mark.parametrize("explicit", [False, True])
+def test_sparse_weights_are_cast_at_each_use(explicit):
+    """They have no address to compare. Backward of the cast is torch's, which cannot do it, under torch.amp either."""
+    cache = WeightCache() if explicit else None
+    sparse = torch.eye(4).to_sparse().requires_grad_()
+    with autocast("cpu", cache=cache):
+        product = torch.mm(sparse, torch.full((4, 2), 3.0))
+        torch.mm(sparse, torch.ones(4, 2))
+    assert product.dtype is BF16
+    assert product.requires_grad
+    assert torch.equal(product.float(), torch.full((4, 2), 3.0))
+    assert cache is None or cache.info().misses == 0
+
+
 # Lifetime
 
 

@@ -34,6 +34,7 @@ __all__ = ["CastRecord", "RecordedCall", "record_casts"]
 
 _LIBRARIES = tuple(f"{Path(str(package.__file__)).parent}/" for package in (torch, sys.modules["ampkit"]))
 _CALL_OF_A_MODULE = Module._call_impl.__code__
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _HEADER = ("calls", "operator", "rule, set by", "module", "operands", "computed in", "casts", "cached", "MB")
 _FLUSH_RIGHT = frozenset({"calls", "casts", "cached", "MB"})
 
@@ -87,7 +88,8 @@ class CastRecord:
             ).rstrip()
             for row in rows
         ]
-        total = f"{len(self.calls)} calls, {self.casts} casts made ({self.nbytes / 1e6:.3f} MB read and written), "
+        calls = "1 call" if len(self.calls) == 1 else f"{len(self.calls)} calls"
+        total = f"{calls}, {self.casts} casts made ({self.nbytes / 1e6:.3f} MB read and written), "
         return "\n".join([*lines, f"{total}{self.cached} taken from the cache"])
 
 
@@ -127,9 +129,8 @@ def current() -> CastRecord | None:
 
 def new_mode(policies: tuple[tuple[str, Policy], ...], cache: WeightCache | None) -> AutocastMode:
     """A mode for these policies and this cache, which takes notes if a record is being taken."""
-    if _Active.record is None:
-        return AutocastMode(policies, cache)
-    return _RecordingMode(policies, cache, _Active.record)
+    record = _Active.record
+    return AutocastMode(policies, cache) if record is None else _RecordingMode(policies, cache, record)
 
 
 class _RecordingMode(AutocastMode):
@@ -169,7 +170,7 @@ class _RecordingMode(AutocastMode):
         module, line = _whereabouts(sys._getframe(1))
         return RecordedCall(
             op.name(), rule, layer, why, module, line, _dtypes(before), asked or _dtypes(after),
-            len(made), len(cast) - len(made), sum(old.nbytes + new.nbytes for old, new in made),
+            len(made), len(cast) - len(made), sum(_nbytes(old) + _nbytes(new) for old, new in made),
         )
 
 
@@ -194,6 +195,15 @@ def _whereabouts(frame: FrameType | None) -> tuple[str, str]:
     if not modules:
         return "", line
     return path_of(modules[-1], modules[0]) or type(modules[0]).__name__, line
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements; of a sparse one's, those that it stores."""
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor._values()
+    elif tensor.layout in _COMPRESSED:
+        tensor = tensor.values()
+    return tensor.nbytes
 
 
 def _dtypes(tensors: Sequence[Tensor]) -> tuple[torch.dtype, ...]:

@@ -226,6 +226,7 @@ def _is_weight(value: Tensor) -> bool:
     """
     return (
         value.dtype is torch.float32
+        and value.layout is torch.strided       # others have no address to tell a replaced storage by
         and (value.requires_grad or isinstance(value, Parameter))
         and not value._is_view()
         and not value.is_inference()
