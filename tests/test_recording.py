@@ -1,5 +1,7 @@
 """`record_casts`: what a record says, beside what was done, and that taking it changes nothing."""
 
+import gc
+import importlib
 import textwrap
 import threading
 import weakref
@@ -9,12 +11,15 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.profiler import ProfilerActivity, profile
 
 import ampkit
 from ampkit import Policy, Rule, WeightCache, autocast, record_casts
+from ampkit.region import recording
 from ampkit.region._lifted_mode import AutocastMode, current
 
+autocast_module = importlib.import_module("ampkit.region.autocast")     # `ampkit.region` may name the class
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
@@ -244,3 +249,65 @@ def test_the_record_keeps_no_tensor():
     assert record.casts == 3
     del model
     assert [ref() for ref in alive] == [None, None]
+
+
+def test_the_policy_of_the_device_that_computes_is_named():
+    policy = Policy.default("cpu").with_rules({"aten::linear": Rule.FLOAT32})
+    with record_casts() as record, autocast("cuda", enabled=False), autocast("cpu", policy=policy):
+        nn.Linear(8, 8)(X)
+    assert [(call.rule, call.layer) for call in record.calls] == [(Rule.FLOAT32, "with_rules[0]")]
+
+
+def test_records_that_overlap_end_when_they_are_left(net):
+    first, second = record_casts(), record_casts()
+    first.__enter__()
+    record = second.__enter__()
+    first.__exit__(None, None, None)
+    with autocast("cpu"):
+        net(X)
+    assert len(record.calls) == 6
+    second.__exit__(None, None, None)
+    with autocast("cpu"):
+        net(X)
+    assert len(record.calls) == 6
+    assert recording.current() is None
+
+
+def test_a_recompute_frees_its_casts_at_once(net, monkeypatch):
+    caches = weakref.WeakSet()
+
+    class Seen(WeightCache):
+        def __init__(self):
+            super().__init__()
+            caches.add(self)
+
+    monkeypatch.setattr(autocast_module, "WeightCache", Seen)
+    gc.disable()
+    try:
+        with record_casts(), autocast("cpu"):
+            loss = torch.utils.checkpoint.checkpoint(net, X, use_reentrant=False).sum()
+            loss.backward()
+        assert len(caches) == 0
+    finally:
+        gc.enable()
+
+
+def test_symbolic_sizes_stay_symbolic():
+    shapes = ShapeEnv()
+    fake = FakeTensorMode(shape_env=shapes)
+    x, weight = fake.from_tensor(torch.ones(5, 3)), fake.from_tensor(torch.ones(3, 7))
+    with fake, record_casts() as record, autocast("cpu"):
+        torch.mm(x, weight)
+        guards = len(shapes.guards)
+        str(record)
+    assert record.nbytes == 6 * (15 + 21)
+    assert len(shapes.guards) == guards
+
+
+def test_rules_of_two_policies_have_a_row_each():
+    with record_casts() as record:
+        for rule in (Rule.LOWER, Rule.PROMOTE):
+            with autocast("cpu", policy=Policy.default("cpu").with_rules({"aten::relu": rule})):
+                torch.relu(X.bfloat16())
+    assert "LOWER, with_rules[0]" in str(record)
+    assert "PROMOTE, with_rules[0]" in str(record)

@@ -110,26 +110,25 @@ def record_casts() -> Iterator[CastRecord]:
     before it is compiled. FakeTensors are recorded like others, those of a GPU that is not there too. A record inside a
     record takes the regions for itself. The record holds no tensors. Never syncs.
     """
-    record, outer = CastRecord(), _Active.record
-    _Active.record = record
+    record = CastRecord()
+    _taken.append(record)
     try:
         yield record
     finally:
-        _Active.record = outer
+        _taken.remove(record)       # not always the last: records of two threads may overlap
 
 
-class _Active:
-    record: CastRecord | None = None
+_taken: list[CastRecord] = []
 
 
 def current() -> CastRecord | None:
-    """The record that is being taken, if any."""
-    return _Active.record
+    """The record that is being taken, if any; the one begun last."""
+    return next(reversed(_taken), None)
 
 
 def new_mode(policies: tuple[tuple[str, Policy], ...], cache: WeightCache | None) -> AutocastMode:
     """A mode for these policies and this cache, which takes notes if a record is being taken."""
-    record = _Active.record
+    record = current()
     return AutocastMode(policies, cache) if record is None else _RecordingMode(policies, cache, record)
 
 
@@ -143,14 +142,7 @@ class _RecordingMode(AutocastMode):
         self.record = record
         self.reused = _Reused()
         if cache is not None:
-            self.lookup = functools.partial(self._look_up, cache)
-
-    def _look_up(self, cache: WeightCache, leaf: Tensor, dtype: torch.dtype) -> Tensor:
-        hits = cache.hits
-        cast = cache.cast(leaf, dtype)
-        if cache.hits > hits:
-            self.reused.casts.append(cast)
-        return cast
+            self.lookup = functools.partial(_look_up, cache, self.reused)
 
     def prepare(self, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self.reused.casts = []
@@ -164,7 +156,13 @@ class _RecordingMode(AutocastMode):
         before, after = list(casting.tensors(given)), list(casting.tensors(got))
         cast = [(old, new) for old, new in zip(before, after, strict=True) if old is not new]
         made = [(old, new) for old, new in cast if not any(new is kept for kept in self.reused.casts)]
-        policy = next(policy for _, policy in self.policies if op in policy.rules())
+        policy = next(
+            policy
+            for device, policy in self.policies
+            if op in policy.rules()
+            and torch.is_autocast_enabled(device)
+            and (len(self.policies) == 1 or any(tensor.device.type == device for tensor in before))
+        )
         _, rule, layer, why = policy.explain(op)
         asked = tuple(value for value in got if rule is Rule.FLOAT32_DTYPE_ARG and isinstance(value, torch.dtype))
         module, line = _whereabouts(sys._getframe(1))
@@ -179,6 +177,15 @@ class _Reused(threading.local):
 
     def __init__(self) -> None:
         self.casts: list[Tensor] = []
+
+
+def _look_up(cache: WeightCache, reused: _Reused, leaf: Tensor, dtype: torch.dtype) -> Tensor:
+    """`cache.cast`, noted if it was there. No method of the mode: the casts of a recompute would wait for the gc."""
+    hits = cache.hits
+    cast = cache.cast(leaf, dtype)
+    if cache.hits > hits:
+        reused.casts.append(cast)
+    return cast
 
 
 def _whereabouts(frame: FrameType | None) -> tuple[str, str]:
@@ -198,12 +205,15 @@ def _whereabouts(frame: FrameType | None) -> tuple[str, str]:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements; of a sparse one's, those that it stores."""
+    """Bytes of a tensor's elements; of a sparse one's, those that it stores; at a symbolic size, of its example's."""
     if tensor.layout is torch.sparse_coo:
         tensor = tensor._values()
     elif tensor.layout in _COMPRESSED:
         tensor = tensor.values()
-    return tensor.nbytes
+    numel: Any = tensor.numel()
+    if isinstance(numel, torch.SymInt):
+        numel = numel.node.hint or 0        # asking for its value would fix the size
+    return numel * tensor.element_size()
 
 
 def _dtypes(tensors: Sequence[Tensor]) -> tuple[torch.dtype, ...]:
@@ -224,7 +234,7 @@ def _alike(calls: Sequence[RecordedCall]) -> list[list[RecordedCall]]:
     """Calls in groups that share a row of the table: modules that differ in numbers only, `blocks.0` and `blocks.1`."""
     groups: dict[Any, list[RecordedCall]] = {}
     for call in calls:
-        key = (call.op, call.layer, _pattern(call.module), call.operands, call.computed_in)
+        key = (call.op, call.rule, call.layer, _pattern(call.module), call.operands, call.computed_in)
         groups.setdefault(key, []).append(call)
     return sorted(groups.values(), key=lambda group: -sum(call.nbytes for call in group))
 
