@@ -5,13 +5,14 @@ import copy
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from regions import BF16, FP16, FP32, state
 from torch import nn
 from torch.nn.modules import module as hooked
 
-from ampkit import Policy, autocast
+from ampkit import Policy, autocast, checkpoint
 from ampkit.policy._module_rules import NONE, path_of
 
 X = torch.ones(2, 4)
@@ -177,6 +178,47 @@ def test_what_torch_wraps_around_a_module_is_not_counted():
     model.blocks[0] = checkpoint_wrapper(model.blocks[0])
     found = dtypes(model, rules({"blocks.0.mlp": FP32}))
     assert {n.replace("_checkpoint_wrapped_module.", ""): d for n, d in found.items()} == only("blocks.0.mlp")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("run", [torch.utils.checkpoint.checkpoint, checkpoint])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_recompute_follows_the_rules_of_its_forward(whole, run, reentrant):
+    class Checkpointed(Model):
+        def forward(self, x):
+            for block in self.blocks:
+                x = run(block, x, use_reentrant=reentrant)
+            return run(self.head, x, use_reentrant=reentrant)
+
+    model = Model() if whole else Checkpointed()
+    seen = {name: [] for name in ("blocks.0.mlp", "blocks.1.mlp", "head")}
+    for name, found in seen.items():
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda *_, found=found: found.append(torch.get_autocast_dtype("cpu"))
+        )
+    x = X.clone().requires_grad_()
+    with autocast("cpu", policy=rules({"head": FP32, "blocks.1": FP32})):
+        loss = (run(model, x, use_reentrant=reentrant) if whole else model(x)).sum()
+    before = state()
+    loss.backward()
+    assert seen == {"blocks.0.mlp": [BF16] * 2, "blocks.1.mlp": [FP32] * 2, "head": [FP32] * 2}
+    assert state() == before
+    assert not hooked._global_forward_pre_hooks
+
+
+def test_an_interrupted_recompute_leaves_the_regions_of_modules():
+    model, before = Model(), state()
+    with autocast("cpu", policy=rules({"head": FP32})):
+        loss = torch.utils.checkpoint.checkpoint(model, X, use_reentrant=False).sum()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    model.head.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    assert state() == before
+    assert not hooked._global_forward_pre_hooks
 
 
 def test_modules_that_change_place():

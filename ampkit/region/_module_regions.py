@@ -6,8 +6,12 @@ inside which, name each by its path from the outermost one, and enter a region o
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -63,6 +67,27 @@ def watch(policy: Policy, root: Module | None) -> _Watch:
     Paths count from `root`; from the outermost module called in the region where that is None.
     """
     return _Watch(policy, root)
+
+
+def watch_again() -> Callable[[], AbstractContextManager[None]]:
+    """Contexts for a recompute of what runs here: modules are followed there as here, by paths from the same module."""
+    running = running_here()
+    if not running.open:
+        return contextlib.nullcontext
+    found = running.open[-1]
+    called = running.modules[found.depth :]
+    root = called[0].module if found.root is None and called else found.root
+    return functools.partial(_watched, found.policy, root)
+
+
+@contextlib.contextmanager
+def _watched(policy: Policy, root: Module | None) -> Iterator[None]:
+    watching = watch(policy, root)
+    try:
+        yield
+    finally:
+        leave_interrupted()
+        watching.remove()
 
 
 @runs_as_it_is

@@ -313,12 +313,14 @@ def _run_again(mode: AutocastMode, function: Callable[..., Any]) -> Callable[...
 
     torch's checkpoint restores the enabled flags and dtypes itself.
     """
+    watch = _module_regions.watch_again()
 
     def recompute(*args: Any, **kwargs: Any) -> Any:
         again = recording.new_mode(mode.policies, None if mode.cache is None else WeightCache())
         entered = Entered(again, _lifted_mode.current(), active=True)
         try:
-            return function(*args, **kwargs)
+            with watch():
+                return function(*args, **kwargs)
         finally:
             entered.leave()
 

@@ -16,7 +16,7 @@ import torch
 import torch.utils.checkpoint
 
 from ampkit.policy.op_table import TORCH
-from ampkit.region import _lifted_mode, recording
+from ampkit.region import _lifted_mode, _module_regions, recording
 from ampkit.region._compiled import tracing
 from ampkit.region._lifted_mode import Entered
 from ampkit.region.weight_cache import WeightCache
@@ -51,6 +51,7 @@ class Snapshot:
         self.policies = mode.policies if mode is not None else ()
         self.cached = mode is not None and mode.cache is not None
         self.native = _native()
+        self.watch = _module_regions.watch_again()
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -60,7 +61,8 @@ class Snapshot:
         entered = Entered(mode, _lifted_mode.current(), active=bool(self.policies))
         _set_native(self.native)
         try:
-            yield
+            with self.watch():
+                yield
         finally:
             _set_native(now)
             entered.leave()
