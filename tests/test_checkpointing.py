@@ -338,3 +338,22 @@ def test_compiled_in_one_graph(backend):
     got = run(torch.compile(function, backend=backend, fullgraph=True))
     torch._dynamo.reset()
     assert all(map(torch.equal, got, run(function)))
+
+
+@pytest.mark.parametrize("checkpoint", [torch.utils.checkpoint.checkpoint, ampkit.checkpoint])
+def test_a_recompute_that_ends_in_a_compiled_graph_leaves_nothing_open(checkpoint):
+    """The graph opens the region of a module with a rule, and the recompute stops when it has what backward needs."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    compiled = torch.compile(lambda x: model(x), backend="eager")
+    policy = Policy.default("cpu").for_modules({"1": torch.float32})
+    before = state()
+    with torch.utils.checkpoint.set_checkpoint_early_stop(True), autocast("cpu", policy=policy):
+        loss = checkpoint(compiled, torch.ones(2, 4, requires_grad=True), use_reentrant=False).sum()
+    loss.backward()
+    assert state() == before
+    for _ in range(2):
+        with autocast("cpu"):
+            pass
+    assert state() == before
+    torch._dynamo.reset()

@@ -67,7 +67,8 @@ def test_explain_of_overloads_that_differ_asks_which():
 FUNCTIONS = {
     torch.softmax: "aten::softmax.int", F.softmax: "aten::softmax.int", torch.Tensor.mm: "aten::mm",
     F.gelu: "aten::gelu", F.layer_norm: "aten::layer_norm", torch.fft.fft: "aten::fft_fft",
-    "torch.matmul": "aten::matmul", "torch.nn.functional.linear": "aten::linear",
+    torch.norm: "aten::linalg_vector_norm", torch.Tensor.norm: "aten::linalg_vector_norm",
+    F.cross_entropy: "aten::cross_entropy_loss", "torch.matmul": "aten::matmul", "torch.nn.functional.linear": "aten::linear",
 }
 
 
@@ -78,9 +79,19 @@ def test_functions_of_torch_mean_their_operators(function):
     assert policy.with_rules({function: Rule.KEEP}).rule_for(FUNCTIONS[function]) is Rule.KEEP
 
 
-def test_function_that_goes_by_another_name_in_aten():
-    with pytest.raises(ValueError, match=r"unknown operator 'aten::cross_entropy'.*nearest: .*cross_entropy_loss"):
-        Policy.default("cpu").explain(F.cross_entropy)
+def test_rule_of_a_norm_acts():
+    """`torch.norm` is no call of `aten::norm`."""
+    x = torch.ones(4, dtype=BF16)
+    for function in (torch.norm, torch.Tensor.norm):
+        with autocast("cpu", policy=Policy.default("cpu").with_rules({function: Rule.KEEP})):
+            assert function(x).dtype is BF16
+        with autocast("cpu", policy=Policy.torch("cpu").with_rules({function: Rule.FLOAT32})):
+            assert function(x).dtype is FP32
+
+
+def test_function_that_is_no_operator():
+    with pytest.raises(ValueError, match=r"unknown operator 'aten::interpolate'.*nearest: "):
+        Policy.default("cpu").explain(F.interpolate)
 
 
 def test_overloads_that_only_torchscript_knows_are_not_meant():

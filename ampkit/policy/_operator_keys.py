@@ -19,6 +19,7 @@ from ampkit.policy.op_table import Rule, resolve
 Operator = OpOverload | OpOverloadPacket | str | Callable[..., Any]
 
 _CASTING = (Rule.LOWER, Rule.FLOAT32, Rule.FLOAT32_DTYPE_ARG, Rule.PROMOTE)
+_CALLS = {"cross_entropy": "cross_entropy_loss", "norm": "linalg_vector_norm"}     # functions by another name in ATen
 _MAKES_SUBCLASSES = ("aten::alias", "aten::detach")      # of tensors, from C++ that allows no Python in between
 
 
@@ -91,7 +92,9 @@ def _name_of_function(function: Callable[..., Any]) -> str | None:
     """ATen's name for a function or tensor method of torch, which as a rule is its own; None for any other."""
     name = getattr(function, "__name__", "")
     of_torch = (getattr(function, "__module__", None) or "").partition(".")[0] == "torch"
-    return f"aten::{name}" if name and (of_torch or getattr(torch.Tensor, name, None) is function) else None
+    if not name or not (of_torch or getattr(torch.Tensor, name, None) is function):
+        return None
+    return f"aten::{_CALLS.get(name, name)}"
 
 
 def _find_packet(name: str) -> OpOverloadPacket:

@@ -322,6 +322,7 @@ def _run_again(mode: AutocastMode, function: Callable[..., Any]) -> Callable[...
             with watch():
                 return function(*args, **kwargs)
         finally:
+            leave_ended(_regions())     # a recompute ends with an exception when it has what backward needs
             entered.leave()
 
     return recompute

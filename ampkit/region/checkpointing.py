@@ -19,6 +19,7 @@ from ampkit.policy.op_table import TORCH
 from ampkit.region import _lifted_mode, _module_regions, recording
 from ampkit.region._compiled import tracing
 from ampkit.region._lifted_mode import Entered
+from ampkit.region.autocast import _regions, leave_ended
 from ampkit.region.weight_cache import WeightCache
 
 __all__ = ["checkpoint", "checkpoint_context_fn"]
@@ -64,6 +65,7 @@ class Snapshot:
             with self.watch():
                 yield
         finally:
+            leave_ended(_regions())     # of a compiled graph, if a recompute ended in it
             _set_native(now)
             entered.leave()
 
