@@ -68,7 +68,8 @@ FUNCTIONS = {
     torch.softmax: "aten::softmax.int", F.softmax: "aten::softmax.int", torch.Tensor.mm: "aten::mm",
     F.gelu: "aten::gelu", F.layer_norm: "aten::layer_norm", torch.fft.fft: "aten::fft_fft",
     torch.norm: "aten::linalg_vector_norm", torch.Tensor.norm: "aten::linalg_vector_norm",
-    F.cross_entropy: "aten::cross_entropy_loss", "torch.matmul": "aten::matmul", "torch.nn.functional.linear": "aten::linear",
+    F.cross_entropy: "aten::cross_entropy_loss", "torch.matmul": "aten::matmul",
+    "torch.nn.functional.linear": "aten::linear",
 }
 
 
