@@ -130,7 +130,8 @@ def outcome(steps: list[Step], lane: Lane, dtype: torch.dtype) -> tuple[Tensor, 
         if y.requires_grad:
             y.float().sum().backward()
     except RuntimeError as error:
-        return error
+        # Its traceback would keep torch's checkpoint alive, and with it, before torch 2.13, hooks on saved tensors.
+        return RuntimeError(str(error))
     grads = {name: p.grad for name, p in [("x", x), *weights.named_parameters()] if p.grad is not None}
     return y.detach(), grads
 
