@@ -39,6 +39,7 @@ def main(steps: int = 10) -> None:
 
     stats = scaler.stats()
     print(f"rank {rank}: {stats.skips} skipped, scale {stats.scale:g}, norm {norm.item():.6f}", flush=True)
+    dist.barrier()  # a rank that leaves early may take the connections of the others with it
     dist.destroy_process_group()
 
 

@@ -74,9 +74,12 @@ def test_on_two_ranks(name, pattern) -> None:
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    ran = subprocess.run(
-        [*command, str(EXAMPLES / f"{name}.py")], capture_output=True, text=True, env=environment, timeout=200
-    )
+    for _ in range(2):
+        ran = subprocess.run(
+            [*command, str(EXAMPLES / f"{name}.py")], capture_output=True, text=True, env=environment, timeout=100
+        )
+        if "terminate called without an active exception" not in ran.stderr:
+            break       # else torch has torn down a thread of gloo's that was running still, seen once in many runs
     assert ran.returncode == 0, ran.stderr[-3000:]
     seen = dict(re.findall(pattern, ran.stdout))
     assert set(seen) == {"0", "1"}, ran.stdout
