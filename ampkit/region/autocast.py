@@ -8,8 +8,10 @@ recurse. A region writes torch's own autocast state (enabled, dtype, cache flag)
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, Literal
 
@@ -308,22 +310,34 @@ def _out_of_order(region: autocast, innermost: autocast | None) -> str:
     )
 
 
+@contextlib.contextmanager
+def reentered(
+    policies: tuple[tuple[str, Policy], ...], *, cached: bool, watch: Callable[[], AbstractContextManager[None]]
+) -> Iterator[None]:
+    """A context for a recompute: regions with these policies, a cache of its own, and modules followed by `watch`.
+
+    Enabled flags and dtypes are the caller's to restore, around it.
+    """
+    mode = recording.new_mode(policies, WeightCache() if cached else None)
+    entered = Entered(mode, _lifted_mode.current(), active=bool(policies))
+    try:
+        with watch():
+            yield
+    finally:
+        leave_ended(_regions())     # a recompute ends with an exception when it has what backward needs
+        entered.leave()
+
+
 def _run_again(mode: AutocastMode, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` for a recompute in backward: under the same policies, with a cache of its own.
+    """`function` for a recompute in backward, under the policies of its forward.
 
     torch's checkpoint restores the enabled flags and dtypes itself.
     """
     watch = _module_regions.watch_again()
 
     def recompute(*args: Any, **kwargs: Any) -> Any:
-        again = recording.new_mode(mode.policies, None if mode.cache is None else WeightCache())
-        entered = Entered(again, _lifted_mode.current(), active=True)
-        try:
-            with watch():
-                return function(*args, **kwargs)
-        finally:
-            leave_ended(_regions())     # a recompute ends with an exception when it has what backward needs
-            entered.leave()
+        with reentered(mode.policies, cached=mode.cache is not None, watch=watch):
+            return function(*args, **kwargs)
 
     return recompute
 

@@ -16,11 +16,9 @@ import torch
 import torch.utils.checkpoint
 
 from ampkit.policy.op_table import TORCH
-from ampkit.region import _lifted_mode, _module_regions, recording
+from ampkit.region import _lifted_mode, _module_regions
 from ampkit.region._compiled import tracing
-from ampkit.region._lifted_mode import Entered
-from ampkit.region.autocast import _regions, leave_ended
-from ampkit.region.weight_cache import WeightCache
+from ampkit.region.autocast import reentered
 
 __all__ = ["checkpoint", "checkpoint_context_fn"]
 
@@ -58,16 +56,12 @@ class Snapshot:
     def restored(self) -> Iterator[None]:
         """A context in which the state is as it was; weights are cast into a cache of its own."""
         now = _native()
-        mode = recording.new_mode(self.policies, WeightCache() if self.cached else None)
-        entered = Entered(mode, _lifted_mode.current(), active=bool(self.policies))
         _set_native(self.native)
         try:
-            with self.watch():
+            with reentered(self.policies, cached=self.cached, watch=self.watch):
                 yield
         finally:
-            leave_ended(_regions())     # of a compiled graph, if a recompute ended in it
             _set_native(now)
-            entered.leave()
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` run in that state."""
