@@ -86,7 +86,7 @@ def test_layer_after_a_bfloat16_one(name):
 
 
 def test_bfloat16_layer_with_float32_input():
-    """Item 173."""
+    """A ValueError outside a region, and it runs inside."""
     layer, x = nn.LSTM(4, 3).to(BF16), torch.randn(5, 2, 4)
     with pytest.raises((ValueError, RuntimeError), match=r"(?i)dtype"):
         layer(x)

@@ -28,7 +28,7 @@ def in_threads(calls):
 
 
 def test_regions_of_several_threads_at_once():
-    """Item 24."""
+    """Off, with the default dtype and the cache on."""
     def in_region(dtype, policy):
         def call(together):
             seen = []

@@ -52,13 +52,13 @@ def uses(region, leaf, times: int = 3, **kwargs) -> int:
 
 @both
 def test_one_cast_per_region(region):
-    """Item 93."""
+    """However often a float32 leaf is used."""
     assert uses(region, weight()) == 1
 
 
 @both
 def test_what_gets_a_cast_per_use(region):
-    """Item 94, but for frozen parameters: see below."""
+    """Tensors that require no grad, non-leaves and views of leaves, but for frozen parameters: see below."""
     plain = torch.ones(4, 4)
     assert uses(region, plain) == 3
     assert uses(region, weight() * 1) == 3
@@ -66,20 +66,20 @@ def test_what_gets_a_cast_per_use(region):
 
 
 def test_frozen_parameters_are_cast_once():
-    """Item 94. torch.amp casts them at every use."""
+    """torch.amp casts them at every use."""
     assert uses(torch.autocast, weight(False)) == 3
     assert uses(autocast, weight(False)) == 1
 
 
 @both
 def test_parameter_made_of_a_view(region):
-    """Item 95."""
+    """A parameter is a leaf whatever it was made of."""
     assert uses(region, Parameter(torch.ones(2, 4, 4)[1])) == 1
 
 
 @both
 def test_cache_switched_off(region):
-    """Item 96."""
+    """A cast per use."""
     assert uses(region, weight(), cache_enabled=False) == 3
 
 
@@ -106,7 +106,7 @@ def test_cache_switched_off_inside(region):
 
 @both
 def test_casts_to_float32_are_not_kept(region):
-    """Item 97."""
+    """Only low-precision casts of weights are."""
     half = Parameter(torch.ones(4, dtype=BF16))
 
     def run(times):
@@ -121,7 +121,7 @@ def test_casts_to_float32_are_not_kept(region):
 
 @both
 def test_no_grad_first_and_gradients_after(region):
-    """Item 98."""
+    """One cast for both, and gradients flow."""
     leaf = weight()
 
     def run():
@@ -135,7 +135,7 @@ def test_no_grad_first_and_gradients_after(region):
 
 
 def test_inference_mode():
-    """Item 99. torch.amp casts at every use there; ours serves it too, and gradients after it still flow."""
+    """torch.amp casts at every use there; our cache serves it too, and gradients after it still flow."""
     leaf = weight()
 
     def run(region):
@@ -170,7 +170,7 @@ def test_write_to_a_tensor_made_in_inference_mode_is_seen():
 
 @both
 def test_leaving_an_inner_region_keeps_the_casts(region):
-    """Item 100."""
+    """Only leaving the outermost one drops them."""
     leaf = weight()
 
     def run():
@@ -187,7 +187,7 @@ def test_leaving_an_inner_region_keeps_the_casts(region):
 @both
 @pytest.mark.parametrize("write", ["in place", "data", "optimizer", "load_state_dict"])
 def test_next_region_sees_the_new_weight(region, write):
-    """Item 101."""
+    """Nothing outlives the outermost region."""
     layer = nn.Linear(4, 4, bias=False)
     for value in (1.0, 2.0):
         with torch.no_grad():
@@ -221,7 +221,7 @@ WRITES = {
 
 @pytest.mark.parametrize("write", WRITES)
 def test_write_inside_a_region_is_seen(write):
-    """Item 102. torch.amp goes on with the old cast."""
+    """A cast made before the write is out of date. torch.amp goes on with the old cast."""
     for region, expected in ((torch.autocast, 4.0), (autocast, 8.0)):
         leaf = weight()
         with region("cpu"):
@@ -255,7 +255,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("cache", ["region", "explicit"])
 def test_optimizer_step_inside_a_region_is_seen(name, cache):
-    """Item 102. The hook on `step` sees also what moves no version counter."""
+    """A cast made before the write is out of date. The hook on `step` sees also what moves no version counter."""
     leaf = weight()
     leaf.grad = -torch.ones(4, 4)
     optimizer = OPTIMIZERS[name]([leaf])
@@ -300,7 +300,7 @@ def test_kept_casts_need_a_clear_before_and_after_what_nothing_can_see():
 
 @pytest.mark.parametrize("outer", [{"device_type": "cpu", "enabled": False}, {"device_type": "cuda:0"}])
 def test_outer_region_that_casts_nothing(outer):
-    """Item 103. torch.amp keeps the casts, stale, as long as any region at all is open."""
+    """torch.amp keeps the casts, stale, as long as any region at all is open, disabled ones too."""
     results = []
     for region in REGIONS:
         leaf = weight()
@@ -336,7 +336,7 @@ def test_optimizer_step_frees_what_it_outdates():
 
 
 def test_regions_of_two_dtypes():
-    """Item 104. torch.amp hands the inner region the outer one's cast, and the product fails."""
+    """A weight is cast to each. torch.amp hands the inner region the outer one's cast, and the product fails."""
     leaf, x = weight(), torch.ones(2, 4)
     with torch.autocast("cpu", BF16):
         torch.mm(x, leaf)
@@ -351,7 +351,7 @@ def test_regions_of_two_dtypes():
 
 
 def test_other_thread_has_a_cache_of_its_own():
-    """Item 105. torch.amp: any thread that leaves its outermost region drops the casts of all."""
+    """With torch.amp any thread that leaves its outermost region drops the casts of all."""
     def casts(region):
         """How many casts one thread's two products use, seen through what autograd saves."""
         leaf, x, saved = weight(), X.clone().requires_grad_(), []
@@ -374,7 +374,7 @@ def test_other_thread_has_a_cache_of_its_own():
 
 
 def test_two_losses_share_a_cast():
-    """Item 106."""
+    """And their separate backwards accumulate."""
     gradients = []
     for region in (torch.autocast("cpu"), like_torch()):
         leaf = weight()
@@ -389,7 +389,7 @@ def test_two_losses_share_a_cast():
 
 @both
 def test_use_in_a_custom_function_does_not_poison_later_use(region):
-    """Item 107."""
+    """A weight first used in a forward without grad mode still gets its gradient afterwards."""
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, w):
@@ -408,7 +408,7 @@ def test_use_in_a_custom_function_does_not_poison_later_use(region):
 
 @both
 def test_cleared_in_the_middle(region):
-    """Item 108."""
+    """Weights are cast anew from there on."""
     clear = torch.clear_autocast_cache if region is torch.autocast else clear_autocast_cache
     leaf = weight()
 
@@ -772,7 +772,7 @@ def test_graph_capture_makes_its_own_casts():
 @pytest.mark.gpu
 @both
 def test_graphed_callables(region):
-    """Item 181. torch refuses to capture while a cache is on, and sees ours."""
+    """Graphed callables are captured inside a region. torch refuses to capture while a cache is on, and sees ours."""
     layer, x = nn.Linear(8, 8, device="cuda"), torch.randn(4, 8, device="cuda")
     with region("cuda", FP16), pytest.raises(RuntimeError, match="cache_enabled=False"):
         torch.cuda.make_graphed_callables(layer, (x,))
