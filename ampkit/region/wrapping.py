@@ -40,10 +40,10 @@ class _Unfinished(Module):
     def __setstate__(self, saved: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> None:
         state, args, kwargs = saved
         _, cls = type(self).__bases__
-        self.__class__ = cls    # pyright: ignore[reportAttributeAccessIssue]  a base of it
+        self.__class__ = cls
         if state is not None:
             self.__setstate__(state)
-        self.__class__ = _wrapped_class(cls, args, kwargs)
+        self.__class__ = _wrapped_class(cls, args, kwargs)      # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _make(make: Callable[..., M], arguments: tuple[Any, ...]) -> M:
