@@ -61,7 +61,7 @@ def _private_names() -> tuple[Any, ...]:
     except (AttributeError, RuntimeError) as error:
         raise ImportError(
             f"ampkit needs a dispatcher interface that torch {torch.__version__} does not have ({error}); "
-            "supported are torch 2.11 to 2.13"
+            "supported are torch 2.11 to 2.15"
         ) from error
 
 
