@@ -379,7 +379,8 @@ def test_numbers_beside_operators_that_some_policy_names(name):
     with autocast("cpu", policy=policy):
         pass
     call = ARITHMETIC[name]
-    for x in (rand(3, dtype=BF16), rand(3), torch.tensor(1.5, dtype=BF16), torch.tensor(3), rand(3, dtype=FP64)):
+    half = FP32 if "j" in name else BF16        # since torch 2.14 bfloat16 has a complex type, and that few kernels
+    for x in (rand(3, dtype=half), rand(3), torch.tensor(1.5, dtype=half), torch.tensor(3), rand(3, dtype=FP64)):
         for region in (like_torch(), autocast("cpu", enabled=False, policy=policy), autocast("cpu", policy=policy)):
             expected = call(x.clone())
             with region:

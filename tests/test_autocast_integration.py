@@ -11,8 +11,8 @@ from torch import nn
 from ampkit import Policy, WeightCache, autocast, wrap_forward
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.*` is not supported:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.*` is not supported"),
 ]
 REGIONS = [torch.autocast, autocast]
 both = pytest.mark.parametrize("region", REGIONS, ids=["torch", "ampkit"])

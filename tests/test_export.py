@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ampkit import Policy, Rule, autocast
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:`torch.jit:DeprecationWarning",
+    "ignore:`torch.jit",
     "ignore:.isinstance.treespec:FutureWarning",
     "ignore:While compiling, we found certain side effects:UserWarning",     # strict, with module rules: their hooks
 )

@@ -707,7 +707,7 @@ def test_entry_of_a_dead_weight_goes_even_while_the_region_is_open():
 # Where it stands aside
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
 def test_recordings_get_their_own_casts():
     """A tensor cached outside would be a constant to whatever records operators."""
     leaf, cache = weight(), WeightCache()

@@ -13,11 +13,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.utils.checkpoint import CheckpointFunction
 
+from ampkit.torch_internals.lookup import private
+
 # The innermost (pack, unpack) hooks for saved tensors, or None; the argument says to look past disabled hooks.
-top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore
+top_hooks: Callable[[bool], Any] = private("_C._autograd._top_saved_tensors_default_hooks")
 
 # Set by `autocast`: how to run a function again under a mode. Kept here so that the mode need not know regions.
 reenter: Callable[[Any, Callable[..., Any]], Callable[..., Any]] | None = None

@@ -17,16 +17,20 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch._C._dynamo import eval_frame as _frames
 from torch.fx.node import has_side_effect
 
 from ampkit.policy.policy import Policy, register_changes
+from ampkit.torch_internals.lookup import private, refuse
 
 if TYPE_CHECKING:
     from ampkit.region.autocast import autocast
 
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+_Action = private("_C._dynamo.eval_frame._FrameAction")
+_Strategy = private("_C._dynamo.eval_frame._FrameExecStrategy")
+_set_strategy = private("_C._dynamo.eval_frame.set_code_exec_strategy")
 
 
 def runs_as_it_is(function: F) -> F:
@@ -35,8 +39,8 @@ def runs_as_it_is(function: F) -> F:
     Where a graph breaks inside a region, Dynamo goes on frame by frame; entering, casting and leaving are no frames
     to compile.
     """
-    skip = _frames._FrameAction.SKIP
-    _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, skip))
+    if refuse not in (_Action, _Strategy, _set_strategy):
+        _set_strategy(function.__code__, _Strategy(_Action.SKIP, _Action.SKIP))
     return function
 
 

@@ -1,4 +1,4 @@
-"""The dispatch mode that autocast rests on, lifted above autograd; and every private torch name it takes.
+"""The dispatch mode that autocast rests on, lifted above autograd.
 
 A `TorchDispatchMode` usually sits at the dispatch key `Python`, below autograd: a cast made there is not
 differentiated, and `linear` arrives as `t` + `addmm`. This one is put at a key above autograd, above functorch and
@@ -18,9 +18,7 @@ mode of whoever called backward, as with torch.amp.
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
@@ -35,63 +33,23 @@ from ampkit.policy.op_table import Rule
 from ampkit.policy.policy import Policy, register_changes
 from ampkit.region import _checkpoint_frames, _compiled, _fingerprint, recurrent
 from ampkit.region.weight_cache import WeightCache
+from ampkit.torch_internals.dispatcher import BELOW as _BELOW
+from ampkit.torch_internals.dispatcher import KEY as _KEY
+from ampkit.torch_internals.dispatcher import KEY_NAME as _KEY_NAME
+from ampkit.torch_internals.dispatcher import KEY_SET as _KEY_SET
+from ampkit.torch_internals.dispatcher import Exclude as _Exclude
+from ampkit.torch_internals.dispatcher import Force as _Force
+from ampkit.torch_internals.dispatcher import Include as _Include
+from ampkit.torch_internals.dispatcher import get_in_tls as _get_in_tls
+from ampkit.torch_internals.dispatcher import higher_order_fallthrough as _hop_fallthrough
+from ampkit.torch_internals.dispatcher import higher_order_ops as _higher_order_ops
+from ampkit.torch_internals.dispatcher import is_excluded as _is_excluded
+from ampkit.torch_internals.dispatcher import is_in_tls as _is_in_tls
+from ampkit.torch_internals.dispatcher import is_included as _is_included
+from ampkit.torch_internals.dispatcher import put_in_tls as _put_in_tls
 
-_KEY_NAME = "TESTING_ONLY_GenericMode"
-_TLS_NAME = "ampkit.mode"
+TLS_NAME = "ampkit.mode"
 
-
-def _private_names() -> tuple[Any, ...]:
-    """Every private torch name this module takes, or one sentence about the torch that lacks it."""
-    try:
-        key = torch._C._dispatch_key_parse(_KEY_NAME)
-        return (
-            key,
-            torch._C._dispatch_keyset_full_after(key),
-            torch._C._ExcludeDispatchKeyGuard,
-            torch._C._IncludeDispatchKeyGuard,
-            torch._C._ForceDispatchKeyGuard,
-            torch._C._get_obj_in_tls,
-            torch._C._stash_obj_in_tls,
-            torch._C._is_key_in_tls,
-            torch._C._dispatch_tls_is_dispatch_key_included,
-            torch._C._dispatch_tls_is_dispatch_key_excluded,
-            torch._ops._higher_order_ops,
-            torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS,
-        )
-    except (AttributeError, RuntimeError) as error:
-        raise ImportError(
-            f"ampkit needs a dispatcher interface that torch {torch.__version__} does not have ({error}); "
-            "supported are torch 2.11 to 2.13"
-        ) from error
-
-
-(
-    _KEY, _BELOW, _Exclude, _Include, _Force, _get_in_tls, _stash_in_tls, _is_in_tls, _is_included, _is_excluded,
-    _higher_order_ops, _hop_fallthrough,
-) = _private_names()
-
-
-def _owning(stash: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
-    """`stash`, which in torch 2.11 drops a reference it never took: there, give it one to drop."""
-    probe = object()
-    increment = ctypes.pythonapi.Py_IncRef
-    increment.argtypes, increment.restype = [ctypes.py_object], None
-    increment(probe)        # for the torch that drops one
-    before = sys.getrefcount(probe)
-    stash("ampkit.probe", probe)
-    if sys.getrefcount(probe) > before:
-        return stash
-
-    def put(name: str, value: Any) -> None:
-        increment(value)
-        stash(name, value)
-
-    return put
-
-
-_put_in_tls = _owning(_stash_in_tls)
-
-_KEY_SET = DispatchKeySet(_KEY)
 _AUTOCAST_KEYS = {
     "cpu": "AutocastCPU", "cuda": "AutocastCUDA", "mps": "AutocastMPS", "xpu": "AutocastXPU", "hpu": "AutocastHPU",
     "mtia": "AutocastMTIA", "maia": "AutocastMAIA", "xla": "AutocastXLA", "ipu": "AutocastIPU",
@@ -127,7 +85,7 @@ class AutocastMode(TorchDispatchMode):
         self.lookup = None if cache is None else cache.cast
         self.tables = tuple((device, policy.rules()) for device, policy in policies)
         self.mark = _fingerprint.mark_of(policies)
-        self.hidden, self.below = _keysets(tuple(device for device, _ in policies))
+        self.hidden, self.below = keysets(tuple(device for device, _ in policies))
         for _, table in self.tables:
             if not table.installed:
                 install(table)
@@ -219,7 +177,7 @@ class AutocastMode(TorchDispatchMode):
 
 
 @functools.cache
-def _keysets(devices: tuple[str, ...]) -> tuple[DispatchKeySet, DispatchKeySet]:
+def keysets(devices: tuple[str, ...]) -> tuple[DispatchKeySet, DispatchKeySet]:
     """The keys that must not answer again for what the mode has cast, and those that an operator goes on to."""
     hidden = DispatchKeySet(_KEY)
     for device in devices:
@@ -229,7 +187,7 @@ def _keysets(devices: tuple[str, ...]) -> tuple[DispatchKeySet, DispatchKeySet]:
 
 def current() -> AutocastMode | None:
     """The mode of the innermost region open in this thread, or handed to it by autograd."""
-    mode = _get_in_tls(_TLS_NAME) if _is_in_tls(_TLS_NAME) else None
+    mode = _get_in_tls(TLS_NAME) if _is_in_tls(TLS_NAME) else None
     return mode if mode is not None and mode.open else None
 
 
@@ -245,7 +203,7 @@ class Entered:
         """
         self.mode = mode
         self.previous = previous
-        _put_in_tls(_TLS_NAME, mode)
+        _put_in_tls(TLS_NAME, mode)
         self.mark = _fingerprint.write(mode.mark if active else ())
         if not active:
             self.guard = _Exclude(_KEY_SET)
@@ -260,7 +218,7 @@ class Entered:
         """Restore the state found on entry."""
         self.guard.__exit__(None, None, None)
         _fingerprint.write(self.mark)
-        _put_in_tls(_TLS_NAME, self.previous or self.mode.left)
+        _put_in_tls(TLS_NAME, self.previous or self.mode.left)
 
 
 _libraries: dict[str, torch.library.Library] = {}
@@ -308,7 +266,7 @@ def _kernel(op: OpOverload) -> Callable[..., Any]:
 
     @_compiled.runs_as_it_is
     def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        mode = _get_in_tls(_TLS_NAME)
+        mode = _get_in_tls(TLS_NAME)
         result = mode.__torch_dispatch__(op, (), args, kwargs)
         if result is not NotImplemented:
             return result

@@ -26,6 +26,7 @@ from ampkit.region import (
     _decorate,
     _lifted_mode,
     _module_regions,
+    _self_check,
     recording,
 )
 from ampkit.region._lifted_mode import AutocastMode, Entered
@@ -248,6 +249,7 @@ def _mode(policies: tuple[tuple[str, Policy], ...], cache: WeightCache | None) -
     modes = _uncached_modes if cache is None else cache.modes
     mode = modes.get(policies)
     if mode is None or mode.changes != register_changes() or mode.record is not recording.current():
+        _self_check.once()
         if len(modes) >= 16:
             modes.clear()
         mode = modes[policies] = recording.new_mode(policies, cache)

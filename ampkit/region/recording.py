@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext
 from torch._ops import OpOverload
 from torch.nn import Module
 
@@ -29,10 +28,12 @@ from ampkit.policy.op_table import Rule
 from ampkit.policy.policy import Policy
 from ampkit.region._lifted_mode import AutocastMode
 from ampkit.region.weight_cache import WeightCache
+from ampkit.torch_internals.lookup import private
 
 __all__ = ["CastRecord", "RecordedCall", "record_casts"]
 
 _LIBRARIES = tuple(f"{Path(str(package.__file__)).parent}/" for package in (torch, sys.modules["ampkit"]))
+_TracingContext = private("_guards.TracingContext")
 _CALL_OF_A_MODULE = Module._call_impl.__code__
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _HEADER = ("calls", "operator", "rule, set by", "module", "operands", "computed in", "casts", "cached", "MB")
@@ -147,7 +148,7 @@ class _RecordingMode(AutocastMode):
     def prepare(self, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self.reused.casts = []
         call = super().prepare(op, args, kwargs)
-        if call is not None and TracingContext.try_get() is None:
+        if call is not None and _TracingContext.try_get() is None:
             self.record.calls.append(self._noted(op, (*args, *kwargs.values()), (*call[1], *call[2].values())))
         self.reused.casts = []
         return call

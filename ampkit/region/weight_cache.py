@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit.policy.casting import converter
+from ampkit.torch_internals.lookup import private
 
 __all__ = ["CacheInfo", "WeightCache", "capturing"]
 
@@ -32,9 +33,9 @@ __all__ = ["CacheInfo", "WeightCache", "capturing"]
 _cache_enabled = torch.is_autocast_cache_enabled
 _grad_enabled = torch.is_grad_enabled
 _inference_mode = torch.is_inference_mode_enabled
-_n_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-_tracing_state: Callable[[], Any] = torch._C._get_tracing_state
-_functorch_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level  # pyright: ignore
+_n_modes: Callable[[], int] = private("_C._len_torch_dispatch_stack")
+_tracing_state: Callable[[], Any] = private("_C._get_tracing_state")
+_functorch_level: Callable[[], int | None] = private("_C._functorch.maybe_current_level")
 
 
 class CacheInfo(NamedTuple):
