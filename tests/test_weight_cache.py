@@ -58,17 +58,18 @@ def test_one_cast_per_region(region):
 
 @both
 def test_what_gets_a_cast_per_use(region):
-    """Item 94, but for frozen parameters: see below."""
+    """Item 94."""
     plain = torch.ones(4, 4)
     assert uses(region, plain) == 3
     assert uses(region, weight() * 1) == 3
     assert uses(region, torch.ones(2, 4, 4)[0].requires_grad_()) == 3
+    assert uses(region, weight(False)) == 3
 
 
-def test_frozen_parameters_are_cast_once():
-    """Item 94. torch.amp casts them at every use."""
-    assert uses(torch.autocast, weight(False)) == 3
-    assert uses(autocast, weight(False)) == 1
+def test_frozen_parameters_are_cast_once_with_a_cache_of_ones_own():
+    """Item 94. Without one, no cast is kept that torch.amp makes anew: it is right after any write."""
+    assert uses(autocast, weight(False), cache=WeightCache()) == 1
+    assert uses(autocast, torch.ones(4, 4), cache=WeightCache()) == 3
 
 
 @both
@@ -135,24 +136,25 @@ def test_no_grad_first_and_gradients_after(region):
 
 
 def test_inference_mode():
-    """Item 99. torch.amp casts at every use there; ours serves it too, and gradients after it still flow."""
+    """Item 99. Nothing is kept there, nor read; a cache of one's own serves it too, and gradients after it still flow."""
     leaf = weight()
 
-    def run(region):
-        with region("cpu"):
+    def run(region, **kwargs):
+        with region("cpu", **kwargs):
+            with torch.no_grad():
+                torch.mm(X, leaf)
             with torch.inference_mode():
                 torch.mm(X, leaf)
                 torch.mm(X, leaf)
-            with torch.no_grad():
-                torch.mm(X, leaf)
 
     assert copies(lambda: run(torch.autocast)) == 3
-    assert copies(lambda: run(autocast)) == 1
+    assert copies(lambda: run(autocast)) == 3
+    assert copies(lambda: run(autocast, cache=WeightCache())) == 1
 
     x = X.clone().requires_grad_()      # so that the cast is saved for backward, which an inference tensor cannot be
     for inside in (True, False):
         leaf = weight()
-        with torch.inference_mode(inside), autocast("cpu"), torch.inference_mode():
+        with torch.inference_mode(inside), autocast("cpu", cache=WeightCache()), torch.inference_mode():
             torch.mm(X, leaf)
             with torch.inference_mode(False):
                 torch.mm(x, leaf).float().sum().backward()
