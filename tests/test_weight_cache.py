@@ -448,18 +448,19 @@ def test_weight_frozen_or_unfrozen_inside_a_region():
 def test_address_that_comes_back_is_not_taken_for_the_weight(explicit, frozen):
     """The second storage mostly lies where the first was. torch.amp goes on with the old cast of a trained weight."""
     for _ in range(20):
-        leaf, cache = weight(not frozen), WeightCache() if explicit else None
+        leaf, cache = Parameter(torch.ones(64, 64), not frozen), WeightCache() if explicit else None
+        x = torch.ones(2, 64, dtype=BF16)
         with autocast("cpu", cache=cache):
-            torch.mm(X, leaf)
+            torch.mm(x, leaf)
             leaf.data = leaf.data * 2
             leaf.data = leaf.data * 2
-            assert torch.mm(X, leaf)[0, 0] == 16
-            layer = nn.Linear(4, 4, bias=False).requires_grad_(not frozen)
-            layer(X)
+            assert torch.mm(x, leaf)[0, 0] == 256
+            layer = nn.Linear(64, 64, bias=False).requires_grad_(not frozen)
+            layer(x)
             layer.half()
             layer.weight.data.zero_()
             layer.float()
-            assert layer(X).count_nonzero() == 0
+            assert layer(x).count_nonzero() == 0
 
 
 @pytest.mark.parametrize("explicit", [False, True])
@@ -481,7 +482,7 @@ def test_interrupted_step_outdates_casts():
     """What it has written till then has moved no version, and its post hook never runs."""
     class Interrupted(WritesThroughData):
         def step(self, closure=None):
-            super().step()
+            leaf.data.fill_(2)
             raise KeyboardInterrupt
 
     leaf = weight()
