@@ -32,7 +32,7 @@ from ampkit.region import (
 from ampkit.region._lifted_mode import AutocastMode, Entered
 from ampkit.region._region_arguments import available, checked_dtype, checked_flag, current_device_type, device_kind
 from ampkit.region._unwound import is_running
-from ampkit.region.weight_cache import WeightCache, capturing
+from ampkit.region.weight_cache import RegionCache, WeightCache, capturing
 
 __all__ = [
     "autocast", "clear_autocast_cache", "float32_region", "get_autocast_dtype", "is_autocast_enabled",
@@ -181,12 +181,12 @@ class _Region:
         """The cache of this entry: its own if it was given one, else the enclosing region's, else a new one."""
         capture = capturing()
         if owner.cache is not None and not capture:
-            owner.cache.drop_outdated()
+            owner.cache.enter()
             return owner.cache
         if stack and stack[-1].cache.in_capture == capture:
             return stack[-1].cache
         if capture:
-            fresh = WeightCache()
+            fresh = RegionCache()
             fresh.in_capture = True
             return fresh
         return _thread_cache()
@@ -202,7 +202,7 @@ class _Region:
         torch.set_autocast_cache_enabled(self.flag)
         self.entered.leave()
         if self.owner.cache is not None:
-            self.owner.cache.disconnect()
+            self.owner.cache.leave()
         elif last:
             self.cache.clear()
 
@@ -261,7 +261,7 @@ def _thread_cache() -> WeightCache:
     try:
         return _thread.cache
     except AttributeError:
-        _thread.cache = WeightCache()
+        _thread.cache = RegionCache()
         return _thread.cache
 
 
@@ -320,7 +320,7 @@ def reentered(
 
     Enabled flags and dtypes are the caller's to restore, around it.
     """
-    mode = recording.new_mode(policies, WeightCache() if cached else None)
+    mode = recording.new_mode(policies, RegionCache() if cached else None)
     entered = Entered(mode, _lifted_mode.current(), active=bool(policies))
     try:
         with watch():
