@@ -261,6 +261,33 @@ def test_resuming_is_bit_for_bit(make: Callable[[Any], Any]) -> None:
         optimizer.load_state_dict({})
 
 
+@pytest.mark.parametrize(
+    ("entry", "value", "message"),
+    [
+        ("loss_scaler", {}, "source state dict is empty"),
+        ("loss_scaler", None, "expected a dict"),
+        ("fp32_from_fp16", None, "the saved masters are None; expected a list of tensors per parameter group"),
+        ("fp32_from_fp16", [[1.0, None]], "the saved master 0 of group 0 is 1.0; expected a tensor or None"),
+        ("optimizer_state_dict", {"param_groups": [], "state": {}}, "different number of parameter groups"),
+    ],
+)
+def test_a_state_loads_as_a_whole_or_not_at_all(entry, value, message) -> None:
+    def started(lr: float) -> FP16Optimizer:
+        model = torch.nn.Linear(2, 1).half()
+        optimizer = FP16Optimizer(torch.optim.SGD(model.parameters(), lr=lr), 0)
+        optimizer.backward(model(torch.ones(1, 2).half()).sum())
+        optimizer.step()
+        return optimizer
+
+    ours, saved = started(0.25), {**started(0.5).state_dict(), entry: value}
+    before = copy.deepcopy(ours.state_dict())
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=message):
+        ours.load_state_dict(saved)
+    after = ours.state_dict()
+    assert all(map(torch.equal, after.pop("fp32_from_fp16")[0], before.pop("fp32_from_fp16")[0]))
+    assert after == before
+
+
 def test_the_scale_can_be_set() -> None:
     for dynamic in (False, True):
         model = model_of()

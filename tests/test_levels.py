@@ -896,6 +896,82 @@ def test_models_that_are_refused() -> None:
         initialize(model)
 
 
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_a_float64_buffer_makes_no_float64_model(opt_level: str) -> None:
+    """It stays where weights stay float32, and goes with the model where that is converted."""
+    model = make()
+    model.register_buffer("table", torch.arange(3, dtype=torch.float64))
+    model, optimizer = set_up(opt_level, model)
+    converted = opt_level in ("O2", "O3")
+    assert model.table.dtype is (torch.bfloat16 if converted else torch.float64)
+    ((x, y),) = batches(1)
+    backward(F.cross_entropy(model(x), y), optimizer)
+    optimizer.step()
+
+
+class Larc:
+    """An optimizer around another, as Apex's LARC is: no `Optimizer`, and it shapes gradients before it steps."""
+
+    def __init__(self, optim: torch.optim.Optimizer) -> None:
+        self.optim = optim
+        self.steps = 0
+
+    @property
+    def param_groups(self) -> list[dict[str, object]]:
+        return self.optim.param_groups
+
+    def zero_grad(self) -> None:
+        self.optim.zero_grad()
+
+    def step(self) -> None:
+        self.steps += 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad.mul_(0.5)
+        self.optim.step()
+
+
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_an_optimizer_around_another_is_taken(opt_level: str) -> None:
+    """Same weights as with the inner one at half the rate; saved states and masters are reached through it too."""
+    runs = []
+    for wrap, lr in ((Larc, 0.25), (lambda optimizer: optimizer, 0.125)):
+        model = make()
+        optimizer = wrap(torch.optim.SGD(model.parameters(), lr=lr))
+        model, returned = initialize(model, optimizer, opt_level, loss_scale=128.0, verbosity=0)
+        assert returned is optimizer
+        for x, y in batches(3):
+            optimizer.zero_grad()
+            backward(F.cross_entropy(model(x), y), optimizer)
+            optimizer.step()
+        assert all(master.dtype is torch.float32 for master in master_params(optimizer)) or opt_level == "O3"
+        load_amp_state_dict(amp_state_dict(optimizer), optimizer)
+        assert loss_scalers(optimizer)[0].stats().updates == 3
+        runs.append(model.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(*(run.values() for run in runs), strict=True))
+
+
+def test_what_holds_no_optimizer_of_its_groups_is_refused() -> None:
+    model = make()
+    larc = Larc(sgd(model))
+    larc.optim = None
+    with pytest.raises(TypeError, match=r"holds a Larc; expected .* an object that holds one as `optim`"):
+        initialize(model, larc)
+
+
+def test_saved_scales_load_all_or_none() -> None:
+    _model, optimizer = set_up("O2", dtype=torch.float16, num_losses=2)
+    before = amp_state_dict(optimizer)
+    other = copy.deepcopy(before)
+    other["loss_scaler0"]["scaler"]["scale"] = 8.0
+    for bad in (None, {}, {"scaler": None}, {"loss_scale": 8.0, "unskipped": "2"}):
+        with pytest.raises((TypeError, RuntimeError), match=r"expected|source state dict is empty"):
+            load_amp_state_dict({**other, "loss_scaler1": bad}, optimizer)
+        assert amp_state_dict(optimizer) == before
+    load_amp_state_dict(other, optimizer)
+    assert loss_scalers(optimizer)[0].get_scale() == 8.0
+
+
 def test_initialize_twice_is_refused() -> None:
     model, optimizer = set_up("O1")
     with pytest.raises(RuntimeError, match=r"this Net has been through ampkit.half or ampkit.initialize already"):

@@ -202,6 +202,38 @@ def test_bad_dynamic_settings_are_named(arguments, message) -> None:
         DynamicLossScale(**arguments)
 
 
+@pytest.mark.parametrize("value", ["2", None, True, [], 1j, torch.ones(2)], ids=str)
+def test_what_is_no_number_is_refused_when_it_is_given(value) -> None:
+    """Not in a later update, by torch."""
+    for name in ("growth_factor", "init_scale", "tolerance", "growth_interval", "hysteresis"):
+        with pytest.raises(TypeError, match=rf"{name} is .*; expected a (whole )?number"):
+            DynamicLossScale(**{name: value})
+    for strategy in (StaticLossScale, NoOpLossScale):
+        with pytest.raises(TypeError, match=r"scale is .*; expected a number"):
+            strategy(value)
+    scaler = GradScaler("cpu")
+    with pytest.raises(TypeError, match="growth_interval is"):
+        scaler.set_growth_interval(value)
+    assert scaler.get_growth_interval() == 2000
+
+
+def test_numbers_that_the_device_cannot_hold_are_refused() -> None:
+    with pytest.raises(ValueError, match="growth_interval is 9223372036854775808; expected a number that fits 64 bits"):
+        DynamicLossScale(growth_interval=2**63)
+    with pytest.raises(ValueError, match=r"hysteresis is 2147483648; expected 1 .*at most 2\*\*30"):
+        DynamicLossScale(hysteresis=2**31)
+    with pytest.raises(ValueError, match="growth_factor is 1000"):
+        DynamicLossScale(growth_factor=10**400)
+    with pytest.raises(TypeError, match=r"growth_interval is 2000\.0; expected a whole number"):
+        DynamicLossScale(growth_interval=2000.0)
+
+
+def test_numbers_of_other_classes_become_pythons_own() -> None:
+    rule = DynamicLossScale(torch.tensor(8.0), np.float32(2.0), growth_interval=np.int64(3))
+    assert rule == DynamicLossScale(8.0, 2.0, growth_interval=3)
+    assert [type(value) for value in to_dict(rule).values()][1:5] == [float, float, float, int]
+
+
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan, 1e-44])
 def test_bad_static_scales_are_named(scale) -> None:
     with pytest.raises(ValueError, match="scale is"):

@@ -44,9 +44,12 @@ class ScalerChecks(ScalerMemory):
         self._scale_used: Tensor | None = None
 
     def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
     ) -> dict[torch.device, Tensor]:
-        """Multiply gradients by `inv_scale`, and return a flag per device; `found_inf` is the one of its device."""
+        """Multiply gradients by `inv_scale`, and return a flag per device; `found_inf` is the one of its device.
+
+        Takes the scale that it is given: nothing need have been scaled before.
+        """
         found: dict[torch.device, Tensor] = {}
         groups: list[Any] = []
         with torch.no_grad():
@@ -115,12 +118,15 @@ class ScalerChecks(ScalerMemory):
         was written; either alone is no proof: users clip gradients, and losses reach some of them. So versions are kept
         when a pass is about to run: at the next `scale`, or when the backward of a loss that was scaled earlier begins.
         """
+        if id(optimizer) not in self._per_optimizer_states:
+            return  # nothing that is to be told from another optimizer's: `_unscale_grads_` was called by itself
         state = self._state_of(optimizer)
         mark = state.setdefault("mark", object())  # holds nothing: a gradient must not keep an optimizer alive
         state.pop("versions", None)
         if len(self._losses) > 1:
-            for loss in filter(None, (reference() for reference in self._losses)):
-                loss.register_hook(self._keep_versions)
+            for reference in self._losses:
+                if (loss := reference()) is not None:
+                    loss.register_hook(self._keep_versions)
             self._losses = []
         for grad in grads:
             setattr(grad, _MARK, mark)
@@ -151,17 +157,18 @@ class ScalerChecks(ScalerMemory):
             everyone.append(self.process_group)
         state = self._state_of(optimizer)
         state["groups"] = everyone
-        spread = _agreement.agree(found, everyone, self._live_scale())
+        spread = _agreement.agree(found, everyone, self._scale_on(next(iter(found), torch.device("cpu"))))
         if spread is not None:
             state["spread"] = spread
-            self._live_state()[1].note_scales(spread)
+            if self._scale is not None:
+                self._live_state()[1].note_scales(spread)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
         """Look for inf and NaN in gradients that stay scaled; the flags are what `unscale_` would find."""
         self._check_scale_growth_tracker("_check_inf_per_device")
-        found = self._look(optimizer, self._inverse_scale())
-        self._state_of(optimizer)["found_inf_per_device"] = found
-        return found
+        state = self._state_of(optimizer)
+        state["found_inf_per_device"] = self._look(optimizer, self._inverse_scale())
+        return state["found_inf_per_device"]
 
     def _look(self, optimizer: Any, inv_scale: Tensor) -> dict[torch.device, Tensor]:
         """Flags by device for gradients that would be multiplied by `inv_scale`; nothing is written."""
@@ -218,7 +225,8 @@ class ScalerChecks(ScalerMemory):
 
     def _flag(self, state: dict[str, Any]) -> Tensor:
         """The optimizer's flags as one, 0.0 or 1.0, on the scale's device."""
-        return _agreement.combined(list(state["found_inf_per_device"].values()), self._live_scale().device)
+        flags = list(state["found_inf_per_device"].values())
+        return _agreement.combined(flags, flags[0].device if self._scale is None else self._scale.device)
 
     def _note_norm(self, norm: Tensor) -> None:
         """Keep the largest norm of an iteration for the history."""

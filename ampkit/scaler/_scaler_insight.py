@@ -122,23 +122,23 @@ class ScalerInsight(ScalerChecks):
         if skipped is None and found_inf.is_cpu:
             skipped = _kernels.read_if_free(found_inf) != 0
         if skipped or (skipped is None and self.count_every_step):
-            ledger = self._live_state()[1]
             self._examined[optimizer] = examined = examine(optimizer)
-            for _, counts in examined.counts:
-                ledger.note_nonfinite(counts)
+            for _, counts in examined.counts if self._scale is not None else ():
+                self._live_state()[1].note_nonfinite(counts)
         elif skipped is None:
             self._examined.pop(optimizer, None)
         return skipped
 
     def _note_step(self, optimizer: Any, found_inf: Tensor, *, skipped: bool | None) -> None:
         """Remember how a step ended; `skipped` None when only the device knows."""
-        ledger = self._live_state()[1] if self._ledger is None else self._ledger
-        ledger.note_step(found_inf)
+        if self._scale is not None:  # else another's scale, which is not this scaler's to count
+            ledger = self._live_state()[1] if self._ledger is None else self._ledger
+            ledger.note_step(found_inf)
         self._outcomes[optimizer] = _Outcome(found_inf, skipped)
         self._alarm_due = skipped is None
         if skipped:
             _calm_schedulers(optimizer)
-            self._sound_alarm(float(self._live_scale()))
+            self._sound_alarm(self.get_scale())
 
     def _note_no_gradients(self, optimizer: Any) -> None:
         state, ledger = self._live_state()

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import copy
-import math
 import numbers
 import warnings
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ampkit.scaler import loss_scale as scales
+from ampkit.scaler import saved_state
 from ampkit.scaler.history import Ledger
 from ampkit.scaler.loss_scale import DynamicLossScale, LossScale, ScaleState
+from ampkit.scaler.saved_state import OWN_KEY, SavedState, usable_scale
 
-_TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-_OWN_KEY = "ampkit"
 _LIVE = ("_scale", "_growth_tracker", "_counters", "_ledger", "_outcomes", "_examined")
 """Attributes made anew on the other side of a pickle: tensors, and what is known about living optimizers."""
+_ITERATION = ("_per_optimizer_states", "_norm", "_scale_calls", "_losses", "_scale_used")
+"""What `_begin_iteration` sets: the other side of a pickle is at the beginning of one."""
 _DEFAULTS = (2.0**16, 2.0, 0.5, 2000)
+
+
+class Loadable(NamedTuple):
+    """A saved state that a scaler can take over: the strategy it will follow, and the scale within its bounds."""
+
+    rule: LossScale
+    scale: float
+    saved: SavedState
 
 
 class ScalerMemory(torch.amp.GradScaler):
@@ -98,6 +107,10 @@ class ScalerMemory(torch.amp.GradScaler):
         """The scale alone; see `_live_state`."""
         return self._live_state()[0].scale if self._scale is None else self._scale
 
+    def _scale_on(self, device: torch.device) -> Tensor:
+        """The scale where it lives; before it lives anywhere, the first one on `device`."""
+        return torch.full((), self._init_scale, device=device) if self._scale is None else self._scale
+
     def _advance(
         self, found_inf: Tensor, norm: Tensor | None, scale_used: Tensor | None, *, clean: bool = False
     ) -> None:
@@ -139,7 +152,8 @@ class ScalerMemory(torch.amp.GradScaler):
             usable = torch.isfinite(wanted) & (wanted > 0)
             wanted = torch.where(usable, wanted.clamp(rule.min_scale, rule.max_scale), state.scale)
         elif isinstance(new_scale, numbers.Real) and not isinstance(new_scale, bool):
-            wanted = torch.full_like(state.scale, _checked(float(new_scale), rule, "new_scale"))
+            value = usable_scale(float(new_scale), "new_scale")
+            wanted = torch.full_like(state.scale, min(max(value, rule.min_scale), rule.max_scale))
         else:
             raise AssertionError(_bad_scale(type(new_scale).__name__))
         # What was noted so far must not read this change as growth or backoff.
@@ -205,7 +219,7 @@ class ScalerMemory(torch.amp.GradScaler):
             "backoff_factor": self._backoff_factor,
             "growth_interval": self._growth_interval,
             "_growth_tracker": int(tracker),
-            _OWN_KEY: own,
+            OWN_KEY: own,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -214,67 +228,63 @@ class ScalerMemory(torch.amp.GradScaler):
         The saved factors win over the constructor's, as in torch. Entries that belong to another kind of strategy than
         this scaler's are left aside with a warning. Unknown entries are named in a warning.
 
+        Nothing has been loaded when it raises.
+
         Raises:
             RuntimeError: an empty dict, as a disabled scaler saves it.
-            KeyError: missing entries, all of them named. Nothing has been loaded then.
-            ValueError: a scale or a strategy that cannot be used. Nothing has been loaded then.
+            KeyError: missing entries, all of them named.
+            TypeError: an entry of another type.
+            ValueError: a scale, a strategy or a count that cannot be used.
         """
-        if not self._enabled:
-            return
-        if not state_dict:
-            raise RuntimeError(
-                "The source state dict is empty, possibly because it was saved from a disabled instance of "
-                "GradScaler."
-            )
-        missing = [key for key in _TORCH_KEYS if key not in state_dict]
-        if missing:
-            raise KeyError(
-                f"the scaler's state dict has no {', '.join(map(repr, missing))}; expected {list(_TORCH_KEYS)}"
-            )
-        unknown = sorted(set(map(str, state_dict)) - {*_TORCH_KEYS, _OWN_KEY})
-        if unknown:
-            warnings.warn(f"ignored unknown entries in the scaler's state dict: {unknown}", stacklevel=2)
-        own = state_dict.get(_OWN_KEY, {})
-        rule = self._loaded_rule(state_dict, own)
+        if self._enabled:
+            self._take_over(self._loadable(state_dict))
+
+    def _loadable(self, state_dict: Any) -> Loadable:
+        """What `state_dict` would make of this scaler; raises and warns for `load_state_dict`, and changes nothing."""
+        saved = saved_state.read(state_dict)
+        if saved.unknown:
+            warnings.warn(f"ignored unknown entries in the scaler's state dict: {saved.unknown}", stacklevel=3)
+        rule = self._loaded_rule(saved)
         scale = rule.init_scale
         if isinstance(rule, DynamicLossScale):
-            scale = _checked(float(state_dict["scale"]), rule, "the saved scale")
-        self._loss_scale = rule
-        self._init_scale = scale
-        self._init_growth_tracker = int(state_dict["_growth_tracker"])
-        self._init_counters = dict(own.get("counters", {}))
-        self._init_totals = dict(own.get("totals", {}))
-        if self._scale is not None and self._growth_tracker is not None:
-            start = {"growth_tracker": self._init_growth_tracker, **self._init_counters}
-            fresh = rule.init(self._scale.device, scale=scale, **start)
-            for old, new in zip(self._live_state()[0], fresh, strict=True):
-                old.copy_(new)
-            self._ledger = Ledger(self._scale.device, self._history_size, self._init_totals)
+            scale = min(max(usable_scale(saved.scale, "the saved scale"), rule.min_scale), rule.max_scale)
+        return Loadable(rule, scale, saved)
 
-    def _loaded_rule(self, state_dict: dict[str, Any], own: dict[str, Any]) -> LossScale:
+    def _take_over(self, new: Loadable) -> None:
+        saved = new.saved
+        self._loss_scale = new.rule
+        self._init_scale = new.scale
+        self._init_growth_tracker = saved.growth_tracker
+        self._init_counters, self._init_totals = saved.counters, saved.totals
+        if self._scale is not None and self._growth_tracker is not None:
+            start = {"growth_tracker": saved.growth_tracker, **saved.counters}
+            fresh = new.rule.init(self._scale.device, scale=new.scale, **start)
+            for old, value in zip(self._live_state()[0], fresh, strict=True):
+                old.copy_(value)
+            self._ledger = Ledger(self._scale.device, self._history_size, saved.totals)
+
+    def _loaded_rule(self, saved: SavedState) -> LossScale:
         """This scaler's strategy with the saved numbers."""
         rule = self._loss_scale
-        saved = scales.from_dict(own["loss_scale"]) if "loss_scale" in own else None
-        if saved is not None and saved.kind != rule.kind:
+        if saved.strategy is not None and saved.strategy.kind != rule.kind:
             warnings.warn(
-                f"the checkpoint was saved with {saved}; this scaler keeps {rule}, as the script says",
-                stacklevel=3,
+                f"the checkpoint was saved with {saved.strategy}; this scaler keeps {rule}, as the script says",
+                stacklevel=4,
             )
             return rule
         if not isinstance(rule, DynamicLossScale):
-            return saved if saved is not None else rule
-        base = saved if isinstance(saved, DynamicLossScale) else rule
+            return rule if saved.strategy is None else saved.strategy
         return replace(
-            base,
-            growth_factor=float(state_dict["growth_factor"]),
-            backoff_factor=float(state_dict["backoff_factor"]),
-            growth_interval=int(state_dict["growth_interval"]),
+            saved.strategy if isinstance(saved.strategy, DynamicLossScale) else rule,
+            growth_factor=saved.growth_factor,
+            backoff_factor=saved.backoff_factor,
+            growth_interval=saved.growth_interval,
         )
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         if not self._enabled:
-            for name in _LIVE:
+            for name in (*_LIVE, *_ITERATION):
                 state.pop(name, None)
             return state
         if self._per_optimizer_states:
@@ -291,10 +301,10 @@ class ScalerMemory(torch.amp.GradScaler):
         state.update(
             _init_scale=saved["scale"],
             _init_growth_tracker=saved["_growth_tracker"],
-            _init_counters=saved[_OWN_KEY]["counters"],
-            _init_totals=saved[_OWN_KEY]["totals"],
+            _init_counters=saved[OWN_KEY]["counters"],
+            _init_totals=saved[OWN_KEY]["totals"],
         )
-        for name in _LIVE:
+        for name in (*_LIVE, *_ITERATION):
             state.pop(name, None)
         return state
 
@@ -302,9 +312,13 @@ class ScalerMemory(torch.amp.GradScaler):
         self.__dict__.update(state)
         self._forget_tensors()
         self._start_watching()
+        self._begin_iteration()
 
     def _start_watching(self) -> None:
         """Begin with no step observed; `ScalerInsight` says what there is to observe."""
+
+    def _begin_iteration(self) -> None:
+        """Forget what is known about gradients; `ScalerChecks` says what there is to know."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ScalerMemory:
         group, self.process_group = self.process_group, None
@@ -316,12 +330,6 @@ class ScalerMemory(torch.amp.GradScaler):
         twin.__setstate__(state)
         twin.process_group = group
         return twin
-
-
-def _checked(value: float, rule: LossScale, name: str) -> float:
-    if not (math.isfinite(value) and value > 0.0):
-        raise ValueError(f"{name} is {value}; expected a positive finite number: it multiplies every loss")
-    return min(max(value, rule.min_scale), rule.max_scale)
 
 
 def _bad_scale(got: str) -> str:

@@ -18,12 +18,13 @@ class ScalerSteps(ScalerInsight):
 
     def _maybe_opt_step(self, optimizer: Any, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Step an ordinary optimizer, or not: the one place where the host reads a flag."""
+        if not optimizer_state["found_inf_per_device"]:  # never from `step`: as torch's, nothing found is no inf
+            return optimizer.step(*args, **kwargs)
         found_inf = self._flag(optimizer_state)
         skip = self._read_flag(found_inf, optimizer_state)
         if skip:
             self._examine(optimizer, found_inf, skipped=True)
         result = None if skip else optimizer.step(*args, **kwargs)
-        optimizer_state["stage"] = OptState.STEPPED
         optimizer_state["clean"] = not skip
         self._note_step(optimizer, found_inf, skipped=skip)
         return result

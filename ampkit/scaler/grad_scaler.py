@@ -148,7 +148,8 @@ class GradScaler(ScalerSteps):
                 copies[output.device] = moved(scale, output.device)
             scale = copies[output.device]
         scaled = output * scale
-        self._losses.append(weakref.ref(scaled))
+        if scaled.requires_grad:
+            self._losses.append(weakref.ref(scaled))
         return scaled
 
     def _warn_detached(self) -> None:
@@ -312,7 +313,9 @@ class GradScaler(ScalerSteps):
             self.unscale_(optimizer)
         if not state["found_inf_per_device"]:
             return self._nothing_to_do(optimizer, state)
-        return self._maybe_opt_step(optimizer, state, *args, **kwargs)
+        result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+        state["stage"] = OptState.STEPPED
+        return result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Let the scale answer what the iteration's checks found, and make every optimizer READY. Never syncs.

@@ -53,6 +53,8 @@ _COUNTED = (
 )  # fmt: skip
 _dtype_of = attrgetter("dtype")
 _AT = {name: i for i, name in enumerate(_COUNTED)}
+COUNTS = frozenset({*_COUNTED, "no_gradients"})
+"""The names under which `Ledger.to_dict` saves its counts."""
 
 
 class _Notes:

@@ -10,8 +10,10 @@ The dynamic rule is Micikevicius et al. 2018, section 3.2, as torch implements i
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass, fields
+import numbers
+import sys
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -40,6 +42,23 @@ class ScaleState(NamedTuple):
     window_overflows: Tensor
 
 
+def _settle_numbers(strategy: DynamicLossScale | StaticLossScale) -> None:
+    """Refuse fields that are no numbers, or not whole ones where those are called for; make the rest Python's own."""
+    for each in fields(strategy):
+        given = getattr(strategy, each.name)
+        if each.type == "str":
+            continue
+        value = given.item() if isinstance(given, Tensor) and given.numel() == 1 else given
+        cls, wanted, what = (
+            (int, numbers.Integral, "a whole number") if each.type == "int" else (float, numbers.Real, "a number")
+        )
+        if isinstance(value, bool) or not isinstance(value, wanted):
+            raise TypeError(f"{each.name} is {value!r}; expected {what}")
+        plain = value if isinstance(value, int | float) else cls(value)
+        if plain is not given:
+            object.__setattr__(strategy, each.name, plain)  # frozen to others
+
+
 @dataclass(frozen=True)
 class DynamicLossScale:
     """Shrink on overflow, grow after a run of finite updates.
@@ -58,6 +77,7 @@ class DynamicLossScale:
             overflowed (fairseq's overflow tolerance). The step itself is skipped all the same.
 
     Raises:
+        TypeError: a field that is no number, or no whole one.
         ValueError: a field out of range.
 
     >>> scale = DynamicLossScale(init_scale=8.0, growth_interval=1)
@@ -82,7 +102,8 @@ class DynamicLossScale:
     scales_losses: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not 1.0 <= self.growth_factor < math.inf:
+        _settle_numbers(self)
+        if not 1.0 <= self.growth_factor <= sys.float_info.max:
             raise ValueError(f"growth_factor is {self.growth_factor}; expected a finite number of 1 or more")
         if not 0.0 < self.backoff_factor <= 1.0:
             raise ValueError(f"backoff_factor is {self.backoff_factor}; expected a number above 0, at most 1")
@@ -96,8 +117,10 @@ class DynamicLossScale:
                 f"init_scale is {self.init_scale}; expected a number from min_scale ({self.min_scale}) to max_scale "
                 f"({self.max_scale})"
             )
-        if self.hysteresis < 1:
-            raise ValueError(f"hysteresis is {self.hysteresis}; expected 1 (back off at once) or more")
+        if not -(2**63) <= self.growth_interval < 2**63:
+            raise ValueError(f"growth_interval is {self.growth_interval}; expected a number that fits 64 bits")
+        if not 1 <= self.hysteresis <= 2**30:
+            raise ValueError(f"hysteresis is {self.hysteresis}; expected 1 (back off at once) or more, at most 2**30")
         if self.hysteresis_refill not in ("growth", "clean"):
             raise ValueError(f"hysteresis_refill is {self.hysteresis_refill!r}; expected 'growth' or 'clean'")
         if not 0.0 <= self.tolerance < 1.0:
@@ -159,6 +182,7 @@ class StaticLossScale:
         scale: the scale, positive and finite in float32.
 
     Raises:
+        TypeError: `scale` is no number.
         ValueError: `scale` out of range.
 
     >>> StaticLossScale(128.0).init_scale
@@ -179,6 +203,7 @@ class StaticLossScale:
     is_plain: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        _settle_numbers(self)
         if not SMALLEST_SCALE <= self.scale <= LARGEST_SCALE:
             raise ValueError(
                 f"scale is {self.scale}; expected a number from {SMALLEST_SCALE:.3g} to {LARGEST_SCALE:.3g}"
@@ -215,6 +240,7 @@ class NoOpLossScale(StaticLossScale):
     scales_losses: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        _settle_numbers(self)
         if self.scale != 1.0:
             raise ValueError(f"scale is {self.scale}; expected 1.0: use StaticLossScale({self.scale}) to scale")
 
@@ -231,23 +257,27 @@ def to_dict(strategy: LossScale) -> dict[str, Any]:
     return {"kind": strategy.kind, **asdict(strategy)}
 
 
-def from_dict(saved: dict[str, Any]) -> LossScale:
+def from_dict(saved: Mapping[str, Any]) -> LossScale:
     """The strategy that `to_dict` described.
 
     Raises:
-        ValueError: unknown kind, or fields that this version does not know.
+        TypeError: a field that is no number, or no whole one.
+        ValueError: unknown kind, fields that are missing or unknown to this version, or one out of range.
     """
     values = dict(saved)
     kind = values.pop("kind", None)
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError(f"the saved loss scale is of kind {kind!r}; expected one of {sorted(_KINDS)}")
     cls = _KINDS[kind]
-    unknown = sorted(set(values) - {f.name for f in fields(cls)})
+    unknown = sorted(map(str, set(values) - {f.name for f in fields(cls)}))
     if unknown:
         raise ValueError(
             f"the saved loss scale ({kind}) has unknown fields {unknown}; expected "
             f"{[f.name for f in fields(cls)]}: it may come from a newer ampkit"
         )
+    missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in values]
+    if missing:
+        raise ValueError(f"the saved loss scale ({kind}) lacks {missing}; expected {[f.name for f in fields(cls)]}")
     return cls(**values)
 
 

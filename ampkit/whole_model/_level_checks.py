@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import Module
+from torch.optim import Optimizer
 
 from ampkit.whole_model._boundary import refuse_bounded
 from ampkit.whole_model.tree_cast import REAL_FLOATS
@@ -27,6 +28,25 @@ def as_list(value: Any, kind: type, name: str, what: str) -> list[Any]:
     return items
 
 
+def bare_optimizers(value: Any) -> list[Optimizer]:
+    """One optimizer or a list of them, without what wraps them.
+
+    A wrapper in the manner of Apex's LARC is no `Optimizer` itself: it holds one as `optim` or `optimizer`, shares its
+    parameter groups, changes gradients in its `step` and calls the other's.
+    """
+    items = list(value) if isinstance(value, list | tuple) else [value]
+    what = "a torch.optim.Optimizer, or an object that holds one as `optim` and shares its param_groups"
+    return as_list([_bare(item) for item in items], Optimizer, "optimizers", what)
+
+
+def _bare(item: Any) -> Any:
+    if isinstance(item, Optimizer):
+        return item
+    inner = getattr(item, "optim", None) or getattr(item, "optimizer", None)
+    shares = isinstance(inner, Optimizer) and getattr(item, "param_groups", None) is inner.param_groups
+    return inner if shares else item
+
+
 def check_model(model: Module, *, casts_model: bool) -> None:
     """Refuse a model that is wrapped, halved or initialised already, or sharded before it is to be halved."""
     name = type(model).__name__
@@ -41,16 +61,20 @@ def check_model(model: Module, *, casts_model: bool) -> None:
             f"'O1', or fully_shard's MixedPrecisionPolicy with ampkit.GradScaler"
         )
     refuse_bounded(model)
-    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+    # A table kept in float64 makes no float64 model: .double() would have left no parameter in float32.
+    for kind, tensors, allowed in (
+        ("parameter", model.named_parameters(), (torch.float32,)),
+        ("buffer", model.named_buffers(), (torch.float32, torch.float64)),
+    ):
         for path, tensor in tensors:
-            if tensor.dtype in REAL_FLOATS and tensor.dtype is not torch.float32:
+            if tensor.dtype in REAL_FLOATS and tensor.dtype not in allowed:
                 raise RuntimeError(
                     f"{kind} {path} is {tensor.dtype}; expected a float32 model at every opt_level: leave out "
                     f".half(), .bfloat16() or .double() (or call model.float()), and let opt_level convert it"
                 )
 
 
-def check_optimizers(models: Sequence[Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def check_optimizers(models: Sequence[Module], optimizers: Sequence[Optimizer]) -> None:
     """Refuse an optimizer of another model, and trainable parameters that no optimizer has."""
     for optimizer in optimizers:
         if hasattr(optimizer, "_ampkit_masters"):

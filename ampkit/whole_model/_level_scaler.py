@@ -5,7 +5,7 @@ Several backwards, each under a scale of its own, may then add up in one optimiz
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,16 @@ class LevelScaler(GradScaler):
         state["stage"] = OptState.UNSCALED
         if _handoff.is_amp_aware(optimizer):
             return self._step_on_device(optimizer, state, (), {})
-        return self._maybe_opt_step(optimizer, state)
+        result = self._maybe_opt_step(optimizer, state)
+        state["stage"] = OptState.STEPPED
+        return result
+
+    def loadable(self, state_dict: Any) -> Callable[[], None]:
+        """Check a saved state; returns what loads it, which cannot fail, so that several are loaded or none."""
+        if not self._enabled:
+            return lambda: None
+        new = self._loadable(state_dict)
+        return lambda: self._take_over(new)
 
     def note_step(self, optimizer: torch.optim.Optimizer, found_inf: Tensor, *, skipped: bool | None) -> None:
         """Count a step of an optimizer that is about to be made; `skipped` None where only the device knows."""

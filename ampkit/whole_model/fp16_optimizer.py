@@ -229,14 +229,17 @@ class FP16Optimizer(torch.optim.Optimizer):
         """Load what `state_dict` returned, and write the model's half parameters from the masters.
 
         Raises:
-            KeyError: missing entries. ValueError: masters of another model. Nothing has been loaded then.
+            KeyError: missing entries. ValueError, TypeError: masters of another model, or what the scale or the
+            wrapped optimizer refuses. Nothing has been loaded then.
         """
         missing = {"loss_scaler", "optimizer_state_dict", "fp32_from_fp16"} - set(state_dict)
         if missing:
             raise KeyError(f"not a state dict of FP16Optimizer: {sorted(missing)} missing, got {sorted(state_dict)}")
-        self.masters.load_state_dict({"masters": state_dict["fp32_from_fp16"]})
-        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
-        self.scaler.load_state_dict(state_dict["loss_scaler"])
+        load_masters = self.masters.loadable({"masters": state_dict["fp32_from_fp16"]})
+        load_scale = self.scaler.loadable(state_dict["loss_scaler"])
+        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])  # checks before it loads
+        load_masters()
+        load_scale()
 
     def _require_settled(self, name: str) -> None:
         if not self._settled:

@@ -23,7 +23,7 @@ from ampkit.region.autocast import device_kind
 from ampkit.whole_model import _level_options
 from ampkit.whole_model._boundary import Boundary, device_type_of, put_boundary
 from ampkit.whole_model._fp32_checkpoints import Fp32Checkpoints
-from ampkit.whole_model._level_checks import as_list, check_model, check_optimizers
+from ampkit.whole_model._level_checks import as_list, bare_optimizers, check_model, check_optimizers
 from ampkit.whole_model._level_options import LevelOptions
 from ampkit.whole_model._level_scaler import LevelScaler
 from ampkit.whole_model._level_session import Session
@@ -64,7 +64,7 @@ def initialize(
 
     Args:
         models: a module or a list of modules, in float32.
-        optimizers: an optimizer, a list, or None for inference.
+        optimizers: an optimizer, a list, or None for inference; LARC and its like may be around one.
         opt_level: "O0", "O1", "O2" or "O3".
         dtype: the 16-bit type, torch.float16 or torch.bfloat16; None is what `autocast` takes on the device.
         cast_model_type: the same for O2 and O3, by Apex's name.
@@ -96,9 +96,7 @@ def initialize(
     (torch.bfloat16, torch.float32)
     """
     all_models = as_list(models, Module, "models", "a torch.nn.Module")
-    all_optimizers = [] if optimizers is None else as_list(
-        optimizers, Optimizer, "optimizers", "a torch.optim.Optimizer (not one that wraps it)"
-    )  # fmt: skip
+    all_optimizers = [] if optimizers is None else bare_optimizers(optimizers)
     for optimizer in all_optimizers:
         if optimizer in _sessions:
             raise RuntimeError(
@@ -193,7 +191,7 @@ def scale_loss(
         RuntimeError: an optimizer that has not been through `initialize`, or gradients under another scale.
         IndexError: a `loss_id` that there is no scale for. TypeError: a loss that is no tensor.
     """
-    all_optimizers = as_list(optimizers, Optimizer, "optimizers", "an optimizer returned by initialize")
+    all_optimizers = bare_optimizers(optimizers)
     if not isinstance(loss, Tensor):
         raise TypeError(f"scale_loss takes the loss tensor that backward is called on, got {type(loss).__name__}")
     session = _session_of(all_optimizers)
@@ -234,7 +232,7 @@ def loss_scalers(optimizer: Optimizer | None = None) -> tuple[LevelScaler, ...]:
 
     `optimizer` says whose `initialize` is meant; None is the only one. Empty where nothing is scaled.
     """
-    return tuple(_session_of([optimizer] if optimizer is not None else []).scalers)
+    return tuple(_session_meant(optimizer).scalers)
 
 
 def amp_state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:
@@ -243,7 +241,7 @@ def amp_state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:
     One entry per loss, in Apex's form and with what Apex does not save. Masters are in the model's state_dict.
     `optimizer` says whose `initialize` is meant; None is the only one.
     """
-    session = _session_of([optimizer] if optimizer is not None else [])
+    session = _session_meant(optimizer)
     saved = {}
     for index, scaler in enumerate(session.scalers):
         state = scaler.state_dict()
@@ -258,27 +256,39 @@ def load_amp_state_dict(
 ) -> None:
     """Load what `amp_state_dict`, or Apex's `amp.state_dict`, returned. Call it after `initialize`.
 
+    Nothing has been loaded when it raises.
+
     Raises:
-        ValueError: other losses than this script's, unless `strict` is False. Nothing has been loaded then.
+        ValueError: other losses than this script's, unless `strict` is False. And as `GradScaler.load_state_dict`.
     """
-    scalers = _session_of([optimizer] if optimizer is not None else []).scalers
+    scalers = _session_meant(optimizer).scalers
     names = [f"loss_scaler{index}" for index in range(len(scalers))]
     if strict and set(names) != set(state_dict):
         raise ValueError(
             f"the saved scales are {sorted(map(str, state_dict))}, this script's {names}; pass num_losses to "
             f"initialize as it was, or strict=False to load what both have"
         )
-    for name, scaler in zip(names, scalers, strict=True):
-        if name not in state_dict:
-            continue
-        entry = state_dict[name]
-        if "scaler" in entry:
-            scaler.load_state_dict(entry["scaler"])
-        else:
-            now = {key: value for key, value in scaler.state_dict().items() if key != "ampkit"}
-            scaler.load_state_dict(
-                {**now, "scale": entry["loss_scale"], "_growth_tracker": entry["unskipped"]}
-            )
+    loads = [
+        scaler.loadable(_scaler_state(state_dict[name], name, scaler))
+        for name, scaler in zip(names, scalers, strict=True)
+        if name in state_dict
+    ]
+    for load in loads:
+        load()
+
+
+def _scaler_state(entry: Any, name: str, scaler: LevelScaler) -> Any:
+    """The scaler's own state in an entry; for an entry of Apex's, this scaler's with the two numbers in it."""
+    if isinstance(entry, Mapping) and "scaler" in entry:
+        return entry["scaler"]
+    if not isinstance(entry, Mapping) or not {"loss_scale", "unskipped"} <= set(entry):
+        raise TypeError(f"the saved {name!r} is {entry!r}; expected a dict with 'loss_scale' and 'unskipped'")
+    now = {key: value for key, value in scaler.state_dict().items() if key != "ampkit"}
+    return {**now, "scale": entry["loss_scale"], "_growth_tracker": entry["unskipped"]}
+
+
+def _session_meant(optimizer: Optimizer | None) -> Session:
+    return _session_of([] if optimizer is None else bare_optimizers(optimizer))
 
 
 def _session_of(optimizers: Sequence[Optimizer]) -> Session:

@@ -179,19 +179,24 @@ class MasterWeights:
             ]
         }
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned, and write the model's half parameters from it.
 
         Raises:
-            KeyError: no "masters" in it. ValueError: other groups, numbers or shapes than this optimizer's.
-            Nothing has been loaded then.
+            KeyError: no "masters" in it. TypeError: masters that are no tensors. ValueError: other groups, numbers or
+            shapes than this optimizer's. Nothing has been loaded then.
         """
+        self.loadable(state_dict)()
+
+    def loadable(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
+        """Check a saved state as `load_state_dict` does; returns what loads it."""
         if "masters" not in state_dict:
             raise KeyError(f"no 'masters' in this state dict, which has {sorted(map(str, state_dict))}")
         self._adopt({})
         saved, groups = state_dict["masters"], self.optimizer.param_groups
         masters = {id(pair.master) for pair in self._pairs.values()}
+        if not isinstance(saved, list | tuple) or not all(isinstance(group, list | tuple) for group in saved):
+            raise TypeError(f"the saved masters are {saved!r}; expected a list of tensors per parameter group")
         found, expected = [len(group) for group in saved], [len(group["params"]) for group in groups]
         if found != expected:
             raise ValueError(f"the saved masters come in groups of {found}; this optimizer's groups are of {expected}")
@@ -200,12 +205,20 @@ class MasterWeights:
             for position, (value, param) in enumerate(zip(values, group["params"], strict=True)):
                 if value is None or id(param) not in masters:
                     continue
+                if not isinstance(value, Tensor):
+                    raise TypeError(
+                        f"the saved master {position} of group {index} is {value!r}; expected a tensor or None"
+                    )
                 if value.shape != param.shape:
                     raise ValueError(
                         f"the saved master {position} of group {index} has shape {tuple(value.shape)}; this "
                         f"optimizer's has {tuple(param.shape)}"
                     )
                 copies.append((param, value))
+        return lambda: self._load(copies)
+
+    @torch.no_grad()
+    def _load(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
         for param, value in copies:
             param.copy_(value)
         self.write_back_()

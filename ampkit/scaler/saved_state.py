@@ -1,0 +1,126 @@
+"""What a scaler's `state_dict` may hold, converted and checked entry by entry before anything is loaded."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ampkit.scaler import loss_scale as scales
+from ampkit.scaler.history import COUNTS
+from ampkit.scaler.loss_scale import LossScale, ScaleState
+
+TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+OWN_KEY = "ampkit"
+COUNTERS = ScaleState._fields[2:]
+_VERSION = 1
+_INT64 = 2**63 - 1
+# Counts go on from here, as int32 on the device and as int64: half of the range, or what float64 holds, leaves room.
+_MOST_IN_A_ROW = 2**30
+_MOST_IN_TOTAL = 2**53
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """A scaler's saved state in Python values that can be used as they are.
+
+    `strategy` is None where torch's scaler wrote the state; `unknown` are the entries that mean nothing here.
+    """
+
+    scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    growth_tracker: int
+    strategy: LossScale | None
+    counters: dict[str, int]
+    totals: dict[str, int]
+    unknown: list[str]
+
+
+def read(state_dict: Any) -> SavedState:
+    """The saved state that `state_dict` describes. Changes nothing.
+
+    Raises:
+        RuntimeError: an empty dict, as a disabled scaler saves it.
+        KeyError: missing entries, all of them named.
+        TypeError: an entry of another type.
+        ValueError: a number out of range, or an entry of ampkit's own that this version does not know.
+    """
+    given = _mapping(state_dict, "the scaler's state dict")
+    if not given:
+        raise RuntimeError(
+            "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
+        )
+    missing = [key for key in TORCH_KEYS if key not in given]
+    if missing:
+        raise KeyError(f"the scaler's state dict has no {', '.join(map(repr, missing))}; expected {list(TORCH_KEYS)}")
+    own = _mapping(given.get(OWN_KEY, {}), f"the saved {OWN_KEY!r}")
+    _refuse_unknown(own, ("version", "loss_scale", "counters", "totals"), OWN_KEY)
+    version = own.get("version", _VERSION)
+    if type(version) is not int or version != _VERSION:
+        raise ValueError(f"the saved 'version' is {version!r}; expected {_VERSION}: a newer ampkit may have written it")
+    strategy = scales.from_dict(_mapping(own["loss_scale"], "the saved 'loss_scale'")) if "loss_scale" in own else None
+    return SavedState(
+        scale=number(given["scale"], "the saved scale"),
+        growth_factor=number(given["growth_factor"], "the saved growth_factor"),
+        backoff_factor=number(given["backoff_factor"], "the saved backoff_factor"),
+        growth_interval=_whole(given["growth_interval"], "the saved growth_interval", -_INT64 - 1, _INT64),
+        growth_tracker=_whole(given["_growth_tracker"], "the saved _growth_tracker", 0, _MOST_IN_A_ROW),
+        strategy=strategy,
+        counters=_counts(own.get("counters", {}), "counters", COUNTERS, _MOST_IN_A_ROW),
+        totals=_counts(own.get("totals", {}), "totals", COUNTS, _MOST_IN_TOTAL),
+        unknown=sorted(set(map(str, given)) - {*TORCH_KEYS, OWN_KEY}),
+    )
+
+
+def usable_scale(value: float, name: str) -> float:
+    """The value, if it can multiply losses. Raises `ValueError` where it cannot."""
+    if not (math.isfinite(value) and value > 0.0):
+        raise ValueError(f"{name} is {value}; expected a positive finite number: it multiplies every loss")
+    return value
+
+
+def number(value: Any, name: str) -> float:
+    """A real number, given as such or as a one-element tensor, as a float. Raises `TypeError` for anything else."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} is {value!r}; expected a number")
+    try:
+        return float(value)
+    except OverflowError:  # an integer beyond float64
+        return math.inf if value > 0 else -math.inf
+
+
+def _whole(value: Any, name: str, least: int, most: int) -> int:
+    as_float = number(value, name)
+    exact = int(value) if math.isfinite(as_float) else None
+    if exact is None or exact != value or not least <= exact <= most:
+        raise ValueError(f"{name} is {value!r}; expected a whole number from {least} to {most}")
+    return exact
+
+
+def _counts(saved: Any, what: str, known: Collection[str], most: int) -> dict[str, int]:
+    counts = _mapping(saved, f"the saved {what!r}")
+    _refuse_unknown(counts, known, what)
+    return {name: _whole(value, f"the saved {name} of {what!r}", 0, most) for name, value in counts.items()}
+
+
+def _mapping(value: Any, name: str) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} is {value!r}; expected a dict, as GradScaler.state_dict() returns it")
+    return value
+
+
+def _refuse_unknown(given: Mapping[Any, Any], known: Collection[str], where: str) -> None:
+    unknown = sorted(map(str, set(given) - set(known)))
+    if unknown:
+        raise ValueError(
+            f"the saved {where!r} has unknown entries {unknown}; expected {sorted(known)}: it may come from a newer "
+            "ampkit"
+        )
