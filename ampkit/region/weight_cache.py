@@ -105,9 +105,9 @@ class WeightCache:
     - writes in place through an alias that is gone again: `p.data.copy_(average)`, `p.detach().numpy()`, DLPack,
       `p.untyped_storage()`, `torch.ops.aten._unsafe_view`, or under `torch.autograd._unsafe_preserve_version_counter`;
     - fused updates without an optimizer: `torch.optim.adam.adam(fused=True)`, `torch._fused_sgd_`;
-    - a kernel of your own, or a CUDA graph captured before the first `WeightCache` was made;
+    - a kernel of your own, or a CUDA graph captured before the first region or `WeightCache`;
     - `torch.distributed.recv` over NCCL, collectives that do not go through `torch.distributed`, and asynchronous ones
-      that had not ended when a region was entered;
+      between whose start and end the weight was cast;
     - another process that has the weight's CUDA memory;
 
     all of these, and collectives and replays of CUDA graphs, also inside an open region (there `torch.amp` keeps the
@@ -178,7 +178,7 @@ class WeightCache:
         if self._looked_at == steps:
             return
         with self._lock:
-            for key, entry in list(self._entries.items()):      # what is freed on the way may be a weight: `_forgetting`
+            for key, entry in list(self._entries.items()):      # a copy: what is freed on the way may be a weight
                 if entry.steps != steps:
                     self._remove(key)
             self._looked_at = steps
@@ -196,7 +196,7 @@ class WeightCache:
     def leave(self) -> None:
         """A region is left: keep what the next may use, and of that the values, so that parameters can be freed."""
         with self._lock:
-            for key, entry in list(self._entries.items()):      # a copy: the history may be all that keeps a weight alive
+            for key, entry in list(self._entries.items()):      # a copy, as above
                 if not _is_as_it_was(entry):
                     self._remove(key)
                 elif entry.cast.requires_grad:
@@ -294,8 +294,8 @@ class WeightCache:
             self._remove(key)
         raise RuntimeError(
             f"the {cast.dtype} cast of a weight of shape {tuple(leaf.shape)} is stale: {n} of the {kept.numel()} "
-            "elements compared differ. It was written in a way that a cache cannot see; see WeightCache for which. Call "
-            "the clear() of this WeightCache after such a write, or clear_autocast_cache() inside the region"
+            "elements compared differ. It was written in a way that a cache cannot see; see WeightCache for which. "
+            "Call clear() of this WeightCache after such a write, or clear_autocast_cache() inside the region"
         )
 
     def _remove(self, key: tuple[int, torch.dtype]) -> None:
