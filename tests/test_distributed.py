@@ -188,7 +188,7 @@ def fsdp2_weights_are_cast_anew_after_a_step() -> None:
 
 @check
 def sharded_weights_written_between_regions_are_cast_anew() -> None:
-    """No optimizer steps, and the all-gather of the next forward moves no version. Both engines, in and past a region."""
+    """No optimizer steps, and the all-gather of the next forward moves no version. FSDP 2 and 1."""
 
     def assert_fresh(model: nn.Module, ids: Tensor, rewritten: Callable[[nn.Module], None]) -> None:
         cache = WeightCache()

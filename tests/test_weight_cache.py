@@ -141,7 +141,7 @@ def test_no_grad_first_and_gradients_after(region):
 
 
 def test_inference_mode():
-    """Nothing is kept there, nor read; a cache of one's own serves it too, and gradients after it still flow."""
+    """Nothing is kept there; a cache of one's own serves it too, and gradients after it still flow."""
     leaf = weight()
 
     def run(region, **kwargs):

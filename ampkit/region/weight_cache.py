@@ -1,9 +1,8 @@
 """The cast cache: the low-precision copy of a weight, made once and used until the weight changes.
 
-What is kept: casts of float32 leaves that require grad, outside inference mode: what torch.amp keeps, and no more,
-because what it casts anew it cannot get wrong. A `WeightCache` of the user's own, who asks for more, also keeps those
-of frozen `nn.Parameter`s, and serves inference mode. Never casts of views, of activations or of tensors made in
-inference mode.
+What is kept: casts of float32 leaves that require grad, outside inference mode, as with torch.amp: what is cast anew
+cannot be stale. A `WeightCache` of the user's own also keeps those of frozen `nn.Parameter`s, and serves inference
+mode. Never casts of views, of activations or of tensors made in inference mode.
 
 Why an entry is the weight's cast. It answers only
 - for the very tensor it was made from: a weak reference, whose death removes the entry;
@@ -35,13 +34,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit.policy.casting import converter
+from ampkit.region._answered_copy import Answer
+from ampkit.region._unseen_writes import collectives, owns_its_memory
 from ampkit.torch_internals.lookup import private
 
 __all__ = ["CacheInfo", "RegionCache", "WeightCache", "capturing"]
@@ -52,7 +51,6 @@ _grad_enabled = torch.is_grad_enabled
 _inference_mode = torch.is_inference_mode_enabled
 _n_modes: Callable[[], int] = private("_C._len_torch_dispatch_stack")
 _tracing_state: Callable[[], Any] = private("_C._get_tracing_state")
-_c10d: Any = dist.distributed_c10d if dist.is_available() else None
 _functorch_level: Callable[[], int | None] = private("_C._functorch.maybe_current_level")
 
 
@@ -106,9 +104,9 @@ class WeightCache:
     - writes in place through an alias that is gone again: `p.data.copy_(average)`, `p.detach().numpy()`, DLPack,
       `p.untyped_storage()`, `torch.ops.aten._unsafe_view`, or under `torch.autograd._unsafe_preserve_version_counter`;
     - fused updates without an optimizer: `torch.optim.adam.adam(fused=True)`, `torch._fused_sgd_`;
-    - a kernel of your own, or a CUDA graph captured before the first `WeightCache` was made;
+    - a kernel of your own, or a CUDA graph captured before the first region or `WeightCache`;
     - `torch.distributed.recv` over NCCL, collectives that do not go through `torch.distributed`, and asynchronous ones
-      that had not ended when a region was entered;
+      between whose start and end the weight was cast;
     - another process that has the weight's CUDA memory;
 
     all of these, and collectives and replays of CUDA graphs, also inside an open region (there `torch.amp` keeps the
@@ -179,7 +177,7 @@ class WeightCache:
         if self._looked_at == steps:
             return
         with self._lock:
-            for key, entry in list(self._entries.items()):      # what is freed on the way may be a weight: `_forgetting`
+            for key, entry in list(self._entries.items()):      # a copy: what is freed on the way may be a weight
                 if entry.steps != steps:
                     self._remove(key)
             self._looked_at = steps
@@ -188,16 +186,16 @@ class WeightCache:
         """A region is entered: drop what may have been written since its cast was made, seen or unseen."""
         self.drop_outdated()
         if self._entries:
-            collectives = _collectives()
+            now = collectives()
             with self._lock:
                 for key, entry in list(self._entries.items()):
-                    if entry.collectives != collectives or not _is_as_it_was(entry):
+                    if entry.collectives != now or not _is_as_it_was(entry):
                         self._remove(key)
 
     def leave(self) -> None:
         """A region is left: keep what the next may use, and of that the values, so that parameters can be freed."""
         with self._lock:
-            for key, entry in list(self._entries.items()):      # a copy: the history may be all that keeps a weight alive
+            for key, entry in list(self._entries.items()):      # a copy, as above
                 if not _is_as_it_was(entry):
                     self._remove(key)
                 elif entry.cast.requires_grad:
@@ -253,7 +251,7 @@ class WeightCache:
             and leaf.layout is torch.strided        # others have no address to tell a replaced storage by
             and (
                 leaf.requires_grad
-                or (self.outlives_regions and isinstance(leaf, Parameter) and _owns_its_memory(leaf))
+                or (self.outlives_regions and isinstance(leaf, Parameter) and owns_its_memory(leaf))
             )
             and not leaf._is_view()
             and not leaf.is_inference()
@@ -264,7 +262,7 @@ class WeightCache:
         self._misses += 1
         entry = _Entry(key, leaf, self._forget)     # before the cast: a write meanwhile outdates it
         if self.outlives_regions:
-            entry.layout, entry.collectives = (leaf.shape, leaf.stride()), _collectives()
+            entry.layout, entry.collectives = (leaf.shape, leaf.stride()), collectives()
         entry.cast = made = _recorded(leaf, dtype)
         entry.nbytes = nbytes = made.nbytes
         with self._lock:
@@ -295,8 +293,8 @@ class WeightCache:
             self._remove(key)
         raise RuntimeError(
             f"the {cast.dtype} cast of a weight of shape {tuple(leaf.shape)} is stale: {n} of the {kept.numel()} "
-            "elements compared differ. It was written in a way that a cache cannot see; see WeightCache for which. Call "
-            "the clear() of this WeightCache after such a write, or clear_autocast_cache() inside the region"
+            "elements compared differ. It was written in a way that a cache cannot see; see WeightCache for which. "
+            "Call clear() of this WeightCache after such a write, or clear_autocast_cache() inside the region"
         )
 
     def _remove(self, key: tuple[int, torch.dtype]) -> None:
@@ -326,27 +324,6 @@ def _forgetting(cache: WeightCache) -> Callable[[Any], None]:
     return forget
 
 
-def _owns_its_memory(weight: Tensor) -> bool:
-    """Whether nothing else can write to a weight's memory: no alias, no array it was made of, no other process."""
-    if type(weight) is not Parameter and type(weight) is not Tensor:
-        return False        # it may lie in tensors inside the subclass, which have users of their own
-    storage = weight.untyped_storage()
-    return (
-        _use_count(storage) == _ALONE
-        and storage.resizable()         # memory of arrays, files and DLPack is not
-        and not (weight.is_cpu and storage.is_shared())
-    )
-
-
-def _use_count(storage: torch.UntypedStorage) -> int:
-    """How many tensors have a storage, and one for its Python object."""
-    return torch._C._storage_Use_Count(storage._cdata)  # pyright: ignore
-
-
-_lone = torch.empty(0)
-_ALONE = _use_count(_lone.untyped_storage())
-
-
 def _is_as_it_was(entry: _Entry) -> bool:
     """Whether an entry may outlive its region: what writes unseen, between regions, has no way to its weight."""
     weight = entry.weight()
@@ -354,18 +331,8 @@ def _is_as_it_was(entry: _Entry) -> bool:
         weight is not None
         and not _steps.captured
         and (weight.shape, weight.stride()) == entry.layout
-        and _owns_its_memory(weight)
+        and owns_its_memory(weight)
     )
-
-
-def _collectives() -> Any:
-    """Something that differs after each collective of this process; each can write to a weight and move no version."""
-    if _c10d is None or not (groups := _c10d._world.pg_map):
-        return None
-    try:
-        return [(weakref.ref(group), group._get_sequence_number_for_group()) for group in groups]
-    except RuntimeError:        # a backend that does not count
-        return object()
 
 
 def capturing() -> bool:
@@ -418,26 +385,9 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-class _Answer(TorchDispatchMode):
-    """Answers the one copy that autograd asks for below it with values that exist already."""
-
-    def __init__(self, values: Tensor) -> None:
-        super().__init__()
-        self.values = values
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._to_copy.default:
-            return self.values.detach()
-        return func(*args, **(kwargs or {}))
-
-
 def _connect(weight: Tensor, values: Tensor) -> Tensor:
     """`values` as the cast of `weight`, differentiable: autograd records the cast, nothing is copied."""
-    with _Answer(values):
+    with Answer(values):
         return _recorded(weight, values.dtype)
 
 
