@@ -343,7 +343,7 @@ def test_a_file_appears_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.skipif(os.name != "posix", reason="makes symbolic links")
 def test_results_are_written_through_no_link_but_the_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder may be a link; a link that somebody put where a result goes is replaced, and what it names left alone."""
+    """A folder may be a link; a link put where a result goes is replaced, and what it names left alone."""
     monkeypatch.setitem(tasks.TASKS, "digits", LineTask)
     folder, precious = tmp_path / "folder", tmp_path / "precious"
     folder.mkdir()
