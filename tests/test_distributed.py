@@ -19,6 +19,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from models import CASES, Decoder, DecoderBlock
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -95,6 +96,43 @@ def ddp_options_have_torchs_bits() -> None:
         return DistributedDataParallel(model, gradient_as_bucket_view=True, find_unused_parameters=True)
 
     assert_same(train(wrap, ours, "decoder"), train(wrap, native, "decoder"))
+
+
+@check
+def ddp_static_graphs_and_compressed_gradients_have_torchs_bits() -> None:
+    def wrap(model: nn.Module) -> nn.Module:
+        model = DistributedDataParallel(model, static_graph=True)
+        model.register_comm_hook(None, fp16_compress_hook)
+        return model
+
+    assert_same(train(wrap, ours), train(wrap, native))
+
+
+@check
+def ddp_joins_ranks_with_uneven_inputs() -> None:
+    """A rank that has run out shadows the collectives of the others; its scaler and cache have had fewer steps."""
+
+    def run(region: Region, scaler: torch.amp.GradScaler) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = []
+        with model.join():
+            for _ in range(2 + 3 * dist.get_rank()):
+                optimizer.zero_grad()
+                with region():
+                    loss = model(torch.ones(4, 8)).float().pow(2).mean()
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                found.append(loss.detach())
+        return [*found, *model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    cache, policy = WeightCache(), Policy.torch("cpu")
+    got = run(lambda: ampkit.autocast("cpu", torch.bfloat16, policy=policy, cache=cache), ampkit.GradScaler("cpu"))
+    expected = run(native, torch.amp.GradScaler("cpu"))
+    assert len(got) == len(expected) == 10 + 3 * dist.get_rank()
+    assert all(map(torch.equal, got, expected))
 
 
 @check

@@ -3,12 +3,14 @@
 import contextlib
 import copy
 import importlib
+import io
 import pickle
 import sys
 import types
 
 import pytest
 import torch
+import torch.package
 import torch.utils.checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
@@ -492,6 +494,20 @@ def test_a_pickle_takes_its_classes_along_as_any_pickle_does(own_module):
         pass
 
     assert copy.deepcopy(rules({Local: FP32})) == rules({Local: FP32})
+
+
+def test_a_package_has_classes_of_its_own(own_module):
+    """What `torch.package` loads is another class of the same name; the policy beside it means that one."""
+    net, buffer = importlib.import_module(own_module).Net, io.BytesIO()
+    with torch.package.PackageExporter(buffer) as exporter:
+        exporter.intern(own_module)
+        exporter.extern(["ampkit.**", "torch.**"])
+        exporter.save_pickle("saved", "pair.pkl", (rules({net: FP32}), net()))
+    buffer.seek(0)
+    policy, model = torch.package.PackageImporter(buffer).load_pickle("saved", "pair.pkl")
+    (key, _), = policy.modules.items
+    assert key is type(model)
+    assert key is not net
 
 
 def test_the_rule_of_a_module_that_is_gone_means_nothing():
