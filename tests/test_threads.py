@@ -8,7 +8,7 @@ from regions import BF16, FP16, FP32, state
 from torch import nn
 
 from ampkit import Policy, WeightCache, autocast, wrap_forward
-from ampkit.region.checkpointing import Snapshot
+from ampkit.region.snapshot import Snapshot
 
 
 def product() -> torch.dtype:

@@ -32,14 +32,16 @@ def note_region(mode: Any) -> None:
     hooks = top_hooks(True)
     frame = None if hooks is None else _frame_of(hooks[0])
     if frame is not None and reenter is not None and not getattr(frame, "_ampkit_region", False):
-        frame._ampkit_region = True
         if mode is not None:
             frame.recompute_fn = reenter(mode, frame.recompute_fn)
+        frame._ampkit_region = True
 
 
 def follow_reentrant(current: Callable[[], Any]) -> None:
     """Have the reentrant checkpoint recompute under the mode its forward ran in, which `current` tells."""
     forward = CheckpointFunction.forward
+    if hasattr(forward, "_ampkit_wraps"):
+        return
 
     @functools.wraps(forward)
     def followed(ctx: Any, *args: Any) -> Any:
@@ -49,6 +51,7 @@ def follow_reentrant(current: Callable[[], Any]) -> None:
             ctx.run_function = reenter(mode, ctx.run_function)
         return outputs
 
+    followed._ampkit_wraps = forward  # type: ignore[attr-defined]
     CheckpointFunction.forward = staticmethod(followed)  # pyright: ignore[reportAttributeAccessIssue]
 
 

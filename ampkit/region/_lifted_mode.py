@@ -19,6 +19,7 @@ mode of whoever called backward, as with torch.amp.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
@@ -36,17 +37,17 @@ from ampkit.region.weight_cache import WeightCache
 from ampkit.torch_internals.dispatcher import BELOW as _BELOW
 from ampkit.torch_internals.dispatcher import KEY as _KEY
 from ampkit.torch_internals.dispatcher import KEY_NAME as _KEY_NAME
-from ampkit.torch_internals.dispatcher import KEY_SET as _KEY_SET
 from ampkit.torch_internals.dispatcher import Exclude as _Exclude
-from ampkit.torch_internals.dispatcher import Force as _Force
-from ampkit.torch_internals.dispatcher import Include as _Include
 from ampkit.torch_internals.dispatcher import get_in_tls as _get_in_tls
+from ampkit.torch_internals.dispatcher import has_kernel as _has_kernel
 from ampkit.torch_internals.dispatcher import higher_order_fallthrough as _hop_fallthrough
 from ampkit.torch_internals.dispatcher import higher_order_ops as _higher_order_ops
 from ampkit.torch_internals.dispatcher import is_excluded as _is_excluded
 from ampkit.torch_internals.dispatcher import is_in_tls as _is_in_tls
 from ampkit.torch_internals.dispatcher import is_included as _is_included
 from ampkit.torch_internals.dispatcher import put_in_tls as _put_in_tls
+from ampkit.torch_internals.dispatcher import set_excluded as _set_excluded
+from ampkit.torch_internals.dispatcher import set_included as _set_included
 
 TLS_NAME = "ampkit.mode"
 
@@ -192,59 +193,88 @@ def current() -> AutocastMode | None:
 
 
 class Entered:
-    """One entry of a mode into this thread's dispatcher state, and what to put back on leaving."""
+    """One entry of a mode into this thread's dispatcher state, and what to put back on leaving.
 
-    __slots__ = ("guard", "mark", "mode", "previous")
+    Made before anything changes, and everything is put back as a value: `leave` undoes an `enter` that an exception has
+    cut short, and called again completes a `leave` that one has cut short.
+    """
+
+    __slots__ = ("active", "excluded", "included", "mark", "mode", "previous")
 
     def __init__(self, mode: AutocastMode, previous: AutocastMode | None, *, active: bool) -> None:
-        """Make `mode` the thread's mode in place of `previous`, the `current` one.
-
-        With `active` False operators go past it at no cost.
-        """
+        """`mode` is to come in place of `previous`, the `current` one. With `active` False operators go past it."""
         self.mode = mode
         self.previous = previous
-        _put_in_tls(TLS_NAME, mode)
-        self.mark = _fingerprint.write(mode.mark if active else ())
-        if not active:
-            self.guard = _Exclude(_KEY_SET)
-        elif _is_excluded(_KEY):        # inside an island, or inside an operator
-            include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-            self.guard = _Force(include.add(_KEY), exclude.remove(_KEY))
-        else:
-            self.guard = _Include(_KEY)
-        self.guard.__enter__()
+        self.active = active
+        self.included = _is_included(_KEY)
+        self.excluded = _is_excluded(_KEY)      # inside an island, or inside an operator
+        self.mark = _fingerprint.thread.mark
 
-    def leave(self) -> None:
-        """Restore the state found on entry."""
-        self.guard.__exit__(None, None, None)
-        _fingerprint.write(self.mark)
+    def enter(self) -> None:
+        """Make the mode the thread's."""
+        _put_in_tls(TLS_NAME, self.mode)
+        _fingerprint.write(self.mode.mark if self.active else ())
+        if self.active and not self.included:
+            _set_included(_KEY, True)
+        if self.excluded is self.active:
+            _set_excluded(_KEY, not self.active)
+
+    def leave(self, *, again: bool = False) -> None:
+        """Restore the state found on entry; `again` after `enter` or `leave` was cut short."""
+        if again or (self.active and not self.included):
+            _set_included(_KEY, self.included)
+        if again or self.excluded is self.active:
+            _set_excluded(_KEY, self.excluded)
+        _fingerprint.write(self.mark, anew=again)
         _put_in_tls(TLS_NAME, self.previous or self.mode.left)
 
 
 _libraries: dict[str, torch.library.Library] = {}
-_installed: set[OpOverload] = set()
-_installing = threading.Lock()
+_begun: set[OpOverload] = set()         # a kernel may be there: the registration has begun
+_installed: set[OpOverload] = set()     # and has ended
+_prepared = False
+_installing_lock = threading.Lock()
+
+
+def _forked() -> None:
+    """In a child process: the lock may be held by a thread that is not there."""
+    global _installing_lock
+    _installing_lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def install(ops: Iterable[OpOverload]) -> None:
-    """Register the mode's kernel for operators that have none yet. Once per operator and process."""
+    """Register the mode's kernel for operators that have none yet; what an interrupt cuts short, once more."""
     missing = [op for op in ops if op not in _installed]
     if not missing:
         return
-    with _installing:
-        if "_" not in _libraries:
-            _libraries["_"] = _fallthrough()
-            _let_higher_order_ops_through()
-            _checkpoint_frames.follow_reentrant(current)
+    with _installing_lock:
+        _prepare()
         for op in missing:
             if op in _installed:
                 continue
             namespace = op.namespace
             if namespace not in _libraries:
                 _libraries[namespace] = torch.library.Library(namespace, "IMPL")
-            _libraries[namespace].impl(op, _kernel(op), _KEY_NAME, with_keyset=True)
+            if op not in _begun or not _has_kernel(op.name(), _KEY_NAME):
+                _begun.add(op)
+                _libraries[namespace].impl(op, _kernel(op), _KEY_NAME, with_keyset=True)
             _go_before_tracer(op)
             _installed.add(op)
+
+
+def _prepare() -> None:
+    """What the first kernel of a process needs around it. Each part can be repeated."""
+    global _prepared
+    if not _prepared:
+        if "_" not in _libraries:
+            _libraries["_"] = _fallthrough()
+        _let_higher_order_ops_through()
+        _checkpoint_frames.follow_reentrant(current)
+        _prepared = True
 
 
 def _fallthrough() -> torch.library.Library:
@@ -312,7 +342,8 @@ def _let_higher_order_ops_through() -> None:
     """`torch.cond` and its kind dispatch in Python and know nothing of fallbacks: tell them to skip the key."""
     for op in _higher_order_ops.values():
         op.fallthrough(_KEY)
-    _hop_fallthrough.append(_KEY)
+    if _KEY not in _hop_fallthrough:
+        _hop_fallthrough.append(_KEY)
 
 
 def _banned_message(op: OpOverload) -> str:

@@ -19,7 +19,7 @@ import torch
 from torch._ops import OpOverload
 
 from ampkit.region._lifted_mode import TLS_NAME, install, keysets
-from ampkit.torch_internals.dispatcher import KEY, Exclude, Include, is_excluded, is_included, put_in_tls
+from ampkit.torch_internals.dispatcher import KEY, Exclude, is_excluded, is_included, put_in_tls, set_included
 from ampkit.torch_internals.lookup import missing, refuse
 from ampkit.torch_internals.versions import no_regions
 
@@ -73,8 +73,11 @@ def _tried() -> str | None:
     mode, weight = _Halving(), torch.ones(2, 2, dtype=torch.float32, device="cpu", requires_grad=True)
     before = is_included(KEY), is_excluded(KEY)
     put_in_tls(TLS_NAME, mode)
-    with Include(KEY):
+    set_included(KEY, True)
+    try:
         product, negated = torch.mm(weight, weight), torch.neg(weight)
+    finally:
+        set_included(KEY, False)
     if (is_included(KEY), is_excluded(KEY)) != before:
         return "a region that is left stays in the thread"
     if mode.met[:1] != [_MM]:

@@ -7,42 +7,41 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from ampkit.torch_internals.lookup import missing, private, refuse
 
 __all__ = [
-    "BELOW", "KEY", "KEY_NAME", "KEY_SET", "Exclude", "Force", "Include", "get_in_tls", "higher_order_fallthrough",
-    "higher_order_ops", "is_excluded", "is_in_tls", "is_included", "put_in_tls",
+    "BELOW", "KEY", "KEY_NAME", "Exclude", "get_in_tls", "has_kernel", "higher_order_fallthrough", "higher_order_ops",
+    "is_excluded", "is_in_tls", "is_included", "put_in_tls", "set_excluded", "set_included",
 ]
 
 KEY_NAME = "TESTING_ONLY_GenericMode"
 
 Exclude = private("_C._ExcludeDispatchKeyGuard")
-Include = private("_C._IncludeDispatchKeyGuard")
-Force = private("_C._ForceDispatchKeyGuard")
 get_in_tls = private("_C._get_obj_in_tls")
 is_in_tls = private("_C._is_key_in_tls")
 is_included = private("_C._dispatch_tls_is_dispatch_key_included")
 is_excluded = private("_C._dispatch_tls_is_dispatch_key_excluded")
+set_included = private("_C._dispatch_tls_set_dispatch_key_included")
+set_excluded = private("_C._dispatch_tls_set_dispatch_key_excluded")
+has_kernel = private("_C._dispatch_has_kernel_for_dispatch_key")
 higher_order_ops = private("_ops._higher_order_ops")
 higher_order_fallthrough = private("_ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS")
 
 
-def _keys() -> tuple[Any, Any, Any]:
-    """The key, a set of it alone, and the set of all below it; None for each where torch has no such key."""
+def _keys() -> tuple[Any, Any]:
+    """The key and the set of all below it; None for each where torch has no such key."""
     parse, below = private("_C._dispatch_key_parse"), private("_C._dispatch_keyset_full_after")
     if refuse in (parse, below):
-        return None, None, None
+        return None, None
     try:
         key = parse(KEY_NAME)
     except RuntimeError:
         missing.append(f"dispatch key {KEY_NAME}")
-        return None, None, None
-    return key, torch._C.DispatchKeySet(key), below(key)
+        return None, None
+    return key, below(key)
 
 
-KEY, KEY_SET, BELOW = _keys()
+KEY, BELOW = _keys()
 
 
 def _owning(stash: Callable[[str, Any], None]) -> Callable[[str, Any], None]:

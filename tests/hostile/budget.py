@@ -14,12 +14,10 @@ def rounds(name: str, share: float = 1.0) -> Iterator[random.Random]:
     """One generator of random numbers per round until the time is up; prints the seed that makes the same rounds.
 
     `AMPKIT_SOAK_SECONDS` is how long, `AMPKIT_SOAK_SEED` the seed; without them it is `share` of what CI gives a file,
-    and always the same seed.
+    and always the same seed. `make soak` sets both.
     """
-    soak = os.environ.get("AMPKIT_SOAK_SECONDS")
-    seconds = share * (float(soak) if soak else CI_SECONDS)
-    fresh = random.SystemRandom().randrange(2**32) if soak else 0
-    seed = int(os.environ.get("AMPKIT_SOAK_SEED", fresh))
+    seconds = share * float(os.environ.get("AMPKIT_SOAK_SECONDS", CI_SECONDS))
+    seed = int(os.environ.get("AMPKIT_SOAK_SEED", 0))
     print(f"{name}: AMPKIT_SOAK_SEED={seed}, {seconds:.0f} s")
     end = time.monotonic() + seconds
     n = 0
