@@ -5,6 +5,7 @@ import copy
 import importlib
 import io
 import pickle
+import re
 import sys
 import types
 
@@ -573,6 +574,26 @@ def test_pattern_without_stars_means_exactly_its_path(path):
     assert rules({"**." + path: FP32}).modules.find(module, "x.y." + path) is FP32
     assert rules({"**." + path: FP32}).modules.find(module, path) is FP32
     assert rules({"**": FP32}).modules.find(module, "") is None
+
+
+@given(st.lists(st.sampled_from(["a", "b", "*", "**", "a*", "*a*b", "*b"]), min_size=1, max_size=5).map(".".join),
+       st.lists(st.sampled_from(["a", "b", "ab", "ba", "aab"]), min_size=1, max_size=5).map(".".join))
+def test_patterns_mean_what_their_regular_expression_says(pattern, path):
+    *parts, last = pattern.split(".")
+    regex = "".join(r"([^.]+\.)*" if part == "**" else part.replace("*", "[^.]*") + r"\." for part in parts)
+    regex += r"[^.]+(\.[^.]+)*" if last == "**" else last.replace("*", "[^.]*")
+    found = rules({pattern: FP32}).modules.find(nn.Identity(), path)
+    assert (found is FP32) is (re.fullmatch(regex, path) is not None)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("pattern", [
+    "*" * 60 + "x", "*a" * 30 + "x", ".".join(["**", "a"] * 30) + ".x", "**." * 60 + "x",
+])
+def test_no_pattern_takes_years(pattern):
+    """A policy that was read from data is asked about every module of the model."""
+    for path in ("a" * 60, ".".join(["a"] * 60)):
+        assert rules({pattern: FP32}).modules.find(nn.Identity(), path) is None
 
 
 def test_hook_tables_cleared_by_somebody_else():

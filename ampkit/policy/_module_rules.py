@@ -9,6 +9,7 @@ import copy
 import re
 import weakref
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch.nn import DataParallel, Module
@@ -171,13 +172,20 @@ _DATA_PARALLEL = (DataParallel, DistributedDataParallel)
 
 
 def _matches(pattern: str, path: str) -> bool:
-    """`*` within a name or for one name, `**` for any number of names; the outermost module's path, "", is for none."""
-    parts = pattern.split(".")
-    last = parts.pop()
-    regex = "".join(r"([^.]+\.)*" if part == "**" else _one_name(part) + r"\." for part in parts)
-    regex += r"[^.]+(\.[^.]+)*" if last == "**" else _one_name(last)
-    return path != "" and re.fullmatch(regex, path) is not None
+    """`*` within a name or for one name, `**` for any number of names; the outermost module's path, "", is for none.
 
-
-def _one_name(part: str) -> str:
-    return re.escape(part).replace(r"\*", "[^.]*")
+    One pass over the pattern, whatever stars are in it: as one regular expression, some would take years.
+    """
+    if path == "":
+        return False
+    names = path.split(".")
+    *parts, last = pattern.split(".")
+    taken = [0]     # how many names the pattern may have used up so far, in order
+    for part in parts:
+        if part == "**":
+            taken = list(range(taken[0], len(names)))
+        else:
+            taken = [n + 1 for n in taken if n + 1 < len(names) and fnmatchcase(names[n], part)]
+        if not taken:
+            return False
+    return last == "**" or (taken[-1] == len(names) - 1 and fnmatchcase(names[-1], last))

@@ -27,6 +27,7 @@ from ampkit.policy.policy import _restored, registered
 SECONDS = float(os.environ.get("AMPKIT_SOAK_SECONDS", 0))
 SEED = int(os.environ.get("AMPKIT_SOAK_SEED", 0))
 CASES = 200
+CHECKS: list[Callable[[Any], None]] = []     # they share the time
 
 pytestmark = pytest.mark.timeout(SECONDS + 300)
 
@@ -35,7 +36,7 @@ def drawn(strategy: st.SearchStrategy[Any]) -> Callable[[Callable[[Any], None]],
     """Decorator of a check of one drawn case: a test that runs rounds of them, and says with which seed it failed."""
     def decorate(check: Callable[[Any], None]) -> Callable[[], None]:
         def test() -> None:
-            end = time.monotonic() + SECONDS
+            end = time.monotonic() + SECONDS / len(CHECKS)
             for seed in itertools.count(SEED):
                 print(f"AMPKIT_SOAK_SEED={seed}")       # pytest shows it with a failure
                 settings = hypothesis.settings(derandomize=False, max_examples=CASES, print_blob=False,
@@ -44,6 +45,7 @@ def drawn(strategy: st.SearchStrategy[Any]) -> Callable[[Callable[[Any], None]],
                 if time.monotonic() >= end:
                     return
 
+        CHECKS.append(check)
         test.__doc__ = check.__doc__
         return test
 
