@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -10,9 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from ampkit.torch_internals.lookup import private
+
 __all__ = ["collectives", "owns_its_memory"]
 
-_c10d: Any = dist.distributed_c10d if dist.is_available() else None
+_use_count_at = private("_C._storage_Use_Count")
+_world: Any = private("distributed.distributed_c10d._world") if dist.is_available() else None
 
 
 def owns_its_memory(weight: Tensor) -> bool:
@@ -21,7 +25,7 @@ def owns_its_memory(weight: Tensor) -> bool:
         return False        # it may lie in tensors inside the subclass, which have users of their own
     storage = weight.untyped_storage()
     return (
-        _use_count(storage) == _ALONE
+        _use_count(storage) == _use_count_alone()
         and storage.resizable()         # memory of arrays, files and DLPack is not
         and not (weight.is_cpu and storage.is_shared())
     )
@@ -29,16 +33,19 @@ def owns_its_memory(weight: Tensor) -> bool:
 
 def _use_count(storage: torch.UntypedStorage) -> int:
     """How many tensors have a storage, and one for its Python object."""
-    return torch._C._storage_Use_Count(storage._cdata)  # pyright: ignore
+    return _use_count_at(storage._cdata)
 
 
-_lone = torch.empty(0)
-_ALONE = _use_count(_lone.untyped_storage())
+@functools.cache
+def _use_count_alone() -> int:
+    """The count of a storage that one tensor has."""
+    tensor = torch.empty(0, device="cpu")
+    return _use_count(tensor.untyped_storage())
 
 
 def collectives() -> Any:
     """Something that differs after each collective of this process; each can write to a weight and move no version."""
-    if _c10d is None or not (groups := _c10d._world.pg_map):
+    if _world is None or not (groups := _world.pg_map):
         return None
     try:
         return [(weakref.ref(group), group._get_sequence_number_for_group()) for group in groups]

@@ -17,7 +17,8 @@ Between regions anybody may write to a weight in ways that move nothing. An entr
 and used in the next, only if the weight lies in memory that torch allocated and that no other tensor, array or process
 shares, in the layout it had; if no collective of `torch.distributed` has run since; and if no optimizer step was ever
 captured into a CUDA graph, since replays call no hook. So weights that FSDP, ZeRO or flat buffers fill are cast anew in
-each region. What remains unseen is listed at `WeightCache`, whose `verify` finds it.
+each region. An entry is looked over when the region that used it is left, and at its first use in the next: what a
+region does not use costs it nothing. What remains unseen is listed at `WeightCache`, whose `verify` finds it.
 
 Casts are made with grad mode on and inference mode off, so that one entry serves `no_grad`, `inference_mode` and
 training alike and gradients flow. Between regions an entry is kept without its autograd history, and gets a new one at
@@ -71,10 +72,11 @@ class _Ref(weakref.ref[Any]):
 
 
 class _Entry:
-    __slots__ = ("address", "cast", "collectives", "layout", "nbytes", "steps", "storage", "version", "weight")
+    __slots__ = ("address", "cast", "collectives", "epoch", "layout", "nbytes", "steps", "storage", "version", "weight")
 
     cast: Tensor
     nbytes: int
+    epoch: int          # of the cache, when the entry was last found to be as it was
     layout: Any         # this and the next in caches that outlive regions
     collectives: Any
 
@@ -101,7 +103,7 @@ class WeightCache:
 
     A weight may be written in ways that no cache can see. Call `clear()` after
 
-    - writes in place through an alias that is gone again: `p.data.copy_(average)`, `p.detach().numpy()`, DLPack,
+    - writes in place through an alias that is gone before the next use: `p.data.copy_(average)`, `.numpy()`, DLPack,
       `p.untyped_storage()`, `torch.ops.aten._unsafe_view`, or under `torch.autograd._unsafe_preserve_version_counter`;
     - fused updates without an optimizer: `torch.optim.adam.adam(fused=True)`, `torch._fused_sgd_`;
     - a kernel of your own, or a CUDA graph captured before the first region or `WeightCache`;
@@ -143,6 +145,8 @@ class WeightCache:
         self._hits = 0
         self._misses = 0
         self._looked_at = _steps.count      # the optimizer step that outdated casts were last dropped after
+        self._epoch = 0     # how often a region was entered: the first use of an entry after that looks it over
+        self._in_use: list[tuple[int, torch.dtype]] = []        # what to look over when a region is left
         self.modes: dict[Any, Any] = {}     # the dispatch modes that casts for this cache, by policies; see `autocast`
         with _steps.lock:
             _steps.caches.add(self)
@@ -183,23 +187,21 @@ class WeightCache:
             self._looked_at = steps
 
     def enter(self) -> None:
-        """A region is entered: drop what may have been written since its cast was made, seen or unseen."""
+        """A region is entered: from here on, casts are looked over before they are used again."""
         self.drop_outdated()
-        if self._entries:
-            now = collectives()
-            with self._lock:
-                for key, entry in list(self._entries.items()):
-                    if entry.collectives != now or not _is_as_it_was(entry):
-                        self._remove(key)
+        self._epoch += 1
 
     def leave(self) -> None:
         """A region is left: keep what the next may use, and of that the values, so that parameters can be freed."""
         with self._lock:
-            for key, entry in list(self._entries.items()):      # a copy, as above
-                if not _is_as_it_was(entry):
+            while self._in_use:
+                key = self._in_use[-1]
+                entry = self._entries.get(key)
+                if entry is not None and not _is_as_it_was(entry):
                     self._remove(key)
-                elif entry.cast.requires_grad:
+                elif entry is not None and entry.cast.requires_grad:
                     entry.cast = entry.cast.detach()
+                self._in_use.pop()      # last, so that an interrupt loses none
 
     def cast(self, leaf: Tensor, dtype: torch.dtype) -> Tensor:
         """`leaf.to(dtype)`, from the cache where the leaf is a weight that may be cached."""
@@ -224,13 +226,15 @@ class WeightCache:
             entry.version != leaf._version
             or (entry.address is not None and entry.address != leaf.data_ptr())
             or entry.steps != _steps.count
+            or (entry.epoch != self._epoch and not self._still_holds(key, entry))
         ):
-            return self._make(key, leaf, dtype) if self._keeps(leaf) else leaf.to(dtype)
+            return self._cast_anew(key, leaf, dtype)
         cast = entry.cast
         if cast.requires_grad is not leaf.requires_grad:    # kept from an earlier region, or frozen or unfrozen since
             if not self._keeps(leaf):
                 return leaf.to(dtype)
             cast = entry.cast = _connect(leaf, cast) if leaf.requires_grad else cast.detach()
+            self._in_use.append(key)
         if self._looks_at_hits:
             if self.verify:
                 self._compare(key, leaf, cast)
@@ -240,6 +244,22 @@ class WeightCache:
                         self._entries[key] = entry
         self._hits += 1
         return cast
+
+    def _cast_anew(self, key: tuple[int, torch.dtype], leaf: Tensor, dtype: torch.dtype) -> Tensor:
+        """Replace an entry, or drop it: what is not as it was must not seem so at a later use."""
+        if self._keeps(leaf):
+            return self._make(key, leaf, dtype)
+        with self._lock:
+            self._remove(key)
+        return leaf.to(dtype)
+
+    def _still_holds(self, key: tuple[int, torch.dtype], entry: _Entry) -> bool:
+        """Whether nobody can have written unseen since an earlier region: the first use after entering one asks."""
+        if not _is_as_it_was(entry) or entry.collectives != collectives():
+            return False
+        self._in_use.append(key)
+        entry.epoch = self._epoch
+        return True
 
     def _keeps(self, leaf: Tensor) -> bool:
         """Whether casts of a leaf are kept: never those of views and inputs, and of frozen weights only across regions.
@@ -261,8 +281,10 @@ class WeightCache:
         """Cast a weight and keep the cast."""
         self._misses += 1
         entry = _Entry(key, leaf, self._forget)     # before the cast: a write meanwhile outdates it
+        entry.epoch = self._epoch
         if self.outlives_regions:
             entry.layout, entry.collectives = (leaf.shape, leaf.stride()), collectives()
+            self._in_use.append(key)
         entry.cast = made = _recorded(leaf, dtype)
         entry.nbytes = nbytes = made.nbytes
         with self._lock:
