@@ -238,14 +238,14 @@ def operators(*, as_json: bool = False) -> int:
         return 0 if agree else 1
     print(f"torch {torch.__version__}; the lists are made for {SUPPORTED}")
     for device, drift in drifts.items():
-        print(f"{device:14s}" + ("as listed" if not drift else ""))
+        print(f"{device:14s}{'differs' if drift else 'as listed'}")
         for name, rule in drift.new.items():
             print(f"  new        {name}: torch {_rule(rule)}")
         for name, rule in drift.gone.items():
             print(f"  gone       {name}: listed as {_rule(rule)}")
         for name, (ours, torchs) in drift.different.items():
             print(f"  different  {name}: listed as {_rule(ours)}, torch {_rule(torchs)}")
-    print("composites    " + ("as classified" if not new and not gone else ""))
+    print(f"composites    {'differ' if new or gone else 'as classified'}")
     for name in new:
         print(f"  new        {name}")
     for name in gone:

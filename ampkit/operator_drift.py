@@ -105,7 +105,7 @@ class _Arrived(BaseException):
 
 
 class _Watch:
-    """Stands where an open region's mode stands: lets an operator go on to torch's autocast, and stops it after that."""
+    """Stands where an open region's mode stands: lets an operator go on to torch's autocast, then stops it."""
 
     hidden, below = KEY_SET, BELOW
 

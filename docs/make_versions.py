@@ -1,0 +1,66 @@
+"""Write the row of docs/versions.md for the torch that runs this, from a report of the whole suite: see `make matrix`.
+
+    python docs/make_versions.py REPORT.xml
+"""
+
+import importlib.metadata
+import platform
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import torch
+
+from ampkit.torch_internals.versions import SUPPORTED
+
+PAGE = Path(__file__).with_name("versions.md")
+HEAD = f"""# Versions of torch
+
+Supported are {SUPPORTED}, on Python 3.11 and newer. Every row is a run of the whole suite by `make matrix`, which
+writes it; CUDA builds ran on a CPU. Skipped tests need a GPU, or what that torch does not have; tests that are
+expected to fail (xfail) hold a defect of torch in view.
+
+A newer torch is tried out by the first region of a process, and `ampkit doctor` says what came of it.
+
+| torch | triton | Python | passed | failed | skipped | xfail | seconds | on |
+| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- |
+"""
+
+
+def counts(report: Path) -> tuple[int, int, int, int, float, str]:
+    """Passed, failed, skipped and xfailed tests, seconds, and the day."""
+    suite = ElementTree.parse(report).getroot().find("testsuite")
+    if suite is None:
+        raise ValueError(f"{report} holds no test suite; expected what pytest writes with --junitxml")
+    expected = sum(skip.get("type") == "pytest.xfail" for skip in suite.iter("skipped"))
+    failed = int(suite.attrib["failures"]) + int(suite.attrib["errors"])
+    skipped = int(suite.attrib["skipped"]) - expected
+    passed = int(suite.attrib["tests"]) - failed - skipped - expected
+    return passed, failed, skipped, expected, float(suite.attrib["time"]), suite.attrib["timestamp"][:10]
+
+
+def with_row(page: str, row: str) -> str:
+    """The page with a row in place of the one for the same version, in order of versions."""
+    rows = {line.split()[1]: line for line in page.splitlines() if line.startswith("| 2")}
+    rows[row.split()[1]] = row
+    return HEAD + "\n".join(rows[version] for version in sorted(rows, key=_key)) + "\n"
+
+
+def _key(version: str) -> list[int]:
+    return [int(part) for part in version.partition("+")[0].split(".")]
+
+
+def main(report: Path) -> None:
+    """Write the row."""
+    passed, failed, skipped, expected, seconds, day = counts(report)
+    triton = importlib.metadata.version("triton")
+    row = (
+        f"| {torch.__version__} | {triton} | {platform.python_version()} | {passed} | {failed} | {skipped} | {expected} "
+        f"| {seconds:.0f} | {day} |"
+    )
+    PAGE.write_text(with_row(PAGE.read_text(encoding="utf-8") if PAGE.exists() else "", row), encoding="utf-8")
+    print(row)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
