@@ -53,11 +53,9 @@ def _key(version: str) -> list[int]:
 def main(report: Path) -> None:
     """Write the row."""
     passed, failed, skipped, expected, seconds, day = counts(report)
-    triton = importlib.metadata.version("triton")
-    row = (
-        f"| {torch.__version__} | {triton} | {platform.python_version()} | {passed} | {failed} | {skipped} | {expected} "
-        f"| {seconds:.0f} | {day} |"
-    )
+    versions = torch.__version__, importlib.metadata.version("triton"), platform.python_version()
+    cells = *versions, passed, failed, skipped, expected, round(seconds), day
+    row = f"| {' | '.join(map(str, cells))} |"
     PAGE.write_text(with_row(PAGE.read_text(encoding="utf-8") if PAGE.exists() else "", row), encoding="utf-8")
     print(row)
 
