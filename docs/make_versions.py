@@ -11,6 +11,9 @@ from xml.etree import ElementTree
 
 import torch
 
+import ampkit.doctor  # noqa: F401  (imports every module that looks a name up)
+from ampkit.torch_internals.dispatcher import KEY_NAME
+from ampkit.torch_internals.lookup import looked_up
 from ampkit.torch_internals.versions import SUPPORTED
 
 PAGE = Path(__file__).with_name("versions.md")
@@ -24,6 +27,14 @@ A newer torch is tried out by the first region of a process, and `ampkit doctor`
 
 | torch | triton | Python | passed | failed | skipped | xfail | seconds | on |
 | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- |
+"""
+FOOT = f"""
+## What regions need and torch does not promise
+
+The dispatch key `{KEY_NAME}` and the names below are there in every version of the table: a test holds that, and what
+happens where one is not. None has a public counterpart. Without one, regions are refused and all else works.
+
+{{}}
 """
 
 
@@ -39,11 +50,11 @@ def counts(report: Path) -> tuple[int, int, int, int, float, str]:
     return passed, failed, skipped, expected, float(suite.attrib["time"]), suite.attrib["timestamp"][:10]
 
 
-def with_row(page: str, row: str) -> str:
-    """The page with a row in place of the one for the same version, in order of versions."""
-    rows = {line.split()[1]: line for line in page.splitlines() if line.startswith("| 2")}
-    rows[row.split()[1]] = row
-    return HEAD + "\n".join(rows[version] for version in sorted(rows, key=_key)) + "\n"
+def with_row(page: str, row: str | None = None) -> str:
+    """The page made anew, with a row in place of the one for the same version, in order of versions."""
+    rows = {line.split()[1]: line for line in [*page.splitlines(), row or ""] if line.startswith("| 2")}
+    names = "\n".join(f"- `torch.{path}`" for path in sorted(set(looked_up)))
+    return HEAD + "".join(f"{rows[version]}\n" for version in sorted(rows, key=_key)) + FOOT.format(names)
 
 
 def _key(version: str) -> list[int]:

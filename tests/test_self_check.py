@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -180,3 +181,30 @@ def test_where_a_name_is_missing_all_but_regions_works() -> None:
 def test_the_metadata_takes_the_versions_that_are_supported() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert '"torch>={}.{}"'.format(*versions.OLDEST) in text
+
+
+def test_the_page_of_versions_is_made_from_the_runs() -> None:
+    make = runpy.run_path(str(ROOT / "docs" / "make_versions.py"))
+    page = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| 2")]
+    assert make["with_row"](page) == page, "run: make matrix"
+    assert not [row for row in rows if row.split(" | ")[4] != "0"]
+    old, new = (f"| 2.9.0 | 3 | 3.11 | 5 | {failed} | 0 | 0 | 9 | 2026-01-01 |" for failed in (1, 0))
+    both = make["with_row"](make["with_row"](make["with_row"](page, old), "| 2.10.0+cpu |"), new)
+    assert new in both
+    assert old not in both
+    assert both.index("| 2.9.0") < both.index("| 2.10.0+cpu")
+
+
+def test_a_row_counts_what_pytest_reports(tmp_path: Path) -> None:
+    make = runpy.run_path(str(ROOT / "docs" / "make_versions.py"))
+    report = tmp_path / "report.xml"
+    report.write_text(
+        '<testsuites><testsuite tests="9" failures="1" errors="1" skipped="3" time="61.7" timestamp="2026-11-21T19:00">'
+        '<testcase><skipped type="pytest.xfail"/></testcase><testcase><skipped type="pytest.skip"/></testcase>'
+        '</testsuite></testsuites>'
+    )
+    assert make["counts"](report) == (4, 2, 2, 1, 61.7, "2026-11-21")
+    report.write_text("<testsuites/>")
+    with pytest.raises(ValueError, match="holds no test suite; expected what pytest writes with --junitxml"):
+        make["counts"](report)
