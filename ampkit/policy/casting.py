@@ -192,6 +192,11 @@ def _find_dtype(op: OpOverload) -> tuple[str, int | None] | None:
     return None
 
 
+def dtype_overload(op: OpOverload) -> OpOverload:
+    """The overload that FLOAT32_DTYPE_ARG calls in place of `op`: itself, or the one that takes `dtype` beside it."""
+    return _dtype_argument(op)[0]
+
+
 def takes_dtype(op: OpOverload) -> bool:
     """Whether FLOAT32_DTYPE_ARG can be applied to `op`."""
     try:
