@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampkit.scaler import _kernels
-from ampkit.scaler._devices import moved
+from ampkit.gradients import kernels
+from ampkit.gradients.transfer import moved
+from ampkit.torch_internals.optimizers import foreach_mul
 
 # Gradients scaled on the host are copies, made for so many elements at a time.
 _ELEMENTS_AT_A_TIME = 1 << 24
@@ -32,7 +33,7 @@ class ScaledStep:
     _copies: dict[Tensor, Tensor]
 
     def _prepare(self, impl: str) -> None:
-        if impl not in _kernels.IMPLS:
+        if impl not in kernels.IMPLS:
             raise ValueError(f"unknown impl {impl!r}; expected 'auto', 'triton' or 'reference'")
         self.impl = impl
         self._copies = {}
@@ -100,7 +101,7 @@ class Scalars:
         """Whether the host can see that this step is skipped."""
         if self.found_inf is None:
             return False
-        value = _kernels.read_if_free(self.found_inf)
+        value = kernels.host_value_or_none(self.found_inf)
         return value is not None and value != 0.0
 
     def inverse_scale(self) -> Tensor | None:
@@ -182,7 +183,7 @@ def scaled_parts(rows: Sequence[Row], factor: float) -> Iterator[tuple[Sequence[
         part.append(row)
         size += row.grad.numel()
         if size >= _ELEMENTS_AT_A_TIME or row is rows[-1]:
-            yield part, list(torch._foreach_mul([one.grad for one in part], factor))
+            yield part, list(foreach_mul([one.grad for one in part], factor))
             part, size = [], 0
 
 
@@ -231,7 +232,7 @@ def lr_for_kernel(lr: float | Tensor, device: torch.device) -> float | Tensor:
     """The learning rate as a kernel takes it: a tensor on the device, or a number."""
     if not isinstance(lr, Tensor):
         return lr
-    value = _kernels.read_if_free(lr.detach())
+    value = kernels.host_value_or_none(lr.detach())
     return moved(lr, device) if value is None else value
 
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
+from ampkit.gradients import kernels
 from ampkit.optim import _scaled
 from ampkit.optim._scaled import Row, Scalars, ScaledStep
-from ampkit.scaler import _kernels
+from ampkit.torch_internals.optimizers import foreach_mul
 
 
 class AdamW(ScaledStep, torch.optim.AdamW):
@@ -87,7 +88,7 @@ class AdamW(ScaledStep, torch.optim.AdamW):
         for group in self.param_groups:
             for device, rows in _scaled.rows_by_device(group, "AdamW").items():
                 on_device = scalars.on(device)
-                if _kernels.uses_triton(self.impl, device):
+                if kernels.uses_triton(self.impl, device):
                     self._step_triton(group, device, rows, on_device)
                 else:
                     self._step_torch(group, device, rows, on_device)
@@ -121,7 +122,7 @@ class AdamW(ScaledStep, torch.optim.AdamW):
                 # A state_dict from torch.optim may count on the host, or as a plain number.
                 _count_on(state, device, torch.float32)
             params = [row.local for row in part]
-            _kernels.adamw_(
+            kernels.adamw_(
                 params,
                 [row.grad for row in part],
                 *self._lists(states, group["amsgrad"]),
@@ -178,7 +179,7 @@ class AdamW(ScaledStep, torch.optim.AdamW):
             )
         for part, copies in _scaled.split_by_copy(rows, self._copies):
             if copies is not None:
-                _kernels.cast_([row.local for row in part], copies)
+                kernels.cast_([row.local for row in part], copies)
 
     def _multiplied(self, rows: list[Row], scalars: Scalars, on_host: bool) -> Any:
         if on_host:
@@ -186,7 +187,7 @@ class AdamW(ScaledStep, torch.optim.AdamW):
         grads = [row.grad for row in rows]
         for factor in (scalars.multiplier, scalars.inverse_scale()):
             if factor is not None:
-                grads = list(torch._foreach_mul(grads, factor))
+                grads = list(foreach_mul(grads, factor))
         return [(rows, grads)]
 
 

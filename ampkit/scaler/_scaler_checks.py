@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from ampkit.scaler import _agreement, _kernels, clipping, overflow
-from ampkit.scaler._devices import moved
+from ampkit.gradients import clipping, kernels, ranks
+from ampkit.gradients.collect import Gradients, collect, parameters, summed_duplicates
+from ampkit.gradients.transfer import moved
+from ampkit.scaler import overflow
 from ampkit.scaler._scaler_memory import ScalerMemory
-from ampkit.scaler.gradients import Gradients, collect, parameters, summed_duplicates
 
 _MARK = "_ampkit_unscaled_for"
 
@@ -61,12 +62,12 @@ class ScalerChecks(ScalerMemory):
                         found[device] = moved(found_inf, device)
                     if factor is None:  # unscaled before: only look
                         one = torch.ones_like(found[device])
-                        _kernels.norm_and_check(tensors, one, found[device])
+                        kernels.norm_and_check(tensors, one, found[device])
                     else:
-                        _kernels.unscale_(tensors, moved(factor, device), found[device])
+                        kernels.unscale_(tensors, moved(factor, device), found[device])
                 for values in summed_duplicates(gradients.duplicated) if gradients.duplicated else ():
                     flag = found[values.device]
-                    _kernels.norm_and_check([values], torch.ones_like(flag), flag)
+                    kernels.norm_and_check([values], torch.ones_like(flag), flag)
                 self._mark(optimizer, gradients.originals)
         self._agree(optimizer, found, groups)
         return found
@@ -157,7 +158,7 @@ class ScalerChecks(ScalerMemory):
             everyone.append(self.process_group)
         state = self._state_of(optimizer)
         state["groups"] = everyone
-        spread = _agreement.agree(found, everyone, self._scale_on(next(iter(found), torch.device("cpu"))))
+        spread = ranks.agree(found, everyone, self._scale_on(next(iter(found), torch.device("cpu"))))
         if spread is not None:
             state["spread"] = spread
             if self._scale is not None:
@@ -177,10 +178,10 @@ class ScalerChecks(ScalerMemory):
         add_flags(found, gradients, torch.zeros_like(inv_scale))
         with torch.no_grad():
             for device, tensors in gradients.by_device.items():
-                _kernels.norm_and_check(tensors, moved(inv_scale, device), found[device])
+                kernels.norm_and_check(tensors, moved(inv_scale, device), found[device])
             for values in summed_duplicates(gradients.duplicated) if gradients.duplicated else ():
                 flag = found[values.device]
-                _kernels.norm_and_check([values], moved(inv_scale, flag.device), flag)
+                kernels.norm_and_check([values], moved(inv_scale, flag.device), flag)
         self._mark(optimizer, gradients.originals)
         self._agree(optimizer, found, gradients.groups)
         return found
@@ -226,7 +227,7 @@ class ScalerChecks(ScalerMemory):
     def _flag(self, state: dict[str, Any]) -> Tensor:
         """The optimizer's flags as one, 0.0 or 1.0, on the scale's device."""
         flags = list(state["found_inf_per_device"].values())
-        return _agreement.combined(flags, flags[0].device if self._scale is None else self._scale.device)
+        return ranks.combined(flags, flags[0].device if self._scale is None else self._scale.device)
 
     def _note_norm(self, norm: Tensor) -> None:
         """Keep the largest norm of an iteration for the history."""

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ampkit.scaler import _kernels
+from ampkit.gradients import kernels
 from ampkit.scaler._scaler_checks import ScalerChecks
 from ampkit.scaler.history import Ledger, ScalerStats
 from ampkit.scaler.loss_scale import DynamicLossScale
@@ -120,7 +120,7 @@ class ScalerInsight(ScalerChecks):
         after it. Returns `skipped`, or where that was None the flag as far as the host can see it.
         """
         if skipped is None and found_inf.is_cpu:
-            skipped = _kernels.read_if_free(found_inf) != 0
+            skipped = kernels.host_value_or_none(found_inf) != 0
         if skipped or (skipped is None and self.count_every_step):
             self._examined[optimizer] = examined = examine(optimizer)
             for _, counts in examined.counts if self._scale is not None else ():

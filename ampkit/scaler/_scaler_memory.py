@@ -16,6 +16,7 @@ from ampkit.scaler import saved_state
 from ampkit.scaler.history import Ledger
 from ampkit.scaler.loss_scale import DynamicLossScale, LossScale, ScaleState
 from ampkit.scaler.saved_state import OWN_KEY, SavedState, usable_scale
+from ampkit.torch_internals.optimizers import update_scale_
 
 _LIVE = ("_scale", "_growth_tracker", "_counters", "_ledger", "_outcomes", "_examined")
 """Attributes made anew on the other side of a pickle: tensors, and what is known about living optimizers."""
@@ -122,7 +123,7 @@ class ScalerMemory(torch.amp.GradScaler):
         rule = self._loss_scale
         due = ledger.note_update(state.scale.clone() if scale_used is None else scale_used, found_inf, norm)
         if rule.is_plain:
-            torch._amp_update_scale_(
+            update_scale_(
                 state.scale,
                 state.growth_tracker,
                 found_inf,

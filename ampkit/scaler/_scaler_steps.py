@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from ampkit.scaler import _agreement, _closures, _handoff
+from ampkit.gradients import amp_optimizers, closures, ranks
 from ampkit.scaler._scaler_insight import ScalerInsight
 
 
@@ -37,7 +37,7 @@ class ScalerSteps(ScalerInsight):
         self, optimizer: Any, state: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Step an optimizer that skips on the device by itself."""
-        if _handoff.wants_scaler(optimizer):
+        if amp_optimizers.takes_grad_scaler_argument(optimizer):
             warnings.warn(
                 "passing the scaler to step() as grad_scaler is deprecated by torch: read the tensors "
                 "optimizer.grad_scale and optimizer.found_inf instead.",
@@ -65,7 +65,9 @@ class ScalerSteps(ScalerInsight):
         if multiplier is not None:
             state["left_to_do"] = self._left_to_do(optimizer, found_inf)
         skipped = self._examine(optimizer, found_inf, skipped=None)
-        result = _handoff.run(optimizer, lambda: optimizer.step(*args, **kwargs), found_inf, grad_scale, multiplier)
+        result = amp_optimizers.run(
+            optimizer, lambda: optimizer.step(*args, **kwargs), found_inf, grad_scale, multiplier
+        )
         state.pop("multiplier", None)
         state["stage"] = OptState.STEPPED
         state.pop("versions", None)  # torch's fused kernels write gradients
@@ -79,7 +81,7 @@ class ScalerSteps(ScalerInsight):
         write gradients.
         """
         inv_scale = self._inverse_scale()
-        if _handoff.takes_multiplier(optimizer):
+        if amp_optimizers.takes_multiplier(optimizer):
             return inv_scale
         return torch.where(found_inf != 0, inv_scale, 1.0)
 
@@ -91,7 +93,7 @@ class ScalerSteps(ScalerInsight):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Step an optimizer that evaluates the loss itself; see `_closures`."""
+        """Step an optimizer that evaluates the loss itself; see `closures`."""
         if self._scale_calls and state["stage"] is OptState.READY:
             # a first backward outside the closure, as SAM has it
             self.unscale_(optimizer)
@@ -112,14 +114,14 @@ class ScalerSteps(ScalerInsight):
                 self._check_unscaled(optimizer, state)
             self._reject_loss(state, loss)
             if self._read_flag(self._flag(state), state):
-                raise _closures.NonFiniteEvaluation
+                raise closures.NonFiniteEvaluation
             return loss
 
-        snapshot = _closures.Snapshot(optimizer)
-        args, kwargs = _closures.put(evaluate, args, kwargs)
+        snapshot = closures.Snapshot(optimizer)
+        args, kwargs = closures.put(evaluate, args, kwargs)
         try:
             result = optimizer.step(*args, **kwargs)
-        except _closures.NonFiniteEvaluation:
+        except closures.NonFiniteEvaluation:
             snapshot.restore()
             return self._abandoned(optimizer, state)
         if not state["found_inf_per_device"]:
@@ -138,9 +140,9 @@ class ScalerSteps(ScalerInsight):
         """Raise the flags, on every rank that must agree, when this rank's loss is not finite."""
         found = state["found_inf_per_device"]
         scale = self._live_scale()
-        verdict = torch.full_like(scale, 0.0 if _closures.is_finite(loss) else 1.0)
+        verdict = torch.full_like(scale, 0.0 if closures.is_finite(loss) else 1.0)
         flags = {scale.device: verdict}
-        _agreement.agree(flags, state.get("groups", ()), scale)
+        ranks.agree(flags, state.get("groups", ()), scale)
         found[scale.device] = torch.maximum(found.get(scale.device, verdict), flags[scale.device])
 
 

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from ampkit.scaler import _agreement, _closures, _handoff, clipping
-from ampkit.scaler._devices import moved
+from ampkit.gradients import amp_optimizers, clipping, closures, ranks
+from ampkit.gradients.collect import collect, parameters
+from ampkit.gradients.transfer import moved
 from ampkit.scaler._outputs import map_tensors
 from ampkit.scaler._scaler_checks import add_flags
 from ampkit.scaler._scaler_steps import ScalerSteps
-from ampkit.scaler.gradients import collect, parameters
 from ampkit.scaler.history import ScalerStats
 from ampkit.scaler.loss_scale import LossScale
 
@@ -254,7 +254,7 @@ class GradScaler(ScalerSteps):
         clipped = [norm for norm, (_, clips) in zip(norms, parts, strict=True) if clips]
         for part, norm, (_, clips) in zip(gradients, norms, parts, strict=True):
             factor = inv_scale * clipping.coefficient(norm, max_norm) if clips else inv_scale
-            if len(parts) == 1 and _handoff.takes_multiplier(optimizer):
+            if len(parts) == 1 and amp_optimizers.takes_multiplier(optimizer):
                 state["multiplier"] = factor.float()
             else:
                 clipping.multiply_(part, factor, found)
@@ -296,7 +296,7 @@ class GradScaler(ScalerSteps):
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        closure = _closures.take(args, kwargs)
+        closure = closures.take(args, kwargs)
         if closure is None:
             self._check_scale_growth_tracker("step")
         state = self._state_of(optimizer)
@@ -307,7 +307,7 @@ class GradScaler(ScalerSteps):
             )
         if closure is not None:
             return self._step_with_closure(optimizer, state, closure, args, kwargs)
-        if _handoff.is_amp_aware(optimizer):
+        if amp_optimizers.is_amp_aware(optimizer):
             return self._step_on_device(optimizer, state, args, kwargs)
         if state["stage"] is OptState.READY:
             self.unscale_(optimizer)
@@ -343,7 +343,7 @@ class GradScaler(ScalerSteps):
                 clean = clean and state.get("clean", False)
                 idle = idle and state["stage"] is OptState.READY
             if flags:
-                found_inf = _agreement.combined(flags, self._live_scale().device)
+                found_inf = ranks.combined(flags, self._live_scale().device)
                 self._advance(found_inf, self._norm, self._scale_used, clean=clean)
             elif idle:
                 raise AssertionError(

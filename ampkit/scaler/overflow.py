@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampkit.scaler import _kernels
-from ampkit.scaler.gradients import collect
+from ampkit.gradients import kernels
+from ampkit.gradients.collect import collect
 
 
 class LossScaleStuckError(RuntimeError):
@@ -87,7 +87,7 @@ def examine(optimizer: torch.optim.Optimizer) -> Examined:
             places.append(len(gradients))
             local.extend(tensors)
         gradients.append((halves.get(param, param), name, param.grad.dtype, param.grad.numel()))
-    return Examined(gradients, [(places, _kernels.nonfinite_counts(local)) for places, local in by_device.values()])
+    return Examined(gradients, [(places, kernels.nonfinite_counts(local)) for places, local in by_device.values()])
 
 
 def named_parameters(optimizer: Any) -> Iterator[tuple[str, Tensor]]:

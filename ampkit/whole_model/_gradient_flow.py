@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampkit.scaler import _kernels
-from ampkit.scaler._devices import moved
-from ampkit.scaler.gradients import collect, summed_duplicates
+from ampkit.gradients import kernels
+from ampkit.gradients.collect import collect, summed_duplicates
+from ampkit.gradients.transfer import moved
 from ampkit.whole_model.master_weights import MasterWeights
 
 
@@ -78,10 +78,10 @@ class GradientFlow:
         for device, tensors in gradients.by_device.items():
             if device not in found:
                 found[device] = torch.zeros((), dtype=torch.float32, device=device)
-            _kernels.unscale_(tensors, moved(inv_scale, device), found[device])
+            kernels.unscale_(tensors, moved(inv_scale, device), found[device])
         for values in summed_duplicates(gradients.duplicated):
             one = torch.ones((), device=values.device)
-            _kernels.norm_and_check([values], one, found[values.device])
+            kernels.norm_and_check([values], one, found[values.device])
         for param, held in self._held.items():
             param.grad = held if param.grad is None else held + param.grad
         self._held.clear()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from ampkit.scaler import _agreement, _handoff
+from ampkit.gradients import amp_optimizers, ranks
 from ampkit.scaler.grad_scaler import GradScaler
 from ampkit.whole_model._gradient_flow import GradientFlow
 
@@ -50,7 +50,7 @@ class LevelScaler(GradScaler):
         if found_inf is None:
             return self._nothing_to_do(optimizer, state)
         state["stage"] = OptState.UNSCALED
-        if _handoff.is_amp_aware(optimizer):
+        if amp_optimizers.is_amp_aware(optimizer):
             return self._step_on_device(optimizer, state, (), {})
         result = self._maybe_opt_step(optimizer, state)
         state["stage"] = OptState.STEPPED
@@ -71,4 +71,4 @@ class LevelScaler(GradScaler):
 def either(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     """One flag for two, on the first's device; None where there is neither."""
     flags = [flag for flag in (first, second) if flag is not None]
-    return _agreement.combined(flags, flags[0].device) if flags else None
+    return ranks.combined(flags, flags[0].device) if flags else None

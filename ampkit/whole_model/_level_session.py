@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ampkit.scaler import _closures, _handoff
+from ampkit.gradients import amp_optimizers, closures
 from ampkit.whole_model._gradient_flow import GradientFlow
 from ampkit.whole_model._level_options import LevelOptions
 from ampkit.whole_model._level_scaler import LevelScaler, either
@@ -119,7 +119,7 @@ class OptimizerState:
         self._handed_over.close()       # left over if the last step raised
         if not self.scales:
             return
-        if _closures.take(args[1:], kwargs) is not None:
+        if closures.take(args[1:], kwargs) is not None:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step got a closure, whose backward the level cannot see; use "
                 f"ampkit.region.autocast with GradScaler.step(optimizer, closure), or FP16Optimizer.step(closure)"
@@ -129,9 +129,9 @@ class OptimizerState:
         self.flag, self.settled = None, False
         if flag is None or scaler is None:
             return
-        if _handoff.is_amp_aware(optimizer):
-            self._handed_over.enter_context(_handoff.attributes(optimizer, grad_scale=None, found_inf=flag))
-            self._handed_over.enter_context(_handoff.sound_first_momentum(optimizer, flag))
+        if amp_optimizers.is_amp_aware(optimizer):
+            self._handed_over.enter_context(amp_optimizers.attributes(optimizer, grad_scale=None, found_inf=flag))
+            self._handed_over.enter_context(amp_optimizers.sound_first_momentum(optimizer, flag))
             scaler.note_step(optimizer, flag, skipped=None)
             return
         skip = bool(flag != 0)

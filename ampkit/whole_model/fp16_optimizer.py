@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampkit.scaler import _closures, clipping
-from ampkit.scaler.gradients import collect
+from ampkit.gradients import clipping, closures
+from ampkit.gradients.collect import collect
 from ampkit.scaler.loss_scale import LARGEST_SCALE, DynamicLossScale, LossScale, StaticLossScale
 from ampkit.whole_model._gradient_flow import GradientFlow
 from ampkit.whole_model._level_scaler import LevelScaler, either
@@ -262,7 +262,7 @@ class FP16Optimizer(torch.optim.Optimizer):
             )
 
         self._settled = False
-        snapshot = _closures.Snapshot(self.optimizer)
+        snapshot = closures.Snapshot(self.optimizer)
         try:
             result = self.optimizer.step(evaluate)
         except BaseException:

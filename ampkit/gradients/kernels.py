@@ -1,6 +1,6 @@
 """The only door to `ampkit_kernels`; opened at first use, so that importing ampkit stays light.
 
-The lists handed over come from `ampkit.scaler.gradients.collect`, which has already validated them: on the CPU the
+The lists handed over come from `collect`, which has already validated them: on the CPU the
 reference functions are called directly, without the public functions' checks.
 """
 
@@ -82,6 +82,6 @@ def _modules() -> list[Any]:
     return _loaded
 
 
-def read_if_free(value: Tensor) -> float | None:
+def host_value_or_none(value: Tensor) -> float | None:
     """The number in a one-element tensor if the host can see it without waiting for a device, else None."""
     return value.numpy().item() if value.is_cpu else None

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampkit.scaler._devices import moved
+from ampkit.gradients.transfer import moved
+from ampkit.torch_internals.optimizers import skip_compilation
 
 _MISSING = object()
 
@@ -30,7 +31,7 @@ def takes_multiplier(optimizer: Any) -> bool:
     return is_amp_aware(optimizer) and bool(getattr(optimizer, "_step_supports_grad_multiplier", False))
 
 
-def wants_scaler(optimizer: Any) -> bool:
+def takes_grad_scaler_argument(optimizer: Any) -> bool:
     """Whether `step` takes the scaler itself, the contract that torch has deprecated."""
     return "grad_scaler" in inspect.signature(optimizer.step).parameters
 
@@ -88,7 +89,7 @@ def _without_momentum(optimizer: Any) -> Iterator[tuple[dict[str, Any], Tensor]]
                 yield group, param
 
 
-@torch._disable_dynamo  # which loses attributes that are set on an optimizer, in 2.11 with an error
+@skip_compilation
 def run(
     optimizer: Any,
     step: Callable[[], Any],
