@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from ampkit.gradients import kernels
+from ampkit.gradients.amp_optimizers import StepScalars
 from ampkit.optim import _scaled
-from ampkit.optim._scaled import Row, Scalars, ScaledStep
+from ampkit.optim._scaled import Row, ScaledStep
 from ampkit.torch_internals.optimizers import foreach_mul
 
 
@@ -84,7 +85,7 @@ class AdamW(ScaledStep, torch.optim.AdamW):
         Never synchronises on CUDA. With `found_inf` set by a scaler, nothing changes.
         """
         loss = _scaled.run_closure(closure)
-        scalars = self._scalars()
+        scalars = StepScalars.of(self)
         for group in self.param_groups:
             for device, rows in _scaled.rows_by_device(group, "AdamW").items():
                 on_device = scalars.on(device)
@@ -114,7 +115,7 @@ class AdamW(ScaledStep, torch.optim.AdamW):
         return (lists[0], lists[1], lists[2] if amsgrad else [])
 
     def _step_triton(
-        self, group: dict[str, Any], device: torch.device, rows: list[Row], scalars: Scalars
+        self, group: dict[str, Any], device: torch.device, rows: list[Row], scalars: StepScalars
     ) -> None:
         for part, copies in _scaled.split_by_copy(rows, self._copies):
             states = [self._state_of(row, group, device, torch.float32) for row in part]
@@ -134,7 +135,7 @@ class AdamW(ScaledStep, torch.optim.AdamW):
                 weight_decay=group["weight_decay"],
                 amsgrad=group["amsgrad"],
                 maximize=group["maximize"],
-                multiplier=scalars.multiplier,
+                multiplier=scalars.grad_multiplier,
                 grad_scale=scalars.grad_scale,
                 found_inf=scalars.found_inf,
                 copies=copies,
@@ -144,7 +145,7 @@ class AdamW(ScaledStep, torch.optim.AdamW):
             torch.autograd.graph.increment_version(params)
 
     def _step_torch(
-        self, group: dict[str, Any], device: torch.device, rows: list[Row], scalars: Scalars
+        self, group: dict[str, Any], device: torch.device, rows: list[Row], scalars: StepScalars
     ) -> None:
         if scalars.skips_on_host():
             return
@@ -181,11 +182,11 @@ class AdamW(ScaledStep, torch.optim.AdamW):
             if copies is not None:
                 kernels.cast_([row.local for row in part], copies)
 
-    def _multiplied(self, rows: list[Row], scalars: Scalars, on_host: bool) -> Any:
+    def _multiplied(self, rows: list[Row], scalars: StepScalars, on_host: bool) -> Any:
         if on_host:
             return _scaled.scaled_parts(rows, scalars.factor_on_host())
         grads = [row.grad for row in rows]
-        for factor in (scalars.multiplier, scalars.inverse_scale()):
+        for factor in (scalars.grad_multiplier, scalars.inverse_scale()):
             if factor is not None:
                 grads = list(foreach_mul(grads, factor))
         return [(rows, grads)]

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.optim.sgd import sgd as torch_sgd
 
 from ampkit.gradients import kernels
+from ampkit.gradients.amp_optimizers import StepScalars
 from ampkit.optim import _scaled
-from ampkit.optim._scaled import Row, Scalars, ScaledStep
+from ampkit.optim._scaled import Row, ScaledStep
 from ampkit.torch_internals.optimizers import foreach_copy_
 
 # Extra state, kept only with dampening: whether the buffer holds a momentum yet, as 0.0 or 1.0 on the device.
@@ -85,7 +86,7 @@ class SGD(ScaledStep, torch.optim.SGD):
         Never synchronises on CUDA. With `found_inf` set by a scaler, nothing changes.
         """
         loss = _scaled.run_closure(closure)
-        scalars = self._scalars()
+        scalars = StepScalars.of(self)
         for group in self.param_groups:
             for device, rows in _scaled.rows_by_device(group, "SGD").items():
                 on_device = scalars.on(device)
@@ -96,7 +97,7 @@ class SGD(ScaledStep, torch.optim.SGD):
         return loss
 
     def _step_kernel(
-        self, group: dict[str, Any], device: torch.device, rows: list[Row], scalars: Scalars
+        self, group: dict[str, Any], device: torch.device, rows: list[Row], scalars: StepScalars
     ) -> None:
         for part, copies in _scaled.split_by_copy(rows, self._copies):
             params = [row.local for row in part]
@@ -113,7 +114,7 @@ class SGD(ScaledStep, torch.optim.SGD):
                 nesterov=group["nesterov"],
                 maximize=group["maximize"],
                 started=started,
-                multiplier=scalars.multiplier,
+                multiplier=scalars.grad_multiplier,
                 grad_scale=scalars.grad_scale,
                 found_inf=scalars.found_inf,
                 copies=copies,
@@ -143,7 +144,7 @@ class SGD(ScaledStep, torch.optim.SGD):
                 flags.append(state[_STARTED])
         return buffers, flags
 
-    def _step_torch(self, group: dict[str, Any], rows: list[Row], scalars: Scalars) -> None:
+    def _step_torch(self, group: dict[str, Any], rows: list[Row], scalars: StepScalars) -> None:
         if scalars.skips_on_host():
             return
         for part, grads in _scaled.scaled_parts(rows, scalars.factor_on_host()):

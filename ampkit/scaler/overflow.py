@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ampkit.gradients import kernels
 from ampkit.gradients.collect import collect
+from ampkit.gradients.masters import masters_of
 
 
 class LossScaleStuckError(RuntimeError):
@@ -77,7 +78,7 @@ def examine(optimizer: torch.optim.Optimizer) -> Examined:
     """Count inf and NaN in every gradient of the optimizer, on the device. Reads each gradient once; never syncs."""
     gradients: list[tuple[Tensor, str, torch.dtype, int]] = []
     by_device: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
-    masters = getattr(optimizer, "_ampkit_masters", None)  # the model has no name for those, but for their halves
+    masters = masters_of(optimizer)  # the model has no name for those, but for their halves
     halves = {} if masters is None else dict(zip(masters.masters(), masters.halves(), strict=True))
     for name, param in named_parameters(optimizer):
         if param.grad is None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from ampkit.gradients.masters import masters_of
 from ampkit.whole_model._boundary import refuse_bounded
 from ampkit.whole_model.tree_cast import REAL_FLOATS
 
@@ -77,7 +78,7 @@ def check_model(model: Module, *, casts_model: bool) -> None:
 def check_optimizers(models: Sequence[Module], optimizers: Sequence[Optimizer]) -> None:
     """Refuse an optimizer of another model, and trainable parameters that no optimizer has."""
     for optimizer in optimizers:
-        if hasattr(optimizer, "_ampkit_masters"):
+        if masters_of(optimizer) is not None:
             raise RuntimeError(
                 f"this {type(optimizer).__name__} has master weights already; pass initialize a bare optimizer, and "
                 f"let opt_level 'O2' make them"

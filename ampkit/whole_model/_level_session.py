@@ -68,13 +68,13 @@ class Session:
             )
         return self.scalers[loss_id]
 
-    def settle(self, optimizers: Sequence[Optimizer], scaler: LevelScaler) -> None:
+    def unscale_and_update(self, optimizers: Sequence[Optimizer], scaler: LevelScaler) -> None:
         """After a backward: unscale what it has left at these optimizers, and move the scale on."""
         states = [self.state(optimizer) for optimizer in optimizers]
-        for state, flag in zip(states, scaler.settle([state.flow for state in states]), strict=True):
+        for state, flag in zip(states, scaler.take_all([state.flow for state in states]), strict=True):
             state.flag = either(state.flag, flag)
             state.scaler = scaler
-            state.settled = True
+            state.unscaled = True
             state.delayed = None
 
 
@@ -87,7 +87,7 @@ class OptimizerState:
         self.verbosity = session.verbosity
         self.flag: Tensor | None = None
         self.scaler: LevelScaler | None = None
-        self.settled = False
+        self.unscaled = False
         self.delayed: tuple[LevelScaler, int] | None = None     # whose scale, and which of its scales
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._handed_over = contextlib.ExitStack()
@@ -98,7 +98,7 @@ class OptimizerState:
         Raises:
             RuntimeError: gradients under another scale, or none, are waiting. Nothing has changed then.
         """
-        if self.delayed is not None and self.flow.arrived():
+        if self.delayed is not None and self.flow.has_pending():
             if self.delayed != (scaler, scaler.updates):
                 raise RuntimeError(
                     "gradients of a backward with delay_unscale=True are waiting under another loss scale; end the "
@@ -107,12 +107,12 @@ class OptimizerState:
                 )
             return
         self.delayed = None
-        if delay_unscale and self.flow.arrived():
+        if delay_unscale and self.flow.has_pending():
             raise RuntimeError(
                 "delay_unscale=True after a backward whose gradients are unscaled already; delay every backward of "
                 "an accumulation but the last, or none, and call zero_grad() after each step"
             )
-        self.flow.hold()
+        self.flow.stash_unscaled()
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Optimizer hook: refuse a step that cannot be right, and hide gradients that are not finite."""
@@ -126,7 +126,7 @@ class OptimizerState:
             )
         self._check_ready(optimizer)
         flag, scaler = self.flag, self.scaler
-        self.flag, self.settled = None, False
+        self.flag, self.unscaled = None, False
         if flag is None or scaler is None:
             return
         if amp_optimizers.is_amp_aware(optimizer):
@@ -150,15 +150,15 @@ class OptimizerState:
 
     def _check_ready(self, optimizer: Any) -> None:
         name = type(optimizer).__name__
-        if self.delayed is not None and self.flow.arrived():
+        if self.delayed is not None and self.flow.has_pending():
             raise RuntimeError(
                 f"{name}.step() while gradients of a backward with delay_unscale=True are still scaled; leave "
                 f"delay_unscale out for the last backward before a step"
             )
         # torch.distributed.checkpoint makes an optimizer's state by a step on zeros at a learning rate of 0.
-        if self.settled or all(group.get("lr") == 0 for group in optimizer.param_groups):
+        if self.unscaled or all(group.get("lr") == 0 for group in optimizer.param_groups):
             return
-        if not self.flow.arrived():
+        if not self.flow.has_pending():
             raise RuntimeError(f"{name}.step() without a backward since the last step; {_OUTSIDE}")
         raise RuntimeError(f"{name}.step() on gradients that did not come through scale_loss; {_OUTSIDE}")
 

@@ -213,7 +213,7 @@ def scale_loss(
         for state in states:
             state.delayed = (scaler, scaler.updates)
     else:
-        session.settle(all_optimizers, scaler)
+        session.unscale_and_update(all_optimizers, scaler)
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ampkit.gradients import closures, kernels
+from ampkit.gradients.masters import masters_of, set_masters
 from ampkit.gradients.transfer import moved
 
 __all__ = ["MasterWeights"]
@@ -75,7 +76,7 @@ class MasterWeights:
     def __init__(self, optimizer: torch.optim.Optimizer, *, values: Mapping[Tensor, Tensor] | None = None) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"MasterWeights takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        if hasattr(optimizer, "_ampkit_masters"):
+        if masters_of(optimizer) is not None:
             raise RuntimeError(
                 f"this {type(optimizer).__name__} has master weights already; keep using the first MasterWeights, "
                 f"FP16Optimizer or initialize"
@@ -84,7 +85,7 @@ class MasterWeights:
         self._optimizer = weakref.ref(optimizer)
         self._pairs: dict[int, _Pair] = {}
         self._adopt(values or {})
-        optimizer._ampkit_masters = self  # type: ignore[attr-defined]
+        set_masters(optimizer, self)
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
