@@ -20,7 +20,7 @@ from ampkit.optim import SGD, AdamW
 from ampkit.scaler.grad_scaler import GradScaler
 from ampkit.scaler.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from ampkit.whole_model import levels
-from ampkit.whole_model._level_options import LEVELS, settle
+from ampkit.whole_model._level_options import LEVELS, resolve
 from ampkit.whole_model.fp16_optimizer import FP16Optimizer
 from ampkit.whole_model.levels import (
     amp_state_dict,
@@ -89,7 +89,7 @@ def set_up(opt_level: str, model: nn.Module | None = None, **options: object) ->
 @pytest.mark.parametrize("dtype", HALVES, **ids)
 def test_properties_of_the_levels(opt_level: str, dtype: torch.dtype) -> None:
     """Apex's table, with no scale where bfloat16 needs none."""
-    options = settle(opt_level, dtype)
+    options = resolve(opt_level, dtype)
     fp16 = dtype is torch.float16
     dynamic = DynamicLossScale(max_scale=2.0**24) if fp16 else NoOpLossScale()
     expected = {

@@ -9,7 +9,7 @@ import torch
 
 import ampkit
 from ampkit import DynamicLossScale, FP16Optimizer, GradScaler, ScalerStats, amp
-from ampkit.whole_model._level_options import settle
+from ampkit.whole_model._level_options import resolve
 
 FIXTURES = Path(__file__).parent / "fixtures"
 RULE = DynamicLossScale(
@@ -70,7 +70,7 @@ def test_pickled_scalers(objects) -> None:
 
 
 def test_levels(saved, objects) -> None:
-    assert objects["options"] == settle("O2", torch.float16, num_losses=2)
+    assert objects["options"] == resolve("O2", torch.float16, num_losses=2)
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
     model, optimizer = amp.initialize(model, optimizer, "O2", dtype=torch.float16, num_losses=2, verbosity=0)

@@ -1,11 +1,17 @@
 """The parts of a scaler, each by itself, and the scaler's records under torch's names."""
 
+import ast
+import re
+import subprocess
+import sys
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import torch
 from torch.amp.grad_scaler import OptState
 
+import ampkit
 from ampkit import DynamicLossScale, GradScaler, StaticLossScale
 from ampkit.scaler.iteration import Iteration
 from ampkit.scaler.live_scale import LiveScale
@@ -16,6 +22,13 @@ from ampkit.scaler.step_log import StepLog
 from ampkit.scaler.stepping import Stepping
 from ampkit.scaler.unscaling import Unscaling
 
+PACKAGE = Path(ampkit.__file__).parent
+STANDS_ON = {
+    "torch_internals": set(),
+    "gradients": {"torch_internals"},
+    "optim": {"torch_internals", "gradients"},
+    "scaler": {"torch_internals", "gradients"},
+}
 CPU = torch.device("cpu")
 
 
@@ -206,3 +219,20 @@ def test_attributes_that_live_in_parts_can_be_set(name, value) -> None:
     setattr(scaler, name, value)
     assert getattr(scaler, name) is value or getattr(scaler, name) == value
     assert name not in vars(scaler)
+
+
+@pytest.mark.parametrize("room", [*STANDS_ON, "whole_model"])
+def test_rooms_stand_on_those_below_and_name_nothing_private_of_torch(room) -> None:
+    """Imports for type checkers and within functions count."""
+    for path in sorted((PACKAGE / room).glob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        imported = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom | ast.Import)]
+        names = {getattr(node, "module", None) or node.names[0].name for node in imported}
+        rooms = {name.split(".")[1] for name in names if name.startswith("ampkit.")} - {room}
+        assert rooms <= STANDS_ON.get(room, rooms), f"{path.name} imports from {rooms}"
+        private = re.findall(r"\btorch(?:\.\w+)*\._\w+|from torch[\w.]* import .*\b_\w+", text)
+        assert room == "torch_internals" or not private, f"{path.name} names {private}"
+
+
+def test_optimizers_are_there_after_a_plain_import() -> None:
+    subprocess.run([sys.executable, "-c", "import ampkit; ampkit.optim.AdamW"], check=True, cwd=PACKAGE.parent)

@@ -59,10 +59,10 @@ def parameters(optimizer: torch.optim.Optimizer, groups: Collection[int] | None 
     else:
         chosen = [_group(optimizer, number) for number in groups]
     params = [param for group in chosen for param in group["params"]]
-    for kind in set(map(type, params)) - _ORDINARY:
-        if not issubclass(kind, Tensor):
+    for cls in set(map(type, params)) - _ORDINARY:
+        if not issubclass(cls, Tensor):
             # torch's class of error, so that code that catches it keeps working
-            raise AssertionError(f"expected param to be torch.Tensor, got {kind.__name__}")
+            raise AssertionError(f"expected param to be torch.Tensor, got {cls.__name__}")
     return params
 
 

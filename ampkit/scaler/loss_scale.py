@@ -53,7 +53,7 @@ def _settle_numbers(strategy: DynamicLossScale | StaticLossScale) -> None:
         wanted, what = (numbers.Integral, "a whole number") if convert is int else (numbers.Real, "a number")
         if isinstance(value, bool) or not isinstance(value, wanted):
             raise TypeError(f"{each.name} is {value!r}; expected {what}")
-        plain = value if isinstance(value, int | float) else convert(value)
+        plain = value if isinstance(value, int | float) else convert(value)  # pyright: ignore[reportArgumentType]
         if plain is not given:
             object.__setattr__(strategy, each.name, plain)  # frozen to others
 

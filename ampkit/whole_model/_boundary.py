@@ -37,10 +37,10 @@ class Boundary(NamedTuple):
         """`forward(module, ...)` between the casts, in a region for the device that the module is on."""
         in_regions: dict[str, Callable[..., Any]] = {}
 
-        def in_region(kind: str) -> Callable[..., Any]:
-            if kind not in in_regions:
-                in_regions[kind] = autocast(kind, self.region, policy=self.policy)(forward)
-            return in_regions[kind]
+        def in_region(device_type: str) -> Callable[..., Any]:
+            if device_type not in in_regions:
+                in_regions[device_type] = autocast(device_type, self.region, policy=self.policy)(forward)
+            return in_regions[device_type]
 
         @functools.wraps(forward)
         def bounded(module: Module, *args: Any, **kwargs: Any) -> Any:

@@ -18,11 +18,11 @@ _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _NAMES_SHOWN = 4
 
 
-def as_list(value: Any, kind: type, name: str, what: str) -> list[Any]:
+def as_list(value: Any, cls: type, name: str, what: str) -> list[Any]:
     """One object or a list or tuple of them, as a list. Raises `TypeError` for anything else."""
     items = list(value) if isinstance(value, list | tuple) else [value]
     for item in items:
-        if not isinstance(item, kind):
+        if not isinstance(item, cls):
             raise TypeError(f"{name} holds a {type(item).__name__}; expected {what}, or a list of them")
     if len({id(item) for item in items}) != len(items):
         raise ValueError(f"{name} holds one object twice; expected each once")

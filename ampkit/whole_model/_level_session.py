@@ -1,8 +1,7 @@
 """What one `initialize` has set up, and what happens at each backward and step under it.
 
-Steps are reached by the public hooks of `torch.optim.Optimizer`. A step whose gradients are not finite runs
-with all of them hidden, in which no optimizer of torch changes anything; amp-aware optimizers get the flag
-instead and skip on the device.
+Steps are reached by the public hooks of `torch.optim.Optimizer`. For a step whose gradients are not finite all of them
+are set to None, which makes torch's optimizers a no-op; amp-aware ones get the flag instead and skip on the device.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class OptimizerState:
         self.scaler: LevelScaler | None = None
         self.unscaled = False
         self.delayed: tuple[LevelScaler, int] | None = None     # whose scale, and which of its scales
-        self._hidden: list[tuple[Tensor, Tensor]] = []
+        self._set_to_none: list[tuple[Tensor, Tensor]] = []
         self._handed_over = contextlib.ExitStack()
 
     def begin_backward(self, scaler: LevelScaler, *, delay_unscale: bool) -> None:
@@ -115,14 +114,14 @@ class OptimizerState:
         self.flow.stash_unscaled()
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Optimizer hook: refuse a step that cannot be right, and hide gradients that are not finite."""
+        """Optimizer hook: refuse a step that cannot be right, and set gradients to None where one is not finite."""
         self._handed_over.close()       # left over if the last step raised
         if not self.scales:
             return
         if closures.take(args[1:], kwargs) is not None:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step got a closure, whose backward the level cannot see; use "
-                f"ampkit.region.autocast with GradScaler.step(optimizer, closure), or FP16Optimizer.step(closure)"
+                f"ampkit.autocast with GradScaler.step(optimizer, closure), or FP16Optimizer.step(closure)"
             )
         self._check_ready(optimizer)
         flag, scaler = self.flag, self.scaler
@@ -137,16 +136,16 @@ class OptimizerState:
         skip = bool(flag != 0)
         scaler.note_step(optimizer, flag, skipped=skip)
         if skip:
-            self._hide(scaler)
+            self._set_gradients_to_none(scaler)
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Optimizer hook: put back what was hidden."""
+        """Optimizer hook: put back gradients that were set to None."""
         self._handed_over.close()
         masters = set() if self.flow.masters is None else {id(m) for m in self.flow.masters.masters()}
-        for param, grad in self._hidden:
+        for param, grad in self._set_to_none:
             if id(param) not in masters:
                 param.grad = grad
-        self._hidden.clear()
+        self._set_to_none.clear()
 
     def _check_ready(self, optimizer: Any) -> None:
         name = type(optimizer).__name__
@@ -162,9 +161,9 @@ class OptimizerState:
             raise RuntimeError(f"{name}.step() without a backward since the last step; {_OUTSIDE}")
         raise RuntimeError(f"{name}.step() on gradients that did not come through scale_loss; {_OUTSIDE}")
 
-    def _hide(self, scaler: LevelScaler) -> None:
-        self._hidden = [(param, param.grad) for param in self.flow.params() if param.grad is not None]
-        for param, _ in self._hidden:
+    def _set_gradients_to_none(self, scaler: LevelScaler) -> None:
+        self._set_to_none = [(param, param.grad) for param in self.flow.params() if param.grad is not None]
+        for param, _ in self._set_to_none:
             param.grad = None
         if self.verbosity > 0:
             print(f"ampkit: gradients overflowed, step skipped; the loss scale is {scaler.get_scale():g} now")
