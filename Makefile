@@ -9,7 +9,7 @@ STAMP := $(VENV)/.ampkit-installed
 WORKERS := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types kernels-check check bench clean
+.PHONY: help install demo test lint types kernels-check check soak bench clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -40,6 +40,14 @@ kernels-check: $(STAMP) ## compile every Triton kernel for real GPUs (needs none
 	@env -u TRITON_INTERPRET $(BIN)/python -m tests.kernels.aot_check
 
 check: lint types kernels-check test ## all of the above checks: what CI runs
+
+# Each file of tests/hostile is a harness and gets its share of the time.
+SOAK_SECONDS ?= 3600
+soak: $(STAMP) ## the fuzzers of tests/hostile for an hour (SOAK_SECONDS), with a seed that they print
+	@files=$$(ls tests/hostile/test_*.py | wc -l); seconds=$$(($(SOAK_SECONDS) / files)); \
+	seed=$${AMPKIT_SOAK_SEED:-$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}; \
+	echo "==> soak: $$files harnesses, $$seconds s each, AMPKIT_SOAK_SEED=$$seed"; \
+	AMPKIT_SOAK_SECONDS=$$seconds AMPKIT_SOAK_SEED=$$seed $(BIN)/python -m pytest -s -p no:xdist --timeout=0 tests/hostile $(ARGS)
 
 bench: $(STAMP) ## measure; see docs/performance.md
 	@$(BIN)/python -m benchmarks $(ARGS)

@@ -22,7 +22,7 @@ from torch import Tensor
 import ampkit
 from ampkit.gradients import kernels
 
-SUPPORTED_TORCH = ((2, 11), (2, 13))
+SUPPORTED_TORCH = ((2, 11), (2, 15))
 OPTIONAL = {
     "triton": "GPU kernels",
     "numpy": "pointer tables, Triton's interpreter",

@@ -35,7 +35,7 @@ MEANINGS = {
 COMPOSITES = """## Composites
 
 A composite operator is written in terms of others. One that no list names runs its own code with the region active, so
-a listed operator inside it follows its rule. Every composite of torch 2.11 to 2.13 is classified here; a torch with a
+a listed operator inside it follows its rule. Every composite of torch 2.11 to 2.15 is classified here; a torch with a
 new one fails a test that names it.
 
 Kernels that are not composites may call listed operators too, as `_trilinear` (behind `bilinear` on CPU) calls `bmm`.

@@ -21,7 +21,7 @@ Region = Callable[[], contextlib.AbstractContextManager[Any]]
 
 # torch's own: what forward-mode differentiation, linearize and nested tensors say when they are used.
 QUIET = [
-    pytest.mark.filterwarnings(r"ignore:`torch\.jit\.\w+` is (deprecated|not supported):DeprecationWarning"),
+    pytest.mark.filterwarnings(r"ignore:`torch\.jit\.\w+` is (deprecated|not supported)"),
     pytest.mark.filterwarnings(r"ignore:Attempted to insert a get_attr Node:UserWarning"),
     pytest.mark.filterwarnings(r"ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning"),
 ]

@@ -32,7 +32,7 @@ def product(dtype: torch.dtype = FP32, device: str = "cpu") -> torch.dtype:
 @both
 @pytest.mark.parametrize("device", [1, torch.device("cpu"), b"cpu", ["cpu"]], ids=str)
 def test_device_that_is_no_string(region, device):
-    """Item 1."""
+    """A ValueError that names the type."""
     with pytest.raises(ValueError, match=rf"device_type.*{type(device).__name__}"):
         region(device)
 
@@ -40,7 +40,7 @@ def test_device_that_is_no_string(region, device):
 @both
 @pytest.mark.parametrize("device", ["not a real device", "", "cpu:x"])
 def test_device_that_does_not_exist(region, device):
-    """Item 2."""
+    """A RuntimeError."""
     with pytest.raises(RuntimeError, match=r"(?i)device string|expected one of"):
         region(device)
 
@@ -49,14 +49,14 @@ def test_device_that_does_not_exist(region, device):
 @pytest.mark.parametrize("dtype", [None, BF16])
 @pytest.mark.parametrize("device", ["meta", "hip", "vulkan"])
 def test_device_without_autocast(region, device, dtype):
-    """Item 3."""
+    """A RuntimeError, whether a dtype is given or not."""
     with pytest.raises(RuntimeError, match=r"has no autocast|unsupported"):
         region(device, dtype)
 
 
 @both
 def test_default_dtype_on_cpu(region):
-    """Item 4."""
+    """bfloat16."""
     assert region("cpu").fast_dtype is BF16
     with region("cpu"):
         assert torch.get_autocast_dtype("cpu") is BF16
@@ -64,7 +64,7 @@ def test_default_dtype_on_cpu(region):
 
 
 def test_default_dtype_on_cuda():
-    """Item 5."""
+    """float16."""
     assert torch.autocast("cuda", enabled=False).fast_dtype is autocast("cuda", enabled=False).fast_dtype is FP16
     with FakeTensorMode(), autocast("cuda:0"):
         assert product(device="cuda") is FP16
@@ -73,7 +73,7 @@ def test_default_dtype_on_cuda():
 @both
 @pytest.mark.parametrize("dtype", [FP32, FP64, torch.int32])
 def test_dtype_that_cpu_does_not_take_disables(region, dtype):
-    """Item 6."""
+    """A UserWarning, and the region is disabled."""
     with pytest.warns(UserWarning, match=r"(?i)disabl") as caught:
         made = region("cpu", dtype)
     assert caught[0].filename == __file__, "the warning points at the caller"
@@ -89,14 +89,14 @@ def test_warning_about_a_dtype_names_it_and_the_way_out():
 
 @both
 def test_dtype_of_a_disabled_region_is_not_checked(region):
-    """Item 7. Warnings are errors here, so silence is what is tested."""
+    """Its dtype is of no consequence. Warnings are errors here, so silence is what is tested."""
     with region("cpu", FP32, enabled=False):
         assert torch.get_autocast_dtype("cpu") is FP32
 
 
 @both
 def test_float16_on_cpu(region):
-    """Item 8."""
+    """The CPU has kernels for it."""
     with region("cpu", FP16):
         assert product() is FP16
 
@@ -104,7 +104,7 @@ def test_float16_on_cpu(region):
 @without_gpu
 @both
 def test_cuda_that_is_not_there_disables(region):
-    """Item 9."""
+    """A UserWarning, and the region is disabled; silent with enabled=False."""
     with pytest.warns(UserWarning, match="CUDA is not available") as caught:
         made = region("cuda")
     assert caught[0].filename == __file__
@@ -115,7 +115,7 @@ def test_cuda_that_is_not_there_disables(region):
 
 @both
 def test_cuda_without_bfloat16(region, monkeypatch):
-    """Item 10. The device is made up; the check is real."""
+    """A RuntimeError. The device is made up; the check is real."""
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "an old one")
@@ -127,19 +127,19 @@ def test_cuda_without_bfloat16(region, monkeypatch):
 @pytest.mark.gpu
 @both
 def test_cuda_bfloat16_is_refused_exactly_where_there_is_none(region):
-    """Item 10, on a device."""
+    """The same on a device."""
     expected = contextlib.nullcontext() if torch.cuda.is_bf16_supported() else pytest.raises(RuntimeError)
     with expected:
         region("cuda", BF16)
 
 
 def test_cuda_region_in_float32():
-    """Item 11."""
+    """float16 operands of a product are cast up."""
     assert on_fake_cuda(lambda: torch.mm(*[torch.ones(2, 2, dtype=FP16, device="cuda")] * 2), FP32) is FP32
 
 
 def test_cuda_region_in_float64():
-    """Item 12. Promotion looks at its inputs alone, so that atan2 works where torch.amp raises."""
+    """Products are float64, the float32 list stays float32; atan2 works where torch.amp raises."""
     half = {"dtype": FP16, "device": "cuda"}
     assert on_fake_cuda(lambda: torch.mm(torch.ones(2, 2, **half), torch.ones(2, 2, **half)), FP64) is FP64
     assert on_fake_cuda(lambda: torch.exp(torch.ones(2, **half)), FP64) is FP32
@@ -150,7 +150,7 @@ def test_cuda_region_in_float64():
 
 @both
 def test_order_of_positional_arguments(region):
-    """Item 29."""
+    """device, dtype, enabled, cache_enabled."""
     made = region("cpu", FP16, False, False)
     with made:
         assert not torch.is_autocast_enabled("cpu")
@@ -245,7 +245,7 @@ def test_repr_says_what_one_wrote():
 
 @both
 def test_inner_region_takes_the_outer_dtype(region):
-    """Item 13."""
+    """A nested region without a dtype goes on in float16."""
     with region("cpu", FP16):
         with region("cpu"):
             assert product() is FP16
@@ -255,7 +255,7 @@ def test_inner_region_takes_the_outer_dtype(region):
 
 @both
 def test_disabled_region_sets_the_dtype(region):
-    """Item 14."""
+    """And puts back the one it found."""
     before = state()
     with region("cpu", FP16, enabled=False):
         assert torch.get_autocast_dtype("cpu") is FP16
@@ -265,7 +265,7 @@ def test_disabled_region_sets_the_dtype(region):
 
 @both
 def test_entering_gives_the_region_and_leaving_restores(region):
-    """Item 15."""
+    """Enabled, dtype and the cache flag."""
     torch.set_autocast_dtype("cpu", FP16)
     torch.set_autocast_cache_enabled(False)
     try:
@@ -283,7 +283,7 @@ def test_entering_gives_the_region_and_leaving_restores(region):
 @both
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, StopIteration, GeneratorExit])
 def test_exceptions_go_through(region, error):
-    """Item 16."""
+    """And the state is restored."""
     before = state()
 
     def fails():
@@ -299,7 +299,7 @@ def test_exceptions_go_through(region, error):
 
 @both
 def test_one_object_again_and_again(region):
-    """Item 17."""
+    """One after another, an instance may be used any number of times."""
     before, made = state(), region("cpu", FP16)
     for _ in range(3):
         with made:
@@ -308,7 +308,7 @@ def test_one_object_again_and_again(region):
 
 
 def test_one_object_inside_itself():
-    """Item 18. torch.amp leaves autocast on afterwards."""
+    """Entered while it is open, it restores both entries. torch.amp leaves autocast on afterwards."""
     before = state()
     made = torch.autocast("cpu", FP16)
     with made, made:
@@ -329,7 +329,7 @@ def test_one_object_inside_itself():
 
 
 def test_function_that_calls_itself():
-    """Item 19. torch.amp leaves autocast on afterwards."""
+    """Each call of a decorated function restores its own entry. torch.amp leaves autocast on afterwards."""
     def counting(region, seen):
         @region("cpu")
         def count(n):
@@ -352,7 +352,7 @@ def test_function_that_calls_itself():
 
 @both
 def test_island_and_region_inside_it(region):
-    """Item 20."""
+    """Products are float32 in the disabled region, low again in the one inside it."""
     with region("cpu"):
         with region("cpu", enabled=False):
             assert product() is FP32
@@ -364,7 +364,7 @@ def test_island_and_region_inside_it(region):
 
 @both
 def test_new_thread_is_outside(region):
-    """Item 24."""
+    """Off, with the default dtype and the cache on."""
     seen = []
     with region("cpu", FP16, cache_enabled=False):
         thread = threading.Thread(target=lambda: seen.extend([product(), state()]))
@@ -375,7 +375,7 @@ def test_new_thread_is_outside(region):
 
 @both
 def test_cache_flag_comes_from_where_the_region_was_made(region):
-    """Item 25."""
+    """cache_enabled=None is read when the region is constructed."""
     made_outside = region("cpu")
     with region("cpu", cache_enabled=False):
         with region("cpu"):
@@ -387,7 +387,7 @@ def test_cache_flag_comes_from_where_the_region_was_made(region):
 
 @both
 def test_devices_do_not_switch_each_other_on(region):
-    """Item 26."""
+    """A CPU region leaves CUDA's autocast off, and the other way round."""
     with region("cpu"):
         assert not torch.is_autocast_enabled("cuda")
     with region("cuda:0"):
@@ -396,7 +396,7 @@ def test_devices_do_not_switch_each_other_on(region):
 
 
 def test_two_devices_each_by_its_own_region():
-    """Item 27."""
+    """Nested regions of two devices: operands follow the region of their own device."""
     def both_devices(cpu, cuda):
         with FakeTensorMode(), cpu, cuda:
             return product(), product(device="cuda"), product(BF16), product(FP16, "cuda")
@@ -428,7 +428,7 @@ def test_island_for_one_of_two_devices():
 
 
 def test_deprecated_regions_of_torch_inside_ours():
-    """Item 28. ampkit has no deprecated constructors; torch's warn and change our region as they would torch's."""
+    """Those warn. ampkit has no deprecated constructors; torch's warn and change our region as they would torch's."""
     with autocast("cpu", BF16):
         with pytest.warns(FutureWarning, match=r"torch.cpu.amp.autocast"):
             inner = torch.cpu.amp.autocast(dtype=FP16)

@@ -34,7 +34,7 @@ def step(region, dtype=BF16, backward_region=None):
 
 @lower
 def test_gradients_have_the_dtype_of_what_they_belong_to(dtype):
-    """Item 79."""
+    """A float32 leaf has a float32 gradient, a low-precision output a low-precision one."""
     theirs = step(torch.autocast, dtype)
     ours = step(lambda *args: like_torch(args[1]), dtype)
     assert ours[1].dtype is ours[3].dtype is dtype
@@ -46,7 +46,7 @@ def test_gradients_have_the_dtype_of_what_they_belong_to(dtype):
 
 @both
 def test_saved_tensors_are_low(region):
-    """Item 80."""
+    """A product saves the casts of its operands."""
     saved = []
     a, b = torch.rand(4, 4, requires_grad=True), torch.rand(4, 4, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.dtype) or t, lambda t: t):
@@ -83,7 +83,7 @@ def backward_state(region, forward, backward):
 
 @both
 def test_backward_sees_the_state_of_its_caller(region):
-    """Item 81."""
+    """Not that of the forward."""
     assert backward_state(region, {}, {"enabled": False}) == (False, BF16, FP32)
     assert backward_state(region, {"enabled": False}, {}) == (True, BF16, BF16)
     assert backward_state(region, {"dtype": BF16}, {"dtype": FP16}) == (True, FP16, FP16)
@@ -98,7 +98,7 @@ def test_backward_sees_the_policy_of_its_caller():
 @pytest.mark.gpu
 @both
 def test_backward_threads_see_the_state_of_their_caller(region):
-    """Item 82. On CUDA backward runs in a thread of its own."""
+    """Enabled and dtype are those of whoever called backward. On CUDA backward runs in a thread of its own."""
     Probe.seen.clear()
     x = torch.ones(2, device="cuda", requires_grad=True)
     y = Probe.apply(x).sum()
@@ -109,7 +109,7 @@ def test_backward_threads_see_the_state_of_their_caller(region):
 
 @pytest.mark.gpu
 def test_backward_threads_see_the_cuda_policy_of_their_caller():
-    """Item 82, with a policy: products in a backward called inside a region follow that region."""
+    """With a policy: products in a backward that is called inside a region follow that region."""
     class Product(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -130,7 +130,7 @@ def test_backward_threads_see_the_cuda_policy_of_their_caller():
 
 
 def test_float32_forward_and_backward_in_a_region():
-    """Item 83. Backward's own products are cast, as with torch.amp: call backward outside."""
+    """float32 in dtype, low in accuracy. Backward's own products are cast, as with torch.amp: call backward outside."""
     exact = step(lambda *_: torch.autocast("cpu", enabled=False))[2]
     theirs = step(lambda *_: torch.autocast("cpu", enabled=False), backward_region=torch.autocast("cpu"))[2]
     ours = step(lambda *_: autocast("cpu", enabled=False), backward_region=like_torch())[2]
@@ -161,7 +161,7 @@ def test_backward_in_another_thread(region, where):
 
 
 def test_vmap_of_a_product():
-    """Item 92."""
+    """Cast under the transform as without it."""
     a, b = torch.rand(3, 4, 4), torch.rand(3, 4, 4)
     results = []
     for region in (torch.autocast("cpu"), like_torch()):

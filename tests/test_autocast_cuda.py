@@ -44,7 +44,7 @@ def cuda(*shape: int, dtype: torch.dtype = FP16) -> torch.Tensor:
          "sdpa"],
 )
 def test_lower(call, dtype):
-    """Item 61."""
+    """Every operator of CUDA's lower list gives the region's dtype."""
     assert on_fake_cuda(call, dtype) is dtype
 
 
@@ -57,7 +57,7 @@ def test_lower(call, dtype):
     ids=lambda call: call.__name__,
 )
 def test_float32(call, dtype):
-    """Item 62."""
+    """Every operator of CUDA's float32 list takes half up."""
     def run():
         x = cuda(4, 4, dtype=dtype)
         if call is torch.logsumexp:
@@ -69,7 +69,7 @@ def test_float32(call, dtype):
 
 
 def test_dtype_argument_is_set_unless_given():
-    """Item 63."""
+    """sum, softmax and cumsum of half give float32; an explicit dtype stands."""
     for call in (torch.sum, lambda x, **k: torch.softmax(x, 0, **k), lambda x, **k: torch.cumsum(x, 0, **k),
                  lambda x, **k: x.prod(0, **k), lambda x, **k: F.log_softmax(x, 0, **k),
                  lambda x, **k: torch.linalg.vector_norm(x, **k), lambda x, **k: x.sum((0, 1), keepdim=True, **k)):
@@ -79,14 +79,14 @@ def test_dtype_argument_is_set_unless_given():
 
 
 def test_dtype_argument_of_what_is_not_eligible():
-    """Item 64."""
+    """softmax of float64 stays float64, the sum of integers int64."""
     assert on_fake_cuda(lambda: torch.softmax(cuda(4, dtype=FP64), 0)) is FP64
     assert on_fake_cuda(lambda: torch.sum(cuda(4, dtype=torch.int32))) is torch.int64
     assert on_fake_cuda(lambda: torch.sum(cuda(4, dtype=torch.complex64))) is torch.complex64
 
 
 def test_dtype_argument_leaves_the_input_alone():
-    """Item 65. What runs below autograd is the operator on half input with a dtype: no copy to float32 before it."""
+    """What runs below autograd is the operator on half input with a dtype: no copy to float32 before it."""
     class Log(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if func.namespace == "aten":
@@ -106,7 +106,7 @@ def test_dtype_argument_leaves_the_input_alone():
 
 
 def test_norm():
-    """Item 66."""
+    """norm of half is float32, of float64 float64; an explicit dtype stands."""
     aten = torch.ops.aten.norm
     assert on_fake_cuda(lambda: aten.Scalar(cuda(4), 2)) is FP32
     assert on_fake_cuda(lambda: aten.Scalar(cuda(4, dtype=FP64), 2)) is FP64
@@ -116,7 +116,7 @@ def test_norm():
 
 
 def test_promotion():
-    """Item 67. Where torch.amp raises for float16 beside bfloat16, the result is float32."""
+    """float32 wins. Where torch.amp raises for float16 beside bfloat16, the result is float32."""
     assert on_fake_cuda(lambda: torch.addcmul(cuda(4, dtype=FP32), cuda(4), cuda(4))) is FP32
     assert on_fake_cuda(lambda: torch.addcmul(cuda(4), cuda(4), cuda(4))) is FP16
     assert on_fake_cuda(lambda: torch.dot(cuda(4), cuda(4, dtype=FP32))) is FP32
@@ -126,7 +126,7 @@ def test_promotion():
 
 
 def test_banned():
-    """Item 68."""
+    """binary_cross_entropy on CUDA tensors; CPU tensors pass."""
     with pytest.raises(RuntimeError, match=r"(?s)binary_cross_entropy.*unsafe under autocast") as caught:
         on_fake_cuda(lambda: F.binary_cross_entropy(cuda(4), cuda(4)))
     for remedy in ("binary_cross_entropy_with_logits", "autocast(enabled=False)", "Rule.FLOAT32"):
@@ -153,12 +153,12 @@ def test_ban_on_another_operator_says_the_same():
 
 
 def test_cross_entropy():
-    """Item 69."""
+    """float32, by way of what it is composed of."""
     assert on_fake_cuda(lambda: F.cross_entropy(cuda(4, 3), torch.zeros(4, dtype=torch.long, device="cuda"))) is FP32
 
 
 def test_what_keeps_half():
-    """Item 70."""
+    """batch_norm, gelu, mean and var are not listed."""
     def batch_norm(x):
         return F.batch_norm(x, None, None, training=True)
 
@@ -167,12 +167,12 @@ def test_what_keeps_half():
 
 
 def test_inner_softmax_called_directly():
-    """Item 71."""
+    """Only the outer softmax is listed."""
     assert on_fake_cuda(lambda: torch.ops.aten._softmax(cuda(4), 0, False)) is FP16
 
 
 def test_norms():
-    """Item 72."""
+    """layer, RMS and group norm of half are float32."""
     for call in (lambda x: F.layer_norm(x, (4,)), lambda x: F.group_norm(x, 2)):
         assert on_fake_cuda(lambda call=call: call(cuda(4, 4))) is FP32
     listed = resolve("rms_norm") in fold(TORCH["cuda"])     # by torch since 2.12
@@ -181,12 +181,12 @@ def test_norms():
 
 @pytest.mark.parametrize("mode", ["bilinear", "nearest", "bicubic", "nearest-exact"])
 def test_interpolation(mode):
-    """Item 73."""
+    """float32, bilinear and nearest."""
     assert on_fake_cuda(lambda: F.interpolate(cuda(1, 1, 4, 4), scale_factor=2.0, mode=mode)) is FP32
 
 
 def test_powers():
-    """Item 74."""
+    """float32 on both sides of the operator; in place they stay half."""
     assert on_fake_cuda(lambda: 2 ** cuda(4)) is FP32
     assert on_fake_cuda(lambda: cuda(4) ** 2) is FP32
     assert on_fake_cuda(lambda: cuda(4) ** cuda(4)) is FP32
@@ -194,7 +194,7 @@ def test_powers():
 
 
 def test_promotion_that_torch_does_by_itself():
-    """Item 75."""
+    """add, mul and cat of mixed dtypes are float32 by torch's own promotion."""
     for call in (torch.add, torch.mul, torch.div, lambda a, b: torch.cat([a, b]), lambda a, b: torch.stack([a, b])):
         assert on_fake_cuda(lambda call=call: call(cuda(4), cuda(4, dtype=FP32))) is FP32
         assert on_fake_cuda(lambda call=call: call(cuda(4), cuda(4))) is FP16
@@ -213,7 +213,7 @@ def test_default_policy_adds_to_the_list_of_torch():
 @halves
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
 def test_cudnn_layers(layer, dtype):
-    """Item 76. torch.amp casts to float16 also in a bfloat16 region; here the region's dtype counts."""
+    """Gradients match a cast by hand, in the region's dtype, where torch.amp always casts to float16."""
     torch.manual_seed(0)
     module, x = layer(16, 16, num_layers=2).cuda(), torch.randn(5, 3, 16, device="cuda")
     with torch.autocast("cuda", dtype):
@@ -233,7 +233,7 @@ def test_cudnn_layers(layer, dtype):
 @pytest.mark.gpu
 @halves
 def test_cudnn_convolutions(dtype):
-    """Item 77."""
+    """Forward and transposed, in the region's dtype."""
     x, weight = torch.randn(1, 4, 8, 8, device="cuda"), torch.randn(4, 4, 3, 3, device="cuda")
     with autocast("cuda", dtype):
         forward = torch.cudnn_convolution(x, weight, (1, 1), (1, 1), (1, 1), 1, False, False, True)
@@ -246,7 +246,7 @@ def test_cudnn_convolutions(dtype):
 @pytest.mark.gpu
 @halves
 def test_promotion_equals_torch_on_the_device(dtype):
-    """Item 78."""
+    """dot, index_put, grid_sampler and scatter_add."""
     index = torch.tensor([0, 2], device="cuda")
     x, y = torch.randn(4, device="cuda"), torch.randn(4, device="cuda", dtype=dtype)
     grid = torch.rand(1, 2, 2, 2, device="cuda", dtype=dtype)

@@ -20,7 +20,7 @@ def product() -> torch.dtype:
 
 @both
 def test_function_and_method(region):
-    """Item 21."""
+    """Both run inside and keep their names."""
     class Model:
         @region("cpu", FP16)
         def method(self, scale, *, offset=0):
@@ -42,7 +42,7 @@ def test_function_and_method(region):
 @both
 @pytest.mark.parametrize("what", [1, "forward", None, staticmethod], ids=repr)
 def test_what_cannot_be_called(region, what):
-    """Item 22."""
+    """A TypeError."""
     what = classmethod(product) if what is staticmethod else what
     # torch.autocast before torch 2.12 finds out when the result is called.
     decorate = region("cpu") if region is autocast else lambda what: region("cpu")(what)()
@@ -102,7 +102,7 @@ def test_exception_in_a_decorated_function(region):
 
 
 def test_generator_runs_inside_and_its_caller_outside():
-    """Item 23. torch.amp runs the body outside, because calling a generator function runs nothing."""
+    """torch.amp runs the body outside, because calling a generator function runs nothing."""
     def body():
         for _ in range(2):
             yield product()
@@ -205,7 +205,7 @@ def test_generator_that_raises():
 
 
 def test_coroutine_runs_inside_and_others_outside():
-    """Item 23. Two coroutines take turns in one thread, each in its own region, the loop in none."""
+    """Two coroutines take turns in one thread, each in its own region, the loop in none."""
     before = state()
 
     def worker(region, dtypes):
@@ -265,7 +265,7 @@ def test_coroutine_cancelled_or_failing():
 
 
 def test_asynchronous_generator():
-    """Item 23."""
+    """The body runs inside the region wherever it is resumed."""
     before, seen = state(), []
 
     @autocast("cpu")

@@ -1,6 +1,6 @@
 """Regions beside TorchScript, registered operators, data parallelism and Dynamo. Numbers are the conformance list's.
 
-Compilation has its own tests in `test_compile`; items 175 to 179 are about the scaler and tested with it.
+Compilation has its own tests in `test_compile`.
 """
 
 import pytest
@@ -11,8 +11,8 @@ from torch import nn
 from ampkit import Policy, WeightCache, autocast, wrap_forward
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.*` is not supported:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.*` is not supported"),
 ]
 REGIONS = [torch.autocast, autocast]
 both = pytest.mark.parametrize("region", REGIONS, ids=["torch", "ampkit"])
@@ -35,7 +35,7 @@ def softmaxed(a: torch.Tensor) -> torch.Tensor:
 
 @both
 def test_scripted_function_obeys_the_region(region):
-    """Item 169."""
+    """A region of torch in the script, and a script inside a region, both cast."""
     scripted = torch.jit.script(products)
     for _ in range(4):      # the first runs are profiled, the later ones optimised
         assert scripted(X, X).dtype is FP32
@@ -47,7 +47,7 @@ def test_scripted_function_obeys_the_region(region):
 
 @both
 def test_region_of_torch_in_a_scripted_function(region):
-    """Item 169."""
+    """A region of torch in the script, and a script inside a region, both cast."""
     scripted = torch.jit.script(with_region_of_torch)
     before = state()
     for _ in range(3):
@@ -69,13 +69,13 @@ def test_scripted_function_obeys_the_policy():
 
 @both
 def test_decorated_function_is_not_scripted(region):
-    """Item 170."""
+    """A RuntimeError."""
     with pytest.raises(RuntimeError, match="not supported in script mode"):
         torch.jit.script(region("cpu")(products))
 
 
 def test_trace_inside_a_region():
-    """Item 171. With its cache on, torch.amp cannot trace a module; ours steps aside while tracing."""
+    """With its cache on, torch.amp cannot trace a module; ours steps aside while tracing."""
     layer = nn.Linear(4, 4)
     with torch.autocast("cpu", cache_enabled=False), torch.no_grad():
         expected = torch.jit.trace(layer, X, check_trace=False)
@@ -108,7 +108,7 @@ def registered():
 
 @both
 def test_operator_that_registered_a_dtype(region, registered):
-    """Item 172."""
+    """It casts to the dtype it registered, whatever the region's is."""
     assert registered(X, [X]).dtype is FP32
     for dtype in (BF16, FP16):
         with region("cpu", dtype):
@@ -130,7 +130,7 @@ def test_rule_goes_over_a_registered_dtype(registered):
 
 @both
 def test_compiled_product(region):
-    """Item 182."""
+    """With backend='eager', in the region's dtype."""
     torch._dynamo.reset()
     compiled = torch.compile(products, backend="eager", fullgraph=True)
     with region("cpu"):
@@ -142,7 +142,7 @@ def test_compiled_product(region):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_data_parallel_replicas():
-    """Item 180. torch.amp hands its replicas the flag and not the dtype; a wrapped module has both."""
+    """torch.amp hands its replicas the flag and not the dtype; a wrapped module has both."""
     model, x = nn.Linear(4, 4).cuda(), torch.ones(4, 4, device="cuda")
     with torch.autocast("cuda", BF16):
         assert nn.DataParallel(model)(x).dtype is FP16

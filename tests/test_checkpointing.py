@@ -87,7 +87,7 @@ REGIONS = {
 @pytest.mark.parametrize("name", REGIONS)
 @pytest.mark.parametrize("way", WAYS)
 def test_recompute_sees_what_the_forward_saw(way, name):
-    """Item 84."""
+    """Enabled, dtype and cache flag are those of the forward."""
     before = state()
     expected, once = run(None, REGIONS[name]())
     gradients, seen = run(WAYS[way], REGIONS[name]())
@@ -98,7 +98,7 @@ def test_recompute_sees_what_the_forward_saw(way, name):
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_torch_does_the_same_with_its_own_region(use_reentrant):
-    """Item 84, the oracle."""
+    """The oracle of the test above."""
     theirs, seen = run(plain(use_reentrant), torch.autocast("cpu", FP16, cache_enabled=False))
     mine, ours_seen = run(ours(use_reentrant), like_torch(FP16, cache_enabled=False))
     assert seen == ours_seen
@@ -108,7 +108,7 @@ def test_torch_does_the_same_with_its_own_region(use_reentrant):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_backward_in_another_region(way):
-    """Items 84 and 85: the recompute follows the forward's region, not the one backward is called in."""
+    """The recompute follows the forward's region, not the one backward is called in."""
     others = {"policy": KEEPS_MM}
     for forward, backward in (
         (lambda: autocast("cpu"), lambda: autocast("cpu", enabled=False)),
@@ -126,7 +126,7 @@ def test_backward_in_another_region(way):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("region", [torch.autocast, autocast], ids=["torch", "ampkit"])
 def test_forward_outside_and_backward_inside(region, use_reentrant):
-    """Item 85."""
+    """A forward outside regions is recomputed outside."""
     seen = []
     net, x = Net(seen), torch.randn(4, 8, requires_grad=True)
     loss = net(x, plain(use_reentrant)).sum()

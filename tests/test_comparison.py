@@ -82,15 +82,15 @@ def test_a_weight_changed_inside_an_open_region(linear: nn.Linear) -> None:
 
 
 def test_frozen_weights(linear: nn.Linear) -> None:
-    """Used twice: torch casts twice, ampkit once."""
+    """Used twice: torch casts twice, ampkit as well, or once with a cache."""
     linear.requires_grad_(False)
-    x = X.to(BF16)
+    x, cache = X.to(BF16), WeightCache()
 
     def casts(region: Region) -> int:
         with region():
             return casts_made(lambda: (linear(x), linear(x)))
 
-    assert (casts(native), casts(ours)) == (2, 1)
+    assert (casts(native), casts(ours), casts(lambda: ours(cache=cache))) == (2, 2, 1)
 
 
 def test_casts_across_micro_batches(linear: nn.Linear) -> None:

@@ -22,7 +22,7 @@ import ampkit
 from ampkit import Policy, Rule, WeightCache, autocast, float32_region
 from ampkit.region import _fingerprint as fingerprint
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:bf16 and fp16 are mixed")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:bf16 and fp16 are mixed")
 EXACT = ("eager", "aot_eager")
 TORCH = Policy.torch("cpu")
 RULES = TORCH.with_rules({"aten::layer_norm": Rule.FLOAT32, "aten::gelu": Rule.FLOAT32, "aten::softmax.int": Rule.KEEP})

@@ -73,7 +73,7 @@ def with_setup_context(fwd, bwd, cast_inputs=None):
 
 @both
 def test_forward_sees_the_region_and_backward_goes_back_to_it(region, fwd, bwd):
-    """Item 86."""
+    """Without cast_inputs; enabled and dtype are replayed."""
     function, seen = classic(fwd, bwd)
     x = torch.ones(2, 2, requires_grad=True)
     before = state()
@@ -139,7 +139,7 @@ def test_region_of_torch_around_forward():
 
 @both
 def test_cast_inputs(region, fwd, bwd):
-    """Item 87."""
+    """Eligible arguments are cast, and autocast is off inside, forward and backward."""
     function, seen = classic(fwd, bwd, FP32)
     x = torch.ones(2, 2, dtype=BF16, requires_grad=True)
     with region("cpu"):
@@ -153,7 +153,7 @@ def test_cast_inputs(region, fwd, bwd):
 
 @both
 def test_cast_inputs_outside_a_region(region, fwd, bwd):
-    """Item 88."""
+    """Nothing is cast."""
     function, seen = classic(fwd, bwd, FP32)
     x = torch.ones(2, 2, dtype=BF16, requires_grad=True)
     function.apply(x).sum().backward()
@@ -166,7 +166,7 @@ def test_cast_inputs_outside_a_region(region, fwd, bwd):
 
 @both
 def test_containers(region, fwd, bwd):
-    """Item 89."""
+    """Recursed into; float64, numbers, strings and arrays pass."""
     x = torch.ones(2)
     array = np.ones(2, dtype=np.float32)
     other = {"a": [x, (x, {"b": x})], "double": x.double(), "int": x.long(), "text": "x", "bytes": b"x",
@@ -186,7 +186,7 @@ def test_containers(region, fwd, bwd):
 
 
 def test_containers_that_torch_loses():
-    """Item 89. A namedtuple is a TypeError with torch, a mapping comes out as a dict, a set as a generator."""
+    """A namedtuple is a TypeError with torch, a mapping comes out as a dict, a set as a generator."""
     Pair = namedtuple("Pair", "a b")
     x = torch.ones(2)
     values = {"pair": Pair(x, 1), "ordered": OrderedDict(k=x), "frozen": MappingProxyType({"k": x}), "set": {1, 2}}
@@ -213,7 +213,7 @@ def test_containers_that_torch_loses():
 
 @both
 def test_backward_without_forward(region, fwd, bwd):
-    """Item 90."""
+    """An AttributeError in backward."""
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -245,7 +245,7 @@ def test_message_for_backward_without_forward():
 
 @both
 def test_device_types(region, fwd, bwd):
-    """Item 91."""
+    """A device that is no string is a ValueError; the partial form takes the device first."""
     for decorator in (fwd, bwd):
         with pytest.raises(ValueError, match="device_type"):
             decorator(lambda ctx, x: x, device_type=torch.device("cpu"))
@@ -275,7 +275,7 @@ def test_device_type_may_be_left_out():
 
 
 def test_setup_context():
-    """Item 174. With torch.amp: AttributeError in backward."""
+    """Functions in the `setup_context` style. With torch.amp: AttributeError in backward."""
     function, _ = with_setup_context(*TORCH[1:])
     with torch.autocast("cpu"):
         y = function.apply(torch.ones(2, requires_grad=True), 3.0)

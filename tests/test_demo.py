@@ -341,6 +341,22 @@ def test_a_file_appears_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.Mon
     assert [path.read_text() for path in tmp_path.iterdir()] == ["of an earlier run"]
 
 
+@pytest.mark.skipif(os.name != "posix", reason="makes symbolic links")
+def test_results_are_written_through_no_link_but_the_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder may be a link; a link put where a result goes is replaced, and what it names left alone."""
+    monkeypatch.setitem(tasks.TASKS, "digits", LineTask)
+    folder, precious = tmp_path / "folder", tmp_path / "precious"
+    folder.mkdir()
+    precious.write_text("of somebody else")
+    for name in ("results.json", "curves.png", ".results.part.json", ".curves.part.png"):
+        (folder / name).symlink_to(precious)
+    (tmp_path / "link").symlink_to(folder)
+    run_demo(tmp_path / "link", "--model", "digits")
+    assert precious.read_text() == "of somebody else"
+    assert not (folder / "results.json").is_symlink()
+    assert len(list(folder.iterdir())) == 4
+
+
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGINT to a process")
 def test_ctrl_c_in_a_real_process(tmp_path: Path) -> None:
     """The whole command ends with one line and no traceback."""

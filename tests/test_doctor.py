@@ -59,7 +59,7 @@ def test_versions_outside_the_range(
     assert not doctor.torch_is_supported("2.10.1")
     monkeypatch.setattr(doctor, "torch_is_supported", lambda version: False)
     assert doctor.main([]) == 1
-    assert "is outside the supported range 2.11 to 2.13" in capsys.readouterr().out
+    assert "is outside the supported range 2.11 to 2.15" in capsys.readouterr().out
 
 
 def test_a_gpu_that_cannot_run_triton_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

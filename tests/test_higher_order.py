@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ampkit import Policy, Rule, autocast, register_op
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:`torch.jit:DeprecationWarning",
+    "ignore:`torch.jit",
     "ignore:flex_attention called without torch.compile",
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
 )

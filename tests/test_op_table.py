@@ -142,3 +142,26 @@ def test_the_document_says_what_the_table_says() -> None:
     text = (docs / "operators.md").read_text(encoding="utf-8")
     assert text == module["render"](), "run: python docs/make_operators.py"
     assert set(module["MEANINGS"]) == set(Rule)
+
+
+def test_listed_names_that_torch_lacks_are_left_out_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = (Group(Rule.LOWER, "why", "mm gone_from_torch conv2d.gone_overload"), Group(Rule.FLOAT32, "why", "exp"))
+    monkeypatch.setitem(op_table.TORCH, "ipu", groups)
+    op_table.left_out.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match=(
+            r"does not have these operators of ampkit's lists, .*: conv2d\.gone_overload, gone_from_torch\. "
+            r"The lists are made for torch 2\.11 to 2\.15; `python -m ampkit doctor --operators` compares them"
+        )) as caught:
+            found = fold(groups)
+        assert found == {aten.mm.default: Rule.LOWER, aten.exp.default: Rule.FLOAT32}
+        assert fold(groups[:1]) == {aten.mm.default: Rule.LOWER}
+        assert len(caught) == 1
+        with pytest.raises(ValueError, match="unknown operator 'of_no_list'"):
+            fold((Group(Rule.LOWER, "why", "of_no_list"),))
+    finally:
+        op_table.left_out.cache_clear()
+
+
+def test_no_listed_name_is_left_out_of_a_torch_that_was_tried() -> None:
+    assert not op_table.left_out()

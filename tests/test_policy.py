@@ -177,8 +177,16 @@ def test_policy_is_left_as_it_was():
         ({"aten::sofmax": "keep"}, ValueError, r"unknown operator 'aten::sofmax'.*nearest: .*softmax"),
         ({"aten::softmax.float": "keep"}, ValueError, r"'aten::softmax' has no overload 'float'; expected one of"),
         ({"nolib::op": "keep"}, ValueError, r"unknown operator 'nolib::op'"),
-        ({"aten::mm": "half"}, ValueError, r"unknown rule 'half' for operator aten::mm; expected a Rule or one of"),
-        ({"aten::mm": torch.float32}, ValueError, r"unknown rule torch.float32 for operator aten::mm"),
+        ({"aten::__class__": "keep"}, ValueError, r"unknown operator 'aten::__class__'"),
+        ({"aten::mm.__class__": "keep"}, ValueError, r"operator 'aten::mm' has no overload '__class__'; expected one"),
+        ({"higher_order::cond": "keep"}, ValueError, r"unknown operator 'higher_order::cond'"),
+        ({"aten::\ud800": "keep"}, ValueError, r"unknown operator 'aten::\\ud800'"),
+        ({"x" * 9000: "keep"}, ValueError, r"^unknown operator 'x{5,100}\.\.\.x{5,100}' in torch"),
+        ({"aten::Bool.int": "keep"}, ValueError, r"'aten::Bool.int' is TorchScript's, .*; no region sees it"),
+        ({torch.ops.aten.len: "keep"}, ValueError, r"'aten::len.t' is TorchScript's"),
+        ({"aten::mm": torch.ones(2)}, ValueError, r"unknown rule tensor\(.*\) for operator 'aten::mm'"),
+        ({"aten::mm": "half"}, ValueError, r"unknown rule 'half' for operator 'aten::mm'; expected a Rule or one of"),
+        ({"aten::mm": torch.float32}, ValueError, r"unknown rule torch.float32 for operator 'aten::mm'"),
         ({"gelu": "keep", aten.gelu: "lower"}, ValueError, r"operator 'aten::gelu' is named twice, as KEEP and"),
         ({print: "keep"}, TypeError, r"an operator is an OpOverload, a packet, a name like 'aten::softmax.int' or a"),
         ({torch.nn.GELU(): "keep"}, TypeError, r"or a function of torch, like torch.softmax; got GELU"),
@@ -218,6 +226,13 @@ def test_device_that_has_no_lists(make):
 
 
 # Equality, hash, text, dict
+
+
+def test_names_of_no_library_leave_none_behind():
+    """`torch.ops` makes a library of any name it is asked for."""
+    with pytest.raises(ValueError, match="unknown operator 'ampkit_nobodys::op'"):
+        Policy.default("cpu").explain("ampkit_nobodys::op")
+    assert "ampkit_nobodys" not in vars(torch.ops)
 
 
 def policies():
@@ -305,10 +320,52 @@ def test_dict_is_plain():
         ({**Policy.torch("cpu").to_dict(), "rules": [{"aten::gone": "keep"}]}, r"unknown operator 'aten::gone'"),
         ({**Policy.torch("cpu").to_dict(), "base": "apex"}, r"unknown policy base 'apex'"),
         ({**Policy.torch("cpu").to_dict(), "modules": [["head", "float8"]]}, r"'float8' is no precision for module"),
+        ([], r"a written policy is a dict, as to_dict gives it; got \[\]"),
+        ({1: 2, "x": 3}, r"not a policy: missing keys .*, unknown keys \['x', 1\]"),
+        ({**Policy.torch("cpu").to_dict(), "base": ["torch"]}, r"unknown policy base \['torch'\]"),
+        ({**Policy.torch("cpu").to_dict(), "device_type": {}}, r"no operator lists for device type {}; expected"),
+        ({**Policy.torch("cpu").to_dict(), "rules": "keep"}, r"'rules' of a written policy is a list, got 'keep'"),
+        ({**Policy.torch("cpu").to_dict(), "rules": ["keep"]}, r"with_rules takes a dict of operator to Rule, got str"),
+        ({**Policy.torch("cpu").to_dict(), "modules": {"head": 1}}, r"'modules' of a written policy is a list, got"),
+        ({**Policy.torch("cpu").to_dict(), "modules": ["ab"]}, r"a list of a module and its rule, got 'ab'"),
+        ({**Policy.torch("cpu").to_dict(), "modules": [[1, "float32"]]}, r"names modules by path or as .*, got 1"),
+        ({**Policy.torch("cpu").to_dict(), "modules": [["a", 1]]}, r"a written policy is a dict, .*; got 1"),
+        ({**Policy.torch("cpu").to_dict(), "modules": [["a", "float32"]] * 2}, r"module 'a' already has a rule"),
     ],
 )
 def test_dict_that_is_no_policy(state, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        Policy.from_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"the text of a policy is a str, got None"),
+        ("", r"unknown policy base ''"),
+        ("torch", r"no operator lists for device type ''"),
+        ("torch|cpu|aten::mm", r"'aten::mm' in the text of a policy is no rule; expected one 'operator=rule'"),
+        ("torch|cpu|aten::mm=keep,", r"'' in the text of a policy is no rule"),
+        ("torch|cpu|aten::mm=keep=keep", r"unknown rule 'keep=keep' for operator 'aten::mm'"),
+        ("torch|cpu|aten::gelu=keep,aten::gelu=lower", r"'aten::gelu=lower' in the text .* names its operator again"),
+    ],
+)
+def test_text_that_is_no_policy(text, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        Policy.from_text(text)
+
+
+def test_policies_in_policies_have_an_end():
+    policy = Policy.torch("cpu")
+    for _ in range(15):
+        policy = Policy.torch("cpu").for_modules({"inner": policy})
+    for again in (Policy.from_dict(policy.to_dict()), pickle.loads(pickle.dumps(policy)), copy.deepcopy(policy)):
+        assert again == policy
+    with pytest.raises(ValueError, match="policy for module 'outer' holds policies that hold policies, more than 16"):
+        Policy.torch("cpu").for_modules({"outer": policy})
+    state = Policy.torch("cpu").to_dict()
+    state["modules"] = [["inner", state]]       # without end
+    with pytest.raises(ValueError, match="not a policy: it holds policies that hold policies, more than 16 deep"):
         Policy.from_dict(state)
 
 

@@ -6,7 +6,7 @@ from regions import BF16, FP16, FP32, like_torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from ampkit import WeightCache, autocast
+from ampkit import Policy, WeightCache, autocast
 from ampkit.region import recurrent
 
 lower = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
@@ -86,7 +86,7 @@ def test_layer_after_a_bfloat16_one(name):
 
 
 def test_bfloat16_layer_with_float32_input():
-    """Item 173."""
+    """A ValueError outside a region, and it runs inside."""
     layer, x = nn.LSTM(4, 3).to(BF16), torch.randn(5, 2, 4)
     with pytest.raises((ValueError, RuntimeError), match=r"(?i)dtype"):
         layer(x)
@@ -164,6 +164,20 @@ def test_layout_with_projection(monkeypatch):
     hidden = [torch.zeros(1, 2, 2), torch.zeros(1, 2, 3)]
     calls, _ = calls_of_flatten(monkeypatch, layer, torch.zeros(5, 2, 4), hidden, False)
     assert calls[0][1:6] == (5, 4, 2, 3, 2)
+
+
+def test_a_wrong_dtype_in_an_island_is_refused():
+    """torch's own check asks whether autocast is on anywhere, which the mark of a policy answers in torch's islands."""
+    layer, x = nn.LSTM(4, 3), torch.randn(5, 2, 4, dtype=FP16)
+    marked = autocast("cpu", policy=Policy.torch("cpu").with_rules({"gelu": "keep"}))
+    with marked, autocast("cpu", enabled=False), pytest.raises(ValueError, match=r"RNN input dtype .* does not match"):
+        layer(x)
+    with autocast("cpu", policy=Policy.torch("cpu")), torch.autocast("cpu", enabled=False):
+        with pytest.raises(ValueError, match=r"RNN input dtype .* does not match"):
+            layer(x)
+    with marked, torch.autocast("cpu", enabled=False):
+        with pytest.raises(RuntimeError, match="must have the same dtype, but got Half and Float"):
+            layer(x)
 
 
 def test_layout_is_left_alone_on_cpu(monkeypatch):

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from ampkit import Policy, Rule, WeightCache, autocast
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:.*TracerWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:.*TracerWarning")
 TORCH = Policy.torch("cpu")
 
 

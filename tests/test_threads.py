@@ -8,7 +8,7 @@ from regions import BF16, FP16, FP32, state
 from torch import nn
 
 from ampkit import Policy, WeightCache, autocast, wrap_forward
-from ampkit.region.checkpointing import Snapshot
+from ampkit.region.snapshot import Snapshot
 
 
 def product() -> torch.dtype:
@@ -28,7 +28,7 @@ def in_threads(calls):
 
 
 def test_regions_of_several_threads_at_once():
-    """Item 24."""
+    """Off, with the default dtype and the cache on."""
     def in_region(dtype, policy):
         def call(together):
             seen = []

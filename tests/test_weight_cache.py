@@ -6,12 +6,16 @@ counted them would keep the cache from being used.
 
 import copy
 import gc
+import os
 import pickle
+import signal
 import threading
 import weakref
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from regions import BF16, FP16, FP32, like_torch
 from torch import nn
@@ -19,6 +23,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit import CacheInfo, Policy, WeightCache, autocast, clear_autocast_cache
+from ampkit.region import autocast as autocast_module
 from ampkit.region import weight_cache
 
 REGIONS = [torch.autocast, autocast]
@@ -52,34 +57,35 @@ def uses(region, leaf, times: int = 3, **kwargs) -> int:
 
 @both
 def test_one_cast_per_region(region):
-    """Item 93."""
+    """However often a float32 leaf is used."""
     assert uses(region, weight()) == 1
 
 
 @both
 def test_what_gets_a_cast_per_use(region):
-    """Item 94, but for frozen parameters: see below."""
+    """Tensors that require no grad, non-leaves and views of leaves."""
     plain = torch.ones(4, 4)
     assert uses(region, plain) == 3
     assert uses(region, weight() * 1) == 3
     assert uses(region, torch.ones(2, 4, 4)[0].requires_grad_()) == 3
+    assert uses(region, weight(False)) == 3
 
 
-def test_frozen_parameters_are_cast_once():
-    """Item 94. torch.amp casts them at every use."""
-    assert uses(torch.autocast, weight(False)) == 3
-    assert uses(autocast, weight(False)) == 1
+def test_frozen_parameters_are_cast_once_with_a_cache_of_ones_own():
+    """Without one, no cast is kept that torch.amp makes anew: it is right after any write."""
+    assert uses(autocast, weight(False), cache=WeightCache()) == 1
+    assert uses(autocast, torch.ones(4, 4), cache=WeightCache()) == 3
 
 
 @both
 def test_parameter_made_of_a_view(region):
-    """Item 95."""
+    """A parameter is a leaf whatever it was made of."""
     assert uses(region, Parameter(torch.ones(2, 4, 4)[1])) == 1
 
 
 @both
 def test_cache_switched_off(region):
-    """Item 96."""
+    """A cast per use."""
     assert uses(region, weight(), cache_enabled=False) == 3
 
 
@@ -106,7 +112,7 @@ def test_cache_switched_off_inside(region):
 
 @both
 def test_casts_to_float32_are_not_kept(region):
-    """Item 97."""
+    """Only low-precision casts of weights are."""
     half = Parameter(torch.ones(4, dtype=BF16))
 
     def run(times):
@@ -121,7 +127,7 @@ def test_casts_to_float32_are_not_kept(region):
 
 @both
 def test_no_grad_first_and_gradients_after(region):
-    """Item 98."""
+    """One cast for both, and gradients flow."""
     leaf = weight()
 
     def run():
@@ -135,24 +141,25 @@ def test_no_grad_first_and_gradients_after(region):
 
 
 def test_inference_mode():
-    """Item 99. torch.amp casts at every use there; ours serves it too, and gradients after it still flow."""
+    """Nothing is kept there; a cache of one's own serves it too, and gradients after it still flow."""
     leaf = weight()
 
-    def run(region):
-        with region("cpu"):
+    def run(region, **kwargs):
+        with region("cpu", **kwargs):
+            with torch.no_grad():
+                torch.mm(X, leaf)
             with torch.inference_mode():
                 torch.mm(X, leaf)
                 torch.mm(X, leaf)
-            with torch.no_grad():
-                torch.mm(X, leaf)
 
     assert copies(lambda: run(torch.autocast)) == 3
-    assert copies(lambda: run(autocast)) == 1
+    assert copies(lambda: run(autocast)) == 3
+    assert copies(lambda: run(autocast, cache=WeightCache())) == 1
 
     x = X.clone().requires_grad_()      # so that the cast is saved for backward, which an inference tensor cannot be
     for inside in (True, False):
         leaf = weight()
-        with torch.inference_mode(inside), autocast("cpu"), torch.inference_mode():
+        with torch.inference_mode(inside), autocast("cpu", cache=WeightCache()), torch.inference_mode():
             torch.mm(X, leaf)
             with torch.inference_mode(False):
                 torch.mm(x, leaf).float().sum().backward()
@@ -170,7 +177,7 @@ def test_write_to_a_tensor_made_in_inference_mode_is_seen():
 
 @both
 def test_leaving_an_inner_region_keeps_the_casts(region):
-    """Item 100."""
+    """Only leaving the outermost one drops them."""
     leaf = weight()
 
     def run():
@@ -187,7 +194,7 @@ def test_leaving_an_inner_region_keeps_the_casts(region):
 @both
 @pytest.mark.parametrize("write", ["in place", "data", "optimizer", "load_state_dict"])
 def test_next_region_sees_the_new_weight(region, write):
-    """Item 101."""
+    """Nothing outlives the outermost region."""
     layer = nn.Linear(4, 4, bias=False)
     for value in (1.0, 2.0):
         with torch.no_grad():
@@ -221,7 +228,7 @@ WRITES = {
 
 @pytest.mark.parametrize("write", WRITES)
 def test_write_inside_a_region_is_seen(write):
-    """Item 102. torch.amp goes on with the old cast."""
+    """A cast made before the write is out of date. torch.amp goes on with the old cast."""
     for region, expected in ((torch.autocast, 4.0), (autocast, 8.0)):
         leaf = weight()
         with region("cpu"):
@@ -255,7 +262,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("cache", ["region", "explicit"])
 def test_optimizer_step_inside_a_region_is_seen(name, cache):
-    """Item 102. The hook on `step` sees also what moves no version counter."""
+    """A cast made before the write is out of date. The hook on `step` sees also what moves no version counter."""
     leaf = weight()
     leaf.grad = -torch.ones(4, 4)
     optimizer = OPTIMIZERS[name]([leaf])
@@ -300,7 +307,7 @@ def test_kept_casts_need_a_clear_before_and_after_what_nothing_can_see():
 
 @pytest.mark.parametrize("outer", [{"device_type": "cpu", "enabled": False}, {"device_type": "cuda:0"}])
 def test_outer_region_that_casts_nothing(outer):
-    """Item 103. torch.amp keeps the casts, stale, as long as any region at all is open."""
+    """torch.amp keeps the casts, stale, as long as any region at all is open, disabled ones too."""
     results = []
     for region in REGIONS:
         leaf = weight()
@@ -336,7 +343,7 @@ def test_optimizer_step_frees_what_it_outdates():
 
 
 def test_regions_of_two_dtypes():
-    """Item 104. torch.amp hands the inner region the outer one's cast, and the product fails."""
+    """A weight is cast to each. torch.amp hands the inner region the outer one's cast, and the product fails."""
     leaf, x = weight(), torch.ones(2, 4)
     with torch.autocast("cpu", BF16):
         torch.mm(x, leaf)
@@ -351,7 +358,7 @@ def test_regions_of_two_dtypes():
 
 
 def test_other_thread_has_a_cache_of_its_own():
-    """Item 105. torch.amp: any thread that leaves its outermost region drops the casts of all."""
+    """With torch.amp any thread that leaves its outermost region drops the casts of all."""
     def casts(region):
         """How many casts one thread's two products use, seen through what autograd saves."""
         leaf, x, saved = weight(), X.clone().requires_grad_(), []
@@ -374,7 +381,7 @@ def test_other_thread_has_a_cache_of_its_own():
 
 
 def test_two_losses_share_a_cast():
-    """Item 106."""
+    """And their separate backwards accumulate."""
     gradients = []
     for region in (torch.autocast("cpu"), like_torch()):
         leaf = weight()
@@ -389,7 +396,7 @@ def test_two_losses_share_a_cast():
 
 @both
 def test_use_in_a_custom_function_does_not_poison_later_use(region):
-    """Item 107."""
+    """A weight first used in a forward without grad mode still gets its gradient afterwards."""
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, w):
@@ -408,7 +415,7 @@ def test_use_in_a_custom_function_does_not_poison_later_use(region):
 
 @both
 def test_cleared_in_the_middle(region):
-    """Item 108."""
+    """Weights are cast anew from there on."""
     clear = torch.clear_autocast_cache if region is torch.autocast else clear_autocast_cache
     leaf = weight()
 
@@ -434,6 +441,57 @@ def test_weight_frozen_or_unfrozen_inside_a_region():
         if result.requires_grad:
             result.float().sum().backward()
             assert leaf.grad is not None
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_address_that_comes_back_is_not_taken_for_the_weight(explicit, frozen):
+    """The second storage mostly lies where the first was. torch.amp goes on with the old cast of a trained weight."""
+    for _ in range(20):
+        leaf, cache = Parameter(torch.ones(64, 64), not frozen), WeightCache() if explicit else None
+        x = torch.ones(2, 64, dtype=BF16)
+        with autocast("cpu", cache=cache):
+            torch.mm(x, leaf)
+            leaf.data = leaf.data * 2
+            leaf.data = leaf.data * 2
+            assert torch.mm(x, leaf)[0, 0] == 256
+            layer = nn.Linear(64, 64, bias=False).requires_grad_(not frozen)
+            layer(x)
+            layer.half()
+            layer.weight.data.zero_()
+            layer.float()
+            assert layer(x).count_nonzero() == 0
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_replaced_storage_is_freed_at_once_and_its_cast_with_it(explicit):
+    """As ZeRO and offloading rely on: neither the values nor the cast of a weight that is given away stay in memory."""
+    leaf, cache = weight(), WeightCache() if explicit else None
+    with autocast("cpu", cache=cache), torch.no_grad():
+        torch.mm(X, leaf)
+        held = cache if explicit else autocast_module._thread_cache()
+        storage = weakref.ref(leaf.untyped_storage())
+        assert len(held._entries) == 1
+        leaf.data = torch.empty(0)
+        assert storage() is None
+        assert not held._entries
+        assert held._bytes == 0
+
+
+def test_interrupted_step_outdates_casts():
+    """What it has written till then has moved no version, and its post hook never runs."""
+    class Interrupted(WritesThroughData):
+        def step(self, closure=None):
+            leaf.data.fill_(2)
+            raise KeyboardInterrupt
+
+    leaf = weight()
+    leaf.grad = -torch.ones(4, 4)
+    with autocast("cpu"):
+        torch.mm(X, leaf)
+        with pytest.raises(KeyboardInterrupt):
+            Interrupted([leaf]).step()
+        assert torch.mm(X, leaf)[0, 0] == 8
 
 
 # A cache that outlives the region
@@ -545,6 +603,142 @@ def test_byte_budget_too_small_for_a_weight():
     assert torch.equal(leaf.grad, torch.full((4, 4), 4.0))
     assert cache.info() == CacheInfo(0, 0, 0, 2)
     assert uses(autocast, leaf, cache=WeightCache(max_bytes=0)) == 3
+
+
+def kept_across(leaf) -> bool:
+    """Whether the cast of a weight made in one region serves in the next."""
+    cache = WeightCache()
+    for _ in range(2):
+        with autocast("cpu", cache=cache):
+            torch.mm(X, leaf)
+    return cache.info().hits == 1
+
+
+def test_weights_whose_memory_others_have_are_cast_anew_in_each_region():
+    """Whoever shares it can write without a version counter knowing."""
+    assert kept_across(weight())
+    assert kept_across(weight(False))
+    alias = (leaf := weight()).detach()
+    assert not kept_across(leaf)
+    del alias
+    assert kept_across(leaf)
+    whole = torch.ones(2, 4, 4)
+    assert not kept_across(Parameter(whole[1]))
+    assert not kept_across(Parameter(torch.from_numpy(np.ones((4, 4), np.float32))))
+    assert not kept_across(nn.ParameterList([weight()]).share_memory()[0])
+
+    class Sub(torch.Tensor):
+        pass
+
+    assert not kept_across(Parameter(torch.ones(4, 4).as_subclass(Sub)))
+
+
+def test_cast_of_shared_memory_is_not_held_between_regions():
+    """An engine's unsharded weights would otherwise stay, as casts, until the next region."""
+    cache, leaf = WeightCache(), weight()
+    alias = leaf.detach()
+    with autocast("cpu", cache=cache):
+        torch.mm(X, leaf)
+        assert cache.info().entries == 1
+    assert cache.info() == CacheInfo(0, 0, 0, 1)
+    del alias
+
+
+def test_frozen_weight_whose_memory_others_have_is_not_kept_at_all():
+    leaf = weight(False)
+    alias = leaf.detach()
+    assert uses(autocast, leaf, cache=WeightCache()) == 3
+    del alias
+    assert uses(autocast, leaf, cache=WeightCache()) == 1
+
+
+def test_step_captured_into_a_graph_ends_keeping(monkeypatch):
+    """Its replays write to the weights and call no hook."""
+    leaf = weight()
+    assert kept_across(leaf)
+    monkeypatch.setattr(weight_cache._steps, "captured", False)
+    with monkeypatch.context() as patch:
+        patch.setattr(weight_cache, "capturing", lambda: True)
+        optimizer = torch.optim.SGD([other := weight()], lr=1.0)
+        other.grad = torch.zeros(4, 4)
+        optimizer.step()
+    assert not kept_across(leaf)
+
+
+def test_any_collective_ends_keeping():
+    """None of them moves a version, and each may have written to any weight."""
+    leaf, cache = weight(), WeightCache()
+
+    def hits() -> int:
+        with autocast("cpu", cache=cache):
+            torch.mm(X, leaf)
+        return cache.info().hits
+
+    assert [hits(), hits()] == [0, 1]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert [hits(), hits()] == [1, 2]
+        dist.all_reduce(torch.ones(1))
+        assert [hits(), hits()] == [2, 3]
+        group = dist.new_group([0])
+        assert [hits(), hits()] == [3, 4]
+        dist.barrier(group)
+        assert [hits(), hits()] == [4, 5]
+    finally:
+        dist.destroy_process_group()
+    assert [hits(), hits()] == [5, 6]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")       # Python 3.12+ about forks beside threads
+@pytest.mark.parametrize("held", ["cache", "steps"])
+def test_step_in_a_child_forked_while_a_thread_held_the_lock(held):
+    leaf, cache = weight(), WeightCache()
+    leaf.grad = torch.zeros(4, 4)
+    optimizer = torch.optim.SGD([leaf])
+    with autocast("cpu", cache=cache):
+        torch.mm(X, leaf)
+    locked, forked = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with cache._lock if held == "cache" else weight_cache._steps.lock:
+            locked.set()
+            forked.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    locked.wait()
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.alarm(20)
+            optimizer.step()
+            os._exit(0 if cache.info() == CacheInfo(0, 0, 0, 1) else 1)
+        finally:
+            os._exit(2)
+    forked.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("verify", [0, -1, 1.5, "all", None])
+def test_verify_that_is_none(verify):
+    with pytest.raises(ValueError, match=rf"verify is {verify!r}; expected True to compare every element"):
+        WeightCache(verify=verify)
+
+
+def test_verify_takes_what_is_right():
+    """NaN is NaN, an empty weight has nothing to compare, and a layout of its own does not matter."""
+    for leaf in (Parameter(torch.full((4, 4), float("nan"))), Parameter(torch.ones(0, 4).t()), weight(False)):
+        for verify in (True, 2, 100):
+            cache = WeightCache(verify=verify)
+            for _ in range(2):
+                with autocast("cpu", cache=cache):
+                    torch.mm(X, leaf)
+                    torch.mm(X, leaf)
+            assert cache.info().hits == 3
+            assert repr(cache).startswith(f"WeightCache(max_bytes=None, verify={verify})")
+            assert copy.copy(cache).verify == verify
 
 
 @pytest.mark.parametrize("bound", [-1, 1.5, "many", True])
@@ -707,7 +901,7 @@ def test_entry_of_a_dead_weight_goes_even_while_the_region_is_open():
 # Where it stands aside
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
 def test_recordings_get_their_own_casts():
     """A tensor cached outside would be a constant to whatever records operators."""
     leaf, cache = weight(), WeightCache()
@@ -772,7 +966,7 @@ def test_graph_capture_makes_its_own_casts():
 @pytest.mark.gpu
 @both
 def test_graphed_callables(region):
-    """Item 181. torch refuses to capture while a cache is on, and sees ours."""
+    """Graphed callables are captured inside a region. torch refuses to capture while a cache is on, and sees ours."""
     layer, x = nn.Linear(8, 8, device="cuda"), torch.randn(4, 8, device="cuda")
     with region("cuda", FP16), pytest.raises(RuntimeError, match="cache_enabled=False"):
         torch.cuda.make_graphed_callables(layer, (x,))

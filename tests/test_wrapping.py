@@ -91,6 +91,17 @@ def test_copy_of_one_with_a_cache_has_a_cache_of_its_own():
     assert cache.info().hits == 4
 
 
+def test_a_copy_follows_the_rules_for_its_own_modules():
+    """Also where the policy names the wrapped module, whose region is opened too late for a rule about it."""
+    model = Plain()
+    policy = Policy.default("cpu").for_modules({model: FP16, model.head: FP32})
+    twin = copy.deepcopy(wrap_forward(model, "cpu", policy=policy))
+    for one in (model, twin, copy.deepcopy(twin)):
+        assert one(X).dtype is FP32
+        assert one(X, head=False).dtype is BF16
+        assert isinstance(one, Plain)
+
+
 def test_lazy_module_stays_wrapped_when_it_has_its_weights():
     model = wrap_forward(nn.LazyLinear(3), "cpu")
     assert [model(X).dtype for _ in range(3)] == [BF16] * 3

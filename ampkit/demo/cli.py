@@ -86,13 +86,14 @@ def _save(results: Results, out: Path) -> list[str]:
 
 @contextmanager
 def _whole(path: Path) -> Iterator[Path]:
-    """A path beside `path` that takes its place when written: a process killed amid it leaves no half file."""
-    part = path.with_name(f".{path.stem}.part{path.suffix}")
-    try:
+    """A path beside `path` that takes its place when written: a process killed amid it leaves no half file.
+
+    In a folder of its own with a name nobody can guess: where others may write, they could have put a link there.
+    """
+    with tempfile.TemporaryDirectory(prefix=".ampkit-demo-", dir=path.parent) as folder:
+        part = Path(folder, path.name)
         yield part
         part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _parser() -> Parser:

@@ -121,7 +121,8 @@ DECOMPOSED: tuple[Composite, ...] = (
         linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.atol_rtol_tensor linalg_matrix_rank.tol_tensor
         linalg_pinv linalg_pinv.atol_rtol_float linalg_pinv.rcond_tensor linalg_slogdet linalg_solve
         linalg_solve_ex linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve linalg_vander logdet
-        lu_solve matrix_exp orgqr pinverse qr slogdet svd vander"""),
+        lu_solve matrix_exp orgqr pinverse slogdet svd vander"""),
+    Composite("a factorisation under its old name; before torch 2.14", "qr qr.Q", until=(2, 14)),
     Composite("Fourier transforms and what is built on them", """
         fft_fft fft_fft2 fft_fftn fft_fftshift fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn
         fft_ifftshift fft_ihfft fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2
@@ -200,7 +201,7 @@ DECOMPOSED: tuple[Composite, ...] = (
         log_sigmoid.out lu_solve.out matmul.out matrix_power.out max.out min.out msort.out
         multilabel_margin_loss.out multiply.out nanmean.out nanquantile.out nanquantile.scalar_out
         negative.out nll_loss.out nll_loss2d.out not_equal.Scalar_out not_equal.Tensor_out
-        nuclear_norm.dim_out nuclear_norm.out orgqr.out outer.out qr.Q quantile.out quantile.scalar_out
+        nuclear_norm.dim_out nuclear_norm.out orgqr.out outer.out quantile.out quantile.scalar_out
         row_stack.out slogdet.out slow_conv3d.out special_digamma.out special_erf.out special_erfc.out
         special_erfinv.out special_exp2.out special_expit.out special_expm1.out special_gammainc.out
         special_gammaincc.out special_gammaln.out special_i0.out special_log1p.out special_logit.out

@@ -26,15 +26,18 @@ _WHY_RECURRENT = "matrix products and gates: the whole recurrent layer in the re
 _WHY_LIKE_CUDA = "as on CUDA, so that a model gets the same dtypes wherever it runs: "
 _WHY_FUSED = "an attention layer's inference path in one operator; inside, it is matrix products"
 
+_WHY_LAPACK = "linear algebra libraries work in float32 and float64; torch.amp raises here"
+
 # What torch's CPU list sends to float32 because there is no half kernel; accelerators have none either.
 _NO_HALF_KERNEL: tuple[Group, ...] = (
-    Group(Rule.FLOAT32, "linear algebra libraries work in float32 and float64; torch.amp raises here", """
-        _lu_with_info cholesky cholesky_inverse cholesky_solve geqrf inverse linalg_cholesky
+    Group(Rule.FLOAT32, _WHY_LAPACK, """
+        _lu_with_info cholesky_inverse cholesky_solve geqrf inverse linalg_cholesky
         linalg_cholesky_ex linalg_cond linalg_cond.p_str linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh
         linalg_householder_product linalg_inv linalg_inv_ex linalg_lstsq linalg_matrix_rank
         linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.atol_rtol_tensor linalg_matrix_rank.tol_tensor
         linalg_qr linalg_solve linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve lu_solve orgqr
-        ormqr pinverse qr svd triangular_solve"""),
+        ormqr pinverse svd triangular_solve"""),
+    Group(Rule.FLOAT32, _WHY_LAPACK, "cholesky qr", until=(2, 14)),
     Group(Rule.FLOAT32, "half transforms exist for a few sizes only; torch.amp raises for the others", """
         fft_fft fft_fft2 fft_fftn fft_hfft fft_ifft fft_ifft2 fft_ifftn fft_ihfft fft_irfft fft_irfft2
         fft_irfftn fft_rfft fft_rfft2 fft_rfftn stft stft.center"""),
@@ -92,15 +95,22 @@ _EXTRA_CPU: tuple[Group, ...] = (
           "addcdiv addcmul atan2 bilinear cross dot index_put scatter_add tensordot vdot"),
     *_EVERYWHERE,
 )
-_EXTRA_ACCELERATOR: tuple[Group, ...] = (
+_ANY_ACCELERATOR: tuple[Group, ...] = (
     Group(Rule.LOWER, _WHY_RECURRENT, """
         gru.data gru.input lstm.data lstm.input rnn_relu.data rnn_relu.input rnn_tanh.data rnn_tanh.input"""),
     Group(Rule.LOWER, _WHY_FUSED, "_native_multi_head_attention"),
-    Group(Rule.FLOAT32, WHY_NORM, "rms_norm", until=(2, 12)),
-    _CUMPROD,
     *_NO_HALF_KERNEL,
     *_EVERYWHERE,
 )
+# Which torch lists for CPU and CUDA alone.
+_SQUARE_ROOT = Group(Rule.FLOAT32, _WHY_LAPACK, "linalg_matrix_sqrth", since=(2, 14))
+
+_EXTRA_CUDA: tuple[Group, ...] = (
+    Group(Rule.FLOAT32, WHY_NORM, "rms_norm", until=(2, 12)),
+    _CUMPROD,
+    *_ANY_ACCELERATOR,
+)
+_EXTRA_ACCELERATOR: tuple[Group, ...] = (*_EXTRA_CUDA, _SQUARE_ROOT)
 _EXTRA_MPS: tuple[Group, ...] = (
     Group(Rule.LOWER, _WHY_RECURRENT, """
         gru.data gru.input gru_cell lstm.data lstm.input rnn_relu.data rnn_relu.input rnn_relu_cell
@@ -112,6 +122,7 @@ _EXTRA_MPS: tuple[Group, ...] = (
     Group(Rule.FLOAT32, "unlisted by torch here, and too short of range in float16", "binary_cross_entropy"),
     Group(Rule.FLOAT32_DTYPE_ARG, _WHY_LIKE_CUDA + WHY_REDUCTION, "norm.Scalar norm.ScalarOpt_dim"),
     Group(Rule.PROMOTE, _WHY_LIKE_CUDA + WHY_MIXED, "vdot"),
+    _SQUARE_ROOT,
     *_NO_HALF_KERNEL,
     *_EVERYWHERE,
 )
@@ -120,12 +131,13 @@ _EXTRA_UNLISTED: tuple[Group, ...] = (
     Group(Rule.FLOAT32, WHY_NORM, "rms_norm"),
     Group(Rule.FLOAT32, "too short of range in half precision; torch bans nothing on this device",
           "binary_cross_entropy"),
-    *(group for group in _EXTRA_ACCELERATOR if group.until == (1000, 0)),
+    _SQUARE_ROOT,
+    *_ANY_ACCELERATOR,
 )
 
 DEFAULT_EXTRA: dict[str, tuple[Group, ...]] = {
     "cpu": _EXTRA_CPU,
-    "cuda": _EXTRA_ACCELERATOR,
+    "cuda": _EXTRA_CUDA,
     "mps": _EXTRA_MPS,
     "xpu": _EXTRA_ACCELERATOR,
     "mtia": _EXTRA_ACCELERATOR,

@@ -14,12 +14,14 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from ampkit.policy import casting
-from ampkit.policy.op_table import Rule, resolve
+from ampkit.policy._messages import short
+from ampkit.policy.op_table import Rule
 
 Operator = OpOverload | OpOverloadPacket | str | Callable[..., Any]
 
 _CASTING = (Rule.LOWER, Rule.FLOAT32, Rule.FLOAT32_DTYPE_ARG, Rule.PROMOTE)
 _CALLS = {"cross_entropy": "cross_entropy_loss", "norm": "linalg_vector_norm"}     # functions by another name in ATen
+_LONGEST = 80       # of the names that are worth guessing at
 _MAKES_SUBCLASSES = ("aten::alias", "aten::detach")      # of tensors, from C++ that allows no Python in between
 
 
@@ -27,21 +29,18 @@ def checked_rule(value: Any, op: Any) -> Rule:
     """A `Rule`, or the one of that name; `op` is for the message."""
     if isinstance(value, Rule):
         return value
-    try:
-        return Rule(value)
-    except ValueError:
-        names = ", ".join(repr(rule.value) for rule in Rule)
-        raise ValueError(f"unknown rule {value!r} for operator {op!s}; expected a Rule or one of {names}") from None
+    names = {rule.value: rule for rule in Rule}
+    if not isinstance(value, str) or value not in names:
+        known = ", ".join(map(repr, names))
+        raise ValueError(f"unknown rule {short(value)} for operator {_shown(op)}; expected a Rule or one of {known}")
+    return names[value]
 
 
 def overloads(key: Any, rule: Rule) -> list[OpOverload]:
     """The overloads that a key of `with_rules` means, each able to follow `rule`; `ValueError` if one is not."""
-    if isinstance(key, OpOverload):
-        found = [key]
-    else:
-        found = _packet(key) if isinstance(key, OpOverloadPacket) else _named(key)
-        if rule is Rule.FLOAT32_DTYPE_ARG and len(found) > 1:
-            found = [op for op in found if casting.takes_dtype(op)] or found
+    found = _meant(key)
+    if rule is Rule.FLOAT32_DTYPE_ARG and len(found) > 1:
+        found = [op for op in found if casting.takes_dtype(op)] or found
     if rule is Rule.FLOAT32_DTYPE_ARG:
         for op in found:
             if not casting.takes_dtype(op):
@@ -70,41 +69,81 @@ def _writes(op: OpOverload, rule: Rule) -> bool:
     )
 
 
+def _meant(key: Any) -> list[OpOverload]:
+    """The overloads that a key means; `ValueError` for those that no region sees."""
+    if isinstance(key, OpOverload):
+        found = [key]
+    else:
+        found = _packet(key) if isinstance(key, OpOverloadPacket) else _named(key)
+    if not all(map(_is_dispatched, found)):
+        raise ValueError(
+            f"operator '{found[0].name()}' is TorchScript's, for plain numbers and containers; no region sees it"
+        )
+    return found
+
+
+def _is_dispatched(op: OpOverload) -> bool:
+    try:
+        torch._C._dispatch_find_schema_or_throw(op._schema.name, op._schema.overload_name)
+    except RuntimeError:
+        return False
+    return True
+
+
 def _named(key: Any) -> list[OpOverload]:
     name = _name_of_function(key) if callable(key) else key
     if not isinstance(name, str):
         raise TypeError(
             "an operator is an OpOverload, a packet, a name like 'aten::softmax.int' or a function of torch, like "
-            f"torch.softmax; got {key!r}"
+            f"torch.softmax; got {short(key)}"
         )
     if name.startswith("torch."):
         name = name.rpartition(".")[2]
-    _, _, base = name.rpartition("::")
-    if "." in base:
-        return [resolve(name)]
-    try:
-        return _packet(resolve(name).overloadpacket)
-    except ValueError:
-        return _packet(_find_packet(name))
+    packet, overload = _find_packet(name)
+    if overload is None:
+        return _packet(packet)
+    if overload not in packet.overloads():
+        raise ValueError(
+            f"operator '{packet._qualified_op_name}' has no overload {short(overload)}; "
+            f"expected one of {packet.overloads()}"
+        )
+    return [getattr(packet, overload)]
 
 
 def _name_of_function(function: Callable[..., Any]) -> str | None:
     """ATen's name for a function or tensor method of torch, which as a rule is its own; None for any other."""
     name = getattr(function, "__name__", "")
     of_torch = (getattr(function, "__module__", None) or "").partition(".")[0] == "torch"
-    if not name or not (of_torch or getattr(torch.Tensor, name, None) is function):
+    if not isinstance(name, str) or not name or not (of_torch or getattr(torch.Tensor, name, None) is function):
         return None
     return f"aten::{_CALLS.get(name, name)}"
 
 
-def _find_packet(name: str) -> OpOverloadPacket:
-    namespace, _, base = name.rpartition("::")
-    packet = getattr(getattr(torch.ops, namespace or "aten"), base, None)
-    if packet is None:
+def _find_packet(name: str) -> tuple[OpOverloadPacket, str | None]:
+    """The packet that `name` means, and the overload it names if any; `ValueError` with the nearest names if none."""
+    namespace, _, rest = name.rpartition("::")
+    base, dot, overload = rest.partition(".")
+    library = _library(namespace or "aten") if name.isascii() else None
+    packet = getattr(library, base, None)
+    if not isinstance(packet, OpOverloadPacket):        # the library's own attributes answer to names as well
         every = {op.split(".")[0] for op in torch._C._dispatch_get_all_op_names()}
-        near = difflib.get_close_matches(f"{namespace or 'aten'}::{base}", every, n=3)
-        raise ValueError(f"unknown operator {name!r} in torch {torch.__version__}; nearest: {near or 'none'}")
-    return packet
+        near = difflib.get_close_matches(f"{namespace or 'aten'}::{base}"[:_LONGEST], every, n=3)
+        raise ValueError(f"unknown operator {_shown(name)} in torch {torch.__version__}; nearest: {near or 'none'}")
+    return packet, overload if dot else None
+
+
+def _library(namespace: str) -> Any:
+    """The operators of a library; None where there are none, as asking `torch.ops` for a name would make it one."""
+    if namespace not in vars(torch.ops):
+        prefix = f"{namespace}::"
+        if not any(op.startswith(prefix) for op in torch._C._dispatch_get_all_op_names()):
+            return None
+    return getattr(torch.ops, namespace)
+
+
+def _shown(op: Any) -> str:
+    """An operator, or what was given for one, in a message."""
+    return str(op) if isinstance(op, (OpOverload, OpOverloadPacket)) else short(op)
 
 
 def key_name(op: OpOverload) -> str:
@@ -125,8 +164,6 @@ def candidates(op: Any) -> list[OpOverload]:
 
     Those for named tensors, which torch has dropped since 2.11, are not meant by a name alone.
     """
-    if isinstance(op, OpOverload):
-        return [op]
-    found = _packet(op) if isinstance(op, OpOverloadPacket) else _named(op)
+    found = _meant(op)
     plain = [one for one in found if "Dimname" not in str(one._schema)] or found
     return [one for one in plain if one._overloadname == "default"] or plain

@@ -1,6 +1,6 @@
 """torch.amp's own operator lists for each device, version by version; a test compares them with the dispatcher.
 
-Source: ATen/autocast_mode.h and autocast_mode.cpp of torch 2.11 to 2.13.
+Source: ATen/autocast_mode.h and autocast_mode.cpp of torch 2.11 to 2.15.
 """
 
 from ampkit.policy._rules import Group, Rule
@@ -42,6 +42,7 @@ WHY_REDUCTION = "a long sum needs float32; an explicit dtype= from the caller is
 WHY_MIXED = "needs one dtype for all its inputs and does not promote by itself"
 WHY_SCATTER = "the backward pass adds many small gradients into one place"
 WHY_SQUARES = "sums of squares or of exponentials"
+WHY_LAPACK = "LAPACK works in float32 and float64"
 _WHY_NAMED = "named-tensor overloads, gone from torch 2.13"
 _WHY_HALF_KERNEL = "no kernel for half types here, or one too inexact to use"
 
@@ -66,6 +67,7 @@ _CUDA: tuple[Group, ...] = (
     Group(Rule.LOWER, WHY_MATMUL, "cudnn_convolution cudnn_convolution_transpose"),
     Group(Rule.LOWER, "recurrent layers of cuDNN and MIOpen, registered where the library is built in; torch "
                       "always casts to float16, even in a bfloat16 region", "_cudnn_rnn miopen_rnn"),
+    Group(Rule.FLOAT32, WHY_LAPACK, "linalg_matrix_sqrth", since=(2, 14)),
 )
 
 _CPU: tuple[Group, ...] = (
@@ -81,19 +83,21 @@ _CPU: tuple[Group, ...] = (
         poisson_nll_loss smooth_l1_loss soft_margin_loss triplet_margin_loss"""),
     Group(Rule.FLOAT32, _WHY_HALF_KERNEL, """
         _grid_sampler_2d_cpu_fallback _lu_with_info adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d cdist
-        cholesky cholesky_inverse cholesky_solve fake_quantize_per_tensor_affine fractional_max_pool2d
+        cholesky_inverse cholesky_solve fake_quantize_per_tensor_affine fractional_max_pool2d
         fractional_max_pool3d geqrf grid_sampler grid_sampler_2d grid_sampler_3d inverse lu_solve max_pool3d
-        max_unpool2d max_unpool3d nanquantile nanquantile.scalar orgqr ormqr pinverse polar qr quantile
+        max_unpool2d max_unpool3d nanquantile nanquantile.scalar orgqr ormqr pinverse polar quantile
         quantile.scalar reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
         replication_pad3d svd trace triangular_solve view_as_complex"""),
     Group(Rule.FLOAT32, "Fourier transforms have no half kernels on CPU", """
         fft_fft fft_fft2 fft_fftn fft_hfft fft_ifft fft_ifft2 fft_ifftn fft_ihfft fft_irfft fft_irfft2
         fft_irfftn fft_rfft fft_rfft2 fft_rfftn stft stft.center"""),
-    Group(Rule.FLOAT32, "LAPACK works in float32 and float64", """
+    Group(Rule.FLOAT32, WHY_LAPACK, """
         linalg_cholesky linalg_cholesky_ex linalg_cond linalg_cond.p_str linalg_eig linalg_eigh linalg_eigvals
         linalg_eigvalsh linalg_householder_product linalg_inv linalg_inv_ex linalg_lstsq linalg_matrix_rank
         linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.atol_rtol_tensor linalg_matrix_rank.tol_tensor
         linalg_qr linalg_solve linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve"""),
+    Group(Rule.FLOAT32, WHY_LAPACK, "cholesky qr", until=(2, 14)),
+    Group(Rule.FLOAT32, WHY_LAPACK, "linalg_matrix_sqrth", since=(2, 14)),
     Group(Rule.FLOAT32, "a long product needs float32", "prod prod.dim_int"),
     Group(Rule.FLOAT32, _WHY_NAMED, "prod.dim_Dimname", until=(2, 13)),
     Group(Rule.PROMOTE, WHY_MIXED, "cat index_copy stack"),

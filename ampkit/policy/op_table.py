@@ -1,7 +1,8 @@
 """The operator lists: which rule each operator follows, per device type, and why.
 
-A list is a tuple of `Group`s; `fold` turns groups into `{OpOverload: Rule}` and refuses unknown names and
-duplicates, so a list that loads is a list whose every line means something. `TORCH` is torch.amp's own list for
+A list is a tuple of `Group`s; `fold` turns groups into `{OpOverload: Rule}` and refuses duplicates. A name that the
+running torch does not know is left out, with one warning for all lists: torch drops operators between versions, and
+the rest of a list is worth as much without them. `TORCH` is torch.amp's own list for
 each device (`_torch_lists`), `DEFAULT_EXTRA` is what ampkit's default policy lays on top (`_default_lists`);
 `OPAQUE` and `DECOMPOSED` classify the composite operators (`_composites`).
 
@@ -11,22 +12,24 @@ dtype of what they write to.
 """
 
 import difflib
+import functools
+import warnings
 from collections.abc import Iterable
 
 import torch
 from torch._ops import OpOverload
 
-from ampkit.policy._composites import DECOMPOSED, OPAQUE
+from ampkit.policy._composites import DECOMPOSED, OPAQUE, Composite
 from ampkit.policy._default_lists import DEFAULT_EXTRA
 from ampkit.policy._rules import Group, Rule
 from ampkit.policy._torch_lists import TORCH
+from ampkit.torch_internals.versions import SUPPORTED, parsed
 
-__all__ = ["DECOMPOSED", "DEFAULT_EXTRA", "OPAQUE", "TORCH", "Group", "Rule", "fold", "resolve"]
+__all__ = ["DECOMPOSED", "DEFAULT_EXTRA", "OPAQUE", "TORCH", "Group", "Rule", "fold", "left_out", "names", "resolve"]
 
 
 def _torch_version() -> tuple[int, int]:
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
+    return parsed(torch.__version__)
 
 
 def resolve(name: str) -> OpOverload:
@@ -64,22 +67,49 @@ def _names(namespace: str) -> list[str]:
 def fold(groups: Iterable[Group]) -> dict[OpOverload, Rule]:
     """One layer of a policy: every operator of `groups` with its rule.
 
-    Groups outside the running torch's version span are left out. Raises `ValueError` for a name that does not
-    exist and for an operator listed twice, `TypeError` for a rule that is not a `Rule`. Layers are combined
+    Groups outside the running torch's version span are left out, and what it lacks of ampkit's lists, with a warning.
+    Raises `ValueError` for any other name that does not exist and for an operator listed twice, `TypeError` for a
+    rule that is not a `Rule`. Layers are combined
     by the policy, later over earlier: ``fold(TORCH["cpu"]) | fold(DEFAULT_EXTRA["cpu"])``.
     """
-    version = _torch_version()
     rules: dict[OpOverload, Rule] = {}
     for group in groups:
         if not isinstance(group.rule, Rule):
             raise TypeError(f"rule of {group.ops!r} is {group.rule!r}; expected a member of Rule")
-        if not group.since <= version < group.until:
-            continue
-        for name in group.ops.split():
-            op = resolve(name)
+        for name in names(group):
+            op = _find(name)
+            if op is None and name in left_out():
+                continue
+            op = op or resolve(name)        # which says what is wrong with the name
             if op in rules:
                 raise ValueError(
                     f"operator {op.name()!r} is listed twice: as {rules[op].name} and as {group.rule.name}"
                 )
             rules[op] = group.rule
     return rules
+
+
+def names(group: Group | Composite) -> list[str]:
+    """The names of a group that it has for the running torch's version."""
+    return group.ops.split() if group.since <= _torch_version() < group.until else []
+
+
+def _find(name: str) -> OpOverload | None:
+    """The operator that a name of a list means; None if this torch has none."""
+    base, _, overload = name.removeprefix("aten::").partition(".")
+    return getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
+
+
+@functools.cache
+def left_out() -> frozenset[str]:
+    """Names of ampkit's lists that this torch does not have. Warns of them, once per process."""
+    lists = (*TORCH.values(), *DEFAULT_EXTRA.values())
+    missing = frozenset(name for groups in lists for group in groups for name in names(group) if _find(name) is None)
+    if missing:
+        warnings.warn(
+            f"torch {torch.__version__} does not have these operators of ampkit's lists, which leave them out: "
+            f"{', '.join(sorted(missing))}. The lists are made for {SUPPORTED}; `python -m ampkit doctor --operators` "
+            "compares them with the torch at hand",
+            stacklevel=3,
+        )
+    return missing

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch._ops import OpOverload
 
-from ampkit.policy import _module_rules
+from ampkit.policy import _module_rules, _written
+from ampkit.policy._messages import short
 from ampkit.policy._operator_keys import Operator, candidates, checked_rule, key_name, overloads
 from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, Group, Rule, fold
 
@@ -22,6 +23,7 @@ __all__ = ["Explanation", "Policy", "Rule", "register_op"]
 
 _WHY_COMPOSITE = "no list names it; the operators that it is made of follow their own rules"
 _WHY_UNLISTED = "no list names it; it runs in the dtype of its inputs"
+_PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Explanation(NamedTuple):
@@ -84,16 +86,16 @@ class Policy:
         modules: _module_rules.ModuleRules | None = None,
     ) -> None:
         modules = _module_rules.NONE if modules is None else modules
-        if base not in ("default", "torch"):
-            raise ValueError(f"unknown policy base {base!r}; expected 'default' or 'torch'")
-        if device_type not in TORCH:
+        if not isinstance(base, str) or base not in ("default", "torch"):
+            raise ValueError(f"unknown policy base {short(base)}; expected 'default' or 'torch'")
+        if not isinstance(device_type, str) or device_type not in TORCH:
             raise ValueError(
-                f"no operator lists for device type {device_type!r}; expected one of {', '.join(map(repr, TORCH))}"
+                f"no operator lists for device type {short(device_type)}; expected one of {', '.join(map(repr, TORCH))}"
             )
         for name, value in (
             ("base", base), ("device_type", device_type), ("overrides", overrides), ("modules", modules),
             ("_folded", None), ("_folded_at", -1), ("_hash", None),
-            ("text", "|".join([base, device_type, *[_text(layer) for layer in overrides]])),
+            ("text", "|".join([base, device_type, *map(_written.layer_text, overrides)])),
         ):
             object.__setattr__(self, name, value)
 
@@ -146,8 +148,37 @@ class Policy:
         base class beats a farther one. `float32` computes everything inside in float32, whatever comes in.
         Raises `TypeError` or `ValueError`, naming the key, for anything else and for a key that is already set.
         """
-        modules = self.modules.extended(rules, self.device_type, Policy)
-        return Policy(self.base, self.device_type, self.overrides, modules)
+        if not isinstance(rules, Mapping):
+            raise TypeError(f"for_modules takes a dict of module to dtype or policy, got {type(rules).__name__}")
+        keys = map(_module_rules.checked_key, rules)
+        items = [(key, self._precision(key, value)) for key, value in zip(keys, rules.values(), strict=True)]
+        return Policy(self.base, self.device_type, self.overrides, self.modules.extended(items))
+
+    def _precision(self, key: _module_rules.Key, value: Any) -> torch.dtype | Policy:
+        """What a rule of `for_modules` says; `ValueError` naming the key if a module cannot follow it."""
+        if isinstance(value, Policy):
+            if value.device_type != self.device_type:
+                raise ValueError(
+                    f"the policy for module {_module_rules.describe(key)} is for {value.device_type!r}, "
+                    f"not {self.device_type!r}"
+                )
+            if value._depth() >= _written.MOST_NESTED:
+                raise ValueError(
+                    f"the policy for module {_module_rules.describe(key)} holds policies that hold policies, more than "
+                    f"{_written.MOST_NESTED} deep; give modules inside others a rule by their path instead"
+                )
+            return value
+        dtype = _PRECISIONS.get(value) if isinstance(value, str) else value
+        if not isinstance(dtype, torch.dtype) or dtype not in _PRECISIONS.values():
+            raise ValueError(
+                f"{short(value)} is no precision for module {_module_rules.describe(key)}; expected torch.float32, "
+                "torch.bfloat16, torch.float16, their names, or a Policy"
+            )
+        return dtype
+
+    def _depth(self) -> int:
+        """How many policies are nested here, this one included."""
+        return 1 + max((value._depth() for _, value in self.modules.items if isinstance(value, Policy)), default=0)
 
     def rule_for(self, op: Operator) -> Rule:
         """The rule `op` follows. DECOMPOSE for an unlisted composite, KEEP for any other unlisted operator."""
@@ -189,37 +220,29 @@ class Policy:
         return {
             "base": self.base,
             "device_type": self.device_type,
-            "rules": _names(self.overrides),
-            "modules": self.modules.to_list(),
+            "rules": [_written.layer_dict(layer) for layer in self.overrides],
+            "modules": [
+                [_written.key_text(key), value.to_dict() if isinstance(value, Policy) else str(value)[len("torch.") :]]
+                for key, value in self.modules.items
+            ],
         }
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Policy:
-        """The policy that `to_dict` wrote. Raises `ValueError` naming the missing or unknown keys."""
-        wanted = {"base", "device_type", "rules", "modules"}
-        if set(state) != wanted:
-            raise ValueError(
-                f"not a policy: missing keys {sorted(wanted - set(state))}, unknown keys {sorted(set(state) - wanted)}"
-            )
-        policy = cls(state["base"], state["device_type"])
-        for layer in state["rules"]:
-            policy = policy.with_rules(layer)
-        for key, value in _module_rules.from_list(state["modules"], cls.from_dict):
-            policy = policy.for_modules({key: value})
-        return policy
+        """The policy that `to_dict` wrote. It may come from anywhere: reading it imports and runs nothing.
+
+        So where the policy names a module class, the module that defines the class must have been imported before.
+        Raises `TypeError` or `ValueError`, saying what is wrong, for anything that `to_dict` does not write.
+        """
+        return _restored(*_written.read_dict(state))
 
     @classmethod
     def from_text(cls, text: str) -> Policy:
-        """The operator rules of the policy with this `text`, without its module rules."""
-        base, device_type, *layers = text.split("|")
-        policy = cls(base, device_type)
-        for layer in layers:
-            rules: dict[Operator, str] = {}
-            for item in filter(None, layer.split(",")):
-                op, rule = item.split("=")
-                rules[op] = rule
-            policy = policy.with_rules(rules)
-        return policy
+        """The operator rules of the policy with this `text`, without its module rules.
+
+        Raises `TypeError` or `ValueError`, saying what is wrong, for any other text.
+        """
+        return _restored(*_written.read_text(text))
 
     def _layers(self) -> tuple[_Layer, ...]:
         return (
@@ -241,8 +264,19 @@ class Policy:
             object.__setattr__(self, "_hash", value)
         return value
 
+    def __copy__(self) -> Policy:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Policy:
+        """The same policy, but that a module it names, copied before it in one `deepcopy`, stands for its copy."""
+        modules = self.modules.copied(memo)
+        return self if modules == self.modules else Policy(self.base, self.device_type, self.overrides, modules)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return Policy.from_dict, (self.to_dict(),)
+        for key, _ in self.modules.items:
+            _written.check_travels(key)
+        layers = [_written.layer_dict(layer) for layer in self.overrides]
+        return _restored, (self.base, self.device_type, layers, self.modules.items)
 
     def __repr__(self) -> str:
         text = f"Policy.{self.base}({self.device_type!r})"
@@ -274,14 +308,14 @@ def register_changes() -> int:
     return _Registered.changes
 
 
-def _names(overrides: Any) -> list[dict[str, str]]:
-    """The rules of each `with_rules` in plain words."""
-    return [{key_name(op): rule.value for op, rule in layer} for layer in overrides]
-
-
-def _text(layer: tuple[tuple[OpOverload, Rule], ...]) -> str:
-    """The rules of one `with_rules` in one line."""
-    return ",".join(f"{key_name(op)}={rule.value}" for op, rule in layer)
+def _restored(base: Any, device_type: Any, layers: Iterable[Any], modules: Iterable[tuple[Any, Any]]) -> Policy:
+    """The policy of these parts. Pickles call it, and in them classes travel as any class does."""
+    policy = Policy(base, device_type)
+    for layer in layers:
+        policy = policy.with_rules(layer)
+    for key, value in modules:
+        policy = policy.for_modules({key: _restored(*value) if isinstance(value, _written.Parts) else value})
+    return policy
 
 
 @functools.lru_cache(maxsize=64)

@@ -13,11 +13,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.utils.checkpoint import CheckpointFunction
 
+from ampkit.torch_internals.lookup import private
+
 # The innermost (pack, unpack) hooks for saved tensors, or None; the argument says to look past disabled hooks.
-top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore
+top_hooks: Callable[[bool], Any] = private("_C._autograd._top_saved_tensors_default_hooks")
 
 # Set by `autocast`: how to run a function again under a mode. Kept here so that the mode need not know regions.
 reenter: Callable[[Any, Callable[..., Any]], Callable[..., Any]] | None = None
@@ -31,14 +32,16 @@ def note_region(mode: Any) -> None:
     hooks = top_hooks(True)
     frame = None if hooks is None else _frame_of(hooks[0])
     if frame is not None and reenter is not None and not getattr(frame, "_ampkit_region", False):
-        frame._ampkit_region = True
         if mode is not None:
             frame.recompute_fn = reenter(mode, frame.recompute_fn)
+        frame._ampkit_region = True
 
 
 def follow_reentrant(current: Callable[[], Any]) -> None:
     """Have the reentrant checkpoint recompute under the mode its forward ran in, which `current` tells."""
     forward = CheckpointFunction.forward
+    if hasattr(forward, "_ampkit_wraps"):
+        return
 
     @functools.wraps(forward)
     def followed(ctx: Any, *args: Any) -> Any:
@@ -48,6 +51,7 @@ def follow_reentrant(current: Callable[[], Any]) -> None:
             ctx.run_function = reenter(mode, ctx.run_function)
         return outputs
 
+    followed._ampkit_wraps = forward  # type: ignore[attr-defined]
     CheckpointFunction.forward = staticmethod(followed)  # pyright: ignore[reportAttributeAccessIssue]
 
 

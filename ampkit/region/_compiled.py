@@ -17,16 +17,20 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch._C._dynamo import eval_frame as _frames
 from torch.fx.node import has_side_effect
 
 from ampkit.policy.policy import Policy, register_changes
+from ampkit.torch_internals.lookup import private, refuse
 
 if TYPE_CHECKING:
     from ampkit.region.autocast import autocast
 
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+_Action = private("_C._dynamo.eval_frame._FrameAction")
+_Strategy = private("_C._dynamo.eval_frame._FrameExecStrategy")
+_set_strategy = private("_C._dynamo.eval_frame.set_code_exec_strategy")
 
 
 def runs_as_it_is(function: F) -> F:
@@ -35,8 +39,8 @@ def runs_as_it_is(function: F) -> F:
     Where a graph breaks inside a region, Dynamo goes on frame by frame; entering, casting and leaving are no frames
     to compile.
     """
-    skip = _frames._FrameAction.SKIP
-    _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, skip))
+    if refuse not in (_Action, _Strategy, _set_strategy):
+        _set_strategy(function.__code__, _Strategy(_Action.SKIP, _Action.SKIP))
     return function
 
 
@@ -66,26 +70,24 @@ def enter_region(
 
     `changes` is how often `register_op` had been called: as a constant of the graph it makes Dynamo trace anew.
     """
-    from ampkit.region.autocast import _Region, _regions, leave_ended
+    from ampkit.region.autocast import leave_down_to, leave_ended, push, regions
 
-    stack = _regions()
+    stack = regions()
     leave_ended(stack)
     tracing_in = tracer()
-    if tracing_in is not None:
-        tracing_in.output.add_cleanup_hook(functools.partial(_leave_down_to, stack, len(stack)))
-    region = _Region(_region(kind, dtype, enabled, cache_enabled, rules), stack, None)
+    if tracing_in is not None:      # which has to close the regions that it leaves open where it fails or stops
+        tracing_in.output.add_cleanup_hook(functools.partial(leave_down_to, stack, len(stack)))
     caller = sys._getframe(1)
-    if caller.f_code.co_filename.startswith("<eval_with_key>"):     # torch's name for the code of a graph
-        region.graph = caller
-    stack.append(region)
+    in_graph = caller.f_code.co_filename.startswith("<eval_with_key>")      # torch's name for the code of a graph
+    push(_region(kind, dtype, enabled, cache_enabled, rules), frame=caller if in_graph else None)
 
 
 def leave_region() -> None:
     """Close the region that `enter_region` opened last."""
-    from ampkit.region.autocast import _regions
+    from ampkit.region.autocast import leave_down_to, regions
 
-    stack = _regions()
-    stack.pop().leave(last=not stack)
+    stack = regions()
+    leave_down_to(stack, len(stack) - 1)
 
 
 @functools.lru_cache(maxsize=256)
@@ -98,12 +100,6 @@ def _region(kind: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool, r
     region._enabled = enabled
     region.policy = None if rules is None else Policy.from_text(rules)
     return region
-
-
-def _leave_down_to(stack: list[Any], depth: int) -> None:
-    """Close the regions that a trace has left open, because it failed or stopped inside them."""
-    while len(stack) > depth:
-        stack.pop().leave(last=not stack)
 
 
 def tracer() -> Any:

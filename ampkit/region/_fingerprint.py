@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import sys
 import threading
 from typing import Any
@@ -27,11 +28,27 @@ _DEVICES = ("ipu", "maia")
 _DIGITS = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 
 Mark = tuple[tuple[str, torch.dtype], ...]
+_EVERY: Mark = tuple((device, torch.float32) for device in _DEVICES)
 
-_thread = threading.local()
-_marking = threading.Lock()
+
+class _Thread(threading.local):
+    mark: Mark = ()     # that is written in this thread's autocast state
+
+
+thread = _Thread()
+_marking_lock = threading.Lock()
 _marks: dict[str, Mark] = {}
 _texts: dict[Mark, str] = {}
+
+
+def _forked() -> None:
+    """In a child process: the lock may be held by a thread that is not there."""
+    global _marking_lock
+    _marking_lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 class _Tags:
@@ -51,7 +68,7 @@ def _mark_of(policies: tuple[tuple[str, Policy], ...], changes: int) -> Mark:
     text = repr(policies)
     if registered():
         text += repr(sorted((op.name(), rule.value) for op, rule in registered().items()))
-    with _marking:
+    with _marking_lock:
         if text not in _marks:
             mark = _short_mark(policies)
             if mark is None:
@@ -89,31 +106,32 @@ def _free_mark(text: str) -> Mark:
         number += 1
 
 
-def write(mark: Mark) -> Mark:
-    """Make `mark` the mark of this thread; returns the one it replaces."""
-    before: Mark = getattr(_thread, "mark", ())
-    if mark is not before and mark != before:
+def write(mark: Mark, *, anew: bool = False) -> None:
+    """Make `mark` the mark of this thread; `anew` where an exception may have cut short the writing of another."""
+    before = thread.mark
+    if anew or (mark is not before and mark != before):
+        if anew:
+            before = _EVERY
         for device, _ in before:
             torch.set_autocast_enabled(device, False)
         for device, digit in mark:
             torch.set_autocast_dtype(device, digit)
             torch.set_autocast_enabled(device, True)
-        _thread.mark = mark
+        thread.mark = mark
     if mark:
         _watch()
-    return before
 
 
 def _watch() -> None:
     """Ask Dynamo, if it is there, to say when it begins and ends to compile. `torch._dynamo.reset` makes it forget."""
     handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
     if handler is not None and _tag not in handler.start_callbacks:     # None also while another thread imports it
+        handler.register_end_callback(_untag)       # first: a start that was never ended would tag all that follows
         handler.register_start_callback(_tag)
-        handler.register_end_callback(_untag)
 
 
 def _tag(_: Any) -> None:
-    mark: Mark = getattr(_thread, "mark", ())
+    mark = thread.mark
     if mark:
         _Tags.found = torch.compiler.config.cache_key_tag
         torch.compiler.config.cache_key_tag = _Tags.found + hashlib.sha256(_texts[mark].encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The dispatch mode that autocast rests on, lifted above autograd; and every private torch name it takes.
+"""The dispatch mode that autocast rests on, lifted above autograd.
 
 A `TorchDispatchMode` usually sits at the dispatch key `Python`, below autograd: a cast made there is not
 differentiated, and `linear` arrives as `t` + `addmm`. This one is put at a key above autograd, above functorch and
@@ -18,9 +18,8 @@ mode of whoever called backward, as with torch.amp.
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import sys
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
@@ -35,63 +34,23 @@ from ampkit.policy.op_table import Rule
 from ampkit.policy.policy import Policy, register_changes
 from ampkit.region import _checkpoint_frames, _compiled, _fingerprint, recurrent
 from ampkit.region.weight_cache import WeightCache
+from ampkit.torch_internals.dispatcher import BELOW as _BELOW
+from ampkit.torch_internals.dispatcher import KEY as _KEY
+from ampkit.torch_internals.dispatcher import KEY_NAME as _KEY_NAME
+from ampkit.torch_internals.dispatcher import Exclude as _Exclude
+from ampkit.torch_internals.dispatcher import get_in_tls as _get_in_tls
+from ampkit.torch_internals.dispatcher import has_kernel as _has_kernel
+from ampkit.torch_internals.dispatcher import higher_order_fallthrough as _hop_fallthrough
+from ampkit.torch_internals.dispatcher import higher_order_ops as _higher_order_ops
+from ampkit.torch_internals.dispatcher import is_excluded as _is_excluded
+from ampkit.torch_internals.dispatcher import is_in_tls as _is_in_tls
+from ampkit.torch_internals.dispatcher import is_included as _is_included
+from ampkit.torch_internals.dispatcher import put_in_tls as _put_in_tls
+from ampkit.torch_internals.dispatcher import set_excluded as _set_excluded
+from ampkit.torch_internals.dispatcher import set_included as _set_included
 
-_KEY_NAME = "TESTING_ONLY_GenericMode"
-_TLS_NAME = "ampkit.mode"
+TLS_NAME = "ampkit.mode"
 
-
-def _private_names() -> tuple[Any, ...]:
-    """Every private torch name this module takes, or one sentence about the torch that lacks it."""
-    try:
-        key = torch._C._dispatch_key_parse(_KEY_NAME)
-        return (
-            key,
-            torch._C._dispatch_keyset_full_after(key),
-            torch._C._ExcludeDispatchKeyGuard,
-            torch._C._IncludeDispatchKeyGuard,
-            torch._C._ForceDispatchKeyGuard,
-            torch._C._get_obj_in_tls,
-            torch._C._stash_obj_in_tls,
-            torch._C._is_key_in_tls,
-            torch._C._dispatch_tls_is_dispatch_key_included,
-            torch._C._dispatch_tls_is_dispatch_key_excluded,
-            torch._ops._higher_order_ops,
-            torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS,
-        )
-    except (AttributeError, RuntimeError) as error:
-        raise ImportError(
-            f"ampkit needs a dispatcher interface that torch {torch.__version__} does not have ({error}); "
-            "supported are torch 2.11 to 2.13"
-        ) from error
-
-
-(
-    _KEY, _BELOW, _Exclude, _Include, _Force, _get_in_tls, _stash_in_tls, _is_in_tls, _is_included, _is_excluded,
-    _higher_order_ops, _hop_fallthrough,
-) = _private_names()
-
-
-def _owning(stash: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
-    """`stash`, which in torch 2.11 drops a reference it never took: there, give it one to drop."""
-    probe = object()
-    increment = ctypes.pythonapi.Py_IncRef
-    increment.argtypes, increment.restype = [ctypes.py_object], None
-    increment(probe)        # for the torch that drops one
-    before = sys.getrefcount(probe)
-    stash("ampkit.probe", probe)
-    if sys.getrefcount(probe) > before:
-        return stash
-
-    def put(name: str, value: Any) -> None:
-        increment(value)
-        stash(name, value)
-
-    return put
-
-
-_put_in_tls = _owning(_stash_in_tls)
-
-_KEY_SET = DispatchKeySet(_KEY)
 _AUTOCAST_KEYS = {
     "cpu": "AutocastCPU", "cuda": "AutocastCUDA", "mps": "AutocastMPS", "xpu": "AutocastXPU", "hpu": "AutocastHPU",
     "mtia": "AutocastMTIA", "maia": "AutocastMAIA", "xla": "AutocastXLA", "ipu": "AutocastIPU",
@@ -127,7 +86,7 @@ class AutocastMode(TorchDispatchMode):
         self.lookup = None if cache is None else cache.cast
         self.tables = tuple((device, policy.rules()) for device, policy in policies)
         self.mark = _fingerprint.mark_of(policies)
-        self.hidden, self.below = _keysets(tuple(device for device, _ in policies))
+        self.hidden, self.below = keysets(tuple(device for device, _ in policies))
         for _, table in self.tables:
             if not table.installed:
                 install(table)
@@ -219,7 +178,7 @@ class AutocastMode(TorchDispatchMode):
 
 
 @functools.cache
-def _keysets(devices: tuple[str, ...]) -> tuple[DispatchKeySet, DispatchKeySet]:
+def keysets(devices: tuple[str, ...]) -> tuple[DispatchKeySet, DispatchKeySet]:
     """The keys that must not answer again for what the mode has cast, and those that an operator goes on to."""
     hidden = DispatchKeySet(_KEY)
     for device in devices:
@@ -229,64 +188,93 @@ def _keysets(devices: tuple[str, ...]) -> tuple[DispatchKeySet, DispatchKeySet]:
 
 def current() -> AutocastMode | None:
     """The mode of the innermost region open in this thread, or handed to it by autograd."""
-    mode = _get_in_tls(_TLS_NAME) if _is_in_tls(_TLS_NAME) else None
+    mode = _get_in_tls(TLS_NAME) if _is_in_tls(TLS_NAME) else None
     return mode if mode is not None and mode.open else None
 
 
 class Entered:
-    """One entry of a mode into this thread's dispatcher state, and what to put back on leaving."""
+    """One entry of a mode into this thread's dispatcher state, and what to put back on leaving.
 
-    __slots__ = ("guard", "mark", "mode", "previous")
+    Made before anything changes, and everything is put back as a value: `leave` undoes an `enter` that an exception has
+    cut short, and called again completes a `leave` that one has cut short.
+    """
+
+    __slots__ = ("active", "excluded", "included", "mark", "mode", "previous")
 
     def __init__(self, mode: AutocastMode, previous: AutocastMode | None, *, active: bool) -> None:
-        """Make `mode` the thread's mode in place of `previous`, the `current` one.
-
-        With `active` False operators go past it at no cost.
-        """
+        """`mode` is to come in place of `previous`, the `current` one. With `active` False operators go past it."""
         self.mode = mode
         self.previous = previous
-        _put_in_tls(_TLS_NAME, mode)
-        self.mark = _fingerprint.write(mode.mark if active else ())
-        if not active:
-            self.guard = _Exclude(_KEY_SET)
-        elif _is_excluded(_KEY):        # inside an island, or inside an operator
-            include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-            self.guard = _Force(include.add(_KEY), exclude.remove(_KEY))
-        else:
-            self.guard = _Include(_KEY)
-        self.guard.__enter__()
+        self.active = active
+        self.included = _is_included(_KEY)
+        self.excluded = _is_excluded(_KEY)      # inside an island, or inside an operator
+        self.mark = _fingerprint.thread.mark
 
-    def leave(self) -> None:
-        """Restore the state found on entry."""
-        self.guard.__exit__(None, None, None)
-        _fingerprint.write(self.mark)
-        _put_in_tls(_TLS_NAME, self.previous or self.mode.left)
+    def enter(self) -> None:
+        """Make the mode the thread's."""
+        _put_in_tls(TLS_NAME, self.mode)
+        _fingerprint.write(self.mode.mark if self.active else ())
+        if self.active and not self.included:
+            _set_included(_KEY, True)
+        if self.excluded is self.active:
+            _set_excluded(_KEY, not self.active)
+
+    def leave(self, *, again: bool = False) -> None:
+        """Restore the state found on entry; `again` after `enter` or `leave` was cut short."""
+        if again or (self.active and not self.included):
+            _set_included(_KEY, self.included)
+        if again or self.excluded is self.active:
+            _set_excluded(_KEY, self.excluded)
+        _fingerprint.write(self.mark, anew=again)
+        _put_in_tls(TLS_NAME, self.previous or self.mode.left)
 
 
 _libraries: dict[str, torch.library.Library] = {}
-_installed: set[OpOverload] = set()
-_installing = threading.Lock()
+_begun: set[OpOverload] = set()         # a kernel may be there: the registration has begun
+_installed: set[OpOverload] = set()     # and has ended
+_prepared = False
+_installing_lock = threading.Lock()
+
+
+def _forked() -> None:
+    """In a child process: the lock may be held by a thread that is not there."""
+    global _installing_lock
+    _installing_lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def install(ops: Iterable[OpOverload]) -> None:
-    """Register the mode's kernel for operators that have none yet. Once per operator and process."""
+    """Register the mode's kernel for operators that have none yet; what an interrupt cuts short, once more."""
     missing = [op for op in ops if op not in _installed]
     if not missing:
         return
-    with _installing:
-        if "_" not in _libraries:
-            _libraries["_"] = _fallthrough()
-            _let_higher_order_ops_through()
-            _checkpoint_frames.follow_reentrant(current)
+    with _installing_lock:
+        _prepare()
         for op in missing:
             if op in _installed:
                 continue
             namespace = op.namespace
             if namespace not in _libraries:
                 _libraries[namespace] = torch.library.Library(namespace, "IMPL")
-            _libraries[namespace].impl(op, _kernel(op), _KEY_NAME, with_keyset=True)
+            if op not in _begun or not _has_kernel(op.name(), _KEY_NAME):
+                _begun.add(op)
+                _libraries[namespace].impl(op, _kernel(op), _KEY_NAME, with_keyset=True)
             _go_before_tracer(op)
             _installed.add(op)
+
+
+def _prepare() -> None:
+    """What the first kernel of a process needs around it. Each part can be repeated."""
+    global _prepared
+    if not _prepared:
+        if "_" not in _libraries:
+            _libraries["_"] = _fallthrough()
+        _let_higher_order_ops_through()
+        _checkpoint_frames.follow_reentrant(current)
+        _prepared = True
 
 
 def _fallthrough() -> torch.library.Library:
@@ -308,7 +296,7 @@ def _kernel(op: OpOverload) -> Callable[..., Any]:
 
     @_compiled.runs_as_it_is
     def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        mode = _get_in_tls(_TLS_NAME)
+        mode = _get_in_tls(TLS_NAME)
         result = mode.__torch_dispatch__(op, (), args, kwargs)
         if result is not NotImplemented:
             return result
@@ -354,7 +342,8 @@ def _let_higher_order_ops_through() -> None:
     """`torch.cond` and its kind dispatch in Python and know nothing of fallbacks: tell them to skip the key."""
     for op in _higher_order_ops.values():
         op.fallthrough(_KEY)
-    _hop_fallthrough.append(_KEY)
+    if _KEY not in _hop_fallthrough:
+        _hop_fallthrough.append(_KEY)
 
 
 def _banned_message(op: OpOverload) -> str:

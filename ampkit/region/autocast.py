@@ -8,10 +8,9 @@ recurse. A region writes torch's own autocast state (enabled, dtype, cache flag)
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections import defaultdict
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Literal
 
@@ -26,12 +25,13 @@ from ampkit.region import (
     _decorate,
     _lifted_mode,
     _module_regions,
+    _self_check,
     recording,
 )
 from ampkit.region._lifted_mode import AutocastMode, Entered
 from ampkit.region._region_arguments import available, checked_dtype, checked_flag, current_device_type, device_kind
 from ampkit.region._unwound import is_running
-from ampkit.region.weight_cache import WeightCache, capturing
+from ampkit.region.weight_cache import RegionCache, WeightCache, capturing
 
 __all__ = [
     "autocast", "clear_autocast_cache", "float32_region", "get_autocast_dtype", "is_autocast_enabled",
@@ -75,7 +75,7 @@ class autocast:
         cache: WeightCache | None = None,
     ) -> None:
         if not _compiled.tracing():
-            leave_ended(_regions())
+            leave_ended(regions())
         self.device = device_type if device_type is not None else current_device_type()
         kind = device_kind(self.device)
         self._kind = kind
@@ -96,39 +96,40 @@ class autocast:
         return f"autocast({self.device!r}, {self.fast_dtype}, enabled={self._enabled}{more})"
 
     @_compiled.runs_as_it_is
-    def __enter__(self) -> autocast:
-        return self.enter()
-
-    @_compiled.runs_as_it_is
-    def enter(self, root: Module | None = None) -> autocast:
-        """As `with`; paths of `Policy.for_modules` count from `root` where one is given. Leave with `leave`."""
+    def __enter__(self, root: Module | None = None) -> autocast:
         if _compiled.tracing():
             _compiled_modules.enter(self, root)
-            return self
-        stack = _regions()
-        leave_ended(stack)
-        _module_regions.leave_interrupted()
-        stack.append(_Region(self, stack, root))
+        else:
+            push(self, root)
         return self
 
-    @_compiled.runs_as_it_is
-    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> Literal[False]:
-        self.leave()
-        return False
+    enter = __enter__       # paths of `Policy.for_modules` count from `root`, where one is given
 
     @_compiled.runs_as_it_is
-    def leave(self) -> None:
-        """Leave the region, which must be the innermost open one of this thread."""
-        if _compiled.tracing():
-            _compiled_modules.leave(self)
-            return
-        stack = _regions()
-        leave_ended(stack)
-        if not stack or stack[-1].owner is not self:
-            _leave_interrupted(self, stack)
-        stack.pop().leave(last=not stack)
-        while stack and stack[-1].overdue:
-            stack.pop().leave(last=not stack)
+    def __exit__(self, exc_type: Any = None, exc_value: Any = None, traceback: Any = None) -> Literal[False]:
+        depth = None
+        try:
+            if _compiled.tracing():
+                _compiled_modules.leave(self)
+                return False
+            stack = regions()
+            innermost = bool(stack) and stack[-1].owner is self and not stack[-1].overdue
+            depth = len(stack) - 1 if innermost else _depth_without(self, stack, exc_type)
+            leave_down_to(stack, depth)
+        except BaseException as error:      # an interrupt kept leaving from beginning, or cut it short
+            stack = regions()
+            if depth is None and type(error) is not RuntimeError:
+                depth = _depth_without(self, stack, exc_type)
+            if depth is not None:
+                leave_down_to(stack, depth)
+            raise
+        return False
+
+    leave = __exit__
+
+    def is_open(self) -> bool:
+        """Whether it was entered in this thread, and not left."""
+        return any(region.owner is self for region in regions())
 
     def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
         """`func` with its body run inside the region, also when it is a generator or a coroutine."""
@@ -150,60 +151,98 @@ class float32_region(autocast):
 
 
 class _Region:
-    """One entry of an `autocast`: what it changed, and what to put back."""
+    """One entry of an `autocast`: what it changed, and what to put back.
 
-    __slots__ = ("cache", "dtype", "enabled", "entered", "flag", "graph", "hooks", "kind", "overdue", "owner")
+    Made before it changes anything, and put back as values: `leave` undoes an `enter` that an exception has cut short,
+    an interrupt or an error, and completes a `leave` that was cut short.
+    """
 
-    def __init__(self, owner: autocast, stack: list[_Region], root: Module | None) -> None:
+    __slots__ = (
+        "cache", "dtype", "enabled", "entered", "flag", "frame", "hooks", "kind", "overdue", "owner", "whole",
+    )
+
+    def __init__(
+        self, owner: autocast, stack: list[_Region], root: Module | None, frame: FrameType | None
+    ) -> None:
         kind = owner._kind
         outer = _lifted_mode.current()
         if _checkpoint_frames.top_hooks(True) is not None:
             _checkpoint_frames.note_region(outer)
         self.owner = owner
-        self.overdue = False        # its `with` ended too early; it is left together with the region inside it
-        self.graph: FrameType | None = None     # the call of a compiled graph that entered it
+        self.frame = frame          # of the compiled graph that enters it, whose call an exception may end
+        self.overdue = False        # to be left as soon as nothing is open inside it
+        self.whole = False          # entered to the end, and leaving it has not begun
         self.kind = kind
         self.enabled = torch.is_autocast_enabled(kind)
         self.dtype = torch.get_autocast_dtype(kind)
         self.flag = torch.is_autocast_cache_enabled()
         self.cache = self._cache(owner, stack)
+        self.hooks: _module_regions.Watch | None = None
         policy, policies = _policies(outer, kind, owner.policy)
+        if owner._enabled and policy.modules:
+            self.hooks = _module_regions.Watch(policy, root)
         active = owner._enabled or any(torch.is_autocast_enabled(other) for other, _ in policies if other != kind)
         self.entered = Entered(_mode(policies, self.cache if owner._cache_enabled else None), outer, active=active)
-        torch.set_autocast_enabled(kind, owner._enabled)
-        torch.set_autocast_dtype(kind, owner.fast_dtype)
+
+    def enter(self) -> None:
+        """Make the region the thread's."""
+        owner = self.owner
+        self.entered.enter()
+        torch.set_autocast_enabled(self.kind, owner._enabled)
+        torch.set_autocast_dtype(self.kind, owner.fast_dtype)
         torch.set_autocast_cache_enabled(owner._cache_enabled)
-        torch.autocast_increment_nesting()
-        self.hooks = _module_regions.watch(policy, root) if owner._enabled and policy.modules else None
+        _levels[self]
+        if self.hooks is not None:
+            self.hooks.begin()
+        self.whole = True
 
     def _cache(self, owner: autocast, stack: list[_Region]) -> WeightCache:
         """The cache of this entry: its own if it was given one, else the enclosing region's, else a new one."""
         capture = capturing()
         if owner.cache is not None and not capture:
-            owner.cache.drop_outdated()
+            owner.cache.enter()
             return owner.cache
         if stack and stack[-1].cache.in_capture == capture:
             return stack[-1].cache
         if capture:
-            fresh = WeightCache()
+            fresh = RegionCache()
             fresh.in_capture = True
             return fresh
         return _thread_cache()
 
     def leave(self, *, last: bool) -> None:
         """Put back what was found on entry."""
+        again = not self.whole
+        self.overdue = True         # if this is cut short, the next region that is entered or left completes it
+        self.whole = False
         if self.hooks is not None:
             self.hooks.remove()
-        if torch.autocast_decrement_nesting() == 0:
+        if again:
+            self._uncount_again()
+        elif torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
         torch.set_autocast_enabled(self.kind, self.enabled)
         torch.set_autocast_dtype(self.kind, self.dtype)
         torch.set_autocast_cache_enabled(self.flag)
-        self.entered.leave()
+        self.entered.leave(again=again)
         if self.owner.cache is not None:
-            self.owner.cache.disconnect()
+            self.owner.cache.leave()
         elif last:
             self.cache.clear()
+        _levels.pop(self, None)
+
+    def _uncount_again(self) -> None:
+        """Take the region out of torch's count, where it may not be in it, or no longer."""
+        level = _levels.get(self)
+        if level is None:
+            return
+        now = torch.autocast_decrement_nesting()
+        while now >= level:
+            now = torch.autocast_decrement_nesting()
+        while now < level - 1:
+            now = torch.autocast_increment_nesting()
+        if now == 0:
+            torch.clear_autocast_cache()
 
 
 def is_autocast_enabled(device_type: str | None = None) -> bool:
@@ -218,7 +257,7 @@ def get_autocast_dtype(device_type: str | None = None) -> torch.dtype:
 
 def clear_autocast_cache() -> None:
     """Drop the weight casts of the regions open in this thread; weights are cast anew at their next use."""
-    for region in _regions():
+    for region in regions():
         region.cache.clear()
     torch.clear_autocast_cache()
 
@@ -248,6 +287,7 @@ def _mode(policies: tuple[tuple[str, Policy], ...], cache: WeightCache | None) -
     modes = _uncached_modes if cache is None else cache.modes
     mode = modes.get(policies)
     if mode is None or mode.changes != register_changes() or mode.record is not recording.current():
+        _self_check.once()
         if len(modes) >= 16:
             modes.clear()
         mode = modes[policies] = recording.new_mode(policies, cache)
@@ -259,16 +299,19 @@ def _thread_cache() -> WeightCache:
     try:
         return _thread.cache
     except AttributeError:
-        _thread.cache = WeightCache()
+        _thread.cache = RegionCache()
         return _thread.cache
 
 
+# Entry -> its level in torch's count of open regions. Looking an entry up the first time counts it: one instruction,
+# so an interrupt comes before or after it, and whether an entry is counted is never in doubt.
+_levels: defaultdict[_Region, int] = defaultdict(torch.autocast_increment_nesting)
 _uncached_modes: dict[Any, AutocastMode] = {}
 _default_policies: dict[str, Policy] = {}
 _thread = threading.local()
 
 
-def _regions() -> list[_Region]:
+def regions() -> list[_Region]:
     """The regions open in this thread, outermost first."""
     try:
         return _thread.regions
@@ -277,24 +320,61 @@ def _regions() -> list[_Region]:
         return _thread.regions
 
 
+def push(owner: autocast, root: Module | None = None, frame: FrameType | None = None) -> None:
+    """Enter a region; `frame` is that of the compiled graph that enters it, if one does."""
+    stack = regions()
+    if stack:
+        leave_ended(stack)
+    _module_regions.leave_interrupted()
+    region = _Region(owner, stack, root, frame)
+    depth = len(stack)
+    try:
+        stack.append(region)
+        region.enter()
+    except BaseException:
+        leave_down_to(stack, depth)
+        raise
+
+
+def leave_down_to(stack: list[_Region], depth: int) -> None:
+    """Leave the innermost regions of this thread until so many are open, and those around them that are overdue."""
+    try:
+        while len(stack) > depth or (stack and stack[-1].overdue):
+            stack[-1].leave(last=len(stack) == 1)
+            stack.pop()
+    except BaseException:       # an interrupt: what it has cut short is done over
+        while len(stack) > depth or (stack and stack[-1].overdue):
+            stack[-1].leave(last=len(stack) == 1)
+            stack.pop()
+        raise
+
+
 def leave_ended(stack: list[_Region]) -> None:
-    """Leave the innermost regions that compiled graphs entered whose call has ended with an exception."""
-    while stack and stack[-1].graph is not None and not is_running(stack[-1].graph):
-        if _compiled.tracer() is not None:
+    """Leave the innermost regions that are overdue, or entered by a compiled graph whose call an exception ended."""
+    while stack:
+        frame = stack[-1].frame
+        if not stack[-1].overdue and (frame is None or is_running(frame) or _compiled.tracer() is not None):
             return      # a trace must leave the thread's state as it was
-        stack.pop().leave(last=not stack)
+        leave_down_to(stack, len(stack) - 1)
 
 
-def _leave_interrupted(region: autocast, stack: list[_Region]) -> None:
-    """Leave the regions of modules inside `region` whose forward was interrupted; `RuntimeError` for any other."""
-    inner = [n for n, entry in enumerate(reversed(stack)) if entry.owner is region and not entry.overdue]
-    if not inner:
+def _depth_without(region: autocast, stack: list[_Region], exc_type: type[BaseException] | None) -> int:
+    """How many regions are open once `region` is left, with those inside that have to go with it.
+
+    Those are of modules, whose forward was interrupted; and any, where an interrupt ends the region, which may have hit
+    the leaving of theirs. `RuntimeError` for a region that is not open, or not the innermost.
+    """
+    leave_ended(stack)
+    depth = len(stack) - 1
+    while depth >= 0 and (stack[depth].owner is not region or stack[depth].overdue):
+        depth -= 1
+    if depth < 0:
         raise RuntimeError(_out_of_order(region, None))
-    if not all(entry.owner.of_module for entry in stack[len(stack) - inner[0] :]):
-        stack[-1 - inner[0]].overdue = True
+    interrupted = exc_type is not None and issubclass(exc_type, (KeyboardInterrupt, SystemExit))
+    if not interrupted and not all(inner.owner.of_module for inner in stack[depth + 1 :]):
+        stack[depth].overdue = True
         raise RuntimeError(_out_of_order(region, stack[-1].owner))
-    for _ in range(inner[0]):
-        stack.pop().leave(last=False)
+    return depth
 
 
 def _out_of_order(region: autocast, innermost: autocast | None) -> str:
@@ -308,38 +388,3 @@ def _out_of_order(region: autocast, innermost: autocast | None) -> str:
         "left; leave regions in the reverse of the order they were entered. A generator or coroutine that is suspended "
         "inside `with autocast():` does this: decorate its function with autocast instead"
     )
-
-
-@contextlib.contextmanager
-def reentered(
-    policies: tuple[tuple[str, Policy], ...], *, cached: bool, watch: Callable[[], AbstractContextManager[None]]
-) -> Iterator[None]:
-    """A context for a recompute: regions with these policies, a cache of its own, and modules followed by `watch`.
-
-    Enabled flags and dtypes are the caller's to restore, around it.
-    """
-    mode = recording.new_mode(policies, WeightCache() if cached else None)
-    entered = Entered(mode, _lifted_mode.current(), active=bool(policies))
-    try:
-        with watch():
-            yield
-    finally:
-        leave_ended(_regions())     # a recompute ends with an exception when it has what backward needs
-        entered.leave()
-
-
-def _run_again(mode: AutocastMode, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` for a recompute in backward, under the policies of its forward.
-
-    torch's checkpoint restores the enabled flags and dtypes itself.
-    """
-    watch = _module_regions.watch_again()
-
-    def recompute(*args: Any, **kwargs: Any) -> Any:
-        with reentered(mode.policies, cached=mode.cache is not None, watch=watch):
-            return function(*args, **kwargs)
-
-    return recompute
-
-
-_checkpoint_frames.reenter = _run_again

@@ -11,7 +11,7 @@ import functools
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from types import FrameType
@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext
 from torch._ops import OpOverload
 from torch.nn import Module
 
@@ -28,11 +27,14 @@ from ampkit.policy._module_rules import path_of
 from ampkit.policy.op_table import Rule
 from ampkit.policy.policy import Policy
 from ampkit.region._lifted_mode import AutocastMode
+from ampkit.region._restoring import Restoring
 from ampkit.region.weight_cache import WeightCache
+from ampkit.torch_internals.lookup import private
 
 __all__ = ["CastRecord", "RecordedCall", "record_casts"]
 
 _LIBRARIES = tuple(f"{Path(str(package.__file__)).parent}/" for package in (torch, sys.modules["ampkit"]))
+_TracingContext = private("_guards.TracingContext")
 _CALL_OF_A_MODULE = Module._call_impl.__code__
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _HEADER = ("calls", "operator", "rule, set by", "module", "operands", "computed in", "casts", "cached", "MB")
@@ -93,8 +95,7 @@ class CastRecord:
         return "\n".join([*lines, f"{total}{self.cached} taken from the cache"])
 
 
-@contextlib.contextmanager
-def record_casts() -> Iterator[CastRecord]:
+class record_casts(Restoring[CastRecord], contextlib.ContextDecorator):
     """Note what every region entered in here does, in all threads: forward, recomputation, and casts in backward.
 
     Shows why an operator was cast, and what casting costs in a step::
@@ -110,12 +111,16 @@ def record_casts() -> Iterator[CastRecord]:
     before it is compiled. FakeTensors are recorded like others, those of a GPU that is not there too. A record inside a
     record takes the regions for itself. The record holds no tensors. Never syncs.
     """
-    record = CastRecord()
-    _taken.append(record)
-    try:
-        yield record
-    finally:
-        _taken.remove(record)       # not always the last: records of two threads may overlap
+
+    def record(self) -> None:
+        self.taken = CastRecord()
+
+    def change(self) -> CastRecord:
+        _taken.append(self.taken)
+        return self.taken
+
+    def restore(self, *, again: bool) -> None:
+        _taken[:] = [record for record in _taken if record is not self.taken]      # not always the last: threads
 
 
 _taken: list[CastRecord] = []
@@ -147,7 +152,7 @@ class _RecordingMode(AutocastMode):
     def prepare(self, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self.reused.casts = []
         call = super().prepare(op, args, kwargs)
-        if call is not None and TracingContext.try_get() is None:
+        if call is not None and _TracingContext.try_get() is None:
             self.record.calls.append(self._noted(op, (*args, *kwargs.values()), (*call[1], *call[2].values())))
         self.reused.casts = []
         return call

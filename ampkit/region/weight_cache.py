@@ -1,9 +1,23 @@
 """The cast cache: the low-precision copy of a weight, made once and used until the weight changes.
 
-What is kept: casts of float32 leaves that require grad, and of frozen `nn.Parameter`s; never of views, of activations
-or of tensors made in inference mode. An entry answers only for the very tensor it was made from (weak reference), at
-the same version counter and the same storage address, and only until some `torch.optim.Optimizer` steps: `fused=True`
-optimizers and `.data` writes move weights without moving their version, hence the optimizer hook.
+What is kept: casts of float32 leaves that require grad, outside inference mode, as with torch.amp: what is cast anew
+cannot be stale. A `WeightCache` of the user's own also keeps those of frozen `nn.Parameter`s, and serves inference
+mode. Never casts of views, of activations or of tensors made in inference mode.
+
+Why an entry is the weight's cast. It answers only
+- for the very tensor it was made from: a weak reference, whose death removes the entry;
+- at the same version counter, which every write that autograd knows of moves;
+- at the same address in the same memory. An address alone comes back as soon as `p.data = ...` has freed it; the
+  entry therefore holds a weak reference to the storage too, and goes when that dies. A storage that lives is the only
+  one at its address. Nothing is pinned: a replaced storage is freed at once, and its cast with it;
+- until an optimizer steps. Fused optimizers, and those that write through `.data`, move no version; hence the hooks.
+  Both ends of a step count: one that is interrupted never reaches its second hook.
+
+Between regions anybody may write to a weight in ways that move nothing. An entry is therefore kept past its region,
+and used in the next, only if the weight lies in memory that torch allocated and that no other tensor, array or process
+shares, in the layout it had; if no collective of `torch.distributed` has run since; and if no optimizer step was ever
+captured into a CUDA graph, since replays call no hook. So weights that FSDP, ZeRO or flat buffers fill are cast anew in
+each region. What remains unseen is listed at `WeightCache`, whose `verify` finds it.
 
 Casts are made with grad mode on and inference mode off, so that one entry serves `no_grad`, `inference_mode` and
 training alike and gradients flow. Between regions an entry is kept without its autograd history, and gets a new one at
@@ -13,6 +27,7 @@ that of an earlier micro-batch comes last, so all gradients would wait in memory
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -21,20 +36,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ampkit.policy.casting import converter
+from ampkit.region._answered_copy import Answer
+from ampkit.region._unseen_writes import collectives, owns_its_memory
+from ampkit.torch_internals.lookup import private
 
-__all__ = ["CacheInfo", "WeightCache", "capturing"]
+__all__ = ["CacheInfo", "RegionCache", "WeightCache", "capturing"]
 
 # Asked at every use of every weight: finding a name in three modules takes longer than the answer.
 _cache_enabled = torch.is_autocast_cache_enabled
 _grad_enabled = torch.is_grad_enabled
 _inference_mode = torch.is_inference_mode_enabled
-_n_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-_tracing_state: Callable[[], Any] = torch._C._get_tracing_state
-_functorch_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level  # pyright: ignore
+_n_modes: Callable[[], int] = private("_C._len_torch_dispatch_stack")
+_tracing_state: Callable[[], Any] = private("_C._get_tracing_state")
+_functorch_level: Callable[[], int | None] = private("_C._functorch.maybe_current_level")
 
 
 class CacheInfo(NamedTuple):
@@ -46,45 +63,78 @@ class CacheInfo(NamedTuple):
     misses: int     # casts made, each of which read and wrote the weight once
 
 
-class _Weight(weakref.ref[Tensor]):
-    """A weak reference to a weight that knows the entry made from it."""
+class _Ref(weakref.ref[Any]):
+    """A weak reference to a weight, or to its storage, that knows the entry made from it."""
 
     __slots__ = ("key",)
     key: tuple[int, torch.dtype]
 
 
 class _Entry:
-    __slots__ = ("address", "cast", "nbytes", "steps", "version", "weight")
+    __slots__ = ("address", "cast", "collectives", "layout", "nbytes", "steps", "storage", "version", "weight")
 
-    def __init__(self, weight: _Weight, version: int, address: int, steps: int, cast: Tensor) -> None:
-        self.weight = weight
-        self.version = version
-        self.address = address
-        self.steps = steps
-        self.cast = cast
-        self.nbytes = cast.nbytes
+    cast: Tensor
+    nbytes: int
+    layout: Any         # this and the next in caches that outlive regions
+    collectives: Any
+
+    def __init__(self, key: tuple[int, torch.dtype], leaf: Tensor, forget: Callable[[Any], None]) -> None:
+        """What tells later whether `leaf` still has the values it has now."""
+        self.version = leaf._version
+        self.steps = _steps.count
+        self.weight = weight = _Ref(leaf, forget)
+        weight.key = key
+        if type(leaf) is Parameter or type(leaf) is Tensor:
+            self.address: int | None = leaf.data_ptr()
+            self.storage: _Ref | None = _Ref(leaf.untyped_storage(), forget)
+            self.storage.key = key
+        else:       # a subclass may have neither of its own
+            self.address = self.storage = None
 
 
 class WeightCache:
     """Keeps weight casts across regions until an optimizer steps: pass it as `autocast(cache=...)`.
 
     With gradient accumulation each weight is then cast once per optimizer step instead of once per micro-batch.
-    Call `clear()` after writing weights in place through `.data` (`p.data.copy_(average)`), which moves no version
-    counter, and before converting a module under `torch.__future__.set_swap_module_params_on_conversion`, which refuses
-    weights that weak references point to.
     `max_bytes` bounds what is held (None: no bound); the least recently used casts go first. May be shared between
-    threads. Holds no reference to a parameter once the region is left. Never syncs.
+    threads. Holds no reference to a parameter once the region is left. Never syncs, unless it verifies.
+
+    A weight may be written in ways that no cache can see. Call `clear()` after
+
+    - writes in place through an alias that is gone again: `p.data.copy_(average)`, `p.detach().numpy()`, DLPack,
+      `p.untyped_storage()`, `torch.ops.aten._unsafe_view`, or under `torch.autograd._unsafe_preserve_version_counter`;
+    - fused updates without an optimizer: `torch.optim.adam.adam(fused=True)`, `torch._fused_sgd_`;
+    - a kernel of your own, or a CUDA graph captured before the first region or `WeightCache`;
+    - `torch.distributed.recv` over NCCL, collectives that do not go through `torch.distributed`, and asynchronous ones
+      between whose start and end the weight was cast;
+    - another process that has the weight's CUDA memory;
+
+    all of these, and collectives and replays of CUDA graphs, also inside an open region (there `torch.amp` keeps the
+    old cast of a weight that requires grad, too), and before converting a module under
+    `torch.__future__.set_swap_module_params_on_conversion`, which refuses weights that weak references point to.
+
+    `verify` looks for such writes: at each use of a kept cast it compares it with the weight, every element with True,
+    so many of them, spread evenly, with a number. Raises `RuntimeError` where they differ. It syncs: for debugging.
 
     >>> cache = WeightCache(max_bytes=2**30)
     >>> cache.info()
     CacheInfo(entries=0, bytes=0, hits=0, misses=0)
     """
 
-    def __init__(self, max_bytes: int | None = None) -> None:
+    outlives_regions = True
+
+    def __init__(self, max_bytes: int | None = None, verify: bool | int = False) -> None:
         if max_bytes is not None and (not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 0):
             raise ValueError(f"max_bytes is {max_bytes!r}; expected a number of bytes, 0 or more, or None for no bound")
+        if not isinstance(verify, int) or (verify < 1 and verify is not False):
+            raise ValueError(
+                f"verify is {verify!r}; expected True to compare every element at each use, a number of elements, 1 or "
+                "more, or False to compare none"
+            )
         _watch_optimizers()
         self.max_bytes = max_bytes
+        self.verify = verify
+        self._looks_at_hits = max_bytes is not None or bool(verify)
         self.in_capture = False     # made inside a CUDA graph capture, so its casts belong to that graph
         self._entries: dict[tuple[int, torch.dtype], _Entry] = {}      # the least recently used first, if bounded
         self._forget = _forgetting(self)
@@ -98,10 +148,12 @@ class WeightCache:
             _steps.caches.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return WeightCache, (self.max_bytes,)       # a copy starts empty: what is held belongs to these very weights
+        # A copy starts empty: what is held belongs to these very weights.
+        return type(self), (self.max_bytes, self.verify)
 
     def __repr__(self) -> str:
-        return f"WeightCache(max_bytes={self.max_bytes}): {self.info()}"
+        verify = f", verify={self.verify}" if self.verify else ""
+        return f"WeightCache(max_bytes={self.max_bytes}{verify}): {self.info()}"
 
     @property
     def hits(self) -> int:
@@ -125,17 +177,28 @@ class WeightCache:
         if self._looked_at == steps:
             return
         with self._lock:
-            for key in list(self._entries):     # a copy: what is freed on the way may be a weight, see `_forgetting`
-                entry = self._entries.get(key)
-                if entry is not None and entry.steps != steps:
+            for key, entry in list(self._entries.items()):      # a copy: what is freed on the way may be a weight
+                if entry.steps != steps:
                     self._remove(key)
             self._looked_at = steps
 
-    def disconnect(self) -> None:
-        """Forget the autograd history of every cast, so that parameters can be freed; the values stay."""
+    def enter(self) -> None:
+        """A region is entered: drop what may have been written since its cast was made, seen or unseen."""
+        self.drop_outdated()
+        if self._entries:
+            now = collectives()
+            with self._lock:
+                for key, entry in list(self._entries.items()):
+                    if entry.collectives != now or not _is_as_it_was(entry):
+                        self._remove(key)
+
+    def leave(self) -> None:
+        """A region is left: keep what the next may use, and of that the values, so that parameters can be freed."""
         with self._lock:
-            for entry in list(self._entries.values()):      # a copy: the history may be all that keeps a weight alive
-                if entry.cast.requires_grad:
+            for key, entry in list(self._entries.items()):      # a copy, as above
+                if not _is_as_it_was(entry):
+                    self._remove(key)
+                elif entry.cast.requires_grad:
                     entry.cast = entry.cast.detach()
 
     def cast(self, leaf: Tensor, dtype: torch.dtype) -> Tensor:
@@ -143,60 +206,96 @@ class WeightCache:
         key = (id(leaf), dtype)
         entry = self._entries.get(key)
         if entry is None or entry.weight() is not leaf:
-            if not _is_weight(leaf) or self._in_the_way(leaf):
+            if not self._keeps(leaf):
                 return leaf.to(dtype)
-            return self._make(key, leaf, dtype)
-        if self._in_the_way(leaf):
-            return leaf.to(dtype)
-        # `_address`, without the call: this runs for every weight of every operator.
-        plain = type(leaf) is Parameter or type(leaf) is Tensor
-        if (
-            entry.version != leaf._version
-            or (plain and entry.address != leaf.data_ptr())
-            or entry.steps != _steps.count
-        ):
-            return self._make(key, leaf, dtype)
-        self._hits += 1
-        if self.max_bytes is not None:
-            with self._lock:
-                if self._entries.pop(key, None) is not None:
-                    self._entries[key] = entry
-        cast = entry.cast
-        if cast.requires_grad is not leaf.requires_grad:    # kept from an earlier region, or frozen or unfrozen since
-            cast = entry.cast = _connect(leaf, cast) if leaf.requires_grad else cast.detach()
-        return cast
-
-    def _in_the_way(self, leaf: Tensor) -> bool:
-        """Whether the cache is not to be used here: switched off, a recording, or a graph capture it is not of."""
-        return (
+            entry = None
+        if (        # in place, as this runs for every weight of every operator
             not _cache_enabled()        # by a `torch.autocast` region inside ours
-            or _n_modes() > 0
+            or _n_modes() > 0           # a recording, as in the next two
             or _tracing_state() is not None
             or _functorch_level() is not None
             or (leaf.is_cuda and capturing() != self.in_capture)
+            or (not self.outlives_regions and _inference_mode())
+        ):
+            return leaf.to(dtype)
+        if entry is None:
+            return self._make(key, leaf, dtype)
+        if (
+            entry.version != leaf._version
+            or (entry.address is not None and entry.address != leaf.data_ptr())
+            or entry.steps != _steps.count
+        ):
+            return self._make(key, leaf, dtype) if self._keeps(leaf) else leaf.to(dtype)
+        cast = entry.cast
+        if cast.requires_grad is not leaf.requires_grad:    # kept from an earlier region, or frozen or unfrozen since
+            if not self._keeps(leaf):
+                return leaf.to(dtype)
+            cast = entry.cast = _connect(leaf, cast) if leaf.requires_grad else cast.detach()
+        if self._looks_at_hits:
+            if self.verify:
+                self._compare(key, leaf, cast)
+            if self.max_bytes is not None:
+                with self._lock:
+                    if self._entries.pop(key, None) is not None:
+                        self._entries[key] = entry
+        self._hits += 1
+        return cast
+
+    def _keeps(self, leaf: Tensor) -> bool:
+        """Whether casts of a leaf are kept: never those of views and inputs, and of frozen weights only across regions.
+
+        Nor of tensors made in inference mode: they have no version counter, so a write to them could not be seen.
+        """
+        return (
+            leaf.dtype is torch.float32
+            and leaf.layout is torch.strided        # others have no address to tell a replaced storage by
+            and (
+                leaf.requires_grad
+                or (self.outlives_regions and isinstance(leaf, Parameter) and owns_its_memory(leaf))
+            )
+            and not leaf._is_view()
+            and not leaf.is_inference()
         )
 
     def _make(self, key: tuple[int, torch.dtype], leaf: Tensor, dtype: torch.dtype) -> Tensor:
         """Cast a weight and keep the cast."""
         self._misses += 1
-        version, address, steps = leaf._version, _address(leaf), _steps.count   # before: a write meanwhile outdates it
-        made = _recorded(leaf, dtype)
-        weight = _Weight(leaf, self._forget)
-        weight.key = key
-        self._add(key, _Entry(weight, version, address, steps, made))
-        return made
-
-    def _add(self, key: tuple[int, torch.dtype], entry: _Entry) -> None:
+        entry = _Entry(key, leaf, self._forget)     # before the cast: a write meanwhile outdates it
+        if self.outlives_regions:
+            entry.layout, entry.collectives = (leaf.shape, leaf.stride()), collectives()
+        entry.cast = made = _recorded(leaf, dtype)
+        entry.nbytes = nbytes = made.nbytes
         with self._lock:
             if key in self._entries:
                 self._remove(key)
             if self.max_bytes is not None:
-                if entry.nbytes > self.max_bytes:
-                    return
-                while self._entries and self._bytes + entry.nbytes > self.max_bytes:
+                if nbytes > self.max_bytes:
+                    return made
+                while self._entries and self._bytes + nbytes > self.max_bytes:
                     self._remove(next(iter(self._entries)))
             self._entries[key] = entry
-            self._bytes += entry.nbytes
+            self._bytes += nbytes
+        return made
+
+    def _compare(self, key: tuple[int, torch.dtype], leaf: Tensor, cast: Tensor) -> None:
+        """Raise, and drop the cast, if it is not that of the weight as it is now."""
+        fresh, kept = leaf.detach(), cast.detach()
+        n = kept.numel()
+        if leaf.shape == kept.shape:
+            if self.verify is not True and self.verify < n:
+                at = torch.linspace(0, n - 1, self.verify, dtype=torch.float64, device=leaf.device).long()
+                fresh, kept = fresh.flatten()[at], kept.flatten()[at]
+            fresh = fresh.to(kept.dtype)
+            n = int(((fresh != kept) & ~(fresh.isnan() & kept.isnan())).sum())
+            if n == 0:
+                return
+        with self._lock:
+            self._remove(key)
+        raise RuntimeError(
+            f"the {cast.dtype} cast of a weight of shape {tuple(leaf.shape)} is stale: {n} of the {kept.numel()} "
+            "elements compared differ. It was written in a way that a cache cannot see; see WeightCache for which. "
+            "Call clear() of this WeightCache after such a write, or clear_autocast_cache() inside the region"
+        )
 
     def _remove(self, key: tuple[int, torch.dtype]) -> None:
         entry = self._entries.pop(key, None)
@@ -204,38 +303,36 @@ class WeightCache:
             self._bytes -= entry.nbytes
 
 
+class RegionCache(WeightCache):
+    """The cache of regions that were given none: empty while none is open, and keeping what torch.amp keeps."""
+
+    outlives_regions = False
+
+
 def _forgetting(cache: WeightCache) -> Callable[[Any], None]:
-    """What the weak references of a cache's weights call when one dies; does not keep the cache alive."""
+    """What the weak references of a cache call when a weight or its storage dies; does not keep the cache alive."""
     this = weakref.ref(cache)
 
-    def forget(weight: _Weight) -> None:
+    def forget(dead: _Ref) -> None:
         cache = this()
         if cache is not None:
             with cache._lock:
-                entry = cache._entries.get(weight.key)
-                if entry is not None and entry.weight is weight:
-                    cache._remove(weight.key)
+                entry = cache._entries.get(dead.key)
+                if entry is not None and (entry.weight is dead or entry.storage is dead):
+                    cache._remove(dead.key)
 
     return forget
 
 
-def _is_weight(value: Tensor) -> bool:
-    """Whether the cast of a leaf is worth keeping: trained or frozen parameters, never views or inputs.
-
-    Nor tensors made in inference mode: they have no version counter, so a write to them could not be seen.
-    """
+def _is_as_it_was(entry: _Entry) -> bool:
+    """Whether an entry may outlive its region: what writes unseen, between regions, has no way to its weight."""
+    weight = entry.weight()
     return (
-        value.dtype is torch.float32
-        and value.layout is torch.strided       # others have no address to tell a replaced storage by
-        and (value.requires_grad or isinstance(value, Parameter))
-        and not value._is_view()
-        and not value.is_inference()
+        weight is not None
+        and not _steps.captured
+        and (weight.shape, weight.stride()) == entry.layout
+        and owns_its_memory(weight)
     )
-
-
-def _address(weight: Tensor) -> int:
-    """Storage address of an ordinary tensor; 0 for a subclass, which may have none of its own."""
-    return weight.data_ptr() if type(weight) is Parameter or type(weight) is Tensor else 0
 
 
 def capturing() -> bool:
@@ -244,12 +341,13 @@ def capturing() -> bool:
 
 
 class _Steps:
-    """How many optimizer steps this process has seen, and the caches that each of them outdates."""
+    """How many optimizer steps this process has begun and ended, and the caches that each of them outdates."""
 
     count = 0
     watched = False
+    captured = False        # one of them into a CUDA graph, whose replays are not counted
     caches: weakref.WeakSet[WeightCache] = weakref.WeakSet()
-    lock = threading.Lock()
+    lock = threading.RLock()        # a signal's handler may make a cache while one is being made
 
 
 _steps = _Steps()
@@ -258,39 +356,38 @@ _steps = _Steps()
 def _watch_optimizers() -> None:
     if not _steps.watched:
         _steps.watched = True
+        register_optimizer_step_pre_hook(_count_step)
         register_optimizer_step_post_hook(_count_step)
 
 
 def _count_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Outdate every cast, and free those held; a compiled step leaves that to their next use."""
-    _steps.count += 1
-    if not torch.compiler.is_compiling():
-        with _steps.lock:
-            caches = list(_steps.caches)
-        for cache in caches:
-            cache.drop_outdated()
+    if torch.compiler.is_compiling():
+        _steps.count += 1
+        return
+    with _steps.lock:
+        _steps.count += 1
+        _steps.captured = _steps.captured or capturing()
+        caches = list(_steps.caches)
+    for cache in caches:
+        cache.drop_outdated()
 
 
-class _Answer(TorchDispatchMode):
-    """Answers the one copy that autograd asks for below it with values that exist already."""
+def _after_fork() -> None:
+    """In a forked child: a thread of the parent may have held any lock, and gone from the child without a release."""
+    _steps.lock = threading.RLock()
+    for cache in list(_steps.caches):
+        cache._lock = threading.RLock()
+        cache._bytes = sum(entry.nbytes for entry in cache._entries.values())
 
-    def __init__(self, values: Tensor) -> None:
-        super().__init__()
-        self.values = values
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._to_copy.default:
-            return self.values.detach()
-        return func(*args, **(kwargs or {}))
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _connect(weight: Tensor, values: Tensor) -> Tensor:
     """`values` as the cast of `weight`, differentiable: autograd records the cast, nothing is copied."""
-    with _Answer(values):
+    with Answer(values):
         return _recorded(weight, values.dtype)
 
 

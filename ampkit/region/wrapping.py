@@ -26,13 +26,31 @@ class _Wrapped(Module):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         cls, args, kwargs = self._ampkit_wraps
-        make, arguments, *state = super().__reduce_ex__(protocol)
+        make, arguments, *rest = super().__reduce_ex__(protocol)
         arguments = tuple(cls if value is type(self) else value for value in arguments)
-        return (_make, (make, arguments, args, kwargs), *state)
+        return (_make, (make, arguments), (rest[0] if rest else None, args, kwargs), *rest[1:])
 
 
-def _make(make: Callable[..., M], arguments: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> M:
-    return wrap_forward(make(*arguments), *args, **kwargs)
+class _Unfinished(Module):
+    """What the class of a copy derives from until it has its state.
+
+    The region's arguments come with the state, after the modules in it: their policy may name one of them.
+    """
+
+    def __setstate__(self, saved: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> None:
+        state, args, kwargs = saved
+        _, cls = type(self).__bases__
+        self.__class__ = cls
+        if state is not None:
+            self.__setstate__(state)
+        self.__class__ = _wrapped_class(cls, args, kwargs)      # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _make(make: Callable[..., M], arguments: tuple[Any, ...]) -> M:
+    module = make(*arguments)
+    unfinished: Any = type(type(module).__name__, (_Unfinished, type(module)), {})
+    module.__class__ = unfinished
+    return module
 
 
 def wrap_forward(module: M, *args: Any, **kwargs: Any) -> M:

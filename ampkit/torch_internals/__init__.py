@@ -1,1 +1,1 @@
-"""The only room with names that torch does not promise, each with what it is needed for."""
+"""The names that torch does not promise: every module that takes one takes it from here."""

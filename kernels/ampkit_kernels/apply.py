@@ -91,4 +91,5 @@ def multiply_(
                 HAS_FOUND_INF=found_inf is not None,
                 BLOCK=chosen.block,
                 num_warps=chosen.num_warps,
+                enable_fp_fusion=False,
             )

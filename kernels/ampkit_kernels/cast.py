@@ -65,4 +65,5 @@ def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor], config: Con
                 ALIGNED=aligned,
                 BLOCK=chosen.block,
                 num_warps=chosen.num_warps,
+                enable_fp_fusion=False,
             )

@@ -91,6 +91,7 @@ def nonfinite_counts(grads: Sequence[Tensor], config: Config | None = None) -> T
                 ITEMSIZE=group[0].element_size(),
                 BLOCK=chosen.block,
                 num_warps=chosen.num_warps,
+                enable_fp_fusion=False,
             )
         if part is not result:
             for row, i in enumerate(indices):

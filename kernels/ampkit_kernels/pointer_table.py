@@ -14,6 +14,7 @@ kernels (`table_writer`).
 """
 
 import functools
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -161,6 +162,16 @@ class Upload:
 
 _tables: OrderedDict[tuple, Table] = OrderedDict()
 _lock = threading.Lock()
+
+
+def _forked() -> None:
+    """In a child process: the lock may be held by a thread that is not there."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def table_for(lists: Sequence[Sequence[Tensor]], config: Config) -> Table:

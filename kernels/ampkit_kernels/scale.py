@@ -82,4 +82,5 @@ def update_scale_(
             HAS_MIN=min_scale is not None,
             HAS_MAX=max_scale is not None,
             num_warps=1,
+            enable_fp_fusion=False,
         )

@@ -72,10 +72,12 @@ def write(values: Sequence[int], destination: Tensor) -> None:
         for start in range(0, n, WIDTH):
             part = list(values[start : start + WIDTH])
             part += [0] * (WIDTH - len(part))
-            _write_kernel[(1,)](destination, start, n, *part, num_warps=1)
+            _write_kernel[(1,)](destination, start, n, *part, num_warps=1, enable_fp_fusion=False)
 
 
 def expand(numels: Tensor, chunk: int, blocks: Tensor) -> None:
     """Fill the block map for these lengths: `chunk_index << 32 | tensor_index` per chunk, in tensor order."""
     with on_device(numels.device):
-        _expand_kernel[(numels.numel(),)](numels, blocks, chunk, BLOCK=_EXPAND_BLOCK, num_warps=4)
+        _expand_kernel[(numels.numel(),)](
+            numels, blocks, chunk, BLOCK=_EXPAND_BLOCK, num_warps=4, enable_fp_fusion=False
+        )

@@ -96,4 +96,5 @@ def unscale_(
                 ITEMSIZE=itemsize,
                 BLOCK=chosen.block,
                 num_warps=chosen.num_warps,
+                enable_fp_fusion=False,
             )

@@ -55,7 +55,7 @@ class Case:
     wide_loads: int = 0
     wide_stores: int = 0
     types: Mapping[str, str] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=lambda: {"enable_fp_fusion": False})
 
 
 @dataclass(frozen=True)

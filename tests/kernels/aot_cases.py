@@ -1,6 +1,6 @@
 """Every kernel variant that a launcher can ask for, with what its machine code must look like.
 
-Ceilings are what the compilers of triton 3.6 and 3.7 use, rounded up; 64 registers let four programs of eight warps
+Ceilings are what the compilers of triton 3.6 to 3.9 use, rounded up; 64 registers let four programs of eight warps
 share a multiprocessor. Wide accesses are counted in the unmasked loop: at least one per list and direction.
 """
 
@@ -16,7 +16,7 @@ from tests.kernels.aot import Case
 
 SIZES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp64": 8}
 DTYPES = {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16, "fp64": tl.float64}
-NO_FUSION = {"enable_fp_fusion": False}
+FUSION, NO_FUSION = {"enable_fp_fusion": True}, {"enable_fp_fusion": False}
 
 
 def one_list(name: str) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def gradient_passes() -> Iterator[Case]:
             label = f"norm p={order or 'inf'} {name}"
             # sm_80 lacks the conversions that keep half precision within 64 registers on later chips.
             ceiling = 96 if size == 2 else 80
-            yield _case(label, norm.norm_kernel, norm.CONFIGS[size], constants, ceiling, 1, 0)
+            yield _case(label, norm.norm_kernel, norm.CONFIGS[size], constants, ceiling, 1, 0, FUSION)
         for checks in (True, False) if name == "fp32" else (True,):
             constants = {**one_list(name), "HAS_FOUND_INF": checks}
             label = f"multiply {name}{'' if checks else ' always'}"
@@ -70,7 +70,7 @@ def unscales_into() -> Iterator[Case]:
             kernel, config, wide = unscale_into.unscale_into_kernel, unscale_into.CONFIG, int(aligned)
             # Two float32 lists a word at a time keep many addresses; shorter blocks spill on sm_80 instead.
             ceiling = 80 if aligned or source != "fp32" else 128
-            yield _case(label, kernel, config, constants, ceiling, wide, wide, NO_FUSION)
+            yield _case(label, kernel, config, constants, ceiling, wide, wide)
 
 
 def adamw_steps() -> Iterator[Case]:
@@ -93,16 +93,16 @@ def adamw_steps() -> Iterator[Case]:
         ceiling = 128 if param == "fp64" else 64
         config = adamw.CONFIGS[8 if param == "fp64" else 4]
         label += "" if aligned else " unaligned"
-        yield _case(label, adamw.adamw_kernel, config, constants, ceiling, wide, wide, NO_FUSION)
+        yield _case(label, adamw.adamw_kernel, config, constants, ceiling, wide, wide)
         if label == "adamw fp32 g=fp32":  # an optimizer without a scaler, and one whose beta1 is below a half
             constants = {**constants, "HAS_FOUND_INF": False, "LERP_FROM_END": True}
-            yield _case(f"{label} alone", adamw.adamw_kernel, config, constants, ceiling, wide, wide, NO_FUSION)
+            yield _case(f"{label} alone", adamw.adamw_kernel, config, constants, ceiling, wide, wide)
     for several in (False, True):
         constants = {
             "HAS_LR": several, "HAS_MULTIPLIER": several, "HAS_GRAD_SCALE": several, "HAS_FOUND_INF": several,
             "MAXIMIZE": several, "N_LISTS": 5, "BLOCK": 128,
         }  # fmt: skip
-        yield Case(f"adamw prepare {several}", adamw.prepare_kernel, constants, 4, 64, options=NO_FUSION)
+        yield Case(f"adamw prepare {several}", adamw.prepare_kernel, constants, 4, 64)
 
 
 def sgd_steps() -> Iterator[Case]:
@@ -124,7 +124,7 @@ def sgd_steps() -> Iterator[Case]:
         )
         label += "" if aligned else " unaligned"
         wide = 1 + momentum if aligned else 0
-        yield _case(label, sgd.sgd_kernel, sgd.CONFIGS[4], constants, 64, wide, wide, NO_FUSION)
+        yield _case(label, sgd.sgd_kernel, sgd.CONFIGS[4], constants, 64, wide, wide)
     for name in ("fp16", "bf16", "fp64"):  # one dtype throughout, without a scaler
         kind, acc = DTYPES[name], tl.float64 if name == "fp64" else tl.float32
         constants = {
@@ -132,10 +132,10 @@ def sgd_steps() -> Iterator[Case]:
             "NESTEROV": False, "DECAY": True, "COPY": False, "HAS_FOUND_INF": False, "ALIGNED": True, "N_LISTS": 3,
         }  # fmt: skip
         config = sgd.CONFIGS[8 if name == "fp64" else 4]
-        yield _case(f"sgd {name}", sgd.sgd_kernel, config, constants, 64, 2, 2, NO_FUSION)
+        yield _case(f"sgd {name}", sgd.sgd_kernel, config, constants, 64, 2, 2)
     flags = ("HAS_STARTED", "HAS_LR", "HAS_MULTIPLIER", "HAS_GRAD_SCALE", "HAS_FOUND_INF", "MAXIMIZE")
     constants = {**dict.fromkeys(flags, True), "BLOCK": 128}
-    yield Case("sgd prepare", sgd.prepare_kernel, constants, 4, 64, options=NO_FUSION)
+    yield Case("sgd prepare", sgd.prepare_kernel, constants, 4, 64)
 
 
 def small_kernels() -> Iterator[Case]:
@@ -144,7 +144,7 @@ def small_kernels() -> Iterator[Case]:
         for result in ("fp32", "fp64"):
             yield Case(
                 f"finish p={order or 'inf'} {result}", norm.finish_kernel, {"ORDER": order, "BLOCK": 1024}, 4, 64,
-                types={"result_ptr": f"*{result}"},
+                types={"result_ptr": f"*{result}"}, options=FUSION,
             )  # fmt: skip
     for every in (False, True):
         flags = ("HAS_HYSTERESIS", "REFILL_AT_GROWTH", "HAS_MIN", "HAS_MAX")
@@ -155,12 +155,12 @@ def small_kernels() -> Iterator[Case]:
 
 def _case(
     name: str, kernel: Any, config: Config, constants: dict[str, Any], registers: int, loads: int, stores: int,
-    options: dict[str, Any] | None = None,
+    options: dict[str, Any] = NO_FUSION,
 ) -> Case:  # fmt: skip
     # Coefficients have the type of the arithmetic.
     types = {"coefficients_ptr": "*fp64"} if constants.get("ACC") is tl.float64 else {}
     constants = {**constants, "BLOCK": config.block}
-    return Case(name, kernel, constants, config.num_warps, registers, loads, stores, types, options or {})
+    return Case(name, kernel, constants, config.num_warps, registers, loads, stores, types, options)
 
 
 @triton.jit
@@ -176,13 +176,14 @@ def _unvectorised_kernel(addresses, numels, blocks, found_inf_ptr, DTYPE: tl.con
 
 @triton.jit
 def _hungry_kernel(addresses, found_inf_ptr, BLOCK: tl.constexpr):
-    # Holds far more values at once than a thread has registers.
+    # Needs every value again after it has seen them all: far more at once than a thread has registers.
     p = tl.multiple_of(tl.load(addresses).to(tl.pointer_type(tl.float32)), 16) + tl.arange(0, BLOCK)
-    tl.store(p, tl.sort(tl.load(p)) * tl.load(found_inf_ptr))
+    values = tl.load(p)
+    tl.store(p, values * tl.sum(values) * tl.load(found_inf_ptr))
 
 
 UNVECTORISED = Case("unvectorised", _unvectorised_kernel, {"DTYPE": tl.float32, "BLOCK": 4096}, 8, 64, 1, 1)
-HUNGRY = Case("hungry", _hungry_kernel, {"BLOCK": 16384}, 4, 64, 1, 1)
+HUNGRY = Case("hungry", _hungry_kernel, {"BLOCK": 65536}, 4, 64, 1, 1)
 
 
 def all_cases() -> list[Case]:

@@ -1,5 +1,6 @@
 """The ahead-of-time check itself: it passes good code and no bad code. `make kernels-check` runs it whole."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -40,6 +41,23 @@ def test_interpret_mode_is_refused() -> None:
     done = run(interpret=True)
     assert done.returncode == 2
     assert "TRITON_INTERPRET is set: nothing can be compiled" in done.stderr
+
+
+def launches(source: str) -> list[ast.Call]:
+    """Every `kernel[grid](...)` in a module."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return [call for call in calls if isinstance(call.func, ast.Subscript) and "kernel[" in ast.unparse(call.func)]
+
+
+def test_every_launch_says_whether_products_may_be_fused_with_sums() -> None:
+    """Left open, Triton 3.9 warns and 3.10 will compute otherwise than the versions before it."""
+    found = {path.name: launches(path.read_text("utf-8")) for path in (ROOT / "kernels").rglob("*.py")}
+    silent = [
+        f"{name}:{call.lineno}" for name, calls in found.items() for call in calls
+        if "enable_fp_fusion" not in [keyword.arg for keyword in call.keywords]
+    ]
+    assert not silent
+    assert sum(map(len, found.values())) > 10
 
 
 def test_good_code_has_no_faults() -> None:

@@ -1,0 +1,96 @@
+"""Whether regions work with the running torch, tried once per process on a product of two by two.
+
+A region rests on names that torch does not promise, and on what they do. Which versions they did it in is known; the
+check decides for all others, and for builds of torch that differ from its releases.
+
+It runs in a thread of its own, because the first region may be made by a tracer or under somebody's modes, and a new
+thread has neither. It runs no backward: a process in which one has run cannot fork another that runs one. It calls
+the nodes that backward would call.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from ampkit.region._lifted_mode import TLS_NAME, install, keysets
+from ampkit.torch_internals.dispatcher import KEY, Exclude, is_excluded, is_included, put_in_tls, set_included
+from ampkit.torch_internals.lookup import missing, refuse
+from ampkit.torch_internals.versions import no_regions
+
+_MM, _NEG = torch.ops.aten.mm.default, torch.ops.aten.neg.default
+
+
+@functools.cache
+def once() -> None:
+    """Return if regions work; `RuntimeError` with torch's version, what fails and what to install if they do not."""
+    found = fault()
+    if found is not None:
+        raise RuntimeError(no_regions(found))
+
+
+def fault() -> str | None:
+    """What does not work, in words; None if all does. Raises if another library has taken the key."""
+    if missing:
+        refuse()
+    install((_MM,))
+    found: list[str | None] = []
+    thread = threading.Thread(target=lambda: found.append(_try()), name="ampkit self-check", daemon=True)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+class _Halving:
+    """Stands where an open region's mode stands, and knows one rule: `mm` in bfloat16."""
+
+    def __init__(self) -> None:
+        self.open = True        # to `current`, which is asked while operators are traced
+        self.hidden, self.below = keysets(("cpu",))
+        self.met: list[OpOverload] = []
+
+    def __torch_dispatch__(self, op: OpOverload, _: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self.met.append(op)
+        if op is not _MM:
+            return NotImplemented
+        with Exclude(self.hidden):
+            return op._op(*(arg.bfloat16() for arg in args), **kwargs)
+
+
+def _try() -> str | None:
+    try:
+        return _tried()
+    except Exception as error:      # whatever it is, it is what a region would have come to
+        return f"{type(error).__name__}: {error}"
+
+
+def _tried() -> str | None:
+    mode, weight = _Halving(), torch.ones(2, 2, dtype=torch.float32, device="cpu", requires_grad=True)
+    before = is_included(KEY), is_excluded(KEY)
+    put_in_tls(TLS_NAME, mode)
+    set_included(KEY, True)
+    try:
+        product, negated = torch.mm(weight, weight), torch.neg(weight)
+    finally:
+        set_included(KEY, False)
+    if (is_included(KEY), is_excluded(KEY)) != before:
+        return "a region that is left stays in the thread"
+    if mode.met[:1] != [_MM]:
+        return "an operator with a rule does not reach the region"
+    if negated.dtype is not torch.float32 or negated.grad_fn is None:
+        return "an operator without a rule does not go past the region"
+    if product.dtype is not torch.bfloat16:
+        return "an operator does not compute with what the region casts"
+    cast = product.grad_fn.next_functions[1][0]
+    if not cast.next_functions or cast.next_functions[0][0].variable is not weight:
+        return "what the region casts is not differentiated"
+    with torch.no_grad():
+        gradient = cast(product.grad_fn(torch.ones_like(product))[1])
+    if gradient.dtype is not torch.float32 or gradient.ne(2).any():
+        return "the gradient of what the region casts is wrong"
+    return None

@@ -1,0 +1,27 @@
+"""Looking up a name that torch does not promise, so that one that is missing spoils regions and nothing else."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NoReturn
+
+import torch
+
+from ampkit.torch_internals.versions import no_regions
+
+# What this torch lacks of all that was looked up.
+missing: list[str] = []
+
+
+def private(path: str) -> Any:
+    """`torch.<path>`; where there is none, `refuse` in its place, and a note in `missing`."""
+    try:
+        return functools.reduce(getattr, path.split("."), torch)
+    except AttributeError:
+        missing.append(f"torch.{path}")
+        return refuse
+
+
+def refuse(*_: object, **__: object) -> NoReturn:
+    """Raise the error of a region in a torch that lacks a name."""
+    raise RuntimeError(no_regions(f"it has no {', '.join(missing)}"))

@@ -1,0 +1,118 @@
+"""A process that forks while its threads enter regions: the child has their locks, and none of the threads."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from budget import rounds
+
+from ampkit import Policy, Rule, WeightCache, autocast
+from ampkit.region import _module_regions
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+
+MODEL = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+X = torch.ones(2, 2)
+CACHE = WeightCache()
+TURN = 0
+
+
+def in_regions() -> None:
+    """Through every lock that regions take: of caches, marks, hooks and kernels."""
+    global TURN
+    TURN += 1
+    layers = Policy.default("cpu")
+    for n in range(TURN % 3):
+        layers = layers.with_rules({("aten::mm", "aten::bmm", "aten::addmm")[(TURN + n) % 3]: Rule.FLOAT32})
+    with autocast("cpu", policy=layers.for_modules({"1": torch.float32}), cache=CACHE):
+        MODEL(X)
+
+
+def step() -> None:
+    """What a child does that trains."""
+    in_regions()
+    optimizer = torch.optim.SGD(MODEL.parameters(), lr=0.0)
+    with autocast("cpu"):
+        MODEL(X).sum().backward()
+    optimizer.step()
+    assert not _module_regions._watches, "hooks of the parent's threads are still there"
+
+
+def in_a_child(call: Callable[[], None], seconds: float = 30.0) -> str:
+    """Call in a forked child; "" if it returned, else how the child ended."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)     # of forking a process with threads, which is the point
+        pid = os.fork()
+    if pid == 0:
+        try:
+            call()
+        except BaseException as error:
+            os.write(2, f"in the child: {error!r}\\n".encode())
+            os._exit(1)
+        os._exit(0)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return "" if status == 0 else f"status {status}"
+        time.sleep(0.001)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return f"still running after {seconds} s"
+
+
+def test_a_child_forked_amid_regions_can_train():
+    step()      # here first: the first optimizer step of a process imports half of torch
+    stop = threading.Event()
+
+    def loop() -> None:
+        while not stop.is_set():
+            in_regions()
+
+    threads = [threading.Thread(target=loop) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    forks = 0
+    try:
+        for rng in rounds("forks"):
+            time.sleep(rng.random() * 0.01)
+            assert not in_a_child(step)
+            forks += 1
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    print(f"{forks} forks")
+
+
+@pytest.mark.parametrize(
+    "lock",
+    ["ampkit.region._module_regions._lock", "ampkit.region._fingerprint._marking_lock",
+     "ampkit.region._lifted_mode._installing_lock", "ampkit_kernels.pointer_table._lock"],
+)
+def test_a_lock_that_another_thread_holds_is_free_in_the_child(lock):
+    module, _, name = lock.rpartition(".")
+    module = importlib.import_module(module)
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with getattr(module, name):
+            held.set()
+            done.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    try:
+        assert not in_a_child(lambda: getattr(module, name).acquire(timeout=5) or os._exit(3))
+    finally:
+        done.set()
+        thread.join()

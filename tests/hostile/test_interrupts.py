@@ -1,0 +1,246 @@
+"""Ctrl-C anywhere inside entering and leaving: nothing is left behind, and no later region inherits anything."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from budget import rounds
+from interrupts import Interrupter, Place
+from regions import state
+from torch.nn.modules import module as hooked
+
+import ampkit
+from ampkit import Policy, Rule, WeightCache, autocast, float32_region, record_casts
+from ampkit.region import _compiled, _fingerprint, _lifted_mode, _running_modules, recording
+from ampkit.region import autocast as stack_of
+from ampkit.region.snapshot import Snapshot
+
+BF16 = torch.bfloat16
+HERE = f"{Path(ampkit.__file__).parent}/"
+TORCH = str(Path(torch.__file__).parent / "amp" / "autocast_mode.py")
+MINE = Policy.default("cpu").with_rules({"aten::mm": Rule.FLOAT32})
+WEIGHT = torch.nn.Parameter(torch.ones(2, 2))
+MODEL = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2)))
+BY_MODULE = MINE.for_modules({"0": Policy.torch("cpu"), "1": torch.float32})
+X = torch.ones(2, 2)
+KINDS = ("cpu", "cuda", "ipu", "maia")
+
+
+def plain() -> None:
+    with autocast("cpu", BF16, policy=MINE):
+        torch.mm(X, WEIGHT)
+
+
+def empty() -> None:
+    with autocast("cpu", BF16, policy=MINE):
+        pass
+
+
+def nested() -> None:
+    with autocast("cpu", BF16, policy=MINE), autocast("cpu", enabled=False), float32_region("cpu"):
+        pass
+
+
+def with_cache() -> None:
+    with autocast("cpu", BF16, cache=WeightCache()), autocast("cpu", torch.float16, cache_enabled=False):
+        torch.mm(X, WEIGHT)
+
+
+def in_torch() -> None:
+    with torch.autocast("cpu", BF16), autocast("cpu", policy=MINE), torch.autocast("cpu", enabled=False):
+        pass
+
+
+def by_module() -> None:
+    with autocast("cpu", BF16, policy=BY_MODULE):
+        MODEL(X)
+
+
+def decorated() -> None:
+    autocast("cpu", BF16, policy=MINE)(lambda: torch.mm(X, WEIGHT))()
+
+
+def generator() -> None:
+    @autocast("cpu", BF16, policy=MINE)
+    def steps() -> Any:
+        yield 1
+        yield 2
+
+    list(steps())
+
+
+def coroutine() -> None:
+    @autocast("cpu", BF16, policy=MINE)
+    async def wait() -> None:
+        await asyncio.sleep(0)
+
+    step = wait()
+    try:
+        while True:
+            step.send(None)
+    except StopIteration:
+        pass
+    finally:
+        step.close()
+
+
+def in_a_graph() -> None:
+    """What `torch.compile(backend="eager")` runs: regions entered and left by calls, with no `with` around them."""
+    calls = {"enter": _compiled.enter_region, "leave": _compiled.leave_region, "dtype": BF16, "rules": MINE.text}
+    source = "enter('cpu', dtype, True, True, rules, 0)\nenter('cpu', dtype, False, True, None, 0)\nleave()\nleave()"
+    exec(compile(source, "<eval_with_key>.0", "exec"), calls)
+
+
+def restored() -> None:
+    with autocast("cpu", BF16, policy=BY_MODULE):
+        snapshot = Snapshot()
+    with snapshot.restored():
+        MODEL(X)
+
+
+def checkpointed() -> None:
+    with autocast("cpu", BF16, policy=BY_MODULE):
+        loss = ampkit.checkpoint(MODEL, X.clone().requires_grad_()).sum()
+    loss.backward()
+
+
+def recorded() -> None:
+    with record_casts(), autocast("cpu", BF16, policy=MINE):
+        pass
+
+
+SCENES = [
+    plain, empty, nested, with_cache, in_torch, by_module, decorated, generator, coroutine, in_a_graph, restored,
+    checkpointed, recorded,
+]
+
+
+def everything() -> dict[str, Any]:
+    """What a region may leave behind in this thread or process."""
+    running = _running_modules.running_here()
+    key = _lifted_mode._KEY
+    return {
+        "torch's autocast state": state(),
+        "dispatcher key": (_lifted_mode._is_included(key), _lifted_mode._is_excluded(key)),
+        "mark": (_fingerprint.thread.mark, [torch.is_autocast_enabled(device) for device in _fingerprint._DEVICES]),
+        "mode": _lifted_mode.current(),
+        "module hooks": [
+            len(table)
+            for table in (
+                hooked._global_forward_pre_hooks, hooked._global_forward_hooks,
+                hooked._global_forward_hooks_always_called,
+            )
+        ],
+        "modules": (len(running.open), len(running.modules)),
+        "record": recording.current(),
+    }
+
+
+def later_policy() -> Any:
+    """The policy of a region that is given none, as operators meet it."""
+    with autocast("cpu", BF16):
+        mode = _lifted_mode.current()
+    return None if mode is None else mode.policies
+
+
+def events(call: Callable[[], Any], prefix: str) -> int:
+    counter = Interrupter(prefix, 0)
+    error = counter.run(call)
+    assert error is None, repr(error)
+    return counter.count
+
+
+def clean_up(native: Any) -> None:
+    """After a finding, so that the next is one of its own."""
+    stack_of.leave_down_to(stack_of.regions(), 0)
+    for kind, enabled, dtype in native:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+    while torch.autocast_decrement_nesting() >= 0:
+        pass
+    torch.autocast_increment_nesting()
+    torch.set_autocast_cache_enabled(True)
+    recording._taken.clear()
+
+
+# Python code cannot undo what is interrupted on the way back from it, or before its first `try`; nor can torch's.
+EDGES = {
+    "autocast.__enter__", "push", "autocast.__exit__", "Restoring.__enter__", "Restoring.__exit__",
+    "_plain.<locals>.wrapper",
+}
+CALLERS = {"_stepped"}      # has a `with region:` of its own: before and after it, as in any user's code
+
+
+def at_an_edge(place: Place) -> bool:
+    return place.function in CALLERS or (place.function in EDGES and not place.guarded)
+
+
+def interrupt(scene: Callable[[], Any], prefix: str, at: int, fresh: dict[str, Any]) -> tuple[Place | None, Any]:
+    """Where the interrupt hit, and what it left behind."""
+    native = stack_of.native_state(KINDS)
+    interrupter = Interrupter(prefix, at)
+    error = interrupter.run(scene)
+    if scene is in_a_graph:     # no `with` is around its regions: those left are closed by the next that is entered
+        with autocast("cpu"):
+            pass
+    found = everything()
+    left = {name: (found[name], value) for name, value in fresh.items() if found[name] != value}
+    if type(error) is not KeyboardInterrupt:
+        left["exception"] = repr(error)
+    if left:
+        clean_up(native)
+    return interrupter.place, left
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+def test_an_interrupt_leaves_nothing_behind(scene):
+    scene()
+    fresh, policy, n = everything(), later_policy(), events(scene, HERE)
+    found: dict[Place | None, Any] = {}
+    done = 0
+    for rng in rounds(scene.__name__, share=1 / len(SCENES)):
+        done += 1
+        place, left = interrupt(scene, HERE, rng.randrange(1, n + 1), fresh)
+        assert later_policy() == policy, place
+        if left:
+            found[place] = left
+    print(f"{scene.__name__}: {done} interrupts at {n} places, {len(found)} left something")
+    wrong = {str(place): left for place, left in found.items() if place is None or not at_an_edge(place)}
+    assert not wrong
+
+
+def test_fewer_places_leave_something_than_in_torch():
+    """Of all instructions of entering and leaving, those at the edges of the two methods."""
+
+    def native() -> None:
+        with torch.autocast("cpu", BF16):
+            pass
+
+    empty()
+    fresh = everything()
+    counts = {}
+    for scene, prefix in ((native, TORCH), (empty, HERE)):
+        n = events(scene, prefix)
+        counts[scene] = sum(bool(interrupt(scene, prefix, at, fresh)[1]) for at in range(1, n + 1)), n
+    print({scene.__name__: f"{left} of {n}" for scene, (left, n) in counts.items()})
+    assert counts[empty][0] <= 14 < counts[native][0]
+
+
+def test_an_interrupt_while_a_kernel_is_registered_is_made_good_by_the_next_region():
+    torch.library.define("hostile::product", "(Tensor x, Tensor y) -> Tensor")
+    torch.library.impl("hostile::product", "CompositeImplicitAutograd", torch.mul)
+    op = torch.ops.hostile.product.default
+    policy = Policy.default("cpu").with_rules({op: Rule.LOWER})
+    tries = 0
+    while op not in _lifted_mode._installed:
+        tries += 1
+        Interrupter(_lifted_mode.__file__, tries).run(lambda: _lifted_mode.install([op]))
+    assert tries > 20
+    with autocast("cpu", BF16, policy=policy):
+        assert op(X, X).dtype == BF16
