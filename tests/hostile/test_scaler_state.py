@@ -1,15 +1,8 @@
-"""Scalers driven by what nobody would write: broken checkpoints, and calls in any order beside torch.amp.
-
-Bounded for every run of the suite. With AMPKIT_SOAK_SECONDS set each test goes on for that long, one seed after another
-from AMPKIT_SOAK_SEED; the seed of a failure is printed with it.
-"""
+"""Scalers driven by what nobody would write: broken checkpoints, and calls in any order beside torch.amp."""
 
 import copy
-import itertools
-import os
 import pickle
 import random
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from decimal import Decimal
@@ -21,22 +14,7 @@ import pytest
 import torch
 
 from ampkit import DynamicLossScale, GradScaler, NoOpLossScale, StaticLossScale
-
-SECONDS = float(os.environ.get("AMPKIT_SOAK_SECONDS", 0))
-SEED = int(os.environ.get("AMPKIT_SOAK_SEED", 0))
-
-pytestmark = pytest.mark.timeout(SECONDS + 300)
-
-
-def rounds() -> Iterator[random.Random]:
-    """One round of drawn cases after another until the time is up; one where no time is set."""
-    end = time.monotonic() + SECONDS
-    for seed in itertools.count(SEED):
-        print(f"AMPKIT_SOAK_SEED={seed}")  # pytest shows it with a failure
-        yield random.Random(seed)
-        if time.monotonic() >= end:
-            return
-
+from tests.hostile.budget import rounds
 
 # Broken checkpoints
 
@@ -121,7 +99,7 @@ def refusal(scaler: GradScaler, state: Any) -> str | None:
 @pytest.mark.filterwarnings("ignore:ignored unknown entries:UserWarning", "ignore:the checkpoint was saved:UserWarning")
 def test_a_checkpoint_loads_as_a_whole_or_not_at_all() -> None:
     """Refused with a sentence of ours and nothing changed; or loaded, and then training goes on and saves."""
-    for rng in rounds():
+    for rng in rounds("checkpoints", 0.5):
         sources = [made(rule(), age).state_dict() for rule in RULES for age in (0, 4)]
         sources.append(torch.amp.GradScaler("cpu", 8.0).state_dict())
         receivers: dict[tuple[int, int], GradScaler] = {}
@@ -264,7 +242,7 @@ def alike(ours: Any, theirs: Any) -> bool:
 
 def test_calls_in_any_order_do_what_torch_does() -> None:
     """Public and private calls, sensible or not: the same values, or exceptions of the same class, as torch.amp."""
-    for rng in rounds():
+    for rng in rounds("calls", 0.5):
         for _ in range(PROGRAMS):
             kinds = [rng.randrange(len(OPTIMIZERS)) for _ in range(2)]
             arguments = (rng.choice((2.0**16, 2.0, 1000.0)), 2.0, 0.5, rng.choice((1, 2, 2000)))
