@@ -320,7 +320,7 @@ class GradScaler(torch.amp.GradScaler):
         return not self._enabled or self._log.stepped(optimizer)
 
     def stats(self) -> ScalerStats:
-        """Counts of steps, skips, growths and more, with the scale. One host read."""
+        """Counts of steps, skips, growths and more, with the scale; calls `on_stuck` if that is due. One host read."""
         return self._log.stats() if self._enabled else ScalerStats(scale=1.0)
 
     @property
