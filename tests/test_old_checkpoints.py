@@ -1,4 +1,4 @@
-"""What version 0.1 wrote still loads: `fixtures/checkpoint.pt` and `fixtures/objects.pickle` are its files."""
+"""What version 0.1 wrote still loads: the files in `fixtures` are its own."""
 
 import pickle
 from pathlib import Path
@@ -102,3 +102,15 @@ def test_pickled_models_and_optimizers(objects) -> None:
     param.grad = torch.ones(2)
     optimizer.step()
     assert optimizer.state[param]["step"] == 2
+
+
+def test_pickled_models_with_a_region_around_forward() -> None:
+    models = pickle.loads((FIXTURES / "models.pickle").read_bytes())
+    assert models["wrapped"](torch.ones(2, 4)).dtype is torch.bfloat16
+    assert models["level"](torch.ones(2, 4)).dtype is torch.float32
+    assert models["policy"] == ampkit.Policy.default("cpu")
+    for model in (models["wrapped"], models["level"]):
+        again = pickle.loads(pickle.dumps(model))
+        assert torch.equal(again(torch.ones(2, 4)), model(torch.ones(2, 4)))
+    with pytest.raises(RuntimeError, match="is wrapped already"):
+        ampkit.wrap_forward(models["wrapped"], "cpu", torch.bfloat16)

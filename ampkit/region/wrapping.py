@@ -46,8 +46,10 @@ class _Unfinished(Module):
         self.__class__ = _wrapped_class(cls, args, kwargs)      # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _make(make: Callable[..., M], arguments: tuple[Any, ...]) -> M:
+def _make(make: Callable[..., M], arguments: tuple[Any, ...], *former: Any) -> M:
     module = make(*arguments)
+    if former:      # a pickle of version 0.1, in which the region's arguments came here
+        return wrap_forward(module, *former[0], **former[1])
     unfinished: Any = type(type(module).__name__, (_Unfinished, type(module)), {})
     module.__class__ = unfinished
     return module
