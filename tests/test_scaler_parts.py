@@ -70,7 +70,7 @@ def test_a_scale_answers_and_counts() -> None:
     live.advance(torch.tensor(0.0), None, None)
     assert live.scale is scale
     assert scale == 2.0
-    assert live.ledger.totals(scale).backoffs == 1
+    assert live.ledger.totals(live.tensor).backoffs == 1
 
 
 def test_gradients_are_unscaled_and_checked_without_a_scaler() -> None:
@@ -174,7 +174,7 @@ class Overrides(GradScaler):
         super().__init__("cpu", 4.0)
         self.called: list[str] = []
 
-    def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
+    def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16=True):
         self.called.append("_unscale_grads_")
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
 
