@@ -1,6 +1,6 @@
 """ampkit: automatic mixed precision for PyTorch that you can read, steer and trust."""
 
-from ampkit import amp
+from ampkit import amp, optim
 from ampkit.policy.policy import Explanation, Policy, Rule, register_op
 from ampkit.region.autocast import (
     autocast,
@@ -82,6 +82,7 @@ __all__ = [
     "load_amp_state_dict",
     "loss_scalers",
     "master_params",
+    "optim",
     "plot_history",
     "promote_function",
     "record_casts",

@@ -23,9 +23,9 @@ from torch import Tensor
 
 import ampkit
 from ampkit import operator_drift
+from ampkit.gradients import kernels
 from ampkit.policy.op_table import TORCH, Rule
 from ampkit.region import _self_check
-from ampkit.scaler import _kernels
 from ampkit.torch_internals.versions import INSTALL, NEWEST, OLDEST, SUPPORTED, parsed
 
 OPTIONAL = {
@@ -109,7 +109,7 @@ def path_for(device: torch.device) -> Path:
     name = f"{torch.cuda.get_device_name(device)}, compute capability {capability[0]}.{capability[1]}"
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         dtypes.remove("bfloat16")
-    reason = _kernels.why_not_triton(device)
+    reason = kernels.why_not_triton(device)
     if reason is None:
         return Path(str(device), name, dtypes, "Triton", "one launch per dtype for a whole list of tensors")
     return Path(str(device), name, dtypes, "PyTorch", reason)
@@ -129,7 +129,7 @@ def _unscale(device: torch.device) -> str | None:
     grads = _lists(device)
     want = torch.cat(grads).double() * 0.25
     found_inf = torch.zeros((), device=device)
-    _kernels.unscale_(grads, torch.tensor(0.25, device=device), found_inf)
+    kernels.unscale_(grads, torch.tensor(0.25, device=device), found_inf)
     return _close(torch.cat(grads), want, 0.0) or _close(found_inf, torch.zeros(()), 0.0)
 
 
@@ -137,8 +137,8 @@ def _found_inf(device: torch.device) -> str | None:
     grads = _lists(device)
     grads[-1][4321] = float("nan")
     found_inf = torch.zeros((), device=device)
-    _kernels.norm_and_check(grads, torch.ones((), device=device), found_inf)
-    counts = _kernels.nonfinite_counts(grads).sum(0).cpu()
+    kernels.norm_and_check(grads, torch.ones((), device=device), found_inf)
+    counts = kernels.nonfinite_counts(grads).sum(0).cpu()
     return _close(found_inf, torch.ones(()), 0.0) or _close(counts, torch.tensor([0, 1]), 0.0)
 
 
@@ -146,13 +146,13 @@ def _norm(device: torch.device) -> str | None:
     grads = _lists(device)
     want = torch.cat(grads).double().norm() * 0.5
     half = torch.tensor(0.5, device=device)
-    return _close(_kernels.norm_and_check(grads, half, torch.zeros((), device=device)), want, 1e-3)
+    return _close(kernels.norm_and_check(grads, half, torch.zeros((), device=device)), want, 1e-3)
 
 
 def _multiply(device: torch.device) -> str | None:
     grads = _lists(device)
     want = torch.cat(grads).double() * 0.5
-    _kernels.multiply_(grads, torch.tensor(0.5, device=device))
+    kernels.multiply_(grads, torch.tensor(0.5, device=device))
     return _close(torch.cat(grads), want, 0.0)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ampkit
-from ampkit.scaler._devices import moved
+from ampkit.gradients.transfer import moved
 
 CPU, CUDA, OTHER = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 
@@ -41,7 +41,7 @@ def test_no_other_room_asks_for_copies_that_do_not_wait() -> None:
     """A flag or a factor that is read before it has arrived is garbage, and nothing says so."""
     rooms = sorted(Path(ampkit.__file__).parent.rglob("*.py"))
     assert len(rooms) > 40
-    assert [room.name for room in rooms if "non_blocking=" in room.read_text()] == ["_devices.py"]
+    assert [room.name for room in rooms if "non_blocking=" in room.read_text()] == ["transfer.py"]
 
 
 @pytest.mark.gpu

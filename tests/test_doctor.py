@@ -7,10 +7,10 @@ import torch
 
 import ampkit
 from ampkit import doctor, operator_drift
+from ampkit.gradients import kernels
 from ampkit.operator_drift import Drift
 from ampkit.policy.op_table import TORCH, Rule
 from ampkit.region import _self_check
-from ampkit.scaler import _kernels
 from ampkit.torch_internals import lookup
 
 
@@ -37,7 +37,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_wrong_result_is_noticed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(_kernels, "unscale_", lambda grads, inv_scale, found_inf: None)
+    monkeypatch.setattr(kernels, "unscale_", lambda grads, inv_scale, found_inf: None)
     assert doctor.main([]) == 1
     text = capsys.readouterr().out
     assert "FAIL     unscale: differs from float64 by" in text
@@ -49,7 +49,7 @@ def test_an_exception_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: object) -> None:
         raise RuntimeError("no kernel image")
 
-    monkeypatch.setattr(_kernels, "multiply_", broken)
+    monkeypatch.setattr(kernels, "multiply_", broken)
     found = {check.operation: check for check in doctor.check(torch.device("cpu"))}
     assert found["multiply"].detail == "RuntimeError: no kernel image"
     assert found["norm"].ok
@@ -132,7 +132,7 @@ def test_a_gpu_that_cannot_run_triton_says_why(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
-    monkeypatch.setattr(_kernels, "why_not_triton", lambda device: "too old")
+    monkeypatch.setattr(kernels, "why_not_triton", lambda device: "too old")
     path = doctor.path_for(torch.device("cuda", 0))
     assert path.name == "Some GPU, compute capability 7.5"
     assert (path.serves, path.because) == ("PyTorch", "too old")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ampkit.scaler.gradients import collect, parameters, summed_duplicates
+from ampkit.gradients.collect import collect, parameters, summed_duplicates
 
 
 def with_grad(grad: torch.Tensor) -> torch.nn.Parameter:

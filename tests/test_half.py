@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from ampkit import wrap_forward
 from ampkit.whole_model.check_half import check_half
 from ampkit.whole_model.half import NORMS, half
 from ampkit.whole_model.tree_cast import cast_tree
@@ -408,3 +409,24 @@ def test_a_module_called_twice_is_reported_at_its_worst() -> None:
     assert report.keep == ["shift"]
     assert report.output.overflows == 0
     assert F.relu(torch.tensor(report.modules[0].own_error or 0.0)) > 0.01
+
+
+@pytest.mark.parametrize("twin_of", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("region_first", [False, True])
+def test_copies_of_a_model_with_two_things_around_its_forward_have_both(twin_of, region_first) -> None:
+    model = nn.Sequential(nn.Linear(4, 3))
+    for turn in (region_first, not region_first):
+        if turn:
+            wrap_forward(model, "cpu", torch.bfloat16)
+        else:
+            half(model, torch.bfloat16, cast_outputs=torch.float64, in_place=True)
+    twin = twin_of(twin_of(model))
+    assert type(twin) is not type(model)
+    assert [cls.__name__ for cls in type(twin).__mro__] == [cls.__name__ for cls in type(model).__mro__]
+    x = torch.ones(2, 4)
+    assert twin(x).dtype is torch.float64
+    assert torch.equal(twin(x), model(x))
+    with pytest.raises(RuntimeError, match="is wrapped already"):
+        wrap_forward(twin, "cpu")
+    with pytest.raises(RuntimeError, match=r"has been through ampkit\.half"):
+        half(twin)

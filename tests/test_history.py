@@ -63,9 +63,9 @@ def test_rows_older_than_the_history_are_let_go(monkeypatch) -> None:
     scaler = started(GradScaler, history_size=6)
     for _ in range(50):
         scaler.scale(torch.ones((), requires_grad=True))
-        scaler._advance(torch.zeros(()), None, None)
+        scaler._live.advance(torch.zeros(()), None, None)
     assert len(scaler.history) == 6
-    assert sum(len(clipped) for _, clipped in scaler._ledger._blocks) <= 6 + 4
+    assert sum(len(clipped) for _, clipped in scaler._live.ledger._blocks) <= 6 + 4
 
 
 def test_two_optimizers_count_their_own_steps() -> None:
@@ -154,7 +154,7 @@ def test_a_captured_iteration_counts_itself_alone(monkeypatch) -> None:
         scaler.update()
 
     def counted() -> list[int]:
-        return scaler._ledger._totals.tolist()
+        return scaler._live.ledger._totals.tolist()
 
     for value in (1.0, math.inf, math.nan):
         iteration(value)

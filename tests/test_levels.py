@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampkit import Policy, amp, autocast
+from ampkit import Policy, amp, autocast, record_casts
 from ampkit.optim import SGD, AdamW
 from ampkit.scaler.grad_scaler import GradScaler
 from ampkit.scaler.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from ampkit.whole_model import levels
-from ampkit.whole_model._level_options import LEVELS, settle
+from ampkit.whole_model._level_options import LEVELS, resolve
 from ampkit.whole_model.fp16_optimizer import FP16Optimizer
 from ampkit.whole_model.levels import (
     amp_state_dict,
@@ -89,7 +89,7 @@ def set_up(opt_level: str, model: nn.Module | None = None, **options: object) ->
 @pytest.mark.parametrize("dtype", HALVES, **ids)
 def test_properties_of_the_levels(opt_level: str, dtype: torch.dtype) -> None:
     """Apex's table, with no scale where bfloat16 needs none."""
-    options = settle(opt_level, dtype)
+    options = resolve(opt_level, dtype)
     fp16 = dtype is torch.float16
     dynamic = DynamicLossScale(max_scale=2.0**24) if fp16 else NoOpLossScale()
     expected = {
@@ -957,6 +957,18 @@ def test_what_holds_no_optimizer_of_its_groups_is_refused() -> None:
     larc.optim = None
     with pytest.raises(TypeError, match=r"holds a Larc; expected .* an object that holds one as `optim`"):
         initialize(model, larc)
+
+
+def test_a_rule_for_a_module_is_about_the_copy_in_a_copied_model() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    policy = Policy.default("cpu").for_modules({model[1]: torch.float32})
+    model, _ = set_up("O1", model, policy=policy, cast_model_outputs=torch.float64)
+    twin = copy.deepcopy(model)
+    del model, policy, _
+    gc.collect()
+    with record_casts() as record:
+        twin(torch.ones(2, 4))
+    assert [call.computed_in for call in record.calls] == [(torch.bfloat16,) * 3, (torch.float32,) * 3]
 
 
 def test_saved_scales_load_all_or_none() -> None:

@@ -126,11 +126,11 @@ def test_scaler_advances_in_place_as_the_pure_rule_says(flags, rule) -> None:
     scaler = GradScaler("cpu", loss_scale=rule, on_stuck=lambda _: None)
     scaler.scale(torch.ones((), requires_grad=True))
     expected = rule.init("cpu")
-    tensors = list(scaler._live_state()[0])
+    tensors = list(scaler._live.state())
     for flag in flags:
-        scaler._advance(torch.tensor(flag), None, None)
+        scaler._live.advance(torch.tensor(flag), None, None)
         expected = rule.next_state(expected, torch.tensor(flag))
-        live = scaler._live_state()[0]
+        live = scaler._live.state()
         names = ScaleState._fields[: 2 if rule.is_plain else None]  # a plain rule needs no other counters
         for name in names:
             assert torch.equal(getattr(live, name), getattr(expected, name)), name

@@ -1,4 +1,4 @@
-"""What version 0.1 wrote still loads: `fixtures/checkpoint.pt` and `fixtures/objects.pickle` are its files."""
+"""What version 0.1 wrote still loads: the files in `fixtures` are its own."""
 
 import pickle
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 
 import ampkit
 from ampkit import DynamicLossScale, FP16Optimizer, GradScaler, ScalerStats, amp
-from ampkit.whole_model._level_options import settle
+from ampkit.whole_model._level_options import resolve
 
 FIXTURES = Path(__file__).parent / "fixtures"
 RULE = DynamicLossScale(
@@ -70,7 +70,7 @@ def test_pickled_scalers(objects) -> None:
 
 
 def test_levels(saved, objects) -> None:
-    assert objects["options"] == settle("O2", torch.float16, num_losses=2)
+    assert objects["options"] == resolve("O2", torch.float16, num_losses=2)
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
     model, optimizer = amp.initialize(model, optimizer, "O2", dtype=torch.float16, num_losses=2, verbosity=0)
@@ -102,3 +102,15 @@ def test_pickled_models_and_optimizers(objects) -> None:
     param.grad = torch.ones(2)
     optimizer.step()
     assert optimizer.state[param]["step"] == 2
+
+
+def test_pickled_models_with_a_region_around_forward() -> None:
+    models = pickle.loads((FIXTURES / "models.pickle").read_bytes())
+    assert models["wrapped"](torch.ones(2, 4)).dtype is torch.bfloat16
+    assert models["level"](torch.ones(2, 4)).dtype is torch.float32
+    assert models["policy"] == ampkit.Policy.default("cpu")
+    for model in (models["wrapped"], models["level"]):
+        again = pickle.loads(pickle.dumps(model))
+        assert torch.equal(again(torch.ones(2, 4)), model(torch.ones(2, 4)))
+    with pytest.raises(RuntimeError, match="is wrapped already"):
+        ampkit.wrap_forward(models["wrapped"], "cpu", torch.bfloat16)

@@ -101,7 +101,7 @@ def test_no_skip_no_report_and_no_cost() -> None:
     scaler = GradScaler("cpu")
     called = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ampkit.scaler._kernels.nonfinite_counts", lambda grads: called.append(grads))
+        patch.setattr("ampkit.gradients.kernels.nonfinite_counts", lambda grads: called.append(grads))
         train(scaler, model, optimizer, 3)
     assert called == []
     assert scaler.overflow_report(model) == ()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ampkit.scaler import _kernels
-from ampkit.scaler._devices import moved
+from ampkit.gradients import kernels
+from ampkit.gradients.transfer import moved
+from ampkit.torch_internals.optimizers import foreach_mul
 
 # Gradients scaled on the host are copies, made for so many elements at a time.
 _ELEMENTS_AT_A_TIME = 1 << 24
@@ -32,7 +32,7 @@ class ScaledStep:
     _copies: dict[Tensor, Tensor]
 
     def _prepare(self, impl: str) -> None:
-        if impl not in _kernels.IMPLS:
+        if impl not in kernels.IMPLS:
             raise ValueError(f"unknown impl {impl!r}; expected 'auto', 'triton' or 'reference'")
         self.impl = impl
         self._copies = {}
@@ -70,49 +70,6 @@ class ScaledStep:
     def __getstate__(self) -> dict[str, Any]:
         """What pickling keeps: with torch's entries `impl`, and the tensors that `write_copies` has named."""
         return {**super().__getstate__(), "impl": self.impl, "_copies": self._copies}  # type: ignore[misc]
-
-    def _scalars(self) -> Scalars:
-        return Scalars(
-            getattr(self, "found_inf", None),
-            getattr(self, "grad_scale", None),
-            getattr(self, "grad_multiplier", None),
-        )
-
-
-@dataclass
-class Scalars:
-    """The device scalars of one step; each may be None."""
-
-    found_inf: Tensor | None
-    grad_scale: Tensor | None
-    multiplier: Tensor | None
-
-    def on(self, device: torch.device) -> Scalars:
-        """Copies on `device`; waits only where that is the host and they are not."""
-        return Scalars(
-            *(
-                None if scalar is None else moved(scalar, device)
-                for scalar in (self.found_inf, self.grad_scale, self.multiplier)
-            )
-        )
-
-    def skips_on_host(self) -> bool:
-        """Whether the host can see that this step is skipped."""
-        if self.found_inf is None:
-            return False
-        value = _kernels.read_if_free(self.found_inf)
-        return value is not None and value != 0.0
-
-    def inverse_scale(self) -> Tensor | None:
-        """1 / grad_scale as torch unscales: the reciprocal in fp64, rounded to fp32."""
-        return None if self.grad_scale is None else self.grad_scale.double().reciprocal().float()
-
-    def factor_on_host(self) -> float:
-        """What gradients in host memory are to be multiplied by."""
-        factor = 1.0
-        for scalar in (self.multiplier, self.inverse_scale()):
-            factor *= 1.0 if scalar is None else scalar.numpy().item()
-        return factor
 
 
 class Row(NamedTuple):
@@ -182,7 +139,7 @@ def scaled_parts(rows: Sequence[Row], factor: float) -> Iterator[tuple[Sequence[
         part.append(row)
         size += row.grad.numel()
         if size >= _ELEMENTS_AT_A_TIME or row is rows[-1]:
-            yield part, list(torch._foreach_mul([one.grad for one in part], factor))
+            yield part, list(foreach_mul([one.grad for one in part], factor))
             part, size = [], 0
 
 
@@ -231,7 +188,7 @@ def lr_for_kernel(lr: float | Tensor, device: torch.device) -> float | Tensor:
     """The learning rate as a kernel takes it: a tensor on the device, or a number."""
     if not isinstance(lr, Tensor):
         return lr
-    value = _kernels.read_if_free(lr.detach())
+    value = kernels.host_value_or_none(lr.detach())
     return moved(lr, device) if value is None else value
 
 

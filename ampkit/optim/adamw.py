@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
+from ampkit.gradients import kernels
+from ampkit.gradients.amp_optimizers import StepScalars
 from ampkit.optim import _scaled
-from ampkit.optim._scaled import Row, Scalars, ScaledStep
-from ampkit.scaler import _kernels
+from ampkit.optim._scaled import Row, ScaledStep
+from ampkit.torch_internals.optimizers import foreach_mul
 
 
 class AdamW(ScaledStep, torch.optim.AdamW):
@@ -83,11 +85,11 @@ class AdamW(ScaledStep, torch.optim.AdamW):
         Never synchronises on CUDA. With `found_inf` set by a scaler, nothing changes.
         """
         loss = _scaled.run_closure(closure)
-        scalars = self._scalars()
+        scalars = StepScalars.of(self)
         for group in self.param_groups:
             for device, rows in _scaled.rows_by_device(group, "AdamW").items():
                 on_device = scalars.on(device)
-                if _kernels.uses_triton(self.impl, device):
+                if kernels.uses_triton(self.impl, device):
                     self._step_triton(group, device, rows, on_device)
                 else:
                     self._step_torch(group, device, rows, on_device)
@@ -113,7 +115,7 @@ class AdamW(ScaledStep, torch.optim.AdamW):
         return (lists[0], lists[1], lists[2] if amsgrad else [])
 
     def _step_triton(
-        self, group: dict[str, Any], device: torch.device, rows: list[Row], scalars: Scalars
+        self, group: dict[str, Any], device: torch.device, rows: list[Row], scalars: StepScalars
     ) -> None:
         for part, copies in _scaled.split_by_copy(rows, self._copies):
             states = [self._state_of(row, group, device, torch.float32) for row in part]
@@ -121,7 +123,7 @@ class AdamW(ScaledStep, torch.optim.AdamW):
                 # A state_dict from torch.optim may count on the host, or as a plain number.
                 _count_on(state, device, torch.float32)
             params = [row.local for row in part]
-            _kernels.adamw_(
+            kernels.adamw_(
                 params,
                 [row.grad for row in part],
                 *self._lists(states, group["amsgrad"]),
@@ -133,7 +135,7 @@ class AdamW(ScaledStep, torch.optim.AdamW):
                 weight_decay=group["weight_decay"],
                 amsgrad=group["amsgrad"],
                 maximize=group["maximize"],
-                multiplier=scalars.multiplier,
+                multiplier=scalars.grad_multiplier,
                 grad_scale=scalars.grad_scale,
                 found_inf=scalars.found_inf,
                 copies=copies,
@@ -143,7 +145,7 @@ class AdamW(ScaledStep, torch.optim.AdamW):
             torch.autograd.graph.increment_version(params)
 
     def _step_torch(
-        self, group: dict[str, Any], device: torch.device, rows: list[Row], scalars: Scalars
+        self, group: dict[str, Any], device: torch.device, rows: list[Row], scalars: StepScalars
     ) -> None:
         if scalars.skips_on_host():
             return
@@ -178,15 +180,15 @@ class AdamW(ScaledStep, torch.optim.AdamW):
             )
         for part, copies in _scaled.split_by_copy(rows, self._copies):
             if copies is not None:
-                _kernels.cast_([row.local for row in part], copies)
+                kernels.cast_([row.local for row in part], copies)
 
-    def _multiplied(self, rows: list[Row], scalars: Scalars, on_host: bool) -> Any:
+    def _multiplied(self, rows: list[Row], scalars: StepScalars, on_host: bool) -> Any:
         if on_host:
             return _scaled.scaled_parts(rows, scalars.factor_on_host())
         grads = [row.grad for row in rows]
-        for factor in (scalars.multiplier, scalars.inverse_scale()):
+        for factor in (scalars.grad_multiplier, scalars.inverse_scale()):
             if factor is not None:
-                grads = list(torch._foreach_mul(grads, factor))
+                grads = list(foreach_mul(grads, factor))
         return [(rows, grads)]
 
 

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.optim.sgd import sgd as torch_sgd
 
+from ampkit.gradients import kernels
+from ampkit.gradients.amp_optimizers import StepScalars
 from ampkit.optim import _scaled
-from ampkit.optim._scaled import Row, Scalars, ScaledStep
-from ampkit.scaler import _kernels
+from ampkit.optim._scaled import Row, ScaledStep
+from ampkit.torch_internals.optimizers import foreach_copy_
 
 # Extra state, kept only with dampening: whether the buffer holds a momentum yet, as 0.0 or 1.0 on the device.
 _STARTED = "momentum_started"
@@ -84,24 +86,24 @@ class SGD(ScaledStep, torch.optim.SGD):
         Never synchronises on CUDA. With `found_inf` set by a scaler, nothing changes.
         """
         loss = _scaled.run_closure(closure)
-        scalars = self._scalars()
+        scalars = StepScalars.of(self)
         for group in self.param_groups:
             for device, rows in _scaled.rows_by_device(group, "SGD").items():
                 on_device = scalars.on(device)
-                if device.type == "cpu" and not _kernels.uses_triton(self.impl, device):
+                if device.type == "cpu" and not kernels.uses_triton(self.impl, device):
                     self._step_torch(group, rows, on_device)
                 else:
                     self._step_kernel(group, device, rows, on_device)
         return loss
 
     def _step_kernel(
-        self, group: dict[str, Any], device: torch.device, rows: list[Row], scalars: Scalars
+        self, group: dict[str, Any], device: torch.device, rows: list[Row], scalars: StepScalars
     ) -> None:
         for part, copies in _scaled.split_by_copy(rows, self._copies):
             params = [row.local for row in part]
             buffers, flags = self._buffers(group, device, part)
             started = torch.stack(flags) if flags else None
-            _kernels.sgd_(
+            kernels.sgd_(
                 params,
                 [row.grad for row in part],
                 buffers,
@@ -112,14 +114,14 @@ class SGD(ScaledStep, torch.optim.SGD):
                 nesterov=group["nesterov"],
                 maximize=group["maximize"],
                 started=started,
-                multiplier=scalars.multiplier,
+                multiplier=scalars.grad_multiplier,
                 grad_scale=scalars.grad_scale,
                 found_inf=scalars.found_inf,
                 copies=copies,
                 impl=self.impl,
             )
             if started is not None:
-                torch._foreach_copy_(flags, list(started.unbind()))
+                foreach_copy_(flags, list(started.unbind()))
             # As any in-place operation would: what was saved for backward is stale now.
             torch.autograd.graph.increment_version(params)
 
@@ -142,7 +144,7 @@ class SGD(ScaledStep, torch.optim.SGD):
                 flags.append(state[_STARTED])
         return buffers, flags
 
-    def _step_torch(self, group: dict[str, Any], rows: list[Row], scalars: Scalars) -> None:
+    def _step_torch(self, group: dict[str, Any], rows: list[Row], scalars: StepScalars) -> None:
         if scalars.skips_on_host():
             return
         for part, grads in _scaled.scaled_parts(rows, scalars.factor_on_host()):
@@ -169,4 +171,4 @@ class SGD(ScaledStep, torch.optim.SGD):
                     state["momentum_buffer"] = _scaled.shaped_like(row.param, buffer)
         for part, copies in _scaled.split_by_copy(rows, self._copies):
             if copies is not None:
-                _kernels.cast_([row.local for row in part], copies)
+                kernels.cast_([row.local for row in part], copies)

@@ -8,7 +8,7 @@ copy. Forward hooks would do without the class, but a `KeyboardInterrupt` in for
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch.nn import Module
 
@@ -19,38 +19,91 @@ __all__ = ["wrap_forward"]
 M = TypeVar("M", bound=Module)
 
 
-class _Wrapped(Module):
-    """What the class of a wrapped module derives from beside the class it had."""
+class Wrapper(Protocol):
+    """What is done around a forward: a value that can be copied and pickled."""
 
-    _ampkit_wraps: tuple[type[Module], tuple[Any, ...], dict[str, Any]]
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        cls, args, kwargs = self._ampkit_wraps
-        make, arguments, *rest = super().__reduce_ex__(protocol)
-        arguments = tuple(cls if value is type(self) else value for value in arguments)
-        return (_make, (make, arguments), (rest[0] if rest else None, args, kwargs), *rest[1:])
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """`forward(module, ...)`, wrapped."""
+        ...
 
 
-class _Unfinished(Module):
-    """What the class of a copy derives from until it has its state.
+class WrappedForward(Module):
+    """What the class of a module derives from, beside the class it had, when its forward has been wrapped.
 
-    The region's arguments come with the state, after the modules in it: their policy may name one of them.
+    Wrappers of one sort share a subclass of this one, by which they are told from others; a module may have several.
+    Copies and pickles are made as the class underneath, and wrapped again.
     """
 
-    def __setstate__(self, saved: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> None:
-        state, args, kwargs = saved
-        _, cls = type(self).__bases__
-        self.__class__ = cls
-        if state is not None:
-            self.__setstate__(state)
-        self.__class__ = _wrapped_class(cls, args, kwargs)      # pyright: ignore[reportAttributeAccessIssue]
+    _ampkit_wrappers: dict[type[WrappedForward], tuple[type[Module], Wrapper]]
+
+    @classmethod
+    def put_around(cls, module: Module, wrapper: Wrapper) -> None:
+        """Wrap the forward of `module`, in it and in every replica and copy of it."""
+        object.__setattr__(module, "__class__", cls._wrapped(type(module), wrapper))
+
+    @classmethod
+    def _wrapped(cls, inner: type[Module], wrapper: Wrapper) -> type[Module]:
+        body: dict[str, Any] = {
+            "forward": wrapper.around(inner.forward),
+            "_ampkit_wrappers": {**getattr(inner, "_ampkit_wrappers", {}), cls: (inner, wrapper)},
+            "__module__": inner.__module__, "__qualname__": inner.__qualname__, "__doc__": inner.__doc__,
+        }
+        later = getattr(inner, "cls_to_become", None)     # the class that a lazy module takes at its first call
+        if later is not None:
+            body["cls_to_become"] = cls._wrapped(later, wrapper)
+        return type(inner.__name__, (cls, inner), body)
+
+    @classmethod
+    def _reduced(cls, module: Module, reduced: Any) -> tuple[Any, ...]:
+        """How to make `module` again, from how to make it with the class that it had before wrappers of this sort."""
+        inner, wrapper = module._ampkit_wrappers[cls]     # pyright: ignore[reportIndexIssue, reportArgumentType]
+        make, arguments, *rest = reduced
+        arguments = tuple(inner if value is type(module) else value for value in arguments)
+        return (_make_unfinished, (make, arguments, cls), (rest[0] if rest else None, wrapper), *rest[1:])
 
 
-def _make(make: Callable[..., M], arguments: tuple[Any, ...]) -> M:
+def _make_unfinished(make: Callable[..., M], arguments: tuple[Any, ...], sort: type[WrappedForward]) -> M:
+    """A module that is wrapped when it gets its state.
+
+    The wrapper comes with that, after the modules in it: its policy may name one of them.
+    """
     module = make(*arguments)
-    unfinished: Any = type(type(module).__name__, (_Unfinished, type(module)), {})
-    module.__class__ = unfinished
+    under = type(module)
+    body = {"__setstate__": _finish, "_ampkit_unfinished": (sort, under)}
+    object.__setattr__(module, "__class__", type(under.__name__, (under,), body))
     return module
+
+
+def _finish(module: Any, saved: tuple[Any, Wrapper]) -> None:
+    state, wrapper = saved
+    sort, under = module._ampkit_unfinished
+    object.__setattr__(module, "__class__", under)
+    if state is not None:
+        module.__setstate__(state)
+    sort.put_around(module, wrapper)
+
+
+class _Region(NamedTuple):
+    """The region that `wrap_forward` opens, as it was told."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """`forward` in the region."""
+        return autocast(*self.args, **self.kwargs)(forward)
+
+
+class _Wrapped(WrappedForward):
+    """Modules under `wrap_forward`."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _Wrapped._reduced(self, super().__reduce_ex__(protocol))
+
+
+def _make(make: Callable[..., M], arguments: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> M:
+    """The name by which pickles of version 0.1 make a wrapped module."""
+    return wrap_forward(make(*arguments), *args, **kwargs)
 
 
 def wrap_forward(module: M, *args: Any, **kwargs: Any) -> M:
@@ -71,16 +124,5 @@ def wrap_forward(module: M, *args: Any, **kwargs: Any) -> M:
             f"this {cls.__name__} was given a forward of its own, which its class does not know; decorate that: "
             "module.forward = autocast(...)(module.forward)"
         )
-    module.__class__ = _wrapped_class(cls, args, kwargs)
+    _Wrapped.put_around(module, _Region(args, kwargs))
     return module
-
-
-def _wrapped_class(cls: type[Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> type[Module]:
-    body: dict[str, Any] = {
-        "forward": autocast(*args, **kwargs)(cls.forward), "_ampkit_wraps": (cls, args, kwargs),
-        "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__,
-    }
-    later = getattr(cls, "cls_to_become", None)     # the class that a lazy module takes at its first call
-    if later is not None:
-        body["cls_to_become"] = _wrapped_class(later, args, kwargs)
-    return type(cls.__name__, (_Wrapped, cls), body)

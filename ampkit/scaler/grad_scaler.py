@@ -1,38 +1,50 @@
-"""GradScaler: the order of events in an iteration, and the state that survives it.
+"""GradScaler: the order of events in an iteration.
 
-An optimizer is READY after `update()`, UNSCALED after `unscale_` or clipping, STEPPED after `step`. How the scale
-answers an overflow is decided in `loss_scale`, what a gradient consists of in `gradients`, the arithmetic in the
-kernels; this class calls them in the right order.
+An optimizer is READY after `update()`, UNSCALED after `unscale_` or clipping, STEPPED after `step`. The work is done by
+parts: a `LiveScale` that lasts, an `Iteration` that each `update` begins anew, `Scaling`, `Unscaling` and `Stepping`
+over these two, and a `StepLog` of how steps ended.
 
-The class derives from `torch.amp.GradScaler`, because Lightning, Accelerate, FSDP and others ask `isinstance(scaler,
-torch.amp.GradScaler)` and reach for its private attributes. Those keep torch's names and shapes: `_scale`,
-`_growth_tracker`, `_per_optimizer_states`, `_unscale_grads_`, `_check_inf_per_device`, `_found_inf_per_device`,
-`_get_scale_async`, `_maybe_opt_step`, `_lazy_init_scale_growth_tracker`.
+Lightning, Accelerate, FSDP and others ask for `isinstance(scaler, torch.amp.GradScaler)`, reach for its private
+attributes and override its private methods: those keep torch's names, shapes and callers.
 """
 
 from __future__ import annotations
 
-import warnings
-import weakref
-from collections.abc import Callable, Sequence
-from importlib.util import find_spec
+import copy
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from ampkit.scaler import _agreement, _closures, _handoff, clipping
-from ampkit.scaler._devices import moved
-from ampkit.scaler._outputs import map_tensors
-from ampkit.scaler._scaler_checks import add_flags
-from ampkit.scaler._scaler_steps import ScalerSteps
-from ampkit.scaler.gradients import collect, parameters
+from ampkit.gradients import amp_optimizers, clipping, closures
+from ampkit.gradients.collect import collect, parameters
+from ampkit.gradients.masters import take_master_gradients
+from ampkit.scaler import pickling
+from ampkit.scaler.device import can_scale_on, device_type_of
 from ampkit.scaler.history import ScalerStats
+from ampkit.scaler.iteration import Iteration
+from ampkit.scaler.live_scale import LiveScale, strategy_of
 from ampkit.scaler.loss_scale import LossScale
+from ampkit.scaler.optimizer_record import OptimizerRecord
+from ampkit.scaler.overflow import OverflowReport
+from ampkit.scaler.scaling import Scaling
+from ampkit.scaler.step_log import OnStuck, StepLog
+from ampkit.scaler.stepping import Stepping
+from ampkit.scaler.unscaling import Unscaling
+
+_PARTS = ("_live", "_iteration", "_unscaling", "_log", "_scaling", "_stepping")
 
 
-class GradScaler(ScalerSteps):
+def _in(part: str, name: str) -> Any:
+    """An attribute of the scaler that lives in one of its parts."""
+    owner = attrgetter(part)
+    return property(attrgetter(f"{part}.{name}"), lambda self, value: setattr(owner(self), name, value))
+
+
+class GradScaler(torch.amp.GradScaler):
     """Scale losses so that small gradients survive float16; skip steps whose gradients are not finite.
 
     Takes the place of `torch.amp.GradScaler`: same methods, arguments, results and `state_dict`.
@@ -49,11 +61,10 @@ class GradScaler(ScalerSteps):
         process_group: ranks that must skip together although each sees other gradients (sharded by hand, pipelined).
             DDP and DTensor gradients (FSDP2, tensor parallel) need nothing.
         allow_fp16: unscale float16 gradients too, for optimizers that keep float32 master weights.
-        on_stuck: what happens when gradients overflow at a scale that can hardly fall further
-            (`DynamicLossScale.stuck_scale`): "warn" once, "raise" `LossScaleStuckError`, or call a function with
-            `ScalerStats`.
+        on_stuck: when gradients overflow at a scale that can hardly fall further (`DynamicLossScale.stuck_scale`):
+            "warn" once, "raise" `LossScaleStuckError`, or call a function with `ScalerStats`.
         count_every_step: count inf and NaN for `overflow_report` in every step of optimizers that skip on an
-            accelerator; others are counted only when skipped. Reads those gradients once more.
+            accelerator, at the price of reading their gradients once more; others are counted when skipped.
         history_size: updates kept for `history`.
 
     Raises:
@@ -87,91 +98,53 @@ class GradScaler(ScalerSteps):
         loss_scale: LossScale | None = None,
         process_group: Any = None,
         allow_fp16: bool = False,
-        on_stuck: Literal["warn", "raise"] | Callable[[ScalerStats], None] = "warn",
+        on_stuck: OnStuck = "warn",
         count_every_step: bool = False,
         history_size: int = 1000,
     ) -> None:
-        self._device = _device_type(device)
-        self._enabled = enabled
-        if enabled and self._device == "cuda" and not (torch.cuda.is_available() or find_spec("torch_xla")):
-            warnings.warn("GradScaler is enabled for 'cuda', but CUDA is not available.  Disabling.", stacklevel=2)
-            self._enabled = False
-        if on_stuck not in ("warn", "raise") and not callable(on_stuck):
-            raise ValueError(f"on_stuck is {on_stuck!r}; expected 'warn', 'raise' or a function of ScalerStats")
-        self.process_group = process_group
-        self.allow_fp16 = allow_fp16
-        self.on_stuck = on_stuck
-        self.count_every_step = count_every_step
-        self._start_watching()
-        plain = (init_scale, growth_factor, backoff_factor, growth_interval)
-        self._remember(loss_scale, plain, history_size, validate=self._enabled)
-        self._begin_iteration()
+        self._device = device_type_of(device)
+        self._enabled = enabled and can_scale_on(self._device)
+        numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
+        live = LiveScale(strategy_of(loss_scale, numbers, validate=self._enabled), history_size)
+        self._compose(live, process_group, allow_fp16, on_stuck, count_every_step)
+
+    def _compose(self, live: LiveScale, group: Any, fp16: bool, on_stuck: OnStuck, count_every_step: bool) -> None:
+        self._live = live
+        self._iteration = iteration = Iteration()
+        self._unscaling = Unscaling(live, iteration, process_group=group, allow_fp16=fp16)
+        self._log = StepLog(live, on_stuck=on_stuck, count_every_step=count_every_step)
+        self._scaling = Scaling(live, iteration, self._log)
+        self._stepping = Stepping(live, iteration, self._unscaling, self._log)
+
+    # torch's private attributes, and settings that may be changed
+    _scale = _in("_live", "scale")
+    _growth_tracker = _in("_live", "growth_tracker")
+    _growth_factor = _in("_live", "growth_factor")
+    _backoff_factor = _in("_live", "backoff_factor")
+    _growth_interval = _in("_live", "growth_interval")
+    _init_scale = _in("_live", "init_scale")
+    _init_growth_tracker = _in("_live", "init_growth_tracker")
+    _per_optimizer_states = _in("_iteration", "records")
+    process_group = _in("_unscaling", "process_group")
+    allow_fp16 = _in("_unscaling", "allow_fp16")
+    on_stuck = _in("_log", "on_stuck")
+    count_every_step = _in("_log", "count_every_step")
 
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss, or every tensor in a nested list, tuple, mapping or iterator, by the scale.
 
         A 0-d float16 or bfloat16 loss comes back as float32. Never syncs. Warns once when what it gets is detached from
-        autograd, because `backward` could not reach any parameter.
-
-        Raises:
-            ValueError: something that holds no tensors.
+        autograd, because `backward` could not reach any parameter. Raises ValueError for what holds no tensors.
         """
-        if not self._enabled:
-            return outputs
-        self._scale_calls += 1
-        if self._per_optimizer_states:
-            self._keep_versions()
-        if isinstance(outputs, Tensor):
-            if not outputs.requires_grad:
-                self._warn_detached()
-            return self._scale_one(outputs, {})
-        copies: dict[torch.device, Tensor] = {}
-        seen: list[bool] = []
-
-        def scale_one(output: Tensor) -> Tensor:
-            seen.append(output.requires_grad)
-            return self._scale_one(output, copies)
-
-        scaled = map_tensors(outputs, scale_one)
-        if seen and not any(seen):
-            self._warn_detached()
-        return scaled
-
-    def _scale_one(self, output: Tensor, copies: dict[torch.device, Tensor]) -> Tensor:
-        if self._scale is None:
-            self._lazy_init_scale_growth_tracker(output.device)
-        if not self._loss_scale.scales_losses:
-            return output
-        scale: Any = self._scale
-        if scale.device != output.device:
-            if output.device not in copies:
-                copies[output.device] = moved(scale, output.device)
-            scale = copies[output.device]
-        scaled = output * scale
-        if scaled.requires_grad:
-            self._losses.append(weakref.ref(scaled))
-        return scaled
-
-    def _warn_detached(self) -> None:
-        if torch.is_grad_enabled():
-            self._warn_once(
-                "detached",
-                "scale() got a loss that does not require grad: backward() cannot reach any parameter from it. It "
-                "may have been rebuilt with torch.tensor(), detached, converted by .item(), or computed under "
-                "torch.no_grad().",
-                stacklevel=4,
-            )
+        return self._scaling.scale(outputs, self._lazy_init_scale_growth_tracker) if self._enabled else outputs
 
     def unscale_(self, optimizer: torch.optim.Optimizer, *, allow_repeat: bool = False) -> None:
         """Divide the optimizer's gradients by the scale, in place, and look for inf and NaN. Never syncs.
 
         Optional before `step`, for code that reads or changes gradients in between. Call it once per iteration, after
-        the last backward. Sparse, complex, expanded, non-contiguous and DTensor gradients are served; a gradient shared
-        with an optimizer that has been unscaled this iteration is not divided again.
-
-        Args:
-            optimizer: whose gradients.
-            allow_repeat: a second call in the same iteration does nothing instead of raising.
+        the last backward; with `allow_repeat` a second call does nothing instead of raising. Sparse, complex, expanded,
+        non-contiguous and DTensor gradients are served; a gradient shared with an optimizer that has been unscaled this
+        iteration is not divided again.
 
         Raises:
             AssertionError: nothing has been scaled yet.
@@ -181,16 +154,22 @@ class GradScaler(ScalerSteps):
         if not self._enabled:
             return
         self._check_scale_growth_tracker("unscale_")
-        state = self._state_of(optimizer)
-        if allow_repeat and state["stage"] is OptState.UNSCALED:
-            self._settle_multiplier(state)
+        record = self._iteration.record_of(optimizer)
+        if allow_repeat and record.stage is OptState.UNSCALED:
+            self._unscaling.apply_pending_clip_factor_(record)
             return
-        self._require_ready(state)
-        inv_scale = self._inverse_scale()
-        state["found_inf_per_device"] = self._unscale_grads_(
-            optimizer, inv_scale, torch.zeros_like(inv_scale), self.allow_fp16
-        )
-        state["stage"] = OptState.UNSCALED
+        if record.stage is not OptState.READY:
+            raise record.refusal_to_unscale()
+        inv_scale = self._unscaling.inverse_scale()
+        found_inf = torch.zeros_like(inv_scale)
+        found = self._unscale_grads_(optimizer, inv_scale, found_inf, self._unscaling.allow_fp16)
+        record.found_inf_per_device = found
+        record.stage = OptState.UNSCALED
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
+    ) -> dict[torch.device, Tensor]:
+        return self._unscaling.unscale_(optimizer, inv_scale, found_inf, allow_fp16=allow_fp16)
 
     def clip_grad_norm_(
         self,
@@ -203,13 +182,11 @@ class GradScaler(ScalerSteps):
     ) -> Tensor:
         """Unscale, check and clip the optimizer's gradients together; returns their unscaled norm. Never syncs.
 
-        Stands for `unscale_` followed by `torch.nn.utils.clip_grad_norm_`, at two passes over the gradients instead of
-        three reads and two writes. After `unscale_` it only clips. Where a gradient is not finite nothing is
-        multiplied: the step will be skipped. Gradients of optimizers that take a multiplier (`ampkit.optim`) stay
-        scaled until `step` reads them.
+        Stands for `unscale_` and `torch.nn.utils.clip_grad_norm_`, at two passes over the gradients instead of three
+        reads and two writes. After `unscale_` it only clips. Where a gradient is not finite nothing is multiplied: the
+        step will be skipped. Gradients of optimizers that take a multiplier (`ampkit.optim`) stay scaled until then.
 
         Args:
-            optimizer: whose gradients.
             max_norm: the largest norm to let pass.
             norm_type: the order of the norm; `inf` for the largest magnitude.
             groups: None: one norm over all parameter groups. "each": every group is clipped by its own norm.
@@ -221,46 +198,23 @@ class GradScaler(ScalerSteps):
             The norm, 0-d on the scale's device; with `groups="each"` one per group. float64 for float64 gradients, else
             float32.
 
-        Raises:
-            AssertionError: nothing has been scaled yet.
-            RuntimeError: called after `step`.
-            ValueError: float16 gradients, as `unscale_`.
+        Raises: as `unscale_`, but a call after it is none too many.
         """
         norm_type = float(norm_type)
+        take_master_gradients(optimizer)
         parts = clipping.parts(optimizer, groups)
         if not self._enabled:
             return clipping.clip_plain(parts, max_norm, norm_type, each=groups == "each")
         self._check_scale_growth_tracker("clip_grad_norm_")
-        state = self._state_of(optimizer)
-        self._require_not_stepped(state, "clip_grad_norm_")
-        if state["stage"] is OptState.READY and (
-            norm_type not in clipping.HOMOGENEOUS_ORDERS or self._has_shared(optimizer)
+        record = self._iteration.record_of(optimizer)
+        record.require_not_stepped("clip_grad_norm_")
+        if record.stage is OptState.READY and (
+            norm_type not in clipping.HOMOGENEOUS_ORDERS or self._unscaling.has_shared(optimizer)
         ):
             self.unscale_(optimizer)
-        self._settle_multiplier(state)
-        ready = state["stage"] is OptState.READY
-        inv_scale = self._inverse_scale() if ready else torch.ones_like(self._live_scale())
-
-        gradients = [self._collect(optimizer, params, coalesce=True) for params, _ in parts]
-        found = {} if ready else state["found_inf_per_device"]
-        for part in gradients:
-            add_flags(found, part, torch.zeros_like(inv_scale))
-        across = () if process_group is None else (process_group,)
-        norms = [clipping.total_norm(part, inv_scale, found, norm_type, across) for part in gradients]
-        self._agree(optimizer, found, [group for part in gradients for group in part.groups])
-        state["found_inf_per_device"] = found
-        state["stage"] = OptState.UNSCALED
-
-        clipped = [norm for norm, (_, clips) in zip(norms, parts, strict=True) if clips]
-        for part, norm, (_, clips) in zip(gradients, norms, parts, strict=True):
-            factor = inv_scale * clipping.coefficient(norm, max_norm) if clips else inv_scale
-            if len(parts) == 1 and _handoff.takes_multiplier(optimizer):
-                state["multiplier"] = factor.float()
-            else:
-                clipping.multiply_(part, factor, found)
-        self._mark(optimizer, [grad for part in gradients for grad in part.originals])
-        self._note_norm(torch.stack(clipped).max() if len(clipped) > 1 else clipped[0])
-        return torch.stack(clipped) if groups == "each" else clipped[0]
+        norms = self._unscaling.clip_norm_(optimizer, record, parts, max_norm, norm_type, process_group)
+        self._iteration.note_norm(torch.stack(norms).max() if len(norms) > 1 else norms[0])
+        return torch.stack(norms) if groups == "each" else norms[0]
 
     def clip_grad_value_(self, optimizer: torch.optim.Optimizer, clip_value: float) -> None:
         """Unscale and check the optimizer's gradients, and limit every element to `[-clip_value, clip_value]`.
@@ -269,11 +223,12 @@ class GradScaler(ScalerSteps):
         """
         if self._enabled:
             self._check_scale_growth_tracker("clip_grad_value_")
-            state = self._state_of(optimizer)
-            self._require_not_stepped(state, "clip_grad_value_")
-            if state["stage"] is OptState.READY:
+            record = self._iteration.record_of(optimizer)
+            record.require_not_stepped("clip_grad_value_")
+            if record.stage is OptState.READY:
                 self.unscale_(optimizer)
-            self._settle_multiplier(state)
+            self._unscaling.apply_pending_clip_factor_(record)
+        take_master_gradients(optimizer)
         clipping.clamp_(collect(parameters(optimizer)), float(clip_value))
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -286,80 +241,160 @@ class GradScaler(ScalerSteps):
         With a closure (keyword or first positional argument), as LBFGS and SAM take it, every evaluation is unscaled
         and checked; the closure calls `scaler.scale(loss).backward()` and returns the unscaled loss. A non-finite
         evaluation ends the step and restores parameters and optimizer state. One host read per evaluation.
+        Returns what `optimizer.step` returned; None when the step was skipped by the host.
 
-        Returns:
-            What `optimizer.step` returned; None when the step was skipped by the host.
-
-        Raises:
-            AssertionError: nothing has been scaled yet.
-            RuntimeError: called before in this iteration.
+        Raises AssertionError before anything has been scaled, RuntimeError when called before in this iteration.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        closure = _closures.take(args, kwargs)
+        closure = closures.take(args, kwargs)
         if closure is None:
             self._check_scale_growth_tracker("step")
-        state = self._state_of(optimizer)
-        if state["stage"] is OptState.STEPPED:
-            raise RuntimeError(
-                "step() has already been called since the last update(). Call update() once per iteration, after all "
-                "optimizers have stepped."
-            )
+        record = self._iteration.record_of(optimizer)
+        record.require_not_stepped("step")
         if closure is not None:
-            return self._step_with_closure(optimizer, state, closure, args, kwargs)
-        if _handoff.is_amp_aware(optimizer):
-            return self._step_on_device(optimizer, state, args, kwargs)
-        if state["stage"] is OptState.READY:
-            self.unscale_(optimizer)
-        if not state["found_inf_per_device"]:
-            return self._nothing_to_do(optimizer, state)
-        result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
-        state["stage"] = OptState.STEPPED
+            return self._stepping.with_closure(optimizer, record, closure, self.unscale_, args, kwargs)
+        on_device = amp_optimizers.is_amp_aware(optimizer)
+        if on_device and amp_optimizers.takes_grad_scaler_argument(optimizer):
+            return self._stepping.by_itself(optimizer, record, self, args, kwargs)
+        if record.stage is OptState.READY:
+            if on_device and not self._unscaling.has_shared(optimizer):
+                self._check_inf_per_device(optimizer)
+            else:
+                self.unscale_(optimizer)
+        if not record.found_inf_per_device:
+            return self._stepping.nothing_to_do(optimizer, record)
+        if on_device:
+            return self._stepping.on_device(optimizer, record, args, kwargs)
+        result = self._maybe_opt_step(optimizer, record, *args, **kwargs)
+        record.stage = OptState.STEPPED
         return result
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
+        """Look for inf and NaN in gradients that stay scaled; the flags are what `unscale_` would find."""
+        self._check_scale_growth_tracker("_check_inf_per_device")
+        record = self._iteration.record_of(optimizer)
+        record.found_inf_per_device = self._unscaling.look(optimizer, self._unscaling.inverse_scale())
+        return record.found_inf_per_device
+
+    def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
+        record = OptimizerRecord.of(optimizer_state)
+        if not record.found_inf_per_device:  # never from `step`: as torch's, nothing found is no inf
+            return optimizer.step(*args, **kwargs)
+        return self._stepping.on_host(optimizer, record, args, kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Let the scale answer what the iteration's checks found, and make every optimizer READY. Never syncs.
 
         Args:
-            new_scale: a scale to use from now on, a positive number or a 1-element tensor, instead of the strategy's
-                answer. It is kept within the strategy's bounds. A tensor is copied; if it holds 0, inf, NaN or a
-                negative number, the scale stays.
+            new_scale: a scale to use from now on, kept within the strategy's bounds: a positive number, or a 1-element
+                tensor, which is copied; if it holds 0, inf, NaN or a negative number, the scale stays.
 
-        Raises:
-            AssertionError: nothing was scaled or no gradients were checked in this iteration, or a `new_scale` of a
-                wrong kind.
-            ValueError: a number that is no scale.
+        Raises AssertionError when nothing was scaled or checked in this iteration, or for a `new_scale` of a wrong
+        kind, and ValueError for a number that is no scale.
         """
         if not self._enabled:
             return
         self._check_scale_growth_tracker("update")
         if new_scale is not None:
-            self._set_scale(new_scale)
+            self._live.set(new_scale, self._device)
         else:
-            flags: list[Tensor] = []
-            clean = idle = True
-            for state in self._per_optimizer_states.values():
-                flags += state["found_inf_per_device"].values()
-                clean = clean and state.get("clean", False)
-                idle = idle and state["stage"] is OptState.READY
-            if flags:
-                found_inf = _agreement.combined(flags, self._live_scale().device)
-                self._advance(found_inf, self._norm, self._scale_used, clean=clean)
-            elif idle:
-                raise AssertionError(
-                    "No inf checks were recorded prior to update. Call scaler.step(optimizer), or scaler.unscale_, in "
-                    "every iteration before update()."
-                )
-        self._begin_iteration()
+            self._iteration.advance(self._live)
+        self._iteration.begin()
 
+    def skipped(self, optimizer: torch.optim.Optimizer) -> Tensor:
+        """Whether the last `step(optimizer)` left the parameters alone, as a 0-d bool tensor on the device.
 
-def _device_type(device: str | torch.device | None) -> str:
-    if device is None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        return "cpu" if accelerator is None else accelerator.type
-    if isinstance(device, float):
-        raise TypeError(
-            f"device is {device}; expected a device type like 'cuda'. The first scale is init_scale={device}: it comes "
-            "second here, as in torch.amp, where torch.cuda.amp took it first"
-        )
-    return torch.device(device).type
+        True after inf or NaN, and after a step that found no gradients. Right for every optimizer, fused ones included;
+        `if scaler.skipped(optimizer):` is where a host would wait. False when the scaler is disabled. Raises
+        RuntimeError where `step` has not been called with this optimizer.
+        """
+        return self._log.outcome_of(optimizer).found_inf != 0 if self._enabled else torch.zeros((), dtype=torch.bool)
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the last `step(optimizer)` was taken, as a Python value: the opposite of `skipped`.
+
+        Waits for the device only when the optimizer skips there by itself. True when the scaler is disabled. Raises as
+        `skipped`.
+        """
+        return not self._enabled or self._log.stepped(optimizer)
+
+    def stats(self) -> ScalerStats:
+        """Counts of steps, skips, growths and more, with the scale; calls `on_stuck` if that is due. One host read."""
+        return self._log.stats() if self._enabled else ScalerStats(scale=1.0)
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The last updates as plain dicts, oldest first: `update`, `scale`, `overflow`, `grad_norm`. One host read."""
+        return self._log.history() if self._enabled else []
+
+    def overflow_report(
+        self, model: torch.nn.Module | None = None, *, optimizer: torch.optim.Optimizer | None = None
+    ) -> OverflowReport:
+        """Which parameters held inf or NaN in the last skipped step, worst first. Reads the device.
+
+        Optimizers that skip on an accelerator are examined when this is called, so call it before their gradients are
+        cleared, or make the scaler with `count_every_step=True`.
+
+        `model` names parameters; without it the optimizer's own names are used, where it was made with
+        `named_parameters()`, else group and position. `optimizer` says whose step; by default of every optimizer.
+        """
+        return self._log.report(model, optimizer)
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """The strategy in force."""
+        return self._live.strategy
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's five entries, which torch.amp.GradScaler loads, and "ampkit" with the whole strategy and the counts.
+
+        Plain Python values; `{}` when disabled. Reads the device: call it after `update()`.
+        """
+        return self._live.state_dict() if self._enabled else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` of this class or of torch.amp.GradScaler returned; nothing happens when disabled.
+
+        The saved factors win over the constructor's, as in torch. Entries that belong to another kind of strategy than
+        this scaler's are left aside with a warning. Unknown entries are named in a warning.
+
+        Raises (nothing has been loaded then):
+            RuntimeError: an empty dict, as a disabled scaler saves it.
+            KeyError: missing entries, all of them named.
+            TypeError: an entry of another type.
+            ValueError: a scale, a strategy or a count that cannot be used.
+        """
+        if self._enabled:
+            self._live.take_over(self._live.loadable(state_dict))
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        live = self._live
+        if live.scale is not None and live.growth_tracker is not None:
+            return live.scale, live.growth_tracker
+        return super()._check_scale_growth_tracker(funcname)  # which raises
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        self._live.place(dev)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._enabled:
+            pickling.require_picklable(self._iteration, self._unscaling)
+        state = {name: value for name, value in self.__dict__.items() if name not in _PARTS}
+        return {**state, **pickling.flatten(self._live, self._unscaling, self._log)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        live, settings, rest = pickling.split(state)
+        self._compose(live, *settings)
+        self._log.warned, self._log.alarm_due = rest.pop("_warned"), rest.pop("_alarm_due")
+        self.__dict__.update(rest)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradScaler:  # which process groups do not survive
+        group, self.process_group = self.process_group, None
+        try:
+            state = copy.deepcopy(self.__getstate__(), memo)
+        finally:
+            self.process_group = group
+        twin = self.__class__.__new__(self.__class__)
+        twin.__setstate__({**state, "process_group": group})
+        return twin

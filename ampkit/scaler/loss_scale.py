@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numbers
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
@@ -49,12 +49,11 @@ def _settle_numbers(strategy: DynamicLossScale | StaticLossScale) -> None:
         if each.type == "str":
             continue
         value = given.item() if isinstance(given, Tensor) and given.numel() == 1 else given
-        cls, wanted, what = (
-            (int, numbers.Integral, "a whole number") if each.type == "int" else (float, numbers.Real, "a number")
-        )
+        convert: Callable[[Any], float] = int if each.type == "int" else float
+        wanted, what = (numbers.Integral, "a whole number") if convert is int else (numbers.Real, "a number")
         if isinstance(value, bool) or not isinstance(value, wanted):
             raise TypeError(f"{each.name} is {value!r}; expected {what}")
-        plain = value if isinstance(value, int | float) else cls(value)
+        plain = value if isinstance(value, int | float) else convert(value)  # pyright: ignore[reportArgumentType]
         if plain is not given:
             object.__setattr__(strategy, each.name, plain)  # frozen to others
 

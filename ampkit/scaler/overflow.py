@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampkit.scaler import _kernels
-from ampkit.scaler.gradients import collect
+from ampkit.gradients import kernels
+from ampkit.gradients.collect import collect
+from ampkit.gradients.masters import masters_of
 
 
 class LossScaleStuckError(RuntimeError):
@@ -77,7 +78,7 @@ def examine(optimizer: torch.optim.Optimizer) -> Examined:
     """Count inf and NaN in every gradient of the optimizer, on the device. Reads each gradient once; never syncs."""
     gradients: list[tuple[Tensor, str, torch.dtype, int]] = []
     by_device: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
-    masters = getattr(optimizer, "_ampkit_masters", None)  # the model has no name for those, but for their halves
+    masters = masters_of(optimizer)  # the model has no name for those, but for their halves
     halves = {} if masters is None else dict(zip(masters.masters(), masters.halves(), strict=True))
     for name, param in named_parameters(optimizer):
         if param.grad is None:
@@ -87,7 +88,7 @@ def examine(optimizer: torch.optim.Optimizer) -> Examined:
             places.append(len(gradients))
             local.extend(tensors)
         gradients.append((halves.get(param, param), name, param.grad.dtype, param.grad.numel()))
-    return Examined(gradients, [(places, _kernels.nonfinite_counts(local)) for places, local in by_device.values()])
+    return Examined(gradients, [(places, kernels.nonfinite_counts(local)) for places, local in by_device.values()])
 
 
 def named_parameters(optimizer: Any) -> Iterator[tuple[str, Tensor]]:

@@ -94,7 +94,7 @@ def number(value: Any, name: str) -> float:
     try:
         return float(value)
     except OverflowError:  # an integer beyond float64
-        return math.inf if value > 0 else -math.inf
+        return math.copysign(math.inf, bool(value > 0) - 0.5)  # pyright: ignore[reportOperatorIssue]
 
 
 def _whole(value: Any, name: str, least: int, most: int) -> int:

@@ -18,6 +18,7 @@ from torch.nn import Module
 
 from ampkit.policy.policy import Policy
 from ampkit.region.autocast import autocast
+from ampkit.region.wrapping import WrappedForward
 from ampkit.whole_model.tree_cast import cast_tree
 
 M = TypeVar("M", bound=Module)
@@ -37,10 +38,10 @@ class Boundary(NamedTuple):
         """`forward(module, ...)` between the casts, in a region for the device that the module is on."""
         in_regions: dict[str, Callable[..., Any]] = {}
 
-        def in_region(kind: str) -> Callable[..., Any]:
-            if kind not in in_regions:
-                in_regions[kind] = autocast(kind, self.region, policy=self.policy)(forward)
-            return in_regions[kind]
+        def in_region(device_type: str) -> Callable[..., Any]:
+            if device_type not in in_regions:
+                in_regions[device_type] = autocast(device_type, self.region, policy=self.policy)(forward)
+            return in_regions[device_type]
 
         @functools.wraps(forward)
         def bounded(module: Module, *args: Any, **kwargs: Any) -> Any:
@@ -55,19 +56,15 @@ class Boundary(NamedTuple):
         return bounded
 
 
-class _Bounded(Module):
-    """What the class of a module with a boundary derives from beside the class it had."""
-
-    _ampkit_boundary: tuple[type[Module], Boundary]
+class _Bounded(WrappedForward):
+    """Modules with a boundary."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        cls, boundary = self._ampkit_boundary
-        make, arguments, *state = super().__reduce_ex__(protocol)
-        arguments = tuple(cls if value is type(self) else value for value in arguments)
-        return (_make, (make, arguments, boundary), *state)
+        return _Bounded._reduced(self, super().__reduce_ex__(protocol))
 
 
 def _make(make: Callable[..., M], arguments: tuple[Any, ...], boundary: Boundary) -> M:
+    """The name by which pickles of version 0.1 make a module with a boundary."""
     return put_boundary(make(*arguments), boundary)
 
 
@@ -78,10 +75,7 @@ def put_boundary(module: M, boundary: Boundary) -> M:
         RuntimeError: the module has a boundary, or a forward of its own that its class does not know.
     """
     refuse_bounded(module)
-    cls = type(module)
-    body = {"forward": boundary.around(cls.forward), "_ampkit_boundary": (cls, boundary)}
-    body.update(__module__=cls.__module__, __qualname__=cls.__qualname__, __doc__=cls.__doc__)
-    object.__setattr__(module, "__class__", type(cls.__name__, (_Bounded, cls), body))
+    _Bounded.put_around(module, boundary)
     return module
 
 

@@ -1,8 +1,8 @@
 """Gradients of one optimizer around a scaled backward, where some may have been unscaled before.
 
 Each backward under a loss scale must meet empty `.grad`s, or scaled values would be added to unscaled ones.
-`hold` sets aside what is there, `settle` unscales what has come, in master weights where there are any, and
-adds what was set aside.
+`stash_unscaled` sets aside what is there, `unscale_and_merge` unscales what has come, in master weights where there are
+any, and adds what was set aside.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampkit.scaler import _kernels
-from ampkit.scaler._devices import moved
-from ampkit.scaler.gradients import collect, summed_duplicates
+from ampkit.gradients import kernels
+from ampkit.gradients.collect import collect, summed_duplicates
+from ampkit.gradients.transfer import moved
 from ampkit.whole_model.master_weights import MasterWeights
 
 
@@ -24,7 +24,7 @@ class GradientFlow:
     def __init__(self, optimizer: torch.optim.Optimizer, masters: MasterWeights | None = None) -> None:
         self.optimizer = optimizer
         self.masters = masters
-        self._held: dict[Tensor, Tensor] = {}
+        self._stashed: dict[Tensor, Tensor] = {}
 
     def params(self) -> list[Tensor]:
         """Every tensor in the optimizer's groups: masters where there are any."""
@@ -37,31 +37,31 @@ class GradientFlow:
         masters = {id(master) for master in self.masters.masters()}
         return [param for param in self.params() if id(param) not in masters]
 
-    def arrived(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether backward has left a gradient that has not been settled, or that nothing was scaled for."""
         halves = [] if self.masters is None else self.masters.halves()
         return any(param.grad is not None for param in (*self.own_params(), *halves))
 
-    def hold(self) -> None:
+    def stash_unscaled(self) -> None:
         """Set aside the unscaled gradients, so that backward starts from none."""
         for param in self.own_params():
             grad = param.grad
             if grad is not None:
                 # A view is DDP's gradient_as_bucket_view: the next backward writes to that memory.
-                self._held[param] = grad.clone() if grad._is_view() else grad
+                self._stashed[param] = grad.clone() if grad._is_view() else grad
                 param.grad = None
 
     def restore(self) -> None:
         """Forget what backward has left, and put back what was set aside."""
         for param in (*self.own_params(), *([] if self.masters is None else self.masters.halves())):
-            param.grad = self._held.pop(param, None)
+            param.grad = self._stashed.pop(param, None)
 
     def forget(self) -> None:
         """Forget what was set aside."""
-        self._held.clear()
+        self._stashed.clear()
 
     @torch.no_grad()
-    def settle(self, inv_scale: Tensor) -> tuple[dict[torch.device, Tensor], list[Any]]:
+    def unscale_and_merge(self, inv_scale: Tensor) -> tuple[dict[torch.device, Tensor], list[Any]]:
         """Multiply what backward has left by `inv_scale`, check it, and add what was set aside.
 
         Returns:
@@ -78,11 +78,11 @@ class GradientFlow:
         for device, tensors in gradients.by_device.items():
             if device not in found:
                 found[device] = torch.zeros((), dtype=torch.float32, device=device)
-            _kernels.unscale_(tensors, moved(inv_scale, device), found[device])
+            kernels.unscale_(tensors, moved(inv_scale, device), found[device])
         for values in summed_duplicates(gradients.duplicated):
             one = torch.ones((), device=values.device)
-            _kernels.norm_and_check([values], one, found[values.device])
-        for param, held in self._held.items():
+            kernels.norm_and_check([values], one, found[values.device])
+        for param, held in self._stashed.items():
             param.grad = held if param.grad is None else held + param.grad
-        self._held.clear()
+        self._stashed.clear()
         return found, list(dict.fromkeys(groups))

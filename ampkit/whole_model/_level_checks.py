@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from ampkit.gradients.masters import masters_of
 from ampkit.whole_model._boundary import refuse_bounded
 from ampkit.whole_model.tree_cast import REAL_FLOATS
 
@@ -17,11 +18,11 @@ _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _NAMES_SHOWN = 4
 
 
-def as_list(value: Any, kind: type, name: str, what: str) -> list[Any]:
+def as_list(value: Any, cls: type, name: str, what: str) -> list[Any]:
     """One object or a list or tuple of them, as a list. Raises `TypeError` for anything else."""
     items = list(value) if isinstance(value, list | tuple) else [value]
     for item in items:
-        if not isinstance(item, kind):
+        if not isinstance(item, cls):
             raise TypeError(f"{name} holds a {type(item).__name__}; expected {what}, or a list of them")
     if len({id(item) for item in items}) != len(items):
         raise ValueError(f"{name} holds one object twice; expected each once")
@@ -77,7 +78,7 @@ def check_model(model: Module, *, casts_model: bool) -> None:
 def check_optimizers(models: Sequence[Module], optimizers: Sequence[Optimizer]) -> None:
     """Refuse an optimizer of another model, and trainable parameters that no optimizer has."""
     for optimizer in optimizers:
-        if hasattr(optimizer, "_ampkit_masters"):
+        if masters_of(optimizer) is not None:
             raise RuntimeError(
                 f"this {type(optimizer).__name__} has master weights already; pass initialize a bare optimizer, and "
                 f"let opt_level 'O2' make them"

@@ -37,7 +37,7 @@ LEVELS: dict[str, Level] = {
 
 @dataclass(frozen=True)
 class LevelOptions:
-    """A level with its overrides settled.
+    """A level with its overrides resolved.
 
     `dtype` is the 16-bit type of the region or the model; `loss_scale` None means that there is no scaler.
     """
@@ -61,7 +61,7 @@ class LevelOptions:
         return f"{self.opt_level}{low}: {LEVELS[self.opt_level].what} ({model}loss scale {scale})"
 
 
-def settle(
+def resolve(
     opt_level: Any,
     default_dtype: torch.dtype,
     *,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from ampkit.scaler import _agreement, _handoff
+from ampkit.gradients import ranks
 from ampkit.scaler.grad_scaler import GradScaler
 from ampkit.whole_model._gradient_flow import GradientFlow
 
@@ -27,48 +27,33 @@ class LevelScaler(GradScaler):
 
         Returns a flag, 1 where a gradient was not finite; None where none had arrived.
         """
-        found, groups = flow.settle(self._inverse_scale())
-        self._agree(flow.optimizer, found, groups)
-        state = self._state_of(flow.optimizer)
-        before = state["found_inf_per_device"]
-        state["found_inf_per_device"] = {**before, **found}
-        for device in before.keys() & found.keys():
-            state["found_inf_per_device"][device] = torch.maximum(before[device], found[device])
-        state["stage"] = OptState.UNSCALED
-        return self._flag(state) if state["found_inf_per_device"] else None
+        found, groups = flow.unscale_and_merge(self._unscaling.inverse_scale())
+        self._unscaling.agree(flow.optimizer, found, groups)
+        record = self._iteration.record_of(flow.optimizer)
+        record.add_found_inf(found)
+        record.stage = OptState.UNSCALED
+        return record.found_inf(self._live.scale) if record.found_inf_per_device else None
 
-    def settle(self, flows: Sequence[GradientFlow]) -> list[Tensor | None]:
+    def take_all(self, flows: Sequence[GradientFlow]) -> list[Tensor | None]:
         """`take` for several optimizers, after which the scale answers; a flag for each."""
         flags = [self.take(flow) for flow in flows]
         self.update()
         self.updates += 1
         return flags
 
-    def step_settled(self, optimizer: torch.optim.Optimizer, found_inf: Tensor | None) -> Any:
-        """Step an optimizer whose gradients `take` has unscaled, or not; as `GradScaler.step`."""
-        state = self._state_of(optimizer)
-        if found_inf is None:
-            return self._nothing_to_do(optimizer, state)
-        state["stage"] = OptState.UNSCALED
-        if _handoff.is_amp_aware(optimizer):
-            return self._step_on_device(optimizer, state, (), {})
-        result = self._maybe_opt_step(optimizer, state)
-        state["stage"] = OptState.STEPPED
-        return result
-
     def loadable(self, state_dict: Any) -> Callable[[], None]:
         """Check a saved state; returns what loads it, which cannot fail, so that several are loaded or none."""
         if not self._enabled:
             return lambda: None
-        new = self._loadable(state_dict)
-        return lambda: self._take_over(new)
+        new = self._live.loadable(state_dict)
+        return lambda: self._live.take_over(new)
 
     def note_step(self, optimizer: torch.optim.Optimizer, found_inf: Tensor, *, skipped: bool | None) -> None:
         """Count a step of an optimizer that is about to be made; `skipped` None where only the device knows."""
-        self._note_step(optimizer, found_inf, skipped=self._examine(optimizer, found_inf, skipped=skipped))
+        self._log.note_step(optimizer, found_inf, skipped=self._log.examine(optimizer, found_inf, skipped=skipped))
 
 
 def either(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     """One flag for two, on the first's device; None where there is neither."""
     flags = [flag for flag in (first, second) if flag is not None]
-    return _agreement.combined(flags, flags[0].device) if flags else None
+    return ranks.combined(flags, flags[0].device) if flags else None

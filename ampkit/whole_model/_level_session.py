@@ -1,8 +1,7 @@
 """What one `initialize` has set up, and what happens at each backward and step under it.
 
-Steps are reached by the public hooks of `torch.optim.Optimizer`. A step whose gradients are not finite runs
-with all of them hidden, in which no optimizer of torch changes anything; amp-aware optimizers get the flag
-instead and skip on the device.
+Steps are reached by the public hooks of `torch.optim.Optimizer`. For a step whose gradients are not finite all of them
+are set to None, which makes torch's optimizers a no-op; amp-aware ones get the flag instead and skip on the device.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ampkit.scaler import _closures, _handoff
+from ampkit.gradients import amp_optimizers, closures
 from ampkit.whole_model._gradient_flow import GradientFlow
 from ampkit.whole_model._level_options import LevelOptions
 from ampkit.whole_model._level_scaler import LevelScaler, either
@@ -68,13 +67,13 @@ class Session:
             )
         return self.scalers[loss_id]
 
-    def settle(self, optimizers: Sequence[Optimizer], scaler: LevelScaler) -> None:
+    def unscale_and_update(self, optimizers: Sequence[Optimizer], scaler: LevelScaler) -> None:
         """After a backward: unscale what it has left at these optimizers, and move the scale on."""
         states = [self.state(optimizer) for optimizer in optimizers]
-        for state, flag in zip(states, scaler.settle([state.flow for state in states]), strict=True):
+        for state, flag in zip(states, scaler.take_all([state.flow for state in states]), strict=True):
             state.flag = either(state.flag, flag)
             state.scaler = scaler
-            state.settled = True
+            state.unscaled = True
             state.delayed = None
 
 
@@ -87,9 +86,9 @@ class OptimizerState:
         self.verbosity = session.verbosity
         self.flag: Tensor | None = None
         self.scaler: LevelScaler | None = None
-        self.settled = False
+        self.unscaled = False
         self.delayed: tuple[LevelScaler, int] | None = None     # whose scale, and which of its scales
-        self._hidden: list[tuple[Tensor, Tensor]] = []
+        self._set_to_none: list[tuple[Tensor, Tensor]] = []
         self._handed_over = contextlib.ExitStack()
 
     def begin_backward(self, scaler: LevelScaler, *, delay_unscale: bool) -> None:
@@ -98,7 +97,7 @@ class OptimizerState:
         Raises:
             RuntimeError: gradients under another scale, or none, are waiting. Nothing has changed then.
         """
-        if self.delayed is not None and self.flow.arrived():
+        if self.delayed is not None and self.flow.has_pending():
             if self.delayed != (scaler, scaler.updates):
                 raise RuntimeError(
                     "gradients of a backward with delay_unscale=True are waiting under another loss scale; end the "
@@ -107,64 +106,64 @@ class OptimizerState:
                 )
             return
         self.delayed = None
-        if delay_unscale and self.flow.arrived():
+        if delay_unscale and self.flow.has_pending():
             raise RuntimeError(
                 "delay_unscale=True after a backward whose gradients are unscaled already; delay every backward of "
                 "an accumulation but the last, or none, and call zero_grad() after each step"
             )
-        self.flow.hold()
+        self.flow.stash_unscaled()
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Optimizer hook: refuse a step that cannot be right, and hide gradients that are not finite."""
+        """Optimizer hook: refuse a step that cannot be right, and set gradients to None where one is not finite."""
         self._handed_over.close()       # left over if the last step raised
         if not self.scales:
             return
-        if _closures.take(args[1:], kwargs) is not None:
+        if closures.take(args[1:], kwargs) is not None:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step got a closure, whose backward the level cannot see; use "
-                f"ampkit.region.autocast with GradScaler.step(optimizer, closure), or FP16Optimizer.step(closure)"
+                f"ampkit.autocast with GradScaler.step(optimizer, closure), or FP16Optimizer.step(closure)"
             )
         self._check_ready(optimizer)
         flag, scaler = self.flag, self.scaler
-        self.flag, self.settled = None, False
+        self.flag, self.unscaled = None, False
         if flag is None or scaler is None:
             return
-        if _handoff.is_amp_aware(optimizer):
-            self._handed_over.enter_context(_handoff.attributes(optimizer, grad_scale=None, found_inf=flag))
-            self._handed_over.enter_context(_handoff.sound_first_momentum(optimizer, flag))
+        if amp_optimizers.is_amp_aware(optimizer):
+            self._handed_over.enter_context(amp_optimizers.attributes(optimizer, grad_scale=None, found_inf=flag))
+            self._handed_over.enter_context(amp_optimizers.sound_first_momentum(optimizer, flag))
             scaler.note_step(optimizer, flag, skipped=None)
             return
         skip = bool(flag != 0)
         scaler.note_step(optimizer, flag, skipped=skip)
         if skip:
-            self._hide(scaler)
+            self._set_gradients_to_none(scaler)
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Optimizer hook: put back what was hidden."""
+        """Optimizer hook: put back gradients that were set to None."""
         self._handed_over.close()
         masters = set() if self.flow.masters is None else {id(m) for m in self.flow.masters.masters()}
-        for param, grad in self._hidden:
+        for param, grad in self._set_to_none:
             if id(param) not in masters:
                 param.grad = grad
-        self._hidden.clear()
+        self._set_to_none.clear()
 
     def _check_ready(self, optimizer: Any) -> None:
         name = type(optimizer).__name__
-        if self.delayed is not None and self.flow.arrived():
+        if self.delayed is not None and self.flow.has_pending():
             raise RuntimeError(
                 f"{name}.step() while gradients of a backward with delay_unscale=True are still scaled; leave "
                 f"delay_unscale out for the last backward before a step"
             )
         # torch.distributed.checkpoint makes an optimizer's state by a step on zeros at a learning rate of 0.
-        if self.settled or all(group.get("lr") == 0 for group in optimizer.param_groups):
+        if self.unscaled or all(group.get("lr") == 0 for group in optimizer.param_groups):
             return
-        if not self.flow.arrived():
+        if not self.flow.has_pending():
             raise RuntimeError(f"{name}.step() without a backward since the last step; {_OUTSIDE}")
         raise RuntimeError(f"{name}.step() on gradients that did not come through scale_loss; {_OUTSIDE}")
 
-    def _hide(self, scaler: LevelScaler) -> None:
-        self._hidden = [(param, param.grad) for param in self.flow.params() if param.grad is not None]
-        for param, _ in self._hidden:
+    def _set_gradients_to_none(self, scaler: LevelScaler) -> None:
+        self._set_to_none = [(param, param.grad) for param in self.flow.params() if param.grad is not None]
+        for param, _ in self._set_to_none:
             param.grad = None
         if self.verbosity > 0:
             print(f"ampkit: gradients overflowed, step skipped; the loss scale is {scaler.get_scale():g} now")

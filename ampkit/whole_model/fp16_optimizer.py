@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampkit.scaler import _closures, clipping
-from ampkit.scaler.gradients import collect
+from ampkit.gradients import clipping, closures
+from ampkit.gradients.collect import collect
 from ampkit.scaler.loss_scale import LARGEST_SCALE, DynamicLossScale, LossScale, StaticLossScale
 from ampkit.whole_model._gradient_flow import GradientFlow
 from ampkit.whole_model._level_scaler import LevelScaler, either
@@ -81,7 +81,7 @@ class FP16Optimizer(torch.optim.Optimizer):
         self._flow = GradientFlow(optimizer, self.masters)
         self._flag: Tensor | None = None
         self._scaled = False        # a backward has left scaled gradients
-        self._settled = False       # gradients are in the masters, unscaled
+        self._unscaled = False       # gradients are in the masters, unscaled
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -134,7 +134,7 @@ class FP16Optimizer(torch.optim.Optimizer):
         """Clear the gradients of masters and model."""
         self.optimizer.zero_grad(set_to_none)
         self._flow.forget()
-        self._scaled = self._settled = False
+        self._scaled = self._unscaled = False
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
         """Backward from `loss` times the scale; then gradients are in the masters, unscaled and checked.
@@ -148,7 +148,7 @@ class FP16Optimizer(torch.optim.Optimizer):
         if not isinstance(loss, Tensor):
             raise TypeError(f"backward takes the loss tensor, got {type(loss).__name__}; pass it before .item()")
         if not self._scaled:
-            self._flow.hold()
+            self._flow.stash_unscaled()
         try:
             self.scaler.scale(loss.float()).backward(retain_graph=retain_graph)
         except BaseException:
@@ -168,8 +168,8 @@ class FP16Optimizer(torch.optim.Optimizer):
         if not self._scaled:
             raise RuntimeError("no scaled gradients to take; call optimizer.backward(loss) before, not loss.backward()")
         flag = self.scaler.take(self._flow)
-        self._flag = either(self._flag, flag) if self._settled else flag
-        self._scaled, self._settled = False, True
+        self._flag = either(self._flag, flag) if self._unscaled else flag
+        self._scaled, self._unscaled = False, True
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Limit the norm of all unscaled gradients together; returns the norm before. Never syncs.
@@ -179,7 +179,7 @@ class FP16Optimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: no backward since the last step.
         """
-        self._require_settled("clip_master_grads")
+        self._require_unscaled("clip_master_grads")
         gradients = collect(self._flow.params(), coalesce=True)
         found = {device: torch.zeros((), device=device) for device in gradients.by_device}
         one = torch.ones((), device=next(iter(found), torch.device("cpu")))
@@ -204,9 +204,9 @@ class FP16Optimizer(torch.optim.Optimizer):
             return self._step_with_closure(closure)
         if self._scaled:
             raise RuntimeError("step() while gradients are still scaled; call optimizer.update_master_grads() first")
-        self._require_settled("step")
-        self._settled = False
-        result = self.scaler.step_settled(self.optimizer, self._flag)
+        self._require_unscaled("step")
+        self._unscaled = False
+        result = self.scaler.step(self.optimizer)
         self.scaler.update()
         self.masters.drop_gradients()       # where the step was skipped they are still there
         if self.verbose and self.overflow:
@@ -241,8 +241,8 @@ class FP16Optimizer(torch.optim.Optimizer):
         load_masters()
         load_scale()
 
-    def _require_settled(self, name: str) -> None:
-        if not self._settled:
+    def _require_unscaled(self, name: str) -> None:
+        if not self._unscaled:
             raise RuntimeError(
                 f"{name}() without a backward since the last step; call optimizer.backward(loss), not loss.backward()"
             )
@@ -251,7 +251,7 @@ class FP16Optimizer(torch.optim.Optimizer):
         def evaluate() -> Any:
             for _ in range(_ATTEMPTS):
                 loss = closure()
-                self._require_settled("step(closure)")
+                self._require_unscaled("step(closure)")
                 if not self.overflow:
                     return loss
                 self.scaler.update()
@@ -261,8 +261,8 @@ class FP16Optimizer(torch.optim.Optimizer):
                 f"not finite, or the static scale too large"
             )
 
-        self._settled = False
-        snapshot = _closures.Snapshot(self.optimizer)
+        self._unscaled = False
+        snapshot = closures.Snapshot(self.optimizer)
         try:
             result = self.optimizer.step(evaluate)
         except BaseException:
@@ -272,7 +272,7 @@ class FP16Optimizer(torch.optim.Optimizer):
         if self._flag is not None:
             self.scaler.note_step(self.optimizer, self._flag, skipped=False)
         self.scaler.update()
-        self._settled = False
+        self._unscaled = False
         return result
 
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload, OpOverloadPacket
 
 from ampkit.policy import casting
 from ampkit.policy.op_table import TORCH, Rule
 from ampkit.policy.policy import register_op
 from ampkit.region.autocast import autocast, float32_region
+from ampkit.torch_internals.operators import OpOverload, OpOverloadPacket
 from ampkit.whole_model._boundary import casts_disabled
 from ampkit.whole_model.tree_cast import map_tensors
 
@@ -45,9 +45,9 @@ def half_function(fn: Function) -> Function:
     tensor([2.], dtype=torch.bfloat16)
     """
 
-    def call(kind: str, args: Any, kwargs: Any) -> Any:
-        dtype = torch.get_autocast_dtype(kind)
-        return fn(*_cast(args, kind, dtype), **_cast(kwargs, kind, dtype))
+    def call(device_type: str, args: Any, kwargs: Any) -> Any:
+        dtype = torch.get_autocast_dtype(device_type)
+        return fn(*_cast(args, device_type, dtype), **_cast(kwargs, device_type, dtype))
 
     return _wrapped(fn, call, "half_function")
 
@@ -58,9 +58,9 @@ def float_function(fn: Function) -> Function:
     Outside a region it is called as it is. Raises `TypeError` for what is no function.
     """
 
-    def call(kind: str, args: Any, kwargs: Any) -> Any:
-        with float32_region(kind):
-            return fn(*_cast(args, kind, torch.float32), **_cast(kwargs, kind, torch.float32))
+    def call(device_type: str, args: Any, kwargs: Any) -> Any:
+        with float32_region(device_type):
+            return fn(*_cast(args, device_type, torch.float32), **_cast(kwargs, device_type, torch.float32))
 
     return _wrapped(fn, call, "float_function")
 
@@ -71,13 +71,13 @@ def promote_function(fn: Function) -> Function:
     Outside a region it is called as it is. Raises `TypeError` for what is no function.
     """
 
-    def call(kind: str, args: Any, kwargs: Any) -> Any:
+    def call(device_type: str, args: Any, kwargs: Any) -> Any:
         found: list[Tensor] = []
         map_tensors((args, kwargs), lambda tensor: found.append(tensor) or tensor)
-        dtype = casting.widest_dtype(found, kind)
+        dtype = casting.widest_dtype(found, device_type)
         if dtype is None:
             return fn(*args, **kwargs)
-        return fn(*_cast(args, kind, dtype), **_cast(kwargs, kind, dtype))
+        return fn(*_cast(args, device_type, dtype), **_cast(kwargs, device_type, dtype))
 
     return _wrapped(fn, call, "promote_function")
 
@@ -113,10 +113,10 @@ def disable_casts() -> Iterator[None]:
     ...     torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype
     torch.float32
     """
-    with ExitStack() as islands, casts_disabled():
-        for kind in TORCH:
-            if torch.is_autocast_enabled(kind):
-                islands.enter_context(autocast(kind, enabled=False))
+    with ExitStack() as disabled, casts_disabled():
+        for device_type in TORCH:
+            if torch.is_autocast_enabled(device_type):
+                disabled.enter_context(autocast(device_type, enabled=False))
         yield
 
 
@@ -126,8 +126,8 @@ def _wrapped(fn: Function, call: Callable[[str, Any, Any], Any], name: str) -> F
 
     @functools.wraps(fn)
     def decorated(*args: Any, **kwargs: Any) -> Any:
-        kind = _region_of(args, kwargs)
-        return fn(*args, **kwargs) if kind is None else call(kind, args, kwargs)
+        device_type = _region_of(args, kwargs)
+        return fn(*args, **kwargs) if device_type is None else call(device_type, args, kwargs)
 
     decorated._ampkit_casts = name  # type: ignore[attr-defined]
     return decorated
@@ -135,16 +135,16 @@ def _wrapped(fn: Function, call: Callable[[str, Any, Any], Any], name: str) -> F
 
 def _region_of(args: Any, kwargs: Any) -> str | None:
     """The device type of the first tensor argument that lies in an open region."""
-    kinds: list[str] = []
-    map_tensors((args, kwargs), lambda tensor: kinds.append(tensor.device.type) or tensor)
-    for kind in dict.fromkeys(kinds):
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            return kind
+    device_types: list[str] = []
+    map_tensors((args, kwargs), lambda tensor: device_types.append(tensor.device.type) or tensor)
+    for device_type in dict.fromkeys(device_types):
+        if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+            return device_type
     return None
 
 
-def _cast(value: Any, kind: str, dtype: torch.dtype) -> Any:
-    return map_tensors(value, casting.cast_to(kind, dtype).tensor)
+def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
+    return map_tensors(value, casting.cast_to(device_type, dtype).tensor)
 
 
 def _register(owner: Any, name: str, rule: Rule, decorate: Callable[[Function], Function]) -> None:

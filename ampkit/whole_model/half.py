@@ -14,10 +14,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn import Module
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ampkit.policy._module_rules import ModuleRules
+from ampkit.torch_internals.module_classes import BatchNorm, InstanceNorm
 from ampkit.whole_model._boundary import Boundary, put_boundary, refuse_bounded
 from ampkit.whole_model.tree_cast import REAL_FLOATS, cast, cast_tree
 
@@ -26,13 +25,13 @@ __all__ = ["BATCH_NORMS", "NORMS", "half"]
 M = TypeVar("M", bound=Module)
 Keep = Iterable[type[Module] | Module | str]
 
-BATCH_NORMS: tuple[type[Module], ...] = (_BatchNorm,)
+BATCH_NORMS: tuple[type[Module], ...] = (BatchNorm,)
 """Norms with running statistics: a variance above 65504 does not fit float16. Their kernels take half inputs
 beside float32 weights, so that keeping them costs nothing."""
 
 NORMS: tuple[type[Module], ...] = (
-    _BatchNorm,
-    _InstanceNorm,
+    BatchNorm,
+    InstanceNorm,
     nn.LayerNorm,
     nn.GroupNorm,
     nn.RMSNorm,
@@ -182,7 +181,7 @@ class _Kept:
 
     def cast_up(self, module: Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Forward pre-hook."""
-        if isinstance(module, _BatchNorm) and args and args[0].device.type in _MIXED_BATCH_NORM_DEVICES:
+        if isinstance(module, BatchNorm) and args and args[0].device.type in _MIXED_BATCH_NORM_DEVICES:
             return None
         return cast_tree(args, torch.float32), cast_tree(kwargs, torch.float32)
 

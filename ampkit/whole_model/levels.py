@@ -103,16 +103,16 @@ def initialize(
                 f"this {type(optimizer).__name__} has been through initialize already; call it once for each model "
                 f"and optimizer, with all of those that belong together"
             )
-    kind = device_kind(device_type_of(all_models[0]) if all_models else None)
-    options = _level_options.settle(
-        opt_level, torch.get_autocast_dtype(kind), dtype=dtype, cast_model_type=cast_model_type,
+    device_type = device_kind(device_type_of(all_models[0]) if all_models else None)
+    options = _level_options.resolve(
+        opt_level, torch.get_autocast_dtype(device_type), dtype=dtype, cast_model_type=cast_model_type,
         patch_torch_functions=patch_torch_functions, keep_batchnorm_fp32=keep_batchnorm_fp32,
         master_weights=master_weights, loss_scale=loss_scale, cast_model_outputs=cast_model_outputs,
         num_losses=num_losses, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale,
     )  # fmt: skip
     if policy is not None and not options.has_region:
         raise ValueError(f"policy makes no sense at {opt_level}, which opens no region; use opt_level 'O1'")
-    session = Session(options if enabled else None, kind, verbosity)
+    session = Session(options if enabled else None, device_type, verbosity)
     if enabled:
         _set_up(session, options, all_models, all_optimizers, policy)
     for optimizer in all_optimizers:
@@ -213,7 +213,7 @@ def scale_loss(
         for state in states:
             state.delayed = (scaler, scaler.updates)
     else:
-        session.settle(all_optimizers, scaler)
+        session.unscale_and_update(all_optimizers, scaler)
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:

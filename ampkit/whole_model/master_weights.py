@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ampkit.scaler import _closures, _kernels
-from ampkit.scaler._devices import moved
+from ampkit.gradients import closures, kernels
+from ampkit.gradients.masters import masters_of, set_masters
+from ampkit.gradients.transfer import moved
 
 __all__ = ["MasterWeights"]
 
@@ -75,7 +76,7 @@ class MasterWeights:
     def __init__(self, optimizer: torch.optim.Optimizer, *, values: Mapping[Tensor, Tensor] | None = None) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"MasterWeights takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        if hasattr(optimizer, "_ampkit_masters"):
+        if masters_of(optimizer) is not None:
             raise RuntimeError(
                 f"this {type(optimizer).__name__} has master weights already; keep using the first MasterWeights, "
                 f"FP16Optimizer or initialize"
@@ -84,7 +85,7 @@ class MasterWeights:
         self._optimizer = weakref.ref(optimizer)
         self._pairs: dict[int, _Pair] = {}
         self._adopt(values or {})
-        optimizer._ampkit_masters = self  # type: ignore[attr-defined]
+        set_masters(optimizer, self)
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
@@ -148,7 +149,7 @@ class MasterWeights:
         for lists, accumulate in ((fresh, False), (added, True)):
             for device, (sources, destinations) in lists.items():
                 factor, flag = _scalars(device, inv_scale, found)
-                _kernels.unscale_into_(sources, destinations, factor, flag, accumulate=accumulate)
+                kernels.unscale_into_(sources, destinations, factor, flag, accumulate=accumulate)
 
     @torch.no_grad()
     def write_back_(self) -> None:
@@ -158,7 +159,7 @@ class MasterWeights:
         for pair in pairs:
             by_device.setdefault(pair.half.device, []).append(pair)
         for part in by_device.values():
-            _kernels.cast_([_local(pair.master) for pair in part], [_local(pair.half) for pair in part])
+            kernels.cast_([_local(pair.master) for pair in part], [_local(pair.half) for pair in part])
         self._note_written(pairs)
 
     def drop_gradients(self) -> None:
@@ -261,11 +262,11 @@ class MasterWeights:
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._adopt({})
         self.follow_model_()
-        closure = _closures.take(args[1:], kwargs)
+        closure = closures.take(args[1:], kwargs)
         if closure is None:
             self.take_gradients_()
             return None
-        arguments, kwargs = _closures.put(self._around(closure), args[1:], kwargs)
+        arguments, kwargs = closures.put(self._around(closure), args[1:], kwargs)
         return (args[0], *arguments), kwargs
 
     def _around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -279,7 +280,7 @@ class MasterWeights:
         return evaluate
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if hasattr(optimizer, "write_copies") and _closures.take(args[1:], kwargs) is None:
+        if hasattr(optimizer, "write_copies") and closures.take(args[1:], kwargs) is None:
             self._note_written(list(self._pairs.values()))
         else:
             self.write_back_()
@@ -322,7 +323,7 @@ def _take_one(master: Parameter, grad: Any, inv_scale: Tensor | None, found: dic
         wide = local = local.coalesce()
         local = local._values()
     factor, flag = _scalars(local.device, inv_scale, found)
-    _kernels.unscale_([local], factor, flag)
+    kernels.unscale_([local], factor, flag)
     master.grad = wide if master.grad is None else master.grad + wide
 
 

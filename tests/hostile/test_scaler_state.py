@@ -1,15 +1,8 @@
-"""Scalers driven by what nobody would write: broken checkpoints, and calls in any order beside torch.amp.
-
-Bounded for every run of the suite. With AMPKIT_SOAK_SECONDS set each test goes on for that long, one seed after another
-from AMPKIT_SOAK_SEED; the seed of a failure is printed with it.
-"""
+"""Scalers driven by what nobody would write: broken checkpoints, and calls in any order beside torch.amp."""
 
 import copy
-import itertools
-import os
 import pickle
 import random
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from decimal import Decimal
@@ -21,22 +14,7 @@ import pytest
 import torch
 
 from ampkit import DynamicLossScale, GradScaler, NoOpLossScale, StaticLossScale
-
-SECONDS = float(os.environ.get("AMPKIT_SOAK_SECONDS", 0))
-SEED = int(os.environ.get("AMPKIT_SOAK_SEED", 0))
-
-pytestmark = pytest.mark.timeout(SECONDS + 300)
-
-
-def rounds() -> Iterator[random.Random]:
-    """One round of drawn cases after another until the time is up; one where no time is set."""
-    end = time.monotonic() + SECONDS
-    for seed in itertools.count(SEED):
-        print(f"AMPKIT_SOAK_SEED={seed}")  # pytest shows it with a failure
-        yield random.Random(seed)
-        if time.monotonic() >= end:
-            return
-
+from tests.hostile.budget import rounds
 
 # Broken checkpoints
 
@@ -58,9 +36,13 @@ RULES: list[Callable[[], Any]] = [
 ]
 
 
+def silent(_: object) -> None:
+    """No alarm for scales that collapse."""
+
+
 def made(rule: Any, iterations: int) -> GradScaler:
     """A scaler that has lived through some iterations, every third of them with an overflow."""
-    scaler = GradScaler("cpu", loss_scale=rule, on_stuck=lambda _: None)
+    scaler = GradScaler("cpu", loss_scale=rule, on_stuck=silent)
     iterate(scaler, iterations)
     return scaler
 
@@ -101,7 +83,7 @@ def mutate(state: dict[str, Any], rng: random.Random) -> None:
 
 def everything(scaler: GradScaler) -> tuple[Any, ...]:
     """All that a load may change."""
-    initial = (scaler._init_scale, scaler._init_growth_tracker, scaler._init_counters, scaler._init_totals)
+    initial = (scaler._init_scale, scaler._init_growth_tracker, scaler._live.init_counters, scaler._live.init_totals)
     return scaler.loss_scale, *initial, id(scaler._scale), scaler.state_dict()
 
 
@@ -117,7 +99,7 @@ def refusal(scaler: GradScaler, state: Any) -> str | None:
 @pytest.mark.filterwarnings("ignore:ignored unknown entries:UserWarning", "ignore:the checkpoint was saved:UserWarning")
 def test_a_checkpoint_loads_as_a_whole_or_not_at_all() -> None:
     """Refused with a sentence of ours and nothing changed; or loaded, and then training goes on and saves."""
-    for rng in rounds():
+    for rng in rounds("checkpoints", 0.5):
         sources = [made(rule(), age).state_dict() for rule in RULES for age in (0, 4)]
         sources.append(torch.amp.GradScaler("cpu", 8.0).state_dict())
         receivers: dict[tuple[int, int], GradScaler] = {}
@@ -142,7 +124,7 @@ def test_a_checkpoint_loads_as_a_whole_or_not_at_all() -> None:
             scale = scaler.get_scale()
             assert scaler.loss_scale.min_scale <= scale <= scaler.loss_scale.max_scale, state
             iterate(scaler, 4)
-            twin = GradScaler("cpu", loss_scale=RULES[kind[0]]())
+            twin = made(RULES[kind[0]](), 1)  # a scale on a device is rounded to float32
             twin.load_state_dict(scaler.state_dict())
             assert twin.state_dict() == scaler.state_dict(), state
         assert CASES / 4 < refused < CASES
@@ -174,7 +156,7 @@ class Lane:
         self.optimizers = [OPTIMIZERS[kind](params) for kind, params in zip(kinds, self.params, strict=True)]
 
     def new(self, *arguments: Any) -> Any:
-        return self.cls("cpu", *arguments, **({"on_stuck": lambda _: None} if self.cls is GradScaler else {}))
+        return self.cls("cpu", *arguments, **({"on_stuck": silent} if self.cls is GradScaler else {}))
 
     def backward(self, which: int, fault: float) -> Any:
         loss = sum((param * param).sum() for param in self.params[which]) * fault
@@ -185,12 +167,7 @@ class Lane:
         self.scaler.load_state_dict(state)
 
     def replaced(self, twin_of: Callable[[Any], Any]) -> None:
-        alarm = self.scaler.__dict__.pop("on_stuck", None)  # a lambda, which no pickle takes
-        try:
-            self.scaler = twin_of(self.scaler)
-        finally:
-            if self.cls is GradScaler:
-                self.scaler.on_stuck = alarm
+        self.scaler = twin_of(self.scaler)
 
     def unscale_by(self, which: int, factor: float) -> Any:
         return self.scaler._unscale_grads_(self.optimizers[which], torch.tensor(factor), torch.zeros(()), True)
@@ -265,7 +242,7 @@ def alike(ours: Any, theirs: Any) -> bool:
 
 def test_calls_in_any_order_do_what_torch_does() -> None:
     """Public and private calls, sensible or not: the same values, or exceptions of the same class, as torch.amp."""
-    for rng in rounds():
+    for rng in rounds("calls", 0.5):
         for _ in range(PROGRAMS):
             kinds = [rng.randrange(len(OPTIMIZERS)) for _ in range(2)]
             arguments = (rng.choice((2.0**16, 2.0, 1000.0)), 2.0, 0.5, rng.choice((1, 2, 2000)))

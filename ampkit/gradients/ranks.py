@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ampkit.scaler._devices import moved
+from ampkit.gradients.transfer import moved
 
 
 def combined(flags: Sequence[Tensor], device: torch.device) -> Tensor:

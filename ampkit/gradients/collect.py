@@ -54,18 +54,15 @@ def parameters(optimizer: torch.optim.Optimizer, groups: Collection[int] | None 
         AssertionError: a parameter is not a tensor.
         IndexError: a number that is no parameter group's.
     """
-    masters = getattr(optimizer, "_ampkit_masters", None)
-    if masters is not None:  # gradients that arrived at half parameters are theirs
-        masters.take_gradients_()
     if groups is None:
         chosen = optimizer.param_groups
     else:
         chosen = [_group(optimizer, number) for number in groups]
     params = [param for group in chosen for param in group["params"]]
-    for kind in set(map(type, params)) - _ORDINARY:
-        if not issubclass(kind, Tensor):
+    for cls in set(map(type, params)) - _ORDINARY:
+        if not issubclass(cls, Tensor):
             # torch's class of error, so that code that catches it keeps working
-            raise AssertionError(f"expected param to be torch.Tensor, got {kind.__name__}")
+            raise AssertionError(f"expected param to be torch.Tensor, got {cls.__name__}")
     return params
 
 
@@ -95,19 +92,18 @@ def collect(
         TypeError: a gradient that is neither floating-point nor complex.
         ValueError: a float16 gradient where those are refused. Nothing has been replaced then.
     """
-    found = Gradients()
     grads = [grad for param in params if (grad := param.grad) is not None]
     dtypes = set(map(_dtype_of, grads))
     if refuse_fp16 is not None and torch.float16 in dtypes:
         raise ValueError(refuse_fp16())
     if dtypes <= _FLOATS and _are_plain(params, grads):
-        found.originals = grads
         if len(set(map(Tensor.get_device, grads))) == 1:  # a number for the index, -1 for the host: quick
-            found.by_device[grads[0].device] = grads
-            return found
+            return Gradients({grads[0].device: grads}, [], [], [], grads)
+        found = Gradients(originals=grads)
         for grad in grads:
             found.add(grad)
         return found
+    found = Gradients()
     seen: set[int] = set()
     with torch.no_grad():
         for param in params:

@@ -1,8 +1,9 @@
-"""Stepping an optimizer that unscales and skips by itself, on the device.
+"""The contract with optimizers that unscale and skip by themselves, on the device: both its sides.
 
 The contract is torch's (`_step_supports_amp_scaling`, kept by `fused=True` optimizers): the scaler sets
 `optimizer.grad_scale` and `optimizer.found_inf`, 0-d tensors, calls `step`, and deletes both. ampkit.optim adds
 `_step_supports_grad_multiplier`: `optimizer.grad_multiplier` replaces `grad_scale` by a factor that also clips.
+`run` sets them for one step, `StepScalars.of` is how an optimizer finds them.
 """
 
 from __future__ import annotations
@@ -10,14 +11,60 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampkit.scaler._devices import moved
+from ampkit.gradients import kernels
+from ampkit.gradients.transfer import moved
+from ampkit.torch_internals.optimizers import skip_compilation
 
 _MISSING = object()
+
+
+@dataclass
+class StepScalars:
+    """What a scaler leaves on an optimizer for one step: 0-d tensors, each None where there is nothing to do.
+
+    Args:
+        found_inf: nonzero: change nothing.
+        grad_scale: divide gradients by it.
+        grad_multiplier: multiply gradients by it, for optimizers with `_step_supports_grad_multiplier`.
+    """
+
+    found_inf: Tensor | None
+    grad_scale: Tensor | None
+    grad_multiplier: Tensor | None
+
+    @classmethod
+    def of(cls, optimizer: Any) -> StepScalars:
+        """Those that a scaler has left on the optimizer; the names are the contract's."""
+        return cls(*(getattr(optimizer, name, None) for name in ("found_inf", "grad_scale", "grad_multiplier")))
+
+    def on(self, device: torch.device) -> StepScalars:
+        """Copies on `device`; waits only where that is the host and they are not."""
+        scalars = (self.found_inf, self.grad_scale, self.grad_multiplier)
+        return StepScalars(*(None if scalar is None else moved(scalar, device) for scalar in scalars))
+
+    def skips_on_host(self) -> bool:
+        """Whether the host can see that this step is skipped."""
+        if self.found_inf is None:
+            return False
+        value = kernels.host_value_or_none(self.found_inf)
+        return value is not None and value != 0.0
+
+    def inverse_scale(self) -> Tensor | None:
+        """1 / grad_scale as torch unscales: the reciprocal in fp64, rounded to fp32."""
+        return None if self.grad_scale is None else self.grad_scale.double().reciprocal().float()
+
+    def factor_on_host(self) -> float:
+        """What gradients in host memory are to be multiplied by."""
+        factor = 1.0
+        for scalar in (self.grad_multiplier, self.inverse_scale()):
+            factor *= 1.0 if scalar is None else scalar.numpy().item()
+        return factor
 
 
 def is_amp_aware(optimizer: Any) -> bool:
@@ -30,7 +77,7 @@ def takes_multiplier(optimizer: Any) -> bool:
     return is_amp_aware(optimizer) and bool(getattr(optimizer, "_step_supports_grad_multiplier", False))
 
 
-def wants_scaler(optimizer: Any) -> bool:
+def takes_grad_scaler_argument(optimizer: Any) -> bool:
     """Whether `step` takes the scaler itself, the contract that torch has deprecated."""
     return "grad_scaler" in inspect.signature(optimizer.step).parameters
 
@@ -88,17 +135,17 @@ def _without_momentum(optimizer: Any) -> Iterator[tuple[dict[str, Any], Tensor]]
                 yield group, param
 
 
-@torch._disable_dynamo  # which loses attributes that are set on an optimizer, in 2.11 with an error
+@skip_compilation
 def run(
     optimizer: Any,
     step: Callable[[], Any],
     found_inf: Tensor,
     grad_scale: Tensor | None,
-    multiplier: Tensor | None,
+    grad_multiplier: Tensor | None,
 ) -> Any:
-    """Call `step` with the device scalars in place; returns what it returns."""
+    """Call `step` with the scalars in place, as `StepScalars` names them; returns what it returns."""
     values: dict[str, Tensor | None] = {"grad_scale": grad_scale, "found_inf": found_inf}
-    if multiplier is not None:
-        values["grad_multiplier"] = multiplier
+    if grad_multiplier is not None:
+        values["grad_multiplier"] = grad_multiplier
     with attributes(optimizer, **values), sound_first_momentum(optimizer, found_inf):
         return step()

@@ -1,6 +1,6 @@
 """The only door to `ampkit_kernels`; opened at first use, so that importing ampkit stays light.
 
-The lists handed over come from `ampkit.scaler.gradients.collect`, which has already validated them: on the CPU the
+The lists handed over come from `collect`, which has already validated them: on the CPU the
 reference functions are called directly, without the public functions' checks.
 """
 
@@ -18,22 +18,22 @@ _loaded: list[Any] = []
 
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
     """`grads *= inv_scale`; sets `found_inf` to 1 where a value is not finite. One device; never syncs."""
-    _modules()[0 if inv_scale.is_cpu else 1].unscale_(grads, inv_scale, found_inf)
+    (_loaded or _modules())[0 if inv_scale.is_cpu else 1].unscale_(grads, inv_scale, found_inf)
 
 
 def norm_and_check(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, norm_type: float = 2.0) -> Tensor:
     """Norm of `grads * inv_scale`, gradients only read; sets `found_inf` as `unscale_` would. Never syncs."""
-    return _modules()[0 if inv_scale.is_cpu else 1].norm_and_check(grads, inv_scale, found_inf, norm_type)
+    return (_loaded or _modules())[0 if inv_scale.is_cpu else 1].norm_and_check(grads, inv_scale, found_inf, norm_type)
 
 
 def multiply_(grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None) -> None:
     """`grads *= factor`, unless the factor is 1 or `found_inf` is set. One device; never syncs."""
-    _modules()[0 if factor.is_cpu else 1].multiply_(grads, factor, found_inf)
+    (_loaded or _modules())[0 if factor.is_cpu else 1].multiply_(grads, factor, found_inf)
 
 
 def nonfinite_counts(grads: Sequence[Tensor]) -> Tensor:
     """Per tensor the number of inf and of NaN, int64 `[n, 2]`. One device; never syncs."""
-    return _modules()[0 if grads[0].is_cpu else 1].nonfinite_counts(grads)
+    return (_loaded or _modules())[0 if grads[0].is_cpu else 1].nonfinite_counts(grads)
 
 
 def adamw_(*lists: Sequence[Tensor], **options: Any) -> None:
@@ -82,6 +82,6 @@ def _modules() -> list[Any]:
     return _loaded
 
 
-def read_if_free(value: Tensor) -> float | None:
+def host_value_or_none(value: Tensor) -> float | None:
     """The number in a one-element tensor if the host can see it without waiting for a device, else None."""
     return value.numpy().item() if value.is_cpu else None

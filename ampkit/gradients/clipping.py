@@ -15,9 +15,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ampkit.scaler import _agreement, _kernels
-from ampkit.scaler._devices import moved
-from ampkit.scaler.gradients import Gradients, parameters
+from ampkit.gradients import kernels, ranks
+from ampkit.gradients.collect import Gradients, parameters
+from ampkit.gradients.transfer import moved
+from ampkit.torch_internals.optimizers import foreach_clamp_max_, foreach_clamp_min_
 
 HOMOGENEOUS_ORDERS = (0.0, 1.0, 2.0, math.inf)
 """Orders whose norm of scaled gradients, unscaled, is to the bit the norm of unscaled ones at powers of two.
@@ -91,11 +92,11 @@ def total_norm(
     else:
         spread = {(): gradients.by_device} if gradients.by_device else {}
     parts = [
-        _agreement.total(_local_norm(by_device, inv_scale, found_inf, norm_type), norm_type, groups)
+        ranks.total(_local_norm(by_device, inv_scale, found_inf, norm_type), norm_type, groups)
         for groups, by_device in spread.items()
     ]
     norm = _joined(parts, norm_type) if parts else torch.zeros_like(inv_scale)
-    return _agreement.total(norm, norm_type, across)
+    return ranks.total(norm, norm_type, across)
 
 
 def _local_norm(
@@ -106,7 +107,7 @@ def _local_norm(
 ) -> Tensor:
     with torch.no_grad():
         norms = [
-            _kernels.norm_and_check(grads, moved(inv_scale, device), found_inf[device], norm_type)
+            kernels.norm_and_check(grads, moved(inv_scale, device), found_inf[device], norm_type)
             for device, grads in by_device.items()
         ]
     return _joined([moved(norm, inv_scale.device) for norm in norms], norm_type)
@@ -125,12 +126,12 @@ def multiply_(gradients: Gradients, factor: Tensor, found_inf: Mapping[torch.dev
     factor = factor.float()
     with torch.no_grad():
         for device, tensors in gradients.by_device.items():
-            _kernels.multiply_(tensors, moved(factor, device), found_inf.get(device))
+            kernels.multiply_(tensors, moved(factor, device), found_inf.get(device))
 
 
 def clamp_(gradients: Gradients, clip_value: float) -> None:
     """Limit every element to `[-clip_value, clip_value]`; complex gradients by part. Never syncs."""
     with torch.no_grad():
         for tensors in gradients.by_device.values():
-            torch._foreach_clamp_min_(tensors, -clip_value)
-            torch._foreach_clamp_max_(tensors, clip_value)
+            foreach_clamp_min_(tensors, -clip_value)
+            foreach_clamp_max_(tensors, clip_value)

@@ -1,0 +1,42 @@
+"""How an optimizer with float32 master weights is known to whoever handles its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+_ATTRIBUTE = "_ampkit_masters"
+
+
+class Masters(Protocol):
+    """Master weights, as far as gradients are concerned."""
+
+    def take_gradients_(self) -> None:
+        """Move gradients that arrived at half parameters to their masters."""
+
+    def masters(self) -> Sequence[Tensor]:
+        """The float32 masters."""
+        ...
+
+    def halves(self) -> Sequence[Tensor]:
+        """The model's half parameters, in the order of `masters`."""
+        ...
+
+
+def masters_of(optimizer: Any) -> Masters | None:
+    """The master weights of an optimizer; None where it has none."""
+    return getattr(optimizer, _ATTRIBUTE, None)
+
+
+def set_masters(optimizer: Any, masters: Masters) -> None:
+    """Let `masters_of` find them from now on."""
+    setattr(optimizer, _ATTRIBUTE, masters)
+
+
+def take_master_gradients(optimizer: Any) -> None:
+    """Move gradients that arrived at half parameters to their masters, whose they are; for other optimizers nothing."""
+    masters: Masters | None = getattr(optimizer, _ATTRIBUTE, None)
+    if masters is not None:
+        masters.take_gradients_()

@@ -1,0 +1,5 @@
+"""The classes of torch's operators."""
+
+from torch._ops import OpOverload, OpOverloadPacket
+
+__all__ = ["OpOverload", "OpOverloadPacket"]
