@@ -18,7 +18,7 @@ import ampkit
 from ampkit import Policy, Rule, WeightCache, autocast, float32_region, record_casts
 from ampkit.region import _compiled, _fingerprint, _lifted_mode, _running_modules, recording
 from ampkit.region import autocast as stack_of
-from ampkit.region.snapshot import Snapshot
+from ampkit.region.snapshot import Snapshot, native_state
 
 BF16 = torch.bfloat16
 HERE = f"{Path(ampkit.__file__).parent}/"
@@ -182,7 +182,7 @@ def at_an_edge(place: Place) -> bool:
 
 def interrupt(scene: Callable[[], Any], prefix: str, at: int, fresh: dict[str, Any]) -> tuple[Place | None, Any]:
     """Where the interrupt hit, and what it left behind."""
-    native = stack_of.native_state(KINDS)
+    native = native_state(KINDS)
     interrupter = Interrupter(prefix, at)
     error = interrupter.run(scene)
     if scene is in_a_graph:     # no `with` is around its regions: those left are closed by the next that is entered
