@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit import Policy, WeightCache, autocast, float32_region, get_autocast_dtype, is_autocast_enabled
-from ampkit.region import _lifted_mode
+from ampkit.torch_internals import dispatcher, kernels
 
 REGIONS = [torch.autocast, autocast]
 both = pytest.mark.parametrize("region", REGIONS, ids=["torch", "ampkit"])
@@ -619,12 +619,12 @@ def test_second_copy_of_ampkit_is_told():
     with autocast("cpu"):
         pass
     with pytest.raises(RuntimeError, match="another copy of ampkit"):
-        _lifted_mode._fallthrough()
+        kernels._fallthrough()
 
 
 def test_open_mode_is_a_dispatch_mode_that_cannot_be_pushed_below_autograd():
     with autocast("cpu"):
-        mode = _lifted_mode.current()
+        mode = dispatcher.current()
     assert isinstance(mode, TorchDispatchMode)
     assert mode.__torch_dispatch__(torch.ops.aten.relu.default, (), (torch.ones(2),)) is NotImplemented
     with pytest.raises(RuntimeError, match=r"its casts would escape autograd. Use ampkit.autocast"), mode:

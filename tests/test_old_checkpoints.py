@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ampkit
-from ampkit import DynamicLossScale, FP16Optimizer, GradScaler, ScalerStats, amp
+from ampkit import DynamicLossScale, FP16Optimizer, GradScaler, Policy, Rule, ScalerStats, amp, autocast
 from ampkit.whole_model._level_options import settle
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -102,3 +102,24 @@ def test_pickled_models_and_optimizers(objects) -> None:
     param.grad = torch.ones(2)
     optimizer.step()
     assert optimizer.state[param]["step"] == 2
+
+
+def test_pickled_policies_and_regions() -> None:
+    """`fixtures/regions.pickle`: under the names that their modules had then."""
+    found = pickle.loads((FIXTURES / "regions.pickle").read_bytes())
+    policy = Policy.default("cpu").with_rules({"aten::mm": Rule.FLOAT32})
+    policy = policy.for_modules({"0": "bfloat16", torch.nn.Linear: Policy.torch("cpu")})
+    assert found["policy"] == policy
+    assert found["cache"].max_bytes == 2**20
+    assert found["rule"] is Rule.PROMOTE
+    assert [call.rule for call in found["record"].calls] == [Rule.LOWER]
+    assert repr(found["region"]) == repr(autocast("cpu", torch.float16, policy=policy))
+    assert found["float32_region"].fast_dtype is torch.float32
+    x = torch.ones(2, 2)
+    assert found["wrapped"](x).dtype is torch.bfloat16
+    with found["region"]:
+        assert torch.bmm(x[None], x[None]).dtype is torch.float16
+        assert not torch.is_autocast_cache_enabled()
+    again = pickle.loads(pickle.dumps(found))
+    assert repr(again["region"]) == repr(found["region"])
+    assert again["wrapped"](x).dtype is torch.bfloat16

@@ -23,8 +23,8 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit import CacheInfo, Policy, WeightCache, autocast, clear_autocast_cache
-from ampkit.region import autocast as autocast_module
 from ampkit.region import weight_cache
+from ampkit.region.thread_state import thread
 
 REGIONS = [torch.autocast, autocast]
 both = pytest.mark.parametrize("region", REGIONS, ids=["torch", "ampkit"])
@@ -469,7 +469,7 @@ def test_replaced_storage_is_freed_at_once_and_its_cast_with_it(explicit):
     leaf, cache = weight(), WeightCache() if explicit else None
     with autocast("cpu", cache=cache), torch.no_grad():
         torch.mm(X, leaf)
-        held = cache if explicit else autocast_module._thread_cache()
+        held = cache if explicit else thread.cache
         storage = weakref.ref(leaf.untyped_storage())
         assert len(held._entries) == 1
         leaf.data = torch.empty(0)

@@ -39,9 +39,9 @@ from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ampkit.policy.casting import converter
-from ampkit.region._answered_copy import Answer
-from ampkit.region._unseen_writes import collectives, owns_its_memory
-from ampkit.torch_internals.lookup import private
+from ampkit.region.reuse_cast import ReuseCast
+from ampkit.region.unseen_writes import collectives, owns_its_memory
+from ampkit.torch_internals.tensors import functorch_level, n_dispatch_modes, tracing_state
 
 __all__ = ["CacheInfo", "RegionCache", "WeightCache", "capturing"]
 
@@ -49,9 +49,6 @@ __all__ = ["CacheInfo", "RegionCache", "WeightCache", "capturing"]
 _cache_enabled = torch.is_autocast_cache_enabled
 _grad_enabled = torch.is_grad_enabled
 _inference_mode = torch.is_inference_mode_enabled
-_n_modes: Callable[[], int] = private("_C._len_torch_dispatch_stack")
-_tracing_state: Callable[[], Any] = private("_C._get_tracing_state")
-_functorch_level: Callable[[], int | None] = private("_C._functorch.maybe_current_level")
 
 
 class CacheInfo(NamedTuple):
@@ -211,9 +208,9 @@ class WeightCache:
             entry = None
         if (        # in place, as this runs for every weight of every operator
             not _cache_enabled()        # by a `torch.autocast` region inside ours
-            or _n_modes() > 0           # a recording, as in the next two
-            or _tracing_state() is not None
-            or _functorch_level() is not None
+            or n_dispatch_modes() > 0           # a recording, as in the next two
+            or tracing_state() is not None
+            or functorch_level() is not None
             or (leaf.is_cuda and capturing() != self.in_capture)
             or (not self.outlives_regions and _inference_mode())
         ):
@@ -387,7 +384,7 @@ if hasattr(os, "register_at_fork"):
 
 def _connect(weight: Tensor, values: Tensor) -> Tensor:
     """`values` as the cast of `weight`, differentiable: autograd records the cast, nothing is copied."""
-    with Answer(values):
+    with ReuseCast(values):
         return _recorded(weight, values.dtype)
 
 

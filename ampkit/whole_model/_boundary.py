@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.nn import Module
 
+from ampkit.containers import cast_tree
 from ampkit.policy.policy import Policy
 from ampkit.region.autocast import autocast
-from ampkit.whole_model.tree_cast import cast_tree
 
 M = TypeVar("M", bound=Module)
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from ampkit.containers import REAL_FLOATS
 from ampkit.whole_model._boundary import refuse_bounded
-from ampkit.whole_model.tree_cast import REAL_FLOATS
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _NAMES_SHOWN = 4

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
+from ampkit.containers import map_tensors
 from ampkit.policy import casting
 from ampkit.policy.op_table import TORCH, Rule
 from ampkit.policy.policy import register_op
 from ampkit.region.autocast import autocast, float32_region
 from ampkit.whole_model._boundary import casts_disabled
-from ampkit.whole_model.tree_cast import map_tensors
 
 __all__ = [
     "disable_casts", "float_function", "half_function", "promote_function", "register_float_function",

@@ -17,9 +17,9 @@ from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from ampkit.policy._module_rules import ModuleRules
+from ampkit.containers import REAL_FLOATS, cast, cast_tree
+from ampkit.policy.module_rules import ModuleRules
 from ampkit.whole_model._boundary import Boundary, put_boundary, refuse_bounded
-from ampkit.whole_model.tree_cast import REAL_FLOATS, cast, cast_tree
 
 __all__ = ["BATCH_NORMS", "NORMS", "half"]
 

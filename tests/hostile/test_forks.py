@@ -20,7 +20,7 @@ import torch
 from budget import rounds
 
 from ampkit import Policy, Rule, WeightCache, autocast
-from ampkit.region import _module_regions
+from ampkit.region import module_hooks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 
@@ -63,7 +63,7 @@ def step() -> None:
     with autocast("cpu"):
         net(X).sum().backward()
     optimizer.step()
-    assert not _module_regions._watches, "hooks of the parent's threads are still there"
+    assert not module_hooks._watches, "hooks of the parent's threads are still there"
 
 
 def in_a_child(call: Callable[[], None], seconds: float = 30.0) -> str:
@@ -117,8 +117,8 @@ def test_a_child_forked_amid_regions_can_train():
 
 @pytest.mark.parametrize(
     "lock",
-    ["ampkit.region._module_regions._lock", "ampkit.region._fingerprint._marking_lock",
-     "ampkit.region._lifted_mode._installing_lock", "ampkit_kernels.pointer_table._lock"],
+    ["ampkit.region.module_hooks._lock", "ampkit.region.policy_guard._marking_lock",
+     "ampkit.torch_internals.kernels._installing_lock", "ampkit_kernels.pointer_table._lock"],
 )
 def test_a_lock_that_another_thread_holds_is_free_in_the_child(lock):
     module, _, name = lock.rpartition(".")
