@@ -280,6 +280,40 @@ def test_entering_gives_the_region_and_leaving_restores(region):
         torch.set_autocast_cache_enabled(True)
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_that_kept_an_inner_region_from_being_left_comes_out_as_itself(error):
+    """And takes the inner region with it: `except Exception` must not swallow a Ctrl-C as a RuntimeError."""
+    before = state()
+
+    def interrupted():
+        with autocast("cpu", policy=Policy.torch("cpu")):
+            autocast("cpu", enabled=False).__enter__()
+            raise error
+
+    with pytest.raises(error):
+        interrupted()
+    assert state() == before
+    with autocast("cpu"):
+        assert dispatcher.current().policies == (("cpu", Policy.default("cpu")),)
+
+
+@pytest.mark.parametrize("error", [LookupError, GeneratorExit, asyncio.CancelledError])
+def test_an_error_leaves_no_region_that_somebody_else_may_still_be_in(error):
+    """A generator or task that ends is no reason to close what was opened since, perhaps by another."""
+    inner = autocast("cpu", enabled=False)
+
+    def ended():
+        with autocast("cpu"):
+            inner.__enter__()
+            raise error
+
+    with pytest.raises(RuntimeError, match="entered after it, is still open") as raised:
+        ended()
+    assert type(raised.value.__context__) is error
+    assert not torch.is_autocast_enabled("cpu")
+    inner.__exit__(None, None, None)
+
+
 @both
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, StopIteration, GeneratorExit])
 def test_exceptions_go_through(region, error):

@@ -45,9 +45,7 @@ class _Layer(NamedTuple):
 
 
 class RuleTable(dict[OpOverload, Rule]):
-    """Every operator with a rule of its own, and whether the mode has its kernels in place for them."""
-
-    installed = False
+    """Every operator with a rule of its own. A class, so that it can be referred to weakly."""
 
 
 class _Registered:

@@ -19,13 +19,14 @@ mode of whoever called backward, as with torch.amp.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
 
 from ampkit.policy import casting
-from ampkit.policy.policy import Policy, register_changes
+from ampkit.policy.policy import Policy, RuleTable, register_changes
 from ampkit.policy.rules import Rule
 from ampkit.region import policy_guard, recurrent
 from ampkit.region.thread_state import thread
@@ -55,6 +56,8 @@ _LOWER, _DECOMPOSE = Rule.LOWER, Rule.DECOMPOSE
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 
+_installed: weakref.WeakValueDictionary[int, RuleTable] = weakref.WeakValueDictionary()     # that have their kernels
+
 
 class AutocastMode(TorchDispatchMode):
     """What an open region does to operators: one policy per device type, and a weight cache.
@@ -77,9 +80,9 @@ class AutocastMode(TorchDispatchMode):
         self.mark = policy_guard.mark_of(policies)
         self.excluded_keys, self.redispatch_keys = keysets(tuple(device for device, _ in policies))
         for _, table in self.tables:
-            if not table.installed:
+            if _installed.get(id(table)) is not table:
                 install(table)
-                table.installed = True
+                _installed[id(table)] = table
 
     @functools.cached_property
     def closed_copy(self) -> AutocastMode:
