@@ -25,7 +25,7 @@ import ampkit
 from ampkit import operator_drift
 from ampkit.gradients import kernels
 from ampkit.policy.op_table import TORCH, Rule
-from ampkit.region import _self_check
+from ampkit.torch_internals import self_check
 from ampkit.torch_internals.versions import INSTALL, NEWEST, OLDEST, SUPPORTED, parsed
 
 OPTIONAL = {
@@ -87,7 +87,7 @@ class Torch:
 def torch_found() -> Torch:
     """Try regions out with the running torch."""
     try:
-        fault = _self_check.fault()
+        fault = self_check.fault()
     except RuntimeError as error:
         fault = str(error)
     version = parsed(torch.__version__)

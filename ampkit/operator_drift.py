@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ampkit.policy import casting
 from ampkit.policy.op_table import DECOMPOSED, OPAQUE, TORCH, Group, Rule, names, resolve
-from ampkit.region._lifted_mode import TLS_NAME, install
-from ampkit.torch_internals.dispatcher import BELOW, KEY, KEY_SET, Include, put_in_tls
+from ampkit.torch_internals.dispatcher import KEY, TLS_NAME, keysets, put_in_tls, set_included
+from ampkit.torch_internals.kernels import install
 
 # Defined or registered by the code of a library that a build of torch may lack.
 ONLY_WHERE_BUILT = {"_cudnn_rnn": "cuDNN", "miopen_rnn": "MIOpen", "get_gradients": "torch.distributed.rpc"}
@@ -107,9 +107,8 @@ class _Arrived(BaseException):
 class _Watch:
     """Stands where an open region's mode stands: lets an operator go on to torch's autocast, then stops it."""
 
-    hidden, below = KEY_SET, BELOW
-
     def __init__(self, op: OpOverload) -> None:
+        self.excluded_keys, self.redispatch_keys = keysets(())       # torch's autocast is not excluded
         self.ops = {op, casting.dtype_overload(op)} if casting.takes_dtype(op) else {op}
         self.begun = False
         self.open = True
@@ -131,14 +130,15 @@ def _arrival(op: OpOverload, device_type: str, first: torch.dtype, others: torch
         args = _arguments(op, device_type, first, others)
         if not any(_is_cast(tensor, device_type) for tensor in casting.tensors(args)):
             return RuntimeError(f"autocast does not see fake tensors of device type {device_type!r}")
-        with Include(KEY):
-            op(*args)
+        set_included(KEY, True)
+        op(*args)
         return RuntimeError(f"{op} did not arrive")
     except _Arrived as arrived:
         return arrived
     except Exception as error:
         return error
     finally:
+        set_included(KEY, False)
         watch.open = False
 
 

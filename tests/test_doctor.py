@@ -10,8 +10,7 @@ from ampkit import doctor, operator_drift
 from ampkit.gradients import kernels
 from ampkit.operator_drift import Drift
 from ampkit.policy.op_table import TORCH, Rule
-from ampkit.region import _self_check
-from ampkit.torch_internals import lookup
+from ampkit.torch_internals import lookup, self_check
 
 
 def test_report(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +73,7 @@ def test_the_self_check_decides_for_a_newer_torch(
     text = capsys.readouterr().out
     assert "torch: 2.99.0; supported are torch 2.11 to 2.15; this one is newer, and nobody has tried it" in text
     assert INSTALL in text
-    monkeypatch.setattr(_self_check, "_tried", lambda: "what the region casts is not differentiated")
+    monkeypatch.setattr(self_check, "_tried", lambda: "what the region casts is not differentiated")
     assert doctor.main([]) == 1
     assert "FAIL     regions: what the region casts is not differentiated" in capsys.readouterr().out
 
@@ -90,7 +89,7 @@ def test_an_old_torch_is_not_well(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 def test_a_missing_name_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(lookup, "missing", ["torch._C._gone"])
-    monkeypatch.setattr(_self_check, "missing", ["torch._C._gone"])
+    monkeypatch.setattr(self_check, "missing", ["torch._C._gone"])
     assert doctor.main(["--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert "it has no torch._C._gone." in report["torch"]["regions"]

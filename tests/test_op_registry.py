@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampkit import Policy
 from ampkit.operator_drift import ONLY_WHERE_BUILT, composite_drift, composites, list_drift, registered, rule_of
 from ampkit.policy.op_table import DECOMPOSED, OPAQUE, TORCH, Group, Rule, fold, names, resolve
-from ampkit.region._lifted_mode import current
+from ampkit.torch_internals.dispatcher import current
 
 
 @pytest.mark.parametrize("device", TORCH)

@@ -16,8 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ampkit import Policy, autocast
-from ampkit.region import _self_check
-from ampkit.torch_internals import dispatcher, lookup, versions
+from ampkit.torch_internals import dispatcher, lookup, self_check, versions
 
 ROOT = Path(__file__).resolve().parents[1]
 SENTENCE = (
@@ -28,24 +27,24 @@ SENTENCE = (
 
 @pytest.fixture
 def _anew() -> Iterator[None]:
-    _self_check.once.cache_clear()
+    self_check.once.cache_clear()
     yield
-    _self_check.once.cache_clear()
+    self_check.once.cache_clear()
 
 
 def test_regions_work_here() -> None:
-    assert _self_check.fault() is None
+    assert self_check.fault() is None
     assert lookup.missing == []
 
 
 @pytest.mark.usefixtures("_anew")
 def test_the_first_region_tries_and_the_next_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[int] = []
-    monkeypatch.setattr(_self_check, "_tried", lambda: tries.append(1))
+    monkeypatch.setattr(self_check, "_tried", lambda: tries.append(1))
     for _ in range(3):      # a policy of their own each, so that each makes a mode
         with autocast("cpu", policy=Policy.torch("cpu").with_rules({"aten::erf": "keep"}), cache_enabled=False):
             pass
-        _self_check.once()
+        self_check.once()
     assert tries == [1]
 
 
@@ -56,7 +55,7 @@ def answer(cast: Callable[[torch.Tensor], torch.Tensor], *, note: bool = True) -
             self.met.append(op)
         if op is not torch.ops.aten.mm.default:
             return NotImplemented
-        with dispatcher.Exclude(self.hidden):
+        with dispatcher.Exclude(self.excluded_keys):
             return torch.mm(*map(cast, args))
 
     return __torch_dispatch__
@@ -72,7 +71,7 @@ FAULTS: dict[str, Callable[..., Any]] = {
 @pytest.mark.usefixtures("_anew")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_region_that_does_not_do_its_work_is_refused(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_self_check._Halving, "__torch_dispatch__", FAULTS[fault])
+    monkeypatch.setattr(self_check._Halving, "__torch_dispatch__", FAULTS[fault])
     policy = Policy.torch("cpu").with_rules({"aten::erfc": "keep"})
     for _ in range(2):      # it does not work the second time either
         with pytest.raises(RuntimeError, match=SENTENCE.format(fault)), autocast("cpu", policy=policy):
@@ -83,38 +82,38 @@ def test_a_region_that_does_not_do_its_work_is_refused(fault: str, monkeypatch: 
 @pytest.mark.usefixtures("_anew")
 def test_a_key_that_stays_behind_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter((False, True))
-    monkeypatch.setattr(_self_check, "is_included", lambda key: next(answers))
+    monkeypatch.setattr(self_check, "is_included", lambda key: next(answers))
     with pytest.raises(RuntimeError, match=SENTENCE.format("a region that is left stays in the thread")):
-        _self_check.once()
+        self_check.once()
 
 
 @pytest.mark.usefixtures("_anew")
 def test_a_wrong_gradient_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "ne", lambda tensor, value: torch.ones(1))
     with pytest.raises(RuntimeError, match=SENTENCE.format("the gradient of what the region casts is wrong")):
-        _self_check.once()
+        self_check.once()
 
 
 @pytest.mark.usefixtures("_anew")
 def test_whatever_goes_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_self_check, "keysets", lambda devices: 1 / 0)
+    monkeypatch.setattr(self_check, "keysets", lambda devices: 1 / 0)
     with pytest.raises(RuntimeError, match=SENTENCE.format("ZeroDivisionError: division by zero")):
-        _self_check.once()
+        self_check.once()
 
 
 def test_the_callers_modes_and_threads_do_not_matter() -> None:
     """Nor does the check touch them: it runs in a thread of its own, which ends."""
     with FakeTensorMode(), torch.inference_mode(), torch.device("meta"):
-        assert _self_check.fault() is None
+        assert self_check.fault() is None
     with torch.autocast("cpu"), autocast("cpu"):
-        assert _self_check.fault() is None
-    assert torch.func.vmap(lambda x: x if _self_check.fault() is None else None)(torch.ones(2)).sum() == 2
+        assert self_check.fault() is None
+    assert torch.func.vmap(lambda x: x if self_check.fault() is None else None)(torch.ones(2)).sum() == 2
     assert not [thread for thread in threading.enumerate() if thread.name == "ampkit self-check"]
 
 
 def test_no_backward_is_run() -> None:
     """After one, a forked process could run none."""
-    source = inspect.getsource(_self_check._tried)
+    source = inspect.getsource(self_check._tried)
     assert "backward" not in source
     assert "autograd.grad" not in source
 
@@ -123,7 +122,7 @@ MISSING = """
     import functools, sys
     import torch
     import ampkit
-    from ampkit.torch_internals import lookup
+    from ampkit.torch_internals import lookup, self_check
 
     def forget():
         for name in [name for name in sys.modules if name.partition(".")[0] == "ampkit"]:

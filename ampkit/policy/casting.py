@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.nn import Parameter
+
+from ampkit.torch_internals.operators import OpOverload
 
 _FLOATING = frozenset(
     value for value in vars(torch).values() if isinstance(value, torch.dtype) and value.is_floating_point

@@ -28,7 +28,6 @@ that of an earlier micro-batch comes last, so all gradients would wait in memory
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -37,22 +36,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ampkit.policy.casting import converter
-from ampkit.region._answered_copy import Answer
-from ampkit.region._unseen_writes import collectives, owns_its_memory
-from ampkit.torch_internals.lookup import private
+from ampkit.region.optimizer_steps import capturing, seen, watch_for
+from ampkit.region.reuse_cast import ReuseCast
+from ampkit.region.unseen_writes import collectives, owns_its_memory
+from ampkit.torch_internals.tensors import functorch_level, n_dispatch_modes, tracing_state
 
-__all__ = ["CacheInfo", "RegionCache", "WeightCache", "capturing"]
+__all__ = ["CacheInfo", "RegionCache", "WeightCache"]
 
 # Asked at every use of every weight: finding a name in three modules takes longer than the answer.
 _cache_enabled = torch.is_autocast_cache_enabled
 _grad_enabled = torch.is_grad_enabled
 _inference_mode = torch.is_inference_mode_enabled
-_n_modes: Callable[[], int] = private("_C._len_torch_dispatch_stack")
-_tracing_state: Callable[[], Any] = private("_C._get_tracing_state")
-_functorch_level: Callable[[], int | None] = private("_C._functorch.maybe_current_level")
 
 
 class CacheInfo(NamedTuple):
@@ -83,7 +79,7 @@ class _Entry:
     def __init__(self, key: tuple[int, torch.dtype], leaf: Tensor, forget: Callable[[Any], None]) -> None:
         """What tells later whether `leaf` still has the values it has now."""
         self.version = leaf._version
-        self.steps = _steps.count
+        self.steps = seen.count
         self.weight = weight = _Ref(leaf, forget)
         weight.key = key
         if type(leaf) is Parameter or type(leaf) is Tensor:
@@ -133,7 +129,6 @@ class WeightCache:
                 f"verify is {verify!r}; expected True to compare every element at each use, a number of elements, 1 or "
                 "more, or False to compare none"
             )
-        _watch_optimizers()
         self.max_bytes = max_bytes
         self.verify = verify
         self._looks_at_hits = max_bytes is not None or bool(verify)
@@ -144,12 +139,11 @@ class WeightCache:
         self._bytes = 0
         self._hits = 0
         self._misses = 0
-        self._looked_at = _steps.count      # the optimizer step that outdated casts were last dropped after
+        self._looked_at = seen.count      # the optimizer step that outdated casts were last dropped after
         self._epoch = 0     # how often a region was entered: the first use of an entry after that looks it over
         self._in_use: list[tuple[int, torch.dtype]] = []        # what to look over when a region is left
         self.modes: dict[Any, Any] = {}     # the dispatch modes that casts for this cache, by policies; see `autocast`
-        with _steps.lock:
-            _steps.caches.add(self)
+        watch_for(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy starts empty: what is held belongs to these very weights.
@@ -177,7 +171,7 @@ class WeightCache:
 
     def drop_outdated(self) -> None:
         """Drop the casts made before the latest optimizer step."""
-        steps = _steps.count
+        steps = seen.count
         if self._looked_at == steps:
             return
         with self._lock:
@@ -185,6 +179,11 @@ class WeightCache:
                 if entry.steps != steps:
                     self._remove(key)
             self._looked_at = steps
+
+    def renew_lock(self) -> None:
+        """In a forked child: take the place of a lock that a thread of the parent may have held, amid a change."""
+        self._lock = threading.RLock()
+        self._bytes = sum(entry.nbytes for entry in self._entries.values())
 
     def enter(self) -> None:
         """A region is entered: from here on, casts are looked over before they are used again."""
@@ -213,9 +212,9 @@ class WeightCache:
             entry = None
         if (        # in place, as this runs for every weight of every operator
             not _cache_enabled()        # by a `torch.autocast` region inside ours
-            or _n_modes() > 0           # a recording, as in the next two
-            or _tracing_state() is not None
-            or _functorch_level() is not None
+            or n_dispatch_modes() > 0           # a recording, as in the next two
+            or tracing_state() is not None
+            or functorch_level() is not None
             or (leaf.is_cuda and capturing() != self.in_capture)
             or (not self.outlives_regions and _inference_mode())
         ):
@@ -225,7 +224,7 @@ class WeightCache:
         if (
             entry.version != leaf._version
             or (entry.address is not None and entry.address != leaf.data_ptr())
-            or entry.steps != _steps.count
+            or entry.steps != seen.count
             or (entry.epoch != self._epoch and not self._still_holds(key, entry))
         ):
             return self._cast_anew(key, leaf, dtype)
@@ -351,65 +350,15 @@ def _is_as_it_was(entry: _Entry) -> bool:
     weight = entry.weight()
     return (
         weight is not None
-        and not _steps.captured
+        and not seen.captured
         and (weight.shape, weight.stride()) == entry.layout
         and owns_its_memory(weight)
     )
 
 
-def capturing() -> bool:
-    """Whether the current CUDA stream is being captured into a graph."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
-class _Steps:
-    """How many optimizer steps this process has begun and ended, and the caches that each of them outdates."""
-
-    count = 0
-    watched = False
-    captured = False        # one of them into a CUDA graph, whose replays are not counted
-    caches: weakref.WeakSet[WeightCache] = weakref.WeakSet()
-    lock = threading.RLock()        # a signal's handler may make a cache while one is being made
-
-
-_steps = _Steps()
-
-
-def _watch_optimizers() -> None:
-    if not _steps.watched:
-        _steps.watched = True
-        register_optimizer_step_pre_hook(_count_step)
-        register_optimizer_step_post_hook(_count_step)
-
-
-def _count_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Outdate every cast, and free those held; a compiled step leaves that to their next use."""
-    if torch.compiler.is_compiling():
-        _steps.count += 1
-        return
-    with _steps.lock:
-        _steps.count += 1
-        _steps.captured = _steps.captured or capturing()
-        caches = list(_steps.caches)
-    for cache in caches:
-        cache.drop_outdated()
-
-
-def _after_fork() -> None:
-    """In a forked child: a thread of the parent may have held any lock, and gone from the child without a release."""
-    _steps.lock = threading.RLock()
-    for cache in list(_steps.caches):
-        cache._lock = threading.RLock()
-        cache._bytes = sum(entry.nbytes for entry in cache._entries.values())
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
-
-
 def _connect(weight: Tensor, values: Tensor) -> Tensor:
     """`values` as the cast of `weight`, differentiable: autograd records the cast, nothing is copied."""
-    with Answer(values):
+    with ReuseCast(values):
         return _recorded(weight, values.dtype)
 
 

@@ -11,12 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from ampkit.torch_internals.lookup import private
+from ampkit.torch_internals.tensors import n_collectives, process_groups, use_count
 
 __all__ = ["collectives", "owns_its_memory"]
 
-_use_count_at = private("_C._storage_Use_Count")
-_world: Any = private("distributed.distributed_c10d._world") if dist.is_available() else None
+_c10d: Any = dist.distributed_c10d if dist.is_available() else None
 
 
 def owns_its_memory(weight: Tensor) -> bool:
@@ -25,29 +24,24 @@ def owns_its_memory(weight: Tensor) -> bool:
         return False        # it may lie in tensors inside the subclass, which have users of their own
     storage = weight.untyped_storage()
     return (
-        _use_count(storage) == _use_count_alone()
+        use_count(storage) == _use_count_alone()
         and storage.resizable()         # memory of arrays, files and DLPack is not
         and not (weight.is_cpu and storage.is_shared())
     )
-
-
-def _use_count(storage: torch.UntypedStorage) -> int:
-    """How many tensors have a storage, and one for its Python object."""
-    return _use_count_at(storage._cdata)
 
 
 @functools.cache
 def _use_count_alone() -> int:
     """The count of a storage that one tensor has."""
     tensor = torch.empty(0, device="cpu")
-    return _use_count(tensor.untyped_storage())
+    return use_count(tensor.untyped_storage())
 
 
 def collectives() -> Any:
     """Something that differs after each collective of this process; each can write to a weight and move no version."""
-    if _world is None or not (groups := _world.pg_map):
+    if _c10d is None or not (groups := process_groups(_c10d)):
         return None
     try:
-        return [(weakref.ref(group), group._get_sequence_number_for_group()) for group in groups]
+        return [(weakref.ref(group), n_collectives(group)) for group in groups]
     except RuntimeError:        # a backend that does not count
         return object()
