@@ -37,8 +37,6 @@ BACK_EDGES = {
     ("ampkit.region._module_regions", "ampkit.region.autocast"),
     # A call in a compiled graph opens a region from the constants that a graph can hold.
     ("ampkit.region._compiled", "ampkit.region.autocast"),
-    # Tables are also built where Triton is absent; the writer is a Triton kernel.
-    ("ampkit_kernels.pointer_table", "ampkit_kernels.table_writer"),
 }
 # The two halves are used together and know nothing of one another.
 APART = (("region.autocast", "scaler.grad_scaler"), ("region._lifted_mode", "scaler._kernels"))
