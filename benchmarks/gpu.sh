@@ -87,14 +87,14 @@ measured() { # pattern of titles: those sections of the report, which is written
     awk -v titles="^## ($1)" '/^## / { show = $0 ~ titles } show && !/^!\[/' "$OUT/report.md"
 }
 
-kernels() { # the limits leave ten seconds of the half
+kernels() { # the limits add up to what the half has
     local patterns=('kernels/*' 'tuning/*') device=(--device cuda --minutes 2.2) checker
     if [ ${#DRY[@]} -gt 0 ]; then
         device=(--device cpu --minutes 2 --effort 0.02) patterns=('kernels/*20 tiny*' 'tuning/norm')
     fi
-    stage doctor 30 "$PYTHON" -m ampkit doctor
-    persistent checks 120 "$PYTHON" -m tests.gpu_checks --out "$OUT" ${DRY[@]+"${DRY[@]}"}
-    persistent benchmarks 190 "$PYTHON" -m benchmarks "${patterns[@]}" --gate none --out "$OUT" "${device[@]}"
+    stage doctor 60 "$PYTHON" -m ampkit doctor
+    persistent checks 110 "$PYTHON" -m tests.gpu_checks --out "$OUT" ${DRY[@]+"${DRY[@]}"}
+    persistent benchmarks 180 "$PYTHON" -m benchmarks "${patterns[@]}" --gate none --out "$OUT" "${device[@]}"
     if [ ${#DRY[@]} -eq 0 ]; then
         # This room's GPU tests are the checks above; those that compile models belong to the other half.
         local files
