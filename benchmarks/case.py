@@ -13,6 +13,7 @@ from benchmarks.timing import Run
 from benchmarks.work import Work
 
 TORCH = "torch.amp"
+TORCH_OPERATORS = "torch"               # its operators and optimizers, called without a scaler around them
 AMPKIT = "ampkit"
 SAME_LIST = "ampkit, torch's list"      # ampkit with `Policy.torch`: the same casts as torch.amp
 
@@ -46,7 +47,7 @@ class Case(ABC):
 
     `aims` is what the project wants to show. `devices` are the device types it runs on; `everyday` says whether the
     default run includes it; `seconds` bounds its timing; `sample_seconds` is how long a sample lasts at least (0: one
-    call is one sample).
+    call is one sample). `sides` may raise `UnavailableError`.
     """
 
     family: str
@@ -58,6 +59,7 @@ class Case(ABC):
     seconds: float = 2.0
     sample_seconds: float = 0.0
     in_process: bool = True         # whether processor time is this process' own
+    events: bool = False            # whether a GPU's own clock takes the times
     size: float | None = None       # what "cost against size" plots it over, with `size_name`
     size_name: str = ""
 
@@ -71,6 +73,10 @@ class Case(ABC):
 
     def check(self, sides: Mapping[str, Side]) -> None:  # noqa: B027  most cases have nothing to compare
         """Raise `WrongAnswerError` if the sides disagree. Called before timing, when all have run equally often."""
+
+
+class UnavailableError(Exception):
+    """A case needs what this machine does not have; the text says what. Such a case is left out, not failed."""
 
 
 class WrongAnswerError(Exception):

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.timing import Spread, clock_for, in_turns
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -27,6 +29,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "device_type": device.type,
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
+        "multiprocessors": torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else None,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "triton": _version("triton"),
@@ -106,10 +109,7 @@ def ceilings(device: torch.device) -> dict[str, float]:
     Memory is the better of a copy and of an update in place, both of more than caches hold: on a CPU a copy first reads
     what it is about to overwrite.
     """
-    from benchmarks.timing import Clocks, Spread, in_turns
-
     on_gpu = device.type == "cuda"
-    clocks = Clocks(wait=lambda: torch.cuda.synchronize(device)) if on_gpu else Clocks()
     size, side = (1 << 30, 8192) if on_gpu else (1 << 28, 1024)
     source = torch.randn(size // 4, device=device)
     target = torch.empty_like(source)
@@ -132,7 +132,11 @@ def ceilings(device: torch.device) -> dict[str, float]:
         runs[str(dtype)] = lambda calls, matrix=matrix: product(matrix, calls)
     for run in runs.values():
         run(2)
-    taken = in_turns(runs, clocks, seconds=2.0, rounds=(5, 30))
+    warm = time.perf_counter()
+    while on_gpu and time.perf_counter() - warm < 1.0:      # an idle device has lowered its clocks
+        copy(1)
+        torch.cuda.synchronize(device)
+    taken = in_turns(runs, clock_for(device, events=True), seconds=2.0, rounds=(5, 30))
     best = {name: Spread.of([sample.wall for sample in samples]).median for name, samples in taken.items()}
     return {
         "memory_gb_per_s": 2 * size / min(best["copy"], best["update"]) / 1e9,

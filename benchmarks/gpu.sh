@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, straight from a checkout, in two halves of under nine minutes each:
-#   benchmarks/gpu.sh kernels      checks, measurements, tuning, GPU tests, memory checker -> OUT/kernels
+#   benchmarks/gpu.sh kernels      checks, kernels beside torch's, tuning, GPU tests, memory checker -> OUT/kernels
 #   benchmarks/gpu.sh models       training steps and micro cases beside torch.amp -> OUT/models
 #   benchmarks/gpu.sh              both
 #   benchmarks/gpu.sh --dry-run    rehearses on the CPU, the kernels in Triton's interpreter (also: kernels --dry-run)
-# OUT is a folder (default out/gpu), PYTHON an interpreter (default python3). Needs torch 2.11 or newer and triton 3.6
-# or newer; uses pytest, matplotlib and compute-sanitizer if there. A stage that fails or hangs costs only itself,
-# results are on disk as they come, at most eight files a half, and the table is printed last.
+# OUT is a folder (default: out/gpu in the checkout), PYTHON an interpreter (default python3). Needs torch 2.11 or newer,
+# triton 3.6 or newer and numpy; uses pytest, matplotlib, scikit-learn and compute-sanitizer if there. A stage that fails
+# or hangs costs only itself, results are on disk as they come, at most eight files a half, and tables are printed last.
 set -u
+# Relative to where the caller is, not to the checkout. An interpreter's links stay: they are what makes an environment.
+if [ -n "${OUT:-}" ]; then OUT=$(realpath -m -- "$OUT"); fi
+case ${PYTHON:=python3} in /*) ;; */*) PYTHON=$PWD/$PYTHON ;; esac
 cd "$(dirname "$0")/.." || exit 1
 HALVES=() DRY=()
 for word in "$@"; do
@@ -18,15 +21,14 @@ for word in "$@"; do
     esac
 done
 [ ${#HALVES[@]} -gt 0 ] || HALVES=(kernels models)
-ROOT=${OUT:-out/gpu}
-PYTHON=${PYTHON:-python3}
+ROOT=${OUT:-$PWD/out/gpu}
 export PYTHONPATH=".:kernels${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 if [ ${#DRY[@]} -gt 0 ]; then export TRITON_INTERPRET=1; else unset TRITON_INTERPRET; fi
 
 begin() { # half: an empty folder in OUT, a log, and a deadline for the stages; what comes after them takes seconds
     OUT=$ROOT/$1 LOG=$ROOT/$1/log.txt DEADLINE=$((SECONDS + 515))
     mkdir -p "$OUT"
-    rm -f "$OUT"/{checks,small-checks,environment}.json "$OUT"/{rows,tuning,results}.jsonl "$OUT"/report.md "$OUT"/*.png
+    rm -f "$OUT"/{checks,small-checks,running}.json "$OUT"/results.jsonl "$OUT"/report.md "$OUT"/*.png
     echo "==== $1" | tee "$LOG"
 }
 
@@ -47,10 +49,15 @@ stage() { # name, most seconds, command...: its exit code goes to CODE, its outp
     echo "$name: exit $CODE, $((SECONDS - start)) s" | tee -a "$LOG"
 }
 
-persistent() { # as stage, and again in a fresh process for what is left where the device failed (3) or the process died
-    local tries=5
+persistent() { # as stage, and again in a fresh process for what is left where the device failed (3) or the process
+    # died, all within the one limit
+    local name=$1 end=$((SECONDS + $2)) tries=5
     stage "$@"
-    while [ $((tries -= 1)) -gt 0 ] && { [ "$CODE" -eq 3 ] || [ "$CODE" -ge 124 ]; }; do stage "$@" --resume; done
+    shift 2
+    while [ $((tries -= 1)) -gt 0 ] && { [ "$CODE" -eq 3 ] || [ "$CODE" -ge 124 ]; }; do
+        [ $((end - SECONDS)) -ge 15 ] || return
+        stage "$name" $((end - SECONDS)) "$@" --resume
+    done
 }
 
 have() { "$PYTHON" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)"; }
@@ -65,41 +72,58 @@ gpu_tests() { # name, most seconds, what to run... : nothing is installed, so pl
     fi
 }
 
-kernels() {
+sanitizer() { # the path of compute-sanitizer, which the CUDA toolkit installs without putting it on the PATH
+    local toolkit
+    command -v compute-sanitizer && return
+    for toolkit in "${CUDA_HOME:-}" "${CUDA_PATH:-}" /usr/local/cuda /usr/local/cuda-*; do
+        if [ -x "$toolkit/bin/compute-sanitizer" ]; then echo "$toolkit/bin/compute-sanitizer" && return; fi
+    done
+    return 1
+}
+
+measured() { # pattern of titles: those sections of the report, which is written if the run that should have died
+    [ -s "$OUT/results.jsonl" ] || return 0
+    [ -s "$OUT/report.md" ] || "$PYTHON" -m benchmarks.report "$OUT/results.jsonl" >> "$LOG" 2>&1
+    awk -v titles="^## ($1)" '/^## / { show = $0 ~ titles } show && !/^!\[/' "$OUT/report.md"
+}
+
+kernels() { # the limits add up to what the half has
+    local patterns=('kernels/*' 'tuning/*') device=(--device cuda --minutes 2.2) checker
+    if [ ${#DRY[@]} -gt 0 ]; then
+        device=(--device cpu --minutes 2 --effort 0.02) patterns=('kernels/*20 tiny*' 'tuning/norm')
+    fi
     stage doctor 60 "$PYTHON" -m ampkit doctor
-    persistent checks 130 "$PYTHON" -m benchmarks.gpu checks --out "$OUT" ${DRY[@]+"${DRY[@]}"}
-    persistent measure 130 "$PYTHON" -m benchmarks.gpu measure --out "$OUT" --seconds 110 ${DRY[@]+"${DRY[@]}"}
-    stage tune 50 "$PYTHON" -m benchmarks.gpu tune --out "$OUT" --seconds 35 ${DRY[@]+"${DRY[@]}"}
+    persistent checks 110 "$PYTHON" -m tests.gpu_checks --out "$OUT" ${DRY[@]+"${DRY[@]}"}
+    persistent benchmarks 180 "$PYTHON" -m benchmarks "${patterns[@]}" --gate none --out "$OUT" "${device[@]}"
     if [ ${#DRY[@]} -eq 0 ]; then
         # This room's GPU tests are the checks above; those that compile models belong to the other half.
         local files
         mapfile -t files < <(
-            grep -rl 'mark\.gpu' tests --include='test_*.py' | grep -v -e kernels/test_gpu.py -e test_benchmarks.py
+            grep -rl 'mark\.gpu' tests --include='test_*.py' | grep -v -e kernels/test_gpu.py -e tests/benchmarks/
         )
-        gpu_tests pytest 90 "${files[@]}"
-        if command -v compute-sanitizer > /dev/null; then
+        gpu_tests pytest 85 "${files[@]}"
+        if checker=$(sanitizer); then
             # Without the caching allocator every tensor is an allocation, and what lies beyond it is out of bounds.
-            PYTORCH_NO_CUDA_MEMORY_CACHING=1 stage sanitizer 80 compute-sanitizer --tool memcheck --error-exitcode 9 \
-                --print-limit 20 "$PYTHON" -m benchmarks.gpu small-checks --out "$OUT"
+            PYTORCH_NO_CUDA_MEMORY_CACHING=1 stage sanitizer 80 "$checker" --tool memcheck --error-exitcode 9 \
+                --print-limit 20 "$PYTHON" -m tests.gpu_checks --small --out "$OUT"
         else
-            echo "sanitizer: compute-sanitizer is not on the PATH" | tee -a "$LOG"
+            echo "sanitizer: no compute-sanitizer on the PATH or in a CUDA toolkit" | tee -a "$LOG"
         fi
+        # Once more, with what came of the small checks.
+        "$PYTHON" -m benchmarks.report "$OUT/results.jsonl" >> "$LOG" 2>&1
     fi
-    "$PYTHON" -m benchmarks.gpu report --out "$OUT" 2>&1 | tee -a "$LOG"
+    measured 'Aims|Kernels|Launch|Not measured|.*checks'
 }
 
 models() {
-    local device=(--device cuda --minutes 6.4) cases=()
+    local device=(--device cuda --minutes 6.2) cases=()
     if [ ${#DRY[@]} -gt 0 ]; then
         device=(--device cpu --minutes 1 --effort 0.02) cases=('training/LSTM, bf16' 'scaler/clip, 50*' 'regions/*')
     fi
-    stage benchmarks 430 "$PYTHON" -m benchmarks --large-first --gate none --out "$OUT" "${device[@]}" \
+    persistent benchmarks 425 "$PYTHON" -m benchmarks --large-first --gate none --out "$OUT" "${device[@]}" \
         ${cases[@]+"${cases[@]}"}
-    if [ ${#DRY[@]} -eq 0 ]; then gpu_tests pytest 85 tests/test_benchmarks.py; fi
-    if [ -s "$OUT/results.jsonl" ]; then
-        [ -s "$OUT/report.md" ] || "$PYTHON" -m benchmarks.report "$OUT/results.jsonl" >> "$LOG" 2>&1
-        sed -n '/^## Aims/,/^!\[/p; /^## Not measured/,$p; /^## Training/,/^## /p' "$OUT/report.md"
-    fi
+    if [ ${#DRY[@]} -eq 0 ]; then gpu_tests pytest 85 tests/benchmarks; fi
+    measured 'Aims|Training|Not measured'
 }
 
 for half in "${HALVES[@]}"; do

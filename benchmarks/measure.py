@@ -10,43 +10,41 @@ import torch
 
 from benchmarks.case import Aim, Case
 from benchmarks.environment import Others
-from benchmarks.timing import Clocks, Sample, Spread, calls_for, in_turns, ratios
+from benchmarks.timing import Clock, EventClock, Sample, Spread, calls_for, clock_for, in_turns, ratios
 
 Row = dict[str, Any]
 
 
-def clocks_for(device: torch.device) -> Clocks:
-    """Clocks that wait for a GPU before they are read."""
-    return Clocks(wait=lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else Clocks()
-
-
-def measure(case: Case, device: torch.device, *, effort: float = 1.0, clocks: Clocks | None = None) -> Row:
+def measure(case: Case, device: torch.device, *, effort: float = 1.0, clock: Clock | None = None) -> Row:
     """The row of a case. `effort` stretches or shortens the time it may take.
 
-    A row is plain data: `family`, `name`, `base`, `rounds`, `calls` per sample, `other_cores` (kept busy by other
-    processes meanwhile), `work` (the least that a call must do), `sides` (per side the spreads of `wall`, `host` and
-    `cpu` seconds, `ratio` and `cpu_ratio` to the base, and what was counted) and `aims` with what came of them.
+    A row is plain data: `family`, `name`, `base`, `clock` (whose time `wall` is: "host" or "events"), `rounds`, `calls`
+    per sample, `other_cores` (kept busy by other processes meanwhile), `work` (the least that a call must do), `sides`
+    (for each the spreads of `wall`, `host` and `cpu` seconds, `ratio` and `cpu_ratio` to the base, and what was
+    counted) and `aims` with what came of them.
     """
-    clocks = clocks or clocks_for(device)
+    clock = clock or clock_for(device, events=case.events)
     sides = case.sides(device)
     if case.base not in sides:
         raise ValueError(f"case {case.name!r} is compared with {case.base!r}, which is none of {', '.join(sides)}")
     case.check(sides)
     before = {name: side.before for name, side in sides.items() if side.before is not None}
     runs = {name: side.run for name, side in sides.items()}
-    for name, run in runs.items():
-        before.get(name, lambda: None)()
-        run(1)
+    for _ in range(clock.warm_up):
+        for name, run in runs.items():
+            before.get(name, lambda: None)()
+            clock.take(run, 1)
     calls = 1
     if case.sample_seconds:
-        calls = calls_for(runs[case.base], case.sample_seconds * min(1.0, effort), clocks)
+        calls = calls_for(runs[case.base], case.sample_seconds * min(1.0, effort), clock)
     rounds = (3, 10) if effort < 1 else (5, 400)
     others = Others()
     with others.watched():
-        samples = in_turns(runs, clocks, calls=calls, seconds=case.seconds * effort, rounds=rounds, before=before)
+        samples = in_turns(runs, clock, calls=calls, seconds=case.seconds * effort, rounds=rounds, before=before)
     work = case.work()
     row: Row = {
         "family": case.family, "name": case.name, "base": case.base, "device": device.type,
+        "clock": "events" if isinstance(clock, EventClock) else "host",
         "rounds": len(samples[case.base]), "calls": calls,
         "other_cores": others.cores if case.in_process else None,
         "size": case.size, "size_name": case.size_name, "work": None if work is None else asdict(work),

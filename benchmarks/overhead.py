@@ -116,11 +116,13 @@ class Operator(Case):
             if name == BARE and "weight" in self.operator:
                 continue        # the call asks whether autocast is on; a bare mode casts nothing
             call = OPERATORS[self.operator][1](device)
-            found[name] = Side(_repeated(call, region, grad=self.grad))
+            found[name] = Side(repeated(call, region, grad=self.grad))
         return found
 
 
-def _repeated(call: Callable[[], object], region: Region, *, grad: bool) -> Run:
+def repeated(call: Callable[[], object], region: Region, *, grad: bool) -> Run:
+    """Calls inside one region."""
+
     def run(calls: int) -> None:
         with torch.set_grad_enabled(grad), region():
             call()      # weights are in the cache from here on

@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from benchmarks.case import AMPKIT, SAME_LIST, TORCH
+from benchmarks.case import AMPKIT, SAME_LIST, TORCH, TORCH_OPERATORS
 from benchmarks.results import Row
 
 matplotlib.use("Agg")
@@ -17,8 +17,10 @@ matplotlib.use("Agg")
 COLOURS = {
     TORCH: "#4c566a", AMPKIT: "#d08770", SAME_LIST: "#bf4b4b", "ampkit, WeightCache": "#5e9c76",
     "ampkit, ampkit.optim": "#7b5ea7", "fp32": "#8fb4d9", "no region": "#8fb4d9", "bare dispatch mode": "#b0b0b0",
+    TORCH_OPERATORS: "#4c566a",
 }
-STEPS = ("accumulation", "width", "training", "scaler")
+STEPS = ("accumulation", "width", "training", "scaler", "kernels")
+BASES = (TORCH, TORCH_OPERATORS)
 
 
 def draw(rows: Sequence[Row], folder: Path) -> list[str]:
@@ -36,8 +38,8 @@ def ratios(rows: Sequence[Row]) -> Figure | None:
     """One line per case and side: the ratio to torch.amp, its 20-80 % quantiles, and the aims as ticks."""
     points = [
         (f"{row['family']}: {row['name']}", name, side["ratio"], row)
-        for row in rows if row["family"] in STEPS and row["base"] == TORCH
-        for name, side in row["sides"].items() if name != TORCH and name.startswith("ampkit")
+        for row in rows if row["family"] in STEPS and row["base"] in BASES
+        for name, side in row["sides"].items() if name.startswith("ampkit")
     ]
     if not points:
         return None
@@ -50,7 +52,7 @@ def ratios(rows: Sequence[Row]) -> Figure | None:
         shown.add(side)
         axes.errorbar(ratio["median"], place, xerr=errors, fmt="o", ms=4, capsize=2, color=_colour(side), label=label)
         for aim in row["aims"]:
-            if aim["side"] == side and aim["base"] == TORCH:
+            if aim["side"] == side and aim["base"] == row["base"]:
                 axes.plot([aim["limit"]], [place], marker="|", ms=9, color="black")
     axes.axvline(1.0, color=_colour(TORCH), lw=1)
     axes.set_xscale("log")

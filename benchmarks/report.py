@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -15,20 +16,24 @@ from benchmarks.results import Row
 TITLES = {
     "operators": "One operator inside an open region",
     "regions": "Opening and closing a region",
+    "dispatch": "A region in three designs of its mode",
     "weights": "Casting weights",
     "scaler": "Loss scaling",
+    "kernels": "Kernels beside torch's operators, the GPU's own time",
+    "tuning": "Launch parameters, the GPU's own time",
     "accumulation": "Gradient accumulation, eight micro-batches",
     "width": "A four-block transformer at growing width",
     "training": "Training steps",
 }
 BUSY = 0.25     # cores that others may use before a row is marked
+MOST_SIDES = 8  # that a report shows of a case
 
 
 def one_line(row: Row) -> str:
     """A row for the terminal."""
     label = f"{row['family']}/{row['name']}"
     if "error" in row:
-        return f"{label}: FAILED: {row['error']}"
+        return f"{label}: {'skipped' if row.get('skipped') else 'FAILED'}: {row['error']}"
     parts = [
         f"{name} {duration(side['wall']['median'])} ({side['ratio']['median']:.2f})"
         for name, side in row["sides"].items()
@@ -125,12 +130,21 @@ def _family(family: str, rows: list[Row]) -> str:
     head = ["case", "side", "time", "ratio (20-80 %)", "CPU ratio", *(title for title, _ in counted)]
     lines = [f"## {TITLES.get(family, family)}", "", _cells(head), _cells(["---"] * len(head))]
     for row in rows:
-        for number, (name, side) in enumerate(row["sides"].items()):
+        for number, (name, side) in enumerate(_shown(row)):
             label = f"{row['name']}{_busy(row)}" if number == 0 else ""
             cells = [label, name, duration(side["wall"]["median"]), spread(side["ratio"])]
             cells.append(f"{side['cpu_ratio']['median']:.2f}" if side["cpu_ratio"] else "")
             lines.append(_cells([*cells, *(show(row, side) for _, show in counted)]))
     return "\n".join(lines)
+
+
+def _shown(row: Row) -> list[tuple[str, dict[str, Any]]]:
+    """All sides of a case; of very many the base and the three fastest."""
+    sides = list(row["sides"].items())
+    if len(sides) <= MOST_SIDES:
+        return sides
+    others = sorted(row["sides"].keys() - {row["base"]}, key=lambda name: row["sides"][name]["wall"]["median"])
+    return [item for item in sides if item[0] in (row["base"], *others[:3])]
 
 
 def _columns(rows: list[Row]) -> list[tuple[str, Any]]:
@@ -143,6 +157,7 @@ def _columns(rows: list[Row]) -> list[tuple[str, Any]]:
     columns = [
         ("casts", "casts", fact("casts")),
         ("samples_per_step", "samples/s", _samples_per_second),
+        ("bytes_moved", "GB/s", _rate),
         ("peak_bytes", "peak memory", fact("peak_bytes", amount)),
         ("copies", "copies", fact("copies")),
         ("launches", "launches", fact("launches")),
@@ -161,6 +176,11 @@ def _samples_per_second(row: Row, side: dict[str, Any]) -> str:
     return f"{side['facts']['samples_per_step'] / side['wall']['median']:.4g}"
 
 
+def _rate(row: Row, side: dict[str, Any]) -> str:
+    moved = side["facts"].get("bytes_moved")
+    return "" if moved is None else f"{moved / side['wall']['median'] / 1e9:.3g}"
+
+
 def _roof(row: Row, side: dict[str, Any]) -> str:
     fraction = under_roof(row, side["wall"]["median"])
     return "" if fraction is None else f"{fraction:.0%}"
@@ -174,6 +194,16 @@ def _cells(texts: Iterable[str]) -> str:
     return "| " + " | ".join(texts) + " |"
 
 
+def checks(folder: Path) -> str:
+    """What came of the checks whose results lie beside the figures."""
+    lines = []
+    for path in sorted(folder.glob("*checks.json")):
+        found: dict[str, str | None] = json.loads(path.read_text(encoding="utf-8"))
+        failed = [f"- {name}: {text}" for name, text in found.items() if text]
+        lines += ["", f"## {path.stem}: {len(found) - len(failed)} of {len(found)} passed", "", *failed]
+    return "\n".join([*lines, ""]) if lines else ""
+
+
 def write(path: Path, folder: Path) -> Path:
     """Write `report.md` and, where matplotlib is installed, its plots; returns the path of the report."""
     rows = results.load(path)
@@ -185,7 +215,7 @@ def write(path: Path, folder: Path) -> Path:
     else:
         names = plots.draw(results.measured(rows), folder)
     target = folder / "report.md"
-    target.write_text(markdown(rows, names), encoding="utf-8")
+    target.write_text(markdown(rows, names) + checks(path.parent), encoding="utf-8")
     return target
 
 

@@ -28,17 +28,24 @@ def append(path: Path, row: Row) -> None:
 def load(path: Path) -> list[Row]:
     """The rows of a file.
 
-    Raises `ValueError`, naming the line, for what is no row of results, and for a file without any.
+    A last line that the end of a process cut short is left out. Raises `ValueError`, naming the line, for what is no
+    row of results, and for a file without any.
     """
-    rows = list(_rows(path))
+    rows = list(_rows(path.read_text(encoding="utf-8"), path))
     if not rows:
         raise ValueError(f"{path} holds no results; write some with python -m benchmarks --out FOLDER")
     return rows
 
 
-def _rows(path: Path) -> Iterator[Row]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
+def mend(path: Path) -> None:
+    """Take a last line that was cut short off a file, so that more can be appended."""
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")
+
+
+def _rows(text: str, path: Path) -> Iterator[Row]:
+    for number, line in enumerate(text.splitlines(keepends=True), 1):
+        if not line.strip() or (number > 1 and not line.endswith("\n")):
             continue
         try:
             row = json.loads(line)

@@ -13,8 +13,8 @@ import torch
 
 from ampkit import GradScaler
 from ampkit.optim import AdamW
+from benchmarks import byte_model
 from benchmarks.case import AMPKIT, TORCH, Aim, Case, Side, WrongAnswerError
-from benchmarks.gpu import byte_model
 from benchmarks.work import Work
 
 OWN_OPTIMIZER = "ampkit, ampkit.optim"

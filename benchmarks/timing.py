@@ -1,17 +1,26 @@
 """Timing by turns: several ways of doing one job run one after another, again and again, compared round by round.
 
 Whatever else the machine does then hits all of them, and a ratio taken within one round is free of slow drifts. Which
-side goes first rotates, so none profits from its place.
+side goes first rotates, so none profits from its place. Two clocks: the host's, for what a user waits for, and CUDA
+events, for what kernels alone take.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+import torch
 
 Run = Callable[[int], object]       # runs the job that many times
+
+FLUSHED_BYTES = 256 << 20           # several times the largest second-level cache
+CYCLES_PER_S = 2e9                  # of the fastest GPU clock; a slower one only waits longer
+MOST_HEAD_START = 0.05
 
 
 @dataclass(frozen=True)
@@ -36,42 +45,104 @@ class Spread:
 class Sample:
     """Seconds per call of one timed stretch."""
 
-    wall: float     # until the device was done
+    wall: float     # until the device was done; on an `EventClock` the device's own time
     host: float     # until the call returned, which is `wall` on a CPU
     cpu: float      # of this process' processor time, all threads: what a busy machine disturbs least
 
 
+class Clock(Protocol):
+    """Takes samples. `warm_up`: how many to take and drop first."""
+
+    @property
+    def warm_up(self) -> int: ...
+    def now(self) -> float: ...
+    def take(self, run: Run, calls: int) -> Sample: ...
+
+
 @dataclass(frozen=True)
-class Clocks:
-    """Where times come from; tests put their own in."""
+class HostClock:
+    """Time on the host, from an idle device to an idle device. Tests put sources of their own in."""
 
     wall: Callable[[], float] = time.perf_counter
     cpu: Callable[[], float] = time.process_time
     wait: Callable[[], object] = lambda: None       # blocks until the device is idle
+    warm_up: int = 1
+
+    def now(self) -> float:
+        """Seconds, from any start."""
+        return self.wall()
+
+    def take(self, run: Run, calls: int) -> Sample:
+        """One sample of `calls` calls in a row."""
+        self.wait()
+        cpu, start = self.cpu(), self.wall()
+        run(calls)
+        returned = self.wall()
+        self.wait()
+        end, cpu = self.wall(), self.cpu() - cpu
+        return Sample((end - start) / calls, (returned - start) / calls, cpu / calls)
 
 
-def take(run: Run, calls: int, clocks: Clocks) -> Sample:
-    """One sample of `calls` calls in a row."""
-    clocks.wait()
-    cpu, start = clocks.cpu(), clocks.wall()
-    run(calls)
-    returned = clocks.wall()
-    clocks.wait()
-    end, cpu = clocks.wall(), clocks.cpu() - cpu
-    return Sample((end - start) / calls, (returned - start) / calls, cpu / calls)
+class EventClock:
+    """A GPU's own time, by CUDA events around the calls.
+
+    Every sample starts with caches that hold none of its data, and with the device kept busy until the host has queued
+    the calls, as it is after a backward pass. A kernel of a tenth of a millisecond would otherwise be timed as the
+    Python that launches it, which is the sample's `host`. How long the host takes is known from the sample before.
+    """
+
+    warm_up = 3     # the first compiles, the second knows how long the host takes
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._host: dict[Run, float] = {}
+
+    def now(self) -> float:
+        """Seconds on the host, from any start."""
+        return time.perf_counter()
+
+    def take(self, run: Run, calls: int) -> Sample:
+        """One sample of `calls` calls in a row."""
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(self.device)
+        # Read, not written: lines that were written would have to leave the cache within the time that is taken.
+        _flushed(self.device).sum()
+        head_start = 1.5 * self._host.get(run, 0.0) + 1e-4
+        torch.cuda._sleep(int(min(head_start, MOST_HEAD_START) * CYCLES_PER_S))
+        before.record()
+        cpu, start = time.process_time(), time.perf_counter()
+        run(calls)
+        host = time.perf_counter() - start
+        cpu = time.process_time() - cpu
+        after.record()
+        torch.cuda.synchronize(self.device)
+        self._host[run] = host
+        return Sample(before.elapsed_time(after) / 1e3 / calls, host / calls, cpu / calls)
 
 
-def calls_for(run: Run, seconds: float, clocks: Clocks) -> int:
+@functools.cache
+def _flushed(device: torch.device) -> torch.Tensor:
+    return torch.zeros(FLUSHED_BYTES // 4, device=device)
+
+
+def clock_for(device: torch.device, *, events: bool = False) -> Clock:
+    """The clock for a device: a GPU's own with `events`, else the host's. Elsewhere there is only the host's."""
+    if device.type != "cuda":
+        return HostClock()
+    return EventClock(device) if events else HostClock(wait=lambda: torch.cuda.synchronize(device))
+
+
+def calls_for(run: Run, seconds: float, clock: Clock) -> int:
     """How many calls make a sample of at least `seconds`: a power of two, found by doubling."""
     calls = 1
-    while take(run, calls, clocks).wall * calls < seconds and calls < 1 << 20:
+    while clock.take(run, calls).wall * calls < seconds and calls < 1 << 20:
         calls *= 2
     return calls
 
 
 def in_turns(
     runs: Mapping[str, Run],
-    clocks: Clocks,
+    clock: Clock,
     *,
     calls: int = 1,
     seconds: float,
@@ -85,15 +156,15 @@ def in_turns(
     least, most = rounds
     names = list(runs)
     samples: dict[str, list[Sample]] = {name: [] for name in names}
-    deadline = clocks.wall() + seconds
+    deadline = clock.now() + seconds
     for turn in range(most):
-        if turn >= least and clocks.wall() >= deadline:
+        if turn >= least and clock.now() >= deadline:
             break
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             if before is not None and name in before:
                 before[name]()
-            samples[name].append(take(runs[name], calls, clocks))
+            samples[name].append(clock.take(runs[name], calls))
     return samples
 
 

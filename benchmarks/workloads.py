@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import work
+from benchmarks.case import UnavailableError
 from benchmarks.models import Decoder, ResNet
 
 Batch = tuple[Tensor, Tensor]
@@ -137,9 +138,12 @@ def lstm(name: str, width: int, layers: int, batch: int, length: int, tokens: in
 
 def _demo_batches(task: str, *sizes: int) -> Callable[[int, torch.Generator], list[Batch]]:
     def draw(count: int, generator: torch.Generator) -> list[Batch]:
-        from ampkit.demo.tasks import TASKS  # scikit-learn is loaded for the digits alone
+        from ampkit.demo.tasks import TASKS
 
-        source = TASKS[task](torch.device("cpu"), *sizes)
+        try:
+            source = TASKS[task](torch.device("cpu"), *sizes)
+        except ImportError as error:    # the digits come with scikit-learn
+            raise UnavailableError(f"the {task} need {error.name}, which is not installed") from error
         return [source.batch(generator) for _ in range(count)]
 
     return draw

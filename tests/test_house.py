@@ -33,8 +33,6 @@ LEVELS = (
 )
 # Edges against the direction, each with its reason. They are imports inside a function.
 BACK_EDGES = {
-    # Tables are also built where Triton is absent; the writer is a Triton kernel.
-    ("ampkit_kernels.pointer_table", "ampkit_kernels.table_writer"),
 }
 # The two halves are used together and know nothing of one another.
 APART = (("region.autocast", "scaler.grad_scaler"), ("region.mode", "gradients.kernels"))

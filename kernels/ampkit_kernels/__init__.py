@@ -7,7 +7,7 @@ keyword `impl`: `"auto"` (Triton on CUDA devices that can run it, PyTorch elsewh
 Importing this package does not import Triton.
 """
 
-from .api import cast_, multiply_, nonfinite_counts, norm_and_check, unscale_, unscale_into_, update_scale_
+from .api import cast_, multiply_, nonfinite_counts, norm_and_check, unscale_, unscale_into_
 from .dispatch import TritonUnavailable, uses_triton, why_not_triton
 from .optimizer_api import adamw_, sgd_
 
@@ -21,7 +21,6 @@ __all__ = [
     "sgd_",
     "unscale_",
     "unscale_into_",
-    "update_scale_",
     "uses_triton",
     "why_not_triton",
 ]

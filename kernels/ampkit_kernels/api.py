@@ -1,7 +1,7 @@
 """The public operations: validate, choose an implementation, hand over.
 
-What each function promises is written here once; how a kernel keeps the promise is written in its own module
-(`unscale`, `norm`, `apply`, `adamw`, `sgd`, `cast`, `scale`).
+What each function promises is written here once; how a kernel keeps the promise is written in its own module in
+`triton_ops`.
 """
 
 from collections.abc import Sequence
@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .dispatch import pick, split, uses_triton
+from .dispatch import served, uses_triton
 from .tensors import check_one_device, check_parallel, check_scalar, resolved, strided_floats
+
+KERNEL_NORMS = (1.0, 2.0, float("inf"))  # orders that the Triton kernel takes
 
 
 @torch.no_grad()
@@ -34,17 +36,8 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, i
     (tensor([1., 2.]), tensor(0.))
     """
     grads = _prepared(grads, "unscale_", inv_scale=inv_scale, found_inf=found_inf)
-    if not grads:
-        return
-    if not uses_triton(impl, grads[0].device):
-        reference.unscale_(grads, inv_scale, found_inf)
-        return
-    from . import unscale
-
-    flat, other = split(impl, "unscale_", grads)
-    unscale.unscale_(pick(grads, flat), inv_scale, found_inf)
-    if other:
-        reference.unscale_(pick(grads, other), inv_scale, found_inf)
+    for ops, (part,), _ in served(impl, "unscale_", grads):
+        ops.unscale_(part, inv_scale, found_inf)
 
 
 @torch.no_grad()
@@ -71,24 +64,23 @@ def norm_and_check(
     """
     grads = _prepared(grads, "norm_and_check", inv_scale=inv_scale, found_inf=found_inf)
     norm_type = float(norm_type)
-    if not grads or not uses_triton(impl, grads[0].device):
-        return reference.norm_and_check(grads, inv_scale, found_inf, norm_type)
-    from . import norm
-
-    if norm_type not in norm.ORDERS:
+    if norm_type not in KERNEL_NORMS and grads and uses_triton(impl, grads[0].device):
         if impl == "triton":
             raise ValueError(
-                f"norm_and_check: impl='triton' got norm_type {norm_type}; expected one of {norm.ORDERS}: "
+                f"norm_and_check: impl='triton' got norm_type {norm_type}; expected one of {KERNEL_NORMS}: "
                 f"use impl='auto' for other orders"
             )
-        return reference.norm_and_check(grads, inv_scale, found_inf, norm_type)
-    flat, other = split(impl, "norm_and_check", grads)
-    result = norm.norm_and_check(pick(grads, flat), inv_scale, found_inf, norm_type)
-    if other:
-        rest = reference.norm_and_check(pick(grads, other), inv_scale, found_inf, norm_type)
-        wide = torch.promote_types(result.dtype, rest.dtype)
-        result = torch.linalg.vector_norm(torch.stack((result.to(wide), rest.to(wide))), norm_type)
-    return result
+        impl = "reference"
+    norms = [
+        ops.norm_and_check(part, inv_scale, found_inf, norm_type)
+        for ops, (part,), _ in served(impl, "norm_and_check", grads)
+    ]
+    if not norms:
+        return reference.norm_and_check(grads, inv_scale, found_inf, norm_type)  # that of no elements
+    if len(norms) == 1:
+        return norms[0]
+    wide = torch.promote_types(norms[0].dtype, norms[1].dtype)
+    return torch.linalg.vector_norm(torch.stack([norm.to(wide) for norm in norms]), norm_type)
 
 
 @torch.no_grad()
@@ -109,17 +101,8 @@ def multiply_(
     """
     scalars = {"factor": factor} if found_inf is None else {"factor": factor, "found_inf": found_inf}
     grads = _prepared(grads, "multiply_", **scalars)
-    if not grads:
-        return
-    if not uses_triton(impl, grads[0].device):
-        reference.multiply_(grads, factor, found_inf)
-        return
-    from . import apply
-
-    flat, other = split(impl, "multiply_", grads)
-    apply.multiply_(pick(grads, flat), factor, found_inf)
-    if other:
-        reference.multiply_(pick(grads, other), factor, found_inf)
+    for ops, (part,), _ in served(impl, "multiply_", grads):
+        ops.multiply_(part, factor, found_inf)
 
 
 @torch.no_grad()
@@ -135,18 +118,15 @@ def nonfinite_counts(grads: Sequence[Tensor], *, impl: str = "auto") -> Tensor:
             [0, 1]])
     """
     grads = _prepared(grads, "nonfinite_counts")
-    if not grads or not uses_triton(impl, grads[0].device):
+    if not grads:
         return reference.nonfinite_counts(grads)
-    from . import counts
-
-    flat, other = split(impl, "nonfinite_counts", grads)
-    if len(flat) == len(grads):
-        return counts.nonfinite_counts(grads)
     result = torch.zeros((len(grads), 2), dtype=torch.int64, device=grads[0].device)
-    for i, row in zip(flat, counts.nonfinite_counts(pick(grads, flat)) if flat else (), strict=True):
-        result[i] = row
-    for i in other:
-        result[i] = reference.nonfinite_counts([grads[i]])[0]
+    for ops, (part,), rows in served(impl, "nonfinite_counts", grads):
+        counts = ops.nonfinite_counts(part)
+        if len(rows) == len(grads):
+            return counts
+        for i, row in zip(rows, counts, strict=True):
+            result[i] = row
     return result
 
 
@@ -168,17 +148,8 @@ def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor], *, impl: st
     sources, destinations = strided_floats(resolved(sources), "cast_"), strided_floats(destinations, "cast_")
     check_parallel("cast_", sources=sources, destinations=destinations)
     check_one_device([*sources, *destinations], "cast_")
-    if not sources:
-        return
-    if not uses_triton(impl, sources[0].device):
-        reference.cast_(sources, destinations)
-        return
-    from . import cast
-
-    flat, other = split(impl, "cast_", sources, destinations)
-    cast.cast_(pick(sources, flat), pick(destinations, flat))
-    if other:
-        reference.cast_(pick(sources, other), pick(destinations, other))
+    for ops, parts, _ in served(impl, "cast_", sources, destinations):
+        ops.cast_(*parts)
 
 
 @torch.no_grad()
@@ -213,95 +184,8 @@ def unscale_into_(
     check_one_device([*sources, *destinations], op)
     for name, value in (("inv_scale", inv_scale), ("found_inf", found_inf)):
         check_scalar(name, value, sources, op)
-    if not sources:
-        return
-    if not uses_triton(impl, sources[0].device):
-        reference.unscale_into_(sources, destinations, inv_scale, found_inf, accumulate)
-        return
-    from . import unscale_into
-
-    flat, other = split(impl, op, sources, destinations)
-    unscale_into.unscale_into_(
-        pick(sources, flat), pick(destinations, flat), inv_scale, found_inf, accumulate
-    )
-    if other:
-        reference.unscale_into_(
-            pick(sources, other), pick(destinations, other), inv_scale, found_inf, accumulate
-        )
-
-
-@torch.no_grad()
-def update_scale_(
-    scale: Tensor,
-    growth_tracker: Tensor,
-    hysteresis_tracker: Tensor | None,
-    found_inf: Tensor,
-    *,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    hysteresis: int = 1,
-    refill: str = "clean",
-    min_scale: float | None = None,
-    max_scale: float | None = None,
-    impl: str = "auto",
-) -> None:
-    """Move the loss scale, its growth tracker and its patience on by one iteration, in place, on the device.
-
-    Without overflow the tracker counts up, and on reaching `growth_interval` the scale is multiplied by
-    `growth_factor` and the tracker starts over. On overflow (any nonzero `found_inf`) the tracker starts
-    over, and the scale is multiplied by `backoff_factor`, at the `hysteresis`-th overflow in a row of them.
-    `refill` says what restores that patience: a `"clean"` step, or `"growth"` of the scale. A product that
-    would be 0 or not finite is dropped; `min_scale` and `max_scale` bound what a product may reach, but
-    never move a scale that was set beyond them. `scale` and `found_inf` are one float32 element, the
-    trackers one int32 element each; `hysteresis_tracker` may be None when `hysteresis` is 1. Products are
-    taken in float64, then rounded. Never synchronises.
-
-    Follows torch's `_amp_update_scale_`; hysteresis as in Apex (`"clean"`) and DeepSpeed (`"growth"`).
-
-    >>> import torch
-    >>> scale, tracker = torch.tensor(8.0), torch.zeros((), dtype=torch.int32)
-    >>> options = dict(growth_factor=2.0, backoff_factor=0.5, growth_interval=2000)
-    >>> update_scale_(scale, tracker, None, torch.tensor(1.0), **options)
-    >>> scale
-    tensor(4.)
-    """
-    op = "update_scale_"
-    check_scalar("scale", scale, [], op)
-    check_scalar("found_inf", found_inf, [scale], op)
-    for name, tracker in (("growth_tracker", growth_tracker), ("hysteresis_tracker", hysteresis_tracker)):
-        if tracker is None:
-            continue
-        if tracker.dtype != torch.int32 or tracker.numel() != 1 or tracker.device != scale.device:
-            raise ValueError(
-                f"{op}: {name} is a {tracker.dtype} tensor of shape {tuple(tracker.shape)} "
-                f"on {tracker.device}; expected one int32 element on {scale.device}"
-            )
-    if hysteresis < 1 or (hysteresis > 1 and hysteresis_tracker is None):
-        raise ValueError(
-            f"{op}: got hysteresis {hysteresis} with hysteresis_tracker "
-            f"{'None' if hysteresis_tracker is None else 'given'}; "
-            f"expected hysteresis >= 1, and a tracker where it is above 1"
-        )
-    if refill not in ("clean", "growth"):
-        raise ValueError(f"{op}: unknown refill {refill!r}; expected 'clean' or 'growth'")
-    if uses_triton(impl, scale.device):
-        from . import scale as kernels
-    else:
-        kernels = reference
-    kernels.update_scale_(
-        scale,
-        growth_tracker,
-        hysteresis_tracker,
-        found_inf,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
-        hysteresis=hysteresis,
-        refill=refill,
-        min_scale=min_scale,
-        max_scale=max_scale,
-    )
+    for ops, parts, _ in served(impl, op, sources, destinations):
+        ops.unscale_into_(*parts, inv_scale, found_inf, accumulate)
 
 
 def _prepared(grads: Sequence[Tensor], op: str, **scalars: Tensor) -> list[Tensor]:

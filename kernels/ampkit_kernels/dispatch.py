@@ -1,17 +1,19 @@
 """Which implementation serves a call, and why: Triton on a CUDA device that can run it, PyTorch elsewhere.
 
-`impl="auto"` may choose; `"triton"` and `"reference"` are orders, and an order that cannot be carried out
-raises. Triton is imported here at first use, never when the package is imported.
+`impl="auto"` may choose; `"triton"` and `"reference"` are explicit requests, and one that cannot be met raises.
+Triton is imported here at first use, never when the package is imported.
 """
 
 import functools
 import importlib.util
 import os
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from . import reference
 from .tensors import is_dense
 
 IMPLS = ("auto", "triton", "reference")
@@ -70,8 +72,7 @@ def why_not_triton(device: torch.device) -> str | None:
 
 
 def uses_triton(impl: str, device: torch.device) -> bool:
-    """Whether a call with this `impl` on this device goes to Triton; raises when an order cannot be carried
-    out."""
+    """Whether a call with this `impl` on this device goes to Triton; raises when an explicit request cannot be met."""
     if impl == "auto":
         # The interpreter is for tests: on the CPU nobody is served by it unasked.
         return device.type == "cuda" and why_not_triton(device) is None
@@ -83,6 +84,38 @@ def uses_triton(impl: str, device: torch.device) -> bool:
     if impl == "reference":
         return False
     raise ValueError(f"unknown impl {impl!r}; expected 'auto', 'triton' or 'reference'")
+
+
+def served(
+    impl: str, op: str, *lists: Sequence[Tensor], torch_ops: ModuleType = reference, keep_empty: bool = False
+) -> list[tuple[ModuleType, Sequence[Sequence[Tensor]], Sequence[int]]]:
+    """Who serves which rows of parallel lists: (implementation, its part of each list, indices of its rows) for each.
+
+    An implementation is a module that has the operation under its public name: `triton_ops` for the rows that a kernel
+    can address as flat memory, where `impl` and the device allow it, and `torch_ops` for the others. Beside Triton,
+    rows without elements go to nobody, or with `keep_empty` to `torch_ops`.
+    """
+    n = len(lists[0])
+    if not n:
+        return []
+    if not uses_triton(impl, lists[0][0].device):
+        return [(torch_ops, lists, range(n))]
+    flat, other = split(impl, op, *lists)
+    if len(flat) == n:
+        return [(_triton_ops(), lists, flat)]
+    if keep_empty and len(flat) + len(other) < n:
+        other += [i for i, t in enumerate(lists[0]) if not t.numel()]
+    return [
+        (ops, [pick(tensors, rows) for tensors in lists], rows)
+        for ops, rows in ((_triton_ops(), flat), (torch_ops, other)) if rows
+    ]
+
+
+@functools.cache
+def _triton_ops() -> ModuleType:
+    from . import triton_ops
+
+    return triton_ops
 
 
 def split(impl: str, op: str, *lists: Sequence[Tensor]) -> tuple[list[int], list[int]]:

@@ -1,13 +1,12 @@
 """The public optimizer steps: validate the parallel lists, choose an implementation, hand over."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import reference_optimizers
-from .dispatch import pick, split, uses_triton
+from .dispatch import pick, served
 from .tensors import check_one_device, check_parallel, check_scalar, resolved, strided_floats
 
 
@@ -63,45 +62,14 @@ def adamw_(
         raise ValueError(f"{op}: got {len(steps)} steps for {len(params)} params; expected one for each")
     for step in steps:
         check_scalar("a step", step, [], op)
-    if not params:
-        return
-    options: dict[str, Any] = {
-        "lr": lr,
-        "beta1": beta1,
-        "beta2": beta2,
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "amsgrad": amsgrad,
-        "maximize": maximize,
-        "multiplier": multiplier,
-        "grad_scale": grad_scale,
-        "found_inf": found_inf,
-    }
-
-    def run(step_fn, rows: Sequence[int]) -> None:
-        chosen = {name: pick(tensors, rows) for name, tensors in lists.items()}
-        step_fn(
-            chosen["params"],
-            chosen["grads"],
-            chosen["exp_avgs"],
-            chosen["exp_avg_sqs"],
-            chosen.get("max_exp_avg_sqs", []),
-            pick(steps, rows),
-            copies=chosen.get("copies"),
-            **options,
+    for ops, parts, rows in served(impl, op, *lists.values(), torch_ops=reference_optimizers, keep_empty=True):
+        if ops is not reference_optimizers:
+            check_one_device([lists["params"][0], *steps], op)
+        part = {"max_exp_avg_sqs": (), "copies": None, **dict(zip(lists, parts, strict=True))}
+        ops.adamw_(
+            **part, steps=pick(steps, rows), lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
+            amsgrad=amsgrad, maximize=maximize, multiplier=multiplier, grad_scale=grad_scale, found_inf=found_inf,
         )
-
-    if not uses_triton(impl, lists["params"][0].device):
-        run(reference_optimizers.adamw_, range(len(params)))
-        return
-    from . import adamw
-
-    check_one_device([lists["params"][0], *steps], op)
-    flat, other = split(impl, op, *lists.values())
-    empty = [i for i, p in enumerate(lists["params"]) if p.numel() == 0]
-    run(adamw.adamw_, flat)
-    if other or empty:
-        run(reference_optimizers.adamw_, [*other, *empty])
 
 
 @torch.no_grad()
@@ -151,48 +119,18 @@ def sgd_(
         )
     if nesterov and (momentum <= 0 or dampening != 0):
         raise ValueError(f"{op}: nesterov needs momentum > 0 and dampening 0, got {momentum} and {dampening}")
-    if not params:
-        return
-    options: dict[str, Any] = {
-        "lr": lr,
-        "momentum": momentum,
-        "dampening": dampening,
-        "weight_decay": weight_decay,
-        "nesterov": nesterov,
-        "maximize": maximize,
-        "multiplier": multiplier,
-        "grad_scale": grad_scale,
-        "found_inf": found_inf,
-    }
-
-    def run(step_fn, rows: Sequence[int]) -> None:
-        chosen = {name: pick(tensors, rows) for name, tensors in lists.items()}
+    for ops, parts, rows in served(impl, op, *lists.values(), torch_ops=reference_optimizers, keep_empty=True):
+        part = {"momentum_buffers": (), "copies": None, **dict(zip(lists, parts, strict=True))}
         whole = len(rows) == len(params)
         # Tensor by tensor: an index that is a list would be copied from the host, and waited for.
         flags = started if started is None or whole else torch.stack([started[i] for i in rows])
-        step_fn(
-            chosen["params"],
-            chosen["grads"],
-            chosen.get("momentum_buffers", []),
-            started=flags,
-            copies=chosen.get("copies"),
-            **options,
+        ops.sgd_(
+            **part, started=flags, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay,
+            nesterov=nesterov, maximize=maximize, multiplier=multiplier, grad_scale=grad_scale, found_inf=found_inf,
         )
-        if flags is not None and flags is not started:
+        if started is not None and flags is not None and flags is not started:
             for i, flag in zip(rows, flags, strict=True):
-                started[i] = flag  # type: ignore[index]
-
-    if not uses_triton(impl, lists["params"][0].device):
-        run(reference_optimizers.sgd_, range(len(params)))
-        return
-    from . import sgd
-
-    flat, other = split(impl, op, *lists.values())
-    empty = [i for i, p in enumerate(lists["params"]) if p.numel() == 0]
-    if flat:
-        run(sgd.sgd_, flat)
-    if other or empty:
-        run(reference_optimizers.sgd_, [*other, *empty])
+                started[i] = flag
 
 
 def _prepared(

@@ -14,7 +14,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from .tensors import written_in_place
+from .tensors import by_dtype, written_in_place
 
 INF = float("inf")
 _DTYPE = attrgetter("dtype")
@@ -25,16 +25,6 @@ _ELEMENTS_PER_THREAD = 1 << 23
 def host_value(scalar: Tensor) -> float:
     """The number in a one-element CPU tensor, read from memory: no dispatch, nothing to wait for."""
     return scalar.numpy().item()
-
-
-def by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The tensors grouped by dtype, order kept within a group."""
-    if len(set(map(_DTYPE, tensors))) == 1:
-        return [list(tensors)]
-    groups: dict[torch.dtype, list[Tensor]] = {}
-    for t in tensors:
-        groups.setdefault(t.dtype, []).append(t)
-    return list(groups.values())
 
 
 def largest_magnitudes(tensors: Sequence[Tensor]) -> Tensor:
@@ -235,38 +225,3 @@ def unscale_into_(
         torch._foreach_add_(list(destinations), products)
     elif not same:
         cast_(products, destinations)
-
-
-def update_scale_(
-    scale: Tensor,
-    growth_tracker: Tensor,
-    hysteresis_tracker: Tensor | None,
-    found_inf: Tensor,
-    *,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    hysteresis: int,
-    refill: str,
-    min_scale: float | None,
-    max_scale: float | None,
-) -> None:
-    """The next loss scale, in place; see `ampkit_kernels.update_scale_`."""
-    old = scale.double()
-    overflow = found_inf.reshape(()).to(scale.device) != 0
-    patience = torch.ones_like(growth_tracker) if hysteresis_tracker is None else hysteresis_tracker.clone()
-    grown, backed = (old * growth_factor).float(), (old * backoff_factor).float()
-    if max_scale is not None:
-        grown = torch.minimum(grown, scale.clamp(min=max_scale))
-    if min_scale is not None:
-        backed = torch.maximum(backed, scale.clamp(max=min_scale))
-    grown = torch.where(torch.isfinite(grown), grown, scale)
-    backed = torch.where(backed == 0, scale, backed)
-    successes = growth_tracker + 1
-    grows = ~overflow & (successes == growth_interval)
-    scale.copy_(torch.where(overflow & (patience <= 1), backed, torch.where(grows, grown, scale)))
-    growth_tracker.copy_(torch.where(overflow | grows, 0, successes))
-    if hysteresis_tracker is not None:
-        full = torch.full_like(patience, hysteresis)
-        refilled = torch.where(grows if refill == "growth" else ~overflow, full, patience)
-        hysteresis_tracker.copy_(torch.where(overflow, (patience - 1).clamp(min=1), refilled))

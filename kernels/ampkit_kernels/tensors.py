@@ -11,6 +11,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
+ALIGNMENT = 16  # bytes of the widest access
 FLOATS = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _DTYPE, _LAYOUT, _IS_CPU = attrgetter("dtype"), attrgetter("layout"), attrgetter("is_cpu")
@@ -57,6 +58,24 @@ def _strided_float(t: Tensor, index: int, op: str) -> Tensor:
             f"leave integer tensors out of the list"
         )
     return t
+
+
+def by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The tensors grouped by dtype, order kept within a group."""
+    if len(set(map(_DTYPE, tensors))) == 1:
+        return [list(tensors)]
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for t in tensors:
+        groups.setdefault(t.dtype, []).append(t)
+    return list(groups.values())
+
+
+def all_aligned(addresses: Sequence[int]) -> bool:
+    """Whether every address allows 128-bit accesses."""
+    combined = 0
+    for address in addresses:
+        combined |= address
+    return combined % ALIGNMENT == 0
 
 
 def resolved(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -32,10 +32,6 @@ TYPES = {
     "n": "i32",
     "partials": "*fp64",
     "counts": "*i64",
-    "growth_tracker_ptr": "*i32",
-    "hysteresis_tracker_ptr": "*i32",
-    "growth_interval": "i32",
-    "hysteresis": "i32",
     "n_partials": "i32",
 }
 

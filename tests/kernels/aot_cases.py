@@ -10,8 +10,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ampkit_kernels import adamw, apply, cast, counts, norm, scale, sgd, table_writer, unscale, unscale_into
 from ampkit_kernels.configs import Config
+from ampkit_kernels.triton_ops import adamw, cast, counts, multiply, norm, sgd, table_writer, unscale, unscale_into
 from tests.kernels.aot import Case
 
 SIZES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp64": 8}
@@ -43,7 +43,7 @@ def gradient_passes() -> Iterator[Case]:
         for checks in (True, False) if name == "fp32" else (True,):
             constants = {**one_list(name), "HAS_FOUND_INF": checks}
             label = f"multiply {name}{'' if checks else ' always'}"
-            yield _case(label, apply.multiply_kernel, apply.CONFIGS[size], constants, 64, 1, 1)
+            yield _case(label, multiply.multiply_kernel, multiply.CONFIGS[size], constants, 64, 1, 1)
         yield _case(f"counts {name}", counts.count_kernel, counts.CONFIG, one_list(name), 112, 1, 0)
 
 
@@ -66,7 +66,7 @@ def unscales_into() -> Iterator[Case]:
             constants = {
                 "SOURCE": DTYPES[source], "DESTINATION": tl.float32, "ACC": tl.float32, "ACCUMULATE": accumulate,
                 "ALIGNED": aligned,
-            }  # fmt: skip
+            }
             label = f"unscale_into {source}{' adding' * accumulate}{'' if aligned else ' unaligned'}"
             kernel, config, wide = unscale_into.unscale_into_kernel, unscale_into.CONFIG, int(aligned)
             # Two float32 lists a word at a time keep many addresses; shorter blocks spill on sm_80 instead.
@@ -87,7 +87,7 @@ def adamw_steps() -> Iterator[Case]:
             "PARAM": DTYPES[param], "GRAD": DTYPES[grad], "MOMENT": DTYPES[moment], "COPY_TO": DTYPES[copy or moment],
             "ACC": acc, "AMSGRAD": amsgrad, "COPY": copy is not None, "LERP_FROM_END": False, "HAS_FOUND_INF": True,
             "ALIGNED": aligned, "N_LISTS": 5 + amsgrad + (copy is not None),
-        }  # fmt: skip
+        }
         label = f"adamw {param} g={grad}{' amsgrad' * amsgrad}{f' copy={copy}' if copy else ''}"
         # Four elements per thread: 16 bytes where the list is fp32, 8 where it is half.
         wide = 0 if not aligned or param in ("fp16", "bf16") else 3
@@ -102,7 +102,7 @@ def adamw_steps() -> Iterator[Case]:
         constants = {
             "HAS_LR": several, "HAS_MULTIPLIER": several, "HAS_GRAD_SCALE": several, "HAS_FOUND_INF": several,
             "MAXIMIZE": several, "N_LISTS": 5, "BLOCK": 128,
-        }  # fmt: skip
+        }
         yield Case(f"adamw prepare {several}", adamw.prepare_kernel, constants, 4, 64)
 
 
@@ -119,7 +119,7 @@ def sgd_steps() -> Iterator[Case]:
             "PARAM": tl.float32, "GRAD": DTYPES[grad], "MOMENT": tl.float32, "COPY_TO": DTYPES[copy or "fp32"],
             "ACC": tl.float32, "MOMENTUM": momentum, "NESTEROV": nesterov, "DECAY": decay, "COPY": copy is not None,
             "HAS_FOUND_INF": True, "ALIGNED": aligned, "N_LISTS": 2 + momentum + (copy is not None),
-        }  # fmt: skip
+        }
         label = (
             f"sgd g={grad}{' momentum' * momentum}{' nesterov' * nesterov}{f' copy={copy}' if copy else ''}"
         )
@@ -131,7 +131,7 @@ def sgd_steps() -> Iterator[Case]:
         constants = {
             "PARAM": kind, "GRAD": kind, "MOMENT": kind, "COPY_TO": kind, "ACC": acc, "MOMENTUM": True,
             "NESTEROV": False, "DECAY": True, "COPY": False, "HAS_FOUND_INF": False, "ALIGNED": True, "N_LISTS": 3,
-        }  # fmt: skip
+        }
         config = sgd.CONFIGS[8 if name == "fp64" else 4]
         yield _case(f"sgd {name}", sgd.sgd_kernel, config, constants, 64, 2, 2)
     flags = ("HAS_STARTED", "HAS_LR", "HAS_MULTIPLIER", "HAS_GRAD_SCALE", "HAS_FOUND_INF", "MAXIMIZE")
@@ -146,10 +146,7 @@ def small_kernels() -> Iterator[Case]:
             yield Case(
                 f"finish p={order or 'inf'} {result}", norm.finish_kernel, {"ORDER": order, "BLOCK": 1024}, 4, 64,
                 types={"result_ptr": f"*{result}"},
-            )  # fmt: skip
-    for every in (False, True):
-        flags = ("HAS_HYSTERESIS", "REFILL_AT_GROWTH", "HAS_MIN", "HAS_MAX")
-        yield Case(f"scale {every}", scale.update_scale_kernel, dict.fromkeys(flags, every), 1, 64)
+            )
     yield Case("table write", table_writer._write_kernel, {}, 1, 64)
     yield Case("table expand", table_writer._expand_kernel, {"BLOCK": 1024}, 4, 64)
 
@@ -157,7 +154,7 @@ def small_kernels() -> Iterator[Case]:
 def _case(
     name: str, kernel: Any, config: Config, constants: dict[str, Any], registers: int, loads: int, stores: int,
     options: dict[str, Any] = NO_FUSION,
-) -> Case:  # fmt: skip
+) -> Case:
     # Coefficients have the type of the arithmetic.
     types = {"coefficients_ptr": "*fp64"} if constants.get("ACC") is tl.float64 else {}
     constants = {**constants, "BLOCK": config.block}

@@ -21,14 +21,14 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Config], 
     """Run `impl="triton"` on CPU tensors with small launches; the value changes the launch parameters."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs TRITON_INTERPRET=1")
-    from ampkit_kernels import adamw, apply, cast, counts, norm, pointer_table, sgd, unscale
+    from ampkit_kernels.triton_ops import adamw, cast, counts, multiply, norm, pointer_table, sgd, unscale, unscale_into
 
     def use(config: Config) -> None:
-        for module in (unscale, norm, apply):
+        for module in (unscale, norm, multiply):
             monkeypatch.setattr(module, "CONFIGS", dict.fromkeys((8, 4, 2), config))
         for module in (adamw, sgd):
             monkeypatch.setattr(module, "CONFIGS", dict.fromkeys((8, 4), config))
-        for module in (counts, cast):
+        for module in (counts, cast, unscale_into):
             monkeypatch.setattr(module, "CONFIG", config)
 
     use(SMALL)

@@ -57,7 +57,7 @@ def test_every_launch_says_whether_products_may_be_fused_with_sums() -> None:
         if "enable_fp_fusion" not in [keyword.arg for keyword in call.keywords]
     ]
     assert not silent
-    assert sum(map(len, found.values())) > 10
+    assert sum(map(len, found.values())) >= 5
 
 
 def test_good_code_has_no_faults() -> None:

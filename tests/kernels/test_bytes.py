@@ -7,8 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from ampkit_kernels import adamw_, cast_, multiply_, nonfinite_counts, norm_and_check, sgd_, unscale_
-from benchmarks.gpu import byte_model as model
+from ampkit_kernels import (
+    adamw_,
+    cast_,
+    multiply_,
+    nonfinite_counts,
+    norm_and_check,
+    sgd_,
+    unscale_,
+    unscale_into_,
+)
+from benchmarks import byte_model as model
 from tests.kernels.helpers import gradients
 
 SIZES = (1, 17, 256, 1025, 3000)
@@ -83,6 +92,14 @@ def test_gradient_passes(meter: Meter) -> None:
     assert meter.per_element(n) == model.COUNTS
 
 
+def test_unscaling_into_other_tensors(meter: Meter) -> None:
+    sources = gradients(torch.float16, SIZES)
+    masters = [torch.empty(s.shape) for s in sources]
+    n = meter.watch(sources, masters)
+    unscale_into_(sources, masters, scalar(0.5), scalar(0.0), impl="triton")
+    assert meter.per_element(n) == model.UNSCALE_INTO
+
+
 def test_cast(meter: Meter) -> None:
     sources = gradients(torch.float32, SIZES)
     copies = [s.half() for s in sources]
@@ -128,8 +145,10 @@ def test_sgd(meter: Meter, momentum: float, want: model.Bytes) -> None:
 
 def test_whole_jobs_add_up_to_the_figures_that_the_documentation_states() -> None:
     assert {job: cost.total for job, cost in model.OURS.items()} == {
-        "unscale": 8, "unscale + clip": 12, "clip + AdamW": 32, "AdamW step": 28, "SGD step": 20, "cast to half": 6,
-    }  # fmt: skip
+        "unscale": 8, "unscale into float32": 6, "unscale + clip": 12, "unscale + clip, factor 1": 4,
+        "clip + AdamW": 32, "AdamW step": 28, "SGD step": 20, "cast to half": 6,
+    }
     assert {job: cost.total for job, cost in model.TORCH.items()} == {
-        "unscale": 8, "unscale + clip": 20, "clip + AdamW": 48, "AdamW step": 28, "SGD step": 20, "cast to half": 6,
-    }  # fmt: skip
+        "unscale": 8, "unscale into float32": 14, "unscale + clip": 20, "unscale + clip, factor 1": 20,
+        "clip + AdamW": 48, "AdamW step": 28, "SGD step": 20, "cast to half": 6,
+    }

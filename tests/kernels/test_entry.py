@@ -4,7 +4,7 @@ import pytest
 import triton
 import triton.language as tl
 
-from ampkit_kernels.entry import entry
+from ampkit_kernels.triton_ops.entry import entry
 
 
 def test_every_run_time_argument_is_left_unspecialised(monkeypatch: pytest.MonkeyPatch) -> None:

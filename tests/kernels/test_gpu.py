@@ -1,13 +1,13 @@
-"""On a CUDA device: the checks of `benchmarks.gpu`, one test each. Without one, the kernels' own run interpreted."""
+"""On a CUDA device: the checks of `tests.gpu_checks`, one test each. Without one, the kernels' own run interpreted."""
 
 import os
 
 import pytest
 import torch
 
-from benchmarks.gpu import checks, cuda_checks, training_checks
+from tests.gpu_checks import cuda_only, operations, training
 
-ON_GPU = {**checks.CHECKS, **cuda_checks.CHECKS, **training_checks.CHECKS}
+ON_GPU = {**operations.CHECKS, **cuda_only.CHECKS, **training.CHECKS}
 
 
 @pytest.mark.gpu
@@ -18,6 +18,6 @@ def test_on_the_gpu(name: str) -> None:
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter")
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("name", checks.CHECKS)
+@pytest.mark.parametrize("name", operations.CHECKS)
 def test_rehearsed_in_the_interpreter(name: str) -> None:
-    checks.CHECKS[name](torch.device("cpu"))
+    operations.CHECKS[name](torch.device("cpu"))

@@ -123,7 +123,7 @@ def test_mixed_dtypes_and_layouts_make_one_norm() -> None:
     grads = [
         torch.randn(700), torch.randn(30).half(), torch.randn(4, 6)[::2], torch.randn(5, 1).expand(5, 4),
         torch.randn(11, dtype=torch.complex64), torch.randn(300).bfloat16(),
-    ]  # fmt: skip
+    ]
     parts = [torch.view_as_real(g) if g.is_complex() else g for g in grads]
     want = yardstick(parts, 0.5, 2.0)
     for impl in ("auto", "reference"):
@@ -171,7 +171,7 @@ def test_orders_below_zero_still_find_infinities() -> None:
     data=st.data(),
 )
 def test_any_list(sizes: list[int], order: float, data) -> None:
-    from ampkit_kernels import norm
+    from ampkit_kernels.triton_ops import norm
 
     dtypes = [data.draw(st.sampled_from((torch.float32, torch.float16, torch.float64))) for _ in sizes]
     grads = [torch.randn(n).to(dtype) for n, dtype in zip(sizes, dtypes, strict=True)]

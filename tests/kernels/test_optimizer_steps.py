@@ -47,7 +47,7 @@ class AdamWState:
         adamw_(
             self.params, grads, self.exp_avgs, self.exp_avg_sqs, self.maxima, self.steps, copies=self.copies,
             **{**ADAMW_DEFAULTS, **options},
-        )  # fmt: skip
+        )
 
 
 class SGDState:

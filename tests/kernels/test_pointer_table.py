@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampkit_kernels import pointer_table as tables
 from ampkit_kernels.configs import Config
+from ampkit_kernels.tensors import all_aligned
+from ampkit_kernels.triton_ops import pointer_table as tables
 
 SMALL = Config(block=16, chunk=64)
 
@@ -59,9 +60,9 @@ def test_chunks_shrink_for_short_lists_and_stay_powers_of_two_of_blocks() -> Non
 
 
 def test_alignment_is_of_all() -> None:
-    assert tables.all_aligned([16, 64, 4096])
-    assert tables.all_aligned([])
-    assert not tables.all_aligned([16, 64, 4100])
+    assert all_aligned([16, 64, 4096])
+    assert all_aligned([])
+    assert not all_aligned([16, 64, 4100])
 
 
 def test_addresses_are_sent_once_and_again_only_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +199,7 @@ def test_a_written_table_holds_what_an_uploaded_one_holds(sizes: tuple[int, ...]
 
 @pytest.mark.usefixtures("interpreted")
 def test_kernels_run_from_a_written_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ampkit_kernels import unscale
+    from ampkit_kernels.triton_ops import unscale
 
     def written(lists, config):
         columns = [[t.data_ptr() for t in tensors] for tensors in lists]
@@ -212,7 +213,7 @@ def test_kernels_run_from_a_written_table(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("interpreted")
 def test_kernels_address_past_two_to_the_31_elements() -> None:
-    from ampkit_kernels import counts
+    from ampkit_kernels.triton_ops import counts
 
     # A tensor of which only the end exists: the kernel is sent to its last chunk alone.
     config, end = Config(block=256, chunk=1024), torch.tensor([1.0, float("inf"), float("nan"), float("nan")])
@@ -225,7 +226,7 @@ def test_kernels_address_past_two_to_the_31_elements() -> None:
     counts.count_kernel[(1,)](
         torch.tensor([start]), torch.tensor([numel]), blocks, 1, 4, result,
         DTYPE=tl.float32, ACC=tl.float32, ITEMSIZE=4, BLOCK=config.block,
-    )  # fmt: skip
+    )
     assert result.tolist() == [[1, 2]]
 
 

@@ -166,7 +166,7 @@ def test_an_order_for_triton_names_the_tensor_it_cannot_take() -> None:
     exponent=st.integers(-20, 2),
 )
 def test_any_list(sizes: list[int], dtypes: list, planted: list, exponent: int) -> None:
-    from ampkit_kernels import unscale
+    from ampkit_kernels.triton_ops import unscale
 
     grads = [torch.randn(n).to(dtype) for n, dtype in zip(sizes, dtypes, strict=False)]
     for tensor, index, kind in planted:

@@ -1,0 +1,63 @@
+"""Bytes that each job must move per element, ours and torch's: what turns a time into a bandwidth.
+
+Counted, not measured: every list read or written once per kernel that touches it. float32 gradients, parameters and
+moments. The tests count the kernels' own accesses in the interpreter and compare (`tests/kernels/test_bytes.py`);
+torch's figures follow from its kernels: `_amp_foreach_non_finite_check_and_unscale_` always reads and writes,
+clipping reads once for the norm and then reads and writes even at coefficient 1, a fused optimizer given
+`grad_scale` writes gradients back.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes per element."""
+
+    read: int
+    written: int
+
+    @property
+    def total(self) -> int:
+        """Read and written."""
+        return self.read + self.written
+
+    def __add__(self, other: "Bytes") -> "Bytes":
+        return Bytes(self.read + other.read, self.written + other.written)
+
+
+UNSCALE = Bytes(4, 4)
+NORM = Bytes(4, 0)
+MULTIPLY = Bytes(4, 4)
+COUNTS = Bytes(4, 0)
+UNSCALE_INTO = Bytes(2, 4)      # from half gradients
+CAST_TO_HALF = Bytes(4, 2)
+ADAMW = Bytes(16, 12)
+ADAMW_AMSGRAD = Bytes(20, 16)
+ADAMW_WITH_HALF_COPY = Bytes(16, 14)
+SGD_MOMENTUM = Bytes(12, 8)
+SGD_PLAIN = Bytes(8, 4)
+
+# Whole jobs, as the GradScaler runs them.
+OURS = {
+    "unscale": UNSCALE,
+    "unscale into float32": UNSCALE_INTO,
+    "unscale + clip": NORM + MULTIPLY,
+    "unscale + clip, factor 1": NORM,
+    "clip + AdamW": NORM + ADAMW,
+    "AdamW step": ADAMW,
+    "SGD step": SGD_MOMENTUM,
+    "cast to half": CAST_TO_HALF,
+}
+TORCH = {
+    "unscale": Bytes(4, 4),
+    "unscale into float32": Bytes(2, 4) + Bytes(4, 4),
+    "unscale + clip": Bytes(4, 4) + Bytes(4, 0) + Bytes(4, 4),
+    "unscale + clip, factor 1": Bytes(4, 4) + Bytes(4, 0) + Bytes(4, 4),
+    "clip + AdamW": Bytes(4, 4) + Bytes(4, 0) + Bytes(4, 4) + Bytes(16, 12),
+    "AdamW step": Bytes(16, 12),
+    "SGD step": Bytes(12, 8),
+    "cast to half": Bytes(4, 2),
+}
+# clip + AdamW with torch's default (foreach) AdamW; its addcmul reads the gradient twice, the second time from cache.
+TORCH_FOREACH_CLIP_ADAMW = 100

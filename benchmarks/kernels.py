@@ -1,0 +1,336 @@
+"""The kernels beside torch's operators over the gradients of whole models, timed by the GPU's own clock.
+
+The forms compared are those that a training script gets: `unscale` is `GradScaler.unscale_`'s kernel work, `unscale +
+clip` adds clipping that rewrites the gradients, `clip + AdamW` is the whole way from scaled gradients to parameters.
+Where a job changes the gradients they are put back before every run, untimed: a clipped list would need no clipping
+the next time. On a CPU the same cases run over small lists with PyTorch on both sides: a rehearsal.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+import ampkit_kernels as kernels
+from benchmarks import byte_model, counts
+from benchmarks.case import AMPKIT, TORCH_OPERATORS, Aim, Case, Side, WrongAnswerError
+from benchmarks.parameter_lists import LISTS, REHEARSAL, Shape
+from benchmarks.work import Work
+
+Job = Callable[[], object]
+FOREACH, COPY = "torch foreach", "copy of as many bytes"
+MAX_NORM = 1.0
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+JOBS: dict[str, tuple[str, ...]] = {
+    "unscale": ("fp32", "fp16", "bf16"), "unscale into float32": ("fp16", "bf16"),
+    "unscale + clip": ("fp32", "fp16", "bf16"), "unscale + clip, factor 1": ("fp32",), "cast to half": ("fp32",),
+    "SGD step": ("fp32",), "AdamW step": ("fp32",), "clip + AdamW": ("fp32", "bf16"),
+}
+IN_HALF = ("GPT-2 124M", *REHEARSAL)
+MOVING = ("GPT-2 124M", "5000 tiny", *REHEARSAL)
+# (list, job): (side, most that ampkit's time over that side's may be), for float32; stated before anything was
+# measured, for one H200.
+AIMS: dict[tuple[str, str], tuple[tuple[str, float], ...]] = {
+    ("GPT-2 124M", "unscale"): ((TORCH_OPERATORS, 1.0),),
+    ("GPT-2 1.5B", "unscale"): ((TORCH_OPERATORS, 1.0), (COPY, 1 / 0.9)),
+    ("ResNet-50", "unscale"): ((TORCH_OPERATORS, 1.0),),
+    ("5000 tiny", "unscale"): ((TORCH_OPERATORS, 0.5),),
+    ("GPT-2 124M", "unscale + clip"): ((TORCH_OPERATORS, 0.62),),
+    ("GPT-2 1.5B", "unscale + clip"): ((TORCH_OPERATORS, 0.62),),
+    ("5000 tiny", "unscale + clip"): ((TORCH_OPERATORS, 0.5),),
+    ("GPT-2 124M", "clip + AdamW"): ((TORCH_OPERATORS, 0.70), (FOREACH, 0.36)),
+    ("GPT-2 1.5B", "clip + AdamW"): ((TORCH_OPERATORS, 0.70), (FOREACH, 0.36)),
+}
+
+
+class Material:
+    """Parameters and gradients of one list in one dtype, and what optimizers keep for them."""
+
+    def __init__(self, shapes: Sequence[Shape], device: torch.device, dtype: torch.dtype) -> None:
+        generator = torch.Generator(device).manual_seed(0)
+
+        def draw(shape: Shape) -> Tensor:
+            return torch.randn(shape, device=device, generator=generator).to(dtype)
+
+        self.device = device
+        self.impl = "triton" if device.type == "cuda" else "reference"
+        self.params = [torch.nn.Parameter(draw(shape)) for shape in shapes]
+        self.use([draw(shape) * 1e-2 for shape in shapes])
+        self.elements = sum(grad.numel() for grad in self.grads)
+        # A factor of 1 keeps values where they are over many runs; unscaling rewrites them all the same.
+        self.inv_scale = torch.ones((), device=device)
+        self.found_inf = torch.zeros((), device=device)
+
+    def use(self, grads: list[Tensor]) -> None:
+        """Make these the parameters' gradients."""
+        self.grads = grads
+        for param, grad in zip(self.params, grads, strict=True):
+            param.grad = grad
+
+    def states(self, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """A fresh tensor of zeros per parameter."""
+        return [torch.zeros_like(param, dtype=dtype, requires_grad=False) for param in self.params]
+
+
+def norm_of_all(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What a job came to, in few numbers: the norm of each tensor."""
+    return [torch.stack(torch._foreach_norm(list(tensors))).float()]
+
+
+def torch_unscale(m: Material) -> None:
+    """torch's unscaling; bfloat16, which its CUDA operator refuses, by the operators that a user has for it."""
+    if m.grads[0].dtype is torch.bfloat16:
+        finite = torch.stack(torch._foreach_norm(m.grads, float("inf"))).isfinite().all()
+        m.found_inf.copy_(torch.where(finite, m.found_inf, 1.0))
+        torch._foreach_mul_(m.grads, m.inv_scale)
+    else:
+        torch._amp_foreach_non_finite_check_and_unscale_(m.grads, m.found_inf, m.inv_scale)
+
+
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """As torch.nn.utils.clip_grad_norm_ computes it."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def unscale(m: Material) -> dict[str, Job]:
+    """Unscaling in place."""
+    return {
+        AMPKIT: lambda: kernels.unscale_(m.grads, m.inv_scale, m.found_inf, impl=m.impl),
+        TORCH_OPERATORS: lambda: torch_unscale(m),
+    }
+
+
+def unscale_into(m: Material, masters: list[Tensor]) -> dict[str, Job]:
+    """Half gradients to unscaled float32 gradients of master weights."""
+
+    def theirs() -> None:
+        torch._foreach_copy_(masters, m.grads)
+        torch._amp_foreach_non_finite_check_and_unscale_(masters, m.found_inf, m.inv_scale)
+
+    return {
+        AMPKIT: lambda: kernels.unscale_into_(m.grads, masters, m.inv_scale, m.found_inf, impl=m.impl),
+        TORCH_OPERATORS: theirs,
+    }
+
+
+def clip(m: Material, max_norm: float = MAX_NORM) -> dict[str, Job]:
+    """Unscaling and clipping."""
+
+    def ours() -> None:
+        norm = kernels.norm_and_check(m.grads, m.inv_scale, m.found_inf, impl=m.impl)
+        kernels.multiply_(m.grads, clip_coefficient(norm, max_norm) * m.inv_scale, m.found_inf, impl=m.impl)
+
+    def theirs() -> None:
+        torch_unscale(m)
+        torch.nn.utils.clip_grad_norm_(m.params, max_norm, foreach=True)
+
+    return {AMPKIT: ours, TORCH_OPERATORS: theirs}
+
+
+def cast(m: Material, copies: list[Tensor]) -> dict[str, Job]:
+    """Master weights to half copies."""
+    masters = [param.detach() for param in m.params]
+    return {
+        AMPKIT: lambda: kernels.cast_(masters, copies, impl=m.impl),
+        TORCH_OPERATORS: lambda: torch._foreach_copy_(copies, masters),
+    }
+
+
+def sgd(m: Material) -> dict[str, Job]:
+    """A step of SGD with momentum."""
+    masters, buffers = [param.detach() for param in m.params], m.states()
+    theirs = torch.optim.SGD(m.params, lr=1e-6, momentum=0.9, fused=True)
+
+    def ours() -> None:
+        kernels.sgd_(masters, m.grads, buffers, lr=1e-6, momentum=0.9, found_inf=m.found_inf, impl=m.impl)
+
+    return {AMPKIT: ours, TORCH_OPERATORS: theirs.step}
+
+
+def our_adamw(m: Material) -> Callable[[Tensor | None], None]:
+    """ampkit's step, given a factor on the gradients."""
+    masters, first, second = [param.detach() for param in m.params], m.states(), m.states()
+    steps = [torch.zeros((), device=m.device) for _ in m.params]
+
+    def step(multiplier: Tensor | None) -> None:
+        kernels.adamw_(
+            masters, m.grads, first, second, [], steps, lr=1e-6, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01,
+            multiplier=multiplier, found_inf=m.found_inf, impl=m.impl,
+        )
+
+    return step
+
+
+def adamw(m: Material) -> dict[str, Job]:
+    """A step of AdamW."""
+    ours = our_adamw(m)
+    return {AMPKIT: lambda: ours(None), TORCH_OPERATORS: torch.optim.AdamW(m.params, lr=1e-6, fused=True).step}
+
+
+def clip_adamw(m: Material, *, captured: bool = False) -> dict[str, Job]:
+    """Unscaling, clipping and a step of AdamW, launched one by one or as a CUDA graph."""
+    step = our_adamw(m)
+
+    def ours() -> None:
+        norm = kernels.norm_and_check(m.grads, m.inv_scale, m.found_inf, impl=m.impl)
+        step(clip_coefficient(norm, MAX_NORM) * m.inv_scale)
+
+    def theirs(optimizer: torch.optim.Optimizer, on_device: bool) -> None:
+        torch_unscale(m)
+        torch.nn.utils.clip_grad_norm_(m.params, MAX_NORM, foreach=True)
+        if on_device:
+            optimizer.grad_scale, optimizer.found_inf = None, m.found_inf  # type: ignore[attr-defined]
+            optimizer.step()
+            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+        elif not m.found_inf.item():
+            optimizer.step()
+
+    fused = torch.optim.AdamW(m.params, lr=1e-6, fused=True, capturable=captured)
+    jobs: dict[str, Job] = {AMPKIT: ours, TORCH_OPERATORS: lambda: theirs(fused, True)}
+    if captured:
+        return {name: as_graph(job, m.device) for name, job in jobs.items()}
+    foreach = torch.optim.AdamW(m.params, lr=1e-6, foreach=True)
+    return {**jobs, FOREACH: lambda: theirs(foreach, False)}
+
+
+def as_graph(job: Job, device: torch.device) -> Job:
+    """The job as a CUDA graph. It runs three times beside the current stream first, as capture demands."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            job()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        job()
+    return graph.replay
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel(Case):
+    """One job over the gradients of one list. `moving`: at other addresses each time, as after every backward."""
+
+    job: str = "unscale"
+    shapes: Callable[[], list[Shape]]
+    dtype: torch.dtype = torch.float32
+    moving: bool = False
+    captured: bool = False
+    family: str = "kernels"
+    base: str = TORCH_OPERATORS
+    everyday: bool = False
+    events: bool = True
+    seconds: float = 0.6
+
+    def sides(self, device: torch.device) -> dict[str, Side]:
+        m = Material(self.shapes(), device, self.dtype)
+        jobs, written = self._jobs(m)
+        saved = [grad.clone() for grad in m.grads] if written is m.grads and self.job != "unscale" else None
+        found = {name: self._side(m, name, job, written, saved) for name, job in jobs.items()}
+        if any(aim.side == AMPKIT and aim.base == COPY for aim in self.aims):
+            source = torch.empty(m.elements, dtype=self.dtype, device=device)
+            target = torch.empty_like(source)
+            found[COPY] = self._side(m, COPY, lambda: target.copy_(source), None, None)
+        return found
+
+    def _jobs(self, m: Material) -> tuple[dict[str, Job], list[Tensor] | None]:
+        """The job in its forms, and the tensors that it writes and that can be compared."""
+        if self.job == "unscale":
+            return unscale(m), m.grads
+        if self.job == "unscale into float32":
+            masters = m.states(torch.float32)
+            return unscale_into(m, masters), masters
+        if self.job.startswith("unscale + clip"):
+            return clip(m, float("inf") if "factor 1" in self.job else MAX_NORM), m.grads
+        if self.job == "cast to half":
+            copies = m.states(torch.float16)
+            return cast(m, copies), copies
+        if self.job == "clip + AdamW":
+            return clip_adamw(m, captured=self.captured), m.grads
+        return (sgd if self.job == "SGD step" else adamw)(m), None
+
+    def _side(
+        self, m: Material, name: str, job: Job, written: list[Tensor] | None, saved: list[Tensor] | None
+    ) -> Side:
+        sets = itertools.cycle([m.grads, [grad.clone() for grad in m.grads]]) if self.moving else None
+
+        def before() -> None:
+            if sets is not None:
+                m.use(next(sets))
+            if saved is not None:
+                torch._foreach_copy_(m.grads, saved)
+
+        def run(calls: int) -> None:
+            for _ in range(calls):
+                job()
+
+        def result() -> list[Tensor]:
+            if written is None or self.job == "clip + AdamW":
+                return []
+            return norm_of_all(m.grads if self.moving else written)
+
+        def facts() -> dict[str, float | int | None]:
+            before()
+            return {"bytes_moved": self._bytes(name) * m.elements, "launches": counts.launches(job, m.device)}
+
+        return Side(run, before=before, result=result, facts=facts)
+
+    def _bytes(self, side: str) -> float:
+        """Bytes per element that a side must move."""
+        if side == FOREACH:
+            total = byte_model.TORCH_FOREACH_CLIP_ADAMW
+        else:
+            total = (byte_model.OURS if side == AMPKIT else byte_model.TORCH)[self.job].total
+        # The models are for float32 throughout, but for the job that is about two dtypes.
+        return total if self.job == "unscale into float32" else total * self.dtype.itemsize / 4
+
+    def work(self) -> Work:
+        elements = sum(torch.Size(shape).numel() for shape in self.shapes())
+        each = self._bytes(AMPKIT)
+        return Work(0, each * elements, f"{each:g} bytes per element")
+
+    def check(self, sides: Mapping[str, Side]) -> None:
+        """Every side leaves the base's values, to within rounding, as far as a job's result can be compared."""
+        results = {}
+        for name, side in sides.items():
+            if side.before is not None:
+                side.before()
+            side.run(1)
+            results[name] = side.result()
+        rtol = 1e-4 if self.dtype is torch.float32 else 2e-2
+        for name, found in results.items():
+            for ours, theirs in zip(found, results[self.base], strict=False):
+                if not torch.allclose(ours, theirs, rtol=rtol):
+                    raise WrongAnswerError(f"{self.name}: {name} left other values than {self.base}")
+
+
+def cases() -> list[Case]:
+    """Every job on every list: real ones on a GPU, small ones to rehearse on a CPU.
+
+    A run has minutes, so moving gradients, graphs and most of half precision are left to the lists that tell most.
+    """
+    found: list[Case] = []
+    for device, lists in (("cuda", LISTS), ("cpu", REHEARSAL)):
+        for name, shapes in lists.items():
+            for job, dtypes in JOBS.items():
+                for dtype in dtypes:
+                    plain = dtype == "fp32" or job == "unscale"
+                    if not plain and name not in IN_HALF:
+                        continue
+                    aims = AIMS.get((name, job), ()) if dtype == "fp32" else ()
+                    case = Kernel(
+                        name=f"{job}, {name}, {dtype}", job=job, shapes=shapes, dtype=DTYPES[dtype], devices=(device,),
+                        aims=tuple(Aim(AMPKIT, limit, side) for side, limit in aims),
+                    )
+                    found.append(case)
+                    if dtype != "fp32" or name not in MOVING:
+                        continue
+                    if job in ("unscale", "unscale + clip", "AdamW step"):
+                        found.append(replace(case, name=f"{case.name}, moving gradients", moving=True, aims=()))
+                    if job == "clip + AdamW" and device == "cuda":
+                        found.append(replace(case, name=f"{case.name}, captured", captured=True, aims=()))
+    return found

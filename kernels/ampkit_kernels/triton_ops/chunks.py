@@ -1,0 +1,83 @@
+"""Where a program's next chunk lies: the device side of `pointer_table`.
+
+One list at any element-aligned address (`chunk_bounds`): a tensor is walked from its address rounded down
+to 16 bytes, so that full blocks keep 128-bit accesses wherever a bucket view starts. `skew` elements of the
+first block lie before the tensor and are masked; the last chunk takes the `skew` elements that spill over.
+Only blocks that touch an end of the tensor are masked, because a mask is what keeps the compiler from
+widening an access.
+
+Several lists walked together (`chunk_extent`, `list_pointer`): their skews may differ, so the launcher
+sorts rows into those with every address on a 16-byte boundary, which get 128-bit accesses, and the others,
+which do not.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def chunk_bounds(addresses, numels, blocks, b, blocks_per_chunk, DTYPE: tl.constexpr,
+                 ITEMSIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Pointer to a chunk's start on a 16-byte boundary, and the half-open range of it that belongs to the
+    tensor."""
+    entry = tl.load(blocks + b)
+    tensor = entry & 0xFFFFFFFF
+    chunk = entry >> 32
+    address = tl.load(addresses + tensor)
+    numel = tl.load(numels + tensor)
+    skew = (address & 15) // ITEMSIZE
+    base = chunk * blocks_per_chunk * BLOCK
+    pointer = tl.multiple_of((address - (address & 15)).to(tl.pointer_type(DTYPE)), 16) + base
+    length = (blocks_per_chunk * BLOCK).to(tl.int64)
+    is_last = base + length >= numel
+    low = tl.where(chunk == 0, skew, 0).to(tl.int32)
+    high = tl.where(is_last, numel + skew - base, length).to(tl.int32)
+    return pointer, low, high
+
+
+@triton.jit
+def chunk_extent(numels, blocks, b, blocks_per_chunk, BLOCK: tl.constexpr):
+    """Tensor index of a chunk, the element it starts at, and how many elements it holds."""
+    entry = tl.load(blocks + b)
+    tensor = entry & 0xFFFFFFFF
+    base = (entry >> 32) * blocks_per_chunk * BLOCK
+    length = tl.minimum(tl.load(numels + tensor) - base, (blocks_per_chunk * BLOCK).to(tl.int64)).to(tl.int32)
+    return tensor, base, length
+
+
+@triton.jit
+def list_pointer(addresses, tensor, base, COLUMN: tl.constexpr, N_LISTS: tl.constexpr, DTYPE: tl.constexpr,
+                 ALIGNED: tl.constexpr):
+    """Pointer to element `base` of a tensor in the list at `COLUMN` of the address table."""
+    pointer = tl.load(addresses + tensor * N_LISTS + COLUMN).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer + base
+
+
+@triton.jit
+def converted(x, DTYPE: tl.constexpr):
+    """`x` rounded to nearest even; float64 goes to half precision through float32, as PyTorch's conversion does."""
+    if x.dtype == tl.float64 and (tl.float16 == DTYPE or tl.bfloat16 == DTYPE):
+        return x.to(tl.float32).to(DTYPE)
+    else:
+        return x.to(DTYPE)
+
+
+@triton.jit
+def load_block(p, o, mask, ACC: tl.constexpr, MASKED: tl.constexpr):
+    """Elements at offsets `o`, widened; masked-out lanes read 0."""
+    if MASKED:
+        return tl.load(p + o, mask=mask, other=0.0).to(ACC)
+    else:
+        return tl.load(p + o).to(ACC)
+
+
+@triton.jit
+def store_block(p, o, x, mask, MASKED: tl.constexpr):
+    """Store elements at offsets `o`, rounded to the pointer's type."""
+    y = converted(x, p.dtype.element_ty)
+    if MASKED:
+        tl.store(p + o, y, mask=mask)
+    else:
+        tl.store(p + o, y)

@@ -1,0 +1,44 @@
+"""How an optimizer's hyperparameters reach its kernel: one row of coefficients per tensor, written on the device.
+
+A small kernel per optimizer (`prepare_kernel`) computes the rows in float64, from numbers that travel as arguments and
+from device scalars that may be there or not: a learning rate, factors on the gradient, `found_inf`.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import on_device
+
+_BLOCK = 128
+
+
+def coefficient_rows(n_tensors: int, n_coefficients: int, acc: tl.dtype, device: torch.device) -> Tensor:
+    """Memory for the rows, in the type of the arithmetic."""
+    dtype = torch.float64 if acc is tl.float64 else torch.float32
+    return torch.empty((n_tensors, n_coefficients), dtype=dtype, device=device)
+
+
+def prepare(
+    kernel: Any,
+    coefficients: Tensor,
+    lr: float | Tensor,
+    multiplier: Tensor | None,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    **arguments: Any,
+) -> None:
+    """Launch a `prepare_kernel` with what all of them take, and `arguments`. An absent scalar's pointer is not read."""
+    n, lr_is_tensor = len(coefficients), isinstance(lr, Tensor)
+    with on_device(coefficients.device):
+        kernel[(triton.cdiv(n, _BLOCK),)](
+            coefficients_ptr=coefficients, n=n,
+            lr_ptr=lr if lr_is_tensor else coefficients, lr=0.0 if lr_is_tensor else lr, HAS_LR=lr_is_tensor,
+            multiplier_ptr=coefficients if multiplier is None else multiplier, HAS_MULTIPLIER=multiplier is not None,
+            grad_scale_ptr=coefficients if grad_scale is None else grad_scale, HAS_GRAD_SCALE=grad_scale is not None,
+            found_inf_ptr=coefficients if found_inf is None else found_inf, HAS_FOUND_INF=found_inf is not None,
+            **arguments, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False,
+        )

@@ -1,0 +1,60 @@
+"""What every launcher needs: the device to launch on, Triton's names for dtypes, lists sorted into launches."""
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from ..tensors import all_aligned
+
+TRITON_DTYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float64: tl.float64,
+}
+_DTYPE = attrgetter("dtype")
+_NOTHING = contextlib.nullcontext()
+
+
+def accumulator(dtype: torch.dtype) -> tl.dtype:
+    """The type that arithmetic on `dtype` is done in: float64 for float64, else float32."""
+    return tl.float64 if dtype is torch.float64 else tl.float32
+
+
+@functools.cache
+def one_list(dtype: torch.dtype) -> dict[str, Any]:
+    """The constants of a kernel that walks one list."""
+    return {"DTYPE": TRITON_DTYPES[dtype], "ACC": accumulator(dtype), "ITEMSIZE": dtype.itemsize}
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager:
+    """Make `device` current while launching: Triton launches on the current device, not on the tensors'."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(device)
+
+
+def groups(*lists: Sequence[Tensor]) -> Iterator[tuple[list[list[Tensor]], list[int], bool]]:
+    """Parallel lists cut into launches: one per combination of dtypes, and of alignment where that differs.
+
+    Yields the lists' parts, the indices of their rows, and whether all addresses are 16-byte aligned.
+    """
+    if all(len(set(map(_DTYPE, tensors))) == 1 for tensors in lists) and all(
+        all_aligned(list(map(Tensor.data_ptr, tensors))) for tensors in lists
+    ):
+        yield [list(tensors) for tensors in lists], list(range(len(lists[0]))), True
+        return
+    rows: dict[tuple, list[int]] = {}
+    for i, row in enumerate(zip(*lists, strict=True)):
+        key = (*(t.dtype for t in row), all_aligned([t.data_ptr() for t in row]))
+        rows.setdefault(key, []).append(i)
+    for key, indices in rows.items():
+        whole = len(indices) == len(lists[0])
+        parts = [list(tensors) if whole else [tensors[i] for i in indices] for tensors in lists]
+        yield parts, indices, key[-1]

@@ -1,0 +1,135 @@
+"""norm_and_check: the norm of all gradients times inv_scale, and found_inf, from one read of them.
+
+Contract. grads: dense CUDA tensors of any float dtype at any element-aligned address, none empty; only
+read. inv_scale, found_inf: one float32 element each; found_inf is set as `unscale_` sets it, element by
+element: a sum of squares that overflows sets nothing. Orders 1, 2 and inf. Result: 0-d, float64 if any
+gradient is, else float32; NaN where a value is NaN. Two stages without atomics: each program writes one
+partial (float32 lanes, float64 across programs), one program adds the partials up in order; equal lists
+give equal bits on equal devices. Does not synchronise.
+
+Bytes per element: one read (4 for float32); 8 bytes per program of partials.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..configs import Config
+from ..tensors import by_dtype
+from .chunks import chunk_bounds
+from .entry import entry
+from .launch import on_device, one_list
+from .pointer_table import table_for
+
+CONFIGS = {8: Config(block=2048), 4: Config(block=4096), 2: Config(block=4096)}  # by bytes per element
+_CODES = {1.0: 1, 2.0: 2, float("inf"): 0}
+_FINISH_BLOCK = 1024
+
+
+@triton.jit
+def _norm_block(p, mask, inv_scale, bad, total, DTYPE: tl.constexpr, ACC: tl.constexpr, ORDER: tl.constexpr,
+                MASKED: tl.constexpr):
+    if MASKED:
+        x = tl.load(p, mask=mask, other=0.0)
+    else:
+        x = tl.load(p)
+    y = x.to(ACC) * inv_scale
+    if ORDER == 2:
+        total += y * y
+    elif ORDER == 1:
+        total += tl.abs(y)
+    else:
+        total = tl.maximum(total, tl.abs(y), propagate_nan=tl.PropagateNan.ALL)
+    return bad + y.to(DTYPE).to(ACC) * 0.0, total
+
+
+@entry
+def norm_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, inv_scale_ptr, found_inf_ptr,
+                partials, DTYPE: tl.constexpr, ACC: tl.constexpr, ITEMSIZE: tl.constexpr,
+                ORDER: tl.constexpr, BLOCK: tl.constexpr):
+    inv_scale = tl.load(inv_scale_ptr).to(ACC)
+    bad = tl.zeros((BLOCK,), dtype=ACC)
+    total = tl.zeros((BLOCK,), dtype=ACC)
+    lanes = tl.arange(0, BLOCK)
+    b = tl.program_id(0)
+    while b < n_blocks:
+        p, low, high = chunk_bounds(addresses, numels, blocks, b, blocks_per_chunk, DTYPE, ITEMSIZE, BLOCK)
+        n_full = high // BLOCK
+        i = 0
+        if low > 0:
+            mask = (lanes >= low) & (lanes < high)
+            bad, total = _norm_block(p + lanes, mask, inv_scale, bad, total, DTYPE, ACC, ORDER, True)
+            i = 1
+        while i < n_full:
+            bad, total = _norm_block(
+                p + i * BLOCK + lanes, None, inv_scale, bad, total, DTYPE, ACC, ORDER, False
+            )
+            i += 1
+        if i * BLOCK < high:
+            tail = i * BLOCK + lanes
+            bad, total = _norm_block(p + tail, tail < high, inv_scale, bad, total, DTYPE, ACC, ORDER, True)
+        b += tl.num_programs(0)
+    flag = tl.sum(bad, axis=0)
+    if flag != flag:
+        tl.store(found_inf_ptr, 1.0)
+    if ORDER == 0:
+        # A maximum over lanes drops NaN; a sum of x - x finds it, but also inf, so count instead.
+        n_nan = tl.sum((total != total).to(tl.int32), axis=0)
+        partial = tl.where(n_nan > 0, float("nan"), tl.max(total, axis=0).to(tl.float64))
+    else:
+        partial = tl.sum(total, axis=0).to(tl.float64)
+    tl.store(partials + tl.program_id(0), partial)
+
+
+@entry
+def finish_kernel(partials, n_partials, result_ptr, ORDER: tl.constexpr, BLOCK: tl.constexpr):
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.float64)
+    start = 0
+    while start < n_partials:
+        x = tl.load(partials + start + lanes, mask=start + lanes < n_partials, other=0.0)
+        if ORDER == 0:
+            total = tl.maximum(total, x, propagate_nan=tl.PropagateNan.ALL)
+        else:
+            total += x
+        start += BLOCK
+    if ORDER == 0:
+        n_nan = tl.sum((total != total).to(tl.int32), axis=0)
+        norm = tl.where(n_nan > 0, float("nan"), tl.max(total, axis=0))
+    else:
+        norm = tl.sum(total, axis=0)
+    if ORDER == 2:
+        norm = tl.sqrt(norm)
+    tl.store(result_ptr, norm.to(result_ptr.dtype.element_ty))
+
+
+def norm_and_check(
+    grads: Sequence[Tensor],
+    inv_scale: Tensor,
+    found_inf: Tensor,
+    norm_type: float = 2.0,
+    config: Config | None = None,
+) -> Tensor:
+    """Launch `norm_kernel` once per dtype, then `finish_kernel`; see the module's docstring."""
+    device, order = inv_scale.device, _CODES[norm_type]
+    parts = by_dtype(grads)
+    wide = any(part[0].dtype is torch.float64 for part in parts)
+    result = torch.empty((), dtype=torch.float64 if wide else torch.float32, device=device)
+    tables = [table_for([part], config or CONFIGS[part[0].element_size()]) for part in parts]
+    n_partials = sum(table.n_programs for table in tables)
+    partials = torch.empty(n_partials, dtype=torch.float64, device=device)
+    first = 0
+    for part, table in zip(parts, tables, strict=True):
+        table.launch(
+            norm_kernel, inv_scale, found_inf, partials[first:], ORDER=order, **one_list(part[0].dtype),
+            enable_fp_fusion=norm_type != float("inf"),     # fused sums need fewer registers, a maximum more
+        )
+        first += table.n_programs
+    with on_device(device):
+        finish_kernel[(1,)](
+            partials, n_partials, result, ORDER=order, BLOCK=_FINISH_BLOCK, num_warps=4, enable_fp_fusion=False
+        )
+    return result

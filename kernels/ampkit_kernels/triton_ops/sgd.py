@@ -1,0 +1,186 @@
+"""sgd_: one SGD step from gradients that may still be scaled. Two launches per combination of dtypes.
+
+Contract, per tensor, with g = sign * gradient * multiplier / grad_scale + weight_decay * p:
+
+    b <- momentum * b + (1 - dampening) * g, or g itself while the tensor's `started` flag is 0
+    p <- p - lr * d, where d is b, or g + momentum * b under nesterov, or g without momentum
+
+params, momentum_buffers: dense CUDA tensors with equal strides, any float dtypes; grads are only read;
+copies (optional) receive the new p in their own dtype; started (optional): float32 [n], set to 1 by a step
+that is not skipped. Where found_inf is set nothing is written. While `started` is 0 the buffer's contents
+do not matter, NaN included: it is overwritten. Arithmetic in float32 (float64 for float64 parameters), in
+the order of `torch.optim.SGD(foreach=False)`, with a multiply-add fused where, and only where, its CPU
+kernels fuse one. Does not synchronise.
+
+`prepare_kernel` turns the hyperparameters into one row of coefficients per tensor and sets the flags;
+`sgd_kernel` reads that row.
+
+Bytes per element: 20 for float32 with momentum (12 read, 8 written), 12 without; 2 more with a half copy.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..configs import Config
+from .chunks import chunk_extent, list_pointer, load_block, store_block
+from .coefficients import coefficient_rows, prepare
+from .entry import entry
+from .launch import TRITON_DTYPES, accumulator, groups
+from .pointer_table import table_for
+
+CONFIGS = {
+    8: Config(block=1024, chunk=32768),
+    4: Config(block=2048, chunk=32768),
+}  # by bytes of the arithmetic
+N_COEFFICIENTS = 6
+
+
+@entry
+def prepare_kernel(coefficients_ptr, started_ptr, n, lr_ptr, lr: tl.float64, momentum: tl.float64,
+                   dampening: tl.float64, weight_decay: tl.float64, multiplier_ptr, grad_scale_ptr,
+                   found_inf_ptr, HAS_STARTED: tl.constexpr, HAS_LR: tl.constexpr,
+                   HAS_MULTIPLIER: tl.constexpr, HAS_GRAD_SCALE: tl.constexpr, HAS_FOUND_INF: tl.constexpr,
+                   MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr):
+    lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = lanes < n
+    go = True
+    if HAS_FOUND_INF:
+        go = tl.load(found_inf_ptr) == 0.0
+    if go:
+        one = tl.full((BLOCK,), 1.0, tl.float64)
+        rate = one * lr
+        if HAS_LR:
+            rate = one * tl.load(lr_ptr).to(tl.float64)
+        factor = one
+        if HAS_MULTIPLIER:
+            factor = factor * tl.load(multiplier_ptr).to(tl.float64)
+        if HAS_GRAD_SCALE:
+            inverse = (one / tl.load(grad_scale_ptr).to(tl.float64)).to(tl.float32)
+            factor = factor * inverse.to(tl.float64)
+        if MAXIMIZE:
+            factor = -factor
+        flag = one
+        if HAS_STARTED:
+            flag = tl.load(started_ptr + lanes, mask=mask, other=0.0).to(tl.float64)
+            tl.store(started_ptr + lanes, one.to(tl.float32), mask=mask)
+        row = coefficients_ptr + lanes * 6
+        dtype = coefficients_ptr.dtype.element_ty
+        tl.store(row, rate.to(dtype), mask=mask)
+        tl.store(row + 1, (one * momentum).to(dtype), mask=mask)
+        tl.store(row + 2, (1.0 - one * dampening).to(dtype), mask=mask)
+        tl.store(row + 3, (one * weight_decay).to(dtype), mask=mask)
+        tl.store(row + 4, factor.to(dtype), mask=mask)
+        tl.store(row + 5, flag.to(dtype), mask=mask)
+
+
+@triton.jit
+def _sgd_block(pp, gp, bp, cp, o, mask, lr, momentum, weight, weight_decay, factor, started,
+               ACC: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, COPY: tl.constexpr,
+               DECAY: tl.constexpr, MASKED: tl.constexpr):
+    p = load_block(pp, o, mask, ACC, MASKED)
+    g = load_block(gp, o, mask, ACC, MASKED) * factor
+    if DECAY:
+        g = tl.fma(p, weight_decay, g)
+    if MOMENTUM:
+        buffer = load_block(bp, o, mask, ACC, MASKED)
+        buffer = tl.where(started != 0.0, tl.fma(g, weight, buffer * momentum), g)
+        store_block(bp, o, buffer, mask, MASKED)
+        if NESTEROV:
+            g = tl.fma(buffer, momentum, g)
+        else:
+            g = buffer
+    p = tl.fma(g, -lr, p)
+    store_block(pp, o, p, mask, MASKED)
+    if COPY:
+        store_block(cp, o, p.to(pp.dtype.element_ty), mask, MASKED)
+
+
+@entry
+def sgd_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, coefficients_ptr, found_inf_ptr,
+               PARAM: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr, COPY_TO: tl.constexpr,
+               ACC: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, DECAY: tl.constexpr,
+               COPY: tl.constexpr, HAS_FOUND_INF: tl.constexpr, ALIGNED: tl.constexpr,
+               N_LISTS: tl.constexpr, BLOCK: tl.constexpr):
+    go = True
+    if HAS_FOUND_INF:
+        go = tl.load(found_inf_ptr) == 0.0
+    if go:
+        lanes = tl.arange(0, BLOCK)
+        b = tl.program_id(0)
+        while b < n_blocks:
+            t, base, length = chunk_extent(numels, blocks, b, blocks_per_chunk, BLOCK)
+            pp = list_pointer(addresses, t, base, 0, N_LISTS, PARAM, ALIGNED)
+            gp = list_pointer(addresses, t, base, 1, N_LISTS, GRAD, ALIGNED)
+            bp = pp
+            if MOMENTUM:
+                bp = list_pointer(addresses, t, base, 2, N_LISTS, MOMENT, ALIGNED)
+            cp = pp
+            if COPY:
+                cp = list_pointer(addresses, t, base, N_LISTS - 1, N_LISTS, COPY_TO, ALIGNED)
+            row = coefficients_ptr + t * 6
+            lr, momentum, weight = tl.load(row), tl.load(row + 1), tl.load(row + 2)
+            weight_decay, factor, started = tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
+            n_full = length // BLOCK
+            i = 0
+            while i < n_full:
+                _sgd_block(pp, gp, bp, cp, i * BLOCK + lanes, None, lr, momentum, weight, weight_decay,
+                           factor, started, ACC, MOMENTUM, NESTEROV, COPY, DECAY, False)
+                i += 1
+            if n_full * BLOCK < length:
+                o = n_full * BLOCK + lanes
+                _sgd_block(pp, gp, bp, cp, o, o < length, lr, momentum, weight, weight_decay, factor,
+                           started, ACC, MOMENTUM, NESTEROV, COPY, DECAY, True)
+            b += tl.num_programs(0)
+
+
+def sgd_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor],
+    *,
+    lr: float | Tensor,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    maximize: bool,
+    started: Tensor | None,
+    multiplier: Tensor | None,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    copies: Sequence[Tensor] | None,
+    config: Config | None = None,
+) -> None:
+    """Launch `prepare_kernel` and `sgd_kernel` per combination of dtypes; see the module's docstring."""
+    has_momentum = momentum != 0
+    lists = [params, grads]
+    if has_momentum:
+        lists.append(momentum_buffers)
+    if copies is not None:
+        lists.append(copies)
+    for parts, rows, aligned in groups(*lists):
+        dtypes = [TRITON_DTYPES[part[0].dtype] for part in parts]
+        acc = accumulator(parts[0][0].dtype)
+        table = table_for(parts, config or CONFIGS[8 if acc is tl.float64 else 4])
+        coefficients = coefficient_rows(table.n_tensors, N_COEFFICIENTS, acc, parts[0][0].device)
+        flags = started
+        if started is not None and len(rows) != len(started):
+            flags = torch.stack([started[i] for i in rows])
+        prepare(
+            prepare_kernel, coefficients, lr, multiplier, grad_scale, found_inf,
+            started_ptr=coefficients if flags is None else flags, HAS_STARTED=flags is not None,
+            momentum=momentum, dampening=dampening, weight_decay=weight_decay, MAXIMIZE=maximize,
+        )
+        table.launch(
+            sgd_kernel, coefficients, coefficients if found_inf is None else found_inf, PARAM=dtypes[0],
+            GRAD=dtypes[1], MOMENT=dtypes[2] if has_momentum else dtypes[0], COPY_TO=dtypes[-1], ACC=acc,
+            MOMENTUM=has_momentum, NESTEROV=nesterov, DECAY=weight_decay != 0, COPY=copies is not None,
+            HAS_FOUND_INF=found_inf is not None, ALIGNED=aligned, N_LISTS=len(parts), enable_fp_fusion=False,
+        )
+        if started is not None and flags is not None and flags is not started:
+            for row, i in enumerate(rows):
+                started[i] = flags[row]

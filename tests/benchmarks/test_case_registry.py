@@ -1,0 +1,51 @@
+"""Every case there is: names, aims, time."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from benchmarks import kernels, registry, report, trainer, training, tuning
+from benchmarks.case import Case
+from benchmarks.scaling import Scaling
+from tests.benchmarks.helpers import CPU
+
+
+def test_names_are_unique_and_every_device_has_cases():
+    cases = registry.every_case()
+    assert len({(case.family, case.name) for case in cases}) == len(cases)
+    assert {device for case in cases for device in case.devices} == {"cpu", "cuda"}
+    families = {case.family for case in registry.choose("cpu")}
+    assert families == {"operators", "regions", "weights", "scaler", "accumulation", "width", "training"}
+    assert {case.family for case in cases} == families | {"dispatch", "kernels", "tuning"} == set(report.TITLES)
+
+
+def test_the_everyday_cpu_run_fits_in_five_minutes():
+    """Timing takes its seconds, building and counting about as long again; the gate has a minute."""
+    seconds = [case.seconds for case in registry.choose("cpu")]
+    assert sum(seconds) <= 150
+
+
+def test_patterns_choose_and_a_wrong_one_names_the_families():
+    assert {case.family for case in registry.choose("cuda", ["width/*", "scaler/*"])} == {"width", "scaler"}
+    assert [case.name for case in registry.choose("cuda", ["*/GPT-2*bf16 graph"])] == ["GPT-2 124M, bf16 graph"]
+    with pytest.raises(ValueError, match="families are accumulation, dispatch, kernels, operators"):
+        registry.choose("cpu", ["nothing"])
+
+
+@pytest.mark.parametrize("case", registry.every_case(), ids=lambda case: f"{case.family}/{case.name}")
+def test_aims_are_between_sides_that_the_case_has(case: Case):
+    for device in case.devices:
+        if isinstance(case, training.Training):
+            names = trainer.ways(case.variant, torch.device(device))
+        elif isinstance(case, kernels.Kernel):
+            names = list(dataclasses.replace(case, shapes=lambda: [(3,)], captured=False).sides(CPU))
+        elif isinstance(case, tuning.Tuning):
+            names = [tuning.SHIPPED]        # the rest is what compiles
+        elif isinstance(case, Scaling):
+            small = dataclasses.replace(case, tensors=min(case.tensors, 2), elements=min(case.elements, 10))
+            names = list(small.sides(CPU))
+        else:
+            names = list(case.sides(CPU))
+        assert case.base in names
+        assert all({aim.side, aim.base} <= {*names} for aim in case.aims)

@@ -1,0 +1,151 @@
+"""Checks that only a CUDA device can answer: torch's own operators, synchronisation, streams, graphs, sizes."""
+
+import torch
+
+import ampkit_kernels as kernels
+from tests.gpu_checks.tools import Registry, close, lists, same, scalar
+
+CHECKS = Registry()
+check = CHECKS.add
+
+
+@check
+def unscale_has_torchs_bits(device: torch.device) -> None:
+    for dtype in (torch.float32, torch.float16, torch.float64):
+        grads = lists(device, dtype)
+        want, flags = [g.clone() for g in grads], [scalar(0.0, device), scalar(0.0, device)]
+        torch._amp_foreach_non_finite_check_and_unscale_(want, flags[0], scalar(0.001, device))
+        kernels.unscale_(grads, scalar(0.001, device), flags[1])
+        same([*grads, flags[1]], [*want, flags[0]], str(dtype))
+
+
+@check
+def auto_takes_triton(device: torch.device) -> None:
+    assert kernels.uses_triton("auto", device), kernels.why_not_triton(device)
+
+
+@check
+def nothing_synchronises(device: torch.device) -> None:
+    from ampkit.optim import SGD, AdamW
+
+    params = [torch.nn.Parameter(g) for g in lists(device, torch.float32)]
+    optimizers = [AdamW(params), SGD(params, momentum=0.9)]
+    scale = scalar(1024.0, device)
+
+    def everything() -> None:
+        for param in params:
+            param.grad = torch.randn_like(param)
+        grads = [param.grad for param in params if param.grad is not None]
+        flag = torch.zeros((), device=device)
+        kernels.unscale_(grads, scale, flag)
+        norm = kernels.norm_and_check(grads, scale, flag)
+        kernels.multiply_(grads, (1.0 / (norm + 1e-6)).clamp(max=1.0), flag)
+        kernels.nonfinite_counts(grads)
+        kernels.cast_(grads, [g.half() for g in grads])
+        for optimizer in optimizers:
+            optimizer.found_inf, optimizer.grad_scale = flag, scale  # type: ignore[attr-defined]
+            optimizer.step()
+
+    everything()  # compiles, and fills the tables
+    torch.cuda.synchronize(device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(5):
+            everything()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@check
+def moving_gradients_on_two_streams(device: torch.device) -> None:
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    done = []
+    for i in range(60):
+        with torch.cuda.stream(streams[i % 2]):
+            # Fresh tensors in every round: addresses move while earlier launches may still be running.
+            grads = [torch.full((n,), float(i), device=device) for n in (5, 70_000, 300)]
+            kernels.unscale_(grads, scalar(0.5, device), torch.zeros((), device=device))
+            done.append((i, grads))
+        if len(done) > 8:
+            done.pop(0)
+    torch.cuda.synchronize(device)
+    for i, grads in done:
+        same(grads, [torch.full_like(g, i / 2) for g in grads], f"round {i}")
+
+
+@check
+def captured_operations_replay(device: torch.device) -> None:
+    grads, flag = lists(device, torch.float32), torch.zeros((), device=device)
+    inv = scalar(0.5, device)
+
+    def work() -> torch.Tensor:
+        flag.zero_()
+        norm = kernels.norm_and_check(grads, inv, flag)
+        kernels.unscale_(grads, inv, flag)
+        return norm
+
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        work()  # compiles
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        norm = work()
+    from ampkit_kernels.triton_ops import pointer_table
+
+    for i in range(4):
+        # Whatever host and device memory the eager path used may be gone or rewritten by now.
+        pointer_table.clear_tables()
+        kernels.unscale_(lists(device, torch.float32, 1), inv, torch.zeros((), device=device))
+        values = [torch.randn_like(g) for g in grads]
+        if i == 3:
+            values[2][0] = float("inf")
+        torch._foreach_copy_(grads, values)
+        graph.replay()
+        torch.cuda.synchronize(device)
+        same(grads, [v * 0.5 for v in values], f"replay {i}")
+        assert flag.item() == float(i == 3)
+        if i < 3:
+            close(norm, torch.cat(values).double().norm() * 0.5, 1e-5, f"norm of replay {i}")
+
+
+@check
+def five_thousand_tiny_tensors(device: torch.device) -> None:
+    grads = [torch.randn(1 + i % 200, device=device) for i in range(5000)]
+    want, flag = [g * 0.5 for g in grads], torch.zeros((), device=device)
+    kernels.unscale_(grads, scalar(0.5, device), flag)
+    same([torch.cat(grads), flag], [torch.cat(want), torch.zeros(())], "tiny")
+
+
+@check
+def more_than_two_to_the_31_elements(device: torch.device) -> None:
+    n = 2**31 + 4099
+    if torch.cuda.mem_get_info(device)[0] < 3 * n * 2:
+        return  # half-precision storage and room to look at it
+    grad = torch.ones(n, dtype=torch.float16, device=device)
+    grad[-1] = float("nan")
+    assert kernels.nonfinite_counts([grad]).tolist() == [[0, 1]]
+    grad[-1] = 4.0
+    flag = torch.zeros((), device=device)
+    kernels.unscale_([grad], scalar(0.5, device), flag)
+    assert flag.item() == 0.0
+    assert (grad[0].item(), grad[2**31 + 1].item(), grad[-1].item()) == (0.5, 0.5, 2.0)
+
+
+@check
+def adamw_stays_beside_torchs_fused(device: torch.device) -> None:
+    from ampkit.optim import AdamW
+
+    values = [torch.randn(n, device=device) for n in (1, 17, 5000, 300_000)]
+    params, others = ([torch.nn.Parameter(v.clone()) for v in values] for _ in range(2))
+    mine, fused = AdamW(params, lr=1e-3), torch.optim.AdamW(others, lr=1e-3, fused=True)
+    for _ in range(100):
+        for p, q in zip(params, others, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad
+        mine.step()
+        fused.step()
+    for p, q in zip(params, others, strict=True):
+        # 100 steps, each within an ulp of numbers around 4.
+        assert (p - q).abs().max().item() <= 100 * 2.0**-21
