@@ -9,7 +9,7 @@ STAMP := $(VENV)/.ampkit-installed
 WORKERS := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types kernels-check check soak bench clean
+.PHONY: help install demo test lint types kernels-check check soak bench matrix clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -51,6 +51,11 @@ soak: $(STAMP) ## the fuzzers of tests/hostile for an hour (SOAK_SECONDS), with 
 
 bench: $(STAMP) ## measure; see docs/performance.md
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+TORCH ?=
+ENVS ?= .nox
+matrix: $(STAMP) ## the whole suite under every supported torch, or one: make matrix TORCH=2.15.0 [ENVS=/folder]
+	@$(BIN)/nox --envdir "$(ENVS)" $(if $(TORCH),--session "tests(torch='$(TORCH)')") -- $(ARGS)
 
 clean: ## remove caches and outputs; .venv stays
 	rm -rf .pytest_cache .ruff_cache .hypothesis build dist ampkit-demo

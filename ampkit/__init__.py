@@ -11,9 +11,9 @@ from ampkit.region.autocast import (
 )
 from ampkit.region.checkpointing import checkpoint, checkpoint_context_fn
 from ampkit.region.custom_function import custom_bwd, custom_fwd
+from ampkit.region.forward_wrapper import wrap_forward
 from ampkit.region.recording import CastRecord, RecordedCall, record_casts
 from ampkit.region.weight_cache import CacheInfo, WeightCache
-from ampkit.region.wrapping import wrap_forward
 from ampkit.scaler.grad_scaler import GradScaler
 from ampkit.scaler.history import ScalerStats
 from ampkit.scaler.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale

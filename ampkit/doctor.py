@@ -1,9 +1,11 @@
 """`ampkit doctor`: what this machine can run, which path serves which operation and why, and whether it
 works.
 
-Prints versions, devices with their dtypes, and for every device the implementation that `impl="auto"`
-takes; then runs each kernel operation once on small tensors and compares with float64. Exit code 0 when all
-is well, 1 when a version is outside the supported range or an operation gives a wrong result.
+Prints versions, whether regions work with this torch, devices with their dtypes, and for every device the
+implementation that `impl="auto"` takes; then runs each kernel operation once on small tensors and compares with
+float64. Exit code 0 when all is well, 1 when torch is older than any supported, regions do not work or an operation
+gives a wrong result. With `--operators` it compares the operator lists with this torch instead: exit code 1 when they
+differ.
 """
 
 from __future__ import annotations
@@ -20,9 +22,12 @@ import torch
 from torch import Tensor
 
 import ampkit
+from ampkit import operator_drift
 from ampkit.gradients import kernels
+from ampkit.policy.op_table import TORCH, Rule
+from ampkit.torch_internals import self_check
+from ampkit.torch_internals.versions import INSTALL, NEWEST, OLDEST, SUPPORTED, parsed
 
-SUPPORTED_TORCH = ((2, 11), (2, 15))
 OPTIONAL = {
     "triton": "GPU kernels",
     "numpy": "pointer tables, Triton's interpreter",
@@ -64,10 +69,29 @@ def versions() -> dict[str, str]:
     return found
 
 
-def torch_is_supported(version: str) -> bool:
-    """Whether a torch version string lies in the supported range."""
-    major, minor = (int(part) for part in version.split(".")[:2])
-    return SUPPORTED_TORCH[0] <= (major, minor) <= SUPPORTED_TORCH[1]
+@dataclass(frozen=True)
+class Torch:
+    """What is known of the running torch, and whether regions work with it."""
+
+    version: str
+    tried: bool             # ampkit is tested with this version
+    new_enough: bool
+    regions: str            # "ok", or what does not work
+
+    @property
+    def ok(self) -> bool:
+        """Whether ampkit can be used. The self-check decides for versions that nobody has tried."""
+        return self.new_enough and self.regions == "ok"
+
+
+def torch_found() -> Torch:
+    """Try regions out with the running torch."""
+    try:
+        fault = self_check.fault()
+    except RuntimeError as error:
+        fault = str(error)
+    version = parsed(torch.__version__)
+    return Torch(torch.__version__, OLDEST <= version <= NEWEST, version >= OLDEST, fault or "ok")
 
 
 def devices() -> list[torch.device]:
@@ -180,20 +204,77 @@ def check(device: torch.device) -> list[Check]:
     return results
 
 
+def _unless_ok(detail: str) -> str:
+    return "" if detail == "ok" else f": {detail}"
+
+
+def _verdict(found: Torch) -> str:
+    if found.tried:
+        return ""
+    return "; this one is newer, and nobody has tried it" if found.new_enough else "; this one is too old"
+
+
+def operators(*, as_json: bool = False) -> int:
+    """Print how the lists differ from the running torch, for every device type. Returns the exit code."""
+    drifts = {device: operator_drift.list_drift(device) for device in TORCH}
+    new, gone = operator_drift.composite_drift()
+    agree = not (any(drifts.values()) or new or gone)
+    if as_json:
+        report = {
+            "torch": torch.__version__,
+            "supported": SUPPORTED,
+            "lists": {
+                device: {
+                    "new": {name: _rule(rule) for name, rule in drift.new.items()},
+                    "gone": {name: _rule(rule) for name, rule in drift.gone.items()},
+                    "different": {name: [_rule(rule) for rule in both] for name, both in drift.different.items()},
+                }
+                for device, drift in drifts.items()
+            },
+            "composites": {"new": new, "gone": gone},
+            "agree": agree,
+        }
+        print(json.dumps(report, indent=2))
+        return 0 if agree else 1
+    print(f"torch {torch.__version__}; the lists are made for {SUPPORTED}")
+    for device, drift in drifts.items():
+        print(f"{device:14s}{'differs' if drift else 'as listed'}")
+        for name, rule in drift.new.items():
+            print(f"  new        {name}: torch {_rule(rule)}")
+        for name, rule in drift.gone.items():
+            print(f"  gone       {name}: listed as {_rule(rule)}")
+        for name, (ours, torchs) in drift.different.items():
+            print(f"  different  {name}: listed as {_rule(ours)}, torch {_rule(torchs)}")
+    print(f"composites    {'differ' if new or gone else 'as classified'}")
+    for name in new:
+        print(f"  new        {name}")
+    for name in gone:
+        print(f"  gone       {name}")
+    print("\nthe lists are those of this torch" if agree else "\nthe lists are not those of this torch: see above")
+    return 0 if agree else 1
+
+
+def _rule(rule: Rule | None) -> str:
+    return "has a rule that was not to be seen" if rule is None else rule.name
+
+
 def main(argv: list[str] | None = None) -> int:
     """Print the report. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="ampkit doctor", description="Say what this machine can run.")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--operators", action="store_true", help="compare the operator lists with this torch")
     options = parser.parse_args(argv)
+    if options.operators:
+        return operators(as_json=options.json)
     installed = versions()
-    supported = torch_is_supported(installed["torch"])
+    found = torch_found()
     paths = [path_for(device) for device in devices()]
     checks = [result for device in devices() for result in check(device)]
-    healthy = supported and all(result.ok for result in checks)
+    healthy = found.ok and all(result.ok for result in checks)
     if options.json:
         report = {
             "versions": installed,
-            "torch_supported": supported,
+            "torch": asdict(found) | {"supported": SUPPORTED, "install": INSTALL},
             "paths": [asdict(path) for path in paths],
             "checks": [asdict(result) for result in checks],
             "healthy": healthy,
@@ -203,17 +284,15 @@ def main(argv: list[str] | None = None) -> int:
     for package, version in installed.items():
         use = f"  ({OPTIONAL[package]})" if package in OPTIONAL else ""
         print(f"{package:14s}{version}{use}")
-    if not supported:
-        low, high = (".".join(map(str, one)) for one in SUPPORTED_TORCH)
-        print(f"\ntorch {installed['torch']} is outside the supported range {low} to {high}")
+    print(f"\ntorch: {installed['torch']}; supported are {SUPPORTED}" + _verdict(found))
+    print(f"  {'ok  ' if found.regions == 'ok' else 'FAIL'}     regions" + _unless_ok(found.regions))
+    if not (found.tried and found.ok):
+        print(f"  to get a supported one: {INSTALL}")
     for path in paths:
         print(f"\n{path.device}: {path.name}\n  dtypes   {', '.join(path.dtypes)}")
         print(f"  kernels  {path.serves}: {path.because}")
         for result in checks:
             if result.device == path.device:
-                print(
-                    f"  {'ok  ' if result.ok else 'FAIL'}     {result.operation}"
-                    + ("" if result.ok else f": {result.detail}")
-                )
+                print(f"  {'ok  ' if result.ok else 'FAIL'}     {result.operation}" + _unless_ok(result.detail))
     print("\nall well" if healthy else "\nsomething is wrong: see above")
     return 0 if healthy else 1

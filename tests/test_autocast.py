@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit import Policy, WeightCache, autocast, float32_region, get_autocast_dtype, is_autocast_enabled
-from ampkit.region import _lifted_mode
+from ampkit.torch_internals import dispatcher, kernels
 
 REGIONS = [torch.autocast, autocast]
 both = pytest.mark.parametrize("region", REGIONS, ids=["torch", "ampkit"])
@@ -278,6 +278,40 @@ def test_entering_gives_the_region_and_leaving_restores(region):
     finally:
         torch.set_autocast_dtype("cpu", BF16)
         torch.set_autocast_cache_enabled(True)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_that_kept_an_inner_region_from_being_left_comes_out_as_itself(error):
+    """And takes the inner region with it: `except Exception` must not swallow a Ctrl-C as a RuntimeError."""
+    before = state()
+
+    def interrupted():
+        with autocast("cpu", policy=Policy.torch("cpu")):
+            autocast("cpu", enabled=False).__enter__()
+            raise error
+
+    with pytest.raises(error):
+        interrupted()
+    assert state() == before
+    with autocast("cpu"):
+        assert dispatcher.current().policies == (("cpu", Policy.default("cpu")),)
+
+
+@pytest.mark.parametrize("error", [LookupError, GeneratorExit, asyncio.CancelledError])
+def test_an_error_leaves_no_region_that_somebody_else_may_still_be_in(error):
+    """A generator or task that ends is no reason to close what was opened since, perhaps by another."""
+    inner = autocast("cpu", enabled=False)
+
+    def ended():
+        with autocast("cpu"):
+            inner.__enter__()
+            raise error
+
+    with pytest.raises(RuntimeError, match="entered after it, is still open") as raised:
+        ended()
+    assert type(raised.value.__context__) is error
+    assert not torch.is_autocast_enabled("cpu")
+    inner.__exit__(None, None, None)
 
 
 @both
@@ -619,12 +653,12 @@ def test_second_copy_of_ampkit_is_told():
     with autocast("cpu"):
         pass
     with pytest.raises(RuntimeError, match="another copy of ampkit"):
-        _lifted_mode._fallthrough()
+        kernels._fallthrough()
 
 
 def test_open_mode_is_a_dispatch_mode_that_cannot_be_pushed_below_autograd():
     with autocast("cpu"):
-        mode = _lifted_mode.current()
+        mode = dispatcher.current()
     assert isinstance(mode, TorchDispatchMode)
     assert mode.__torch_dispatch__(torch.ops.aten.relu.default, (), (torch.ones(2),)) is NotImplemented
     with pytest.raises(RuntimeError, match=r"its casts would escape autograd. Use ampkit.autocast"), mode:

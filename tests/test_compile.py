@@ -20,7 +20,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import ampkit
 from ampkit import Policy, Rule, WeightCache, autocast, float32_region
-from ampkit.region import _fingerprint as fingerprint
+from ampkit.region import policy_guard as fingerprint
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:bf16 and fp16 are mixed")
 EXACT = ("eager", "aot_eager")

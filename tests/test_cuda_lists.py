@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 
 from ampkit import Policy
 from ampkit.policy.op_table import TORCH, fold, resolve
-from ampkit.region._lifted_mode import AutocastMode
+from ampkit.region.mode import AutocastMode
 
 pytest.importorskip("expecttest", reason="torch's test helpers import it; it is in ampkit[dev]")
 # The samples call deprecated operators on purpose.

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ampkit import wrap_forward
+from ampkit.containers import cast_tree
 from ampkit.whole_model.check_half import check_half
 from ampkit.whole_model.half import NORMS, half
-from ampkit.whole_model.tree_cast import cast_tree
 
 HALVES = [torch.float16, torch.bfloat16]
 ids = {"ids": lambda value: str(value).removeprefix("torch.")}

@@ -25,23 +25,19 @@ HEAVY = ("triton", "matplotlib", "rich", "sklearn", "transformers")
 
 # Later rooms stand on earlier ones. Rooms not named here only have to keep the graph free of cycles.
 LEVELS = (
-    ("policy.op_table", "policy.casting", "policy.policy", "region._lifted_mode", "region.autocast"),
-    ("region.weight_cache", "region._lifted_mode"),
+    ("policy.op_table", "policy.casting", "policy.policy", "region.mode", "region.autocast"),
+    ("region.weight_cache", "region.mode"),
     ("scaler.loss_scale", "scaler.grad_scaler"),
     ("gradients.collect", "scaler.grad_scaler"),
     ("gradients.kernels", "scaler.grad_scaler"),
 )
 # Edges against the direction, each with its reason. They are imports inside a function.
 BACK_EDGES = {
-    # A rule for a module opens a region of the kind that asked for it.
-    ("ampkit.region._module_regions", "ampkit.region.autocast"),
-    # A call in a compiled graph opens a region from the constants that a graph can hold.
-    ("ampkit.region._compiled", "ampkit.region.autocast"),
     # Tables are also built where Triton is absent; the writer is a Triton kernel.
     ("ampkit_kernels.pointer_table", "ampkit_kernels.table_writer"),
 }
 # The two halves are used together and know nothing of one another.
-APART = (("region.autocast", "scaler.grad_scaler"), ("region._lifted_mode", "gradients.kernels"))
+APART = (("region.autocast", "scaler.grad_scaler"), ("region.mode", "gradients.kernels"))
 
 
 def module_name(path: Path) -> str:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.modules import module as hooked
 
 from ampkit import Policy, autocast, checkpoint
-from ampkit.policy._module_rules import path_of
+from ampkit.policy.module_paths import path_of
 
 X = torch.ones(2, 4)
 

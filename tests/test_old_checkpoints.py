@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ampkit
-from ampkit import DynamicLossScale, FP16Optimizer, GradScaler, ScalerStats, amp
+from ampkit import DynamicLossScale, FP16Optimizer, GradScaler, Policy, Rule, ScalerStats, amp, autocast
 from ampkit.whole_model._level_options import resolve
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -114,3 +114,24 @@ def test_pickled_models_with_a_region_around_forward() -> None:
         assert torch.equal(again(torch.ones(2, 4)), model(torch.ones(2, 4)))
     with pytest.raises(RuntimeError, match="is wrapped already"):
         ampkit.wrap_forward(models["wrapped"], "cpu", torch.bfloat16)
+
+
+def test_pickled_policies_and_regions() -> None:
+    """`fixtures/regions.pickle`: under the names that their modules had then."""
+    found = pickle.loads((FIXTURES / "regions.pickle").read_bytes())
+    policy = Policy.default("cpu").with_rules({"aten::mm": Rule.FLOAT32})
+    policy = policy.for_modules({"0": "bfloat16", torch.nn.Linear: Policy.torch("cpu")})
+    assert found["policy"] == policy
+    assert found["cache"].max_bytes == 2**20
+    assert found["rule"] is Rule.PROMOTE
+    assert [call.rule for call in found["record"].calls] == [Rule.LOWER]
+    assert repr(found["region"]) == repr(autocast("cpu", torch.float16, policy=policy))
+    assert found["float32_region"].fast_dtype is torch.float32
+    x = torch.ones(2, 2)
+    assert found["wrapped"](x).dtype is torch.bfloat16
+    with found["region"]:
+        assert torch.bmm(x[None], x[None]).dtype is torch.float16
+        assert not torch.is_autocast_cache_enabled()
+    again = pickle.loads(pickle.dumps(found))
+    assert repr(again["region"]) == repr(found["region"])
+    assert again["wrapped"](x).dtype is torch.bfloat16

@@ -1,7 +1,6 @@
 """`record_casts`: what a record says, beside what was done, and that taking it changes nothing."""
 
 import gc
-import importlib
 import textwrap
 import threading
 import weakref
@@ -16,10 +15,11 @@ from torch.profiler import ProfilerActivity, profile
 
 import ampkit
 from ampkit import Policy, Rule, WeightCache, autocast, record_casts
-from ampkit.region import recording
-from ampkit.region._lifted_mode import AutocastMode, current
+from ampkit.region import recording, snapshot
+from ampkit.region.mode import AutocastMode
+from ampkit.region.weight_cache import RegionCache
+from ampkit.torch_internals import dispatcher
 
-autocast_module = importlib.import_module("ampkit.region.autocast")     # `ampkit.region` may name the class
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
@@ -148,7 +148,7 @@ def test_only_regions_entered_inside_and_plain_modes_after(net):
         torch.mm(net(X), X)
     assert len(record.calls) == 7
     with autocast("cpu"):
-        assert type(current()) is AutocastMode
+        assert type(dispatcher.current()) is AutocastMode
         net(X)
     assert len(record.calls) == 7
 
@@ -274,19 +274,21 @@ def test_records_that_overlap_end_when_they_are_left(net):
 
 
 def test_a_recompute_frees_its_casts_at_once(net, monkeypatch):
-    caches = weakref.WeakSet()
+    caches, made = weakref.WeakSet(), []
 
-    class Seen(WeightCache):
+    class Seen(RegionCache):
         def __init__(self):
             super().__init__()
             caches.add(self)
+            made.append(1)
 
-    monkeypatch.setattr(autocast_module, "WeightCache", Seen)
+    monkeypatch.setattr(snapshot, "RegionCache", Seen)
     gc.disable()
     try:
         with record_casts(), autocast("cpu"):
             loss = torch.utils.checkpoint.checkpoint(net, X, use_reentrant=False).sum()
             loss.backward()
+        assert made
         assert len(caches) == 0
     finally:
         gc.enable()

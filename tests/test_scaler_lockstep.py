@@ -36,10 +36,12 @@ class Lane:
         for name in names:
             # fused optimizers on the CPU want one dtype per call less than they want mixed ones
             dtypes = [torch.float32] * len(SHAPES) if "fused" in name else DTYPES
+            # These are clipped: torch's norm counts an empty gradient as a zero, and adds in another order for it.
+            shapes = [shape if shape != (0,) else (4,) for shape in SHAPES] if "fused" in name else SHAPES
             generator = torch.Generator().manual_seed(len(self.optimizers))
             params = [
                 torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
-                for shape, dtype in zip(SHAPES, dtypes, strict=True)
+                for shape, dtype in zip(shapes, dtypes, strict=True)
             ]
             self.optimizers.append(OPTIMIZERS[name](params))
 

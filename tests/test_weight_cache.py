@@ -23,8 +23,8 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit import CacheInfo, Policy, WeightCache, autocast, clear_autocast_cache
-from ampkit.region import autocast as autocast_module
-from ampkit.region import weight_cache
+from ampkit.region import optimizer_steps, weight_cache
+from ampkit.region.thread_state import thread
 
 REGIONS = [torch.autocast, autocast]
 both = pytest.mark.parametrize("region", REGIONS, ids=["torch", "ampkit"])
@@ -469,7 +469,7 @@ def test_replaced_storage_is_freed_at_once_and_its_cast_with_it(explicit):
     leaf, cache = weight(), WeightCache() if explicit else None
     with autocast("cpu", cache=cache), torch.no_grad():
         torch.mm(X, leaf)
-        held = cache if explicit else autocast_module._thread_cache()
+        held = cache if explicit else thread.cache
         storage = weakref.ref(leaf.untyped_storage())
         assert len(held._entries) == 1
         leaf.data = torch.empty(0)
@@ -656,9 +656,9 @@ def test_step_captured_into_a_graph_ends_keeping(monkeypatch):
     """Its replays write to the weights and call no hook."""
     leaf = weight()
     assert kept_across(leaf)
-    monkeypatch.setattr(weight_cache._steps, "captured", False)
+    monkeypatch.setattr(optimizer_steps.seen, "captured", False)
     with monkeypatch.context() as patch:
-        patch.setattr(weight_cache, "capturing", lambda: True)
+        patch.setattr(optimizer_steps, "capturing", lambda: True)
         optimizer = torch.optim.SGD([other := weight()], lr=1.0)
         other.grad = torch.zeros(4, 4)
         optimizer.step()
@@ -701,7 +701,7 @@ def test_step_in_a_child_forked_while_a_thread_held_the_lock(held):
     locked, forked = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with cache._lock if held == "cache" else weight_cache._steps.lock:
+        with cache._lock if held == "cache" else optimizer_steps.seen.lock:
             locked.set()
             forked.wait()
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.nn import Parameter
+
+from ampkit.torch_internals.operators import OpOverload
 
 _FLOATING = frozenset(
     value for value in vars(torch).values() if isinstance(value, torch.dtype) and value.is_floating_point
@@ -190,6 +191,11 @@ def _find_dtype(op: OpOverload) -> tuple[str, int | None] | None:
         if argument.name == "dtype":
             return argument.name, None if argument.kwarg_only else index
     return None
+
+
+def dtype_overload(op: OpOverload) -> OpOverload:
+    """The overload that FLOAT32_DTYPE_ARG calls in place of `op`: itself, or the one that takes `dtype` beside it."""
+    return _dtype_argument(op)[0]
 
 
 def takes_dtype(op: OpOverload) -> bool:

@@ -3,8 +3,8 @@
 A list is a tuple of `Group`s; `fold` turns groups into `{OpOverload: Rule}` and refuses duplicates. A name that the
 running torch does not know is left out, with one warning for all lists: torch drops operators between versions, and
 the rest of a list is worth as much without them. `TORCH` is torch.amp's own list for
-each device (`_torch_lists`), `DEFAULT_EXTRA` is what ampkit's default policy lays on top (`_default_lists`);
-`OPAQUE` and `DECOMPOSED` classify the composite operators (`_composites`).
+each device (`torch_lists`), `DEFAULT_EXTRA` is what ampkit's default policy lays on top (`default_lists`);
+`OPAQUE` and `DECOMPOSED` classify the composite operators (`composites`).
 
 Names are ATen's: ``conv2d`` is the overload ``aten::conv2d`` (``torch.ops.aten.conv2d.default``),
 ``conv2d.padding`` is that overload. In-place and ``out=`` overloads are never listed: the caller chose the
@@ -17,12 +17,12 @@ import warnings
 from collections.abc import Iterable
 
 import torch
-from torch._ops import OpOverload
 
-from ampkit.policy._composites import DECOMPOSED, OPAQUE, Composite
-from ampkit.policy._default_lists import DEFAULT_EXTRA
-from ampkit.policy._rules import Group, Rule
-from ampkit.policy._torch_lists import TORCH
+from ampkit.policy.composites import DECOMPOSED, OPAQUE, Composite
+from ampkit.policy.default_lists import DEFAULT_EXTRA
+from ampkit.policy.rules import Group, Rule
+from ampkit.policy.torch_lists import TORCH
+from ampkit.torch_internals.operators import OpOverload, operator_names
 from ampkit.torch_internals.versions import SUPPORTED, parsed
 
 __all__ = ["DECOMPOSED", "DEFAULT_EXTRA", "OPAQUE", "TORCH", "Group", "Rule", "fold", "left_out", "names", "resolve"]
@@ -60,7 +60,7 @@ def resolve(name: str) -> OpOverload:
 
 def _names(namespace: str) -> list[str]:
     """Base names of all operators of a namespace."""
-    every = torch._C._dispatch_get_all_op_names()
+    every = operator_names()
     return sorted({name.split("::")[1].split(".")[0] for name in every if name.startswith(namespace + "::")})
 
 

@@ -12,12 +12,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch._ops import OpOverload
 
-from ampkit.policy import _module_rules, _written
-from ampkit.policy._messages import short
-from ampkit.policy._operator_keys import Operator, candidates, checked_rule, key_name, overloads
+from ampkit.policy import module_rules, written
+from ampkit.policy.messages import short
 from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, Group, Rule, fold
+from ampkit.policy.operator_keys import Operator, candidates, checked_rule, key_name, overloads
+from ampkit.torch_internals.operators import OpOverload, is_composite
 
 __all__ = ["Explanation", "Policy", "Rule", "register_op"]
 
@@ -45,9 +45,7 @@ class _Layer(NamedTuple):
 
 
 class RuleTable(dict[OpOverload, Rule]):
-    """Every operator with a rule of its own, and whether the mode has its kernels in place for them."""
-
-    installed = False
+    """Every operator with a rule of its own. A class, so that it can be referred to weakly."""
 
 
 class _Registered:
@@ -75,7 +73,7 @@ class Policy:
     base: str                                                   # "default" or "torch"
     device_type: str
     overrides: tuple[tuple[tuple[OpOverload, Rule], ...], ...]  # one per with_rules, in order
-    modules: _module_rules.ModuleRules
+    modules: module_rules.ModuleRules
     text: str                                                   # all but `modules`, for `from_text`
 
     def __init__(
@@ -83,9 +81,9 @@ class Policy:
         base: str,
         device_type: str,
         overrides: tuple[tuple[tuple[OpOverload, Rule], ...], ...] = (),
-        modules: _module_rules.ModuleRules | None = None,
+        modules: module_rules.ModuleRules | None = None,
     ) -> None:
-        modules = _module_rules.NONE if modules is None else modules
+        modules = module_rules.NONE if modules is None else modules
         if not isinstance(base, str) or base not in ("default", "torch"):
             raise ValueError(f"unknown policy base {short(base)}; expected 'default' or 'torch'")
         if not isinstance(device_type, str) or device_type not in TORCH:
@@ -95,7 +93,7 @@ class Policy:
         for name, value in (
             ("base", base), ("device_type", device_type), ("overrides", overrides), ("modules", modules),
             ("_folded", None), ("_folded_at", -1), ("_hash", None),
-            ("text", "|".join([base, device_type, *map(_written.layer_text, overrides)])),
+            ("text", "|".join([base, device_type, *map(written.layer_text, overrides)])),
         ):
             object.__setattr__(self, name, value)
 
@@ -150,28 +148,28 @@ class Policy:
         """
         if not isinstance(rules, Mapping):
             raise TypeError(f"for_modules takes a dict of module to dtype or policy, got {type(rules).__name__}")
-        keys = map(_module_rules.checked_key, rules)
+        keys = map(module_rules.checked_key, rules)
         items = [(key, self._precision(key, value)) for key, value in zip(keys, rules.values(), strict=True)]
         return Policy(self.base, self.device_type, self.overrides, self.modules.extended(items))
 
-    def _precision(self, key: _module_rules.Key, value: Any) -> torch.dtype | Policy:
+    def _precision(self, key: module_rules.Key, value: Any) -> torch.dtype | Policy:
         """What a rule of `for_modules` says; `ValueError` naming the key if a module cannot follow it."""
         if isinstance(value, Policy):
             if value.device_type != self.device_type:
                 raise ValueError(
-                    f"the policy for module {_module_rules.describe(key)} is for {value.device_type!r}, "
+                    f"the policy for module {module_rules.describe(key)} is for {value.device_type!r}, "
                     f"not {self.device_type!r}"
                 )
-            if value._depth() >= _written.MOST_NESTED:
+            if value._depth() >= written.MOST_NESTED:
                 raise ValueError(
-                    f"the policy for module {_module_rules.describe(key)} holds policies that hold policies, more than "
-                    f"{_written.MOST_NESTED} deep; give modules inside others a rule by their path instead"
+                    f"the policy for module {module_rules.describe(key)} holds policies that hold policies, more than "
+                    f"{written.MOST_NESTED} deep; give modules inside others a rule by their path instead"
                 )
             return value
         dtype = _PRECISIONS.get(value) if isinstance(value, str) else value
         if not isinstance(dtype, torch.dtype) or dtype not in _PRECISIONS.values():
             raise ValueError(
-                f"{short(value)} is no precision for module {_module_rules.describe(key)}; expected torch.float32, "
+                f"{short(value)} is no precision for module {module_rules.describe(key)}; expected torch.float32, "
                 "torch.bfloat16, torch.float16, their names, or a Policy"
             )
         return dtype
@@ -201,7 +199,7 @@ class Policy:
             if found in layer.rules:
                 why = layer.whys.get(found, "set by the user")
                 return Explanation(found.name(), layer.rules[found], layer.name, why)
-        if torch._C._dispatch_has_kernel_for_dispatch_key(found.name(), "CompositeImplicitAutograd"):
+        if is_composite(found):
             return Explanation(found.name(), Rule.DECOMPOSE, "unlisted", _WHY_COMPOSITE)
         return Explanation(found.name(), Rule.KEEP, "unlisted", _WHY_UNLISTED)
 
@@ -220,9 +218,9 @@ class Policy:
         return {
             "base": self.base,
             "device_type": self.device_type,
-            "rules": [_written.layer_dict(layer) for layer in self.overrides],
+            "rules": [written.layer_dict(layer) for layer in self.overrides],
             "modules": [
-                [_written.key_text(key), value.to_dict() if isinstance(value, Policy) else str(value)[len("torch.") :]]
+                [written.key_text(key), value.to_dict() if isinstance(value, Policy) else str(value)[len("torch.") :]]
                 for key, value in self.modules.items
             ],
         }
@@ -234,7 +232,7 @@ class Policy:
         So where the policy names a module class, the module that defines the class must have been imported before.
         Raises `TypeError` or `ValueError`, saying what is wrong, for anything that `to_dict` does not write.
         """
-        return _restored(*_written.read_dict(state))
+        return _restored(*written.read_dict(state))
 
     @classmethod
     def from_text(cls, text: str) -> Policy:
@@ -242,7 +240,7 @@ class Policy:
 
         Raises `TypeError` or `ValueError`, saying what is wrong, for any other text.
         """
-        return _restored(*_written.read_text(text))
+        return _restored(*written.read_text(text))
 
     def _layers(self) -> tuple[_Layer, ...]:
         return (
@@ -274,8 +272,8 @@ class Policy:
 
     def __reduce__(self) -> tuple[Any, ...]:
         for key, _ in self.modules.items:
-            _written.check_travels(key)
-        layers = [_written.layer_dict(layer) for layer in self.overrides]
+            written.check_travels(key)
+        layers = [written.layer_dict(layer) for layer in self.overrides]
         return _restored, (self.base, self.device_type, layers, self.modules.items)
 
     def __repr__(self) -> str:
@@ -314,7 +312,7 @@ def _restored(base: Any, device_type: Any, layers: Iterable[Any], modules: Itera
     for layer in layers:
         policy = policy.with_rules(layer)
     for key, value in modules:
-        policy = policy.for_modules({key: _restored(*value) if isinstance(value, _written.Parts) else value})
+        policy = policy.for_modules({key: _restored(*value) if isinstance(value, written.Parts) else value})
     return policy
 
 

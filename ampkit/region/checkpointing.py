@@ -1,7 +1,7 @@
 """Activation checkpointing inside a region: the recompute sees what the forward saw.
 
-Inside a region, `torch.utils.checkpoint.checkpoint` needs nothing of this (see `_checkpoint_frames`), nor does a
-function decorated with `autocast`. Code that runs its own recomputation does.
+Inside a region, `torch.utils.checkpoint.checkpoint` needs nothing of this (see `torch_internals.checkpoint`), nor does
+a function decorated with `autocast`. Code that runs its own recomputation does.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch.utils.checkpoint
 
-from ampkit.region._compiled import tracing
 from ampkit.region.snapshot import Snapshot
+from ampkit.torch_internals.dynamo import tracing
 
 __all__ = ["checkpoint", "checkpoint_context_fn"]
 

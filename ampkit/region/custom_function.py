@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -17,12 +16,15 @@ from torch.autograd.function import Function
 
 from ampkit.policy.casting import is_eligible
 from ampkit.policy.policy import Policy
-from ampkit.region import _compiled, _lifted_mode
-from ampkit.region.autocast import autocast, device_kind
+from ampkit.region import graph
+from ampkit.region.arguments import autocast_device_type
+from ampkit.region.autocast import autocast
+from ampkit.region.spec import RegionSpec
+from ampkit.region.thread_state import thread
+from ampkit.torch_internals.dispatcher import current
+from ampkit.torch_internals.dynamo import called_while_tracing, tracing
 
 __all__ = ["custom_bwd", "custom_fwd"]
-
-_thread = threading.local()
 
 
 def custom_fwd(
@@ -40,16 +42,18 @@ def custom_fwd(
     """
     if fwd is None:
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
-    kind = device_kind(device_type)
+    kind = autocast_device_type(device_type)
 
     @functools.wraps(fwd)
     def decorated(*args: Any, **kwargs: Any) -> Any:
         enabled = torch.is_autocast_enabled(kind)
         ctx: Any = args[0] if args and hasattr(args[0], "save_for_backward") else None
-        if ctx is not None and _compiled.tracing():
+        if ctx is not None and tracing():
             state: Any = (enabled and cast_inputs is None, torch.get_autocast_dtype(kind), _rules(kind))
         else:
-            state = _State(kind, enabled and cast_inputs is None)
+            state = RegionSpec(
+                kind, torch.get_autocast_dtype(kind), enabled and cast_inputs is None, True, _policy_here(kind)
+            )
         if ctx is not None:
             ctx._ampkit_state = state
         if cast_inputs is None or not enabled:
@@ -73,7 +77,7 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
     """
     if bwd is None:
         return functools.partial(custom_bwd, device_type=device_type)
-    kind = device_kind(device_type)
+    kind = autocast_device_type(device_type)
 
     @functools.wraps(bwd)
     def decorated(*args: Any, **kwargs: Any) -> Any:
@@ -82,52 +86,37 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
             raise AttributeError(
                 f"{bwd.__qualname__} has custom_bwd, but its forward did not run under custom_fwd; decorate both"
             )
-        if isinstance(state, _State):
-            with state.region(kind):
+        if isinstance(state, RegionSpec):
+            with autocast.of(state._replace(cache_enabled=torch.is_autocast_cache_enabled())):
                 return bwd(*args, **kwargs)
         enabled, dtype, rules = state       # of a forward in the same trace
-        _compiled.enter(kind, dtype, enabled, torch.is_autocast_cache_enabled(), rules)
+        graph.enter(kind, dtype, enabled, torch.is_autocast_cache_enabled(), rules)
         try:
             return bwd(*args, **kwargs)
         finally:
-            _compiled.leave_region()
+            graph.leave_region()
 
     return decorated
 
 
+@called_while_tracing
 def _rules(kind: str) -> str:
-    """The rules in force for a device type, as a `Policy.text`. Dynamo calls it while it traces."""
-    return _State(kind, True).policy(kind).text
+    """The rules in force for a device type, as a `Policy.text`."""
+    return _policy_here(kind).text
 
 
-_rules._dynamo_marked_constant = True  # type: ignore[attr-defined]
+def _policy_here(kind: str) -> Policy:
+    """The policy in force for a device type; torch.amp's in a region of torch's, or in none."""
+    mode = current()
+    return (None if mode is None else dict(mode.policies).get(kind)) or _torch_policy(kind)
 
 
-class _State:
-    """The autocast state of a forward: what its backward goes back to."""
-
-    __slots__ = ("dtype", "enabled", "policies")
-
-    def __init__(self, kind: str, enabled: bool) -> None:
-        mode = _lifted_mode.current()
-        self.enabled = enabled
-        self.dtype = torch.get_autocast_dtype(kind)
-        self.policies = {} if mode is None else dict(mode.policies)
-
-    def policy(self, kind: str) -> Policy:
-        """The policy for a device type; torch.amp's where forward ran in a region of torch's, or in none."""
-        return self.policies.get(kind) or Policy.torch(kind)
-
-    def region(self, kind: str) -> autocast:
-        """A region in that state."""
-        region = autocast(kind, self.dtype, enabled=False, policy=self.policy(kind))
-        region._enabled = self.enabled      # its forward ran so: there is nothing to check or to warn about
-        return region
+_torch_policy = functools.cache(Policy.torch)
 
 
-def _await_setup_context(fwd: Callable[..., Any], state: _State) -> None:
+def _await_setup_context(fwd: Callable[..., Any], state: RegionSpec) -> None:
     """Leave `state` for the `setup_context` that torch calls right after this forward, which gets the ctx."""
-    _thread.state = state
+    thread.forward = state
     frame = sys._getframe(2)
     while frame is not None:
         cls = frame.f_locals.get("cls") or frame.f_locals.get("autograd_function")
@@ -145,7 +134,7 @@ def _forward_is(cls: type[Function], fwd: Callable[..., Any]) -> bool:
 def _take_state(setup_context: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(setup_context)
     def decorated(ctx: Any, inputs: Any, output: Any) -> Any:
-        ctx._ampkit_state = _thread.state
+        ctx._ampkit_state = thread.forward
         return setup_context(ctx, inputs, output)
 
     decorated._ampkit_wraps = setup_context  # type: ignore[attr-defined]

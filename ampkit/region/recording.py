@@ -19,23 +19,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.nn import Module
 
 from ampkit.policy import casting
-from ampkit.policy._module_rules import path_of
+from ampkit.policy.module_paths import path_of
 from ampkit.policy.op_table import Rule
 from ampkit.policy.policy import Policy
-from ampkit.region._lifted_mode import AutocastMode
-from ampkit.region._restoring import Restoring
+from ampkit.region.mode import AutocastMode
+from ampkit.region.restoring import Restoring
 from ampkit.region.weight_cache import WeightCache
-from ampkit.torch_internals.lookup import private
+from ampkit.torch_internals.dynamo import TracingContext
+from ampkit.torch_internals.modules import CALL
+from ampkit.torch_internals.operators import OpOverload
 
 __all__ = ["CastRecord", "RecordedCall", "record_casts"]
 
 _LIBRARIES = tuple(f"{Path(str(package.__file__)).parent}/" for package in (torch, sys.modules["ampkit"]))
-_TracingContext = private("_guards.TracingContext")
-_CALL_OF_A_MODULE = Module._call_impl.__code__
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _HEADER = ("calls", "operator", "rule, set by", "module", "operands", "computed in", "casts", "cached", "MB")
 _FLUSH_RIGHT = frozenset({"calls", "casts", "cached", "MB"})
@@ -152,7 +151,7 @@ class _RecordingMode(AutocastMode):
     def prepare(self, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self.reused.casts = []
         call = super().prepare(op, args, kwargs)
-        if call is not None and _TracingContext.try_get() is None:
+        if call is not None and TracingContext.try_get() is None:
             self.record.calls.append(self._noted(op, (*args, *kwargs.values()), (*call[1], *call[2].values())))
         self.reused.casts = []
         return call
@@ -199,7 +198,7 @@ def _whereabouts(frame: FrameType | None) -> tuple[str, str]:
     line = ""
     while frame is not None:
         code = frame.f_code
-        if code is _CALL_OF_A_MODULE:
+        if code is CALL:
             modules.append(frame.f_locals["self"])
         elif not line and not code.co_filename.startswith((*_LIBRARIES, "<")):
             line = f"{Path(code.co_filename).name}:{frame.f_lineno}"

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampkit.torch_internals.tensors import flatten_rnn_weights
+
 _aten = torch.ops.aten
 # Operator -> cuDNN's mode number, as in torch.backends.cudnn.rnn.get_cudnn_mode.
 LAYERS = {
@@ -49,7 +51,7 @@ def flatten_weights(op: Any, args: tuple[Any, ...]) -> None:
     projection = output_size if output_size != hidden_size else 0
     per_layer = (4 if has_biases else 2) + (1 if projection else 0)
     with torch.no_grad():
-        torch._cudnn_rnn_flatten_weight(
+        flatten_rnn_weights(
             list(weights), per_layer, input.shape[-1], LAYERS[op], hidden_size, projection, num_layers, batch_first,
             bool(bidirectional),
         )

@@ -10,18 +10,24 @@ import torch
 
 from ampkit.policy.op_table import TORCH
 from ampkit.policy.policy import Policy
-from ampkit.region import _checkpoint_frames, _lifted_mode, _module_regions, recording
-from ampkit.region._lifted_mode import AutocastMode, Entered
-from ampkit.region._restoring import Restoring
-from ampkit.region.autocast import leave_ended, regions
+from ampkit.region import module_hooks, recording
+from ampkit.region.mode import AutocastMode, DispatchGuard
+from ampkit.region.restoring import Restoring
+from ampkit.region.stack import leave_ended
+from ampkit.region.thread_state import thread
 from ampkit.region.weight_cache import RegionCache
+from ampkit.torch_internals import checkpoint
+from ampkit.torch_internals.dispatcher import current
 
 NativeState = Sequence[tuple[str, bool, torch.dtype]]       # of torch: device type, enabled, dtype
 
 
-def native_state(kinds: Iterable[str]) -> NativeState:
+def native_state(device_types: Iterable[str]) -> NativeState:
     """torch's own autocast state for some device types."""
-    return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    return [
+        (device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+        for device_type in device_types
+    ]
 
 
 class reentered(Restoring[None]):
@@ -36,7 +42,7 @@ class reentered(Restoring[None]):
         policies: tuple[tuple[str, Policy], ...],
         *,
         cached: bool,
-        watch: Callable[[], _module_regions.Watch | None],
+        watch: Callable[[], module_hooks.Watch | None],
         native: NativeState = (),
     ) -> None:
         self.policies = policies
@@ -45,43 +51,43 @@ class reentered(Restoring[None]):
         self.native = native
 
     def record(self) -> None:
-        self.found = native_state(kind for kind, _, _ in self.native)
-        self.hooks = self.watch()
-        self.entered = Entered(
-            recording.new_mode(self.policies, RegionCache() if self.cached else None), _lifted_mode.current(),
+        self.found = native_state(device_type for device_type, _, _ in self.native)
+        self.watching = self.watch()
+        self.guard = DispatchGuard(
+            recording.new_mode(self.policies, RegionCache() if self.cached else None), current(),
             active=bool(self.policies),
         )
 
     def change(self) -> None:
         _set_native(self.native)
-        self.entered.enter()
-        if self.hooks is not None:
-            self.hooks.begin()
+        self.guard.enter()
+        if self.watching is not None:
+            self.watching.begin()
 
     def restore(self, *, again: bool) -> None:
-        _module_regions.leave_interrupted()
-        if self.hooks is not None:
-            self.hooks.remove()
-        leave_ended(regions())      # a recompute ends with an exception when it has what backward needs
-        self.entered.leave(again=again)
+        module_hooks.leave_interrupted()
+        if self.watching is not None:
+            self.watching.remove()
+        leave_ended(thread.regions)      # a recompute ends with an exception when it has what backward needs
+        self.guard.leave(again=again)
         _set_native(self.found)
 
 
 def _set_native(states: NativeState) -> None:
-    for kind, enabled, dtype in states:
-        torch.set_autocast_enabled(kind, enabled)
-        torch.set_autocast_dtype(kind, dtype)
+    for device_type, enabled, dtype in states:
+        torch.set_autocast_enabled(device_type, enabled)
+        torch.set_autocast_dtype(device_type, dtype)
 
 
 class Snapshot:
     """The autocast state of this thread at this moment, to be restored elsewhere: another thread, or a recompute."""
 
     def __init__(self) -> None:
-        mode = _lifted_mode.current()
+        mode = current()
         self.policies = mode.policies if mode is not None else ()
         self.cached = mode is not None and mode.cache is not None
         self.native = native_state(TORCH)
-        self.watch = _module_regions.watch_again()
+        self.watch = module_hooks.watch_again()
 
     def restored(self) -> reentered:
         """A context in which the state is as it was; weights are cast into a cache of its own."""
@@ -103,7 +109,7 @@ def _run_again(mode: AutocastMode, function: Callable[..., Any]) -> Callable[...
 
     torch's checkpoint restores the enabled flags and dtypes itself.
     """
-    watch = _module_regions.watch_again()
+    watch = module_hooks.watch_again()
 
     def recompute(*args: Any, **kwargs: Any) -> Any:
         with reentered(mode.policies, cached=mode.cache is not None, watch=watch):
@@ -112,4 +118,4 @@ def _run_again(mode: AutocastMode, function: Callable[..., Any]) -> Callable[...
     return recompute
 
 
-_checkpoint_frames.reenter = _run_again
+checkpoint.reenter = _run_again

@@ -17,7 +17,8 @@ Between regions anybody may write to a weight in ways that move nothing. An entr
 and used in the next, only if the weight lies in memory that torch allocated and that no other tensor, array or process
 shares, in the layout it had; if no collective of `torch.distributed` has run since; and if no optimizer step was ever
 captured into a CUDA graph, since replays call no hook. So weights that FSDP, ZeRO or flat buffers fill are cast anew in
-each region. What remains unseen is listed at `WeightCache`, whose `verify` finds it.
+each region. An entry is looked over when the region that used it is left, and at its first use in the next: what a
+region does not use costs it nothing. What remains unseen is listed at `WeightCache`, whose `verify` finds it.
 
 Casts are made with grad mode on and inference mode off, so that one entry serves `no_grad`, `inference_mode` and
 training alike and gradients flow. Between regions an entry is kept without its autograd history, and gets a new one at
@@ -27,7 +28,6 @@ that of an earlier micro-batch comes last, so all gradients would wait in memory
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -36,22 +36,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ampkit.policy.casting import converter
-from ampkit.region._answered_copy import Answer
-from ampkit.region._unseen_writes import collectives, owns_its_memory
-from ampkit.torch_internals.lookup import private
+from ampkit.region.optimizer_steps import capturing, seen, watch_for
+from ampkit.region.reuse_cast import ReuseCast
+from ampkit.region.unseen_writes import collectives, owns_its_memory
+from ampkit.torch_internals.tensors import functorch_level, n_dispatch_modes, tracing_state
 
-__all__ = ["CacheInfo", "RegionCache", "WeightCache", "capturing"]
+__all__ = ["CacheInfo", "RegionCache", "WeightCache"]
 
 # Asked at every use of every weight: finding a name in three modules takes longer than the answer.
 _cache_enabled = torch.is_autocast_cache_enabled
 _grad_enabled = torch.is_grad_enabled
 _inference_mode = torch.is_inference_mode_enabled
-_n_modes: Callable[[], int] = private("_C._len_torch_dispatch_stack")
-_tracing_state: Callable[[], Any] = private("_C._get_tracing_state")
-_functorch_level: Callable[[], int | None] = private("_C._functorch.maybe_current_level")
 
 
 class CacheInfo(NamedTuple):
@@ -71,17 +68,18 @@ class _Ref(weakref.ref[Any]):
 
 
 class _Entry:
-    __slots__ = ("address", "cast", "collectives", "layout", "nbytes", "steps", "storage", "version", "weight")
+    __slots__ = ("address", "cast", "collectives", "epoch", "layout", "nbytes", "steps", "storage", "version", "weight")
 
     cast: Tensor
     nbytes: int
+    epoch: int          # of the cache, when the entry was last found to be as it was
     layout: Any         # this and the next in caches that outlive regions
     collectives: Any
 
     def __init__(self, key: tuple[int, torch.dtype], leaf: Tensor, forget: Callable[[Any], None]) -> None:
         """What tells later whether `leaf` still has the values it has now."""
         self.version = leaf._version
-        self.steps = _steps.count
+        self.steps = seen.count
         self.weight = weight = _Ref(leaf, forget)
         weight.key = key
         if type(leaf) is Parameter or type(leaf) is Tensor:
@@ -101,7 +99,7 @@ class WeightCache:
 
     A weight may be written in ways that no cache can see. Call `clear()` after
 
-    - writes in place through an alias that is gone again: `p.data.copy_(average)`, `p.detach().numpy()`, DLPack,
+    - writes in place through an alias that is gone before the next use: `p.data.copy_(average)`, `.numpy()`, DLPack,
       `p.untyped_storage()`, `torch.ops.aten._unsafe_view`, or under `torch.autograd._unsafe_preserve_version_counter`;
     - fused updates without an optimizer: `torch.optim.adam.adam(fused=True)`, `torch._fused_sgd_`;
     - a kernel of your own, or a CUDA graph captured before the first region or `WeightCache`;
@@ -131,7 +129,6 @@ class WeightCache:
                 f"verify is {verify!r}; expected True to compare every element at each use, a number of elements, 1 or "
                 "more, or False to compare none"
             )
-        _watch_optimizers()
         self.max_bytes = max_bytes
         self.verify = verify
         self._looks_at_hits = max_bytes is not None or bool(verify)
@@ -142,10 +139,11 @@ class WeightCache:
         self._bytes = 0
         self._hits = 0
         self._misses = 0
-        self._looked_at = _steps.count      # the optimizer step that outdated casts were last dropped after
+        self._looked_at = seen.count      # the optimizer step that outdated casts were last dropped after
+        self._epoch = 0     # how often a region was entered: the first use of an entry after that looks it over
+        self._in_use: list[tuple[int, torch.dtype]] = []        # what to look over when a region is left
         self.modes: dict[Any, Any] = {}     # the dispatch modes that casts for this cache, by policies; see `autocast`
-        with _steps.lock:
-            _steps.caches.add(self)
+        watch_for(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy starts empty: what is held belongs to these very weights.
@@ -173,7 +171,7 @@ class WeightCache:
 
     def drop_outdated(self) -> None:
         """Drop the casts made before the latest optimizer step."""
-        steps = _steps.count
+        steps = seen.count
         if self._looked_at == steps:
             return
         with self._lock:
@@ -182,24 +180,27 @@ class WeightCache:
                     self._remove(key)
             self._looked_at = steps
 
+    def renew_lock(self) -> None:
+        """In a forked child: take the place of a lock that a thread of the parent may have held, amid a change."""
+        self._lock = threading.RLock()
+        self._bytes = sum(entry.nbytes for entry in self._entries.values())
+
     def enter(self) -> None:
-        """A region is entered: drop what may have been written since its cast was made, seen or unseen."""
+        """A region is entered: from here on, casts are looked over before they are used again."""
         self.drop_outdated()
-        if self._entries:
-            now = collectives()
-            with self._lock:
-                for key, entry in list(self._entries.items()):
-                    if entry.collectives != now or not _is_as_it_was(entry):
-                        self._remove(key)
+        self._epoch += 1
 
     def leave(self) -> None:
         """A region is left: keep what the next may use, and of that the values, so that parameters can be freed."""
         with self._lock:
-            for key, entry in list(self._entries.items()):      # a copy, as above
-                if not _is_as_it_was(entry):
+            while self._in_use:
+                key = self._in_use[-1]
+                entry = self._entries.get(key)
+                if entry is not None and not _is_as_it_was(entry):
                     self._remove(key)
-                elif entry.cast.requires_grad:
+                elif entry is not None and entry.cast.requires_grad:
                     entry.cast = entry.cast.detach()
+                self._in_use.pop()      # last, so that an interrupt loses none
 
     def cast(self, leaf: Tensor, dtype: torch.dtype) -> Tensor:
         """`leaf.to(dtype)`, from the cache where the leaf is a weight that may be cached."""
@@ -211,9 +212,9 @@ class WeightCache:
             entry = None
         if (        # in place, as this runs for every weight of every operator
             not _cache_enabled()        # by a `torch.autocast` region inside ours
-            or _n_modes() > 0           # a recording, as in the next two
-            or _tracing_state() is not None
-            or _functorch_level() is not None
+            or n_dispatch_modes() > 0           # a recording, as in the next two
+            or tracing_state() is not None
+            or functorch_level() is not None
             or (leaf.is_cuda and capturing() != self.in_capture)
             or (not self.outlives_regions and _inference_mode())
         ):
@@ -223,14 +224,16 @@ class WeightCache:
         if (
             entry.version != leaf._version
             or (entry.address is not None and entry.address != leaf.data_ptr())
-            or entry.steps != _steps.count
+            or entry.steps != seen.count
+            or (entry.epoch != self._epoch and not self._still_holds(key, entry))
         ):
-            return self._make(key, leaf, dtype) if self._keeps(leaf) else leaf.to(dtype)
+            return self._cast_anew(key, leaf, dtype)
         cast = entry.cast
         if cast.requires_grad is not leaf.requires_grad:    # kept from an earlier region, or frozen or unfrozen since
             if not self._keeps(leaf):
                 return leaf.to(dtype)
             cast = entry.cast = _connect(leaf, cast) if leaf.requires_grad else cast.detach()
+            self._in_use.append(key)
         if self._looks_at_hits:
             if self.verify:
                 self._compare(key, leaf, cast)
@@ -240,6 +243,22 @@ class WeightCache:
                         self._entries[key] = entry
         self._hits += 1
         return cast
+
+    def _cast_anew(self, key: tuple[int, torch.dtype], leaf: Tensor, dtype: torch.dtype) -> Tensor:
+        """Replace an entry, or drop it: what is not as it was must not seem so at a later use."""
+        if self._keeps(leaf):
+            return self._make(key, leaf, dtype)
+        with self._lock:
+            self._remove(key)
+        return leaf.to(dtype)
+
+    def _still_holds(self, key: tuple[int, torch.dtype], entry: _Entry) -> bool:
+        """Whether nobody can have written unseen since an earlier region: the first use after entering one asks."""
+        if not _is_as_it_was(entry) or entry.collectives != collectives():
+            return False
+        self._in_use.append(key)
+        entry.epoch = self._epoch
+        return True
 
     def _keeps(self, leaf: Tensor) -> bool:
         """Whether casts of a leaf are kept: never those of views and inputs, and of frozen weights only across regions.
@@ -261,8 +280,10 @@ class WeightCache:
         """Cast a weight and keep the cast."""
         self._misses += 1
         entry = _Entry(key, leaf, self._forget)     # before the cast: a write meanwhile outdates it
+        entry.epoch = self._epoch
         if self.outlives_regions:
             entry.layout, entry.collectives = (leaf.shape, leaf.stride()), collectives()
+            self._in_use.append(key)
         entry.cast = made = _recorded(leaf, dtype)
         entry.nbytes = nbytes = made.nbytes
         with self._lock:
@@ -329,65 +350,15 @@ def _is_as_it_was(entry: _Entry) -> bool:
     weight = entry.weight()
     return (
         weight is not None
-        and not _steps.captured
+        and not seen.captured
         and (weight.shape, weight.stride()) == entry.layout
         and owns_its_memory(weight)
     )
 
 
-def capturing() -> bool:
-    """Whether the current CUDA stream is being captured into a graph."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
-class _Steps:
-    """How many optimizer steps this process has begun and ended, and the caches that each of them outdates."""
-
-    count = 0
-    watched = False
-    captured = False        # one of them into a CUDA graph, whose replays are not counted
-    caches: weakref.WeakSet[WeightCache] = weakref.WeakSet()
-    lock = threading.RLock()        # a signal's handler may make a cache while one is being made
-
-
-_steps = _Steps()
-
-
-def _watch_optimizers() -> None:
-    if not _steps.watched:
-        _steps.watched = True
-        register_optimizer_step_pre_hook(_count_step)
-        register_optimizer_step_post_hook(_count_step)
-
-
-def _count_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Outdate every cast, and free those held; a compiled step leaves that to their next use."""
-    if torch.compiler.is_compiling():
-        _steps.count += 1
-        return
-    with _steps.lock:
-        _steps.count += 1
-        _steps.captured = _steps.captured or capturing()
-        caches = list(_steps.caches)
-    for cache in caches:
-        cache.drop_outdated()
-
-
-def _after_fork() -> None:
-    """In a forked child: a thread of the parent may have held any lock, and gone from the child without a release."""
-    _steps.lock = threading.RLock()
-    for cache in list(_steps.caches):
-        cache._lock = threading.RLock()
-        cache._bytes = sum(entry.nbytes for entry in cache._entries.values())
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
-
-
 def _connect(weight: Tensor, values: Tensor) -> Tensor:
     """`values` as the cast of `weight`, differentiable: autograd records the cast, nothing is copied."""
-    with Answer(values):
+    with ReuseCast(values):
         return _recorded(weight, values.dtype)
 
 

@@ -1,20 +1,31 @@
-"""What regions take of torch's dispatcher: the key above autograd, the guards, and the thread-local store."""
+"""What regions take of torch's dispatcher: the key above autograd, the guard, and the thread-local store."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from ampkit.torch_internals.lookup import missing, private, refuse
 
 __all__ = [
-    "BELOW", "KEY", "KEY_NAME", "Exclude", "get_in_tls", "has_kernel", "higher_order_fallthrough", "higher_order_ops",
-    "is_excluded", "is_in_tls", "is_included", "put_in_tls", "set_excluded", "set_included",
+    "KEY", "KEY_NAME", "TLS_NAME", "Exclude", "TorchDispatchMode", "current", "get_in_tls", "has_kernel",
+    "higher_order_fallthrough", "higher_order_ops", "is_excluded", "is_in_tls", "is_included", "is_open", "keysets",
+    "put_in_tls", "set_excluded", "set_included",
 ]
 
 KEY_NAME = "TESTING_ONLY_GenericMode"
+TLS_NAME = "ampkit.mode"
+_AUTOCAST_KEYS = {
+    "cpu": "AutocastCPU", "cuda": "AutocastCUDA", "mps": "AutocastMPS", "xpu": "AutocastXPU", "hpu": "AutocastHPU",
+    "mtia": "AutocastMTIA", "maia": "AutocastMAIA", "xla": "AutocastXLA", "ipu": "AutocastIPU",
+    "privateuseone": "AutocastPrivateUse1",
+}
 
 Exclude = private("_C._ExcludeDispatchKeyGuard")
 get_in_tls = private("_C._get_obj_in_tls")
@@ -41,7 +52,7 @@ def _keys() -> tuple[Any, Any]:
     return key, below(key)
 
 
-KEY, BELOW = _keys()
+KEY, _BELOW = _keys()
 
 
 def _owning(stash: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
@@ -64,3 +75,23 @@ def _owning(stash: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
 
 _stash = private("_C._stash_obj_in_tls")
 put_in_tls = _stash if _stash is refuse else _owning(_stash)
+
+
+@functools.cache
+def keysets(device_types: tuple[str, ...]) -> tuple[Any, Any]:
+    """The keys to exclude while an operator runs on what a mode has cast, and those it redispatches to uncast."""
+    excluded = torch._C.DispatchKeySet(KEY)
+    for device_type in device_types:
+        excluded |= torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_AUTOCAST_KEYS[device_type]))
+    return excluded, _BELOW - excluded
+
+
+def current() -> Any:
+    """The mode of the innermost region open in this thread, or handed to it by autograd."""
+    mode = get_in_tls(TLS_NAME) if is_in_tls(TLS_NAME) else None
+    return mode if mode is not None and mode.open else None
+
+
+def is_open() -> bool:
+    """Whether operators meet the mode here: a region is open, and no disabled one is inside it."""
+    return is_included(KEY) and not is_excluded(KEY)

@@ -9,12 +9,14 @@ import torch
 
 from ampkit.torch_internals.versions import no_regions
 
-# What this torch lacks of all that was looked up.
+# All that was looked up, and what of it this torch lacks.
+looked_up: list[str] = []
 missing: list[str] = []
 
 
 def private(path: str) -> Any:
     """`torch.<path>`; where there is none, `refuse` in its place, and a note in `missing`."""
+    looked_up.append(path)
     try:
         return functools.reduce(getattr, path.split("."), torch)
     except AttributeError:

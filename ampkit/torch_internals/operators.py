@@ -1,5 +1,43 @@
-"""The classes of torch's operators."""
+"""What policies and regions ask torch's registries: operators, their kernels, and device types with autocast."""
 
+from __future__ import annotations
+
+import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-__all__ = ["OpOverload", "OpOverloadPacket"]
+__all__ = [
+    "OpOverload", "OpOverloadPacket", "autocast_device_types", "has_any_kernel", "is_composite", "is_dispatched",
+    "operator_names", "privateuse1_name",
+]
+
+
+def operator_names() -> list[str]:
+    """The names of all operators: `aten::add.Tensor`."""
+    return torch._C._dispatch_get_all_op_names()
+
+
+def is_composite(op: OpOverload) -> bool:
+    """Whether an operator is written in terms of others, which autograd and autocast see."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+
+def has_any_kernel(op: OpOverload) -> bool:
+    return torch._C._dispatch_has_kernel(op.name())
+
+
+def is_dispatched(op: OpOverload) -> bool:
+    """Whether calls of an operator go through the dispatcher; TorchScript's on plain numbers do not."""
+    try:
+        torch._C._dispatch_find_schema_or_throw(op._schema.name, op._schema.overload_name)
+    except RuntimeError:
+        return False
+    return True
+
+
+def autocast_device_types() -> list[str]:
+    return torch._C._autocast_supported_devices()
+
+
+def privateuse1_name() -> str:
+    """What the backend that torch calls `privateuseone` calls itself."""
+    return torch._C._get_privateuse1_backend_name()

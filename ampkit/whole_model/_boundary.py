@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.nn import Module
 
+from ampkit.containers import cast_tree
 from ampkit.policy.policy import Policy
 from ampkit.region.autocast import autocast
-from ampkit.region.wrapping import WrappedForward
-from ampkit.whole_model.tree_cast import cast_tree
+from ampkit.region.forward_wrapper import WrappedForward
 
 M = TypeVar("M", bound=Module)
 

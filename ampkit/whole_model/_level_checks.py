@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from ampkit.containers import REAL_FLOATS
 from ampkit.gradients.masters import masters_of
 from ampkit.whole_model._boundary import refuse_bounded
-from ampkit.whole_model.tree_cast import REAL_FLOATS
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _NAMES_SHOWN = 4

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from ampkit.containers import REAL_FLOATS, cast_tree, map_tensors
 from ampkit.whole_model.half import BATCH_NORMS, Keep, half
-from ampkit.whole_model.tree_cast import REAL_FLOATS, cast_tree, map_tensors
 
 __all__ = ["HalfReport", "ModuleError", "check_half"]
 

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampkit.containers import map_tensors
 from ampkit.policy import casting
 from ampkit.policy.op_table import TORCH, Rule
 from ampkit.policy.policy import register_op
 from ampkit.region.autocast import autocast, float32_region
 from ampkit.torch_internals.operators import OpOverload, OpOverloadPacket
 from ampkit.whole_model._boundary import casts_disabled
-from ampkit.whole_model.tree_cast import map_tensors
 
 __all__ = [
     "disable_casts", "float_function", "half_function", "promote_function", "register_float_function",

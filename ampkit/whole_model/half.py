@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
-from ampkit.policy._module_rules import ModuleRules
+from ampkit.containers import REAL_FLOATS, cast, cast_tree
+from ampkit.policy.module_rules import ModuleRules
 from ampkit.torch_internals.module_classes import BatchNorm, InstanceNorm
 from ampkit.whole_model._boundary import Boundary, put_boundary, refuse_bounded
-from ampkit.whole_model.tree_cast import REAL_FLOATS, cast, cast_tree
 
 __all__ = ["BATCH_NORMS", "NORMS", "half"]
 

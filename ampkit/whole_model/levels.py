@@ -19,7 +19,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from ampkit.policy.policy import Policy
-from ampkit.region.autocast import device_kind
+from ampkit.region.autocast import autocast_device_type
 from ampkit.whole_model import _level_options
 from ampkit.whole_model._boundary import Boundary, device_type_of, put_boundary
 from ampkit.whole_model._fp32_checkpoints import Fp32Checkpoints
@@ -103,7 +103,7 @@ def initialize(
                 f"this {type(optimizer).__name__} has been through initialize already; call it once for each model "
                 f"and optimizer, with all of those that belong together"
             )
-    device_type = device_kind(device_type_of(all_models[0]) if all_models else None)
+    device_type = autocast_device_type(device_type_of(all_models[0]) if all_models else None)
     options = _level_options.resolve(
         opt_level, torch.get_autocast_dtype(device_type), dtype=dtype, cast_model_type=cast_model_type,
         patch_torch_functions=patch_torch_functions, keep_batchnorm_fp32=keep_batchnorm_fp32,

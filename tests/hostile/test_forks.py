@@ -1,7 +1,12 @@
-"""A process that forks while its threads enter regions: the child has their locks, and none of the threads."""
+"""A process that forks while its threads enter regions: the child has their locks, and none of the threads.
+
+The child has a model of its own, of pointwise operators: parameters have a lock in autograd, and matrix products have
+some in oneDNN, which no child gets back if another thread holds them.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import os
 import signal
@@ -15,35 +20,50 @@ import torch
 from budget import rounds
 
 from ampkit import Policy, Rule, WeightCache, autocast
-from ampkit.region import _module_regions
+from ampkit.region import module_hooks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 
-MODEL = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+
+
+class Scale(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.mul(x, self.weight)
+
+
+def model() -> torch.nn.Module:
+    return torch.nn.Sequential(Scale(), Scale())
+
+
 X = torch.ones(2, 2)
 CACHE = WeightCache()
 TURN = 0
 
 
-def in_regions() -> None:
+def in_regions(net: torch.nn.Module) -> None:
     """Through every lock that regions take: of caches, marks, hooks and kernels."""
     global TURN
     TURN += 1
-    layers = Policy.default("cpu")
+    layers = Policy.default("cpu").with_rules({"aten::mul.Tensor": Rule.LOWER})
     for n in range(TURN % 3):
         layers = layers.with_rules({("aten::mm", "aten::bmm", "aten::addmm")[(TURN + n) % 3]: Rule.FLOAT32})
     with autocast("cpu", policy=layers.for_modules({"1": torch.float32}), cache=CACHE):
-        MODEL(X)
+        net(X)
 
 
 def step() -> None:
     """What a child does that trains."""
-    in_regions()
-    optimizer = torch.optim.SGD(MODEL.parameters(), lr=0.0)
+    net = model()
+    in_regions(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     with autocast("cpu"):
-        MODEL(X).sum().backward()
+        net(X).sum().backward()
     optimizer.step()
-    assert not _module_regions._watches, "hooks of the parent's threads are still there"
+    assert not module_hooks._watches, "hooks of the parent's threads are still there"
 
 
 def in_a_child(call: Callable[[], None], seconds: float = 30.0) -> str:
@@ -52,6 +72,7 @@ def in_a_child(call: Callable[[], None], seconds: float = 30.0) -> str:
         warnings.simplefilter("ignore", DeprecationWarning)     # of forking a process with threads, which is the point
         pid = os.fork()
     if pid == 0:
+        faulthandler.dump_traceback_later(seconds * 0.7, file=2)     # where it hangs
         try:
             call()
         except BaseException as error:
@@ -74,8 +95,9 @@ def test_a_child_forked_amid_regions_can_train():
     stop = threading.Event()
 
     def loop() -> None:
+        net = model()
         while not stop.is_set():
-            in_regions()
+            in_regions(net)
 
     threads = [threading.Thread(target=loop) for _ in range(2)]
     for thread in threads:
@@ -95,8 +117,8 @@ def test_a_child_forked_amid_regions_can_train():
 
 @pytest.mark.parametrize(
     "lock",
-    ["ampkit.region._module_regions._lock", "ampkit.region._fingerprint._marking_lock",
-     "ampkit.region._lifted_mode._installing_lock", "ampkit_kernels.pointer_table._lock"],
+    ["ampkit.region.module_hooks._lock", "ampkit.region.policy_guard._marking_lock",
+     "ampkit.torch_internals.kernels._installing_lock", "ampkit_kernels.pointer_table._lock"],
 )
 def test_a_lock_that_another_thread_holds_is_free_in_the_child(lock):
     module, _, name = lock.rpartition(".")

@@ -16,9 +16,10 @@ from torch.nn.modules import module as hooked
 
 import ampkit
 from ampkit import Policy, Rule, WeightCache, autocast, float32_region, record_casts
-from ampkit.region import _compiled, _fingerprint, _lifted_mode, _running_modules, recording
-from ampkit.region import autocast as stack_of
-from ampkit.region.snapshot import Snapshot
+from ampkit.region import graph, policy_guard, recording, stack
+from ampkit.region.snapshot import Snapshot, native_state
+from ampkit.region.thread_state import thread
+from ampkit.torch_internals import dispatcher, kernels
 
 BF16 = torch.bfloat16
 HERE = f"{Path(ampkit.__file__).parent}/"
@@ -91,7 +92,7 @@ def coroutine() -> None:
 
 def in_a_graph() -> None:
     """What `torch.compile(backend="eager")` runs: regions entered and left by calls, with no `with` around them."""
-    calls = {"enter": _compiled.enter_region, "leave": _compiled.leave_region, "dtype": BF16, "rules": MINE.text}
+    calls = {"enter": graph.enter_region, "leave": graph.leave_region, "dtype": BF16, "rules": MINE.text}
     source = "enter('cpu', dtype, True, True, rules, 0)\nenter('cpu', dtype, False, True, None, 0)\nleave()\nleave()"
     exec(compile(source, "<eval_with_key>.0", "exec"), calls)
 
@@ -122,13 +123,12 @@ SCENES = [
 
 def everything() -> dict[str, Any]:
     """What a region may leave behind in this thread or process."""
-    running = _running_modules.running_here()
-    key = _lifted_mode._KEY
+    key = dispatcher.KEY
     return {
         "torch's autocast state": state(),
-        "dispatcher key": (_lifted_mode._is_included(key), _lifted_mode._is_excluded(key)),
-        "mark": (_fingerprint.thread.mark, [torch.is_autocast_enabled(device) for device in _fingerprint._DEVICES]),
-        "mode": _lifted_mode.current(),
+        "dispatcher key": (dispatcher.is_included(key), dispatcher.is_excluded(key)),
+        "mark": (thread.mark, [torch.is_autocast_enabled(device) for device in policy_guard._DEVICES]),
+        "mode": dispatcher.current(),
         "module hooks": [
             len(table)
             for table in (
@@ -136,7 +136,7 @@ def everything() -> dict[str, Any]:
                 hooked._global_forward_hooks_always_called,
             )
         ],
-        "modules": (len(running.open), len(running.modules)),
+        "modules": (len(thread.regions), len(thread.followed), len(thread.modules)),
         "record": recording.current(),
     }
 
@@ -144,7 +144,7 @@ def everything() -> dict[str, Any]:
 def later_policy() -> Any:
     """The policy of a region that is given none, as operators meet it."""
     with autocast("cpu", BF16):
-        mode = _lifted_mode.current()
+        mode = dispatcher.current()
     return None if mode is None else mode.policies
 
 
@@ -157,7 +157,7 @@ def events(call: Callable[[], Any], prefix: str) -> int:
 
 def clean_up(native: Any) -> None:
     """After a finding, so that the next is one of its own."""
-    stack_of.leave_down_to(stack_of.regions(), 0)
+    stack.leave_down_to(thread.regions, 0)
     for kind, enabled, dtype in native:
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)
@@ -173,7 +173,8 @@ EDGES = {
     "autocast.__enter__", "push", "autocast.__exit__", "Restoring.__enter__", "Restoring.__exit__",
     "_plain.<locals>.wrapper",
 }
-CALLERS = {"_stepped"}      # has a `with region:` of its own: before and after it, as in any user's code
+# Have a `with region:` of their own: before and after it, as in any user's code.
+CALLERS = {"_stepped", "_run_again.<locals>.recompute", "Snapshot.wrap.<locals>.restored"}
 
 
 def at_an_edge(place: Place) -> bool:
@@ -182,7 +183,7 @@ def at_an_edge(place: Place) -> bool:
 
 def interrupt(scene: Callable[[], Any], prefix: str, at: int, fresh: dict[str, Any]) -> tuple[Place | None, Any]:
     """Where the interrupt hit, and what it left behind."""
-    native = stack_of.native_state(KINDS)
+    native = native_state(KINDS)
     interrupter = Interrupter(prefix, at)
     error = interrupter.run(scene)
     if scene is in_a_graph:     # no `with` is around its regions: those left are closed by the next that is entered
@@ -238,9 +239,9 @@ def test_an_interrupt_while_a_kernel_is_registered_is_made_good_by_the_next_regi
     op = torch.ops.hostile.product.default
     policy = Policy.default("cpu").with_rules({op: Rule.LOWER})
     tries = 0
-    while op not in _lifted_mode._installed:
+    while op not in kernels._installed:
         tries += 1
-        Interrupter(_lifted_mode.__file__, tries).run(lambda: _lifted_mode.install([op]))
+        Interrupter(kernels.__file__, tries).run(lambda: kernels.install([op]))
     assert tries > 20
     with autocast("cpu", BF16, policy=policy):
         assert op(X, X).dtype == BF16

@@ -284,7 +284,7 @@ def fresh(p: Parameter) -> Tensor:
 def program(draw: random.Random, cache: WeightCache | None, frozen: bool) -> None:
     """Some uses and writes of three weights, in some regions, each use compared with a fresh cast."""
     weights = [Parameter(values(draw), not frozen) for _ in range(3)]
-    alive: list[Any] = []
+    alive: list[list[Any]] = [[], [], []]       # aliases of each weight, which live until it is used
     told: list[str] = []
     torch_is_stale: set[int] = set()    # trained, written unseen in the open region, and not cleared
 
@@ -296,10 +296,12 @@ def program(draw: random.Random, cache: WeightCache | None, frozen: bool) -> Non
                 got = used(p)
             told.append(f"use {n}")
             assert n in torch_is_stale or torch.equal(got, fresh(p)), "\n".join(told)
+            if draw.random() < 0.5:
+                alive[n].clear()
             return
         table = draw.choice([SEEN, BETWEEN, UNSEEN])
         name = draw.choice([name for name in table if name != "data_transposed"])      # others need it contiguous
-        alive.append(table[name](p, values(draw)))
+        alive[n].append(table[name](p, values(draw)))
         told.append(f"{name} {n}")
         torch_is_stale.discard(n)
         if table is SEEN or (not open_region and (table is BETWEEN or cache is None)):
@@ -315,8 +317,6 @@ def program(draw: random.Random, cache: WeightCache | None, frozen: bool) -> Non
     for _ in range(draw.randrange(2, 6)):
         with autocast("cpu", BF16, cache=cache):
             told.append("region")
-            if draw.random() < 0.5:
-                alive.clear()       # not before: what wrote between the regions lives until the next is entered
             for _ in range(draw.randrange(12)):
                 step(open_region=True)
         torch_is_stale.clear()
@@ -372,6 +372,7 @@ def test_verify_finds_what_nothing_sees(name, verify, between):
         if between:
             region.close()
             region.enter_context(autocast("cpu", BF16, cache=cache))
+            used(p)
         UNSEEN[name](p, torch.full((4, 4), 77.0))
         with pytest.raises(RuntimeError, match=told):
             used(p)

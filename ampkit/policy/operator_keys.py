@@ -11,11 +11,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 
 from ampkit.policy import casting
-from ampkit.policy._messages import short
-from ampkit.policy.op_table import Rule
+from ampkit.policy.messages import short
+from ampkit.policy.rules import Rule
+from ampkit.torch_internals.operators import (
+    OpOverload,
+    OpOverloadPacket,
+    has_any_kernel,
+    is_dispatched,
+    operator_names,
+)
 
 Operator = OpOverload | OpOverloadPacket | str | Callable[..., Any]
 
@@ -75,19 +81,11 @@ def _meant(key: Any) -> list[OpOverload]:
         found = [key]
     else:
         found = _packet(key) if isinstance(key, OpOverloadPacket) else _named(key)
-    if not all(map(_is_dispatched, found)):
+    if not all(map(is_dispatched, found)):
         raise ValueError(
             f"operator '{found[0].name()}' is TorchScript's, for plain numbers and containers; no region sees it"
         )
     return found
-
-
-def _is_dispatched(op: OpOverload) -> bool:
-    try:
-        torch._C._dispatch_find_schema_or_throw(op._schema.name, op._schema.overload_name)
-    except RuntimeError:
-        return False
-    return True
 
 
 def _named(key: Any) -> list[OpOverload]:
@@ -126,7 +124,7 @@ def _find_packet(name: str) -> tuple[OpOverloadPacket, str | None]:
     library = _library(namespace or "aten") if name.isascii() else None
     packet = getattr(library, base, None)
     if not isinstance(packet, OpOverloadPacket):        # the library's own attributes answer to names as well
-        every = {op.split(".")[0] for op in torch._C._dispatch_get_all_op_names()}
+        every = {op.split(".")[0] for op in operator_names()}
         near = difflib.get_close_matches(f"{namespace or 'aten'}::{base}"[:_LONGEST], every, n=3)
         raise ValueError(f"unknown operator {_shown(name)} in torch {torch.__version__}; nearest: {near or 'none'}")
     return packet, overload if dot else None
@@ -136,7 +134,7 @@ def _library(namespace: str) -> Any:
     """The operators of a library; None where there are none, as asking `torch.ops` for a name would make it one."""
     if namespace not in vars(torch.ops):
         prefix = f"{namespace}::"
-        if not any(op.startswith(prefix) for op in torch._C._dispatch_get_all_op_names()):
+        if not any(op.startswith(prefix) for op in operator_names()):
             return None
     return getattr(torch.ops, namespace)
 
@@ -155,7 +153,7 @@ def key_name(op: OpOverload) -> str:
 def _packet(packet: OpOverloadPacket) -> list[OpOverload]:
     """Its overloads, without TorchScript's on plain numbers, and without `out=` ones unless there are no others."""
     every = [getattr(packet, name) for name in packet.overloads()]
-    every = [op for op in every if torch._C._dispatch_has_kernel(op.name())] or every
+    every = [op for op in every if has_any_kernel(op)] or every
     return [op for op in every if not any(argument.is_out for argument in op._schema.arguments)] or every
 
 

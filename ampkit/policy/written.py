@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from torch._ops import OpOverload
 from torch.nn import Module
 
-from ampkit.policy._messages import short
-from ampkit.policy._module_rules import Instance, Key, describe
-from ampkit.policy._operator_keys import key_name
-from ampkit.policy._rules import Rule
+from ampkit.policy.messages import short
+from ampkit.policy.module_rules import Instance, Key, describe
+from ampkit.policy.operator_keys import key_name
+from ampkit.policy.rules import Rule
+from ampkit.torch_internals.operators import OpOverload
 
 MOST_NESTED = 16        # policies within policies: reading one, and all that is asked of it, recurses
 _KEYS = {"base", "device_type", "rules", "modules"}

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Answer"]
+from ampkit.torch_internals.dispatcher import TorchDispatchMode
+
+__all__ = ["ReuseCast"]
 
 
-class Answer(TorchDispatchMode):
+class ReuseCast(TorchDispatchMode):
     """Answers the one copy that autograd asks for below it with values that exist already."""
 
     def __init__(self, values: Tensor) -> None:

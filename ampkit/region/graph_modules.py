@@ -8,19 +8,18 @@ the trace ends.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn import Module
-from torch.nn.modules import module as hooked
 
-from ampkit.policy._module_rules import path_of
+from ampkit.policy.module_paths import path_of
 from ampkit.policy.policy import Policy
-from ampkit.region import _compiled
-from ampkit.region._running_modules import followed, in_force
-
-if TYPE_CHECKING:
-    from ampkit.region.autocast import autocast
+from ampkit.region import graph
+from ampkit.region.running_modules import followed, in_force
+from ampkit.region.spec import RegionSpec
+from ampkit.torch_internals.dynamo import called_while_tracing, object_at
+from ampkit.torch_internals.modules import has_hooks, put_hooks, take_hooks
 
 _KEY: Any = "ampkit.compiled"
 
@@ -54,19 +53,20 @@ _running: list[tuple[Module, int]] = []     # the modules that it is in, with th
 _outside: list[tuple[int, int]] = []        # the numbers of watches and of modules when each region was entered
 
 
-def enter(region: autocast, root: Module | None) -> None:
+def enter(region: RegionSpec, root: Module | None) -> None:
     """Open `region` in the trace, and have the modules called from here on follow its module rules if it has any."""
     policy = region.policy
     rules = None if policy is None else policy.text
-    _compiled.enter(region._kind, region.fast_dtype, region._enabled, region._cache_enabled, rules)
+    graph.enter(region.device_type, region.dtype, region.enabled, region.cache_enabled, rules)
     if _following() or _has_rules(region):
-        same = policy is None or (len(policy.modules.items) == 0 and region._kind != _kind(_address(_top().policy)))
+        other_device = region.device_type != _kind(_address(_top().policy))
+        same = policy is None or (len(policy.modules.items) == 0 and other_device)
         _outside.append((len(_watches), len(_running)))
         _watches.append(_top() if same else Watch(policy, root))
         _install()
 
 
-def leave(region: autocast) -> None:
+def leave(region: RegionSpec) -> None:
     """Close `region`, and go back to the module rules that were followed before it."""
     if _following():
         n_watches, n_running = _outside.pop()
@@ -74,7 +74,7 @@ def leave(region: autocast) -> None:
         _watches.pop()
         del _running[n_running:]
         _install()
-    _compiled.leave_region()
+    graph.leave_region()
 
 
 def _leave_modules(n_watches: int) -> None:
@@ -84,10 +84,10 @@ def _leave_modules(n_watches: int) -> None:
     """
     while len(_watches) > n_watches:
         _watches.pop()
-        _compiled.leave_region()
+        graph.leave_region()
 
 
-def _has_rules(region: autocast) -> bool:
+def _has_rules(region: RegionSpec) -> bool:
     # Not `bool(...modules)`: Dynamo learnt to trace that of an object with `__bool__` after torch 2.11.
     return region.policy is not None and len(region.policy.modules.items) > 0
 
@@ -103,11 +103,9 @@ def _top() -> Watch:
 
 def _install() -> None:
     if not _following():
-        hooked._global_forward_pre_hooks.pop(_KEY, None)
-        hooked._global_forward_hooks.pop(_KEY, None)
-    elif AROUND not in hooked._global_forward_pre_hooks:
-        hooked._global_forward_pre_hooks[_KEY] = before
-        hooked._global_forward_hooks[_KEY] = after
+        take_hooks(_KEY)
+    elif not has_hooks(AROUND):
+        put_hooks(_KEY, before, after)
 
 
 AROUND: Any = "ampkit"      # the key of the hooks of a region that is really open; they call these in a trace
@@ -121,9 +119,9 @@ def before(module: Module, args: Any) -> None:
     _running.append((module, len(_watches)))
     rule = watch.rule(module)
     if rule is not None:
-        kind, dtype, position, text = rule.split("|", 3)
-        fast = torch.get_autocast_dtype(kind) if dtype == "" else _DTYPES[dtype]
-        _compiled.enter(kind, fast, True, torch.is_autocast_cache_enabled(), text)
+        device_type, dtype, position, text = rule.split("|", 3)
+        fast = torch.get_autocast_dtype(device_type) if dtype == "" else _DTYPES[dtype]
+        graph.enter(device_type, fast, True, torch.is_autocast_cache_enabled(), text)
         _watches.append(watch.within(position))
 
 
@@ -154,11 +152,12 @@ def rule_name(policy: Policy, inside: tuple[int, ...], root: Module, module: Mod
     return f"{policy.device_type}|{str(value).removeprefix('torch.')}||{policy.text}"
 
 
+@called_while_tracing
 def _rule_name(
     policy_id: int, inside: tuple[int, ...], root_id: int, module_id: int, following: bool
 ) -> str | None:
-    root, module = _compiled.object_at(root_id), _compiled.object_at(module_id)
-    policy = None if policy_id == 0 else _compiled.object_at(policy_id)
+    root, module = object_at(root_id), object_at(module_id)
+    policy = None if policy_id == 0 else object_at(policy_id)
     if policy_id != 0 and not hasattr(policy, "modules"):      # an object of Dynamo's
         raise NotImplementedError(
             "a policy with module rules was made in the function that is compiled; call for_modules outside of it"
@@ -170,14 +169,13 @@ def _rule_name(
     return rule_name(policy, inside, root, module)
 
 
+@called_while_tracing
 def _kind(policy_id: int) -> str | None:
-    return None if policy_id == 0 else _compiled.object_at(policy_id).device_type
+    return None if policy_id == 0 else object_at(policy_id).device_type
 
 
 def _address(policy: Policy | None) -> int:
     return 0 if policy is None else id(policy)      # torch 2.11 does not know the `id` of None
 
 
-_rule_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_kind._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -9,15 +9,24 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from torch.nn import Module
 
-if TYPE_CHECKING:
-    from ampkit.region.autocast import autocast
+from ampkit.region.spec import RegionSpec
 
 
-def in_region(region: autocast, func: Callable[..., Any]) -> Callable[..., Any]:
+class Region(AbstractContextManager[Any], Protocol):
+    """What an `autocast` is to a decorator."""
+
+    spec: RegionSpec
+
+    def enter(self, root: Module | None = None) -> Any: ...
+    def leave(self) -> Any: ...
+
+
+def in_region(region: Region, func: Callable[..., Any]) -> Callable[..., Any]:
     """`func` with its body run inside `region`. Raises `TypeError` for a class and for what cannot be called."""
     name = type(region).__name__
     if isinstance(func, type) or not callable(func):
@@ -26,12 +35,12 @@ def in_region(region: autocast, func: Callable[..., Any]) -> Callable[..., Any]:
             f"{name}()(func) takes a function or method to decorate, got {got}. "
             f"As a context manager: `with {name}(...):`"
         )
-    kind = func if inspect.isroutine(func) or isinstance(func, functools.partial) else type(func).__call__
-    if inspect.isasyncgenfunction(kind):
+    body = func if inspect.isroutine(func) or isinstance(func, functools.partial) else type(func).__call__
+    if inspect.isasyncgenfunction(body):
         wrapper = _async_generator(region, func)
-    elif inspect.iscoroutinefunction(kind):
+    elif inspect.iscoroutinefunction(body):
         wrapper = _coroutine(region, func)
-    elif inspect.isgeneratorfunction(kind):
+    elif inspect.isgeneratorfunction(body):
         wrapper = _generator(region, func)
     else:
         wrapper = _plain(region, func)
@@ -40,10 +49,11 @@ def in_region(region: autocast, func: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _plain(region: autocast, func: Callable[..., Any]) -> Any:
+def _plain(region: Region, func: Callable[..., Any]) -> Any:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         root = None
-        if region.policy is not None and region.policy.modules and args and isinstance(args[0], Module):
+        policy = region.spec.policy
+        if policy is not None and policy.modules and args and isinstance(args[0], Module):
             root = args[0]      # a module's own forward: its children's paths count from it
         region.enter(root)      # not `with`: torch.compile follows no context manager that was made outside its trace
         try:
@@ -54,21 +64,21 @@ def _plain(region: autocast, func: Callable[..., Any]) -> Any:
     return wrapper
 
 
-def _generator(region: autocast, func: Callable[..., Any]) -> Any:
+def _generator(region: Region, func: Callable[..., Any]) -> Any:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return (yield from _stepped(region, func(*args, **kwargs)))
 
     return wrapper
 
 
-def _coroutine(region: autocast, func: Callable[..., Any]) -> Any:
+def _coroutine(region: Region, func: Callable[..., Any]) -> Any:
     async def wrapper(*args: Any, **kwargs: Any) -> Any:
         return await _Stepped(region, func(*args, **kwargs))
 
     return wrapper
 
 
-def _async_generator(region: autocast, func: Callable[..., Any]) -> Any:
+def _async_generator(region: Region, func: Callable[..., Any]) -> Any:
     async def wrapper(*args: Any, **kwargs: Any) -> Any:
         agen = func(*args, **kwargs)
         step = agen.__anext__()
@@ -93,7 +103,7 @@ def _async_generator(region: autocast, func: Callable[..., Any]) -> Any:
 class _Stepped:
     """An awaitable whose every step runs inside a region."""
 
-    def __init__(self, region: autocast, awaitable: Any) -> None:
+    def __init__(self, region: Region, awaitable: Any) -> None:
         self.region = region
         self.awaitable = awaitable
 
@@ -101,7 +111,7 @@ class _Stepped:
         return (yield from _stepped(self.region, self.awaitable.__await__()))
 
 
-def _stepped(region: autocast, generator: Any) -> Generator[Any, Any, Any]:
+def _stepped(region: Region, generator: Any) -> Generator[Any, Any, Any]:
     """`yield from generator`, with the region open only while the generator itself runs."""
     resume: Callable[[], Any] = functools.partial(next, generator)
     while True:

@@ -16,11 +16,20 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
-from ampkit.region._lifted_mode import TLS_NAME, install, keysets
-from ampkit.torch_internals.dispatcher import KEY, Exclude, is_excluded, is_included, put_in_tls, set_included
+from ampkit.torch_internals.dispatcher import (
+    KEY,
+    TLS_NAME,
+    Exclude,
+    is_excluded,
+    is_included,
+    keysets,
+    put_in_tls,
+    set_included,
+)
+from ampkit.torch_internals.kernels import install
 from ampkit.torch_internals.lookup import missing, refuse
+from ampkit.torch_internals.operators import OpOverload
 from ampkit.torch_internals.versions import no_regions
 
 _MM, _NEG = torch.ops.aten.mm.default, torch.ops.aten.neg.default
@@ -51,14 +60,14 @@ class _Halving:
 
     def __init__(self) -> None:
         self.open = True        # to `current`, which is asked while operators are traced
-        self.hidden, self.below = keysets(("cpu",))
+        self.excluded_keys, self.redispatch_keys = keysets(("cpu",))
         self.met: list[OpOverload] = []
 
     def __torch_dispatch__(self, op: OpOverload, _: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self.met.append(op)
         if op is not _MM:
             return NotImplemented
-        with Exclude(self.hidden):
+        with Exclude(self.excluded_keys):
             return op._op(*(arg.bfloat16() for arg in args), **kwargs)
 
 
@@ -86,11 +95,12 @@ def _tried() -> str | None:
         return "an operator without a rule does not go past the region"
     if product.dtype is not torch.bfloat16:
         return "an operator does not compute with what the region casts"
-    cast = product.grad_fn.next_functions[1][0]
+    node: Any = product.grad_fn
+    cast = node.next_functions[1][0]
     if not cast.next_functions or cast.next_functions[0][0].variable is not weight:
         return "what the region casts is not differentiated"
     with torch.no_grad():
-        gradient = cast(product.grad_fn(torch.ones_like(product))[1])
+        gradient = cast(node(torch.ones_like(product))[1])
     if gradient.dtype is not torch.float32 or gradient.ne(2).any():
         return "the gradient of what the region casts is wrong"
     return None

@@ -4,8 +4,8 @@ The aims, in order: whatever torch.amp runs still runs; a model gets the same dt
 leaves in half precision against its own habits, or lets its casts creep into below autograd, is put right.
 """
 
-from ampkit.policy._rules import Group, Rule
-from ampkit.policy._torch_lists import (
+from ampkit.policy.rules import Group, Rule
+from ampkit.policy.torch_lists import (
     ACCELERATOR,
     NORMALISATIONS,
     POINTWISE,

@@ -19,46 +19,36 @@ mode of whoever called backward, as with torch.amp.
 from __future__ import annotations
 
 import functools
-import os
-import threading
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch._C import DispatchKeySet
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit.policy import casting
-from ampkit.policy.op_table import Rule
-from ampkit.policy.policy import Policy, register_changes
-from ampkit.region import _checkpoint_frames, _compiled, _fingerprint, recurrent
+from ampkit.policy.policy import Policy, RuleTable, register_changes
+from ampkit.policy.rules import Rule
+from ampkit.region import policy_guard, recurrent
+from ampkit.region.thread_state import thread
 from ampkit.region.weight_cache import WeightCache
-from ampkit.torch_internals.dispatcher import BELOW as _BELOW
-from ampkit.torch_internals.dispatcher import KEY as _KEY
-from ampkit.torch_internals.dispatcher import KEY_NAME as _KEY_NAME
-from ampkit.torch_internals.dispatcher import Exclude as _Exclude
-from ampkit.torch_internals.dispatcher import get_in_tls as _get_in_tls
-from ampkit.torch_internals.dispatcher import has_kernel as _has_kernel
-from ampkit.torch_internals.dispatcher import higher_order_fallthrough as _hop_fallthrough
-from ampkit.torch_internals.dispatcher import higher_order_ops as _higher_order_ops
-from ampkit.torch_internals.dispatcher import is_excluded as _is_excluded
-from ampkit.torch_internals.dispatcher import is_in_tls as _is_in_tls
-from ampkit.torch_internals.dispatcher import is_included as _is_included
-from ampkit.torch_internals.dispatcher import put_in_tls as _put_in_tls
-from ampkit.torch_internals.dispatcher import set_excluded as _set_excluded
-from ampkit.torch_internals.dispatcher import set_included as _set_included
+from ampkit.torch_internals.checkpoint import note_region, top_hooks
+from ampkit.torch_internals.dispatcher import (
+    KEY,
+    TLS_NAME,
+    Exclude,
+    TorchDispatchMode,
+    is_excluded,
+    is_included,
+    keysets,
+    put_in_tls,
+    set_excluded,
+    set_included,
+)
+from ampkit.torch_internals.dynamo import dynamo_skip
+from ampkit.torch_internals.kernels import install
+from ampkit.torch_internals.operators import OpOverload
 
-TLS_NAME = "ampkit.mode"
-
-_AUTOCAST_KEYS = {
-    "cpu": "AutocastCPU", "cuda": "AutocastCUDA", "mps": "AutocastMPS", "xpu": "AutocastXPU", "hpu": "AutocastHPU",
-    "mtia": "AutocastMTIA", "maia": "AutocastMAIA", "xla": "AutocastXLA", "ipu": "AutocastIPU",
-    "privateuseone": "AutocastPrivateUse1",
-}
-_NUMBERS = frozenset({int, float, bool, complex, torch.SymInt, torch.SymFloat, torch.SymBool})
 _NO_ARGUMENTS: Mapping[str, Any] = {}
-_top_hooks = _checkpoint_frames.top_hooks
 
 # Used for every listed operator: finding these by way of their modules and classes takes longer than asking them.
 _enabled, _dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
@@ -66,13 +56,15 @@ _LOWER, _DECOMPOSE = Rule.LOWER, Rule.DECOMPOSE
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 
+_installed: weakref.WeakValueDictionary[int, RuleTable] = weakref.WeakValueDictionary()     # that have their kernels
+
 
 class AutocastMode(TorchDispatchMode):
     """What an open region does to operators: one policy per device type, and a weight cache.
 
     Nothing in it changes, so regions with the same policies and cache share one. Whether a device's autocast is enabled
     and its dtype are read from torch at every operator, so a `torch.autocast` region inside, of any library, is
-    respected. `Entered` puts it at its key; it refuses the place where `with` would put it, below autograd.
+    respected. `DispatchGuard` puts it at its key; it refuses the place where `with` would put it, below autograd.
     """
 
     record: Any = None      # where the calls are noted, while a record is being taken; see `recording`
@@ -85,15 +77,15 @@ class AutocastMode(TorchDispatchMode):
         self.changes = register_changes()
         self.lookup = None if cache is None else cache.cast
         self.tables = tuple((device, policy.rules()) for device, policy in policies)
-        self.mark = _fingerprint.mark_of(policies)
-        self.hidden, self.below = keysets(tuple(device for device, _ in policies))
+        self.mark = policy_guard.mark_of(policies)
+        self.excluded_keys, self.redispatch_keys = keysets(tuple(device for device, _ in policies))
         for _, table in self.tables:
-            if not table.installed:
+            if _installed.get(id(table)) is not table:
                 install(table)
-                table.installed = True
+                _installed[id(table)] = table
 
     @functools.cached_property
-    def left(self) -> AutocastMode:
+    def closed_copy(self) -> AutocastMode:
         """The mode as it stays in the thread when its region has been left, with none around it.
 
         Backward of `torch.cond` and its kind computes the forward again under the dispatcher keys that forward saw,
@@ -112,7 +104,7 @@ class AutocastMode(TorchDispatchMode):
             "AutocastMode cannot be pushed as an ordinary mode: its casts would escape autograd. Use ampkit.autocast"
         )
 
-    @_compiled.runs_as_it_is
+    @dynamo_skip
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -123,10 +115,10 @@ class AutocastMode(TorchDispatchMode):
         call = self.prepare(func, args, _NO_ARGUMENTS if kwargs is None else kwargs)
         if call is None:
             return NotImplemented
-        if _top_hooks(True) is not None:
-            _checkpoint_frames.note_region(self)
+        if top_hooks(True) is not None:
+            note_region(self)
         run, args, kwargs = call
-        with _Exclude(self.hidden):
+        with Exclude(self.excluded_keys):
             return run(*args, **kwargs)
 
     def prepare(self, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call | None:
@@ -177,22 +169,7 @@ class AutocastMode(TorchDispatchMode):
         return op._op, args, kwargs
 
 
-@functools.cache
-def keysets(devices: tuple[str, ...]) -> tuple[DispatchKeySet, DispatchKeySet]:
-    """The keys that must not answer again for what the mode has cast, and those that an operator goes on to."""
-    hidden = DispatchKeySet(_KEY)
-    for device in devices:
-        hidden |= DispatchKeySet(torch._C._dispatch_key_parse(_AUTOCAST_KEYS[device]))
-    return hidden, _BELOW - hidden
-
-
-def current() -> AutocastMode | None:
-    """The mode of the innermost region open in this thread, or handed to it by autograd."""
-    mode = _get_in_tls(TLS_NAME) if _is_in_tls(TLS_NAME) else None
-    return mode if mode is not None and mode.open else None
-
-
-class Entered:
+class DispatchGuard:
     """One entry of a mode into this thread's dispatcher state, and what to put back on leaving.
 
     Made before anything changes, and everything is put back as a value: `leave` undoes an `enter` that an exception has
@@ -206,144 +183,27 @@ class Entered:
         self.mode = mode
         self.previous = previous
         self.active = active
-        self.included = _is_included(_KEY)
-        self.excluded = _is_excluded(_KEY)      # inside an island, or inside an operator
-        self.mark = _fingerprint.thread.mark
+        self.included = is_included(KEY)
+        self.excluded = is_excluded(KEY)      # inside a disabled region, or inside an operator
+        self.mark = thread.mark
 
     def enter(self) -> None:
         """Make the mode the thread's."""
-        _put_in_tls(TLS_NAME, self.mode)
-        _fingerprint.write(self.mode.mark if self.active else ())
+        put_in_tls(TLS_NAME, self.mode)
+        policy_guard.write(self.mode.mark if self.active else ())
         if self.active and not self.included:
-            _set_included(_KEY, True)
+            set_included(KEY, True)
         if self.excluded is self.active:
-            _set_excluded(_KEY, not self.active)
+            set_excluded(KEY, not self.active)
 
     def leave(self, *, again: bool = False) -> None:
         """Restore the state found on entry; `again` after `enter` or `leave` was cut short."""
         if again or (self.active and not self.included):
-            _set_included(_KEY, self.included)
+            set_included(KEY, self.included)
         if again or self.excluded is self.active:
-            _set_excluded(_KEY, self.excluded)
-        _fingerprint.write(self.mark, anew=again)
-        _put_in_tls(TLS_NAME, self.previous or self.mode.left)
-
-
-_libraries: dict[str, torch.library.Library] = {}
-_begun: set[OpOverload] = set()         # a kernel may be there: the registration has begun
-_installed: set[OpOverload] = set()     # and has ended
-_prepared = False
-_installing_lock = threading.Lock()
-
-
-def _forked() -> None:
-    """In a child process: the lock may be held by a thread that is not there."""
-    global _installing_lock
-    _installing_lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
-
-
-def install(ops: Iterable[OpOverload]) -> None:
-    """Register the mode's kernel for operators that have none yet; what an interrupt cuts short, once more."""
-    missing = [op for op in ops if op not in _installed]
-    if not missing:
-        return
-    with _installing_lock:
-        _prepare()
-        for op in missing:
-            if op in _installed:
-                continue
-            namespace = op.namespace
-            if namespace not in _libraries:
-                _libraries[namespace] = torch.library.Library(namespace, "IMPL")
-            if op not in _begun or not _has_kernel(op.name(), _KEY_NAME):
-                _begun.add(op)
-                _libraries[namespace].impl(op, _kernel(op), _KEY_NAME, with_keyset=True)
-            _go_before_tracer(op)
-            _installed.add(op)
-
-
-def _prepare() -> None:
-    """What the first kernel of a process needs around it. Each part can be repeated."""
-    global _prepared
-    if not _prepared:
-        if "_" not in _libraries:
-            _libraries["_"] = _fallthrough()
-        _let_higher_order_ops_through()
-        _checkpoint_frames.follow_reentrant(current)
-        _prepared = True
-
-
-def _fallthrough() -> torch.library.Library:
-    """Have operators without a kernel of ours go past the key."""
-    library = torch.library.Library("_", "IMPL")
-    try:
-        library.fallback(torch.library.fallthrough_kernel, _KEY_NAME)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"the dispatch key {_KEY_NAME} that ampkit needs for itself is taken: by another copy of ampkit, imported "
-            "anew or reloaded in this process, or by another library. Start a new process and import ampkit once"
-        ) from error
-    return library
-
-
-def _kernel(op: OpOverload) -> Callable[..., Any]:
-    """What `op` runs at the mode's key."""
-    slots = [n for n, argument in enumerate(op._schema.arguments) if str(argument.type) == "Tensor"]
-
-    @_compiled.runs_as_it_is
-    def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        mode = _get_in_tls(TLS_NAME)
-        result = mode.__torch_dispatch__(op, (), args, kwargs)
-        if result is not NotImplemented:
-            return result
-        if any(type(args[slot]) in _NUMBERS for slot in slots if slot < len(args)):
-            with _Exclude(mode.hidden):     # `x + 1`: redispatch takes no number for a tensor
-                return op._op(*args, **kwargs)
-        return op.redispatch(keyset & mode.below, *args, **kwargs)
-
-    return kernel
-
-
-def _go_before_tracer(op: OpOverload) -> None:
-    """Have pre-dispatch tracing (`torch.export`) record what the mode makes of `op`, not `op` as it was called.
-
-    That tracer sits at the one key above the mode's. It is a Python mode that `OpOverload._get_dispatch` looks up at
-    every call; for operators with a kernel of ours the look-up is asked here first.
-    """
-    look_up = op._get_dispatch
-
-    @_compiled.runs_as_it_is
-    def get_dispatch(key: Any) -> Any:
-        found = look_up(key)
-        if key != torch._C.DispatchKey.PreDispatch or not callable(found):
-            return found
-
-        @_compiled.runs_as_it_is
-        def handler(*args: Any, **kwargs: Any) -> Any:
-            mode = current() if is_open() else None
-            result = NotImplemented if mode is None else mode.__torch_dispatch__(op, (), args, kwargs)
-            return found(*args, **kwargs) if result is NotImplemented else result
-
-        return handler
-
-    op._get_dispatch = get_dispatch  # type: ignore[method-assign]
-
-
-def is_open() -> bool:
-    """Whether operators meet the mode here: a region is open, and it is not an island."""
-    return _is_included(_KEY) and not _is_excluded(_KEY)
-
-
-def _let_higher_order_ops_through() -> None:
-    """`torch.cond` and its kind dispatch in Python and know nothing of fallbacks: tell them to skip the key."""
-    for op in _higher_order_ops.values():
-        op.fallthrough(_KEY)
-    if _KEY not in _hop_fallthrough:
-        _hop_fallthrough.append(_KEY)
+            set_excluded(KEY, self.excluded)
+        policy_guard.write(self.mark, anew=again)
+        put_in_tls(TLS_NAME, self.previous or self.mode.closed_copy)
 
 
 def _banned_message(op: OpOverload) -> str:

@@ -16,13 +16,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import sys
 import threading
 from typing import Any
 
 import torch
 
 from ampkit.policy.policy import Policy, register_changes, registered
+from ampkit.region.thread_state import thread
+from ampkit.torch_internals.dynamo import compile_callbacks, forget_compiled
+from ampkit.torch_internals.operators import autocast_device_types
 
 _DEVICES = ("ipu", "maia")
 _DIGITS = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
@@ -30,12 +32,6 @@ _DIGITS = sorted({value for value in vars(torch).values() if isinstance(value, t
 Mark = tuple[tuple[str, torch.dtype], ...]
 _EVERY: Mark = tuple((device, torch.float32) for device in _DEVICES)
 
-
-class _Thread(threading.local):
-    mark: Mark = ()     # that is written in this thread's autocast state
-
-
-thread = _Thread()
 _marking_lock = threading.Lock()
 _marks: dict[str, Mark] = {}
 _texts: dict[Mark, str] = {}
@@ -73,7 +69,7 @@ def _mark_of(policies: tuple[tuple[str, Policy], ...], changes: int) -> Mark:
             mark = _short_mark(policies)
             if mark is None:
                 mark = _free_mark(text)
-            _marks[text], _texts[mark] = mark, text
+            _texts[mark], _marks[text] = text, mark     # in this order, should an interrupt come between
         return _marks[text]
 
 
@@ -81,11 +77,11 @@ def _short_mark(policies: tuple[tuple[str, Policy], ...]) -> Mark | None:
     """No digit for torch.amp's list or none, one for ampkit's default; None for a policy that needs two."""
     if not policies:
         return ()
-    kind, policy = policies[0]
+    device_type, policy = policies[0]
     if registered() or len(policies) > 1 or policy.modules or policy.overrides:
         return None
-    kinds = torch._C._autocast_supported_devices()
-    return () if policy.base == "torch" else ((_DEVICES[0], _DIGITS[kinds.index(kind)]),)
+    device_types = autocast_device_types()
+    return () if policy.base == "torch" else ((_DEVICES[0], _DIGITS[device_types.index(device_type)]),)
 
 
 def _free_mark(text: str) -> Mark:
@@ -95,8 +91,7 @@ def _free_mark(text: str) -> Mark:
         _marks.clear()
         _texts.clear()
         _mark_of.cache_clear()
-        if "torch._dynamo" in sys.modules:
-            torch._dynamo.reset()       # what was compiled under the old marks must not answer to the new ones
+        forget_compiled()       # what was compiled under the old marks must not answer to the new ones
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
     while True:
         first, second = divmod(number % room, len(_DIGITS))
@@ -124,7 +119,7 @@ def write(mark: Mark, *, anew: bool = False) -> None:
 
 def _watch() -> None:
     """Ask Dynamo, if it is there, to say when it begins and ends to compile. `torch._dynamo.reset` makes it forget."""
-    handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
+    handler = compile_callbacks()
     if handler is not None and _tag not in handler.start_callbacks:     # None also while another thread imports it
         handler.register_end_callback(_untag)       # first: a start that was never ended would tag all that follows
         handler.register_start_callback(_tag)

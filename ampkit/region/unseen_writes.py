@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
+
+from ampkit.torch_internals.tensors import n_collectives, process_groups, use_count
 
 __all__ = ["collectives", "owns_its_memory"]
 
@@ -21,26 +24,24 @@ def owns_its_memory(weight: Tensor) -> bool:
         return False        # it may lie in tensors inside the subclass, which have users of their own
     storage = weight.untyped_storage()
     return (
-        _use_count(storage) == _ALONE
+        use_count(storage) == _use_count_alone()
         and storage.resizable()         # memory of arrays, files and DLPack is not
         and not (weight.is_cpu and storage.is_shared())
     )
 
 
-def _use_count(storage: torch.UntypedStorage) -> int:
-    """How many tensors have a storage, and one for its Python object."""
-    return torch._C._storage_Use_Count(storage._cdata)  # pyright: ignore
-
-
-_lone = torch.empty(0)
-_ALONE = _use_count(_lone.untyped_storage())
+@functools.cache
+def _use_count_alone() -> int:
+    """The count of a storage that one tensor has."""
+    tensor = torch.empty(0, device="cpu")
+    return use_count(tensor.untyped_storage())
 
 
 def collectives() -> Any:
     """Something that differs after each collective of this process; each can write to a weight and move no version."""
-    if _c10d is None or not (groups := _c10d._world.pg_map):
+    if _c10d is None or not (groups := process_groups(_c10d)):
         return None
     try:
-        return [(weakref.ref(group), group._get_sequence_number_for_group()) for group in groups]
+        return [(weakref.ref(group), n_collectives(group)) for group in groups]
     except RuntimeError:        # a backend that does not count
         return object()

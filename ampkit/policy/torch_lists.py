@@ -3,7 +3,7 @@
 Source: ATen/autocast_mode.h and autocast_mode.cpp of torch 2.11 to 2.15.
 """
 
-from ampkit.policy._rules import Group, Rule
+from ampkit.policy.rules import Group, Rule
 
 _MATMUL = """
     addbmm addmm addmv addr baddbmm bmm chain_matmul einsum linalg_multi_dot linear matmul mm mv prelu

@@ -1,0 +1,187 @@
+"""ampkit's operator lists beside the running torch: what is new there, what is gone, and what follows another rule.
+
+torch has no list to read. Which operators it casts stands in its dispatcher; what it casts them to is seen by calling
+each one under torch's own autocast and stopping where it arrives a second time, with what autocast has made of its
+arguments. Nothing is computed, the tensors are fake, and no device has to be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ampkit.policy import casting
+from ampkit.policy.op_table import DECOMPOSED, OPAQUE, TORCH, Group, Rule, names, resolve
+from ampkit.torch_internals.dispatcher import KEY, TLS_NAME, keysets, put_in_tls, set_included
+from ampkit.torch_internals.kernels import install
+
+# Defined or registered by the code of a library that a build of torch may lack.
+ONLY_WHERE_BUILT = {"_cudnn_rnn": "cuDNN", "miopen_rnn": "MIOpen", "get_gradients": "torch.distributed.rpc"}
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How ampkit's list for a device differs from what torch does there; all empty where they agree."""
+
+    new: dict[str, Rule | None] = field(default_factory=dict)               # None: torch's rule was not to be seen
+    gone: dict[str, Rule] = field(default_factory=dict)
+    different: dict[str, tuple[Rule, Rule]] = field(default_factory=dict)   # ampkit's, torch's
+
+    def __bool__(self) -> bool:
+        return bool(self.new or self.gone or self.different)
+
+
+def list_drift(device_type: str, groups: tuple[Group, ...] | None = None) -> Drift:
+    """`TORCH[device_type]`, or other groups, beside the operators that torch.amp casts for that device type."""
+    listed = {name: group.rule for group in groups or TORCH[device_type] for name in names(group)}
+    live = registered(device_type)
+    different = {}
+    for name in live & set(listed):
+        rule = rule_of(resolve(name), device_type)
+        if rule not in (None, listed[name]):
+            different[name] = (listed[name], rule)
+    return Drift(
+        {name: rule_of(resolve(name), device_type) for name in sorted(live - set(listed))},
+        {name: rule for name, rule in listed.items() if name not in live and name not in ONLY_WHERE_BUILT},
+        different,
+    )
+
+
+def composite_drift() -> tuple[list[str], list[str]]:
+    """Composites of this torch that neither `OPAQUE` nor `DECOMPOSED` names, and those named that it does not have."""
+    classified = {name for group in (*OPAQUE, *DECOMPOSED) for name in names(group)}
+    live = composites()
+    return sorted(live - classified), sorted(classified - live - set(ONLY_WHERE_BUILT))
+
+
+def composites() -> set[str]:
+    """ATen's operators with a CompositeImplicitAutograd kernel."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    every = torch._C._dispatch_get_all_op_names()
+    return {
+        name.removeprefix("aten::") for name in every
+        if name.startswith("aten::") and has_kernel(name, "CompositeImplicitAutograd")
+    }
+
+
+def registered(device_type: str) -> set[str]:
+    """ATen's operators that torch.amp has a kernel for on a device type, which need not be there."""
+    every = torch._C._dispatch_get_registrations_for_dispatch_key(_autocast_key(device_type))
+    return {name.removeprefix("aten::") for name in every if name.startswith("aten::")}
+
+
+def rule_of(op: OpOverload, device_type: str) -> Rule | None:
+    """What torch.amp does with an operator on a device type; None if that was not to be seen."""
+    half, single = torch.bfloat16, torch.float32
+    with FakeTensorMode(), _torch_autocast(device_type):
+        low, full, mixed = (
+            _arrival(op, device_type, *dtypes) for dtypes in ((half, half), (single, single), (half, single))
+        )
+    if isinstance(low, Exception):
+        return Rule.BANNED if "unsafe to autocast" in str(low) else None
+    if single in low.asked_for:
+        return Rule.FLOAT32_DTYPE_ARG
+    if low.dtypes == {single}:
+        return Rule.FLOAT32
+    if isinstance(full, Exception) or isinstance(mixed, Exception):
+        return None
+    if full.dtypes == {half}:
+        return Rule.LOWER
+    return Rule.PROMOTE if mixed.dtypes == {single} else Rule.KEEP
+
+
+class _Arrived(BaseException):
+    """Ends a call where the operator has arrived with the arguments that autocast gives it. No error to anyone else."""
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        self.dtypes = {tensor.dtype for tensor in casting.tensors(args)}
+        self.asked_for = {value for value in args if isinstance(value, torch.dtype)}
+
+
+class _Watch:
+    """Stands where an open region's mode stands: lets an operator go on to torch's autocast, then stops it."""
+
+    def __init__(self, op: OpOverload) -> None:
+        self.excluded_keys, self.redispatch_keys = keysets(())       # torch's autocast is not excluded
+        self.ops = {op, casting.dtype_overload(op)} if casting.takes_dtype(op) else {op}
+        self.begun = False
+        self.open = True
+
+    def __torch_dispatch__(self, op: OpOverload, _: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if op in self.ops:
+            if self.begun:
+                raise _Arrived((*args, *kwargs.values()))
+            self.begun = True
+        return NotImplemented
+
+
+def _arrival(op: OpOverload, device_type: str, first: torch.dtype, others: torch.dtype) -> _Arrived | Exception:
+    """How a call arrives whose first tensor has one dtype and whose others have another; or what autocast raised."""
+    watch = _Watch(op)
+    install(watch.ops)
+    put_in_tls(TLS_NAME, watch)
+    try:
+        args = _arguments(op, device_type, first, others)
+        if not any(_is_cast(tensor, device_type) for tensor in casting.tensors(args)):
+            return RuntimeError(f"autocast does not see fake tensors of device type {device_type!r}")
+        set_included(KEY, True)
+        op(*args)
+        return RuntimeError(f"{op} did not arrive")
+    except _Arrived as arrived:
+        return arrived
+    except Exception as error:
+        return error
+    finally:
+        set_included(KEY, False)
+        watch.open = False
+
+
+def _autocast_key(device_type: str) -> str:
+    return "Autocast" + ("PrivateUse1" if device_type == "privateuseone" else device_type.upper())
+
+
+def _is_cast(tensor: torch.Tensor, device_type: str) -> bool:
+    """Whether a call with `tensor` meets autocast. Fake ones of MAIA do not: torch has no such device to pretend."""
+    key = torch._C._dispatch_key_parse(_autocast_key(device_type))
+    return torch._C._dispatch_keys(tensor).has(key)
+
+
+@contextmanager
+def _torch_autocast(device_type: str) -> Iterator[None]:
+    """torch.amp in bfloat16 for a device that need not be there; `torch.autocast` would disable itself."""
+    state = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    torch.set_autocast_enabled(device_type, True)
+    torch.set_autocast_dtype(device_type, torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device_type, state[0])
+        torch.set_autocast_dtype(device_type, state[1])
+
+
+def _arguments(op: OpOverload, device_type: str, first: torch.dtype, others: torch.dtype) -> list[Any]:
+    """Arguments of the types that an operator's schema asks for, those without a default; their values mean nothing."""
+    dtypes = [first]
+
+    def tensor() -> torch.Tensor:
+        return torch.empty(2, 2, dtype=dtypes.pop() if dtypes else others, device=device_type)
+
+    plain = {"int": 1, "float": 1.0, "number": 1, "bool": False, "str": "", "List[int]": [1], "List[float]": [1.0]}
+    found: list[Any] = []
+    for argument in op._schema.arguments:
+        if argument.has_default_value() or argument.kwarg_only:
+            break
+        kind = str(argument.type)
+        if kind == "Tensor":
+            found.append(tensor())
+        elif kind in ("List[Tensor]", "List[Optional[Tensor]]"):
+            found.append([tensor(), tensor()])
+        else:
+            found.append(plain.get(kind))       # None for what is optional
+    return found

@@ -1,0 +1,133 @@
+"""The arguments of a region: which device types, dtypes and flags make sense, and what is said when one does not.
+
+Messages and warnings follow torch's where torch has them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from ampkit.policy.policy import Policy
+from ampkit.region.spec import RegionSpec
+from ampkit.region.weight_cache import WeightCache
+from ampkit.torch_internals.dynamo import called_while_tracing
+from ampkit.torch_internals.operators import privateuse1_name
+
+# Strings that are what they name: asked of torch once, as every region gives one.
+_KINDS = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
+
+
+def current_device_type() -> str:
+    """The type of the accelerator in use, else "cpu"."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
+
+
+def autocast_device_type(device_type: Any) -> str:
+    """The device type in a string such as "cuda" or "cuda:0", in the form torch's autocast uses.
+
+    None is the current accelerator, else CPU. Raises `ValueError` for what is no string, `RuntimeError` for a device
+    without autocast.
+    """
+    if device_type is None:
+        device_type = current_device_type()
+    if not isinstance(device_type, str):
+        raise ValueError(
+            f"device_type is {device_type!r} of type {type(device_type).__name__}; expected a string such as 'cuda'"
+        )
+    if device_type in _KINDS:
+        return device_type
+    kind = torch.device(device_type).type
+    if kind == privateuse1_name():
+        kind = "privateuseone"
+    if not _has_autocast(kind):
+        raise RuntimeError(f"device_type {device_type!r} has no autocast in torch; expected one such as 'cuda'")
+    return kind
+
+
+@called_while_tracing       # torch's function is a builtin that Dynamo knows in torch 2.12 and not before
+def _has_autocast(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind)
+
+
+def checked_spec(
+    device_type: Any,
+    dtype: Any = None,
+    enabled: Any = True,
+    cache_enabled: Any = None,
+    policy: Any = None,
+    cache: Any = None,
+    *,
+    of_module: bool = False,
+) -> RegionSpec:
+    """The region that the arguments of `autocast` describe, here: None is what the enclosing region has.
+
+    Warns, for the caller's caller, where the region is disabled because it cannot be had.
+    """
+    device = device_type if device_type is not None else current_device_type()
+    kind = device if type(device) is str and device in _KINDS else autocast_device_type(device)
+    if dtype is None:
+        dtype = torch.get_autocast_dtype(kind)
+    elif not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is {dtype!r}; expected a torch.dtype such as torch.bfloat16, or None")
+    if not isinstance(enabled, bool):
+        raise TypeError(f"enabled is {enabled!r}; expected True or False")
+    if enabled:
+        enabled = _available(device, kind, dtype)
+    if cache_enabled is None:
+        cache_enabled = torch.is_autocast_cache_enabled()
+    elif not isinstance(cache_enabled, bool):
+        raise TypeError(f"cache_enabled is {cache_enabled!r}; expected True or False")
+    if policy is not None and (not isinstance(policy, Policy) or policy.device_type != kind):
+        raise TypeError(f"policy is {policy!r}; expected a Policy for {kind!r}, such as Policy.default({kind!r})")
+    if cache is not None and not isinstance(cache, WeightCache):
+        raise TypeError(f"cache is {cache!r}; expected a WeightCache")
+    return RegionSpec(kind, dtype, enabled, cache_enabled, policy, cache, device, of_module)
+
+
+def float32_spec(device_type: Any, policy: Any, *, of_module: bool = False) -> RegionSpec:
+    """A region that casts to float32, which torch's autocast knows on no device."""
+    spec = checked_spec(device_type, None, False, policy=policy, of_module=of_module)
+    return RegionSpec(
+        spec.device_type, torch.float32, True, spec.cache_enabled, spec.policy, None, spec.device, of_module
+    )
+
+
+def _available(device: str, kind: str, dtype: torch.dtype) -> bool:
+    """Whether an enabled region can be had; warns as torch does where it cannot."""
+    if kind == "cuda" and ":" not in device:
+        if torch.cuda.amp.common.amp_definitely_not_available():
+            warnings.warn("CUDA is not available: autocast for it is disabled.", stacklevel=4)
+            return False
+        if dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
+            raise RuntimeError(
+                f"{torch.cuda.get_device_name()} does not support bfloat16; use autocast('cuda', torch.float16)"
+            )
+        return True
+    if kind == "cuda":
+        return True
+    supported = _supported_dtypes(kind)
+    if dtype not in supported:
+        warnings.warn(
+            f"autocast for {kind} takes {' or '.join(map(str, supported))}, not {dtype}: it is disabled. "
+            "For a region in float32, use ampkit.float32_region().",
+            stacklevel=4,
+        )
+        return False
+    return True
+
+
+def _supported_dtypes(kind: str) -> list[torch.dtype]:
+    if kind != "privateuseone":
+        return [torch.bfloat16, torch.float16]
+    name = privateuse1_name()
+    module = getattr(torch, name, None)
+    if module is None or not hasattr(module, "get_amp_supported_dtype"):
+        raise RuntimeError(
+            f"the backend {name!r} has not told torch which dtypes its autocast takes: it must register a module with "
+            "torch._register_device_module that has get_amp_supported_dtype()"
+        )
+    return module.get_amp_supported_dtype()

@@ -1,0 +1,128 @@
+"""wrap_forward: a region around the forward of a module whose source one cannot decorate.
+
+The module's class is replaced by a subclass of it that differs in one thing: its forward is decorated with `autocast`.
+Replicas share the class, so each thread of `nn.DataParallel` enters the region itself; copies and pickles wrap the
+copy. Forward hooks would do without the class, but a `KeyboardInterrupt` in forward would leave the region open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from torch.nn import Module
+
+from ampkit.region.autocast import autocast
+
+__all__ = ["wrap_forward"]
+
+M = TypeVar("M", bound=Module)
+
+
+class Wrapper(Protocol):
+    """What is done around a forward: a value that can be copied and pickled."""
+
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """`forward(module, ...)`, wrapped."""
+        ...
+
+
+class WrappedForward(Module):
+    """What the class of a module derives from, beside the class it had, when its forward has been wrapped.
+
+    Wrappers of one sort share a subclass of this one, by which they are told from others; a module may have several.
+    Copies and pickles are made as the class underneath, and wrapped again.
+    """
+
+    _ampkit_wrappers: dict[type[WrappedForward], tuple[type[Module], Wrapper]]
+
+    @classmethod
+    def put_around(cls, module: Module, wrapper: Wrapper) -> None:
+        """Wrap the forward of `module`, in it and in every replica and copy of it."""
+        object.__setattr__(module, "__class__", cls._wrapped(type(module), wrapper))
+
+    @classmethod
+    def _wrapped(cls, inner: type[Module], wrapper: Wrapper) -> type[Module]:
+        body: dict[str, Any] = {
+            "forward": wrapper.around(inner.forward),
+            "_ampkit_wrappers": {**getattr(inner, "_ampkit_wrappers", {}), cls: (inner, wrapper)},
+            "__module__": inner.__module__, "__qualname__": inner.__qualname__, "__doc__": inner.__doc__,
+        }
+        later = getattr(inner, "cls_to_become", None)     # the class that a lazy module takes at its first call
+        if later is not None:
+            body["cls_to_become"] = cls._wrapped(later, wrapper)
+        return type(inner.__name__, (cls, inner), body)
+
+    @classmethod
+    def _reduced(cls, module: Module, reduced: Any) -> tuple[Any, ...]:
+        """How to make `module` again, from how to make it with the class that it had before wrappers of this sort."""
+        inner, wrapper = module._ampkit_wrappers[cls]     # pyright: ignore[reportIndexIssue, reportArgumentType]
+        make, arguments, *rest = reduced
+        arguments = tuple(inner if value is type(module) else value for value in arguments)
+        return (_make_unfinished, (make, arguments, cls), (rest[0] if rest else None, wrapper), *rest[1:])
+
+
+def _make_unfinished(make: Callable[..., M], arguments: tuple[Any, ...], sort: type[WrappedForward]) -> M:
+    """A module that is wrapped when it gets its state.
+
+    The wrapper comes with that, after the modules in it: its policy may name one of them.
+    """
+    module = make(*arguments)
+    under = type(module)
+    body = {"__setstate__": _finish, "_ampkit_unfinished": (sort, under)}
+    object.__setattr__(module, "__class__", type(under.__name__, (under,), body))
+    return module
+
+
+def _finish(module: Any, saved: tuple[Any, Wrapper]) -> None:
+    state, wrapper = saved
+    sort, under = module._ampkit_unfinished
+    object.__setattr__(module, "__class__", under)
+    if state is not None:
+        module.__setstate__(state)
+    sort.put_around(module, wrapper)
+
+
+class _Region(NamedTuple):
+    """The region that `wrap_forward` opens, as it was told."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """`forward` in the region."""
+        return autocast(*self.args, **self.kwargs)(forward)
+
+
+class _Wrapped(WrappedForward):
+    """Modules under `wrap_forward`."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _Wrapped._reduced(self, super().__reduce_ex__(protocol))
+
+
+def _make(make: Callable[..., M], arguments: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> M:
+    """The name by which pickles of version 0.1 make a wrapped module."""
+    return wrap_forward(make(*arguments), *args, **kwargs)
+
+
+def wrap_forward(module: M, *args: Any, **kwargs: Any) -> M:
+    """Run `module`'s forward, from now on and in every replica and copy, inside `autocast(*args, **kwargs)`.
+
+    As decorating `forward` with `autocast`, for modules one cannot edit: threads of `nn.DataParallel` or
+    `parallel_apply` each enter the region themselves. Returns `module`, whose class is now a subclass of the one it
+    had. Raises `TypeError` for anything but a module, `RuntimeError` if it is wrapped already or has a forward of its
+    own that its class does not know, and what `autocast` raises.
+    """
+    if not isinstance(module, Module):
+        raise TypeError(f"wrap_forward takes an nn.Module, got {type(module).__name__}; decorate functions instead")
+    cls = type(module)
+    if isinstance(module, _Wrapped):
+        raise RuntimeError(f"this {cls.__name__} is wrapped already; a second region would only repeat the first")
+    if "forward" in vars(module):
+        raise RuntimeError(
+            f"this {cls.__name__} was given a forward of its own, which its class does not know; decorate that: "
+            "module.forward = autocast(...)(module.forward)"
+        )
+    _Wrapped.put_around(module, _Region(args, kwargs))
+    return module

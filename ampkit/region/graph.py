@@ -1,0 +1,71 @@
+"""Regions inside `torch.compile`: what Dynamo traces in place of the eager region.
+
+Dynamo cannot follow the dispatcher state that a region changes, so a traced region calls two functions that Dynamo
+puts into the graph as they are, and also runs while it traces. Whoever runs the graph after that (AOTAutograd to trace
+it, `backend="eager"` for real, `torch.export`) opens and closes the region where the user's code did, and casts what
+the region's policy casts, no more and no less. What AOTAutograd hands to inductor holds casts and no region.
+
+A region that is open around a compiled call is another matter: see `policy_guard`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+import torch
+
+from ampkit.policy.policy import Policy, register_changes
+from ampkit.region.spec import RegionSpec
+from ampkit.region.stack import leave_down_to, leave_ended, push
+from ampkit.region.thread_state import thread
+from ampkit.torch_internals.dynamo import (
+    at_end_of_trace,
+    called_while_tracing,
+    put_in_graphs,
+    runs_a_graph,
+    tracer,
+)
+
+
+def enter(device_type: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool, rules: str | None) -> None:
+    """Open a region in the traced graph; `leave_region` closes it. Dynamo traces this function."""
+    _let_in_graphs()
+    enter_region(device_type, dtype, enabled, cache_enabled, rules, register_changes())
+
+
+def enter_region(
+    device_type: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool, rules: str | None, changes: int
+) -> None:
+    """Open a region given by constants, as a graph holds them: `rules` is a `Policy.text`.
+
+    `changes` is how often `register_op` had been called: as a constant of the graph it makes Dynamo trace anew.
+    """
+    stack = thread.regions
+    leave_ended(stack)
+    tracing_in = tracer()
+    if tracing_in is not None:      # which has to close the regions that it leaves open where it fails or stops
+        at_end_of_trace(tracing_in, functools.partial(leave_down_to, stack, len(stack)))
+    caller = sys._getframe(1)
+    spec = _spec(device_type, dtype, enabled, cache_enabled, rules)
+    push(spec, frame=caller if runs_a_graph(caller) else None)
+
+
+def leave_region() -> None:
+    """Close the region that `enter_region` opened last."""
+    stack = thread.regions
+    leave_down_to(stack, len(stack) - 1)
+
+
+@functools.lru_cache(maxsize=256)
+def _spec(device_type: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool, rules: str | None) -> RegionSpec:
+    """The region these constants mean. It was checked, and warned about, when the user made it."""
+    policy = None if rules is None else Policy.from_text(rules)
+    return RegionSpec(device_type, dtype, enabled, cache_enabled, policy)
+
+
+@called_while_tracing       # so that it runs when Dynamo, which takes seconds to import, is there
+def _let_in_graphs() -> bool:
+    put_in_graphs(enter_region)
+    put_in_graphs(leave_region)
+    return True

@@ -1,0 +1,263 @@
+"""The open regions of a thread: a stack of entries, each of which knows what to put back.
+
+An entry writes torch's own autocast state (enabled, dtype, cache flag) as `torch.autocast` does, and puts a mode above
+it. What it changes is recorded before it is changed and put back as values: putting it back once more completes what an
+interrupt has cut short.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch.nn import Module
+
+from ampkit.policy.policy import Policy, register_changes
+from ampkit.region import recording
+from ampkit.region.mode import AutocastMode, DispatchGuard
+from ampkit.region.optimizer_steps import capturing
+from ampkit.region.spec import RegionSpec
+from ampkit.region.thread_state import thread
+from ampkit.region.weight_cache import RegionCache, WeightCache
+from ampkit.torch_internals import self_check
+from ampkit.torch_internals.checkpoint import note_region, top_hooks
+from ampkit.torch_internals.dispatcher import current
+from ampkit.torch_internals.dynamo import frame_on_stack, tracer
+
+
+class Watch(Protocol):
+    """What follows the modules that run while a region with module rules is open."""
+
+    def __init__(self, policy: Policy, root: Module | None) -> None: ...
+    def begin(self) -> None: ...
+    def remove(self) -> None: ...
+
+
+class Entry:
+    """A region that is open: what entering it changed, and what to put back.
+
+    Made before it changes anything, and put back as values: `leave` undoes an `enter` that an exception has cut short,
+    an interrupt or an error, and completes a `leave` that was cut short.
+    """
+
+    __slots__ = (
+        "cache", "cache_flag", "complete", "dtype", "enabled", "exit_pending", "frame", "guard", "spec", "watch",
+    )
+
+    def __init__(
+        self,
+        spec: RegionSpec,
+        stack: list[Entry],
+        root: Module | None,
+        watch: type[Watch] | None,
+        frame: FrameType | None,
+    ) -> None:
+        device_type = spec.device_type
+        outer = current()
+        if top_hooks(True) is not None:
+            note_region(outer)
+        self.spec = spec
+        self.frame = frame              # of the compiled graph that enters it, whose call an exception may end
+        self.exit_pending = False       # to be left as soon as nothing is open inside it
+        self.complete = False           # entered to the end, and leaving it has not begun
+        self.enabled = torch.is_autocast_enabled(device_type)
+        self.dtype = torch.get_autocast_dtype(device_type)
+        self.cache_flag = torch.is_autocast_cache_enabled()
+        self.cache = _cache_for(spec, stack)
+        policy, policies = _policies(outer, device_type, spec.policy)
+        self.watch = watch(policy, root) if watch is not None and spec.enabled and policy.modules else None
+        others = [torch.is_autocast_enabled(other) for other, _ in policies if other != device_type]
+        active = spec.enabled or True in others
+        self.guard = DispatchGuard(_mode(policies, self.cache if spec.cache_enabled else None), outer, active=active)
+
+    def enter(self) -> None:
+        """Make the region the thread's."""
+        spec = self.spec
+        self.guard.enter()
+        torch.set_autocast_enabled(spec.device_type, spec.enabled)
+        torch.set_autocast_dtype(spec.device_type, spec.dtype)
+        torch.set_autocast_cache_enabled(spec.cache_enabled)
+        _levels[self]
+        if self.watch is not None:
+            self.watch.begin()
+        self.complete = True
+
+    def leave(self, *, last: bool) -> None:
+        """Put back what was found on entry."""
+        again = not self.complete
+        self.exit_pending = True        # if this is cut short, the next region that is entered or left completes it
+        self.complete = False
+        if self.watch is not None:
+            self.watch.remove()
+        if again:
+            self._uncount_again()
+        elif torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        torch.set_autocast_enabled(self.spec.device_type, self.enabled)
+        torch.set_autocast_dtype(self.spec.device_type, self.dtype)
+        torch.set_autocast_cache_enabled(self.cache_flag)
+        self.guard.leave(again=again)
+        if self.spec.cache is not None:
+            self.spec.cache.leave()
+        elif last:
+            self.cache.clear()
+        _levels.pop(self, None)
+
+    def _uncount_again(self) -> None:
+        """Take the region out of torch's count, where it may not be in it, or no longer."""
+        level = _levels.get(self)
+        if level is None:
+            return
+        now = torch.autocast_decrement_nesting()
+        while now >= level:
+            now = torch.autocast_decrement_nesting()
+        while now < level - 1:
+            now = torch.autocast_increment_nesting()
+        if now == 0:
+            torch.clear_autocast_cache()
+
+
+# Entry -> its level in torch's count of open regions. Looking an entry up the first time counts it: one instruction,
+# so an interrupt comes before or after it, and whether an entry is counted is never in doubt.
+_levels: defaultdict[Entry, int] = defaultdict(torch.autocast_increment_nesting)
+_uncached_modes: dict[Any, AutocastMode] = {}
+
+
+def _cache_for(spec: RegionSpec, stack: list[Entry]) -> WeightCache:
+    """The cache of an entry: its own if it was given one, else the enclosing region's, else the thread's."""
+    capture = capturing()
+    if spec.cache is not None and not capture:
+        spec.cache.enter()
+        return spec.cache
+    if stack and stack[-1].cache.in_capture == capture:
+        return stack[-1].cache
+    if capture:
+        fresh = RegionCache()
+        fresh.in_capture = True
+        return fresh
+    cache = thread.cache
+    if cache is None:
+        cache = thread.cache = RegionCache()
+    return cache
+
+
+@functools.cache
+def default_policy(device_type: str) -> Policy:
+    """The policy of a region that was given none; one object for each device type."""
+    return Policy.default(device_type)
+
+
+def _policies(
+    outer: AutocastMode | None, device_type: str, policy: Policy | None
+) -> tuple[Policy, tuple[tuple[str, Policy], ...]]:
+    """The policy of a region for a device type, and those of all devices with it."""
+    if outer is None:
+        policy = policy or default_policy(device_type)
+        return policy, ((device_type, policy),)
+    policies = dict(outer.policies)
+    policies[device_type] = policy or policies.get(device_type) or default_policy(device_type)
+    return policies[device_type], tuple(policies.items())
+
+
+def _mode(policies: tuple[tuple[str, Policy], ...], cache: WeightCache | None) -> AutocastMode:
+    """The mode for these policies and this cache; made once, unless `register_op` has changed the rules since."""
+    modes = _uncached_modes if cache is None else cache.modes
+    mode = modes.get(policies)
+    if mode is None or mode.changes != register_changes() or mode.record is not recording.current():
+        self_check.once()
+        if len(modes) >= 16:
+            modes.clear()
+        mode = modes[policies] = recording.new_mode(policies, cache)
+    return mode
+
+
+def push(
+    spec: RegionSpec,
+    root: Module | None = None,
+    watch: type[Watch] | None = None,
+    frame: FrameType | None = None,
+) -> None:
+    """Enter a region; `frame` is that of the compiled graph that enters it, if one does.
+
+    Modules are followed by a `watch` if there is a rule for one; their paths count from `root` where one is given.
+    """
+    stack = thread.regions
+    if stack:
+        leave_ended(stack)
+    entry = Entry(spec, stack, root, watch, frame)
+    depth = len(stack)
+    try:
+        stack.append(entry)
+        entry.enter()
+    except BaseException:
+        leave_down_to(stack, depth)
+        raise
+
+
+def leave_down_to(stack: list[Entry], depth: int) -> None:
+    """Leave the innermost regions of this thread until so many are open, and then those whose exit is pending."""
+    try:
+        while len(stack) > depth or (stack and stack[-1].exit_pending):
+            stack[-1].leave(last=len(stack) == 1)
+            stack.pop()
+    except BaseException:       # an interrupt: what it has cut short is done over
+        while len(stack) > depth or (stack and stack[-1].exit_pending):
+            stack[-1].leave(last=len(stack) == 1)
+            stack.pop()
+        raise
+
+
+def leave_ended(stack: list[Entry]) -> None:
+    """Leave the innermost regions whose exit is pending, or that a graph entered whose call an exception ended."""
+    while stack:
+        frame = stack[-1].frame
+        if not stack[-1].exit_pending and (frame is None or frame_on_stack(frame) or tracer() is not None):
+            return      # a trace must leave the thread's state as it was
+        leave_down_to(stack, len(stack) - 1)
+
+
+def pop(spec: RegionSpec) -> None:
+    """Leave a region, which must be the innermost open one of this thread; modules' inside it do not count."""
+    stack = thread.regions
+    leave_down_to(stack, depth_without(spec, stack))
+
+
+def is_entered(spec: RegionSpec) -> bool:
+    """Whether a region was entered in this thread, and not left."""
+    # No generator: Python says nothing of an interrupt in one that it closes.
+    return id(spec) in [id(entry.spec) for entry in thread.regions]
+
+
+def depth_without(spec: RegionSpec, stack: list[Entry], exc_type: type[BaseException] | None = None) -> int:
+    """How many regions are open once one is left, with those inside it that have to go with it.
+
+    Those are of modules, whose forward was interrupted; and any, where an interrupt ends the region, which may have hit
+    the leaving of theirs. `RuntimeError` for a region that is not open, or not the innermost.
+    """
+    leave_ended(stack)
+    depth = len(stack) - 1
+    while depth >= 0 and (stack[depth].spec is not spec or stack[depth].exit_pending):
+        depth -= 1
+    if depth < 0:
+        raise RuntimeError(_out_of_order(spec, None))
+    interrupted = exc_type is not None and issubclass(exc_type, (KeyboardInterrupt, SystemExit))
+    if not interrupted and False in [inner.spec.of_module for inner in stack[depth + 1 :]]:
+        stack[depth].exit_pending = True
+        raise RuntimeError(_out_of_order(spec, stack[-1].spec))
+    return depth
+
+
+def _out_of_order(spec: RegionSpec, innermost: RegionSpec | None) -> str:
+    if innermost is None:
+        return (
+            f"{spec} is being left in a thread that never entered it, or left twice; enter and leave a region in "
+            "one thread, by `with` or as a decorator"
+        )
+    return (
+        f"{spec} is being left while {innermost}, entered after it, is still open, and stays open until that one is "
+        "left; leave regions in the reverse of the order they were entered. A generator or coroutine that is suspended "
+        "inside `with autocast():` does this: decorate its function with autocast instead"
+    )

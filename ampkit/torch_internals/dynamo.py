@@ -1,0 +1,95 @@
+"""What regions take of `torch.compile`'s front end: being skipped, being asked, being put into graphs."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+from torch.fx.node import has_side_effect
+
+from ampkit.torch_internals.lookup import private, refuse
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_Action = private("_C._dynamo.eval_frame._FrameAction")
+_Strategy = private("_C._dynamo.eval_frame._FrameExecStrategy")
+_set_strategy = private("_C._dynamo.eval_frame.set_code_exec_strategy")
+TracingContext = private("_guards.TracingContext")
+
+# Whether Dynamo is tracing the call. A name of our own for torch's function: a wrapper would cost every region twice.
+tracing = torch.compiler.is_dynamo_compiling
+
+
+def dynamo_skip(function: F) -> F:
+    """Decorator: Dynamo traces `function` into its caller, but compiles neither it nor what it calls by itself.
+
+    Where a graph breaks inside a region, Dynamo goes on frame by frame; entering, casting and leaving are no frames
+    to compile.
+    """
+    if refuse not in (_Action, _Strategy, _set_strategy):
+        _set_strategy(function.__code__, _Strategy(_Action.SKIP, _Action.SKIP))
+    return function
+
+
+def called_while_tracing(function: F) -> F:
+    """Decorator: Dynamo calls `function` while it traces, with constants, and keeps the answer."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def put_in_graphs(function: Callable[..., None]) -> None:
+    """Have Dynamo put calls of `function` into graphs as they are, and tracers not drop them as dead code."""
+    torch.compiler.allow_in_graph(function)
+    has_side_effect(function)
+
+
+def object_at(address: int) -> Any:
+    """The object with this `id`, for a function that Dynamo calls while it traces.
+
+    In torch 2.11 Dynamo hands such a function constants and nothing else. An object's `id` is one, for as long as the
+    guard that Dynamo sets on it holds; whoever is being traced keeps the object alive.
+    """
+    return ctypes.cast(address, ctypes.py_object).value
+
+
+def tracer() -> Any:
+    """Dynamo's instruction translator if Dynamo is tracing in this thread, else None."""
+    dynamo = sys.modules.get("torch._dynamo.symbolic_convert")
+    return None if dynamo is None else getattr(dynamo.tls, "current_tx", None)
+
+
+def at_end_of_trace(translator: Any, call: Callable[[], None]) -> None:
+    """Have a trace that fails, stops or ends make a call."""
+    translator.output.add_cleanup_hook(call)
+
+
+def runs_a_graph(frame: FrameType) -> bool:
+    """Whether a frame is the call of a graph, in Python that torch has written."""
+    return frame.f_code.co_filename.startswith("<eval_with_key>")
+
+
+def frame_on_stack(frame: FrameType) -> bool:
+    """Whether the call with this frame is still going on, in this thread; if not, it may have ended by an exception.
+
+    Two things close a region by being called and have no `finally`: a graph that `torch.compile(backend="eager")` runs,
+    and the hooks of a module, which an exception that is no `Exception` (`KeyboardInterrupt`) skips.
+    """
+    at: FrameType | None = sys._getframe(1)
+    while at is not None and at is not frame:
+        at = at.f_back
+    return at is not None
+
+
+def compile_callbacks() -> Any:
+    """Where Dynamo looks up whom to tell that it begins and ends to compile; None while it is not imported."""
+    return getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
+
+
+def forget_compiled() -> None:
+    """Drop what Dynamo has compiled so far, if it is there."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()

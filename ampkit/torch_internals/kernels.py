@@ -1,0 +1,140 @@
+"""Registering kernels at the regions' dispatch key, once per operator and process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.library import Library
+
+from ampkit.torch_internals.checkpoint import follow_reentrant
+from ampkit.torch_internals.dispatcher import (
+    KEY,
+    KEY_NAME,
+    TLS_NAME,
+    Exclude,
+    current,
+    get_in_tls,
+    has_kernel,
+    higher_order_fallthrough,
+    higher_order_ops,
+    is_open,
+)
+from ampkit.torch_internals.dynamo import dynamo_skip
+from ampkit.torch_internals.operators import OpOverload
+
+_NUMBERS = frozenset({int, float, bool, complex, torch.SymInt, torch.SymFloat, torch.SymBool})
+
+_libraries: dict[str, Library] = {}
+_begun: set[OpOverload] = set()         # a kernel may be there: the registration has begun
+_installed: set[OpOverload] = set()     # and has ended
+_prepared = False
+_installing_lock = threading.Lock()
+
+
+def _forked() -> None:
+    """In a child process: the lock may be held by a thread that is not there."""
+    global _installing_lock
+    _installing_lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
+def install(ops: Iterable[OpOverload]) -> None:
+    """Register the mode's kernel for operators that have none yet; what an interrupt cuts short, once more."""
+    missing = [op for op in ops if op not in _installed]
+    if not missing:
+        return
+    with _installing_lock:
+        _prepare()
+        for op in missing:
+            if op in _installed:
+                continue
+            namespace = op.namespace
+            if namespace not in _libraries:
+                _libraries[namespace] = Library(namespace, "IMPL")
+            if op not in _begun or not has_kernel(op.name(), KEY_NAME):
+                _begun.add(op)
+                _libraries[namespace].impl(op, _kernel(op), KEY_NAME, with_keyset=True)
+            _go_before_tracer(op)
+            _installed.add(op)
+
+
+def _prepare() -> None:
+    """What the first kernel of a process needs around it. Each part can be repeated."""
+    global _prepared
+    if not _prepared:
+        if "_" not in _libraries:
+            _libraries["_"] = _fallthrough()
+        _let_higher_order_ops_through()
+        follow_reentrant(current)
+        _prepared = True
+
+
+def _fallthrough() -> Library:
+    """Have operators without a kernel of ours go past the key."""
+    library = Library("_", "IMPL")
+    try:
+        library.fallback(torch.library.fallthrough_kernel, KEY_NAME)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"the dispatch key {KEY_NAME} that ampkit needs for itself is taken: by another copy of ampkit, imported "
+            "anew or reloaded in this process, or by another library. Start a new process and import ampkit once"
+        ) from error
+    return library
+
+
+def _kernel(op: OpOverload) -> Callable[..., Any]:
+    """What `op` runs at the mode's key."""
+    slots = [n for n, argument in enumerate(op._schema.arguments) if str(argument.type) == "Tensor"]
+
+    @dynamo_skip
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        mode = get_in_tls(TLS_NAME)
+        result = mode.__torch_dispatch__(op, (), args, kwargs)
+        if result is not NotImplemented:
+            return result
+        if any(type(args[slot]) in _NUMBERS for slot in slots if slot < len(args)):
+            with Exclude(mode.excluded_keys):     # `x + 1`: redispatch takes no number for a tensor
+                return op._op(*args, **kwargs)
+        return op.redispatch(keyset & mode.redispatch_keys, *args, **kwargs)
+
+    return kernel
+
+
+def _go_before_tracer(op: OpOverload) -> None:
+    """Have pre-dispatch tracing (`torch.export`) record what the mode makes of `op`, not `op` as it was called.
+
+    That tracer sits at the one key above the mode's. It is a Python mode that `OpOverload._get_dispatch` looks up at
+    every call; for operators with a kernel of ours the look-up is asked here first.
+    """
+    look_up = op._get_dispatch
+
+    @dynamo_skip
+    def get_dispatch(key: Any) -> Any:
+        found = look_up(key)
+        if key != torch._C.DispatchKey.PreDispatch or not callable(found):
+            return found
+
+        @dynamo_skip
+        def handler(*args: Any, **kwargs: Any) -> Any:
+            mode = current() if is_open() else None
+            result = NotImplemented if mode is None else mode.__torch_dispatch__(op, (), args, kwargs)
+            return found(*args, **kwargs) if result is NotImplemented else result
+
+        return handler
+
+    op._get_dispatch = get_dispatch  # type: ignore[method-assign]
+
+
+def _let_higher_order_ops_through() -> None:
+    """`torch.cond` and its kind dispatch in Python and know nothing of fallbacks: tell them to skip the key."""
+    for op in higher_order_ops.values():
+        op.fallthrough(KEY)
+    if KEY not in higher_order_fallthrough:
+        higher_order_fallthrough.append(KEY)

@@ -1,0 +1,32 @@
+"""The hooks that torch calls around every module's forward, and how to tell a module's call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.nn import Module
+from torch.nn.modules import module as _tables
+
+CALL = Module._call_impl.__code__
+
+
+def has_hooks(key: Any) -> bool:
+    """Whether `put_hooks` has been called for a key, and `take_hooks` not since. Dynamo traces these functions."""
+    return key in _tables._global_forward_pre_hooks
+
+
+def put_hooks(key: Any, before: Callable[..., None], after: Callable[..., None], *, always: bool = False) -> None:
+    """Have every module call `before` and `after`, the latter also where the forward raises, with `always`."""
+    _tables._global_forward_pre_hooks[key] = before
+    _tables._global_forward_hooks[key] = after
+    if always:
+        _tables._global_forward_hooks_always_called[key] = True
+
+
+def take_hooks(key: Any, *, always: bool = False) -> None:
+    """Have it call them no more. Somebody may have cleared torch's tables meanwhile."""
+    _tables._global_forward_pre_hooks.pop(key, None)
+    _tables._global_forward_hooks.pop(key, None)
+    if always:
+        _tables._global_forward_hooks_always_called.pop(key, None)

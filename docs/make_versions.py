@@ -1,0 +1,75 @@
+"""Write the row of docs/versions.md for the torch that runs this, from a report of the whole suite: see `make matrix`.
+
+    python docs/make_versions.py REPORT.xml
+"""
+
+import importlib.metadata
+import platform
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import torch
+
+import ampkit.doctor  # noqa: F401  (imports every module that looks a name up)
+from ampkit.torch_internals.dispatcher import KEY_NAME
+from ampkit.torch_internals.lookup import looked_up
+from ampkit.torch_internals.versions import SUPPORTED
+
+PAGE = Path(__file__).with_name("versions.md")
+HEAD = f"""# Versions of torch
+
+Supported are {SUPPORTED}, on Python 3.11 and newer. Every row is a run of the whole suite by `make matrix`, which
+writes it; CUDA builds ran on a CPU. Skipped tests need a GPU, or what that torch does not have; tests that are
+expected to fail (xfail) hold a defect of torch in view.
+
+A newer torch is tried out by the first region of a process, and `ampkit doctor` says what came of it.
+
+| torch | triton | Python | passed | failed | skipped | xfail | seconds | on |
+| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- |
+"""
+FOOT = f"""
+## What regions need and torch does not promise
+
+The dispatch key `{KEY_NAME}` and the names below are there in every version of the table: a test holds that, and what
+happens where one is not. None has a public counterpart. Without one, regions are refused and all else works.
+
+{{}}
+"""
+
+
+def counts(report: Path) -> tuple[int, int, int, int, float, str]:
+    """Passed, failed, skipped and xfailed tests, seconds, and the day."""
+    suite = ElementTree.parse(report).getroot().find("testsuite")
+    if suite is None:
+        raise ValueError(f"{report} holds no test suite; expected what pytest writes with --junitxml")
+    expected = sum(skip.get("type") == "pytest.xfail" for skip in suite.iter("skipped"))
+    failed = int(suite.attrib["failures"]) + int(suite.attrib["errors"])
+    skipped = int(suite.attrib["skipped"]) - expected
+    passed = int(suite.attrib["tests"]) - failed - skipped - expected
+    return passed, failed, skipped, expected, float(suite.attrib["time"]), suite.attrib["timestamp"][:10]
+
+
+def with_row(page: str, row: str | None = None) -> str:
+    """The page made anew, with a row in place of the one for the same version, in order of versions."""
+    rows = {line.split()[1]: line for line in [*page.splitlines(), row or ""] if line.startswith("| 2")}
+    names = "\n".join(f"- `torch.{path}`" for path in sorted(set(looked_up)))
+    return HEAD + "".join(f"{rows[version]}\n" for version in sorted(rows, key=_key)) + FOOT.format(names)
+
+
+def _key(version: str) -> list[int]:
+    return [int(part) for part in version.partition("+")[0].split(".")]
+
+
+def main(report: Path) -> None:
+    """Write the row."""
+    passed, failed, skipped, expected, seconds, day = counts(report)
+    versions = torch.__version__, importlib.metadata.version("triton"), platform.python_version()
+    cells = *versions, passed, failed, skipped, expected, round(seconds), day
+    row = f"| {' | '.join(map(str, cells))} |"
+    PAGE.write_text(with_row(PAGE.read_text(encoding="utf-8") if PAGE.exists() else "", row), encoding="utf-8")
+    print(row)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,33 @@
+"""The whole suite under every torch that ampkit supports: `make matrix`, or `make matrix TORCH=2.15.0`.
+
+Each version gets an environment of its own, kept for the next time; one whose torch is a CUDA build takes five
+gigabytes and needs no GPU. `make matrix ENVS=/folder` keeps them outside the checkout, `ARGS="-n 4"` goes to pytest. A
+run of the whole suite writes its row of docs/versions.md.
+"""
+
+import re
+from pathlib import Path
+
+import nox
+
+# The newest release of each minor version.
+VERSIONS = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
+
+nox.needs_version = ">=2024.4"
+nox.options.reuse_venv = "yes"
+nox.options.stop_on_first_error = False
+
+
+@nox.session
+@nox.parametrize("torch", VERSIONS)
+def tests(session: nox.Session, torch: str) -> None:
+    """Install one torch, with the triton that it brings, and ampkit; run the suite; note what came of it."""
+    pins = Path("constraints-dev.txt").read_text(encoding="utf-8")
+    constraints = Path(session.create_tmp()) / "constraints.txt"
+    constraints.write_text(re.sub(r"^(torch|triton)==.*\n", "", pins, flags=re.MULTILINE), encoding="utf-8")
+    session.install("-c", str(constraints), f"torch=={torch}", "-e", ".[dev]")
+    report = Path(session.create_tmp()) / "report.xml"
+    codes = [0, 1]      # failed tests are a result too
+    session.run("python", "-m", "pytest", f"--junitxml={report}", *session.posargs, success_codes=codes)
+    if not any("tests" in argument or argument.startswith("-k") for argument in session.posargs):
+        session.run("python", "docs/make_versions.py", str(report), *session.posargs)
