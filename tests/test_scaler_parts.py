@@ -221,6 +221,15 @@ def test_attributes_that_live_in_parts_can_be_set(name, value) -> None:
     assert name not in vars(scaler)
 
 
+def test_compiled_code_scales_and_reads_the_scale() -> None:
+    scaler = GradScaler("cpu", 4.0)
+    loss = torch.ones((), requires_grad=True)
+    scaler.scale(loss)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda loss: (scaler.scale(loss), loss * scaler._scale), backend="eager", fullgraph=True)
+    assert compiled(loss) == (4.0, 4.0)
+
+
 @pytest.mark.parametrize("room", [*STANDS_ON, "whole_model"])
 def test_rooms_stand_on_those_below_and_name_nothing_private_of_torch(room) -> None:
     """Imports for type checkers and within functions count."""

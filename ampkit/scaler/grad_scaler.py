@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -39,9 +38,11 @@ _PARTS = ("_live", "_iteration", "_unscaling", "_log", "_scaling", "_stepping")
 
 
 def _in(part: str, name: str) -> Any:
-    """An attribute of the scaler that lives in one of its parts."""
-    owner = attrgetter(part)
-    return property(attrgetter(f"{part}.{name}"), lambda self, value: setattr(owner(self), name, value))
+    """An attribute of the scaler that lives in one of its parts, by functions that Dynamo can trace."""
+    return property(
+        lambda self: getattr(getattr(self, part), name),
+        lambda self, value: setattr(getattr(self, part), name, value),
+    )
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -162,8 +163,7 @@ class GradScaler(torch.amp.GradScaler):
             raise record.refusal_to_unscale()
         inv_scale = self._unscaling.inverse_scale()
         found_inf = torch.zeros_like(inv_scale)
-        found = self._unscale_grads_(optimizer, inv_scale, found_inf, self._unscaling.allow_fp16)
-        record.found_inf_per_device = found
+        record.found_inf_per_device = self._unscale_grads_(optimizer, inv_scale, found_inf, self._unscaling.allow_fp16)
         record.stage = OptState.UNSCALED
 
     def _unscale_grads_(
