@@ -1,14 +1,22 @@
 """Regions and threads: each has its own; work handed to other threads takes its region along where one asks for it."""
 
+import gc
+import signal
+import subprocess
+import sys
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 from regions import BF16, FP16, FP32, state
 from torch import nn
 
 from ampkit import Policy, WeightCache, autocast, wrap_forward
+from ampkit.region import module_hooks
 from ampkit.region.snapshot import Snapshot
+from ampkit.region.stack import Entry
 
 
 def product() -> torch.dtype:
@@ -167,3 +175,93 @@ def test_snapshot_takes_a_region_to_another_thread():
         thread.join()
         assert results.pop() is expected
     assert product() is FP32
+
+
+FIRST_REGIONS = """
+import sys, threading, warnings
+sys.setswitchinterval(1e-6)
+warnings.simplefilter("error")
+import ampkit
+from ampkit.torch_internals import dispatcher, kernels
+together, tables = threading.Barrier(4), []
+def first():
+    together.wait()
+    with ampkit.autocast("cpu"):
+        tables.append(dispatcher.current().tables[0][1])
+threads = [threading.Thread(target=first) for _ in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+installed = {op.name(): op for op in kernels._installed}
+assert len(installed) == len(kernels._installed) > 200 and len(tables) == 4
+assert all(installed[op.name()] is op for table in tables for op in table)
+"""
+
+
+def test_first_regions_of_a_process_in_several_threads():
+    """Each thread's look-up of an operator may get an object of its own from torch; a rule must be found by any."""
+    for _ in range(2):
+        ran = subprocess.run([sys.executable, "-c", FIRST_REGIONS], capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
+
+
+def test_threads_that_end_inside_a_region_leave_nothing_behind():
+    rules = Policy.default("cpu").for_modules({nn.Linear: torch.float32})
+    layer = nn.Linear(8, 8)
+
+    def call():
+        for policy in (None, rules):
+            autocast("cpu", policy=policy).__enter__()
+            layer(torch.ones(1, 8))
+
+    for _ in range(3):
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+    gc.collect()
+    assert not any(isinstance(found, Entry) for found in gc.get_objects() if type(found) is Entry)
+    assert not list(module_hooks._watches)
+    assert not nn.modules.module._global_forward_hooks
+
+
+def test_region_opened_by_what_is_freed_on_leaving_another():
+    """It goes as it came, and so do those around it."""
+    before = state()
+    opened = []
+
+    def open_one():
+        with autocast("cpu", FP16):
+            opened.append(product())
+
+    with autocast("cpu"):
+        with autocast("cpu", FP16, cache=WeightCache()):
+            layer = nn.Linear(8, 8)
+            layer(torch.ones(1, 8))
+            weakref.finalize(layer.weight, open_one)
+            del layer
+        assert opened == [FP16]
+        assert product() is BF16
+    assert state() == before
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer's signals")
+def test_regions_opened_by_a_signals_handler():
+    """At any place of entering and leaving another."""
+    before, seen = state(), []
+
+    def handler(*_):
+        with autocast("cpu", FP16):
+            seen.append(product())
+
+    old = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 5e-4, 5e-4)
+        while len(seen) < 300:
+            with autocast("cpu"):
+                with autocast("cpu", enabled=False):
+                    pass
+                assert product() is BF16
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+    assert set(seen) == {FP16}
+    assert state() == before

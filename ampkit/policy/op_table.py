@@ -22,7 +22,7 @@ from ampkit.policy.composites import DECOMPOSED, OPAQUE, Composite
 from ampkit.policy.default_lists import DEFAULT_EXTRA
 from ampkit.policy.rules import Group, Rule
 from ampkit.policy.torch_lists import TORCH
-from ampkit.torch_internals.operators import OpOverload, operator_names
+from ampkit.torch_internals.operators import OpOverload, canonical, operator_names
 from ampkit.torch_internals.versions import SUPPORTED, parsed
 
 __all__ = ["DECOMPOSED", "DEFAULT_EXTRA", "OPAQUE", "TORCH", "Group", "Rule", "fold", "left_out", "names", "resolve"]
@@ -55,7 +55,7 @@ def resolve(name: str) -> OpOverload:
             f"operator '{namespace}::{base}' has no overload {overload or 'default'!r}; "
             f"expected one of {packet.overloads()}"
         )
-    return found
+    return canonical(found)
 
 
 def _names(namespace: str) -> list[str]:
@@ -97,7 +97,8 @@ def names(group: Group | Composite) -> list[str]:
 def _find(name: str) -> OpOverload | None:
     """The operator that a name of a list means; None if this torch has none."""
     base, _, overload = name.removeprefix("aten::").partition(".")
-    return getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
+    found = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
+    return None if found is None else canonical(found)
 
 
 @functools.cache

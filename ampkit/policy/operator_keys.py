@@ -18,6 +18,7 @@ from ampkit.policy.rules import Rule
 from ampkit.torch_internals.operators import (
     OpOverload,
     OpOverloadPacket,
+    canonical,
     has_any_kernel,
     is_dispatched,
     operator_names,
@@ -85,7 +86,7 @@ def _meant(key: Any) -> list[OpOverload]:
         raise ValueError(
             f"operator '{found[0].name()}' is TorchScript's, for plain numbers and containers; no region sees it"
         )
-    return found
+    return list(map(canonical, found))
 
 
 def _named(key: Any) -> list[OpOverload]:

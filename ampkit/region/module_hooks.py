@@ -10,6 +10,7 @@ import functools
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -27,8 +28,8 @@ from ampkit.region.thread_state import thread
 from ampkit.torch_internals.dynamo import dynamo_skip, frame_on_stack, tracing
 from ampkit.torch_internals.modules import put_hooks, take_hooks
 
-_lock = threading.Lock()
-_watches: set[Watch] = set()        # of all threads
+_lock = threading.RLock()       # a signal's handler may open a region with module rules while one is being opened
+_watches: weakref.WeakSet[Watch] = weakref.WeakSet()        # of all threads; those of a thread that ends go with it
 _KEY = AROUND       # one key, where a handle has a new one each time: torch.compile guards on the keys
 
 
@@ -51,6 +52,7 @@ class Watch:
         """Follow the modules that run in this thread."""
         self.followed.append(self.region)
         _watches.add(self)
+        weakref.finalize(self, _place_hooks).atexit = False     # if its thread ends with the region open
         _place_hooks()
 
     def remove(self) -> None:
@@ -64,7 +66,7 @@ class Watch:
 def _place_hooks() -> None:
     """Put the hooks where torch looks for them, or take them away: are there regions to watch?"""
     with _lock:
-        if _watches:
+        if any(_watches):       # one that has just died may still be counted
             put_hooks(_KEY, _enter, _leave, always=True)
         else:
             take_hooks(_KEY, always=True)
@@ -73,7 +75,7 @@ def _place_hooks() -> None:
 def _forked() -> None:
     """In a child process: only the thread that forked is there, and the lock may be held by another."""
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     _watches.intersection_update([watch for watch in _watches if watch.followed is thread.followed])
     _place_hooks()
 

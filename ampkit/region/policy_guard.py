@@ -32,7 +32,7 @@ _DIGITS = sorted({value for value in vars(torch).values() if isinstance(value, t
 Mark = tuple[tuple[str, torch.dtype], ...]
 _EVERY: Mark = tuple((device, torch.float32) for device in _DEVICES)
 
-_marking_lock = threading.Lock()
+_marking_lock = threading.RLock()
 _marks: dict[str, Mark] = {}
 _texts: dict[Mark, str] = {}
 
@@ -40,7 +40,7 @@ _texts: dict[Mark, str] = {}
 def _forked() -> None:
     """In a child process: the lock may be held by a thread that is not there."""
     global _marking_lock
-    _marking_lock = threading.Lock()
+    _marking_lock = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):

@@ -8,7 +8,7 @@ interrupt has cut short.
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
+import sys
 from types import FrameType
 from typing import Any, Protocol
 
@@ -44,7 +44,8 @@ class Entry:
     """
 
     __slots__ = (
-        "cache", "cache_flag", "complete", "dtype", "enabled", "exit_pending", "frame", "guard", "spec", "watch",
+        "cache", "cache_flag", "complete", "dtype", "enabled", "enters_cache", "exit_pending", "frame", "guard",
+        "leaving", "spec", "watch",
     )
 
     def __init__(
@@ -63,10 +64,12 @@ class Entry:
         self.frame = frame              # of the compiled graph that enters it, whose call an exception may end
         self.exit_pending = False       # to be left as soon as nothing is open inside it
         self.complete = False           # entered to the end, and leaving it has not begun
+        self.leaving: FrameType | None = None   # the call of `leave`, while there is one
         self.enabled = torch.is_autocast_enabled(device_type)
         self.dtype = torch.get_autocast_dtype(device_type)
         self.cache_flag = torch.is_autocast_cache_enabled()
-        self.cache = _cache_for(spec, stack)
+        self.cache = cache = _cache_for(spec, stack)
+        self.enters_cache = cache is spec.cache and all(outside.cache is not cache for outside in stack)
         policy, policies = _policies(outer, device_type, spec.policy)
         self.watch = watch(policy, root) if watch is not None and spec.enabled and policy.modules else None
         others = [torch.is_autocast_enabled(other) for other, _ in policies if other != device_type]
@@ -76,17 +79,20 @@ class Entry:
     def enter(self) -> None:
         """Make the region the thread's."""
         spec = self.spec
+        if self.enters_cache:
+            self.cache.enter()
         self.guard.enter()
         torch.set_autocast_enabled(spec.device_type, spec.enabled)
         torch.set_autocast_dtype(spec.device_type, spec.dtype)
         torch.set_autocast_cache_enabled(spec.cache_enabled)
-        _levels[self]
+        thread.levels[self]
         if self.watch is not None:
             self.watch.begin()
         self.complete = True
 
     def leave(self, *, last: bool) -> None:
         """Put back what was found on entry."""
+        self.leaving = sys._getframe()
         again = not self.complete
         self.exit_pending = True        # if this is cut short, the next region that is entered or left completes it
         self.complete = False
@@ -100,15 +106,23 @@ class Entry:
         torch.set_autocast_dtype(self.spec.device_type, self.dtype)
         torch.set_autocast_cache_enabled(self.cache_flag)
         self.guard.leave(again=again)
-        if self.spec.cache is not None:
-            self.spec.cache.leave()
-        elif last:
+        if self.enters_cache:
+            self.cache.leave()
+        elif last and self.spec.cache is None:
             self.cache.clear()
-        _levels.pop(self, None)
+        thread.levels.pop(self, None)
+        self.leaving = None
+
+    def is_overdue(self) -> bool:
+        """Whether it is to be left now: its exit is pending, and not being made further down this thread's stack.
+
+        It is where a signal's handler, or what is freed on leaving, opens a region of its own.
+        """
+        return self.exit_pending and (self.leaving is None or not frame_on_stack(self.leaving))
 
     def _uncount_again(self) -> None:
         """Take the region out of torch's count, where it may not be in it, or no longer."""
-        level = _levels.get(self)
+        level = thread.levels.get(self)
         if level is None:
             return
         now = torch.autocast_decrement_nesting()
@@ -120,9 +134,6 @@ class Entry:
             torch.clear_autocast_cache()
 
 
-# Entry -> its level in torch's count of open regions. Looking an entry up the first time counts it: one instruction,
-# so an interrupt comes before or after it, and whether an entry is counted is never in doubt.
-_levels: defaultdict[Entry, int] = defaultdict(torch.autocast_increment_nesting)
 _uncached_modes: dict[Any, AutocastMode] = {}
 
 
@@ -130,7 +141,6 @@ def _cache_for(spec: RegionSpec, stack: list[Entry]) -> WeightCache:
     """The cache of an entry: its own if it was given one, else the enclosing region's, else the thread's."""
     capture = capturing()
     if spec.cache is not None and not capture:
-        spec.cache.enter()
         return spec.cache
     if stack and stack[-1].cache.in_capture == capture:
         return stack[-1].cache
@@ -200,21 +210,25 @@ def push(
 def leave_down_to(stack: list[Entry], depth: int) -> None:
     """Leave the innermost regions of this thread until so many are open, and then those whose exit is pending."""
     try:
-        while len(stack) > depth or (stack and stack[-1].exit_pending):
-            stack[-1].leave(last=len(stack) == 1)
-            stack.pop()
+        _leave_all(stack, depth)
     except BaseException:       # an interrupt: what it has cut short is done over
-        while len(stack) > depth or (stack and stack[-1].exit_pending):
-            stack[-1].leave(last=len(stack) == 1)
-            stack.pop()
+        _leave_all(stack, depth)
         raise
+
+
+def _leave_all(stack: list[Entry], depth: int) -> None:
+    while len(stack) > depth or (stack and stack[-1].is_overdue()):
+        entry = stack[-1]
+        entry.leave(last=len(stack) == 1)
+        if stack and stack[-1] is entry:
+            stack.pop()
 
 
 def leave_ended(stack: list[Entry]) -> None:
     """Leave the innermost regions whose exit is pending, or that a graph entered whose call an exception ended."""
     while stack:
         frame = stack[-1].frame
-        if not stack[-1].exit_pending and (frame is None or frame_on_stack(frame) or tracer() is not None):
+        if not stack[-1].is_overdue() and (frame is None or frame_on_stack(frame) or tracer() is not None):
             return      # a trace must leave the thread's state as it was
         leave_down_to(stack, len(stack) - 1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ class ThreadState(threading.local):
 
     def __init__(self) -> None:
         self.regions: list[Any] = []        # the entries of the open ones, outermost first; see `stack`
+        # Entry -> its level in torch's count of open regions. Looking an entry up the first time counts it: one
+        # instruction, so an interrupt comes before or after it, and whether an entry is counted is never in doubt.
+        self.levels: defaultdict[Any, int] = defaultdict(torch.autocast_increment_nesting)
         self.cache: Any = None              # of those that were given none; empty while none is open
         self.mark: tuple[tuple[str, torch.dtype], ...] = ()     # in torch's autocast state; see `policy_guard`
         self.followed: list[Any] = []       # the open regions with module rules; see `running_modules`

@@ -113,7 +113,7 @@ class LiveScale:
 
     def on(self, device: torch.device) -> Tensor:
         """The scale where it lives; before it lives anywhere, the first one on `device`."""
-        return torch.full((), self.init_scale, device=device) if self.scale is None else self.scale
+        return torch.full((), self.init_scale, dtype=torch.float32, device=device) if self.scale is None else self.scale
 
     def inverse(self) -> tuple[Tensor, Tensor | None]:
         """1 / scale, rounded once from double where the device has it, and a copy of the scale if one was made.

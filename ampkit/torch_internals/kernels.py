@@ -32,13 +32,13 @@ _libraries: dict[str, Library] = {}
 _begun: set[OpOverload] = set()         # a kernel may be there: the registration has begun
 _installed: set[OpOverload] = set()     # and has ended
 _prepared = False
-_installing_lock = threading.Lock()
+_installing_lock = threading.RLock()
 
 
 def _forked() -> None:
     """In a child process: the lock may be held by a thread that is not there."""
     global _installing_lock
-    _installing_lock = threading.Lock()
+    _installing_lock = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):

@@ -6,9 +6,26 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 __all__ = [
-    "OpOverload", "OpOverloadPacket", "autocast_device_types", "has_any_kernel", "is_composite", "is_dispatched",
-    "operator_names", "privateuse1_name",
+    "OpOverload", "OpOverloadPacket", "autocast_device_types", "canonical", "has_any_kernel", "is_composite",
+    "is_dispatched", "operator_names", "privateuse1_name",
 ]
+
+
+_canonical: dict[str, OpOverload] = {}
+
+
+def canonical(op: OpOverload) -> OpOverload:
+    """The one object that stands for an operator of ATen here; an operator of another library is what it is.
+
+    Threads that look an operator up at once, for the first time in the process, may each get an object of their own
+    from torch, and those are not equal. The first that is asked about stands for all, in `torch.ops` too.
+    """
+    if op.namespace != "aten":
+        return op
+    kept = _canonical.setdefault(op.name(), op)
+    if kept is not op:
+        setattr(getattr(torch.ops.aten, kept._schema.name.removeprefix("aten::")), kept._overloadname, kept)
+    return kept
 
 
 def operator_names() -> list[str]:

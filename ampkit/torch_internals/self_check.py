@@ -29,10 +29,10 @@ from ampkit.torch_internals.dispatcher import (
 )
 from ampkit.torch_internals.kernels import install
 from ampkit.torch_internals.lookup import missing, refuse
-from ampkit.torch_internals.operators import OpOverload
+from ampkit.torch_internals.operators import OpOverload, canonical
 from ampkit.torch_internals.versions import no_regions
 
-_MM, _NEG = torch.ops.aten.mm.default, torch.ops.aten.neg.default
+_MM = canonical(torch.ops.aten.mm.default)
 
 
 @functools.cache
