@@ -45,6 +45,8 @@ class Watch:
         self.n_followed = len(self.followed)
         self.depth = len(self.modules)
         self.region = Followed(policy, root, self.depth)
+        self.at_end = weakref.finalize(self, _place_hooks)      # if its thread ends with the region open
+        self.at_end.atexit = False
         if root is None and self.followed and self.followed[-1].policy == policy:
             self.region = self.followed[-1]     # a region inside that has this policy from outside
 
@@ -52,11 +54,11 @@ class Watch:
         """Follow the modules that run in this thread."""
         self.followed.append(self.region)
         _watches.add(self)
-        weakref.finalize(self, _place_hooks).atexit = False     # if its thread ends with the region open
         _place_hooks()
 
     def remove(self) -> None:
         """Stop watching. Once more, it completes a `begin` or `remove` that was cut short."""
+        self.at_end.detach()
         del self.followed[self.n_followed :]
         del self.modules[self.depth :]      # of modules that were interrupted; their hooks did not run
         _watches.discard(self)
