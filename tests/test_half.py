@@ -1,4 +1,4 @@
-"""half, check_half and tree_cast: what is converted, what is cast, what is refused, what is reported."""
+"""half, check_half and containers: what is converted, what is cast, what is refused, what is reported."""
 
 import collections
 import copy

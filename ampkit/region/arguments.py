@@ -6,6 +6,7 @@ Messages and warnings follow torch's where torch has them.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ampkit.region.weight_cache import WeightCache
 from ampkit.torch_internals.dynamo import called_while_tracing
 from ampkit.torch_internals.operators import privateuse1_name
 
+_LOW = (torch.bfloat16, torch.float16)
 # Strings that are what they name: asked of torch once, as every region gives one.
 _KINDS = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
 
@@ -109,7 +111,7 @@ def _available(device: str, kind: str, dtype: torch.dtype) -> bool:
         return True
     if kind == "cuda":
         return True
-    supported = _supported_dtypes(kind)
+    supported = _LOW if kind != "privateuseone" else _supported_by_backend()
     if dtype not in supported:
         warnings.warn(
             f"autocast for {kind} takes {' or '.join(map(str, supported))}, not {dtype}: it is disabled. "
@@ -120,9 +122,7 @@ def _available(device: str, kind: str, dtype: torch.dtype) -> bool:
     return True
 
 
-def _supported_dtypes(kind: str) -> list[torch.dtype]:
-    if kind != "privateuseone":
-        return [torch.bfloat16, torch.float16]
+def _supported_by_backend() -> Sequence[torch.dtype]:
     name = privateuse1_name()
     module = getattr(torch, name, None)
     if module is None or not hasattr(module, "get_amp_supported_dtype"):

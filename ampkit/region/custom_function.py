@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -117,14 +118,25 @@ _torch_policy = functools.cache(Policy.torch)
 def _await_setup_context(fwd: Callable[..., Any], state: RegionSpec) -> None:
     """Leave `state` for the `setup_context` that torch calls right after this forward, which gets the ctx."""
     thread.forward = state
-    frame = sys._getframe(2)
+    for cls in _applied(sys._getframe(2), fwd):
+        if not hasattr(cls.setup_context, "_ampkit_wraps"):
+            cls.setup_context = staticmethod(_take_state(cls.setup_context))
+
+
+def _applied(frame: FrameType | None, fwd: Callable[..., Any]) -> list[type[Function]]:
+    """The function that is being applied; since torch 2.15, where no frame tells, all that have this forward."""
     while frame is not None:
         cls = frame.f_locals.get("cls") or frame.f_locals.get("autograd_function")
         if isinstance(cls, type) and issubclass(cls, Function) and _forward_is(cls, fwd):
-            if not hasattr(cls.setup_context, "_ampkit_wraps"):
-                cls.setup_context = staticmethod(_take_state(cls.setup_context))
-            return
+            return [cls]
         frame = frame.f_back
+    found, pending = [], [Function]
+    while pending:
+        for cls in pending.pop().__subclasses__():
+            pending.append(cls)
+            if _forward_is(cls, fwd) and cls.setup_context is not Function.setup_context:
+                found.append(cls)
+    return found
 
 
 def _forward_is(cls: type[Function], fwd: Callable[..., Any]) -> bool:

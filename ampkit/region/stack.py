@@ -72,8 +72,7 @@ class Entry:
         self.enters_cache = cache is spec.cache and all(outside.cache is not cache for outside in stack)
         policy, policies = _policies(outer, device_type, spec.policy)
         self.watch = watch(policy, root) if watch is not None and spec.enabled and policy.modules else None
-        others = [torch.is_autocast_enabled(other) for other, _ in policies if other != device_type]
-        active = spec.enabled or True in others
+        active = spec.enabled or any(torch.is_autocast_enabled(other) for other, _ in policies if other != device_type)
         self.guard = DispatchGuard(_mode(policies, self.cache if spec.cache_enabled else None), outer, active=active)
 
     def enter(self) -> None:

@@ -94,10 +94,15 @@ def test_a_child_forked_amid_regions_can_train():
     step()      # here first: the first optimizer step of a process imports half of torch
     stop = threading.Event()
 
+    errors: list[BaseException] = []
+
     def loop() -> None:
         net = model()
-        while not stop.is_set():
-            in_regions(net)
+        while not stop.is_set() and not errors:
+            try:
+                in_regions(net)
+            except BaseException as error:
+                errors.append(error)
 
     threads = [threading.Thread(target=loop) for _ in range(2)]
     for thread in threads:
@@ -113,6 +118,7 @@ def test_a_child_forked_amid_regions_can_train():
         for thread in threads:
             thread.join()
     print(f"{forks} forks")
+    assert not errors
 
 
 @pytest.mark.parametrize(
