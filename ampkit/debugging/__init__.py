@@ -1,0 +1,1 @@
+"""When numbers go wrong: which operator, which module, which line, why, and the smallest change that helps."""
