@@ -21,6 +21,7 @@ class ModuleCall(NamedTuple):
 
     path: str
     cls: str
+    known: bool                     # False: it is not below the model, and the path is its class
     number: int                     # 1 is the first; 0 where a recompute cannot tell
     outer: ModuleCall | None        # the call it was made in
 
@@ -45,7 +46,8 @@ class ModuleCalls:
         self._running = _Running()
         self._numbers: dict[int, int] = {}
         self._paths: dict[int, dict[int, str]] = {}
-        self._roots: list[Module] = []      # keeps the ids of `_paths` from being reused
+        self._roots: dict[int, Module] = {}     # keeps the ids of `_paths` from being reused
+        self._strays: dict[int, Module] = {}
         self._hooks: list[Any] = []
 
     def start(self) -> None:
@@ -66,6 +68,10 @@ class ModuleCalls:
         stack = self._running.stack
         return stack[-1][1] if stack else None
 
+    def roots(self) -> list[Module]:
+        """The models that were given or seen."""
+        return [self.model] if self.model is not None else list(self._roots.values())
+
     def new_step(self) -> None:
         """Count calls from one again."""
         self._numbers.clear()
@@ -80,7 +86,8 @@ class ModuleCalls:
             number = _number_in(forward, path) or int(self._numbers.get(id(module)) == 1)
         else:
             number = self._numbers[id(module)] = self._numbers.get(id(module), 0) + 1
-        stack.append((module, ModuleCall(path, type(module).__name__, number, outer)))
+        known = id(module) not in self._strays
+        stack.append((module, ModuleCall(path, type(module).__name__, known, number, outer)))
 
     def _leave(self, module: Module, args: Any, output: Any) -> None:
         stack = self._running.stack
@@ -90,10 +97,11 @@ class ModuleCalls:
     def _path(self, root: Module, module: Module) -> str:
         paths = self._paths.get(id(root))
         if paths is None or id(module) not in paths:
-            self._roots.append(root)
+            self._roots[id(root)] = root
             paths = self._paths[id(root)] = {id(child): path for path, child in module_paths(root)}
-            paths.setdefault(id(module), type(module).__name__)     # of no use to for_modules, but a name
-            self._roots.append(module)
+            if id(module) not in paths:
+                paths[id(module)] = type(module).__name__
+                self._strays[id(module)] = module
         return paths[id(module)]
 
 

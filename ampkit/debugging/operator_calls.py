@@ -203,6 +203,10 @@ class OperatorObserver(TorchDispatchMode):
     def _optimizer_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._optimizer = None
         self.step_ended(optimizer)
+        self.next_step()
+
+    def next_step(self) -> None:
+        """Count anew; the operators of the step before last are forgotten."""
         self.step += 1
         self.modules.new_step()
         self._forward_before, self._forward = self._forward, {}

@@ -11,11 +11,14 @@ import sys
 import sysconfig
 from pathlib import Path
 from types import CodeType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-__all__ = ["Caller", "SourceLine", "find_caller"]
+from ampkit.torch_internals.operator_tracing import is_opaque, storage_key
+
+__all__ = ["Caller", "SourceLine", "find_caller", "running_scaler", "variable_of"]
 
 _TORCH = f"{Path(str(torch.__file__)).parent}/"
 _AMPKIT = f"{Path(__file__).resolve().parents[1]}/"
@@ -112,3 +115,39 @@ def _classify(name: str) -> _File:
     if name.startswith(_PYTHON) and not name.startswith(_SITE):
         return _File.LIBRARY
     return _File.USER
+
+
+def variable_of(tensor: Tensor) -> str:
+    """The user's name for a tensor, or for what holds it, in the innermost frame that has one; "" without.
+
+    Looks into the variables of frames, so only for the rare tensor that a report is about.
+    """
+    key = storage_key(tensor)
+    frame = sys._getframe(1)
+    while frame is not None:
+        if _classify(frame.f_code.co_filename) is _File.USER:
+            for name, value in frame.f_locals.items():
+                if _holds(value, key, depth=2):
+                    return name
+        frame = frame.f_back
+    return ""
+
+
+def running_scaler() -> torch.amp.GradScaler | None:
+    """The GradScaler whose method is running on this thread."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if _classify(frame.f_code.co_filename) is _File.SCALER:
+            found = frame.f_locals.get("self")
+            if isinstance(found, torch.amp.GradScaler):
+                return found
+        frame = frame.f_back
+    return None
+
+
+def _holds(value: Any, key: int, depth: int) -> bool:
+    if isinstance(value, Tensor):
+        return not is_opaque(value) and storage_key(value) == key
+    if depth and isinstance(value, dict):
+        value = list(value.values())
+    return depth > 0 and isinstance(value, (list, tuple)) and any(_holds(item, key, depth - 1) for item in value[:64])
