@@ -121,15 +121,15 @@ def find_cause(
 
 def run_in_float64(
     func: OpOverload, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any],
-    nudge: float = 0.0,
+    nudged: bool = False,
 ) -> list[Tensor]:
-    """The results of an operator on float64 copies of its inputs, zeros among them replaced by `nudge`."""
+    """The results of an operator on float64 copies of its inputs; `nudged`, each a little off: smaller, and no zeros."""
     def widened(value: Any) -> Any:
         if isinstance(value, Tensor):
             if value.dtype not in _LOW and not value.is_floating_point():
                 return value.clone()
             wide = value.detach().to(torch.complex128 if value.is_complex() else torch.float64, copy=True)
-            return wide.masked_fill_(wide == 0, nudge) if nudge and not value.is_complex() else wide
+            return wide.mul_(1 - 1e-6).masked_fill_(wide == 0, 1e-150) if nudged else wide
         return value
 
     def dtypes(value: Any) -> Any:
@@ -183,9 +183,9 @@ def _compare(
 
 
 def _is_pole(func: OpOverload, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether it is an exact zero that makes the result infinite (1/0, log 0) rather than its size (exp 1000)."""
+    """Whether an exact value makes the result infinite (1/0, log 0, atanh 1) rather than its size (exp 1000)."""
     try:
-        return all(bool(torch.isfinite(one).all()) for one in run_in_float64(func, facts, args, kwargs, nudge=1e-150))
+        return all(bool(torch.isfinite(one).all()) for one in run_in_float64(func, facts, args, kwargs, nudged=True))
     except Exception:
         return False
 

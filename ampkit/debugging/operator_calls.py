@@ -21,10 +21,11 @@ from ampkit.debugging.module_calls import ModuleCall, ModuleCalls
 from ampkit.debugging.operator_facts import OperatorFacts, facts_of
 from ampkit.debugging.source_lines import Caller, SourceLine, find_caller
 from ampkit.torch_internals.operator_tracing import (
+    ObserverMode,
     OpOverload,
-    TorchDispatchMode,
     current_node,
     next_sequence_number,
+    node_name,
     node_sequence_number,
 )
 
@@ -68,7 +69,7 @@ class _Thread(threading.local):
         self.number = next_sequence_number() - 1
 
 
-class OperatorObserver(TorchDispatchMode):
+class OperatorObserver(ObserverMode):
     """Context in which `observe` is asked to run each operator of the thread, and of backward threads.
 
     Subclasses override `observe`, which must run the operator exactly once and return its result, and `step_ended`.
@@ -88,11 +89,6 @@ class OperatorObserver(TorchDispatchMode):
         self._forward_before: dict[int, OperatorCall] = {}
         self._thread = _Thread()
         self._open = ExitStack()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """See the operators of compiled code's own runtime too."""
-        return False
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -148,9 +144,9 @@ class OperatorObserver(TorchDispatchMode):
         moved = number != self._thread.number
         if facts.is_view:
             if moved:
-                self._note_forward(number, self._describe(facts, 4))
+                self._note_forward(number, self._describe(facts, 3))
             return func(*args, **kwargs)
-        call = self._describe(facts, 4)
+        call = self._describe(facts, 3)
         if call.caller.printing:
             return func(*args, **kwargs)
         if moved:
@@ -176,7 +172,7 @@ class OperatorObserver(TorchDispatchMode):
         # Only what builds a graph can be a recompute; with create_graph backward builds one too.
         call.caller = find_caller(depth, recompute=torch.is_grad_enabled())
         call.phase = "recompute" if call.caller.recompute else "backward"
-        call.node = node.name()
+        call.node = node_name(node)
         call.backward_number = node_sequence_number(node)
         if call.phase == "recompute" and call.caller.code is None:
             forward = self.forward_of(call)     # the stack leads to backward(), not to who called the checkpoint

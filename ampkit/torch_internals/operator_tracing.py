@@ -11,19 +11,39 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
-    "OpOverload", "StorageWeakRef", "TorchDispatchMode", "current_node", "is_opaque", "next_sequence_number",
-    "node_sequence_number", "storage_key", "without_dispatch",
+    "ObserverMode", "OpOverload", "StorageWeakRef", "current_node", "is_opaque", "next_sequence_number", "node_name",
+    "node_sequence_number", "storage_key",
 ]
 
-without_dispatch = torch._C._DisableTorchDispatch
 current_node = torch._C._current_autograd_node
 # Of the next node that this thread makes: autograd makes an operator's node before the operator reaches a mode.
 next_sequence_number = torch._C._autograd._get_sequence_nr
 
 
+class ObserverMode(TorchDispatchMode):
+    """A dispatch mode for uncompiled code: without the guards against Dynamo, which cost more than a look at a tensor.
+
+    Used where compiled functions run eagerly.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """See the operators of compiled code's own runtime too."""
+        return False
+
+
+def node_name(node: Any) -> str:
+    """What an autograd node is called. That of a custom function is its `ctx`, on which users store what they like."""
+    return type(node).name(node)
+
+
 def node_sequence_number(node: Any) -> int:
     """The number of an autograd node; a forward operator whose node it is noted the same one."""
-    return node._sequence_nr()
+    return type(node)._sequence_nr(node)
 
 
 def storage_key(tensor: Tensor) -> int:
