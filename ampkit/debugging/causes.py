@@ -123,7 +123,7 @@ def run_in_float64(
     func: OpOverload, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any],
     nudged: bool = False,
 ) -> list[Tensor]:
-    """The results of an operator on float64 copies of its inputs; `nudged`, each a little off: smaller, and no zeros."""
+    """The results of an operator on float64 copies of its inputs; `nudged`: each a little smaller, and no zeros."""
     def widened(value: Any) -> Any:
         if isinstance(value, Tensor):
             if value.dtype not in _LOW and not value.is_floating_point():

@@ -142,9 +142,8 @@ def _symptom(recorder: NonfiniteRecorder, found: Trace) -> tuple[str, str]:
         return f"the loss is {values}", ""
     if last.writes_parameter:
         return f"parameter {seen.target or '?'} is {values}", seen.target
-    if last.phase in ("backward", "scaler"):
-        name = seen.target or recorder.gradient_of(last.index)
-        return f"the gradient of {name or 'an input'} is {values}", name
+    if last.is_gradient or last.phase in ("backward", "scaler"):
+        return f"the gradient of {seen.target or 'an input'} is {values}", seen.target
     return f"{'a result' if last.scalar else 'a tensor that nothing absorbs'} is {values}", ""
 
 

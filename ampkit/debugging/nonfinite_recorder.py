@@ -88,9 +88,12 @@ class NonfiniteRecorder(OperatorObserver):
         if facts.name == "aten::ones_like" and given[0].numel() == 1 and given[0].requires_grad:
             self._note_loss(given[0])       # the gradient that backward starts with
         outputs = outputs_of(facts, result, args, kwargs)
-        if not outputs:
-            return result       # a comparison, an index, a number on the host: it absorbs nothing
         read = tuple({index for some in writers for index in some or () if index in self.records})
+        if not outputs:     # a comparison, an index, a number on the host
+            if read and isinstance(result, Tensor) and result.dtype is torch.bool:
+                self.records[self._next] = Record(self._next, call.phase, read, compares=True)
+                self._next += 1
+            return result
         record = Record(self._next, call.phase, read, scalar=all(one.numel() == 1 for one in outputs))
         self._next += 1
         for one in outputs:
@@ -117,6 +120,7 @@ class NonfiniteRecorder(OperatorObserver):
         self._read_pending()
         try:
             if any(record.broken for record in self.records.values()):
+                self._note_gradients()
                 self._on_step(self)
         finally:
             self.records.clear()
@@ -128,15 +132,7 @@ class NonfiniteRecorder(OperatorObserver):
     @property
     def steps_begun(self) -> int:
         """Steps that have ended, and the one that runs."""
-        return self.step + (self.count > self._counted)
-
-    def gradient_of(self, index: int) -> str:
-        """The parameter whose gradient a record computed; "" for none."""
-        for root in self.modules.roots():
-            for name, parameter in root.named_parameters():
-                if parameter.grad is not None and index in (self._writers.get(parameter.grad) or ()):
-                    return name
-        return ""
+        return max(0, self.step - self.first_step) + (self.count > self._counted)
 
     def name_of(self, tensor: Tensor) -> str:
         """What the user calls a tensor: its name as a parameter or buffer, else a variable."""
@@ -171,6 +167,15 @@ class NonfiniteRecorder(OperatorObserver):
         for index in self._writers.get(loss) or ():
             if index in self.records:
                 self.records[index].is_loss = True
+
+    def _note_gradients(self) -> None:
+        """Which records are what parameters hold as gradients, whoever has read them since."""
+        for root in self.modules.roots():
+            for name, parameter in root.named_parameters():
+                for index in self._writers.get(parameter.grad) or () if parameter.grad is not None else ():
+                    if index in self.seen and self.records[index].broken:
+                        self.records[index].is_gradient = True
+                        self.seen[index].target = self.seen[index].target or name
 
     # --- who wrote what
 
@@ -283,10 +288,13 @@ class NonfiniteRecorder(OperatorObserver):
             self._read_pending()
 
     def _note_parameter(self, record: Record, seen: Seen, outputs: list[Tensor]) -> None:
-        """The parameter that a call writes in place, the first broken one of several."""
+        """The parameter that a call writes in place, or whose gradient a scaler does, the first broken one of several."""
         if seen.call is None or not seen.call.facts.mutable:
             return
         for one in outputs:
+            if seen.call.phase == "scaler" and self.now and not math.isfinite(sum(_extremes(one))):
+                seen.target = self.name_of(one).removesuffix(".grad")
+                return
             if one.is_leaf and one.requires_grad and not (self.now and math.isfinite(sum(_extremes(one)))):
                 record.writes_parameter = True
                 seen.target = self.name_of(one)

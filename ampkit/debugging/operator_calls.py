@@ -82,7 +82,9 @@ class OperatorObserver(ObserverMode):
             raise TypeError(f"model is {type(model).__name__}; expected a torch.nn.Module, or None for whatever runs")
         self.model = model
         self.modules = ModuleCalls(model, self._forward_module)
-        self.step = 0               # optimizer steps that have ended
+        self.first_step = 0         # the first one that is looked at; set it before entering
+        self.begun = False
+        self.step = 0               # steps that have ended
         self.count = 0              # operators seen
         self._optimizer: Any = None
         self._forward: dict[int, OperatorCall] = {}         # by sequence number, this step's and the last one's
@@ -92,23 +94,29 @@ class OperatorObserver(ObserverMode):
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(_no_advice_on_hooks())
-            self.modules.start()
-            stack.callback(self.modules.stop)
             for hook in (
                 register_optimizer_step_pre_hook(self._optimizer_starts),
                 register_optimizer_step_post_hook(self._optimizer_ends),
             ):
                 stack.callback(hook.remove)
-            self._thread = _Thread()
-            super().__enter__()
+            if self.first_step == 0:
+                self._begin(stack)
             self._open = stack.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
         self._open.close()
+
+    def _begin(self, stack: ExitStack) -> None:
+        """Look from here on; until then only optimizer steps are counted."""
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(_no_advice_on_hooks())
+        self.modules.start()
+        stack.callback(self.modules.stop)
+        self._thread = _Thread()
+        super().__enter__()
+        stack.callback(super().__exit__, None, None, None)
+        self.begun = True
 
     def observe(
         self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -198,8 +206,11 @@ class OperatorObserver(ObserverMode):
 
     def _optimizer_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._optimizer = None
-        self.step_ended(optimizer)
+        if self.begun:
+            self.step_ended(optimizer)
         self.next_step()
+        if not self.begun and self.step == self.first_step:
+            self._begin(self._open)
 
     def next_step(self) -> None:
         """Count anew; the operators of the step before last are forgotten."""

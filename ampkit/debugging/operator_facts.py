@@ -35,8 +35,10 @@ class OperatorFacts:
         self.name = op.name()
         base = self.name.partition("::")[2].partition(".")[0]
         self.mutable: bool = schema.is_mutable
-        # Views read nothing. `_unsafe_view` shares memory although its schema does not say so.
-        self.is_view: bool = (op.is_view or base == "_unsafe_view") and not self.mutable
+        # Views read nothing, nor do the profiler's marks. `_unsafe_view` shares memory without its schema saying so.
+        self.is_view: bool = (
+            op.is_view or base == "_unsafe_view" or self.name.startswith("profiler::")
+        ) and not self.mutable
         self.uninitialised = self.name in _UNINITIALISED
         self.random = torch.Tag.nondeterministic_seeded in op.tags
         self.shape_only = base.endswith(_SHAPE_ONLY)
@@ -49,8 +51,10 @@ class OperatorFacts:
             for place, argument in enumerate(schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         )
-        self.overwrites = all(schema.arguments[place].is_out for place, _ in self.writes) or (
-            base in ("copy_", "zero_", "fill_") or (self.random and base not in ("bernoulli_", "dropout_"))
+        self.overwrites = bool(self.writes) and (
+            all(schema.arguments[place].is_out for place, _ in self.writes)
+            or base in ("copy_", "zero_", "fill_")
+            or (self.random and base not in ("bernoulli_", "dropout_"))
         )
 
     def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -29,8 +29,10 @@ class Record:
     neginf: bool = False
     source: Source | None = None    # set where the broken value did not come from a broken input
     is_loss: bool = False           # backward started here
+    is_gradient: bool = False       # it is what a parameter's `.grad` holds
     writes_parameter: bool = False
     scalar: bool = False
+    compares: bool = False          # its result is only booleans
 
     @property
     def broken(self) -> bool:
@@ -62,9 +64,14 @@ def trace(records: Mapping[int, Record], *, complete: bool = True) -> list[Trace
     read: set[int] = set()
     for record in records.values():
         for index in record.inputs:
-            if index in readers and index != record.index:
-                read.add(index)
+            if index not in readers or index == record.index:
+                continue
+            if not record.compares:
                 readers[index].append(record)
+            elif broken[index].scalar or broken[index].phase != record.phase:
+                continue        # somebody looks at a loss, or at a gradient: it is no less wrong
+            if record.broken or record.phase != "scaler":
+                read.add(index)     # a scaler that counts what is broken absorbs nothing
     traces = []
     for record in sorted(broken.values(), key=lambda one: one.index):
         if record.source is None or record.source == "constant":
@@ -84,7 +91,7 @@ def _harmless_inf(record: Record) -> bool:
 
 
 def _symptom(record: Record, read: set[int], soft: bool) -> bool:
-    if record.is_loss or record.writes_parameter:
+    if record.is_loss or record.is_gradient or record.writes_parameter:
         return True
     if record.index in read or record.phase == "recompute":
         return False        # a recompute stops where backward has what it needs

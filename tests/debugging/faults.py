@@ -100,7 +100,7 @@ class Fault(nn.Module):
         self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.name or not torch.is_grad_enabled() and self.direction == "backward":
+        if not self.name or (not torch.is_grad_enabled() and self.direction == "backward"):
             return x
         self.calls += 1
         if self.calls != self.in_call:
@@ -250,7 +250,8 @@ class Intervene(TorchDispatchMode):
                 return value.double() if value.is_floating_point() else value
             return torch.float64 if isinstance(value, torch.dtype) else value
 
-        exact = func(*torch.utils._pytree.tree_map(widened, args), **torch.utils._pytree.tree_map(widened, kwargs or {}))
+        wide_args, wide_kwargs = torch.utils._pytree.tree_map(widened, (args, kwargs or {}))
+        exact = func(*wide_args, **wide_kwargs)
         result = func(*args, **(kwargs or {}))
         target = args[0] if func._schema.is_mutable else result
         self.output_finite = bool(target.isfinite().all())
