@@ -288,7 +288,7 @@ class NonfiniteRecorder(OperatorObserver):
             self._read_pending()
 
     def _note_parameter(self, record: Record, seen: Seen, outputs: list[Tensor]) -> None:
-        """The parameter that a call writes in place, or whose gradient a scaler does, the first broken one of several."""
+        """The parameter that a call writes in place, or whose gradient a scaler does; the first broken one."""
         if seen.call is None or not seen.call.facts.mutable:
             return
         for one in outputs:
