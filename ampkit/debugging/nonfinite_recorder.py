@@ -25,6 +25,7 @@ from ampkit.debugging.causes import (
     outputs_of,
     summarise,
 )
+from ampkit.debugging.extremes import extremes, item_at_fault, mark, ordered
 from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver, Place
 from ampkit.debugging.operator_facts import readable, tensors_in
 from ampkit.debugging.source_lines import running_scaler, variable_of
@@ -210,7 +211,7 @@ class NonfiniteRecorder(OperatorObserver):
         seen.target = self.name_of(tensor)
         seen.cause = Cause("arrived", "it was there before the step")
         if self.now:
-            _mark(record, [_extremes(tensor)])
+            mark(record, [extremes(tensor)])
             self.records[record.index] = record
             self.seen[record.index] = seen
         else:
@@ -228,7 +229,7 @@ class NonfiniteRecorder(OperatorObserver):
         given: list[tuple[Tensor, Tensor, tuple[int, ...] | None]], outputs: list[Tensor],
     ) -> None:
         """Read the result; if it is broken, also the inputs as they were `before`, to tell whose fault it is."""
-        _mark(record, [_extremes(one) for one in outputs])
+        mark(record, [extremes(one) for one in outputs])
         if not record.broken:
             if record.inputs:
                 self.records[record.index] = record     # it absorbs something
@@ -240,14 +241,14 @@ class NonfiniteRecorder(OperatorObserver):
             record.source = "constant"
             return
         if call.facts.name.startswith(("aten::_foreach_", "aten::_fused_")):
-            outputs, before = _item_at_fault(outputs, before)
+            outputs, before = item_at_fault(outputs, before)
         mine = {id(value) for value in tensors_in(before)}
         nan_in = inf_in = False
         read = []
         for value, tensor, writers in given:
             if id(value) not in mine or next(readable([value]), None) is None:
                 continue
-            low, high = _extremes(value)
+            low, high = extremes(value)
             if not math.isfinite(high - low):
                 nan_in |= low != low
                 inf_in |= low == low
@@ -270,12 +271,12 @@ class NonfiniteRecorder(OperatorObserver):
             return ()
         for record in records:
             if record.source in ("uninitialised", "received"):
-                _mark(record, [(low, high)])
+                mark(record, [(low, high)])
                 return (record.index,)
         latest = self._writers.get(tensor)
         arrived = self._arrive(tensor)
         for index in arrived:
-            _mark(self.records[index], [(low, high)])
+            mark(self.records[index], [(low, high)])
         if latest is not None and reader in latest:
             self._writers.set(tensor, latest)       # the call wrote it in place: what is there now is the call's
         return arrived
@@ -283,7 +284,7 @@ class NonfiniteRecorder(OperatorObserver):
     def _leave_for_later(self, record: Record, seen: Seen, tensors: list[Tensor]) -> None:
         self.records[record.index] = record
         self._note_parameter(record, seen, tensors)
-        self._pending.append((record, seen, [torch.aminmax(_real(one)) for one in tensors]))
+        self._pending.append((record, seen, [torch.aminmax(ordered(one)) for one in tensors]))
         if len(self._pending) > _MOST_PENDING:
             self._read_pending()
 
@@ -292,10 +293,10 @@ class NonfiniteRecorder(OperatorObserver):
         if seen.call is None or not seen.call.facts.mutable:
             return
         for one in outputs:
-            if seen.call.phase == "scaler" and self.now and not math.isfinite(sum(_extremes(one))):
+            if seen.call.phase == "scaler" and self.now and not math.isfinite(sum(extremes(one))):
                 seen.target = self.name_of(one).removesuffix(".grad")
                 return
-            if one.is_leaf and one.requires_grad and not (self.now and math.isfinite(sum(_extremes(one)))):
+            if one.is_leaf and one.requires_grad and not (self.now and math.isfinite(sum(extremes(one)))):
                 record.writes_parameter = True
                 seen.target = self.name_of(one)
                 return
@@ -303,12 +304,12 @@ class NonfiniteRecorder(OperatorObserver):
     def _read_pending(self) -> None:
         """Read the statistics that were left on devices, with one transfer per device, and work out the sources."""
         by_device: dict[torch.device, list[Tensor]] = {}
-        for _, _, extremes in self._pending:
-            for pair in extremes:
+        for _, _, pairs in self._pending:
+            for pair in pairs:
                 by_device.setdefault(pair[0].device, []).extend(one.double() for one in pair)
         values = {device: iter(torch.stack(some).tolist()) for device, some in by_device.items()}
-        for record, seen, extremes in self._pending:
-            _mark(record, [(next(values[low.device]), next(values[low.device])) for low, _ in extremes])
+        for record, seen, pairs in self._pending:
+            mark(record, [(next(values[low.device]), next(values[low.device])) for low, _ in pairs])
             if not record.broken:
                 continue
             self.seen[record.index] = seen
@@ -320,7 +321,7 @@ class NonfiniteRecorder(OperatorObserver):
                 continue
             received = [self.records[index] for index in record.inputs if self.records[index].source == "received"]
             for one in received:
-                _mark(one, [(math.nan, math.nan)])
+                mark(one, [(math.nan, math.nan)])
             record.source = None if received else "made"
         self._pending.clear()
         read = {index for record in self.records.values() if record.broken for index in (record.index, *record.inputs)}
@@ -329,34 +330,3 @@ class NonfiniteRecorder(OperatorObserver):
             if index in read or record.source in ("uninitialised", "received")
             or any(self.records[other].broken for other in record.inputs if other in self.records)
         }
-
-
-def _item_at_fault(outputs: list[Tensor], arguments: Any) -> tuple[list[Tensor], Any]:
-    """Of an operator on lists of tensors, the first broken result and the arguments that it was made of."""
-    place = next(i for i, one in enumerate(outputs) if not math.isfinite(sum(_extremes(one))))
-
-    def pick(value: Any) -> Any:
-        return [value[place]] if isinstance(value, (list, tuple)) and len(value) == len(outputs) else value
-
-    args, kwargs = arguments
-    return [outputs[place]], ([pick(value) for value in args], {key: pick(value) for key, value in kwargs.items()})
-
-
-def _real(tensor: Tensor) -> Tensor:
-    """In a form that has an order."""
-    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return tensor.float() if tensor.element_size() == 1 else tensor
-
-
-def _extremes(tensor: Tensor) -> tuple[float, float]:
-    """The least and the greatest value, both NaN if one is."""
-    low, high = torch.aminmax(_real(tensor))
-    return low.item(), high.item()
-
-
-def _mark(record: Record, extremes: list[tuple[float, float]]) -> None:
-    for low, high in extremes:
-        if not math.isfinite(high - low):       # of float16, too: these are Python's
-            record.nan |= low != low
-            record.posinf |= high == math.inf
-            record.neginf |= low == -math.inf

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ampkit.debugging.causes import Cause, InputSummary
 from ampkit.debugging.policy_change import PolicyChange
 
 __all__ = ["Finding", "NonFiniteError", "NonFiniteReport", "Operation", "Suggestion"]
+
+KIND, VERSION = "ampkit.debugging.nonfinite", "1.0"     # of the JSON form: a reader refuses another major version
 
 
 class NonFiniteError(FloatingPointError):
@@ -153,15 +157,11 @@ class NonFiniteReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers; inf and NaN among the numbers as strings."""
-        from ampkit.debugging.report_file import to_dict
-
-        return to_dict(self)
+        return {"kind": KIND, "version": VERSION, **_plain(asdict(self))}
 
     def to_json(self) -> str:
         """`to_dict` as JSON text, by the schema in `ampkit/debugging/report_schema.json`."""
-        from ampkit.debugging.report_file import to_json
-
-        return to_json(self)
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
 
 
 def _place(finding: Finding) -> tuple[Any, ...]:
@@ -173,3 +173,11 @@ def _ordinal(number: int) -> str:
     ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{ending}"
 
+
+def _plain(value: Any) -> Any:
+    """As JSON can hold it, which has no inf and no NaN."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""Reports as JSON: written, checked against the schema that ships beside this module, read back, and merged.
+"""Reports in files: checked against the schema that ships beside this module, read back, and merged.
 
 JSON has no inf and no NaN: such numbers are the strings "inf", "-inf" and "nan". A file says its version as
 "major.minor"; a reader refuses a major one that it does not know, and ignores what a later minor one added.
@@ -10,18 +10,17 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ampkit.debugging.causes import Cause, InputSummary
 from ampkit.debugging.policy_change import PolicyChange
-from ampkit.debugging.report import Finding, NonFiniteReport, Operation, Suggestion
+from ampkit.debugging.report import KIND, VERSION, Finding, NonFiniteReport, Operation, Suggestion
 
-__all__ = ["VERSION", "from_dict", "merge", "read", "schema", "to_dict", "to_json", "validate"]
+__all__ = ["from_dict", "merge", "read", "schema", "validate"]
 
-VERSION = "1.0"
 _TYPES = {
     "object": dict, "array": list, "string": str, "boolean": bool, "integer": int, "number": (int, float),
     "null": type(None),
@@ -32,16 +31,6 @@ _TYPES = {
 def schema() -> dict[str, Any]:
     """The JSON schema of a report."""
     return json.loads(Path(__file__).with_name("report_schema.json").read_text(encoding="utf-8"))
-
-
-def to_dict(report: NonFiniteReport) -> dict[str, Any]:
-    """A report as JSON can hold it."""
-    return {"kind": "ampkit.debugging.nonfinite", "version": VERSION, **_plain(asdict(report))}
-
-
-def to_json(report: NonFiniteReport) -> str:
-    """The text of `to_dict`."""
-    return json.dumps(to_dict(report), indent=1, allow_nan=False)
 
 
 def read(path: str | Path) -> NonFiniteReport:
@@ -55,8 +44,8 @@ def read(path: str | Path) -> NonFiniteReport:
 
 def from_dict(data: Any, name: str = "the report") -> NonFiniteReport:
     """The report that `to_dict` wrote. Raises `ValueError` that says what is wrong, and where."""
-    if not isinstance(data, dict) or data.get("kind") != "ampkit.debugging.nonfinite":
-        raise ValueError(f"{name} is no report of ampkit debug; expected 'kind': 'ampkit.debugging.nonfinite'")
+    if not isinstance(data, dict) or data.get("kind") != KIND:
+        raise ValueError(f"{name} is no report of ampkit debug; expected 'kind': {KIND!r}")
     major = str(data.get("version")).partition(".")[0]
     if major != VERSION.partition(".")[0]:
         raise ValueError(
@@ -113,14 +102,6 @@ def validate(value: Any, rule: Mapping[str, Any], where: str) -> None:
         for place, item in enumerate(value):
             validate(item, rule["items"], f"{where}[{place}]")
     return None
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _number(value: Any) -> Any:

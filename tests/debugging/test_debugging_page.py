@@ -15,7 +15,7 @@ PAGE = ROOT / "docs" / "debugging.md"
 SHOWN = re.compile(r"<!-- output of (?P<command>[^\n]+) -->\n```text\n(?P<text>.*?)```", re.DOTALL)
 
 
-@pytest.mark.parametrize("found", SHOWN.finditer(PAGE.read_text()), ids=lambda found: found["command"])
+@pytest.mark.parametrize("found", list(SHOWN.finditer(PAGE.read_text())), ids=lambda found: found["command"])
 def test_shown_output_is_real(found: re.Match[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers may differ in their last digit between builds of torch; words may not."""
     monkeypatch.chdir(ROOT)
