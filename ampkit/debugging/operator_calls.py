@@ -27,6 +27,7 @@ from ampkit.torch_internals.operator_tracing import (
     next_sequence_number,
     node_name,
     node_sequence_number,
+    without_dispatch,
 )
 
 __all__ = ["OperatorCall", "OperatorObserver", "Phase", "Place"]
@@ -207,7 +208,8 @@ class OperatorObserver(ObserverMode):
     def _optimizer_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._optimizer = None
         if self.begun:
-            self.step_ended(optimizer)
+            with without_dispatch():    # what the tool computes is no operator of the step
+                self.step_ended(optimizer)
         self.next_step()
         if not self.begun and self.step == self.first_step:
             self._begin(self._open)

@@ -12,9 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "ObserverMode", "OpOverload", "StorageWeakRef", "current_node", "is_opaque", "next_sequence_number", "node_name",
-    "node_sequence_number", "storage_key",
+    "node_sequence_number", "storage_key", "without_dispatch",
 ]
 
+without_dispatch = torch._C._DisableTorchDispatch
 current_node = torch._C._current_autograd_node
 # Of the next node that this thread makes: autograd makes an operator's node before the operator reaches a mode.
 next_sequence_number = torch._C._autograd._get_sequence_nr

@@ -154,6 +154,18 @@ def test_a_scaler_s_own_work_has_a_phase_of_its_own() -> None:
         assert seen.of("aten::_foreach_add_.List", "optimizer") or seen.of("aten::add_.Tensor", "optimizer")
 
 
+def test_what_a_tool_computes_when_a_step_ends_is_not_observed() -> None:
+    class Computes(Seen):
+        def step_ended(self, optimizer: Any) -> None:
+            torch.ones(1).exp()
+
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with Computes(net) as seen:
+        optimizer.step()
+    assert not seen.of("aten::exp", "forward")
+
+
 def test_printing_a_tensor_is_not_observed() -> None:
     with Seen() as seen:
         repr(torch.arange(3.0) / 3)
