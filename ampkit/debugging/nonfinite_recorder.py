@@ -68,7 +68,7 @@ class NonfiniteRecorder(OperatorObserver):
         self._writers: StorageMap[tuple[int, ...]] = StorageMap()
         self._pending: list[tuple[Record, Seen, list[tuple[Tensor, Tensor]]]] = []
         self._next = 0
-        self._counted = 0
+        self._begun_step = False    # an operator of it has run; a scaler's update after the last one is none
         self._backward_seen = self._scaler_seen = False
 
     def observe(
@@ -76,6 +76,7 @@ class NonfiniteRecorder(OperatorObserver):
     ) -> Any:
         facts = call.facts
         self._follow_step(call)
+        self._begun_step |= call.phase != "scaler"
         given = tensors_in((args, kwargs) if kwargs else args)
         written = facts.written(args, kwargs) if facts.mutable else []
         if written and facts.overwrites:
@@ -128,12 +129,12 @@ class NonfiniteRecorder(OperatorObserver):
             self.seen.clear()
             self.scale = None
             self._backward_seen = self._scaler_seen = False
-            self._counted = self.count
+            self._begun_step = False
 
     @property
     def steps_begun(self) -> int:
         """Steps that have ended, and the one that runs."""
-        return max(0, self.step - self.first_step) + (self.count > self._counted)
+        return max(0, self.step - self.first_step) + self._begun_step
 
     def name_of(self, tensor: Tensor) -> str:
         """What the user calls a tensor: its name as a parameter or buffer, else a variable."""
