@@ -1,4 +1,4 @@
-"""The `ampkit` command: `ampkit demo`, `ampkit doctor`, `ampkit policy-table`. Also `python -m ampkit`."""
+"""The `ampkit` command: `ampkit demo`, `ampkit debug`, `ampkit doctor` and more. Also `python -m ampkit`."""
 
 import argparse
 import importlib
@@ -7,8 +7,10 @@ import sys
 
 # Name of the command -> (module with `main(argv) -> int | None`, what it does). Imported when chosen.
 COMMANDS = {
+    "debug": ("ampkit.debugging.cli", "find out where inf and NaN come from in a training script"),
     "demo": ("ampkit.demo.cli", "train on real data: fp32, torch.amp and ampkit side by side"),
     "doctor": ("ampkit.doctor", "say what this machine can run, and what is missing"),
+    "explain": ("ampkit.debugging.explain", "say what a region does to an operator, and why"),
     "policy-table": ("ampkit.policy.policy_table", "print the default policy as the README shows it"),
 }
 

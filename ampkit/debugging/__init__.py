@@ -1,0 +1,12 @@
+"""When numbers go wrong: which operator, which module, which line, why, and the smallest change that helps."""
+
+from ampkit.debugging.checks import assert_finite
+from ampkit.debugging.detect import detect_nonfinite
+from ampkit.debugging.find import find_nonfinite
+from ampkit.debugging.hashes import HashDifference, HashLog, compare_hashes, record_hashes
+from ampkit.debugging.report import Finding, NonFiniteError, NonFiniteReport
+
+__all__ = [
+    "Finding", "HashDifference", "HashLog", "NonFiniteError", "NonFiniteReport", "assert_finite", "compare_hashes",
+    "detect_nonfinite", "find_nonfinite", "record_hashes",
+]

@@ -1,0 +1,211 @@
+"""Why an operator's result is not finite: the same operator, run again in float64 on the same inputs, tells.
+
+Nothing of the user's is touched: inputs are copies, random number generators are put back, and operators that would
+talk to other processes or that need memory in a form of their own are not run again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampkit.debugging.operator_facts import OperatorFacts, readable, tensors_in
+from ampkit.torch_internals.operator_tracing import OpOverload
+
+__all__ = [
+    "Cause", "InputSummary", "asks_for_nonfinite", "dtype_name", "find_cause", "map_tensors", "outputs_of", "summarise",
+]
+
+_LOW = (torch.float16, torch.bfloat16, torch.float32, torch.complex64)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a result is not finite.
+
+    `kind`: "overflow" (the exact result is finite, `value` its largest magnitude, `limit` what the dtype can hold),
+    "intermediate" (the exact result would fit; the kernel overflowed on the way), "too large" (beyond float64 too),
+    "undefined" (NaN or a pole for these inputs, in any precision), "from inf" (an inf came in, and a NaN of it comes
+    out), "constant" (it was asked for), "arrived" (it was in the tensor before the step), "received" (from another
+    rank), "uninitialised" (`torch.empty` was read), or "unknown" (the operator could not be run again).
+    """
+
+    kind: str
+    text: str
+    value: float | None = None
+    limit: float | None = None
+
+
+@dataclass(frozen=True)
+class InputSummary:
+    """One floating-point input of an operator as it was before the call. `largest` is over its finite elements."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    largest: float
+    nan: bool
+    inf: bool
+    zeros: bool
+    name: str = ""      # of a parameter or buffer, or the user's variable; "" for what operators computed
+
+    @property
+    def finite(self) -> bool:
+        """Whether all elements are."""
+        return not (self.nan or self.inf)
+
+    def __str__(self) -> str:
+        broken = " with " + " and ".join(w for w, there in (("NaN", self.nan), ("inf", self.inf)) if there)
+        return (
+            f"{self.name + ' ' if self.name else ''}{self.dtype}{list(self.shape)} "
+            f"up to {self.largest:.4g}{'' if self.finite else broken}"
+        )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float16`"""
+    return str(dtype).removeprefix("torch.")
+
+
+def summarise(tensor: Tensor, name: str = "") -> InputSummary:
+    """What matters of an input. Reads it several times; for the rare operator that went wrong."""
+    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    nan, inf = bool(torch.isnan(values).any()), bool(torch.isinf(values).any())
+    return InputSummary(
+        dtype_name(tensor.dtype), tuple(tensor.shape), largest_finite(values), nan, inf,
+        bool((values == 0).any()), name,
+    )
+
+
+def largest_finite(values: Tensor) -> float:
+    """The largest magnitude among finite elements, 0.0 without any."""
+    wide = values.double()
+    return float(torch.where(torch.isfinite(wide), wide, 0.0).abs().max()) if wide.numel() else 0.0
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """A copy of nested lists, tuples and dicts with each tensor replaced."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(item, function) for item in value)
+    if isinstance(value, dict):
+        return {key: map_tensors(item, function) for key, item in value.items()}
+    return value
+
+
+def find_cause(
+    func: OpOverload, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any],
+    outputs: Sequence[Tensor], inputs: Sequence[InputSummary],
+) -> Cause:
+    """The cause of the non-finite values in `outputs`, given the arguments as they were before the call."""
+    if facts.uninitialised:
+        return Cause("uninitialised", "memory that nothing was written to")
+    broken = [one for one in inputs if not one.finite]
+    if not inputs or (not broken and asks_for_nonfinite((args, kwargs))):
+        return Cause("constant", "an inf or NaN that the code asks for")
+    if broken and not any(one.nan for one in broken):
+        return Cause("from inf", "an inf comes in, and inf - inf, 0 * inf or inf / inf is NaN in any precision")
+    if facts.communicates or facts.opaque_state:
+        return Cause("unknown", f"{facts.name} cannot be run again to compare with float64")
+    try:
+        exact = run_in_float64(func, facts, args, kwargs)
+    except Exception as error:      # kernels say in many ways that they have no float64
+        return Cause("unknown", f"{facts.name} does not run in float64: {str(error).splitlines()[0][:100]}")
+    return _compare(func, facts, args, kwargs, outputs, exact)
+
+
+def run_in_float64(
+    func: OpOverload, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any],
+    nudged: bool = False,
+) -> list[Tensor]:
+    """The results of an operator on float64 copies of its inputs; `nudged`: each a little smaller, and no zeros."""
+    def widened(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if value.dtype not in _LOW and not value.is_floating_point():
+                return value.clone()
+            wide = value.detach().to(torch.complex128 if value.is_complex() else torch.float64, copy=True)
+            return wide.mul_(1 - 1e-6).masked_fill_(wide == 0, 1e-150) if nudged else wide
+        return value
+
+    def dtypes(value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return torch.float64 if value in _LOW else value
+        return value
+
+    wide_args = [dtypes(map_tensors(value, widened)) for value in args]
+    wide_kwargs = {key: dtypes(map_tensors(value, widened)) for key, value in kwargs.items()}
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == "half_to_float":    # of softmax, on accelerators: float16 in, float32 out
+            if place < len(wide_args):
+                wide_args[place] = False
+            else:
+                wide_kwargs["half_to_float"] = False
+    devices = {tensor.device for tensor in tensors_in((args, kwargs)) if tensor.device.type == "cuda"}
+    with torch.no_grad(), torch.random.fork_rng(list(devices), enabled=facts.random):
+        result = func(*wide_args, **wide_kwargs)
+    written = facts.written(tuple(wide_args), wide_kwargs) if facts.mutable else []
+    return [one for one in _distinct([*tensors_in(result), *written]) if one.is_floating_point() or one.is_complex()]
+
+
+def _compare(
+    func: OpOverload, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any],
+    outputs: Sequence[Tensor], exact: Sequence[Tensor],
+) -> Cause:
+    """Tell overflow from what no precision can help with, output by output."""
+    for got, want in zip(outputs, exact, strict=False):
+        if got.shape != want.shape:
+            continue
+        if got.is_complex():
+            got, want = torch.view_as_real(got), torch.view_as_real(want)
+        wrong = ~torch.isfinite(got)
+        if not bool(wrong.any()):
+            continue
+        there = want[wrong]
+        name, limit = dtype_name(got.dtype), torch.finfo(got.dtype).max
+        finite = torch.isfinite(there)
+        if bool(finite.any()):
+            value = float(there[finite].abs().max())
+            if value > limit:
+                text = f"overflow: the result is {value:.4g}, and {name} ends at {limit:.4g}"
+                return Cause("overflow", text, value, limit)
+            text = f"overflow inside the operator: the result would be {value:.4g}, within {name}'s {limit:.4g}"
+            return Cause("intermediate", text, value, limit)
+        if bool(torch.isnan(there).all()) or _is_pole(func, facts, args, kwargs):
+            what = "NaN" if bool(torch.isnan(there).any()) else "inf"
+            return Cause("undefined", f"undefined for these inputs in any precision: float64 gives {what} too")
+        return Cause("too large", "the result is beyond float64 too", math.inf, limit)
+    return Cause("unknown", f"{facts.name} is finite when run again on the same inputs")
+
+
+def _is_pole(func: OpOverload, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an exact value makes the result infinite (1/0, log 0, atanh 1) rather than its size (exp 1000)."""
+    try:
+        return all(bool(torch.isfinite(one).all()) for one in run_in_float64(func, facts, args, kwargs, nudged=True))
+    except Exception:
+        return False
+
+
+def asks_for_nonfinite(value: Any) -> bool:
+    """Whether a Python number among arguments is inf or NaN."""
+    if isinstance(value, (list, tuple)):
+        return any(map(asks_for_nonfinite, value))
+    if isinstance(value, dict):
+        return asks_for_nonfinite(list(value.values()))
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def outputs_of(facts: OperatorFacts, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """What a call computed: what it returned and what it wrote to, each once."""
+    found = tensors_in(result)
+    if facts.mutable:
+        found = _distinct([*found, *facts.written(args, kwargs)])
+    return list(readable(found))

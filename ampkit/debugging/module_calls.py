@@ -1,0 +1,129 @@
+"""Which module runs, and which call of it: a stack per thread, kept by global module hooks while a tool is open."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch.nn import DataParallel, Module
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["ModuleCall", "ModuleCalls", "module_paths"]
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_DATA_PARALLEL = (DataParallel, DistributedDataParallel)
+
+
+class ModuleCall(NamedTuple):
+    """One call of a module: its path from the model ("" for the model itself), and which call since the step began."""
+
+    path: str
+    cls: str
+    known: bool                     # False: it is not below the model, and the path is its class
+    number: int                     # 1 is the first; 0 where a recompute cannot tell
+    outer: ModuleCall | None        # the call it was made in
+
+    def __str__(self) -> str:
+        return self.path or self.cls
+
+
+class _Running(threading.local):
+    """The modules that this thread is in, outermost first."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[Module, ModuleCall]] = []
+
+
+class ModuleCalls:
+    """Follows the calls of modules, of `model` or, without one, of whatever module is outermost."""
+
+    def __init__(self, model: Module | None, in_backward: Callable[[], tuple[bool, ModuleCall | None]]) -> None:
+        """`in_backward` says whether a backward node runs, and the call that the node's forward was made in."""
+        self.model = model
+        self._in_backward = in_backward
+        self._running = _Running()
+        self._numbers: dict[int, int] = {}
+        self._paths: dict[int, dict[int, str]] = {}
+        self._roots: dict[int, Module] = {}     # keeps the ids of `_paths` from being reused
+        self._strays: dict[int, Module] = {}
+        self._hooks: list[Any] = []
+
+    def start(self) -> None:
+        """Install the hooks."""
+        self._hooks = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def stop(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def current(self) -> ModuleCall | None:
+        """The innermost call that this thread is in."""
+        stack = self._running.stack
+        return stack[-1][1] if stack else None
+
+    def roots(self) -> list[Module]:
+        """The models that were given or seen."""
+        return [self.model] if self.model is not None else list(self._roots.values())
+
+    def new_step(self) -> None:
+        """Count calls from one again."""
+        self._numbers.clear()
+
+    def _enter(self, module: Module, args: Any) -> None:
+        stack = self._running.stack
+        outer = stack[-1][1] if stack else None
+        root = self.model if self.model is not None else (stack[0][0] if stack else module)
+        path = self._path(root, module)
+        again, forward = self._in_backward()
+        if again:       # a checkpoint runs it again: it is the call that it was
+            number = _number_in(forward, path) or int(self._numbers.get(id(module)) == 1)
+        else:
+            number = self._numbers[id(module)] = self._numbers.get(id(module), 0) + 1
+        known = id(module) not in self._strays
+        stack.append((module, ModuleCall(path, type(module).__name__, known, number, outer)))
+
+    def _leave(self, module: Module, args: Any, output: Any) -> None:
+        stack = self._running.stack
+        while stack and stack.pop()[0] is not module:
+            pass        # those inside it that an exception ended
+
+    def _path(self, root: Module, module: Module) -> str:
+        paths = self._paths.get(id(root))
+        if paths is None or id(module) not in paths:
+            self._roots[id(root)] = root
+            paths = self._paths[id(root)] = {id(child): path for path, child in module_paths(root)}
+            if id(module) not in paths:
+                paths[id(module)] = type(module).__name__
+                self._strays[id(module)] = module
+        return paths[id(module)]
+
+
+def module_paths(root: Module) -> list[tuple[str, Module]]:
+    """Every module below `root` with its path, without what torch wraps around modules; the first name of each."""
+    return [(_without_wrappers(root, name), module) for name, module in root.named_modules()]
+
+
+def _without_wrappers(root: Module, name: str) -> str:
+    parts: list[str] = []
+    module: Module = root
+    for part in name.split(".") if name else ():
+        if part not in _WRAPPERS and not (part == "module" and isinstance(module, _DATA_PARALLEL)):
+            parts.append(part)
+        module = module.get_submodule(part)
+    return ".".join(parts)
+
+
+def _number_in(call: ModuleCall | None, path: str) -> int:
+    """The number of the call of `path` around `call`; 0 if it is not one of those."""
+    while call is not None:
+        if call.path == path:
+            return call.number
+        call = call.outer
+    return 0

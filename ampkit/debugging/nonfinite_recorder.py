@@ -1,0 +1,333 @@
+"""Watches every operator's result for inf and NaN, and keeps what is needed to say where they began.
+
+Two ways to look. "now" reads each result on the host at once, and sees the inputs of the operator that went wrong:
+right where reading costs little. "deferred" leaves the statistics on the device until the step ends, so that nothing
+waits; inputs and cause then come from a replay.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from ampkit.debugging.causes import (
+    Cause,
+    InputSummary,
+    asks_for_nonfinite,
+    find_cause,
+    map_tensors,
+    outputs_of,
+    summarise,
+)
+from ampkit.debugging.extremes import extremes, item_at_fault, mark, ordered
+from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver, Place
+from ampkit.debugging.operator_facts import readable, tensors_in
+from ampkit.debugging.source_lines import running_scaler, variable_of
+from ampkit.debugging.storage_map import StorageMap
+from ampkit.debugging.taint import Record
+from ampkit.torch_internals.operator_tracing import OpOverload, storage_key
+
+__all__ = ["NonfiniteRecorder", "Seen"]
+
+_MOST_PENDING = 20_000      # statistics that wait on the device
+
+
+@dataclass(slots=True)
+class Seen:
+    """What a report needs of a broken record."""
+
+    call: OperatorCall | None           # None: a tensor that was there before
+    place: Place
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device: torch.device
+    inputs: tuple[InputSummary, ...] = ()       # where it went wrong, as they were before the call
+    cause: Cause | None = None                  # None: not looked for
+    target: str = ""                            # the parameter that it wrote, or is
+
+
+class NonfiniteRecorder(OperatorObserver):
+    """Notes which results are not finite; calls `on_step` whenever a step has ended, taken or skipped."""
+
+    def __init__(
+        self, model: Module | None, check: Literal["now", "deferred"], on_step: Callable[[NonfiniteRecorder], None]
+    ) -> None:
+        super().__init__(model)
+        self.now = check == "now"
+        self.records: dict[int, Record] = {}    # the broken ones of this step, and who read them
+        self.seen: dict[int, Seen] = {}         # of the broken ones
+        self.scale: float | None = None         # the loss scale, where a scaler takes part
+        self.on_scaler: Callable[[torch.amp.GradScaler], object] | None = None      # before it changes
+        self._on_step = on_step
+        self._writers: StorageMap[tuple[int, ...]] = StorageMap()
+        self._pending: list[tuple[Record, Seen, list[tuple[Tensor, Tensor]]]] = []
+        self._next = 0
+        self._begun_step = False    # an operator of it has run; a scaler's update after the last one is none
+        self._backward_seen = self._scaler_seen = False
+
+    def observe(
+        self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        facts = call.facts
+        self._follow_step(call)
+        self._begun_step |= call.phase != "scaler"
+        given = tensors_in((args, kwargs) if kwargs else args)
+        written = facts.written(args, kwargs) if facts.mutable else []
+        if written and facts.overwrites:
+            given = [one for one in given if not any(one is other for other in written)]
+        before = (args, kwargs)
+        if written and self.now and not facts.overwrites and not facts.communicates:
+            kept = {id(tensor): tensor.clone() for tensor in written}
+            before = map_tensors(before, lambda tensor: kept.get(id(tensor), tensor))
+        writers = [] if facts.shape_only else self._writers_of(given)
+        result = func(*args, **kwargs)
+        if facts.name == "aten::ones_like" and given[0].numel() == 1 and given[0].requires_grad:
+            self._note_loss(given[0])       # the gradient that backward starts with
+        outputs = outputs_of(facts, result, args, kwargs)
+        read = tuple({index for some in writers for index in some or () if index in self.records})
+        if not outputs:     # a comparison, an index, a number on the host
+            if read and isinstance(result, Tensor) and result.dtype is torch.bool:
+                self.records[self._next] = Record(self._next, call.phase, read, compares=True)
+                self._next += 1
+            return result
+        record = Record(self._next, call.phase, read, scalar=all(one.numel() == 1 for one in outputs))
+        self._next += 1
+        for one in outputs:
+            self._note_writer(one, record.index, in_place=facts.mutable)
+        if facts.uninitialised or facts.communicates:
+            # Values that mean nothing yet: unwritten, or still under way. Whoever reads them looks.
+            record.source = "uninitialised" if facts.uninitialised else "received"
+            self.records[record.index] = record
+            self.seen[record.index] = self._seen(call, outputs[0])
+        elif self.now:
+            values = given if before[0] is args else tensors_in(before)
+            self._look(record, call, func, before, list(zip(values, given, writers, strict=False)), outputs)
+        else:
+            if not given or asks_for_nonfinite(before):
+                record.source = "constant"
+            self._leave_for_later(record, self._seen(call, outputs[0]), outputs)
+        return result
+
+    def step_ended(self, optimizer: Any) -> None:
+        self.end_step()
+
+    def end_step(self) -> None:
+        """Have the step judged, and forget it."""
+        self._read_pending()
+        try:
+            if any(record.broken for record in self.records.values()):
+                self._note_gradients()
+                self._on_step(self)
+        finally:
+            self.records.clear()
+            self.seen.clear()
+            self.scale = None
+            self._backward_seen = self._scaler_seen = False
+            self._begun_step = False
+
+    @property
+    def steps_begun(self) -> int:
+        """Steps that have ended, and the one that runs."""
+        return max(0, self.step - self.first_step) + self._begun_step
+
+    def name_of(self, tensor: Tensor) -> str:
+        """What the user calls a tensor: its name as a parameter or buffer, else a variable."""
+        key = storage_key(tensor)
+        for root in self.modules.roots():
+            for name, one in (*root.named_parameters(), *root.named_buffers()):
+                if storage_key(one) == key:
+                    return name
+                if one.grad is not None and storage_key(one.grad) == key:
+                    return f"{name}.grad"
+        return variable_of(tensor) if self.now else ""
+
+    # --- the course of a step
+
+    def _follow_step(self, call: OperatorCall) -> None:
+        """Notice the scaler, and the end of a step that it skipped: no optimizer says so."""
+        if call.phase == "scaler":
+            if self.scale is None:
+                scaler = running_scaler()
+                if scaler is not None and scaler.is_enabled():
+                    self.scale = scaler.get_scale()
+                    if self.on_scaler is not None:
+                        self.on_scaler(scaler)
+            self._scaler_seen = self._backward_seen
+        elif call.phase == "backward":
+            self._backward_seen = True
+        elif self._scaler_seen and call.phase == "forward" and call.module is not None:
+            self.end_step()
+            self.next_step()
+
+    def _note_loss(self, loss: Tensor) -> None:
+        for index in self._writers.get(loss) or ():
+            if index in self.records:
+                self.records[index].is_loss = True
+
+    def _note_gradients(self) -> None:
+        """Which records are what parameters hold as gradients, whoever has read them since."""
+        for root in self.modules.roots():
+            for name, parameter in root.named_parameters():
+                for index in self._writers.get(parameter.grad) or () if parameter.grad is not None else ():
+                    if index in self.seen and self.records[index].broken:
+                        self.records[index].is_gradient = True
+                        self.seen[index].target = self.seen[index].target or name
+
+    # --- who wrote what
+
+    def _writers_of(self, tensors: list[Tensor]) -> list[tuple[int, ...] | None]:
+        """For each tensor the records that wrote it; None for one that was there before."""
+        found: list[tuple[int, ...] | None] = []
+        for tensor in tensors:
+            writers = None
+            if tensor.is_floating_point() or tensor.is_complex():
+                writers = self._writers.get(tensor)
+                if writers is None and not self.now:
+                    writers = self._arrive(tensor)
+            found.append(writers)
+        return found
+
+    def _note_writer(self, tensor: Tensor, index: int, *, in_place: bool) -> None:
+        """A write to a part of some memory leaves what others wrote there."""
+        if in_place and tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes():
+            before = self._writers.get(tensor) or ()
+            self._writers.set(tensor, (*(one for one in before if one in self.records), index))
+        else:
+            self._writers.set(tensor, (index,))
+
+    def _arrive(self, tensor: Tensor) -> tuple[int, ...]:
+        """A record for a tensor that no operator of this step wrote; none if its values cannot be read."""
+        if next(readable([tensor]), None) is None:
+            return ()
+        record = Record(self._next, "before", source="arrived")
+        self._next += 1
+        self._writers.set(tensor, (record.index,))
+        seen = self._seen(None, tensor)
+        seen.target = self.name_of(tensor)
+        seen.cause = Cause("arrived", "it was there before the step")
+        if self.now:
+            mark(record, [extremes(tensor)])
+            self.records[record.index] = record
+            self.seen[record.index] = seen
+        else:
+            self._leave_for_later(record, seen, [tensor])
+        return (record.index,)
+
+    def _seen(self, call: OperatorCall | None, tensor: Tensor) -> Seen:
+        place = Place(self.modules.current(), None, None) if call is None else self.place(call)
+        return Seen(call, place, tensor.dtype, tuple(tensor.shape), tensor.device)
+
+    # --- looking
+
+    def _look(
+        self, record: Record, call: OperatorCall, func: OpOverload, before: Any,
+        given: list[tuple[Tensor, Tensor, tuple[int, ...] | None]], outputs: list[Tensor],
+    ) -> None:
+        """Read the result; if it is broken, also the inputs as they were `before`, to tell whose fault it is."""
+        mark(record, [extremes(one) for one in outputs])
+        if not record.broken:
+            if record.inputs:
+                self.records[record.index] = record     # it absorbs something
+            return
+        self.records[record.index] = record
+        seen = self.seen[record.index] = self._seen(call, outputs[0])
+        self._note_parameter(record, seen, outputs)
+        if asks_for_nonfinite(before):
+            record.source = "constant"
+            return
+        if call.facts.name.startswith(("aten::_foreach_", "aten::_fused_")):
+            outputs, before = item_at_fault(outputs, before)
+        mine = {id(value) for value in tensors_in(before)}
+        nan_in = inf_in = False
+        read = []
+        for value, tensor, writers in given:
+            if id(value) not in mine or next(readable([value]), None) is None:
+                continue
+            low, high = extremes(value)
+            if not math.isfinite(high - low):
+                nan_in |= low != low
+                inf_in |= low == low
+                record.inputs += self._explain(tensor, writers, low, high, record.index)
+            read.append((value, "" if writers else self.name_of(tensor)))
+        if nan_in or (inf_in and not record.nan):
+            return      # passed on
+        record.source = "from inf" if inf_in else "made"
+        seen.inputs = tuple(summarise(value, name) for value, name in read)
+        seen.cause = find_cause(func, call.facts, *before, outputs, seen.inputs)
+        if seen.cause.kind == "constant":
+            record.source = "constant"
+
+    def _explain(
+        self, tensor: Tensor, writers: tuple[int, ...] | None, low: float, high: float, reader: int
+    ) -> tuple[int, ...]:
+        """Whose a broken input is, where no record of the step says so yet."""
+        records = [self.records[index] for index in writers or () if index in self.records]
+        if any(record.broken for record in records):
+            return ()
+        for record in records:
+            if record.source in ("uninitialised", "received"):
+                mark(record, [(low, high)])
+                return (record.index,)
+        latest = self._writers.get(tensor)
+        arrived = self._arrive(tensor)
+        for index in arrived:
+            mark(self.records[index], [(low, high)])
+        if latest is not None and reader in latest:
+            self._writers.set(tensor, latest)       # the call wrote it in place: what is there now is the call's
+        return arrived
+
+    def _leave_for_later(self, record: Record, seen: Seen, tensors: list[Tensor]) -> None:
+        self.records[record.index] = record
+        self._note_parameter(record, seen, tensors)
+        self._pending.append((record, seen, [torch.aminmax(ordered(one)) for one in tensors]))
+        if len(self._pending) > _MOST_PENDING:
+            self._read_pending()
+
+    def _note_parameter(self, record: Record, seen: Seen, outputs: list[Tensor]) -> None:
+        """The parameter that a call writes in place, or whose gradient a scaler does; the first broken one."""
+        if seen.call is None or not seen.call.facts.mutable:
+            return
+        for one in outputs:
+            if seen.call.phase == "scaler" and self.now and not math.isfinite(sum(extremes(one))):
+                seen.target = self.name_of(one).removesuffix(".grad")
+                return
+            if one.is_leaf and one.requires_grad and not (self.now and math.isfinite(sum(extremes(one)))):
+                record.writes_parameter = True
+                seen.target = self.name_of(one)
+                return
+
+    def _read_pending(self) -> None:
+        """Read the statistics that were left on devices, with one transfer per device, and work out the sources."""
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for _, _, pairs in self._pending:
+            for pair in pairs:
+                by_device.setdefault(pair[0].device, []).extend(one.double() for one in pair)
+        values = {device: iter(torch.stack(some).tolist()) for device, some in by_device.items()}
+        for record, seen, pairs in self._pending:
+            mark(record, [(next(values[low.device]), next(values[low.device])) for low, _ in pairs])
+            if not record.broken:
+                continue
+            self.seen[record.index] = seen
+            broken = [self.records[index] for index in record.inputs if self.records[index].broken]
+            if record.source is not None:
+                continue
+            if broken:
+                record.source = "from inf" if record.nan and not any(one.nan for one in broken) else None
+                continue
+            received = [self.records[index] for index in record.inputs if self.records[index].source == "received"]
+            for one in received:
+                mark(one, [(math.nan, math.nan)])
+            record.source = None if received else "made"
+        self._pending.clear()
+        read = {index for record in self.records.values() if record.broken for index in (record.index, *record.inputs)}
+        self.records = {
+            index: record for index, record in self.records.items()
+            if index in read or record.source in ("uninitialised", "received")
+            or any(self.records[other].broken for other in record.inputs if other in self.records)
+        }

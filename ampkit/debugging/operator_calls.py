@@ -1,0 +1,237 @@
+"""Every operator of a step, forward, backward and optimizer, with where it was called from: the basis of all tools.
+
+A normal dispatch mode, below autograd: it sees what kernels see, and what a region cast for them. The region's own
+mode stays as it is. Compiled functions run eagerly meanwhile, or their operators would not be seen.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ampkit.debugging.module_calls import ModuleCall, ModuleCalls
+from ampkit.debugging.operator_facts import OperatorFacts, facts_of
+from ampkit.debugging.source_lines import Caller, SourceLine, find_caller
+from ampkit.torch_internals.operator_tracing import (
+    ObserverMode,
+    OpOverload,
+    current_node,
+    next_sequence_number,
+    node_name,
+    node_sequence_number,
+    without_dispatch,
+)
+
+__all__ = ["OperatorCall", "OperatorObserver", "Phase", "Place"]
+
+Phase = Literal["forward", "backward", "recompute", "optimizer", "scaler"]
+
+
+class Place(NamedTuple):
+    """Where an operator belongs: for one of backward, where its forward was called."""
+
+    module: ModuleCall | None
+    line: SourceLine | None
+    backward_of: str | None     # the forward operator, "" where it was not seen; None outside backward
+
+
+class OperatorCall:
+    """One call of an operator. Holds names and numbers, and no tensor."""
+
+    __slots__ = ("backward_number", "caller", "facts", "index", "module", "node", "phase", "step")
+
+    index: int                      # in the order of execution, over all steps
+    facts: OperatorFacts
+    phase: Phase
+    step: int
+    module: ModuleCall | None       # the innermost module that runs
+    caller: Caller
+    node: str | None                # in backward: the name of the autograd node
+    backward_number: int | None     # and its sequence number, that of the forward operator
+
+    @property
+    def op(self) -> str:
+        """The operator's name: "aten::addmm"."""
+        return self.facts.name
+
+
+class _Thread(threading.local):
+    """The last sequence number that a thread was seen at."""
+
+    def __init__(self) -> None:
+        self.number = next_sequence_number() - 1
+
+
+class OperatorObserver(ObserverMode):
+    """Context in which `observe` is asked to run each operator of the thread, and of backward threads.
+
+    Subclasses override `observe`, which must run the operator exactly once and return its result, and `step_ended`.
+    Views are run without asking. Inside both, the mode is off: what they compute is not observed.
+    """
+
+    def __init__(self, model: Module | None = None) -> None:
+        super().__init__()
+        if model is not None and not isinstance(model, Module):
+            raise TypeError(f"model is {type(model).__name__}; expected a torch.nn.Module, or None for whatever runs")
+        self.model = model
+        self.modules = ModuleCalls(model, self._forward_module)
+        self.first_step = 0         # the first one that is looked at; set it before entering
+        self.begun = False
+        self.step = 0               # steps that have ended
+        self.count = 0              # operators seen
+        self._optimizer: Any = None
+        self._forward: dict[int, OperatorCall] = {}         # by sequence number, this step's and the last one's
+        self._forward_before: dict[int, OperatorCall] = {}
+        self._thread = _Thread()
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            for hook in (
+                register_optimizer_step_pre_hook(self._optimizer_starts),
+                register_optimizer_step_post_hook(self._optimizer_ends),
+            ):
+                stack.callback(hook.remove)
+            if self.first_step == 0:
+                self._begin(stack)
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.close()
+
+    def _begin(self, stack: ExitStack) -> None:
+        """Look from here on; until then only optimizer steps are counted."""
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(_no_advice_on_hooks())
+        self.modules.start()
+        stack.callback(self.modules.stop)
+        self._thread = _Thread()
+        super().__enter__()
+        stack.callback(super().__exit__, None, None, None)
+        self.begun = True
+
+    def observe(
+        self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an operator and look at it."""
+        return func(*args, **kwargs)
+
+    def step_ended(self, optimizer: Any) -> None:
+        """An optimizer has stepped."""
+
+    def place(self, call: OperatorCall) -> Place:
+        """Where a call belongs. For a backward operator whose forward was not seen, where it was called from."""
+        line = call.caller.line()
+        if call.phase != "backward":
+            return Place(call.module, line, None)
+        forward = self.forward_of(call)
+        if forward is None:
+            return Place(call.module, line, "")
+        return Place(forward.module, forward.caller.line() or line, forward.op)
+
+    def forward_of(self, call: OperatorCall) -> OperatorCall | None:
+        """The forward operator that a backward operator belongs to; of a custom function, its first one."""
+        return None if call.backward_number is None else self._forward_at(call.backward_number)
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if types and any(cls is not Tensor and cls is not Parameter for cls in types):
+            return NotImplemented       # a tensor subclass takes itself apart, and its parts come by
+        kwargs = kwargs or {}
+        facts = facts_of(func)
+        number = next_sequence_number() - 1
+        moved = number != self._thread.number
+        if facts.is_view:
+            if moved:
+                self._note_forward(number, self._describe(facts, 3))
+            return func(*args, **kwargs)
+        call = self._describe(facts, 3)
+        if call.caller.printing:
+            return func(*args, **kwargs)
+        if moved:
+            self._note_forward(number, call)
+        self.count += 1
+        return self.observe(call, func, args, kwargs)
+
+    def _describe(self, facts: OperatorFacts, depth: int) -> OperatorCall:
+        call = OperatorCall()
+        call.index = self.count
+        call.facts = facts
+        call.step = self.step
+        call.module = self.modules.current()
+        node = current_node()
+        call.node = call.backward_number = None
+        if node is None:
+            call.caller = find_caller(depth)
+            if self._optimizer is not None and not torch.is_grad_enabled():
+                call.phase = "optimizer"    # with gradients enabled, it is the closure of LBFGS and its kind
+            else:
+                call.phase = "scaler" if call.caller.scaler else "forward"
+            return call
+        # Only what builds a graph can be a recompute; with create_graph backward builds one too.
+        call.caller = find_caller(depth, recompute=torch.is_grad_enabled())
+        call.phase = "recompute" if call.caller.recompute else "backward"
+        call.node = node_name(node)
+        call.backward_number = node_sequence_number(node)
+        if call.phase == "recompute" and call.caller.code is None:
+            forward = self.forward_of(call)     # the stack leads to backward(), not to who called the checkpoint
+            call.caller = call.caller if forward is None else forward.caller
+        return call
+
+    def _note_forward(self, number: int, call: OperatorCall) -> None:
+        self._thread.number = number
+        self._forward[number] = call
+
+    def _forward_at(self, number: int) -> OperatorCall | None:
+        return self._forward.get(number) or self._forward_before.get(number)
+
+    def _forward_module(self) -> tuple[bool, ModuleCall | None]:
+        node = current_node()
+        if node is None:
+            return False, None
+        forward = self._forward_at(node_sequence_number(node))
+        return True, None if forward is None else forward.module
+
+    def _optimizer_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._optimizer = optimizer
+
+    def _optimizer_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._optimizer = None
+        if self.begun:
+            with without_dispatch():    # what the tool computes is no operator of the step
+                self.step_ended(optimizer)
+        self.next_step()
+        if not self.begun and self.step == self.first_step:
+            self._begin(self._open)
+
+    def next_step(self) -> None:
+        """Count anew; the operators of the step before last are forgotten."""
+        self.step += 1
+        self.modules.new_step()
+        self._forward_before, self._forward = self._forward, {}
+
+
+@contextmanager
+def _no_advice_on_hooks() -> Iterator[None]:
+    """A compiled module warns that global hooks fire for its wrapper too: they do, and wrappers have no path here.
+
+    One filter is added and taken away, as `catch_warnings` would also undo what the user's own code sets meanwhile.
+    """
+    before = list(warnings.filters)
+    warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
+    added = next((one for one in warnings.filters if not any(one is other for other in before)), None)
+    try:
+        yield
+    finally:
+        if added in warnings.filters:
+            warnings.filters.remove(added)      # pyright: ignore[reportAttributeAccessIssue]  typeshed: Sequence

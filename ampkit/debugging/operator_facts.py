@@ -1,0 +1,102 @@
+"""What an operator's schema says about it, worked out once per operator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque
+
+__all__ = ["OperatorFacts", "facts_of", "readable", "tensors_in"]
+
+# Their results are whatever the memory held.
+_UNINITIALISED = frozenset(f"aten::{name}" for name in (
+    "empty.memory_format", "empty.names", "empty_like", "empty_strided", "empty_permuted", "empty_quantized",
+    "new_empty", "new_empty_strided", "resize_", "set_.source_Storage_storage_offset",
+))
+# They take a tensor for its shape and never read what it holds.
+_SHAPE_ONLY = ("_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided")
+_COMMUNICATION = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
+
+
+class OperatorFacts:
+    """One operator overload, described."""
+
+    __slots__ = (
+        "communicates", "is_view", "mutable", "name", "opaque_state", "overwrites", "random", "shape_only",
+        "uninitialised", "writes",
+    )
+
+    def __init__(self, op: OpOverload) -> None:
+        schema = op._schema
+        self.name = op.name()
+        base = self.name.partition("::")[2].partition(".")[0]
+        self.mutable: bool = schema.is_mutable
+        # Views read nothing, nor do the profiler's marks. `_unsafe_view` shares memory without its schema saying so.
+        self.is_view: bool = (
+            op.is_view or base == "_unsafe_view" or self.name.startswith("profiler::")
+        ) and not self.mutable
+        self.uninitialised = self.name in _UNINITIALISED
+        self.random = torch.Tag.nondeterministic_seeded in op.tags
+        self.shape_only = base.endswith(_SHAPE_ONLY)
+        self.communicates = self.name.partition("::")[0] in _COMMUNICATION
+        # A reserve or workspace is memory in a form that only the kernel knows; on other values it may crash.
+        self.opaque_state = any(part in a.name for a in schema.arguments for part in ("workspace", "reserve"))
+        # Places and names of the arguments that are written, and whether they are read first.
+        self.writes = tuple(
+            (place, argument.name)
+            for place, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        )
+        self.overwrites = bool(self.writes) and (
+            all(schema.arguments[place].is_out for place, _ in self.writes)
+            or base in ("copy_", "zero_", "fill_")
+            or (self.random and base not in ("bernoulli_", "dropout_"))
+        )
+
+    def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """The tensors that a call writes to."""
+        found: list[Tensor] = []
+        for place, name in self.writes:
+            found += tensors_in(args[place] if place < len(args) else kwargs.get(name))
+        return found
+
+
+_facts: dict[OpOverload, OperatorFacts] = {}
+
+
+def facts_of(op: OpOverload) -> OperatorFacts:
+    """The facts of an operator."""
+    facts = _facts.get(op)
+    if facts is None:
+        facts = _facts[op] = OperatorFacts(op)
+    return facts
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of an argument or a result: itself, or those in a list, a tuple or a dict's values."""
+    if isinstance(value, Tensor):
+        return [value]
+    found: list[Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _collect(item, found)
+    elif isinstance(value, dict):
+        _collect(list(value.values()), found)
+
+
+def readable(tensors: list[Tensor]) -> Iterator[Tensor]:
+    """Those with floating-point or complex values that can be looked at."""
+    for tensor in tensors:
+        if (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() and not is_opaque(tensor):
+            yield tensor

@@ -1,0 +1,109 @@
+"""Everything that a training step changes, kept so that the step can be run again exactly."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+__all__ = ["Snapshot"]
+
+
+class Snapshot:
+    """Parameters, buffers, gradients, random number generators, optimizers and scalers, as they were.
+
+    Optimizers are met when they step (inside `with snapshot:`) and scalers are handed to `add`, both before they
+    change. What else a step changes goes into `others`: objects with `state_dict` and `load_state_dict`.
+    """
+
+    def __init__(self, model: Module, others: Iterable[Any] = ()) -> None:
+        self._tensors = [(one, one.detach().clone()) for one in (*model.parameters(), *model.buffers())]
+        self._gradients = [(one, None if one.grad is None else one.grad.clone()) for one in model.parameters()]
+        self._optimizers: dict[Optimizer, tuple[dict[Any, Any], list[dict[str, Any]]]] = {}
+        self._others: dict[int, tuple[Any, Any]] = {}
+        self._random = _random_state()
+        for one in others:
+            self.add(one)
+
+    def __enter__(self) -> Snapshot:
+        self._hook = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self.add(optimizer))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hook.remove()
+
+    def add(self, one: Any) -> None:
+        """Keep the state of an optimizer, a scaler or another object, unless it is kept already."""
+        if isinstance(one, Optimizer):
+            if one not in self._optimizers:
+                known = {id(tensor) for tensor, _ in self._tensors}
+                for parameter in (p for group in one.param_groups for p in group["params"] if id(p) not in known):
+                    self._tensors.append((parameter, parameter.detach().clone()))
+                    gradient = parameter.grad
+                    self._gradients.append((parameter, None if gradient is None else gradient.clone()))
+                groups = [{key: value for key, value in group.items() if key != "params"} for group in one.param_groups]
+                self._optimizers[one] = (_copied(dict(one.state)), _copied(groups))
+        elif not hasattr(one, "state_dict") or not hasattr(one, "load_state_dict"):
+            raise TypeError(
+                f"state holds {type(one).__name__}, which cannot be put back; expected state_dict and load_state_dict"
+            )
+        elif id(one) not in self._others:
+            self._others[id(one)] = (one, copy.deepcopy(one.state_dict()))
+
+    @property
+    def scalers(self) -> list[torch.amp.GradScaler]:
+        """The scalers that were kept."""
+        return [one for one, _ in self._others.values() if isinstance(one, torch.amp.GradScaler)]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back, in place: what refers to a parameter still does."""
+        for tensor, value in self._tensors:
+            tensor.data.copy_(value)
+        for parameter, gradient in self._gradients:
+            parameter.grad = None if gradient is None else gradient.clone()
+        for optimizer, (state, groups) in self._optimizers.items():
+            optimizer.state.clear()
+            optimizer.state.update(_copied(state))
+            for group, values in zip(optimizer.param_groups, groups, strict=True):
+                group.update(_copied(values))
+        for one, state in self._others.values():
+            one.load_state_dict(copy.deepcopy(state))
+        _set_random_state(self._random)
+
+
+def _copied(value: Any) -> Any:
+    """A copy with tensors cloned; keys, among them parameters, stay what they are."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)(_copied(item) for item in value)
+    return copy.copy(value)
+
+
+def _random_state() -> dict[str, Any]:
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if "numpy" in sys.modules:
+        state["numpy"] = sys.modules["numpy"].random.get_state()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    if "numpy" in state:
+        sys.modules["numpy"].random.set_state(state["numpy"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state_all(state["cuda"])

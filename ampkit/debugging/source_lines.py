@@ -1,0 +1,153 @@
+"""Whose code called an operator: the user's line, and whether a loss scaler or a checkpoint's recompute stands between.
+
+One walk over the frames answers all of it. Frames are told apart by their files: torch's, ampkit's and Python's own
+are libraries, everything else (transformers and its like too) is where somebody wrote the model down.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+import sysconfig
+from pathlib import Path
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ampkit.torch_internals.operator_tracing import is_opaque, storage_key
+
+__all__ = ["Caller", "SourceLine", "find_caller", "running_scaler", "variable_of"]
+
+_TORCH = f"{Path(str(torch.__file__)).parent}/"
+_AMPKIT = f"{Path(__file__).resolve().parents[1]}/"
+_PYTHON = f"{sysconfig.get_paths()['stdlib']}/"
+_SITE = (f"{sysconfig.get_paths()['purelib']}/", f"{sysconfig.get_paths()['platlib']}/")
+
+
+class _File(enum.Enum):
+    USER = enum.auto()
+    LIBRARY = enum.auto()
+    SCALER = enum.auto()        # torch.amp.GradScaler, or ampkit's
+    RECOMPUTE = enum.auto()     # torch.utils.checkpoint
+    BACKWARD = enum.auto()      # above it is who called backward
+    PRINTING = enum.auto()      # looking at a tensor computes on it, and is nobody's step
+
+
+_SPECIAL = {
+    f"{_TORCH}amp/grad_scaler.py": _File.SCALER,
+    f"{_TORCH}utils/checkpoint.py": _File.RECOMPUTE,
+    f"{_TORCH}autograd/graph.py": _File.BACKWARD,
+    f"{_TORCH}_tensor_str.py": _File.PRINTING,
+}
+_files: dict[str, _File] = {}
+
+
+class SourceLine(NamedTuple):
+    """A line of code; `str` is `file:line`, the file as seen from the working directory."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        path = Path(self.file)
+        return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{self.line}"
+
+
+class Caller(NamedTuple):
+    """Who called an operator. The line is worked out when somebody asks: most operators never come up."""
+
+    code: CodeType | None       # None: no code of the user's is on this thread's stack
+    instruction: int
+    printing: bool
+    scaler: bool
+    recompute: bool
+
+    def line(self) -> SourceLine | None:
+        """Where in the user's code; None if there is none."""
+        if self.code is None:
+            return None
+        for start, end, line in self.code.co_lines():
+            if start <= self.instruction < end and line is not None:
+                return SourceLine(self.code.co_filename, line)
+        return SourceLine(self.code.co_filename, self.code.co_firstlineno)
+
+
+def find_caller(depth: int, *, recompute: bool = False) -> Caller:
+    """The innermost user frame, from `depth` frames up; with `recompute`, also whether a checkpoint runs it again."""
+    frame = sys._getframe(depth)
+    code, instruction = None, 0
+    printing = scaler = False
+    while frame is not None:
+        name = frame.f_code.co_filename
+        kind = _files.get(name)
+        if kind is None:
+            kind = _files[name] = _classify(name)
+        if kind is _File.LIBRARY:
+            pass
+        elif kind is _File.USER:
+            if code is None:
+                code, instruction = frame.f_code, frame.f_lasti
+            if not recompute:
+                break
+        elif code is None and kind is _File.SCALER:
+            scaler = True
+        elif code is None and kind is _File.PRINTING:
+            printing = True
+        elif recompute and kind is _File.RECOMPUTE:
+            return Caller(code, instruction, printing, scaler, recompute=True)
+        elif recompute and kind is _File.BACKWARD:
+            recompute = False
+            if code is not None:
+                break
+        frame = frame.f_back
+    return Caller(code, instruction, printing, scaler, recompute=False)
+
+
+def _classify(name: str) -> _File:
+    if name in _SPECIAL:
+        return _SPECIAL[name]
+    if name.startswith(f"{_AMPKIT}scaler/"):
+        return _File.SCALER
+    if name.startswith((_TORCH, _AMPKIT, "<frozen", "<string>")) or "/ampkit_kernels/" in name:
+        return _File.LIBRARY
+    if name.startswith(_PYTHON) and not name.startswith(_SITE):
+        return _File.LIBRARY
+    return _File.USER
+
+
+def variable_of(tensor: Tensor) -> str:
+    """The user's name for a tensor, or for what holds it, in the innermost frame that has one; "" without.
+
+    Looks into the variables of frames, so only for the rare tensor that a report is about.
+    """
+    key = storage_key(tensor)
+    frame = sys._getframe(1)
+    while frame is not None:
+        if _classify(frame.f_code.co_filename) is _File.USER:
+            for name, value in frame.f_locals.items():
+                if _holds(value, key, depth=2):
+                    return name
+        frame = frame.f_back
+    return ""
+
+
+def running_scaler() -> torch.amp.GradScaler | None:
+    """The GradScaler whose method is running on this thread."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if _classify(frame.f_code.co_filename) is _File.SCALER:
+            found = frame.f_locals.get("self")
+            if isinstance(found, torch.amp.GradScaler):
+                return found
+        frame = frame.f_back
+    return None
+
+
+def _holds(value: Any, key: int, depth: int) -> bool:
+    if isinstance(value, Tensor):
+        return not is_opaque(value) and storage_key(value) == key
+    if depth and isinstance(value, dict):
+        value = list(value.values())
+    return depth > 0 and isinstance(value, (list, tuple)) and any(_holds(item, key, depth - 1) for item in value[:64])

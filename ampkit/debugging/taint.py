@@ -1,0 +1,151 @@
+"""From non-finite values back to where they began, and on to where they show: pure functions over records.
+
+A value that is not finite is no fault by itself. A mask of -inf ends in a softmax, `1 / (1 + exp(-x))` swallows the
+inf of its exp, `where` drops a NaN on purpose. So an origin is named only where what it made can be followed to a
+*symptom*: the loss, a gradient, a parameter, or a result that nothing reads any more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+__all__ = ["Record", "Trace", "trace"]
+
+Source = Literal["made", "from inf", "constant", "arrived", "received", "uninitialised"]
+
+
+@dataclass(slots=True)
+class Record:
+    """What is known of one operator call, or of a tensor that was there before (`source` "arrived")."""
+
+    index: int
+    phase: str
+    inputs: tuple[int, ...] = ()    # the records whose values it read
+    nan: bool = False
+    posinf: bool = False
+    neginf: bool = False
+    source: Source | None = None    # set where the broken value did not come from a broken input
+    is_loss: bool = False           # backward started here
+    is_gradient: bool = False       # it is what a parameter's `.grad` holds
+    writes_parameter: bool = False
+    scalar: bool = False
+    compares: bool = False          # its result is only booleans
+
+    @property
+    def broken(self) -> bool:
+        """Whether a value of its result is inf or NaN."""
+        return self.nan or self.posinf or self.neginf
+
+
+@dataclass(frozen=True)
+class Trace:
+    """An origin, and the shortest way from it to the first symptom; `scaler`: a loss scaler has seen the gradients."""
+
+    origin: Record
+    chain: tuple[Record, ...] = field(default=())
+    scaler: bool = False
+
+    @property
+    def symptom(self) -> Record:
+        """Where it shows."""
+        return self.chain[-1]
+
+
+def trace(records: Mapping[int, Record], *, complete: bool = True) -> list[Trace]:
+    """The origins that matter among the records of a step, in the order in which they happened.
+
+    Of a step that is not `complete`, an inf that nothing has read yet is no symptom.
+    """
+    broken = {index: record for index, record in records.items() if record.broken}
+    readers: dict[int, list[Record]] = {index: [] for index in broken}
+    read: set[int] = set()
+    for record in records.values():
+        for index in record.inputs:
+            if index not in readers or index == record.index:
+                continue
+            if not record.compares:
+                readers[index].append(record)
+            elif broken[index].scalar or broken[index].phase != record.phase:
+                continue        # somebody looks at a loss, or at a gradient: it is no less wrong
+            if record.broken or record.phase != "scaler":
+                read.add(index)     # a scaler that counts what is broken absorbs nothing
+    traces = []
+    for record in sorted(broken.values(), key=lambda one: one.index):
+        if record.source is None or record.source == "constant":
+            continue
+        if record.source == "from inf" and not _only_constants(record, broken):
+            continue        # the inf has an origin of its own
+        found = _shortest(record, readers, read, soft=complete and not _harmless_inf(record))
+        if found is not None:
+            scaler = any(reader.phase == "scaler" for one in _reached(record, readers) for reader in readers[one.index])
+            traces.append(Trace(record, found, scaler))
+    return traces
+
+
+def _harmless_inf(record: Record) -> bool:
+    """An inf that came with the data shows only where it does harm: it may be a bound, or a mask."""
+    return record.source == "arrived" and not record.nan
+
+
+def _symptom(record: Record, read: set[int], soft: bool) -> bool:
+    if record.is_loss or record.is_gradient or record.writes_parameter:
+        return True
+    if record.index in read or record.phase == "recompute":
+        return False        # a recompute stops where backward has what it needs
+    return soft or record.nan or record.scalar or record.phase in ("backward", "scaler")
+
+
+def _shortest(
+    origin: Record, readers: Mapping[int, list[Record]], read: set[int], soft: bool
+) -> tuple[Record, ...] | None:
+    """The way to the earliest symptom that the origin's taint reaches; None if it is absorbed everywhere."""
+    came_from: dict[int, Record | None] = {origin.index: None}
+    queue = deque([origin])
+    symptoms = []
+    while queue:
+        record = queue.popleft()
+        if _symptom(record, read, soft):
+            symptoms.append(record)
+        for reader in readers[record.index]:
+            if reader.broken and reader.index not in came_from:
+                came_from[reader.index] = record
+                queue.append(reader)
+    if not symptoms:
+        return None
+    step: Record | None = min(symptoms, key=lambda one: (not one.is_loss, one.index))
+    chain = []
+    while step is not None:
+        chain.append(step)
+        step = came_from[step.index]
+    return tuple(reversed(chain))
+
+
+def _reached(origin: Record, readers: Mapping[int, list[Record]]) -> Iterable[Record]:
+    seen, pending = {origin.index}, [origin]
+    while pending:
+        record = pending.pop()
+        yield record
+        for reader in readers[record.index]:
+            if reader.broken and reader.index not in seen:
+                seen.add(reader.index)
+                pending.append(reader)
+
+
+def _only_constants(record: Record, broken: Mapping[int, Record]) -> bool:
+    """Whether every inf behind a record was put there by a constant, or is a mask that came with the data."""
+    seen, pending = {record.index}, [record]
+    while pending:
+        one = pending.pop()
+        for index in one.inputs:
+            if index in seen or index not in broken:
+                continue
+            seen.add(index)
+            source = broken[index]
+            masked = source.source == "arrived" and not source.nan and not source.posinf
+            if source.source not in (None, "constant", "from inf") and not masked:
+                return False
+            pending.append(source)
+    return True

@@ -1,0 +1,271 @@
+"""detect_nonfinite and find_nonfinite beyond drawn faults: what arrives broken, what is asked for, what is tried."""
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ampkit import GradScaler, autocast, debugging
+from ampkit.debugging.causes import find_cause, outputs_of, summarise
+from ampkit.debugging.operator_facts import facts_of
+from ampkit.debugging.taint import Record, trace
+
+
+def overflowing() -> nn.Sequential:
+    """The middle layer's result does not fit float16, nor does it as the last one's input; the loss is small."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1))
+    with torch.no_grad():
+        model[1].weight.mul_(1e5)
+        model[2].weight.mul_(1e-6)
+    return model
+
+
+def step_of(model: nn.Module, x: Tensor) -> Any:
+    def step() -> Tensor:
+        with autocast("cpu", dtype=torch.float16):
+            loss = model(x).float().mean()
+        loss.backward()
+        return loss
+
+    return step
+
+
+def test_five_lines() -> None:
+    """What a terminal shows, with numbers that add up."""
+    model = overflowing()
+    with pytest.raises(debugging.NonFiniteError) as raised, debugging.detect_nonfinite(model):
+        step_of(model, torch.full((4, 8), 8.0))()
+    lines = str(raised.value).splitlines()
+    assert lines[0].startswith("the loss is ")
+    assert lines[1].startswith("  origin    aten::addmm, 1, ")
+    assert lines[2].startswith("  why       overflow: the result is ")
+    assert "float16 ends at 6.55e+04; inputs float16[8] up to" in lines[2]
+    assert lines[3] == '  change    policy = Policy.default("cpu").for_modules({"1": torch.float32})'
+    assert lines[4] == "  evidence  not verified: find_nonfinite(step, model) tries it"
+    finding = raised.value.report.findings[0]
+    exact = model[1].weight.detach().half().double() @ model[0](torch.full((1, 8), 8.0)).detach().half().double().T
+    assert finding.cause.value == pytest.approx(float(exact.abs().max()), rel=0.02)
+    assert finding.cause.limit == 65504
+
+
+def test_find_nonfinite_verifies_the_smallest_change() -> None:
+    """Two layers overflow: both are named, and neither can be left out; a finite step is left alone."""
+    model = overflowing()
+    x = torch.full((4, 8), 8.0)
+    before = [value.clone() for value in model.state_dict().values()]
+    report = debugging.find_nonfinite(step_of(model, x), model)
+    suggestion = report.findings[0].suggestion
+    assert suggestion is not None
+    assert suggestion.verified, suggestion
+    assert suggestion.code == 'policy = Policy.default("cpu").for_modules({"1": torch.float32, "2": torch.float32})'
+    assert suggestion.evidence.startswith("verified: with it the step is finite, ")
+    assert all(map(torch.equal, before, model.state_dict().values()))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not debugging.find_nonfinite(step_of(model, x * 0 + 1e-12), nn.Sequential(nn.Linear(8, 1)))
+
+
+def test_find_nonfinite_tries_a_loss_scale() -> None:
+    """And leaves optimizer and scaler as they were."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    scaler = GradScaler("cpu", init_scale=2.0**20)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with autocast("cpu", dtype=torch.float16):
+            loss = model(torch.full((4, 8), 8.0)).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    report = debugging.find_nonfinite(step, model, state=[scaler])
+    assert scaler.get_scale() == 2.0**20
+    assert not optimizer.state
+    assert not report.findings
+    assert report.skipped[0].suggestion is not None
+    assert report.skipped[0].suggestion.scale == 2.0**15
+    with pytest.raises(TypeError, match="state holds int, which cannot be put back; expected state_dict and load"):
+        debugging.find_nonfinite(step, model, state=[3])
+
+
+def test_torch_autocast_takes_no_notice() -> None:
+    """The suggestion says that it is not verified."""
+    model = overflowing()
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.float16):
+            model(torch.full((4, 8), 8.0)).sum()
+
+    suggestion = debugging.find_nonfinite(step, model).findings[0].suggestion
+    assert suggestion is not None
+    assert not suggestion.verified
+    assert "torch.autocast" in suggestion.evidence
+
+
+def test_what_arrives_broken() -> None:
+    """A parameter by its name, a batch by its variable; a bound of inf is neither."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    batch = torch.full((4, 8), 8.0)
+    batch[1, 2] = math.nan
+    with debugging.detect_nonfinite(model, on_found="record") as report:
+        model(batch).sum().backward()
+    assert report.findings[0].cause.kind == "arrived"
+    assert report.findings[0].parameter == "batch"
+    with torch.no_grad():
+        model[1].weight[0, 3] = math.nan
+    with debugging.detect_nonfinite(model, on_found="record") as report:
+        model(torch.full((4, 8), 8.0)).sum().backward()
+    assert report.findings[0].parameter == "1.weight"
+    assert report.findings[0].symptom == "the loss is nan"
+
+
+def test_a_batch_from_workers() -> None:
+    """No operator of this process wrote it."""
+    data = torch.utils.data.TensorDataset(torch.full((4, 8), math.inf))
+    model = nn.Linear(8, 1)
+    with debugging.detect_nonfinite(model, on_found="record") as report:
+        for (rows,) in torch.utils.data.DataLoader(data, batch_size=4):
+            model(rows).sum().backward()
+    assert report.findings[0].cause.kind == "arrived"
+
+
+def test_a_row_that_is_masked_altogether() -> None:
+    """The mask is no fault; the softmax of nothing is."""
+    with debugging.detect_nonfinite(on_found="record") as report:
+        torch.ones(2, 3).masked_fill(torch.tensor([[True], [False]]), -math.inf).softmax(-1).sum()
+    assert report.findings[0].origin.op == "aten::_softmax"
+    assert report.findings[0].cause.kind == "from inf"
+
+
+def test_memory_that_nobody_wrote() -> None:
+    with debugging.detect_nonfinite(on_found="record") as report:
+        memory = torch.empty(3)
+        memory.data_ptr()
+        memory.untyped_storage().fill_(255)     # every byte set is a NaN; no operator wrote it
+        (memory * 2).sum()
+    assert report.findings[0].cause.kind == "uninitialised"
+
+
+def test_a_compiled_model_and_a_closure() -> None:
+    model = overflowing()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
+    compiled = torch.compile(model, backend="aot_eager")
+    with debugging.detect_nonfinite(compiled, on_found="record") as report:
+        optimizer.step(step_of(compiled, torch.full((4, 8), 8.0)))
+    assert report.findings[0].origin.module == "1"
+
+
+def test_on_found() -> None:
+    """Warn, call, and bad values."""
+    told: list[debugging.Finding] = []
+    with debugging.detect_nonfinite(on_found=told.append):
+        torch.zeros(1).log().sum()
+    assert [finding.cause.kind for finding in told] == ["undefined"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with debugging.detect_nonfinite(on_found="warn"):
+            torch.zeros(1).log().sum()
+    assert "a result is -inf in step 0" in str(caught[0].message)
+    with pytest.raises(ValueError, match="on_found is 'shout'; expected 'raise', 'warn', 'record' or a callable"):
+        debugging.detect_nonfinite(on_found="shout")    # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="check is 'soon'; expected 'auto', 'now' or 'deferred'"):
+        debugging.detect_nonfinite(check="soon")    # type: ignore[arg-type]
+
+
+def test_an_error_of_the_users_own_stays() -> None:
+    """Half a step proves nothing of an inf that might have been absorbed; a NaN loss explains the error."""
+    with pytest.raises(KeyError), debugging.detect_nonfinite():     # noqa: PT012
+        torch.zeros(2).log()
+        raise KeyError
+    with pytest.raises(debugging.NonFiniteError) as raised, debugging.detect_nonfinite():   # noqa: PT012
+        loss = (torch.zeros(1) / 0).sum()
+        raise ValueError(f"loss is {loss.item()}")
+    assert isinstance(raised.value.__context__, ValueError)
+
+
+def test_a_step_that_breaks_a_parameter_raises_from_the_optimizer() -> None:
+    """With the parameter's name, before the next step begins."""
+    model = nn.Linear(4, 1).half()
+    optimizer = torch.optim.Adam(model.parameters(), eps=1e-8)
+    with debugging.detect_nonfinite(model):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        with pytest.raises(debugging.NonFiniteError, match=r"parameter weight is nan in step 0"):
+            optimizer.step()
+
+
+def test_assert_finite() -> None:
+    assert debugging.assert_finite(lambda: 3) == 3
+    with pytest.raises(AssertionError, match="undefined for these inputs in any precision"):
+        debugging.assert_finite(lambda: torch.zeros(1).log().sum())
+
+
+# --- causes
+
+
+@pytest.mark.parametrize(("op", "args", "kind"), [
+    ("mul.Tensor", (torch.tensor([300.0]).half(), torch.tensor([300.0]).half()), "overflow"),
+    ("exp", (torch.tensor([800.0]),), "too large"),
+    ("reciprocal", (torch.zeros(1),), "undefined"),
+    ("sqrt", (-torch.ones(1),), "undefined"),
+    ("atanh", (torch.ones(1),), "undefined"),
+    ("sub.Tensor", (torch.tensor([math.inf]), torch.tensor([math.inf])), "from inf"),
+    ("masked_fill.Scalar", (torch.ones(1), torch.tensor([True]), -math.inf), "constant"),
+])
+def test_causes(op: str, args: Any, kind: str) -> None:
+    """By running again in float64, whatever the operator."""
+    packet, _, overload = op.partition(".")
+    func = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    result = func(*args)
+    facts = facts_of(func)
+    inputs = [summarise(one) for one in args if isinstance(one, Tensor) and one.is_floating_point()]
+    assert find_cause(func, facts, args, {}, outputs_of(facts, result, args, {}), inputs).kind == kind
+
+
+def test_a_cause_leaves_random_numbers_alone() -> None:
+    """Dropout is run again with the user's generator put back."""
+    x = torch.full((8,), 60000.0).half()
+    torch.manual_seed(0)
+    with debugging.detect_nonfinite(on_found="record") as report:
+        torch.native_dropout(x, 0.5, True)[0].sum()
+    after = torch.get_rng_state()
+    torch.manual_seed(0)
+    torch.native_dropout(x, 0.5, True)
+    assert torch.equal(after, torch.get_rng_state())
+    assert report.findings[0].origin.op == "aten::native_dropout"
+
+
+# --- taint
+
+
+def records(*some: Record) -> dict[int, Record]:
+    return {record.index: record for record in some}
+
+
+def test_taint_is_followed_to_a_symptom() -> None:
+    """An inf that is absorbed is none; one that is not is; a constant never is."""
+    made = Record(0, "forward", posinf=True, source="made")
+    absorbs = Record(1, "forward", (0,))
+    assert trace(records(made, absorbs)) == []
+    passes = Record(1, "forward", (0,), nan=True)
+    (found,) = trace(records(made, passes))
+    assert found.chain == (made, passes)
+    assert trace(records(Record(0, "forward", neginf=True, source="constant"))) == []
+    mask = Record(0, "forward", neginf=True, source="constant")
+    row = Record(1, "forward", (0,), nan=True, source="from inf")
+    assert [one.origin for one in trace(records(mask, row))] == [row]
+    compared = Record(2, "forward", (0,), compares=True)
+    assert trace(records(made, compared)) == []
+    loss = Record(0, "forward", posinf=True, source="made", scalar=True)
+    assert trace(records(loss, compared))
+
+
+def test_an_inf_with_an_origin_is_not_blamed_on_who_makes_nan_of_it() -> None:
+    made = Record(0, "forward", posinf=True, source="made")
+    nan = Record(1, "forward", (0,), nan=True, source="from inf")
+    assert [one.origin for one in trace(records(made, nan))] == [made]

@@ -1,0 +1,43 @@
+"""The debugging examples run, and show what they say they show."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def load(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_debugging_example_is_run() -> None:
+    assert {path.stem for path in EXAMPLES.glob("debug_*.py")} == {"debug_hashes", "debug_nonfinite", "debug_scaler"}
+
+
+def test_nonfinite(capsys: pytest.CaptureFixture[str]) -> None:
+    report = load("debug_nonfinite").main()
+    assert report.findings[0].origin.op == "aten::bmm"
+    assert report.findings[0].origin.module == "1"
+    assert report.findings[0].suggestion.verified
+    assert "debug_nonfinite.py:" in capsys.readouterr().out
+
+
+def test_hashes() -> None:
+    difference = load("debug_hashes").main()
+    assert difference.first[0].module == "2"
+
+
+def test_scaler() -> None:
+    healthy, broken = load("debug_scaler").main()
+    assert not healthy
+    assert healthy.skipped
+    assert broken.findings[0].cause.kind == "undefined"
+    assert broken.findings[0].origin.module == "1"

@@ -1,0 +1,264 @@
+"""Healthy steps are no findings: masks, poles that are absorbed, missing data, optimizers of every kind, scalers."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ampkit import GradScaler, autocast
+from ampkit.debugging import assert_finite, detect_nonfinite
+
+WIDTH, LENGTH = 16, 6
+INF = math.inf
+MASK = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+
+
+class Attention(nn.Module):
+    """Attention with a mask of the user's making."""
+
+    def __init__(self, masked: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.masked = masked
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        scores = self.masked(q @ k.transpose(-1, -2) / WIDTH**0.5)
+        return scores.softmax(-1).to(v.dtype) @ v   # type: ignore[no-any-return]
+
+
+class Function(nn.Module):
+    """A linear layer, then a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.linear(x))
+
+
+def limit(scores: Tensor) -> float:
+    return torch.finfo(scores.dtype).min
+
+
+def alibi(scores: Tensor) -> Tensor:
+    distance = torch.arange(LENGTH)[None] - torch.arange(LENGTH)[:, None]
+    return scores + torch.where(distance > 0, -INF, distance * 0.5).to(scores.dtype)
+
+
+def logged(scores: Tensor) -> Tensor:
+    return scores + (~MASK).to(scores.dtype).log()
+
+
+def filled_row(scores: Tensor) -> Tensor:
+    """A row that is masked altogether, and cleaned up."""
+    all_masked = scores.masked_fill(torch.arange(LENGTH)[:, None] == 0, -INF)
+    return all_masked.softmax(-1).nan_to_num(0.0)
+
+
+def double_where(y: Tensor) -> Tensor:
+    safe = torch.where(y > 0, y, 1.0)
+    return torch.where(y > 0, safe.log(), 0.0)
+
+
+def logsumexp_by_hand(y: Tensor) -> Tensor:
+    best = torch.full(y.shape[:-1], -INF, dtype=y.dtype)
+    for i in range(y.shape[-1]):
+        best = torch.logaddexp(best, y[..., i])
+    return best
+
+
+def top_k(y: Tensor) -> Tensor:
+    kept = torch.full_like(y, -INF).scatter(-1, y.topk(3).indices, y.topk(3).values)
+    return kept.softmax(-1)
+
+
+def in_place_mask(y: Tensor) -> Tensor:
+    scores = y @ y.transpose(-1, -2)
+    scores = scores.clone()
+    scores[..., MASK] = -INF
+    return scores.softmax(-1)
+
+
+def slices(y: Tensor) -> Tensor:
+    out = torch.empty(y.shape, dtype=y.dtype)
+    for i in range(y.shape[1]):
+        out[:, i] = y[:, i] * i
+    return out
+
+
+def scattered(y: Tensor) -> Tensor:
+    out = torch.empty(y.shape, dtype=y.dtype)
+    out.index_copy_(1, torch.arange(LENGTH), y)
+    return out
+
+
+def missing(y: Tensor) -> Tensor:
+    """NaN marks what is missing, and nanmean passes over it."""
+    gaps = torch.where(torch.arange(WIDTH) % 5 == 0, math.nan, 1.0)
+    return y * torch.nanmean(gaps)
+
+
+FUNCTIONS: dict[str, Callable[[], nn.Module]] = {
+    "masked_fill": lambda: Attention(lambda s: s.masked_fill(MASK, -INF)),
+    "masked_fill by a tensor": lambda: Attention(lambda s: s.masked_fill(MASK, torch.tensor(-INF, dtype=s.dtype))),
+    "masked_fill in place": lambda: Attention(lambda s: s.clone().masked_fill_(MASK, -INF)),
+    "added mask": lambda: Attention(lambda s: s + torch.full((LENGTH, LENGTH), -INF).triu(1).to(s.dtype)),
+    "where": lambda: Attention(lambda s: torch.where(MASK, -INF, s)),
+    "least value": lambda: Attention(lambda s: s.masked_fill(MASK, limit(s))),
+    "alibi": lambda: Attention(alibi),
+    "log of a mask": lambda: Attention(logged),
+    "masked row, cleaned": lambda: Attention(filled_row),
+    "masked products": lambda: Function(in_place_mask),
+    "sdpa causal": lambda: Function(lambda y: F.scaled_dot_product_attention(y, y, y, is_causal=True)),
+    "sdpa mask": lambda: Function(lambda y: F.scaled_dot_product_attention(y, y, y, attn_mask=~MASK)),
+    "sigmoid by hand": lambda: Function(lambda y: 1 / (1 + (-60 * y.detach()).half().exp()) + y),
+    "double where": lambda: Function(double_where),
+    "logsumexp by hand": lambda: Function(logsumexp_by_hand),
+    "top k": lambda: Function(top_k),
+    "slices": lambda: Function(slices),
+    "scattered into empty": lambda: Function(scattered),
+    "nanmean": lambda: Function(missing),
+    "clamp without bounds": lambda: Function(lambda y: y.clamp(min=-INF, max=INF)),
+    "running least": lambda: Function(lambda y: torch.minimum(torch.full_like(y, INF), y)),
+    "max pool": lambda: Function(lambda y: F.max_pool1d(y, 3, padding=1)),
+    "gumbel": lambda: Function(lambda y: F.gumbel_softmax(y.float(), hard=True)),
+    "norm": lambda: Function(lambda y: F.normalize(y.float())),
+    "log_softmax of a mask": lambda: Function(lambda y: y.masked_fill(torch.arange(WIDTH) == 2, -INF)
+                                              .log_softmax(-1)[..., 3:]),
+    "checkpoint": lambda: Function(lambda y: checkpoint(
+        lambda z: (1 / (1 + (-60 * z.detach()).half().exp()) + z), y, use_reentrant=False)),    # type: ignore[arg-type]
+    "reentrant checkpoint": lambda: Function(lambda y: checkpoint(in_place_mask, y, use_reentrant=True)),   # type: ignore[arg-type]
+    "dropout": lambda: Function(nn.Dropout(0.5)),
+    "batch norm": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(LENGTH)),
+    "encoder": lambda: Padded(),
+    "recurrent": lambda: Last(nn.GRU(WIDTH, WIDTH, batch_first=True)),
+    "compiled": lambda: torch.compile(Attention(lambda s: s.masked_fill(MASK, -INF)), backend="aot_eager"),  # type: ignore[dict-item]
+}
+
+
+class Padded(nn.Module):
+    """torch's own encoder, with padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        padding = torch.zeros(x.shape[:2], dtype=torch.bool)
+        padding[:, -2:] = True
+        return self.layer(x, src_key_padding_mask=padding)  # type: ignore[no-any-return]
+
+
+class Last(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]     # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("check", ["now", "deferred"])
+def test_a_healthy_model(name: str, dtype: torch.dtype, check: Any) -> None:
+    """Two steps with an optimizer: nothing found, and the same bits as without the tool."""
+    def train(watched: bool) -> list[Tensor]:
+        torch.manual_seed(1)
+        model = FUNCTIONS[name]()
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def steps() -> None:
+            for _ in range(2):
+                optimizer.zero_grad()
+                with autocast("cpu", dtype=dtype):
+                    loss = model(torch.randn(2, LENGTH, WIDTH)).float().square().mean()
+                loss.backward()
+                optimizer.step()
+
+        if watched:
+            with detect_nonfinite(model, check):
+                steps()
+        else:
+            steps()
+        return [*(value for value in model.state_dict().values()), torch.get_rng_state()]
+
+    for one, other in zip(train(True), train(False), strict=True):
+        assert torch.equal(one, other)
+
+
+OPTIMIZERS = ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_healthy_optimizer(name: str) -> None:
+    """With gradients of exact zeros too."""
+    model = nn.Linear(4, 4)
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01)
+    with detect_nonfinite(model) as report:
+        for x in (torch.randn(3, 4), torch.zeros(3, 4)):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    assert report.steps == 2
+
+
+@pytest.mark.parametrize("make", [GradScaler, torch.amp.GradScaler])
+def test_a_scaler_that_warms_up_is_no_finding(make: Any) -> None:
+    """Its overflows are in `skipped`, with the scale; then the step is taken."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = make("cpu", init_scale=2.0**22)
+    x = torch.randn(16, 8)
+    with detect_nonfinite(model) as report:
+        for _ in range(12):
+            optimizer.zero_grad()
+            with autocast("cpu", dtype=torch.float16):
+                loss = model(x).square().mean()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+    assert scaler.get_scale() < 2.0**22, "nothing was skipped"
+    assert not report
+    assert report.skipped
+    assert report.skipped[0].scale == 2.0**22
+    assert report.skipped[0].origin.phase == "backward"
+    assert report.steps == 12
+    assert "was left to the loss scaler, which skips it: overflow: the result is" in str(report)
+    scaler = make("cpu", init_scale=2.0**22)
+    with pytest.raises(AssertionError, match="was left to the loss scaler"):
+        assert_finite(lambda: _scaled(model, scaler, optimizer, x), model, allow_skipped=False)
+
+
+def _scaled(model: nn.Module, scaler: Any, optimizer: Any, x: Tensor) -> None:
+    with autocast("cpu", dtype=torch.float16):
+        loss = model(x).square().mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def test_no_grad_inference_and_comparisons() -> None:
+    """Masks that end in an argmax or a sample, and tensors that are looked at."""
+    scores = torch.randn(4, 8)
+    with detect_nonfinite() as report, torch.no_grad():
+        masked = scores.masked_fill(scores < 0, -INF)
+        masked.argmax(-1)
+        torch.multinomial(masked.softmax(-1), 1)
+        best = torch.full((4,), -INF)
+        for column in scores.T:
+            best = torch.maximum(best, column)
+        repr(masked)
+    assert not report
+    assert report.operators > 5
