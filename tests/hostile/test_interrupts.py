@@ -16,7 +16,7 @@ from torch.nn.modules import module as hooked
 
 import ampkit
 from ampkit import Policy, Rule, WeightCache, autocast, float32_region, record_casts
-from ampkit.region import graph, policy_guard, recording, stack
+from ampkit.region import graph, module_hooks, policy_guard, recording, stack
 from ampkit.region.snapshot import Snapshot, native_state
 from ampkit.region.thread_state import thread
 from ampkit.torch_internals import dispatcher, kernels
@@ -158,6 +158,15 @@ def events(call: Callable[[], Any], prefix: str) -> int:
 def clean_up(native: Any) -> None:
     """After a finding, so that the next is one of its own."""
     stack.leave_down_to(thread.regions, 0)
+    mode = dispatcher.current()
+    if mode is not None:        # of a recompute, which is no entry of the stack
+        dispatcher.put_in_tls(dispatcher.TLS_NAME, mode.closed_copy)
+        dispatcher.set_included(dispatcher.KEY, False)
+        dispatcher.set_excluded(dispatcher.KEY, False)
+        policy_guard.write((), anew=True)
+    for watch in list(module_hooks._watches):
+        watch.remove()
+    del thread.followed[:], thread.modules[:]
     for kind, enabled, dtype in native:
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)
