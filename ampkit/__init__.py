@@ -1,5 +1,8 @@
 """ampkit: automatic mixed precision for PyTorch that you can read, steer and trust."""
 
+import importlib
+from typing import Any
+
 from ampkit import amp, optim
 from ampkit.policy.policy import Explanation, Policy, Rule, register_op
 from ampkit.region.autocast import (
@@ -94,3 +97,10 @@ __all__ = [
     "scheduler_step",
     "wrap_forward",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`ampkit.debugging` and `ampkit.testing`, imported when they are first asked for."""
+    if name in ("debugging", "testing"):
+        return importlib.import_module(f"ampkit.{name}")
+    raise AttributeError(f"module 'ampkit' has no attribute {name!r}")

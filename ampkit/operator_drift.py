@@ -13,13 +13,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ampkit.policy import casting
 from ampkit.policy.op_table import DECOMPOSED, OPAQUE, TORCH, Group, Rule, names, resolve
 from ampkit.torch_internals.dispatcher import KEY, TLS_NAME, keysets, put_in_tls, set_included
 from ampkit.torch_internals.kernels import install
+from ampkit.torch_internals.operators import (
+    FakeTensorMode,
+    OpOverload,
+    composite_names,
+    meets_autocast,
+    registered_for_autocast,
+)
 
 # Defined or registered by the code of a library that a build of torch may lack.
 ONLY_WHERE_BUILT = {"_cudnn_rnn": "cuDNN", "miopen_rnn": "MIOpen", "get_gradients": "torch.distributed.rpc"}
@@ -62,17 +67,12 @@ def composite_drift() -> tuple[list[str], list[str]]:
 
 def composites() -> set[str]:
     """ATen's operators with a CompositeImplicitAutograd kernel."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    every = torch._C._dispatch_get_all_op_names()
-    return {
-        name.removeprefix("aten::") for name in every
-        if name.startswith("aten::") and has_kernel(name, "CompositeImplicitAutograd")
-    }
+    return {name.removeprefix("aten::") for name in composite_names() if name.startswith("aten::")}
 
 
 def registered(device_type: str) -> set[str]:
     """ATen's operators that torch.amp has a kernel for on a device type, which need not be there."""
-    every = torch._C._dispatch_get_registrations_for_dispatch_key(_autocast_key(device_type))
+    every = registered_for_autocast(device_type)
     return {name.removeprefix("aten::") for name in every if name.startswith("aten::")}
 
 
@@ -128,7 +128,7 @@ def _arrival(op: OpOverload, device_type: str, first: torch.dtype, others: torch
     put_in_tls(TLS_NAME, watch)
     try:
         args = _arguments(op, device_type, first, others)
-        if not any(_is_cast(tensor, device_type) for tensor in casting.tensors(args)):
+        if not any(meets_autocast(tensor, device_type) for tensor in casting.tensors(args)):
             return RuntimeError(f"autocast does not see fake tensors of device type {device_type!r}")
         set_included(KEY, True)
         op(*args)
@@ -140,16 +140,6 @@ def _arrival(op: OpOverload, device_type: str, first: torch.dtype, others: torch
     finally:
         set_included(KEY, False)
         watch.open = False
-
-
-def _autocast_key(device_type: str) -> str:
-    return "Autocast" + ("PrivateUse1" if device_type == "privateuseone" else device_type.upper())
-
-
-def _is_cast(tensor: torch.Tensor, device_type: str) -> bool:
-    """Whether a call with `tensor` meets autocast. Fake ones of MAIA do not: torch has no such device to pretend."""
-    key = torch._C._dispatch_key_parse(_autocast_key(device_type))
-    return torch._C._dispatch_keys(tensor).has(key)
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from benchmarks.environment import ROOT
 # What the figures rest on: the same numbers as torch.amp's, casts that are counted right, scalers that agree, and the
 # benchmarks' own arithmetic.
 QUICK = (
-    "tests/test_bitwise_training.py", "tests/benchmarks", "tests/test_clipping.py", "tests/test_gradients.py",
+    "tests/parity/test_bitwise_training.py", "tests/benchmarks", "tests/gradients/test_clipping.py",
+    "tests/gradients/test_gradients.py",
 )
 GATES = ("quick", "full", "none")
 

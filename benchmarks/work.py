@@ -2,7 +2,7 @@
 
 Counted, not measured. They turn a time into a position under the machine's roof: no implementation can be faster than
 the larger of FLOPs over the peak rate and bytes over the memory rate. A multiply-add counts as two FLOPs; element-wise
-arithmetic is not counted. `tests/test_benchmarks.py` holds the FLOP models against torch's own counter.
+arithmetic is not counted. `tests/benchmarks/test_work_models.py` holds the FLOP models against torch's own counter.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] = ()) -> float:
          "weight_decay": 0.01},
         {"params": [p for n, p in model.named_parameters() if any(part in n for part in undecayed)],
          "weight_decay": 0.0},
-    ]  # fmt: skip
+    ]
     optimizer = AdamW(groups, lr=args.learning_rate)
     if args.fp16:
         if args.loss_scale == 0:

@@ -37,7 +37,7 @@ def resnet(width: int = 12) -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(1, width, 3, 1, 1), Block(width, width, 1), Block(width, 2 * width, 2),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * width, 10),
-    )  # fmt: skip
+    )
 
 
 def main(opt_level: str = "O1", epochs: int = 4, device: str = "cpu") -> float:

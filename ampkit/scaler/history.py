@@ -50,7 +50,7 @@ class ScalerStats:
 _COUNTED = (
     "updates", "overflows", "consecutive_skips", "growths", "backoffs", "attempts", "skips",
     "inf_values", "nan_values", "scale_disagreement",
-)  # fmt: skip
+)
 _dtype_of = attrgetter("dtype")
 _AT = {name: i for i, name in enumerate(_COUNTED)}
 COUNTS = frozenset({*_COUNTED, "no_gradients"})

@@ -88,7 +88,7 @@ class OptimizerRecord:
             **before,
             **{device: torch.maximum(before[device], flag) if device in before else flag
                for device, flag in found.items()},
-        }  # fmt: skip
+        }
 
     def __getitem__(self, key: str) -> Any:
         if key not in _TORCH_KEYS:

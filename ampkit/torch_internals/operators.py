@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 __all__ = [
-    "OpOverload", "OpOverloadPacket", "autocast_device_types", "canonical", "has_any_kernel", "is_composite",
-    "is_dispatched", "operator_names", "privateuse1_name",
+    "FakeTensorMode", "OpOverload", "OpOverloadPacket", "autocast_device_types", "canonical", "composite_names",
+    "has_any_kernel", "is_composite", "is_dispatched", "meets_autocast", "operator_names", "privateuse1_name",
+    "registered_for_autocast",
 ]
 
 
@@ -36,6 +38,26 @@ def operator_names() -> list[str]:
 def is_composite(op: OpOverload) -> bool:
     """Whether an operator is written in terms of others, which autograd and autocast see."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+
+def composite_names() -> list[str]:
+    """The names of all composites."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return [name for name in operator_names() if has_kernel(name, "CompositeImplicitAutograd")]
+
+
+def registered_for_autocast(device_type: str) -> list[str]:
+    """The names of the operators that torch.amp has a kernel for on a device type, which need not be there."""
+    return torch._C._dispatch_get_registrations_for_dispatch_key(_autocast_key(device_type))
+
+
+def meets_autocast(tensor: torch.Tensor, device_type: str) -> bool:
+    """Whether a call with a tensor meets torch.amp. Fake ones of MAIA do not: torch has no such device to pretend."""
+    return torch._C._dispatch_keys(tensor).has(torch._C._dispatch_key_parse(_autocast_key(device_type)))
+
+
+def _autocast_key(device_type: str) -> str:
+    return "Autocast" + ("PrivateUse1" if device_type == "privateuseone" else device_type.upper())
 
 
 def has_any_kernel(op: OpOverload) -> bool:

@@ -117,7 +117,7 @@ def check_half(
     unfit = _unfit_parameters(model, dtype, keep)
     owners = {name: name.rpartition(".")[0] for name in unfit}
     halved = half(model, dtype, _in(model, (*keep, *(model.get_submodule(path) for path in owners.values()))),
-                  in_region=in_region).eval()  # fmt: skip
+                  in_region=in_region).eval()
     wanted = _Recorder(plain)
     with torch.no_grad(), wanted:
         expected = plain(*args, **kwargs)

@@ -109,7 +109,7 @@ def initialize(
         patch_torch_functions=patch_torch_functions, keep_batchnorm_fp32=keep_batchnorm_fp32,
         master_weights=master_weights, loss_scale=loss_scale, cast_model_outputs=cast_model_outputs,
         num_losses=num_losses, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale,
-    )  # fmt: skip
+    )
     if policy is not None and not options.has_region:
         raise ValueError(f"policy makes no sense at {opt_level}, which opens no region; use opt_level 'O1'")
     session = Session(options if enabled else None, device_type, verbosity)
@@ -247,7 +247,7 @@ def amp_state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:
         state = scaler.state_dict()
         saved[f"loss_scaler{index}"] = {
             "loss_scale": state["scale"], "unskipped": state["_growth_tracker"], "scaler": state,
-        }  # fmt: skip
+        }
     return saved
 
 
@@ -312,7 +312,7 @@ def _session_of(optimizers: Sequence[Optimizer]) -> Session:
         raise RuntimeError(
             "no optimizer has been through initialize; call it first" if not living else
             f"initialize has been called {len(living)} times; pass an optimizer to say which one is meant"
-        )  # fmt: skip
+        )
     return living[0]
 
 

@@ -17,10 +17,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from budget import rounds
 
 from ampkit import Policy, Rule, WeightCache, autocast
 from ampkit.region import module_hooks
+from tests.hostile.budget import rounds
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 

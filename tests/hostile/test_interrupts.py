@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from budget import rounds
-from interrupts import Interrupter, Place
-from regions import state
 from torch.nn.modules import module as hooked
 
 import ampkit
@@ -20,6 +17,9 @@ from ampkit.region import graph, module_hooks, policy_guard, recording, stack
 from ampkit.region.snapshot import Snapshot, native_state
 from ampkit.region.thread_state import thread
 from ampkit.torch_internals import dispatcher, kernels
+from tests.helpers.regions import state
+from tests.hostile.budget import rounds
+from tests.hostile.interrupts import Interrupter, Place
 
 BF16 = torch.bfloat16
 HERE = f"{Path(ampkit.__file__).parent}/"

@@ -25,7 +25,7 @@ STRANGE: list[Any] = [
     0.0, -0.0, 1e-46, 2.5, -2.5, 3.0, 1e39, 1e308, float("inf"), -float("inf"), float("nan"),
     torch.tensor(2.0), torch.tensor([1.0, 2.0]), torch.tensor(float("nan")), torch.tensor(3), torch.tensor([]),
     np.float32(2.0), np.int64(4), np.array([1.0]),
-]  # fmt: skip
+]
 STRANGE_KEYS: list[Any] = ["flavour", "hysteresis", "kind", "updates", "version", "ampkit", "", 0, None, ("scale",)]
 RULES: list[Callable[[], Any]] = [
     DynamicLossScale,

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from budget import rounds
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ampkit import WeightCache, autocast, clear_autocast_cache
+from tests.hostile.budget import rounds
 
 pytestmark = pytest.mark.timeout(300 + float(os.environ.get("AMPKIT_SOAK_SECONDS") or 0))
 
@@ -256,7 +256,7 @@ def fused_without_optimizer(p: Parameter, values: Tensor) -> None:
         torch._fused_sgd_(
             [p], [p.detach() - values], [], weight_decay=0.0, momentum=0.0, lr=1.0, dampening=0.0, nesterov=False,
             maximize=False, is_first_step=False,
-        )  # fmt: skip
+        )
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,0 +1,182 @@
+"""Writes what the sources say of themselves into architecture.md. Run: python docs/make_architecture.py
+
+Two parts: the drawing of the layers, from the imports, and the list of torch's private names, from their uses. The
+tests in `tests/house/` hold the sources to both with the same functions.
+
+A room is a folder of `ampkit/`, or a module beside the folders; `kernels/ampkit_kernels` is one room. A room stands one
+layer above the highest room that it imports, wherever in its code the import is: at the top, inside a function, or for
+type checkers only.
+"""
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from graphlib import TopologicalSorter
+from importlib.util import resolve_name
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGET = Path(__file__).with_name("architecture.md")
+SOURCES = {"ampkit": ROOT / "ampkit", "ampkit_kernels": ROOT / "kernels" / "ampkit_kernels"}
+
+Graph = Mapping[str, set[str]]
+
+
+def module_name(path: Path, sources: Mapping[str, Path] = SOURCES) -> str:
+    """Dotted name of a source file."""
+    for package, folder in sources.items():
+        if path.is_relative_to(folder):
+            parts = (package, *path.relative_to(folder).with_suffix("").parts)
+            return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    raise ValueError(f"{path} is in no source folder")
+
+
+def source_texts(sources: Mapping[str, Path] = SOURCES) -> dict[str, str]:
+    """Every module of these packages by its dotted name, with its text."""
+    files = sorted(path for folder in sources.values() for path in folder.rglob("*.py"))
+    return {module_name(path, sources): path.read_text(encoding="utf-8") for path in files}
+
+
+# --- layers
+
+
+def imported_names(source: str, package: str) -> Iterator[str]:
+    """Dotted names that a module imports anywhere in its code, for whatever reason.
+
+    `from a import b` gives both `a` and `a.b`, as `b` may be a module. Relative names count from `package`.
+    """
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            origin = resolve_name("." * node.level + (node.module or ""), package)
+            yield origin
+            yield from (f"{origin}.{alias.name}" for alias in node.names)
+
+
+def import_graph(texts: Mapping[str, str]) -> dict[str, set[str]]:
+    """For each module the modules of the same set that it imports. A submodule hides its package."""
+    graph = {}
+    packages = {name.rpartition(".")[0] for name in texts}
+    for name, text in texts.items():
+        package = name if name in packages else name.rpartition(".")[0]
+        found = {other for other in imported_names(text, package) if other in texts and other != name}
+        graph[name] = {one for one in found if not any(other.startswith(f"{one}.") for other in found)}
+    return graph
+
+
+def room_of(module: str) -> str:
+    """The room that a module is in: `region` for `ampkit.region.autocast`, `ampkit` for the package's own file."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "ampkit" and len(parts) > 1 else parts[0]
+
+
+def room_graph(graph: Graph) -> dict[str, set[str]]:
+    """For each room the other rooms that its modules import."""
+    rooms: dict[str, set[str]] = {}
+    for module, found in graph.items():
+        rooms.setdefault(room_of(module), set()).update(room_of(other) for other in found)
+    return {room: found - {room} for room, found in rooms.items()}
+
+
+def layers(graph: Graph) -> list[list[str]]:
+    """From the lowest layer upwards, each above all that it imports. `graphlib.CycleError` where there is no order."""
+    height: dict[str, int] = {}
+    for name in TopologicalSorter(graph).static_order():
+        height[name] = max((height[below] + 1 for below in graph[name]), default=0)
+    return [sorted(name for name in height if height[name] == level) for level in range(max(height.values()) + 1)]
+
+
+def layers_text(graph: Graph) -> str:
+    """The drawing: rooms, the highest layer first, with what each stands on, and the layers of the modules in it."""
+    rooms = room_graph(graph)
+    lines = []
+    for level, names in reversed(list(enumerate(layers(rooms)))):
+        for room in names:
+            lines.append(f"{level}  {room:<16} on {', '.join(sorted(rooms[room])) or 'torch alone'}")
+            lines += [f"       {'  '.join(modules)}" for modules in reversed(_layers_inside(graph, room))]
+    return "\n".join(["```text", *lines, "```"])
+
+
+def _layers_inside(graph: Graph, room: str) -> list[list[str]]:
+    """The layers of a room's modules, by their last names; none for a room of one module."""
+    modules = {name for name in graph if room_of(name) == room and not any(o.startswith(f"{name}.") for o in graph)}
+    if len(modules) < 2:
+        return []
+    inside = {name: graph[name] & modules for name in modules}
+    return [[name.rpartition(".")[2] for name in layer] for layer in layers(inside)]
+
+
+# --- private names of torch
+
+
+def private_names(source: str) -> set[str]:
+    """Private names of torch that a module reaches, dotted: `torch._C._x`, `torch.optim.optimizer._y`.
+
+    Operators (`torch.ops.aten._softmax`) are names in the dispatcher and do not count.
+    """
+    bound = {"torch": "torch"}
+    reached: set[str] = set()
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            reached |= {alias.name for alias in node.names}
+            bound |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            reached |= set(names.values())
+            bound |= names
+    for node in ast.walk(tree):
+        parts: list[str] = []
+        while isinstance(node, ast.Attribute):
+            parts.insert(0, node.attr)
+            node = node.value
+        if parts and isinstance(node, ast.Name) and node.id in bound:
+            reached.add(".".join((bound[node.id], *parts)))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "private":        # see `torch_internals.lookup`
+            reached |= {f"torch.{name.value}" for name in node.args[:1] if isinstance(name, ast.Constant)}
+    private = {short for name in reached if (short := _to_private_part(name))}
+    return {name for name in private if not any(other.startswith(f"{name}.") for other in private)}
+
+
+def _to_private_part(name: str) -> str | None:
+    """The name up to its last private part and one public one behind it; None if it has no such part in torch."""
+    parts = name.split(".")
+    private = [index for index, part in enumerate(parts) if re.match(r"_(?!_)", part)]
+    if parts[0] != "torch" or parts[:2] == ["torch", "ops"] or not private:
+        return None
+    return ".".join(parts[: private[-1] + 2])
+
+
+def private_names_text(texts: Mapping[str, str]) -> str:
+    """A line for each module of `ampkit` that reaches a private name, with the names."""
+    lines = []
+    for module, text in sorted(texts.items()):
+        names = sorted(private_names(text))
+        if module.startswith("ampkit.") and names:
+            lines.append(f"- `{module.removeprefix('ampkit.')}`: " + ", ".join(f"`{name}`" for name in names))
+    return "\n".join(lines)
+
+
+# --- the page
+
+
+def written(page: str, part: str, text: str) -> str:
+    """The page with the text in place of what stands between the marks of a part."""
+    begin, end = f"<!-- {part}: by make_architecture.py -->\n", f"<!-- end of {part} -->"
+    before, found_begin, rest = page.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not (found_begin and found_end):
+        raise ValueError(f"the page has no marks {begin.strip()!r} and {end.strip()!r}")
+    return f"{before}{begin}{text}\n{end}{after}"
+
+
+def render(page: str) -> str:
+    """The page with both parts as the sources are now."""
+    texts = source_texts()
+    page = written(page, "layers", layers_text(import_graph(texts)))
+    return written(page, "private names", private_names_text(texts))
+
+
+if __name__ == "__main__":
+    TARGET.write_text(render(TARGET.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,287 @@
+"""Clipping fused with unscaling, against torch's two calls."""
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+import ampkit.optim
+from ampkit.scaler.grad_scaler import GradScaler
+from tests.helpers.scaler_tools import count_reads, equal_bits, started, with_grads
+
+NORMS = [2.0, 1.0, math.inf, 3.0, 0.5]
+
+
+def torch_clips(grads: list[torch.Tensor], scale: float, max_norm, norm_type: float):
+    """What unscale_ followed by torch.nn.utils.clip_grad_norm_ makes of these gradients."""
+    params = with_grads(grads)
+    scaler = started(torch.amp.GradScaler, scale)
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    scaler.unscale_(optimizer)
+    return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type), [p.grad for p in params]
+
+
+def ours_clips(grads: list[torch.Tensor], scale: float, max_norm, norm_type: float):
+    params = with_grads(grads)
+    norm = started(GradScaler, scale).clip_grad_norm_(torch.optim.SGD(params, lr=0.1), max_norm, norm_type)
+    return norm, [p.grad for p in params]
+
+
+@given(
+    shapes=st.lists(st.sampled_from([(), (0,), (1,), (7,), (3, 5), (64, 9)]), min_size=1, max_size=5),
+    seed=st.integers(0, 1000),
+    exponent=st.integers(-3, 20),
+    max_norm=st.sampled_from([1e-4, 0.5, 3.0, 1e5]),
+    norm_type=st.sampled_from(NORMS),
+)
+def test_equal_to_torch_to_the_bit_at_powers_of_two(shapes, seed, exponent, max_norm, norm_type) -> None:
+    if norm_type == math.inf:  # torch raises on empty gradients here
+        shapes = [shape for shape in shapes if math.prod(shape)]
+    if not any(math.prod(shape) for shape in shapes):
+        return
+    generator = torch.Generator().manual_seed(seed)
+    grads = [torch.randn(shape, generator=generator) * 2.0**exponent for shape in shapes]
+    norm, clipped = ours_clips(grads, 2.0**exponent, max_norm, norm_type)
+    expected_norm, expected = torch_clips(grads, 2.0**exponent, max_norm, norm_type)
+    assert torch.equal(norm, expected_norm)
+    assert all(map(equal_bits, clipped, expected))
+
+
+def test_empty_gradients_have_no_largest_magnitude_to_add() -> None:
+    """torch raises here."""
+    norm, _ = ours_clips([torch.zeros(0), torch.tensor([-6.0])], 2.0, 1.0, math.inf)
+    assert norm.item() == 3.0
+    with pytest.raises(RuntimeError, match="infinity norm on an empty tensor"):
+        torch_clips([torch.zeros(0), torch.tensor([-6.0])], 2.0, 1.0, math.inf)
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 1000), scale=st.sampled_from([3.0, 1000.0, 0.7, 12345.0]))
+def test_within_one_unit_of_torch_at_any_scale(seed, scale) -> None:
+    """One rounding of inv_scale * coefficient instead of two, and a norm that may itself differ in its last
+    bit.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    grads = [torch.randn(50, generator=generator) * scale for _ in range(3)]
+    norm, clipped = ours_clips(grads, scale, 1.0, 2.0)
+    expected_norm, expected = torch_clips(grads, scale, 1.0, 2.0)
+    assert torch.allclose(norm, expected_norm, rtol=2.5e-7, atol=0.0)
+    exact = [g.double() / scale for g in grads]
+    coefficient = 1.0 / (torch.cat(exact).norm() + 1e-6)
+    for got, torchs, truth in zip(clipped, expected, exact, strict=True):
+        ulp = torch.finfo(torch.float32).eps * (truth * coefficient).abs()
+        worst = ((torchs.double() - truth * coefficient).abs() / ulp).max()
+        assert ((got.double() - truth * coefficient).abs() <= ulp * max(2.0, float(worst) + 1.0)).all()
+
+
+@pytest.mark.parametrize("norm_type", NORMS)
+def test_after_unscale_it_only_clips(norm_type) -> None:
+    grads = [torch.tensor([8.0, -4.0]), torch.tensor([16.0])]
+    params = with_grads(grads)
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    scaler = started(GradScaler, 4.0)
+    scaler.unscale_(optimizer)
+    params[0].grad[0] = 5.0  # code may change gradients in between
+    norm = scaler.clip_grad_norm_(optimizer, 1.0, norm_type)
+    reference = with_grads([torch.tensor([5.0, -1.0]), torch.tensor([4.0])])
+    assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(reference, 1.0, norm_type))
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(params, reference, strict=True))
+    scaler.clip_grad_norm_(optimizer, 0.5)  # and again, tighter
+
+
+def test_values_are_clipped_as_torch_clips_them() -> None:
+    grads = [torch.tensor([8.0, -8.0, 1.0, 0.0]), torch.tensor([100.0], dtype=torch.float64)]
+    params = with_grads(grads)
+    scaler = started(GradScaler, 4.0)
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    scaler.clip_grad_value_(optimizer, 1.5)
+    assert [p.grad.tolist() for p in params] == [[1.5, -1.5, 0.25, 0.0], [1.5]]
+    complex_param = with_grads([torch.tensor([8 - 20j])])
+    scaler.clip_grad_value_(torch.optim.SGD(complex_param, lr=0.1), 1.5)
+    assert complex_param[0].grad.item() == 1.5 - 1.5j
+
+
+def test_norms_of_mixed_dtypes_are_float32_or_wider() -> None:
+    """torch returns the dtype of the first norm, so a bfloat16 gradient rounds the whole norm to 8 bits."""
+    grads = [torch.full((1000,), 1.0, dtype=torch.bfloat16), torch.full((1000,), 1.0)]
+    norm, _ = ours_clips(grads, 1.0, 1e9, 2.0)
+    assert norm.dtype is torch.float32
+    assert norm.item() == pytest.approx(math.sqrt(2000), rel=1e-6)
+    norm, _ = ours_clips([torch.full((9,), 1.0, dtype=torch.float64)], 1.0, 1e9, 2.0)
+    assert (norm.dtype, norm.item()) == (torch.float64, 3.0)
+
+
+def test_squares_that_overflow_are_no_overflow() -> None:
+    params = with_grads([torch.tensor([1e25, 1e25])])
+    optimizer = torch.optim.SGD(params, lr=0.0)
+    scaler = started(GradScaler, 1.0)
+    norm = scaler.clip_grad_norm_(optimizer, 1.0)
+    assert norm.item() == pytest.approx(math.sqrt(2) * 1e25)
+    scaler.step(optimizer)
+    assert scaler.stepped(optimizer)
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_an_overflow_is_told_and_nothing_is_multiplied(bad, norm_type) -> None:
+    params = with_grads([torch.tensor([8.0]), torch.tensor([bad, 4.0])])
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    scaler = started(GradScaler, 4.0)
+    norm = scaler.clip_grad_norm_(optimizer, 1.0, norm_type)
+    assert not norm.isfinite()
+    assert params[0].grad.item() == 8.0
+    scaler.step(optimizer)
+    assert scaler.skipped(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+
+
+def test_no_gradients_have_norm_zero() -> None:
+    param = torch.nn.Parameter(torch.ones(1))
+    scaler = started(GradScaler)
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    assert scaler.clip_grad_norm_(optimizer, 1.0).item() == 0.0
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.stats().no_gradients == 1
+
+
+@pytest.mark.parametrize("as_tensor", [True, False])
+def test_the_limit_may_live_on_the_device(as_tensor) -> None:
+    _, clipped = ours_clips([torch.tensor([8.0])], 4.0, torch.tensor(0.5) if as_tensor else 0.5, 2.0)
+    assert clipped[0].item() == pytest.approx(0.5, rel=1e-5)
+
+
+class TestGroups:
+    def make(self, scale: float = 2.0):
+        params = with_grads([torch.tensor([6.0, 8.0]), torch.tensor([20.0]), torch.tensor([2.0])])
+        groups = [{"params": [params[0]]}, {"params": [params[1]]}, {"params": [params[2]]}]
+        return params, torch.optim.SGD(groups, lr=0.1), started(GradScaler, scale)
+
+    def test_each_by_its_own_norm(self) -> None:
+        params, optimizer, scaler = self.make()
+        norms = scaler.clip_grad_norm_(optimizer, 2.0, groups="each")
+        assert norms.tolist() == [5.0, 10.0, 1.0]
+        assert params[1].grad.item() == pytest.approx(2.0)
+        assert params[2].grad.item() == 1.0
+
+    def test_some_together_and_the_rest_unscaled_only(self) -> None:
+        params, optimizer, scaler = self.make()
+        norm = scaler.clip_grad_norm_(optimizer, 1.0, groups=[0, 2])
+        assert norm.item() == pytest.approx(math.sqrt(26.0))
+        assert params[1].grad.item() == 10.0
+        assert params[2].grad.item() == pytest.approx(1.0 / math.sqrt(26.0))
+
+    @pytest.mark.parametrize("groups", ["each", [0]])
+    def test_a_group_may_be_without_gradients(self, groups) -> None:
+        params, optimizer, scaler = self.make()
+        params[0].grad = None
+        norms = scaler.clip_grad_norm_(optimizer, 2.0, groups=groups)
+        assert norms.flatten()[0].item() == 0.0
+        assert params[1].grad.item() == pytest.approx(2.0 if groups == "each" else 10.0)
+
+    def test_an_overflow_in_the_rest_counts(self) -> None:
+        params, optimizer, scaler = self.make()
+        params[1].grad[0] = math.inf
+        assert scaler.clip_grad_norm_(optimizer, 1.0, groups=[0]).isfinite()
+        scaler.step(optimizer)
+        assert scaler.skipped(optimizer)
+
+    def test_mistakes_are_named(self) -> None:
+        _, optimizer, scaler = self.make()
+        with pytest.raises(IndexError, match="parameter group 7 does not exist"):
+            scaler.clip_grad_norm_(optimizer, 1.0, groups=[7])
+        with pytest.raises(ValueError, match="groups is 'all'; expected None, 'each' or numbers"):
+            scaler.clip_grad_norm_(optimizer, 1.0, groups="all")
+
+
+class TestMultiplier:
+    """Optimizers that unscale and clip on the fly."""
+
+    def make(self, cls=ampkit.optim.AdamW):
+        params = with_grads([torch.tensor([6.0, 8.0]), torch.tensor([24.0])])
+        return params, cls(params, lr=0.1), started(GradScaler, 2.0)
+
+    def test_gradients_stay_scaled_until_the_step(self) -> None:
+        params, optimizer, scaler = self.make()
+        norm = scaler.clip_grad_norm_(optimizer, 6.5)
+        assert norm.item() == 13.0
+        assert params[1].grad.item() == 24.0
+        scaler.step(optimizer)
+        assert params[1].grad.item() == 24.0
+        for name in ("grad_scale", "found_inf", "grad_multiplier"):
+            assert not hasattr(optimizer, name)
+        reference = with_grads([torch.tensor([6.0, 8.0]), torch.tensor([24.0])])
+        theirs = torch.optim.AdamW(reference, lr=0.1)
+        other = started(torch.amp.GradScaler, 2.0)
+        other.unscale_(theirs)
+        torch.nn.utils.clip_grad_norm_(reference, 6.5)
+        other.step(theirs)
+        assert all(map(equal_bits, params, reference))
+
+    @pytest.mark.parametrize("settle", ["clip_grad_value_", "unscale_", "clip_grad_norm_"])
+    def test_whatever_needs_the_gradients_settles_the_multiplier(self, settle) -> None:
+        params, optimizer, scaler = self.make()
+        scaler.clip_grad_norm_(optimizer, 6.5)
+        if settle == "clip_grad_value_":
+            scaler.clip_grad_value_(optimizer, 100.0)
+        elif settle == "unscale_":
+            scaler.unscale_(optimizer, allow_repeat=True)
+        else:
+            assert scaler.clip_grad_norm_(optimizer, 1e9).item() == pytest.approx(6.5)
+            scaler.unscale_(optimizer, allow_repeat=True)
+        assert params[1].grad.item() == pytest.approx(6.0)
+
+    def test_a_step_that_raises_keeps_the_multiplier(self, monkeypatch) -> None:
+        _, optimizer, scaler = self.make()
+        scaler.clip_grad_norm_(optimizer, 6.5)
+
+        def fail(*_: object) -> None:
+            raise OSError("disk on fire")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(optimizer, "step", fail)
+            with pytest.raises(OSError, match="disk on fire"):
+                scaler.step(optimizer)
+        assert not hasattr(optimizer, "grad_multiplier")
+        params = optimizer.param_groups[0]["params"]
+        scaler.unscale_(optimizer, allow_repeat=True)
+        assert params[1].grad.item() == pytest.approx(6.0)
+
+    @pytest.mark.parametrize("first", ["clipped", "stepped"])
+    def test_a_shared_parameter_is_unscaled_for_the_other(self, first) -> None:
+        params, optimizer, scaler = self.make()
+        scaler.clip_grad_norm_(optimizer, 1e9)
+        if first == "stepped":
+            scaler.step(optimizer)
+        other = torch.optim.SGD([params[1]], lr=1.0)
+        scaler.unscale_(other)
+        assert params[1].grad.item() == 12.0
+
+
+def test_shared_with_a_fused_optimizer_that_stepped() -> None:
+    """torch's fused kernels write unscaled gradients back, unless they skip."""
+    for bad in (False, True):
+        shared, own = with_grads([torch.tensor([8.0]), torch.tensor([math.inf if bad else 8.0])])
+        scaler = started(GradScaler, 4.0)
+        scaler.step(torch.optim.Adam([shared, own], lr=0.1, fused=True))
+        other = torch.optim.SGD([shared], lr=1.0)
+        scaler.unscale_(other)
+        assert shared.grad.item() == 2.0, f"{bad=}"
+    shared = with_grads([torch.tensor([8.0])])[0]
+    scaler = started(GradScaler, 4.0)
+    scaler.unscale_(torch.optim.SGD([shared], lr=0.1))
+    scaler.step(torch.optim.SGD([shared], lr=1.0, fused=True))
+    assert shared.item() == -1.0
+
+
+def test_clipping_waits_for_no_device() -> None:
+    params = with_grads([torch.randn(10), torch.randn(3)])
+    scaler = started(GradScaler)
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    with count_reads() as reads:
+        scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.clip_grad_value_(optimizer, 1.0)
+    assert reads == []

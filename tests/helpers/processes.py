@@ -1,0 +1,31 @@
+"""Code that a test runs in an interpreter of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.helpers.paths import ROOT
+
+
+def fresh_python(code: str, *flags: str, cwd: Path = ROOT, path: str | None = None) -> str:
+    """Run code in a new interpreter that finds the checkout; return what it printed."""
+    search = path or os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
+    ran = subprocess.run(
+        [sys.executable, *flags, "-c", code],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": search},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def loaded_after(statement: str, names: Iterable[str]) -> list[str]:
+    """Which of these modules a new interpreter holds after a statement."""
+    listing = fresh_python(f"{statement}\nimport json, sys\nprint(json.dumps(sorted(sys.modules)))")
+    loaded = json.loads(listing.splitlines()[-1])
+    return [name for name in names if name in loaded]

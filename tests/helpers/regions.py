@@ -1,0 +1,80 @@
+"""torch.amp and ampkit side by side: one call in a region of each, and whether both do the same."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ampkit import Policy, autocast
+from tests.helpers.op_samples import native, same
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+def state() -> tuple[Any, ...]:
+    """torch's autocast state in this thread: enabled and dtype per device, cache flag, nesting."""
+    torch.autocast_increment_nesting()
+    nesting = torch.autocast_decrement_nesting()
+    kinds = ("cpu", "cuda", "mps", "xpu")
+    return (
+        *((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
+        torch.is_autocast_cache_enabled(),
+        nesting,
+    )
+
+
+def like_torch(dtype: torch.dtype | None = None, **kwargs: Any) -> autocast:
+    """ampkit's region for the CPU with torch.amp's own list."""
+    return autocast("cpu", dtype, policy=Policy.torch("cpu"), **kwargs)
+
+
+def outcome(call: Callable[[], Any], context: contextlib.AbstractContextManager[Any]) -> Any:
+    """What a call gives in a context, or the exception it raises there; the same random numbers every time."""
+    torch.manual_seed(0)
+    try:
+        with context:
+            return call()
+    except (RuntimeError, TypeError, ValueError) as error:
+        return error
+
+
+def on_both(call: Callable[[], Any], dtype: torch.dtype = BF16) -> Any:
+    """What a call on CPU tensors gives in ampkit's region, once torch.amp was seen to give the same to the bit.
+
+    Where both raise, the exception is raised; where only one does, that is a failure.
+    """
+    theirs = outcome(call, torch.autocast("cpu", dtype))
+    ours = outcome(call, like_torch(dtype))
+    _raise_if_both(theirs, ours)
+    pairs = list(zip(tree_leaves(theirs), tree_leaves(ours), strict=True))
+    assert all(same(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs), (theirs, ours)
+    return ours
+
+
+def on_fake_cuda(call: Callable[[], Any], dtype: torch.dtype = FP16) -> Any:
+    """The dtypes that a call on fake CUDA tensors gives in ampkit's region, once torch.amp was seen to give them too.
+
+    `call` makes its tensors itself, with `device="cuda"`. Exceptions as in `on_both`.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        theirs = _dtypes(outcome(call, native("cuda", dtype)))
+        ours = _dtypes(outcome(call, autocast("cuda:0", dtype, policy=Policy.torch("cuda"))))
+    _raise_if_both(theirs, ours)
+    assert theirs == ours
+    return ours
+
+
+def _dtypes(result: Any) -> Any:
+    return tree_map(lambda leaf: leaf.dtype if isinstance(leaf, torch.Tensor) else leaf, result)
+
+
+def _raise_if_both(theirs: Any, ours: Any) -> None:
+    if isinstance(ours, Exception):
+        if not isinstance(theirs, Exception):
+            raise AssertionError(f"torch.amp gives {theirs!r}") from ours
+        raise ours
+    if isinstance(theirs, Exception):
+        raise AssertionError(f"ampkit gives {ours!r}") from theirs

@@ -1,0 +1,333 @@
+"""Models as people use them: Hugging Face's and timm's architectures, tiny, with random weights, built in code.
+
+Under `Policy.torch("cpu")` everything they compute has torch.amp's bits: training, evaluation, generation, and
+training with gradient checkpointing. Their own disabled islands and dtype look-ups run inside our region unchanged.
+"""
+
+import contextlib
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ampkit
+from ampkit import Policy
+from tests.helpers.models import CASES as CODE_CASES
+from tests.helpers.models import Case
+
+transformers = pytest.importorskip("transformers", reason="it is in ampkit[dev]")
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENS = 64
+DTYPES = (torch.bfloat16, torch.float16)
+Region = Callable[[], contextlib.AbstractContextManager[Any]]
+
+_TEXT = {"vocab_size": TOKENS, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+class Real(NamedTuple):
+    """A model of a library: its class and config by name, and the batch it takes with labels."""
+
+    name: str
+    model: str
+    config: str
+    settings: dict[str, Any]
+    batch: Callable[[], dict[str, Tensor]]
+    generates: bool = False
+
+    def build(self) -> Any:
+        """The model with random weights from the current seed, in training mode."""
+        config = getattr(transformers, self.config)(**self.settings)
+        return getattr(transformers, self.model)(config).train()
+
+
+def _text() -> dict[str, Tensor]:
+    ids = torch.randint(3, TOKENS, (2, 12))
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.clone()}
+
+
+def _images() -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.tensor([0, 1])}
+
+
+def _speech() -> dict[str, Tensor]:
+    return {"input_features": torch.randn(2, 8, 32), "labels": torch.randint(3, TOKENS, (2, 6))}
+
+
+REAL = (
+    Real("gpt2", "GPT2LMHeadModel", "GPT2Config",
+         {**_TEXT, "n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 32}, _text, generates=True),
+    Real("llama", "LlamaForCausalLM", "LlamaConfig",
+         {**_TEXT, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+          "num_key_value_heads": 1, "max_position_embeddings": 32}, _text, generates=True),
+    Real("bert", "BertForMaskedLM", "BertConfig",
+         {"vocab_size": TOKENS, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+          "num_attention_heads": 2, "max_position_embeddings": 32}, _text),
+    Real("t5", "T5ForConditionalGeneration", "T5Config",
+         {"vocab_size": TOKENS, "d_model": 16, "d_ff": 32, "d_kv": 8, "num_layers": 2, "num_heads": 2,
+          "decoder_start_token_id": 0}, _text, generates=True),
+    Real("vit", "ViTForImageClassification", "ViTConfig",
+         {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+          "image_size": 16, "patch_size": 4, "num_labels": 4}, _images),
+    Real("whisper", "WhisperForConditionalGeneration", "WhisperConfig",
+         {**_TEXT, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
+          "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "num_mel_bins": 8,
+          "max_source_positions": 16, "max_target_positions": 32, "decoder_start_token_id": 1}, _speech),
+)
+GENERATING = [real for real in REAL if real.generates]
+VISION = [case for case in CODE_CASES if case.name in ("resnet", "convnext")]
+
+
+def native(dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
+    return torch.autocast("cpu", dtype)
+
+
+def ours(dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
+    return ampkit.autocast("cpu", dtype, policy=Policy.torch("cpu"))
+
+
+def by_name(item: Any) -> str:
+    return item.name
+
+
+def two_steps(model: nn.Module, batch: dict[str, Tensor], region: Region) -> dict[str, Tensor]:
+    """Logits, losses and gradients of two SGD steps on a copy of the model; dropout draws from one seed."""
+    torch.manual_seed(7)
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = {}
+    for step in range(2):
+        with region():
+            output = model(**batch)
+        output.loss.backward()
+        found[f"loss {step}"], found[f"logits {step}"] = output.loss.detach().clone(), output.logits.detach().clone()
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                found[f"{name} {step}"] = p.grad.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """The same names, and under each the same dtype and values."""
+    assert got.keys() == expected.keys()
+    different = [
+        name for name, value in expected.items()
+        if got[name].dtype is not value.dtype or not torch.equal(got[name], value)
+    ]
+    assert not different, f"{len(different)} of {len(expected)} differ: {different[:8]}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("real", REAL, ids=by_name)
+def test_training_equals_torchs(real: Real, dtype: torch.dtype) -> None:
+    model, batch = real.build(), real.batch()
+    expected = two_steps(model, batch, lambda: native(dtype))
+    plain = two_steps(model, batch, contextlib.nullcontext)
+    assert len(expected) > 20
+    assert not torch.equal(expected["loss 0"], plain["loss 0"]), "the region changed nothing"
+    assert_equal(two_steps(model, batch, lambda: ours(dtype)), expected)
+
+
+@pytest.mark.parametrize("real", REAL, ids=by_name)
+def test_default_policy_trains(real: Real) -> None:
+    """Losses within bfloat16's error of float32's, every gradient float32 and finite."""
+    model, batch = real.build(), real.batch()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    plain = two_steps(model, batch, contextlib.nullcontext)
+    mixed = two_steps(model, batch, lambda: ampkit.autocast("cpu"))
+    assert mixed.keys() == plain.keys()
+    for name, value in mixed.items():
+        if not name.startswith("logits"):
+            assert value.dtype is torch.float32, name
+        assert value.isfinite().all(), name
+    torch.testing.assert_close(mixed["loss 0"], plain["loss 0"], rtol=5e-3, atol=0)
+    torch.testing.assert_close(mixed["loss 1"], plain["loss 1"], rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["frames", "reentrant"])
+@pytest.mark.parametrize("real", REAL, ids=by_name)
+def test_gradient_checkpointing_equals_torchs(real: Real, use_reentrant: bool) -> None:
+    """The library's own switch; the recompute in backward, outside the region, is cast as the forward was."""
+    model, batch = real.build(), real.batch()
+    checkpoint_every_block(model, use_reentrant)
+    expected = two_steps(model, batch, lambda: native(torch.bfloat16))
+    assert_equal(two_steps(model, batch, lambda: ours(torch.bfloat16)), expected)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["frames", "reentrant"])
+@pytest.mark.parametrize("real", REAL, ids=by_name)
+def test_gradient_checkpointing_moves_no_more_under_the_default_policy(real: Real, use_reentrant: bool) -> None:
+    """torch's checkpoint restores torch's own autocast state; the policy comes along, so that nothing else moves.
+
+    Gradients that checkpointing rounds otherwise by itself, with weights shared between blocks, are left out.
+    """
+    model, batch = real.build(), real.batch()
+    regions: tuple[Region, Region] = (lambda: native(torch.bfloat16), lambda: ampkit.autocast("cpu"))
+    whole = [two_steps(model, batch, region) for region in regions]
+    checkpoint_every_block(model, use_reentrant)
+    in_parts = [two_steps(model, batch, region) for region in regions]
+    moved_by_torch, moved = (
+        {name for name in one if not torch.equal(one[name], other[name])}
+        for one, other in zip(whole, in_parts, strict=True)
+    )
+    assert moved <= moved_by_torch
+    assert len(moved) < len(whole[0])
+
+
+def checkpoint_every_block(model: Any, use_reentrant: bool) -> None:
+    """The library's switch, under its name of today or of before transformers 5.20."""
+    switch = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    switch({"use_reentrant": use_reentrant})
+    assert any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+@pytest.mark.parametrize("real", REAL, ids=by_name)
+def test_evaluation_equals_torchs(real: Real, mode: Callable[[], Any]) -> None:
+    """Whichever of the two contexts is outside; and the weights' casts do not get in the way of training after."""
+    model, batch = real.build().eval(), real.batch()
+    with native(torch.bfloat16):
+        with mode():
+            expected = model(**batch)
+        expected_trained = model(**batch)
+    with ours(torch.bfloat16):
+        with mode():
+            inside = model(**batch)
+        trained = model(**batch)
+    with mode(), ours(torch.bfloat16):
+        outside = model(**batch)
+    for output, wanted in ((inside, expected), (outside, expected), (trained, expected_trained)):
+        assert output.logits.dtype is wanted.logits.dtype
+        assert torch.equal(output.logits, wanted.logits)
+        assert torch.equal(output.loss, wanted.loss)
+    assert inside.logits.is_inference() == outside.logits.is_inference() == (mode is torch.inference_mode)
+    trained.loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    expected_trained.loss.backward()
+    expected_gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    # The cast made first serves both passes here, so a tied weight may sum its gradients in another order.
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize("real", GENERATING, ids=by_name)
+def test_generation_equals_torchs(real: Real, beams: int) -> None:
+    """`generate()` with its key-value cache: the same tokens and the same scores."""
+    model, batch = real.build().eval(), real.batch()
+    settings = {
+        "max_new_tokens": 6, "do_sample": False, "num_beams": beams, "pad_token_id": 0, "eos_token_id": None,
+        "output_scores": True, "return_dict_in_generate": True,
+    }
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    with native(torch.bfloat16):
+        expected = model.generate(**inputs, **settings)
+    with ours(torch.bfloat16):
+        got = model.generate(**inputs, **settings)
+    assert torch.equal(got.sequences, expected.sequences)
+    assert len(got.scores) == 6
+    assert all(torch.equal(one, other) for one, other in zip(got.scores, expected.scores, strict=True))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_attention_implementations_equal_torchs(attention: str) -> None:
+    real = REAL[1]
+    model = real._replace(settings={**real.settings, "attn_implementation": attention}).build()
+    assert model.config._attn_implementation == attention
+    batch = real.batch()
+    assert_equal(
+        two_steps(model, batch, lambda: ours(torch.bfloat16)), two_steps(model, batch, lambda: native(torch.bfloat16))
+    )
+
+
+def test_islands_of_a_library_are_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPT-2 can compute its attention scores under `torch.autocast(enabled=False)`, in float32."""
+    gpt2 = REAL[0]
+    upcast = {"attn_implementation": "eager", "reorder_and_upcast_attn": True}
+    model, batch = gpt2._replace(settings={**gpt2.settings, **upcast}).build(), gpt2.batch()
+    scores = []
+    baddbmm = torch.baddbmm
+
+    def watched(*args: Any, **kwargs: Any) -> Tensor:
+        result = baddbmm(*args, **kwargs)
+        scores.append((torch.is_autocast_enabled("cpu"), result.dtype))
+        return result
+
+    monkeypatch.setattr(torch, "baddbmm", watched)
+    expected = two_steps(model, batch, lambda: native(torch.bfloat16))
+    assert set(scores) == {(False, torch.float32)}
+    n_native = len(scores)
+    assert_equal(two_steps(model, batch, lambda: ours(torch.bfloat16)), expected)
+    two_steps(model, batch, lambda: ampkit.autocast("cpu"))
+    assert len(scores) == 3 * n_native > 0
+    assert set(scores) == {(False, torch.float32)}
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", VISION, ids=by_name)
+def test_vision_models_equal_torchs(case: Case, dtype: torch.dtype, memory_format: torch.memory_format) -> None:
+    """ResNet and ConvNeXt, both memory layouts: training, then evaluation with the running statistics it left."""
+
+    def run(region: Region) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = case.build()
+        model.to(memory_format=memory_format)  # pyright: ignore[reportCallIssue]  its stubs leave this form out
+        images, targets = case.batch()
+        images = images.contiguous(memory_format=memory_format)
+        with region():
+            logits = model(images)
+            loss = case.loss(logits, targets)
+        loss.backward()
+        with torch.inference_mode(), region():
+            evaluated = model.eval()(images)
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return {"loss": loss, "logits": logits, "evaluated": evaluated, **gradients, **dict(model.named_buffers())}
+
+    assert_equal(run(lambda: ours(dtype)), run(lambda: native(dtype)))
+
+
+def test_our_kernels_folder_hides_no_package_of_that_name(tmp_path: Path) -> None:
+    """From the repository root `import kernels` gives Hugging Face's package if installed; ours never answers."""
+    package = tmp_path / "kernels"
+    package.mkdir()
+    (package / "__init__.py").write_text("__version__ = '0.0.1'\ndef get_kernel(): pass\n")
+    code = (
+        "import ampkit.gradients.kernels, ampkit_kernels, kernels; from kernels import get_kernel; "
+        "print(kernels.__file__)"
+    )
+    ran = at_the_root(code, os.fspath(tmp_path))
+    assert ran.returncode == 0, ran.stderr
+    assert Path(ran.stdout.strip()) == package / "__init__.py"
+
+
+@pytest.mark.skipif(find_spec("kernels.utils") is not None, reason="Hugging Face's kernels is installed")
+def test_our_kernels_folder_does_not_pass_for_the_package() -> None:
+    """Where that package is not installed, its names are an ImportError, and transformers sees that it is absent."""
+    ran = at_the_root("import ampkit.gradients.kernels\nfrom kernels import get_kernel")
+    assert ran.returncode != 0
+    assert "ImportError: cannot import name 'get_kernel'" in ran.stderr
+    ran = at_the_root("from transformers.utils import is_kernels_available; print(is_kernels_available())")
+    assert ran.stdout.strip() == "False", ran.stderr
+
+
+def at_the_root(code: str, *more_paths: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a new interpreter at the repository root, as a person with a fresh checkout does."""
+    search = os.pathsep.join((str(ROOT), str(ROOT / "kernels"), *more_paths))
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"PYTHONPATH": search}, capture_output=True, text=True
+    )

@@ -1,0 +1,74 @@
+"""Regions and processes: workers of a data loader, forked and spawned children.
+"""
+
+import multiprocessing
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+import ampkit
+from tests.helpers.matrix import QUIET, Net, Region, gradients, native, ours
+
+pytestmark = QUIET
+
+
+class Products(Dataset[Tensor]):
+    """Items that a region in the worker would cast, and the state the worker found."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((2, 2), 1 / 3) @ torch.full((2, 2), float(index)), torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
+def test_data_loader_workers_started_in_a_region(method: str) -> None:
+    """A forked worker has the region of the thread that forked it, a spawned one has none: as with torch.autocast."""
+
+    def batches(region: Region) -> list[Any]:
+        loader = DataLoader(Products(), 2, num_workers=1, multiprocessing_context=method)
+        with region():
+            return list(loader)
+
+    forked = method == "fork"
+    for region in (native, ours) if forked else (ours,):     # a spawned worker takes seconds to import torch
+        found = batches(region)
+        assert [flag.tolist() for _, flag in found] == [[forked] * 2] * 2
+        assert {value.dtype for value, _ in found} == {torch.bfloat16 if forked else torch.float32}
+
+
+def region_in_a_child(connection: Any) -> None:
+    """Report the state the process began with, then a step in a region of its own."""
+    began = torch.is_autocast_enabled("cpu")
+    torch.set_num_threads(1)        # as conftest sets it in the parent: sums depend on it
+    torch.manual_seed(0)
+    model = Net()
+    with ampkit.autocast("cpu"):
+        out = model(torch.randn(4, 6))
+    out.float().sum().backward()
+    connection.send((began, out.dtype, torch.is_autocast_enabled("cpu"), [grad.numpy() for grad in gradients(model)]))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
+def test_regions_in_child_processes(method: str) -> None:
+    """A child started outside any region has none, and opens its own with the same numbers."""
+    context: Any = multiprocessing.get_context(method)
+    here, there = context.Pipe()
+    child = context.Process(target=region_in_a_child, args=(there,))
+    child.start()
+    assert here.poll(60), "the child never answered"
+    began, dtype, ended, grads = here.recv()
+    child.join(10)
+    assert (began, dtype, ended) == (False, torch.bfloat16, False)
+    torch.manual_seed(0)
+    model = Net()
+    with ampkit.autocast("cpu"):
+        out = model(torch.randn(4, 6))
+    out.float().sum().backward()
+    assert all(torch.equal(torch.from_numpy(got), want) for got, want in zip(grads, gradients(model), strict=True))

@@ -1,0 +1,167 @@
+"""The table as data: names, folding, version spans, and what the default lists promise."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+from ampkit.policy import op_table
+from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, Group, Rule, fold, resolve
+
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [
+        ("conv2d", aten.conv2d.default),
+        ("conv2d.padding", aten.conv2d.padding),
+        ("aten::conv2d", aten.conv2d.default),
+        ("aten::softmax.int", aten.softmax.int),
+        ("prims::add", torch.ops.prims.add.default),
+    ],
+)
+def test_resolve_reads_names_as_the_dispatcher_writes_them(name: str, op: torch._ops.OpOverload) -> None:
+    assert resolve(name) is op
+    assert resolve(op.name()) is op
+
+
+def test_resolve_names_the_nearest_operators() -> None:
+    with pytest.raises(ValueError, match=r"unknown operator 'con2d' in torch .*; nearest: \['conv2d'"):
+        resolve("con2d")
+    with pytest.raises(ValueError, match=r"'aten::softmax' has no overload 'default'; expected one of \['int'"):
+        resolve("softmax")
+    with pytest.raises(ValueError, match=r"unknown operator 'nolib::f' in torch .*; nearest: none"):
+        resolve("nolib::f")
+
+
+def test_fold_gives_every_operator_its_rule() -> None:
+    groups = (Group(Rule.LOWER, "why", "mm conv2d.padding"), Group(Rule.FLOAT32, "why", "\n exp \n"))
+    assert fold(groups) == {
+        aten.mm.default: Rule.LOWER, aten.conv2d.padding: Rule.LOWER, aten.exp.default: Rule.FLOAT32,
+    }
+
+
+def test_fold_refuses_what_means_nothing() -> None:
+    with pytest.raises(ValueError, match="'aten::mm' is listed twice: as LOWER and as FLOAT32"):
+        fold((Group(Rule.LOWER, "why", "mm"), Group(Rule.FLOAT32, "why", "bmm mm")))
+    with pytest.raises(ValueError, match="'aten::mm' is listed twice: as LOWER and as LOWER"):
+        fold((Group(Rule.LOWER, "why", "mm aten::mm"),))
+    with pytest.raises(ValueError, match="unknown operator 'mmm'"):
+        fold((Group(Rule.LOWER, "why", "mmm"),))
+    with pytest.raises(TypeError, match="rule of 'mm' is 'lower'; expected a member of Rule"):
+        fold((Group("lower", "why", "mm"),))  # type: ignore[arg-type]
+
+
+def test_fold_leaves_out_other_versions_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = (
+        Group(Rule.LOWER, "why", "mm"),
+        Group(Rule.FLOAT32, "why", "exp", since=(2, 12)),
+        Group(Rule.KEEP, "why", "log", until=(2, 12)),
+    )
+    for version, names in {(2, 11): {"mm", "log"}, (2, 12): {"mm", "exp"}, (2, 13): {"mm", "exp"}}.items():
+        monkeypatch.setattr(op_table, "_torch_version", lambda version=version: version)
+        assert {op.name().removeprefix("aten::") for op in fold(groups)} == names
+
+
+def test_version_is_read_from_releases_and_nightlies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("2.13.0+cpu", "2.13.0", "2.13.0a0+git1234", "2.13.1.dev20260101"):
+        monkeypatch.setattr(torch, "__version__", text)
+        assert op_table._torch_version() == (2, 13)
+
+
+def test_groups_say_why() -> None:
+    for lists in (TORCH, DEFAULT_EXTRA):
+        for groups in lists.values():
+            for group in groups:
+                assert len(group.why) > 10, group
+                assert group.ops.split(), group
+
+
+def test_both_tables_know_the_same_devices() -> None:
+    assert set(TORCH) == set(DEFAULT_EXTRA)
+
+
+@pytest.mark.parametrize("device", TORCH)
+def test_default_adds_and_does_not_repeat(device: str) -> None:
+    ours, theirs = fold(DEFAULT_EXTRA[device]), fold(TORCH[device])
+    assert not [op.name() for op, rule in ours.items() if theirs.get(op) is rule]
+
+
+@pytest.mark.parametrize("device", TORCH)
+def test_default_bans_nothing_that_torch_runs(device: str) -> None:
+    assert Rule.BANNED not in fold(DEFAULT_EXTRA[device]).values()
+
+
+# Where a device keeps to a rule of torch's own for it, or has no such kernel.
+APART = {
+    "cpu": {"grid_sampler", "prod", "prod.dim_int", "binary_cross_entropy"},
+    "mps": {
+        "conv_transpose3d.input", "binary_cross_entropy", "prod", "prod.dim_int", "softmax.int", "log_softmax.int",
+        "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum",
+        "sum.dim_IntList",
+    },
+    "hpu": {"binary_cross_entropy"}, "ipu": {"binary_cross_entropy"}, "xla": {"binary_cross_entropy"},
+    "privateuseone": {"binary_cross_entropy"},
+}
+# Before torch 2.13 CUDA's default has another rule for it than torch's list; MPS has that one anyway.
+CUMPROD_AS_BEFORE = {"mps", "hpu", "ipu", "xla", "privateuseone"}
+# Fused kernels that the dense operators of other devices stand for.
+ONLY_CUDA = {
+    "cudnn_convolution", "cudnn_convolution_transpose", "_cudnn_rnn", "miopen_rnn", "_thnn_fused_gru_cell",
+    "_thnn_fused_lstm_cell", "_scaled_dot_product_flash_attention",
+}
+
+
+@pytest.mark.parametrize("device", TORCH)
+def test_default_does_on_every_device_what_it_does_on_cuda(device: str) -> None:
+    cuda = fold(TORCH["cuda"]) | fold(DEFAULT_EXTRA["cuda"])
+    here = fold(TORCH[device]) | fold(DEFAULT_EXTRA[device])
+    apart = {
+        op.name().removeprefix("aten::") for op, rule in cuda.items()
+        if here.get(op) is not rule and "name" not in op._overloadname.lower()  # no region takes named tensors
+    } - ONLY_CUDA
+    wanted = APART.get(device, set())
+    if device in CUMPROD_AS_BEFORE and cuda[resolve("cumprod")] is Rule.FLOAT32:
+        wanted = wanted ^ {"cumprod"}
+    assert apart == wanted
+
+
+@pytest.mark.parametrize("device", TORCH)
+def test_default_runs_recurrent_layers_in_the_region_s_dtype(device: str) -> None:
+    rules = fold(TORCH[device]) | fold(DEFAULT_EXTRA[device])
+    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        assert rules[resolve(f"{name}.input")] is rules[resolve(f"{name}.data")] is Rule.LOWER
+        assert rules[resolve(f"{name}_cell")] is Rule.LOWER
+
+
+def test_the_document_says_what_the_table_says() -> None:
+    docs = Path(__file__).resolve().parents[2] / "docs"
+    module = runpy.run_path(str(docs / "make_operators.py"))
+    text = (docs / "operators.md").read_text(encoding="utf-8")
+    assert text == module["render"](), "run: python docs/make_operators.py"
+    assert set(module["MEANINGS"]) == set(Rule)
+
+
+def test_listed_names_that_torch_lacks_are_left_out_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = (Group(Rule.LOWER, "why", "mm gone_from_torch conv2d.gone_overload"), Group(Rule.FLOAT32, "why", "exp"))
+    monkeypatch.setitem(op_table.TORCH, "ipu", groups)
+    op_table.left_out.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match=(
+            r"does not have these operators of ampkit's lists, .*: conv2d\.gone_overload, gone_from_torch\. "
+            r"The lists are made for torch 2\.11 to 2\.15; `python -m ampkit doctor --operators` compares them"
+        )) as caught:
+            found = fold(groups)
+        assert found == {aten.mm.default: Rule.LOWER, aten.exp.default: Rule.FLOAT32}
+        assert fold(groups[:1]) == {aten.mm.default: Rule.LOWER}
+        assert len(caught) == 1
+        with pytest.raises(ValueError, match="unknown operator 'of_no_list'"):
+            fold((Group(Rule.LOWER, "why", "of_no_list"),))
+    finally:
+        op_table.left_out.cache_clear()
+
+
+def test_no_listed_name_is_left_out_of_a_torch_that_was_tried() -> None:
+    assert not op_table.left_out()

@@ -1,0 +1,459 @@
+"""Policies: layers, changes, errors that name the operator, and the way to a dict and back."""
+
+import copy
+import itertools
+import json
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from ampkit import Explanation, Policy, Rule, autocast, register_op
+from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, fold
+from tests.helpers.regions import BF16, FP16, FP32
+
+DEVICES = sorted(TORCH)
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bases_are_their_lists(device):
+    assert dict(Policy.torch(device).rules()) == fold(TORCH[device])
+    assert dict(Policy.default(device).rules()) == fold(TORCH[device]) | fold(DEFAULT_EXTRA[device])
+
+
+def test_rule_of_each_kind():
+    cuda = Policy.torch("cuda")
+    assert cuda.rule_for("aten::mm") is Rule.LOWER
+    assert cuda.rule_for(aten.exp.default) is Rule.FLOAT32
+    assert cuda.rule_for("softmax.int") is Rule.FLOAT32_DTYPE_ARG
+    assert cuda.rule_for(aten.addcmul) is Rule.PROMOTE
+    assert cuda.rule_for("aten::binary_cross_entropy") is Rule.BANNED
+    assert cuda.rule_for("aten::cross_entropy_loss") is Rule.DECOMPOSE
+    assert cuda.rule_for(aten.add.Tensor) is Rule.KEEP
+
+
+def test_explain_names_the_layer():
+    policy = Policy.default("cpu").with_rules({"aten::mm": Rule.KEEP}).with_rules({"aten::gelu": "float32"})
+    assert policy.explain("aten::linear") == Explanation(
+        "aten::linear", Rule.LOWER, "torch", policy.explain("aten::linear").why
+    )
+    assert "float32" in policy.explain("aten::linear").why
+    assert policy.explain("aten::softmax.int").layer == "default"
+    assert policy.explain("aten::mm")[1:3] == (Rule.KEEP, "with_rules[0]")
+    assert policy.explain("aten::gelu")[1:3] == (Rule.FLOAT32, "with_rules[1]")
+    assert policy.explain("aten::relu")[1:3] == (Rule.KEEP, "unlisted")
+    assert str(policy.explain("aten::gelu")) == "aten::gelu: FLOAT32 (set by with_rules[1]): set by the user"
+
+
+def test_explanations_agree_with_the_rules():
+    policy = Policy.default("cpu")
+    for op, rule in itertools.islice(policy.rules().items(), 0, None, 7):
+        assert policy.explain(op).rule is rule
+        assert len(policy.explain(op).why) > 10
+
+
+def test_explain_of_overloads_that_differ_asks_which():
+    with pytest.raises(ValueError, match=r"aten::norm follow different rules: aten::norm.Scalar FLOAT32_DTYPE_ARG, .*"):
+        Policy.default("cpu").explain("aten::norm")
+    assert Policy.default("cpu").explain("aten::sum").op == "aten::sum"
+    assert Policy.default("cpu").explain("aten::softmax").op == "aten::softmax.int"
+
+
+FUNCTIONS = {
+    torch.softmax: "aten::softmax.int", F.softmax: "aten::softmax.int", torch.Tensor.mm: "aten::mm",
+    F.gelu: "aten::gelu", F.layer_norm: "aten::layer_norm", torch.fft.fft: "aten::fft_fft",
+    torch.norm: "aten::linalg_vector_norm", torch.Tensor.norm: "aten::linalg_vector_norm",
+    F.cross_entropy: "aten::cross_entropy_loss", "torch.matmul": "aten::matmul",
+    "torch.nn.functional.linear": "aten::linear",
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=FUNCTIONS.values())
+def test_functions_of_torch_mean_their_operators(function):
+    policy = Policy.default("cpu")
+    assert policy.explain(function) == policy.explain(FUNCTIONS[function])
+    assert policy.with_rules({function: Rule.KEEP}).rule_for(FUNCTIONS[function]) is Rule.KEEP
+
+
+def test_rule_of_a_norm_acts():
+    """`torch.norm` is no call of `aten::norm`."""
+    x = torch.ones(4, dtype=BF16)
+    for function in (torch.norm, torch.Tensor.norm):
+        with autocast("cpu", policy=Policy.default("cpu").with_rules({function: Rule.KEEP})):
+            assert function(x).dtype is BF16
+        with autocast("cpu", policy=Policy.torch("cpu").with_rules({function: Rule.FLOAT32})):
+            assert function(x).dtype is FP32
+
+
+def test_function_that_is_no_operator():
+    with pytest.raises(ValueError, match=r"unknown operator 'aten::interpolate'.*nearest: "):
+        Policy.default("cpu").explain(F.interpolate)
+
+
+def test_overloads_that_only_torchscript_knows_are_not_meant():
+    """`aten::add` also names additions of plain numbers, the default overload among them; no region sees those."""
+    assert Policy.default("cpu").explain("add").op == "aten::add.Tensor"
+    chosen = Policy.default("cpu").with_rules({"aten::add": Rule.FLOAT32})
+    assert {op for op, _ in chosen.overrides[0]} == {aten.add.Tensor, aten.add.Scalar}
+
+
+# with_rules
+
+
+KEYS = {"overload": aten.gelu.default, "packet": aten.gelu, "name": "aten::gelu", "bare name": "gelu",
+        "full name": "aten::gelu.default"}
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("rule", [Rule.FLOAT32, "float32"])
+def test_ways_to_name_an_operator(key, rule):
+    policy = Policy.torch("cpu").with_rules({KEYS[key]: rule})
+    with autocast("cpu", policy=policy):
+        assert F.gelu(torch.ones(2, dtype=BF16)).dtype is FP32
+    with autocast("cpu", policy=Policy.torch("cpu")):
+        assert F.gelu(torch.ones(2, dtype=BF16)).dtype is BF16
+
+
+def test_packet_means_every_overload_but_out():
+    policy = Policy.torch("cpu").with_rules({aten.mean: Rule.FLOAT32})
+    assert {op._overloadname for op in policy.rules() if op.overloadpacket is aten.mean} == {"default", "dim"} | (
+        {"names_dim"} if hasattr(aten.mean, "names_dim") else set())
+
+
+@pytest.mark.parametrize(
+    ("rule", "call", "expected"),
+    [
+        (Rule.LOWER, lambda x: torch.addcmul(x, x, x), BF16),
+        (Rule.FLOAT32, lambda x: torch.addcmul(x.half(), x.half(), x.half()), FP32),
+        (Rule.PROMOTE, lambda x: torch.addcmul(x.half(), x.half(), x.bfloat16()), FP32),
+        (Rule.KEEP, lambda x: torch.addcmul(x, x, x), FP32),
+    ],
+)
+def test_each_rule_does_what_it_says(rule, call, expected):
+    with autocast("cpu", policy=Policy.torch("cpu").with_rules({"aten::addcmul": rule})):
+        assert call(torch.ones(2)).dtype is expected
+
+
+def test_later_layers_win():
+    policy = Policy.default("cpu").with_rules({"mm": "keep"}).with_rules({"mm": "lower"}).with_rules({"mm": "float32"})
+    assert policy.rule_for("mm") is Rule.FLOAT32
+    assert policy.explain("mm").layer == "with_rules[2]"
+
+
+def test_decompose_opens_a_composite_and_keep_closes_it():
+    x, y = torch.ones(2, 3, dtype=BF16), torch.zeros(2, dtype=torch.long)
+    with autocast("cpu", policy=Policy.default("cpu").with_rules({"cross_entropy_loss": "keep"})):
+        assert F.cross_entropy(x, y).dtype is BF16
+    with autocast("cpu", policy=Policy.default("cpu").with_rules({"cross_entropy_loss": "decompose"})):
+        assert F.cross_entropy(x, y).dtype is FP32
+    opened = Policy.torch("cpu").with_rules({"cross_entropy_loss": "decompose", "nll_loss_nd": "decompose"})
+    with autocast("cpu", policy=opened.with_rules({"nll_loss": "keep"})):
+        assert F.cross_entropy(x, y).dtype is BF16
+    opened = Policy.default("cpu").with_rules({"linear": "decompose"})
+    with autocast("cpu", policy=opened):
+        assert F.linear(torch.ones(2, 3), torch.ones(4, 3)).dtype is BF16, "by the rule of mm"
+    with autocast("cpu", policy=opened.with_rules(dict.fromkeys(("addmm", "mm", "matmul"), "keep"))):
+        assert F.linear(torch.ones(2, 3), torch.ones(4, 3)).dtype is FP32
+
+
+def test_policy_is_left_as_it_was():
+    policy = Policy.default("cpu")
+    policy.with_rules({"mm": "keep"})
+    policy.for_modules({"head": FP32})
+    assert policy == Policy.default("cpu")
+    with pytest.raises(AttributeError, match="a Policy cannot be changed; use with_rules or for_modules"):
+        policy.base = "torch"
+
+
+@pytest.mark.parametrize(
+    ("rules", "error", "message"),
+    [
+        ({"aten::sofmax.int": "keep"}, ValueError, r"unknown operator 'aten::sofmax.int'.*nearest: .*softmax"),
+        ({"aten::sofmax": "keep"}, ValueError, r"unknown operator 'aten::sofmax'.*nearest: .*softmax"),
+        ({"aten::softmax.float": "keep"}, ValueError, r"'aten::softmax' has no overload 'float'; expected one of"),
+        ({"nolib::op": "keep"}, ValueError, r"unknown operator 'nolib::op'"),
+        ({"aten::__class__": "keep"}, ValueError, r"unknown operator 'aten::__class__'"),
+        ({"aten::mm.__class__": "keep"}, ValueError, r"operator 'aten::mm' has no overload '__class__'; expected one"),
+        ({"higher_order::cond": "keep"}, ValueError, r"unknown operator 'higher_order::cond'"),
+        ({"aten::\ud800": "keep"}, ValueError, r"unknown operator 'aten::\\ud800'"),
+        ({"x" * 9000: "keep"}, ValueError, r"^unknown operator 'x{5,100}\.\.\.x{5,100}' in torch"),
+        ({"aten::Bool.int": "keep"}, ValueError, r"'aten::Bool.int' is TorchScript's, .*; no region sees it"),
+        ({torch.ops.aten.len: "keep"}, ValueError, r"'aten::len.t' is TorchScript's"),
+        ({"aten::mm": torch.ones(2)}, ValueError, r"unknown rule tensor\(.*\) for operator 'aten::mm'"),
+        ({"aten::mm": "half"}, ValueError, r"unknown rule 'half' for operator 'aten::mm'; expected a Rule or one of"),
+        ({"aten::mm": torch.float32}, ValueError, r"unknown rule torch.float32 for operator 'aten::mm'"),
+        ({"gelu": "keep", aten.gelu: "lower"}, ValueError, r"operator 'aten::gelu' is named twice, as KEEP and"),
+        ({print: "keep"}, TypeError, r"an operator is an OpOverload, a packet, a name like 'aten::softmax.int' or a"),
+        ({torch.nn.GELU(): "keep"}, TypeError, r"or a function of torch, like torch.softmax; got GELU"),
+        ({1: "keep"}, TypeError, r"or a function of torch, like torch.softmax; got 1"),
+        ([("aten::mm", "keep")], TypeError, r"with_rules takes a dict of operator to Rule, got list"),
+        ({"aten::mm": "float32_dtype_arg"}, ValueError, r"'aten::mm.*' cannot follow FLOAT32_DTYPE_ARG.*Rule.FLOAT32"),
+        ({"aten::add_.Tensor": "float32"}, ValueError, r"'aten::add_.Tensor' writes to its arguments and cannot"),
+        ({"aten::mm.out": "lower"}, ValueError, r"'aten::mm.out' writes to its arguments and cannot follow LOWER"),
+        ({"aten::batch_norm": "lower"}, ValueError, r"'aten::batch_norm' writes to its arguments"),
+        ({"aten::detach": "keep"}, ValueError, r"'aten::detach' cannot have a rule: torch makes parameters"),
+        ({"aten::alias": "float32"}, ValueError, r"'aten::alias' cannot have a rule: torch makes parameters"),
+    ],
+)
+def test_rules_that_mean_nothing(rules, error, message):
+    with pytest.raises(error, match=message):
+        Policy.default("cpu").with_rules(rules)
+
+
+def test_operators_that_write_may_be_kept():
+    policy = Policy.torch("cpu").with_rules({"aten::add_.Tensor": "keep", "aten::batch_norm": "float32"})
+    with autocast("cpu", policy=policy):
+        x = torch.ones(2, 3, dtype=BF16)
+        x.add_(1)
+        assert x[0, 0] == 2
+        norm = nn.BatchNorm1d(3)
+        assert norm(x).dtype is FP32
+        assert norm.num_batches_tracked == 1
+        assert norm.running_mean[0] != 0
+
+
+@pytest.mark.parametrize("make", [Policy.default, Policy.torch])
+def test_device_that_has_no_lists(make):
+    with pytest.raises(ValueError, match=r"no operator lists for device type 'meta'; expected one of 'cpu', 'cuda'"):
+        make("meta")
+    with pytest.raises(ValueError, match=r"unknown policy base 'apex'; expected 'default' or 'torch'"):
+        Policy("apex", "cpu")
+
+
+# Equality, hash, text, dict
+
+
+def test_names_of_no_library_leave_none_behind():
+    """`torch.ops` makes a library of any name it is asked for."""
+    with pytest.raises(ValueError, match="unknown operator 'ampkit_nobodys::op'"):
+        Policy.default("cpu").explain("ampkit_nobodys::op")
+    assert "ampkit_nobodys" not in vars(torch.ops)
+
+
+def policies():
+    rules = st.dictionaries(
+        st.sampled_from(["mm", "aten::gelu", "softmax.int", "addcmul", "aten::relu", "sum.dim_IntList"]),
+        st.sampled_from(["lower", "float32", "keep", "promote", "banned", "decompose"]),
+        max_size=4,
+    )
+    modules = st.dictionaries(
+        st.one_of(st.sampled_from(["head", "blocks.*.attn", "**.norm"]), st.sampled_from([nn.Linear, nn.LayerNorm])),
+        st.sampled_from([FP32, BF16, "float16", Policy.torch("cpu"), Policy.default("cpu").with_rules({"mm": "keep"})]),
+        max_size=3,
+    )
+    return st.builds(
+        lambda base, layers, modules: _build(base, layers, modules),
+        st.sampled_from(["default", "torch"]), st.lists(rules, max_size=3), modules,
+    )
+
+
+def _build(base, layers, modules):
+    policy = getattr(Policy, base)("cpu")
+    for layer in layers:
+        policy = policy.with_rules(layer)
+    return policy.for_modules(modules)
+
+
+@given(policies(), policies())
+def test_round_trips(policy, other):
+    for again in (
+        Policy.from_dict(policy.to_dict()),
+        Policy.from_dict(json.loads(json.dumps(policy.to_dict()))),
+        pickle.loads(pickle.dumps(policy)),
+        copy.deepcopy(policy),
+        copy.copy(policy),
+    ):
+        assert again == policy
+        assert hash(again) == hash(policy)
+        assert repr(again) == repr(policy)
+        assert again.rules() == policy.rules()
+    if policy.to_dict() == other.to_dict():
+        assert policy == other
+    if policy == other:
+        assert hash(policy) == hash(other)
+        assert policy.rules() == other.rules()
+    else:
+        assert repr(policy) != repr(other)
+
+
+def test_equality():
+    one = Policy.default("cpu").with_rules({"relu": "keep", "gelu": "lower"})
+    same = Policy.default("cpu").with_rules({"gelu": Rule.LOWER, aten.relu.default: Rule.KEEP})
+    assert one == same
+    assert len({one, same}) == 1
+    assert one != Policy.torch("cpu").with_rules({"relu": "keep", "gelu": "lower"})
+    assert one != Policy.default("cuda").with_rules({"relu": "keep", "gelu": "lower"})
+    assert one != "Policy"
+
+
+def test_text_is_what_one_writes():
+    policy = Policy.torch("cpu").with_rules({"aten::gelu": "keep"}).for_modules({"head": FP32, nn.Linear: FP16})
+    assert repr(policy) == (
+        "Policy.torch('cpu').with_rules({'aten::gelu': Rule.KEEP})"
+        ".for_modules({'head': torch.float32, torch.nn.modules.linear.Linear: torch.float16})"
+    )
+    assert eval(repr(Policy.default("cpu").with_rules({"mm": "keep"})), {"Policy": Policy, "Rule": Rule}) == (
+        Policy.default("cpu").with_rules({"mm": "keep"}))
+
+
+def test_dict_is_plain():
+    modules = {"head": FP32, nn.Linear: Policy.torch("cpu")}
+    policy = Policy.torch("cpu").with_rules({"mm": "keep", "gelu": "lower"}).for_modules(modules)
+    assert policy.to_dict() == {
+        "base": "torch",
+        "device_type": "cpu",
+        "rules": [{"aten::gelu": "lower", "aten::mm.default": "keep", "aten::mm.dtype": "keep"}],
+        "modules": [["head", "float32"], ["class torch.nn.modules.linear:Linear", Policy.torch("cpu").to_dict()]],
+    }
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({}, r"not a policy: missing keys \['base', 'device_type', 'modules', 'rules'\]"),
+        ({**Policy.torch("cpu").to_dict(), "version": 2}, r"missing keys \[\], unknown keys \['version'\]"),
+        ({**Policy.torch("cpu").to_dict(), "rules": [{"aten::gone": "keep"}]}, r"unknown operator 'aten::gone'"),
+        ({**Policy.torch("cpu").to_dict(), "base": "apex"}, r"unknown policy base 'apex'"),
+        ({**Policy.torch("cpu").to_dict(), "modules": [["head", "float8"]]}, r"'float8' is no precision for module"),
+        ([], r"a written policy is a dict, as to_dict gives it; got \[\]"),
+        ({1: 2, "x": 3}, r"not a policy: missing keys .*, unknown keys \['x', 1\]"),
+        ({**Policy.torch("cpu").to_dict(), "base": ["torch"]}, r"unknown policy base \['torch'\]"),
+        ({**Policy.torch("cpu").to_dict(), "device_type": {}}, r"no operator lists for device type {}; expected"),
+        ({**Policy.torch("cpu").to_dict(), "rules": "keep"}, r"'rules' of a written policy is a list, got 'keep'"),
+        ({**Policy.torch("cpu").to_dict(), "rules": ["keep"]}, r"with_rules takes a dict of operator to Rule, got str"),
+        ({**Policy.torch("cpu").to_dict(), "modules": {"head": 1}}, r"'modules' of a written policy is a list, got"),
+        ({**Policy.torch("cpu").to_dict(), "modules": ["ab"]}, r"a list of a module and its rule, got 'ab'"),
+        ({**Policy.torch("cpu").to_dict(), "modules": [[1, "float32"]]}, r"names modules by path or as .*, got 1"),
+        ({**Policy.torch("cpu").to_dict(), "modules": [["a", 1]]}, r"a written policy is a dict, .*; got 1"),
+        ({**Policy.torch("cpu").to_dict(), "modules": [["a", "float32"]] * 2}, r"module 'a' already has a rule"),
+    ],
+)
+def test_dict_that_is_no_policy(state, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        Policy.from_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"the text of a policy is a str, got None"),
+        ("", r"unknown policy base ''"),
+        ("torch", r"no operator lists for device type ''"),
+        ("torch|cpu|aten::mm", r"'aten::mm' in the text of a policy is no rule; expected one 'operator=rule'"),
+        ("torch|cpu|aten::mm=keep,", r"'' in the text of a policy is no rule"),
+        ("torch|cpu|aten::mm=keep=keep", r"unknown rule 'keep=keep' for operator 'aten::mm'"),
+        ("torch|cpu|aten::gelu=keep,aten::gelu=lower", r"'aten::gelu=lower' in the text .* names its operator again"),
+    ],
+)
+def test_text_that_is_no_policy(text, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        Policy.from_text(text)
+
+
+def test_policies_in_policies_have_an_end():
+    policy = Policy.torch("cpu")
+    for _ in range(15):
+        policy = Policy.torch("cpu").for_modules({"inner": policy})
+    for again in (Policy.from_dict(policy.to_dict()), pickle.loads(pickle.dumps(policy)), copy.deepcopy(policy)):
+        assert again == policy
+    with pytest.raises(ValueError, match="policy for module 'outer' holds policies that hold policies, more than 16"):
+        Policy.torch("cpu").for_modules({"outer": policy})
+    state = Policy.torch("cpu").to_dict()
+    state["modules"] = [["inner", state]]       # without end
+    with pytest.raises(ValueError, match="not a policy: it holds policies that hold policies, more than 16 deep"):
+        Policy.from_dict(state)
+
+
+def test_policy_that_names_a_module_itself_has_no_dict():
+    layer = nn.Linear(2, 2)
+    policy = Policy.torch("cpu").for_modules({layer: FP32})
+    with pytest.raises(ValueError, match=r"the module <Linear at 0x.*cannot be written down; use its path or class"):
+        policy.to_dict()
+    assert policy == Policy.torch("cpu").for_modules({layer: FP32})
+    assert policy != Policy.torch("cpu").for_modules({nn.Linear(2, 2): FP32})
+
+
+# register_op
+
+
+@pytest.fixture
+def registered():
+    """What `register_op` declared in a test, taken back after it."""
+    from ampkit.policy.policy import _Registered
+
+    before = dict(_Registered.rules)
+    yield
+    _Registered.rules.clear()
+    _Registered.rules.update(before)
+    _Registered.changes += 1
+
+
+@pytest.fixture(scope="module")
+def scaled():
+    """A third-party operator."""
+    @torch.library.custom_op("ampkit_tests::scaled", mutates_args=())
+    def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+        return x * factor
+
+    @scaled.register_fake
+    def _(x, factor):
+        return torch.empty_like(x)
+
+    scaled.register_autograd(lambda ctx, gradient: (gradient * 2.0, None))
+    return scaled
+
+
+def test_operator_of_a_library(scaled, registered):
+    x = torch.ones(2, requires_grad=True)
+    with autocast("cpu"):
+        assert scaled(x, 2.0).dtype is FP32
+    for op in (scaled, "ampkit_tests::scaled", torch.ops.ampkit_tests.scaled, torch.ops.ampkit_tests.scaled.default):
+        for rule, dtype in (("lower", FP16), (Rule.FLOAT32, FP32)):
+            register_op(op, rule)
+            with autocast("cpu", FP16):
+                y = scaled(x.half() if dtype is FP32 else x, 2.0)
+            assert y.dtype is dtype
+            y.float().sum().backward()
+            assert x.grad.dtype is FP32
+    explanation = Policy.default("cpu").explain("ampkit_tests::scaled")
+    assert (explanation.rule, explanation.layer) == (Rule.FLOAT32, "register_op")
+    kept = Policy.default("cpu").with_rules({"ampkit_tests::scaled": "keep"})
+    assert kept.rule_for("ampkit_tests::scaled") is Rule.KEEP
+
+
+def test_keyword_only_tensors_follow_the_rule(registered):
+    torch.library.define("ampkit_tests::blend", "(Tensor x, *, Tensor other) -> Tensor")
+    torch.library.impl("ampkit_tests::blend", "cpu", lambda x, *, other: torch.stack([x, other.to(x.dtype)]))
+    blend = torch.ops.ampkit_tests.blend
+    half, single = torch.ones(2, dtype=BF16), torch.ones(2)
+    for rule, x, other, expected in (
+        ("lower", single, single, BF16), ("float32", half, half, FP32), ("promote", half, single, FP32),
+        ("promote", half, half, BF16), ("keep", half, single, BF16),
+    ):
+        register_op(blend, rule)
+        with autocast("cpu"):
+            assert blend(x, other=other).dtype is expected
+
+
+def test_register_op_is_seen_by_policies_and_regions_made_before(scaled, registered):
+    policy, region = Policy.torch("cpu"), autocast("cpu", policy=Policy.torch("cpu"))
+    with region:
+        assert scaled(torch.ones(2), 2.0).dtype is FP32
+    register_op(scaled, "lower")
+    assert policy.rule_for("ampkit_tests::scaled") is Rule.LOWER
+    with region:
+        assert scaled(torch.ones(2), 2.0).dtype is BF16
+
+
+def test_register_op_that_means_nothing(scaled):
+    with pytest.raises(ValueError, match="unknown rule 'half'"):
+        register_op(scaled, "half")
+    with pytest.raises(ValueError, match="unknown operator 'ampkit_tests::gone'"):
+        register_op("ampkit_tests::gone", "lower")
+    with pytest.raises(TypeError, match="an operator is an OpOverload, a packet, a name"):
+        register_op(len, "lower")

@@ -1,0 +1,359 @@
+"""Activation checkpointing in a region: the recompute does what the forward did. Numbers are the conformance list's."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import nn
+
+import ampkit
+from ampkit import Policy, WeightCache, autocast, checkpoint_context_fn
+from tests.helpers.regions import BF16, FP16, FP32, like_torch, state
+
+
+@pytest.fixture(autouse=True)
+def _whole_recomputes():
+    """torch ends a recompute once it has what backward needs; here the whole body is to be seen."""
+    with torch.utils.checkpoint.set_checkpoint_early_stop(False):
+        yield
+
+
+KEEPS_MM = Policy.default("cpu").with_rules({"aten::linear": "float32", "aten::softmax.int": "keep"})
+
+
+def plain(use_reentrant):
+    return lambda function, *args: torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant)
+
+
+def ours(use_reentrant):
+    return lambda function, *args: ampkit.checkpoint(function, *args, use_reentrant=use_reentrant)
+
+
+def with_context_fn(function, *args):
+    return torch.utils.checkpoint.checkpoint(
+        function, *args, use_reentrant=False, context_fn=checkpoint_context_fn
+    )
+
+
+WAYS = {"plain": plain(False), "ampkit": ours(False), "ampkit reentrant": ours(True), "context_fn": with_context_fn}
+
+
+class Net(nn.Module):
+    """Two layers with operators that the policies treat differently; notes the dtypes of each run."""
+
+    def __init__(self, seen):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.seen = seen
+
+    def body(self, x):
+        hidden = self.first(x)
+        probabilities = torch.softmax(hidden, -1)
+        out = self.second(probabilities.exp())
+        self.seen.append((hidden.dtype, probabilities.dtype, out.dtype, torch.is_autocast_enabled("cpu"),
+                          torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()))
+        return out
+
+    def forward(self, x, way=None):
+        return self.body(x) if way is None else way(self.body, x)
+
+
+def run(way, region, backward=None):
+    """Gradients with a checkpoint, and what each run of the body saw."""
+    seen = []
+    net, x = Net(seen), torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    with region:
+        loss = net(x, way).float().pow(2).sum()
+    if backward is None:
+        loss.backward()
+    else:
+        with backward:
+            loss.backward()
+    return [x.grad, *(p.grad for p in net.parameters())], seen
+
+
+REGIONS = {
+    "default": lambda: autocast("cpu"),
+    "like torch": like_torch,
+    "float16": lambda: autocast("cpu", FP16),
+    "policy": lambda: autocast("cpu", policy=KEEPS_MM),
+    "no cache": lambda: autocast("cpu", cache_enabled=False),
+    "explicit cache": lambda: autocast("cpu", cache=WeightCache()),
+    "disabled": lambda: autocast("cpu", enabled=False),
+}
+
+
+@pytest.mark.parametrize("name", REGIONS)
+@pytest.mark.parametrize("way", WAYS)
+def test_recompute_sees_what_the_forward_saw(way, name):
+    """Enabled, dtype and cache flag are those of the forward."""
+    before = state()
+    expected, once = run(None, REGIONS[name]())
+    gradients, seen = run(WAYS[way], REGIONS[name]())
+    assert seen == once * 2
+    assert all(torch.equal(a, b) for a, b in zip(expected, gradients, strict=True))
+    assert state() == before
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_torch_does_the_same_with_its_own_region(use_reentrant):
+    """The oracle of the test above."""
+    theirs, seen = run(plain(use_reentrant), torch.autocast("cpu", FP16, cache_enabled=False))
+    mine, ours_seen = run(ours(use_reentrant), like_torch(FP16, cache_enabled=False))
+    assert seen == ours_seen
+    assert len(seen) == 2
+    assert all(torch.equal(a, b) for a, b in zip(theirs, mine, strict=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_backward_in_another_region(way):
+    """The recompute follows the forward's region, not the one backward is called in."""
+    others = {"policy": KEEPS_MM}
+    for forward, backward in (
+        (lambda: autocast("cpu"), lambda: autocast("cpu", enabled=False)),
+        (lambda: autocast("cpu"), lambda: autocast("cpu", FP16, **others)),
+        (lambda: autocast("cpu", policy=KEEPS_MM), lambda: autocast("cpu", cache_enabled=False)),
+        (lambda: autocast("cpu", enabled=False), lambda: autocast("cpu")),
+    ):
+        before = state()
+        _, once = run(None, forward())
+        _, seen = run(WAYS[way], forward(), backward())
+        assert seen == once * 2
+        assert state() == before
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("region", [torch.autocast, autocast], ids=["torch", "ampkit"])
+def test_forward_outside_and_backward_inside(region, use_reentrant):
+    """A forward outside regions is recomputed outside."""
+    seen = []
+    net, x = Net(seen), torch.randn(4, 8, requires_grad=True)
+    loss = net(x, plain(use_reentrant)).sum()
+    with region("cpu"):
+        loss.backward()
+    assert seen[0] == seen[1]
+    assert seen[0][:4] == (FP32, FP32, FP32, False)
+
+
+def test_checkpoint_called_outside_and_backward_inside():
+    seen = []
+    net, x = Net(seen), torch.randn(4, 8, requires_grad=True)
+    loss = net(x, ours(True)).sum()
+    with autocast("cpu"):
+        loss.backward()
+    assert seen[0] == seen[1]
+    assert seen[0][3] is False
+
+
+def test_region_for_a_device_that_the_forward_did_not_know():
+    """Forward in a CPU region, backward in a CUDA one: the recompute has CUDA off."""
+    def body(x):
+        seen.append((torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")))
+        return x.exp()
+
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    with autocast("cpu"):
+        y = ampkit.checkpoint(body, x).sum()
+    with autocast("cuda:0"):
+        y.backward()
+    assert seen == [(True, False)] * 2
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_region_inside_the_checkpointed_function(use_reentrant):
+    def body(x):
+        with autocast("cpu", FP16, policy=KEEPS_MM):
+            dtypes = (torch.mm(x, x).dtype, F.linear(x, x).dtype)
+        seen.append((dtypes, torch.mm(x, x).dtype))
+        return torch.mm(x, x).float()
+
+    for outer, expected in ((autocast("cpu", enabled=False), FP32), (autocast("cpu"), BF16)):
+        for way in (plain(False), ours(use_reentrant)):
+            seen = []
+            x = torch.ones(4, 4, requires_grad=True)
+            with outer:
+                y = way(body, x).sum()
+            y.backward()
+            assert seen == [((FP16, FP32), expected)] * 2
+
+
+def test_nested_checkpoints():
+    seen = []
+
+    def inner(x):
+        seen.append(torch.softmax(torch.mm(x, x), -1).dtype)
+        return torch.mm(x, x).sigmoid()
+
+    def outer(x):
+        return plain(False)(inner, torch.softmax(torch.mm(x, x), -1)).float()
+
+    x = torch.ones(4, 4, requires_grad=True)
+    with autocast("cpu"):
+        expected = torch.autograd.grad(inner(torch.softmax(torch.mm(x, x), -1)).float().sum(), x)[0]
+        y = plain(False)(outer, x).sum()
+    y.backward()
+    assert set(seen) == {FP32}
+    assert torch.equal(x.grad, expected)
+
+
+def test_several_checkpoints_in_several_regions_at_once():
+    """Frames do not mix: each is recomputed under the region it was called in."""
+    x = torch.randn(4, 4, requires_grad=True)
+    seen, total = [], torch.zeros(())
+
+    def body(x):
+        out = torch.mm(x, x)
+        seen.append((torch.get_autocast_dtype("cpu"), out.dtype, torch.softmax(out, 0).dtype))
+        return out.float()
+
+    for region in (autocast("cpu", BF16), autocast("cpu", FP16), like_torch(BF16), autocast("cpu", enabled=False)):
+        with region:
+            total = total + plain(False)(body, x).sum()
+    forward = list(seen)
+    total.backward()
+    assert sorted(map(str, seen[4:])) == sorted(map(str, forward))
+
+
+def test_decorated_forward_needs_nothing():
+    class Decorated(Net):
+        @autocast("cpu", policy=KEEPS_MM)
+        def body(self, x):
+            return super().body(x)
+
+    for use_reentrant in (False, True):
+        seen = []
+        net, x = Decorated(seen), torch.randn(4, 8, requires_grad=True)
+        net(x, plain(use_reentrant)).float().sum().backward()
+        assert len(seen) == 2
+        assert seen[0] == seen[1]
+
+
+def test_plain_reentrant_checkpoint_keeps_torchs_part():
+    """Enabled and dtype are torch's own state, so they come back; a policy does not: use `ampkit.checkpoint`."""
+    _, seen = run(plain(True), like_torch(FP16))
+    assert seen[0] == seen[1]
+
+
+def test_recompute_that_ends_early():
+    """torch ends it by an exception: regions open at that moment are left, and gradients are the same."""
+    class Decorated(Net):
+        @autocast("cpu", FP16)
+        def body(self, x):
+            return super().body(x)
+
+    before = state()
+    for net_type in (Net, Decorated):
+        gradients = []
+        for way in (None, plain(False), ours(False), with_context_fn):
+            net, x = net_type([]), torch.ones(4, 8, requires_grad=True)
+            with torch.utils.checkpoint.set_checkpoint_early_stop(True), autocast("cpu"):
+                loss = net(x, way).float().pow(2).sum()
+            loss.backward()
+            assert state() == before
+            assert len(net.seen) == 1
+            gradients.append([x.grad, *(p.grad for p in net.parameters())])
+        for other in gradients[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(gradients[0], other, strict=True))
+
+
+def test_arguments_go_through():
+    def body(x, *, scale):
+        return torch.mm(x, x) * scale, x
+
+    x = torch.ones(2, 2, requires_grad=True)
+    with autocast("cpu"):
+        y, z = ampkit.checkpoint(body, x, scale=3.0, preserve_rng_state=False, determinism_check="none")
+    assert y.dtype is BF16
+    (y.float() + z).sum().backward()
+    assert x.grad is not None
+    with pytest.raises(ValueError, match="Unexpected keyword"):
+        ampkit.checkpoint(lambda x: x, x, use_reentrant=True, unknown=1)
+
+
+def test_exception_in_the_recompute():
+    calls = []
+
+    def body(x):
+        calls.append(1)
+        if len(calls) == 2:
+            raise LookupError("in the recompute")
+        return torch.mm(x, x).sigmoid()
+
+    for way in WAYS.values():
+        calls.clear()
+        before = state()
+        x = torch.ones(2, 2, requires_grad=True)
+        with autocast("cpu"):
+            y = way(body, x).sum()
+        with pytest.raises(LookupError):
+            y.backward()
+        assert state() == before
+        assert torch.mm(x, x).dtype is FP32
+
+
+def test_selective_checkpoint():
+    """torch's own selective policies push a dispatch mode; casts inside it are recorded like everything else."""
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    def decide(ctx, op, *args, **kwargs):
+        save = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def way(function, *args):
+        return torch.utils.checkpoint.checkpoint(
+            function, *args, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(decide)
+        )
+
+    expected, once = run(None, autocast("cpu"))
+    gradients, seen = run(way, autocast("cpu"))
+    assert seen == once * 2
+    assert all(torch.equal(a, b) for a, b in zip(expected, gradients, strict=True))
+
+
+def test_recompute_leaves_the_caches_of_open_regions_alone():
+    cache = WeightCache()
+    net, x = Net([]), torch.randn(4, 8, requires_grad=True)
+    with autocast("cpu", cache=cache):
+        loss = net(x, plain(False)).float().sum()
+        misses = cache.info().misses
+        loss.backward()
+    assert cache.info().misses == misses
+    assert cache.info().entries == misses
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_in_one_graph(backend):
+    def function(x):
+        with autocast("cpu", policy=KEEPS_MM):
+            return ampkit.checkpoint(lambda x: torch.softmax(x @ x, -1), x)
+
+    def run(function):
+        x = torch.eye(3, requires_grad=True)
+        y = function(x)
+        return y, *torch.autograd.grad(y.sum(), x)
+
+    torch._dynamo.reset()
+    got = run(torch.compile(function, backend=backend, fullgraph=True))
+    torch._dynamo.reset()
+    assert all(map(torch.equal, got, run(function)))
+
+
+@pytest.mark.parametrize("checkpoint", [torch.utils.checkpoint.checkpoint, ampkit.checkpoint])
+def test_a_recompute_that_ends_in_a_compiled_graph_leaves_nothing_open(checkpoint):
+    """The graph opens the region of a module with a rule, and the recompute stops when it has what backward needs."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    compiled = torch.compile(lambda x: model(x), backend="eager")
+    policy = Policy.default("cpu").for_modules({"1": torch.float32})
+    before = state()
+    with torch.utils.checkpoint.set_checkpoint_early_stop(True), autocast("cpu", policy=policy):
+        loss = checkpoint(compiled, torch.ones(2, 4, requires_grad=True), use_reentrant=False).sum()
+    loss.backward()
+    assert state() == before
+    for _ in range(2):
+        with autocast("cpu"):
+            pass
+    assert state() == before
+    torch._dynamo.reset()

@@ -1,0 +1,447 @@
+"""custom_fwd and custom_bwd, classic and with setup_context. Numbers are those of the conformance list."""
+
+import threading
+from collections import OrderedDict, namedtuple
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+import torch
+
+import ampkit
+from ampkit import Policy, autocast
+from tests.helpers.regions import BF16, FP16, FP32, FP64, state
+
+TORCH = (torch.autocast, torch.amp.custom_fwd, torch.amp.custom_bwd)
+AMPKIT = (autocast, ampkit.custom_fwd, ampkit.custom_bwd)
+both = pytest.mark.parametrize(("region", "fwd", "bwd"), [TORCH, AMPKIT], ids=["torch", "ampkit"])
+
+
+def here() -> tuple[bool, torch.dtype, torch.dtype]:
+    """Enabled, dtype, and the dtype that a product comes out in."""
+    product = torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), product.dtype
+
+
+def classic(fwd, bwd, cast_inputs=None):
+    """A function that notes the state and the dtypes it sees."""
+    seen = {}
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        @fwd(device_type="cpu", cast_inputs=cast_inputs)
+        def forward(ctx, x, other=None):
+            seen["forward"] = here()
+            seen["input"] = x.dtype
+            seen["other"] = other
+            ctx.save_for_backward(x)
+            return x.clone()
+
+        @staticmethod
+        @bwd(device_type="cpu")
+        def backward(ctx, gradient):
+            seen["backward"] = here()
+            return gradient.to(ctx.saved_tensors[0].dtype), None
+
+    return Function, seen
+
+
+def with_setup_context(fwd, bwd, cast_inputs=None):
+    seen = {}
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        @fwd(device_type="cpu", cast_inputs=cast_inputs)
+        def forward(x, factor):
+            seen["forward"] = here()
+            seen["input"] = x.dtype
+            return x * factor
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            seen["setup"] = len(inputs)
+            ctx.factor = inputs[1]
+
+        @staticmethod
+        @bwd(device_type="cpu")
+        def backward(ctx, gradient):
+            seen["backward"] = here()
+            return gradient * ctx.factor, None
+
+    return Function, seen
+
+
+@both
+def test_forward_sees_the_region_and_backward_goes_back_to_it(region, fwd, bwd):
+    """Without cast_inputs; enabled and dtype are replayed."""
+    function, seen = classic(fwd, bwd)
+    x = torch.ones(2, 2, requires_grad=True)
+    before = state()
+    with region("cpu", FP16):
+        y = function.apply(x)
+    y.sum().backward()
+    assert seen["forward"] == seen["backward"] == (True, FP16, FP16)
+    with region("cpu", BF16):
+        function.apply(x).sum().backward()
+    with region("cpu", FP16):
+        y = function.apply(x)
+    with region("cpu", BF16):
+        y.sum().backward()
+    assert seen["backward"] == (True, FP16, FP16)
+    y = function.apply(x)
+    with region("cpu"):
+        y.sum().backward()
+    assert seen["forward"] == seen["backward"] == (False, BF16, FP32)
+    assert state() == before
+
+
+def test_backward_goes_back_to_the_policy():
+    function, seen = classic(*AMPKIT[1:])
+    x = torch.ones(2, 2, requires_grad=True)
+    keeps = Policy.default("cpu").with_rules({"aten::mm": "keep"})
+    with autocast("cpu", policy=keeps):
+        y = function.apply(x)
+    with autocast("cpu"):
+        y.sum().backward()
+    assert seen["backward"] == (True, BF16, FP32)
+
+
+def test_backward_in_another_thread():
+    function, seen = classic(*AMPKIT[1:])
+    with autocast("cpu", FP16):
+        y = function.apply(torch.ones(2, 2, requires_grad=True)).sum()
+    thread = threading.Thread(target=y.backward)
+    thread.start()
+    thread.join()
+    assert seen["backward"] == (True, FP16, FP16)
+
+
+def test_region_of_torch_around_forward():
+    """The decorators are ampkit's, the region is torch's: backward follows torch.amp's list."""
+    class Function(torch.autograd.Function):
+        @staticmethod
+        @ampkit.custom_fwd(device_type="cpu")
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        @ampkit.custom_bwd(device_type="cpu")
+        def backward(ctx, gradient):
+            seen.append((torch.softmax(gradient.bfloat16(), 0).dtype, here()))
+            return gradient
+
+    seen = []
+    with torch.autocast("cpu"):
+        y = Function.apply(torch.ones(2, 2, requires_grad=True))
+    y.sum().backward()
+    assert seen == [(BF16, (True, BF16, BF16))]
+
+
+@both
+def test_cast_inputs(region, fwd, bwd):
+    """Eligible arguments are cast, and autocast is off inside, forward and backward."""
+    function, seen = classic(fwd, bwd, FP32)
+    x = torch.ones(2, 2, dtype=BF16, requires_grad=True)
+    with region("cpu"):
+        y = function.apply(x, torch.ones(2, dtype=FP16))
+        assert here() == (True, BF16, BF16)
+        assert seen["input"] is FP32
+        assert seen["other"].dtype is FP32
+        y.sum().backward()
+    assert seen["forward"] == seen["backward"] == (False, BF16, FP32)
+
+
+@both
+def test_cast_inputs_outside_a_region(region, fwd, bwd):
+    """Nothing is cast."""
+    function, seen = classic(fwd, bwd, FP32)
+    x = torch.ones(2, 2, dtype=BF16, requires_grad=True)
+    function.apply(x).sum().backward()
+    assert seen["input"] is BF16
+    assert seen["forward"][0] is seen["backward"][0] is False
+    with region("cpu", enabled=False):
+        function.apply(x)
+    assert seen["input"] is BF16
+
+
+@both
+def test_containers(region, fwd, bwd):
+    """Recursed into; float64, numbers, strings and arrays pass."""
+    x = torch.ones(2)
+    array = np.ones(2, dtype=np.float32)
+    other = {"a": [x, (x, {"b": x})], "double": x.double(), "int": x.long(), "text": "x", "bytes": b"x",
+             "array": array, "none": None, "number": 1.5, "complex": torch.ones(2, dtype=torch.complex64)}
+
+    @fwd(device_type="cpu", cast_inputs=FP16)
+    def forward(ctx, **kwargs):
+        return kwargs["other"]
+
+    with region("cpu"):
+        got = forward(torch.autograd.function.FunctionCtx(), other=other)
+    assert got["a"][0].dtype is got["a"][1][0].dtype is got["a"][1][1]["b"].dtype is FP16
+    assert type(got["a"]) is list
+    assert type(got["a"][1]) is tuple
+    for key in ("double", "int", "text", "bytes", "array", "none", "number", "complex"):
+        assert got[key] is other[key]
+
+
+def test_containers_that_torch_loses():
+    """A namedtuple is a TypeError with torch, a mapping comes out as a dict, a set as a generator."""
+    Pair = namedtuple("Pair", "a b")
+    x = torch.ones(2)
+    values = {"pair": Pair(x, 1), "ordered": OrderedDict(k=x), "frozen": MappingProxyType({"k": x}), "set": {1, 2}}
+
+    def forward(ctx, value):
+        return value
+
+    def run(region, fwd, value):
+        with region("cpu"):
+            return fwd(forward, device_type="cpu", cast_inputs=FP16)(torch.autograd.function.FunctionCtx(), value)
+
+    with pytest.raises(TypeError):
+        run(*TORCH[:2], values["pair"])
+    assert type(run(*TORCH[:2], values["ordered"])) is dict
+
+    pair = run(*AMPKIT[:2], values["pair"])
+    assert (type(pair), pair.a.dtype, pair.b) == (Pair, FP16, 1)
+    ordered = run(*AMPKIT[:2], values["ordered"])
+    assert (type(ordered), ordered["k"].dtype) == (OrderedDict, FP16)
+    assert run(*AMPKIT[:2], values["frozen"])["k"].dtype is FP16
+    assert run(*AMPKIT[:2], values["set"]) == {1, 2}
+    assert [t.dtype for t in run(*AMPKIT[:2], (x for _ in range(2)))] == [FP16, FP16]
+
+
+@both
+def test_backward_without_forward(region, fwd, bwd):
+    """An AttributeError in backward."""
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        @bwd(device_type="cpu")
+        def backward(ctx, gradient):
+            return gradient
+
+    with pytest.raises(AttributeError):
+        Function.apply(torch.ones(2, requires_grad=True)).sum().backward()
+
+
+def test_message_for_backward_without_forward():
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        @ampkit.custom_bwd(device_type="cpu")
+        def backward(ctx, gradient):
+            return gradient
+
+    with pytest.raises(AttributeError, match=r"Function.backward has custom_bwd.*custom_fwd; decorate both"):
+        Function.apply(torch.ones(2, requires_grad=True)).sum().backward()
+
+
+@both
+def test_device_types(region, fwd, bwd):
+    """A device that is no string is a ValueError; the partial form takes the device first."""
+    for decorator in (fwd, bwd):
+        with pytest.raises(ValueError, match="device_type"):
+            decorator(lambda ctx, x: x, device_type=torch.device("cpu"))
+        partial = decorator(device_type="cpu")
+        assert callable(partial(lambda ctx, x: x))
+
+
+def test_device_type_may_be_left_out():
+    class Function(torch.autograd.Function):
+        @staticmethod
+        @ampkit.custom_fwd
+        def forward(ctx, x):
+            seen.append(ampkit.is_autocast_enabled())
+            return x.clone()
+
+        @staticmethod
+        @ampkit.custom_bwd
+        def backward(ctx, gradient):
+            seen.append(ampkit.is_autocast_enabled())
+            return gradient
+
+    seen = []
+    with autocast():
+        y = Function.apply(torch.ones(2, requires_grad=True))
+    y.sum().backward()
+    assert seen == [True, True]
+
+
+def test_setup_context():
+    """Functions in the `setup_context` style. With torch.amp: AttributeError in backward."""
+    function, _ = with_setup_context(*TORCH[1:])
+    with torch.autocast("cpu"):
+        y = function.apply(torch.ones(2, requires_grad=True), 3.0)
+    with pytest.raises(AttributeError):
+        y.sum().backward()
+
+    function, seen = with_setup_context(*AMPKIT[1:])
+    x = torch.ones(2, requires_grad=True)
+    with autocast("cpu", FP16):
+        y = function.apply(x, 3.0)
+    with autocast("cpu", BF16):
+        z = function.apply(x, 2.0)
+    z.sum().backward()
+    assert seen["backward"] == (True, BF16, BF16)
+    y.sum().backward()
+    assert seen["backward"] == (True, FP16, FP16)
+    assert seen["setup"] == 2
+    assert torch.equal(x.grad, torch.full((2,), 5.0))
+
+
+def test_setup_context_with_cast_inputs():
+    function, seen = with_setup_context(*AMPKIT[1:], cast_inputs=FP32)
+    x = torch.ones(2, dtype=BF16, requires_grad=True)
+    with autocast("cpu"):
+        function.apply(x, 3.0).sum().backward()
+    assert seen["input"] is FP32
+    assert seen["forward"] == seen["backward"] == (False, BF16, FP32)
+
+
+def test_setup_context_nested_and_inherited():
+    """A forward that applies another such function, and a class that inherits both."""
+    inner, inner_seen = with_setup_context(*AMPKIT[1:])
+
+    class Outer(torch.autograd.Function):
+        @staticmethod
+        @ampkit.custom_fwd(device_type="cpu")
+        def forward(x):
+            with autocast("cpu", FP16), torch.enable_grad():
+                inner.apply(x.detach().requires_grad_(), 2.0).sum().backward()
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        @ampkit.custom_bwd(device_type="cpu")
+        def backward(ctx, gradient):
+            seen.append(here())
+            return gradient
+
+    class Child(Outer):
+        pass
+
+    seen = []
+    for function in (Outer, Child):
+        with autocast("cpu", BF16):
+            y = function.apply(torch.ones(2, requires_grad=True))
+        y.sum().backward()
+    assert inner_seen["backward"] == (True, FP16, FP16)
+    assert seen == [(True, BF16, BF16)] * 2
+
+
+def test_setup_context_under_functorch():
+    class Function(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        @ampkit.custom_fwd(device_type="cpu")
+        def forward(x):
+            return torch.mm(x, x)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(inputs[0])
+
+        @staticmethod
+        @ampkit.custom_bwd(device_type="cpu")
+        def backward(ctx, gradient):
+            seen.append(here())
+            return gradient * ctx.saved_tensors[0]
+
+    seen = []
+    with autocast("cpu", FP16):
+        torch.func.grad(lambda x: Function.apply(x).float().sum())(torch.ones(2, 2))
+        torch.func.vmap(torch.func.grad(lambda x: Function.apply(x).float().sum()))(torch.ones(3, 2, 2))
+    assert seen
+    assert all(entry[:2] == (True, FP16) for entry in seen)
+
+
+def test_double_stays_double():
+    function, seen = classic(*AMPKIT[1:], FP32)
+    with autocast("cpu"):
+        function.apply(torch.ones(2, 2, dtype=FP64, requires_grad=True)).sum().backward()
+    assert seen["input"] is FP64
+
+
+def test_names_are_kept():
+    @ampkit.custom_fwd(device_type="cpu")
+    def forward(ctx, x):
+        """What forward does."""
+
+    assert (forward.__name__, forward.__doc__) == ("forward", "What forward does.")
+
+
+class Product(torch.autograd.Function):
+    """Its backward multiplies as its forward did, by the rules of the region."""
+
+    @staticmethod
+    @ampkit.custom_fwd(device_type="cpu")
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    @ampkit.custom_bwd(device_type="cpu")
+    def backward(ctx, grad):
+        a, b = ctx.saved_tensors
+        return (grad @ b.t()).to(a.dtype), (a.t() @ grad).to(b.dtype)
+
+
+class HalfProduct(torch.autograd.Function):
+    @staticmethod
+    @ampkit.custom_fwd(device_type="cpu", cast_inputs=FP16)
+    def forward(ctx, a, b, times=1.0, options=None):
+        ctx.save_for_backward(a, b)
+        return a @ b * times
+
+    @staticmethod
+    @ampkit.custom_bwd(device_type="cpu")
+    def backward(ctx, grad):
+        a, b = ctx.saved_tensors
+        return (grad @ b.t()).float(), (a.t() @ grad).float(), None, None
+
+
+KEEP = Policy.torch("cpu").with_rules({"aten::matmul": "keep", "aten::mm": "keep"})
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("policy", [None, KEEP], ids=["default", "keep"])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")     # of torch, which does so
+@pytest.mark.parametrize("inside", [True, False])
+def test_compiled(inside, policy, backend):
+    """One graph, as with torch's decorators; its backward too goes back to the region's rules."""
+    a, b = torch.randn(4, 6, requires_grad=True), torch.randn(6, 8, requires_grad=True)
+
+    def products(a, b):
+        return Product.apply(a, b), HalfProduct.apply(a, b, 2.0, {"names": ["a"], "tensor": b})
+
+    def function(a, b):
+        with autocast("cpu", policy=policy):
+            return products(a, b)
+
+    def run(compile):
+        if inside:
+            found = compile(function)(a, b)
+        else:
+            with autocast("cpu", policy=policy, cache_enabled=False):
+                found = compile(products)(a, b)
+        return *found, *torch.autograd.grad(sum(y.float().square().sum() for y in found), (a, b))
+
+    torch._dynamo.reset()
+    before = state()
+    wanted = run(lambda function: function)
+    got = run(lambda function: torch.compile(function, backend=backend, fullgraph=True))
+    torch._dynamo.reset()
+    assert state() == before
+    assert [y.dtype for y in got[:2]] == [FP32 if policy is KEEP else BF16, FP16]
+    assert all(map(torch.equal, got, wanted))

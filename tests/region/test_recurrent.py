@@ -1,0 +1,212 @@
+"""Recurrent layers in a region: dtypes, gradients, packed sequences, and the layout that cuDNN asks for."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from ampkit import Policy, WeightCache, autocast
+from ampkit.region import recurrent
+from tests.helpers.regions import BF16, FP16, FP32, like_torch
+
+lower = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+LAYERS = {
+    "LSTM": lambda **k: nn.LSTM(4, 3, **k),
+    "GRU": lambda **k: nn.GRU(4, 3, **k),
+    "RNN": lambda **k: nn.RNN(4, 3, **k),
+    "RNN relu": lambda **k: nn.RNN(4, 3, nonlinearity="relu", **k),
+}
+CUDNN_MODES = {"RNN_RELU": 0, "RNN_TANH": 1, "LSTM": 2, "GRU": 3}
+CELLS = [nn.LSTMCell, nn.GRUCell, nn.RNNCell]
+layers = pytest.mark.parametrize("name", LAYERS)
+options_of_layers = pytest.mark.parametrize(
+    "options", [{}, {"num_layers": 2, "bidirectional": True}, {"bias": False, "batch_first": True}],
+    ids=["plain", "stacked", "no bias"],
+)
+
+
+def first(result):
+    """The output of a layer or cell, whatever it comes with."""
+    result = result[0] if isinstance(result, tuple) else result
+    return result.data if hasattr(result, "batch_sizes") else result
+
+
+@lower
+@layers
+@options_of_layers
+def test_layers_run_in_the_dtype_of_the_region(name, options, dtype):
+    layer, x = LAYERS[name](**options), torch.randn(5, 2, 4)
+    with autocast("cpu", dtype):
+        out = layer(x)
+    states = out[1] if isinstance(out[1], tuple) else (out[1],)
+    assert all(t.dtype is dtype for t in (out[0], *states))
+    exact = first(layer(x))
+    assert torch.allclose(out[0].float(), exact, atol=0.03)
+    out[0].float().sum().backward()
+    grads = [p.grad for p in layer.parameters()]
+    layer.zero_grad()
+    exact.sum().backward()
+    for grad, p in zip(grads, layer.parameters(), strict=True):
+        assert grad.dtype is FP32
+        assert torch.allclose(grad, p.grad, rtol=0.1, atol=0.1)
+
+
+@lower
+@pytest.mark.parametrize("cell", CELLS)
+def test_cells_run_in_the_dtype_of_the_region(cell, dtype):
+    layer, x = cell(4, 3), torch.randn(2, 4)
+    with autocast("cpu", dtype):
+        out = first(layer(x))
+    assert out.dtype is dtype
+    assert torch.allclose(out.float(), first(layer(x)), atol=0.03)
+    out.float().sum().backward()
+    assert all(p.grad.dtype is FP32 for p in layer.parameters())
+
+
+@lower
+@layers
+def test_packed_sequences(name, dtype):
+    layer, x = LAYERS[name](), torch.randn(5, 2, 4)
+    packed = pack_padded_sequence(x, torch.tensor([5, 3]))
+    with autocast("cpu", dtype):
+        out = first(layer(packed))
+    assert out.dtype is dtype
+    assert torch.allclose(out.float(), first(layer(packed)), atol=0.03)
+
+
+@layers
+def test_layer_after_a_bfloat16_one(name):
+    """torch's own check of the input dtype steps aside in a region, as it does in torch.amp's."""
+    layer, x = LAYERS[name](), torch.randn(5, 2, 4, dtype=BF16)
+    with pytest.raises((ValueError, RuntimeError), match=r"(?i)dtype"):
+        layer(x)
+    with autocast("cpu"):
+        out = first(layer(nn.Linear(4, 4)(x)))
+    assert out.dtype is BF16
+
+
+def test_bfloat16_layer_with_float32_input():
+    """A ValueError outside a region, and it runs inside."""
+    layer, x = nn.LSTM(4, 3).to(BF16), torch.randn(5, 2, 4)
+    with pytest.raises((ValueError, RuntimeError), match=r"(?i)dtype"):
+        layer(x)
+    for region in (torch.autocast("cpu"), like_torch(), autocast("cpu")):
+        with region:
+            assert first(layer(x)).dtype is BF16
+
+
+def test_half_layer_in_a_bfloat16_region():
+    with autocast("cpu", BF16):
+        assert first(nn.LSTM(4, 3).half()(torch.randn(5, 2, 4))).dtype is BF16
+
+
+def test_initial_state_is_cast_with_the_rest():
+    layer, x = nn.LSTM(4, 3), torch.randn(5, 2, 4)
+    state = (torch.zeros(1, 2, 3), torch.zeros(1, 2, 3, dtype=FP16))
+    with autocast("cpu"):
+        assert first(layer(x, state)).dtype is BF16
+    gru = nn.GRU(4, 3)
+    with autocast("cpu"):
+        assert first(gru(x, torch.zeros(1, 2, 3))).dtype is BF16
+
+
+@layers
+def test_weights_are_cast_once(name):
+    layer, x, cache = LAYERS[name](num_layers=2), torch.randn(5, 2, 4), WeightCache()
+    for _ in range(3):
+        with autocast("cpu", cache=cache):
+            layer(x)
+    assert cache.info()[2:] == (16, 8)
+
+
+# The layout for cuDNN, on a machine without it
+
+
+def calls_of_flatten(monkeypatch, layer, x, hidden, packed):
+    """What `flatten_weights` asks of cuDNN for a layer's call, if the weights were casts on CUDA."""
+    calls = []
+
+    class OnCuda(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(torch, "_cudnn_rnn_flatten_weight", lambda *args: calls.append(args))
+    monkeypatch.setattr(recurrent, "_acceptable", lambda weights: True)
+    monkeypatch.setattr(recurrent, "_in_one_buffer", lambda weights: False)
+    weights = [w.detach().as_subclass(OnCuda) for w in layer._flat_weights]
+    packet = getattr(torch.ops.aten, layer.mode.lower())
+    common = (weights, layer.bias, layer.num_layers, 0.0, False, layer.bidirectional)
+    if packed:
+        recurrent.flatten_weights(packet.data, (x, torch.tensor([2]), hidden, *common))
+    else:
+        recurrent.flatten_weights(packet.input, (x, hidden, *common, layer.batch_first))
+    return calls, weights
+
+
+@layers
+@pytest.mark.parametrize("packed", [False, True], ids=["input", "packed"])
+@options_of_layers
+def test_layout_is_asked_for_as_the_module_asks(monkeypatch, name, packed, options):
+    layer = LAYERS[name](**options)
+    directions = 2 if layer.bidirectional else 1
+    state = torch.zeros(layer.num_layers * directions, 2, 3)
+    hidden = [state, state] if name == "LSTM" else state
+    calls, weights = calls_of_flatten(monkeypatch, layer, torch.zeros(5, 2, 4), hidden, packed)
+    (got,) = calls
+    assert got[0] == weights
+    assert got[1:] == (
+        4 if layer.bias else 2, 4, CUDNN_MODES[layer.mode], 3, 0, layer.num_layers,
+        layer.batch_first and not packed, layer.bidirectional,
+    )
+
+
+def test_layout_with_projection(monkeypatch):
+    layer = nn.LSTM(4, 3, proj_size=2)
+    hidden = [torch.zeros(1, 2, 2), torch.zeros(1, 2, 3)]
+    calls, _ = calls_of_flatten(monkeypatch, layer, torch.zeros(5, 2, 4), hidden, False)
+    assert calls[0][1:6] == (5, 4, 2, 3, 2)
+
+
+def test_a_wrong_dtype_in_an_island_is_refused():
+    """torch's own check asks whether autocast is on anywhere, which the mark of a policy answers in torch's islands."""
+    layer, x = nn.LSTM(4, 3), torch.randn(5, 2, 4, dtype=FP16)
+    marked = autocast("cpu", policy=Policy.torch("cpu").with_rules({"gelu": "keep"}))
+    with marked, autocast("cpu", enabled=False), pytest.raises(ValueError, match=r"RNN input dtype .* does not match"):
+        layer(x)
+    with autocast("cpu", policy=Policy.torch("cpu")), torch.autocast("cpu", enabled=False):
+        with pytest.raises(ValueError, match=r"RNN input dtype .* does not match"):
+            layer(x)
+    with marked, torch.autocast("cpu", enabled=False):
+        with pytest.raises(RuntimeError, match="must have the same dtype, but got Half and Float"):
+            layer(x)
+
+
+def test_layout_is_left_alone_on_cpu(monkeypatch):
+    monkeypatch.setattr(torch, "_cudnn_rnn_flatten_weight", lambda *args: pytest.fail("called on the CPU"))
+    with autocast("cpu"):
+        nn.LSTM(4, 3)(torch.randn(5, 2, 4))
+
+
+@pytest.mark.gpu
+@lower
+@layers
+@pytest.mark.parametrize("packed", [False, True], ids=["input", "packed"])
+def test_cudnn_neither_warns_nor_changes_values(name, packed, dtype):
+    """Warnings are errors here: cuDNN warns where weights are not in one buffer."""
+    layer, x = LAYERS[name](num_layers=2).cuda(), torch.randn(5, 2, 4, device="cuda")
+    x = pack_padded_sequence(x, torch.tensor([5, 3])) if packed else x
+    cache = WeightCache()
+    for _ in range(3):
+        with autocast("cuda", dtype, cache=cache):
+            out = first(layer(x))
+        assert out.dtype is dtype
+        torch.testing.assert_close(out.float(), first(layer(x)), rtol=0.03, atol=0.03)
+        out.float().sum().backward()
+    assert cache.info().misses == 8
+    assert all(p.grad.dtype is FP32 for p in layer.parameters())
+
+
+@pytest.mark.gpu
+def test_modes_are_those_of_cudnn():
+    from torch.backends.cudnn.rnn import get_cudnn_mode
+
+    assert {mode: get_cudnn_mode(mode) for mode in CUDNN_MODES} == CUDNN_MODES

@@ -1,0 +1,209 @@
+"""A torch that nobody has tried: what regions try out by themselves, and what still works where they do not."""
+
+import inspect
+import os
+import runpy
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ampkit import Policy, autocast
+from ampkit.torch_internals import dispatcher, lookup, self_check, versions
+
+ROOT = Path(__file__).resolve().parents[2]
+SENTENCE = (
+    r"^ampkit's regions do not work with torch \S+: {}\. Supported are torch 2\.11 to 2\.15; to get one: "
+    r"python -m pip install 'torch>=2\.11,<2\.16'\. Policies and the GradScaler need no region"
+)
+
+
+@pytest.fixture
+def _anew() -> Iterator[None]:
+    self_check.once.cache_clear()
+    yield
+    self_check.once.cache_clear()
+
+
+def test_regions_work_here() -> None:
+    assert self_check.fault() is None
+    assert lookup.missing == []
+
+
+@pytest.mark.usefixtures("_anew")
+def test_the_first_region_tries_and_the_next_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[int] = []
+    monkeypatch.setattr(self_check, "_tried", lambda: tries.append(1))
+    for _ in range(3):      # a policy of their own each, so that each makes a mode
+        with autocast("cpu", policy=Policy.torch("cpu").with_rules({"aten::erf": "keep"}), cache_enabled=False):
+            pass
+        self_check.once()
+    assert tries == [1]
+
+
+def answer(cast: Callable[[torch.Tensor], torch.Tensor], *, note: bool = True) -> Callable[..., Any]:
+    """A stand-in for what the check's mode does to `mm`."""
+    def __torch_dispatch__(self: Any, op: Any, types: Any, args: tuple[torch.Tensor, ...], kwargs: Any) -> Any:
+        if note:
+            self.met.append(op)
+        if op is not torch.ops.aten.mm.default:
+            return NotImplemented
+        with dispatcher.Exclude(self.excluded_keys):
+            return torch.mm(*map(cast, args))
+
+    return __torch_dispatch__
+
+
+FAULTS: dict[str, Callable[..., Any]] = {
+    "an operator with a rule does not reach the region": answer(torch.Tensor.bfloat16, note=False),
+    "an operator does not compute with what the region casts": answer(torch.Tensor.float),
+    "what the region casts is not differentiated": answer(lambda x: x.detach().bfloat16().requires_grad_()),
+}
+
+
+@pytest.mark.usefixtures("_anew")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_region_that_does_not_do_its_work_is_refused(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_check._Halving, "__torch_dispatch__", FAULTS[fault])
+    policy = Policy.torch("cpu").with_rules({"aten::erfc": "keep"})
+    for _ in range(2):      # it does not work the second time either
+        with pytest.raises(RuntimeError, match=SENTENCE.format(fault)), autocast("cpu", policy=policy):
+            pytest.fail("the region was entered")
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.usefixtures("_anew")
+def test_a_key_that_stays_behind_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter((False, True))
+    monkeypatch.setattr(self_check, "is_included", lambda key: next(answers))
+    with pytest.raises(RuntimeError, match=SENTENCE.format("a region that is left stays in the thread")):
+        self_check.once()
+
+
+@pytest.mark.usefixtures("_anew")
+def test_a_wrong_gradient_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "ne", lambda tensor, value: torch.ones(1))
+    with pytest.raises(RuntimeError, match=SENTENCE.format("the gradient of what the region casts is wrong")):
+        self_check.once()
+
+
+@pytest.mark.usefixtures("_anew")
+def test_whatever_goes_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_check, "keysets", lambda devices: 1 / 0)
+    with pytest.raises(RuntimeError, match=SENTENCE.format("ZeroDivisionError: division by zero")):
+        self_check.once()
+
+
+def test_the_callers_modes_and_threads_do_not_matter() -> None:
+    """Nor does the check touch them: it runs in a thread of its own, which ends."""
+    with FakeTensorMode(), torch.inference_mode(), torch.device("meta"):
+        assert self_check.fault() is None
+    with torch.autocast("cpu"), autocast("cpu"):
+        assert self_check.fault() is None
+    assert torch.func.vmap(lambda x: x if self_check.fault() is None else None)(torch.ones(2)).sum() == 2
+    assert not [thread for thread in threading.enumerate() if thread.name == "ampkit self-check"]
+
+
+def test_no_backward_is_run() -> None:
+    """After one, a forked process could run none."""
+    source = inspect.getsource(self_check._tried)
+    assert "backward" not in source
+    assert "autograd.grad" not in source
+
+
+MISSING = """
+    import functools, sys
+    import torch
+    import ampkit
+    from ampkit.torch_internals import lookup, self_check
+
+    def forget():
+        for name in [name for name in sys.modules if name.partition(".")[0] == "ampkit"]:
+            del sys.modules[name]
+
+    def without(label, holder, name, stand_in=None):
+        # Gone while ampkit is imported: torch itself may need it for all the rest.
+        forget()
+        kept = getattr(holder, name)
+        delattr(holder, name)
+        if stand_in is not None:
+            setattr(holder, name, stand_in)
+        import ampkit
+        from ampkit import doctor
+        setattr(holder, name, kept)
+        assert ampkit.Policy.default("cuda").rule_for("aten::mm") is ampkit.Rule.LOWER
+        weight = torch.nn.Parameter(torch.ones(2))
+        scaler, optimizer = ampkit.GradScaler("cpu"), torch.optim.SGD([weight], lr=1.0)
+        scaler.scale(weight.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert weight.tolist() == [0, 0], weight
+        try:
+            with ampkit.autocast("cpu"):
+                print(label, "entered", sep=" | ")
+        except RuntimeError as error:
+            print(label, error, sep=" | ")
+        assert not torch.is_autocast_enabled("cpu")
+
+    for path in list(lookup.looked_up):
+        owner, _, name = path.rpartition(".")
+        without(path, functools.reduce(getattr, owner.split("."), torch), name)
+
+    def unknown(name):
+        raise RuntimeError("could not parse dispatch key")
+
+    without("key", torch._C, "_dispatch_key_parse", unknown)
+"""
+
+
+def test_where_a_name_is_missing_all_but_regions_works() -> None:
+    search = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(MISSING)],
+        capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": search},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = dict(line.split(" | ") for line in done.stdout.splitlines())
+    assert set(found) == {*lookup.looked_up, "key"}
+    for path, sentence in found.items():
+        what = "dispatch key TESTING_ONLY_GenericMode" if path == "key" else f"torch.{path}"
+        assert sentence == versions.no_regions(f"it has no {what}")
+
+
+def test_the_metadata_takes_the_versions_that_are_supported() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert '"torch>={}.{}"'.format(*versions.OLDEST) in text
+
+
+def test_the_page_of_versions_is_made_from_the_runs() -> None:
+    make = runpy.run_path(str(ROOT / "docs" / "make_versions.py"))
+    page = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| 2")]
+    assert make["with_row"](page) == page, "run: make matrix"
+    assert not [row for row in rows if row.split(" | ")[4] != "0"]
+    old, new = (f"| 2.9.0 | 3 | 3.11 | 5 | {failed} | 0 | 0 | 9 | 2026-01-01 |" for failed in (1, 0))
+    both = make["with_row"](make["with_row"](make["with_row"](page, old), "| 2.10.0+cpu |"), new)
+    assert new in both
+    assert old not in both
+    assert both.index("| 2.9.0") < both.index("| 2.10.0+cpu")
+
+
+def test_a_row_counts_what_pytest_reports(tmp_path: Path) -> None:
+    make = runpy.run_path(str(ROOT / "docs" / "make_versions.py"))
+    report = tmp_path / "report.xml"
+    report.write_text(
+        '<testsuites><testsuite tests="9" failures="1" errors="1" skipped="3" time="61.7" timestamp="2026-11-21T19:00">'
+        '<testcase><skipped type="pytest.xfail"/></testcase><testcase><skipped type="pytest.skip"/></testcase>'
+        '</testsuite></testsuites>'
+    )
+    assert make["counts"](report) == (4, 2, 2, 1, 61.7, "2026-11-21")
+    report.write_text("<testsuites/>")
+    with pytest.raises(ValueError, match="holds no test suite; expected what pytest writes with --junitxml"):
+        make["counts"](report)

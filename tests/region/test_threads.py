@@ -1,0 +1,267 @@
+"""Regions and threads: each has its own; work handed to other threads takes its region along where one asks for it."""
+
+import gc
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+from ampkit import Policy, WeightCache, autocast, wrap_forward
+from ampkit.region import module_hooks
+from ampkit.region.snapshot import Snapshot
+from ampkit.region.stack import Entry
+from tests.helpers.regions import BF16, FP16, FP32, state
+
+
+def product() -> torch.dtype:
+    return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+
+
+def in_threads(calls):
+    """Results of calls that all run at the same time, each in a thread of its own."""
+    together = threading.Barrier(len(calls))
+
+    def run(call):
+        together.wait(20)
+        return call(together)
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(30) for future in [pool.submit(run, call) for call in calls]]
+
+
+def test_regions_of_several_threads_at_once():
+    """Off, with the default dtype and the cache on."""
+    def in_region(dtype, policy):
+        def call(together):
+            seen = []
+            with autocast("cpu", dtype, policy=policy):
+                for _ in range(5):
+                    together.wait(20)
+                    seen.append((product(), torch.softmax(torch.ones(2, dtype=dtype), 0).dtype))
+            return set(seen)
+        return call
+
+    def outside(together):
+        for _ in range(5):
+            together.wait(20)
+        return {product()}
+
+    before = state()
+    results = in_threads([
+        in_region(BF16, None), in_region(FP16, None), in_region(BF16, Policy.torch("cpu")), outside
+    ])
+    assert results == [{(BF16, FP32)}, {(FP16, FP32)}, {(BF16, BF16)}, {FP32}]
+    assert state() == before
+
+
+def test_one_region_object_in_several_threads():
+    region = autocast("cpu", FP16)
+
+    def call(together):
+        with region:
+            together.wait(20)
+            inside = product()
+            with region:
+                together.wait(20)
+        return inside, product()
+
+    assert in_threads([call] * 4) == [(FP16, FP32)] * 4
+
+
+def test_decorated_forward_in_threads_of_parallel_apply():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        @autocast("cpu", FP16)
+        def forward(self, x):
+            return self.layer(x)
+
+    assert replicas_give(Model()) == [FP16] * 4
+
+
+def replicas_give(model):
+    """The dtypes that replicas of a module give in threads, as `nn.DataParallel` makes and calls them."""
+    def call(replica):
+        def run(together):
+            together.wait(20)
+            return replica(torch.ones(2, 4)).dtype
+        return run
+
+    replicas = []
+    for _ in range(4):
+        memo = {module: module._replicate_for_data_parallel() for module in model.modules()}
+        for module, replica in memo.items():
+            for name, child in module._modules.items():
+                replica._modules[name] = memo[child]
+            for name, parameter in module._parameters.items():
+                replica._parameters[name] = parameter
+        replicas.append(memo[model])
+    return in_threads([call(replica) for replica in replicas])
+
+
+def test_wrapped_module_in_threads_of_parallel_apply():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    assert replicas_give(wrap_forward(model, "cpu", FP16)) == [FP16] * 4
+
+
+def test_module_rules_in_several_threads():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    policy = Policy.default("cpu").for_modules({"1": FP32})
+
+    def call(together):
+        dtypes = []
+        for _ in range(5):
+            with autocast("cpu", policy=policy):
+                together.wait(20)
+                dtypes.append(model(torch.ones(1, 4)).dtype)
+                dtypes.append(model[0](torch.ones(1, 4)).dtype)
+        return dtypes
+
+    assert in_threads([call] * 4) == [[FP32, BF16] * 5] * 4
+    assert not nn.modules.module._global_forward_pre_hooks
+
+
+def test_cache_shared_by_several_threads():
+    layers = [nn.Linear(8, 8) for _ in range(6)]
+    expected = [layer(torch.ones(1, 8)).bfloat16() for layer in layers]
+    cache = WeightCache(max_bytes=400)      # three layers' worth, so that threads evict each other's casts
+
+    def call(together):
+        together.wait(20)
+        for _ in range(20):
+            for layer, want in zip(layers, expected, strict=True):
+                with autocast("cpu", cache=cache):
+                    out = layer(torch.ones(1, 8))
+                out.float().sum().backward()
+                torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)
+        return cache.info().bytes
+
+    assert all(held <= 400 for held in in_threads([call] * 4))
+    info = cache.info()
+    assert info.bytes == sum(entry.nbytes for entry in cache._entries.values()) <= 400
+
+
+def test_gradients_of_threads_that_share_a_cache_add_up():
+    layer, cache = nn.Linear(8, 8, bias=False), WeightCache()
+    lock = threading.Lock()
+
+    def call(together):
+        for _ in range(10):
+            with autocast("cpu", cache=cache):
+                loss = layer(torch.ones(1, 8)).float().sum()
+            with lock:
+                loss.backward()
+
+    in_threads([call] * 4)
+    assert torch.equal(layer.weight.grad, torch.full((8, 8), 40.0))
+
+
+def test_snapshot_takes_a_region_to_another_thread():
+    keeps = Policy.default("cpu").with_rules({"aten::mm": "keep"})
+    results = []
+    for region, expected in ((autocast("cpu", FP16), FP16), (autocast("cpu", policy=keeps), FP32)):
+        with region:
+            call = Snapshot().wrap(product)
+        thread = threading.Thread(target=lambda call=call: results.append(call()))
+        thread.start()
+        thread.join()
+        assert results.pop() is expected
+    assert product() is FP32
+
+
+FIRST_REGIONS = """
+import sys, threading, warnings
+sys.setswitchinterval(1e-6)
+warnings.simplefilter("error")
+import ampkit
+from ampkit.torch_internals import dispatcher, kernels
+together, tables = threading.Barrier(4), []
+def first():
+    together.wait()
+    with ampkit.autocast("cpu"):
+        tables.append(dispatcher.current().tables[0][1])
+threads = [threading.Thread(target=first) for _ in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+installed = {op.name(): op for op in kernels._installed}
+assert len(installed) == len(kernels._installed) > 200 and len(tables) == 4
+assert all(installed[op.name()] is op for table in tables for op in table)
+"""
+
+
+def test_first_regions_of_a_process_in_several_threads():
+    """Each thread's look-up of an operator may get an object of its own from torch; a rule must be found by any."""
+    for _ in range(2):
+        ran = subprocess.run([sys.executable, "-c", FIRST_REGIONS], capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
+
+
+def test_threads_that_end_inside_a_region_leave_nothing_behind():
+    rules = Policy.default("cpu").for_modules({nn.Linear: torch.float32})
+    layer = nn.Linear(8, 8)
+
+    def call():
+        for policy in (None, rules):
+            autocast("cpu", policy=policy).__enter__()
+            layer(torch.ones(1, 8))
+
+    for _ in range(3):
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+    gc.collect()
+    assert not any(isinstance(found, Entry) for found in gc.get_objects() if type(found) is Entry)
+    assert not list(module_hooks._watches)
+    assert not nn.modules.module._global_forward_hooks
+
+
+def test_region_opened_by_what_is_freed_on_leaving_another():
+    """It goes as it came, and so do those around it."""
+    before = state()
+    opened = []
+
+    def open_one():
+        with autocast("cpu", FP16):
+            opened.append(product())
+
+    with autocast("cpu"):
+        with autocast("cpu", FP16, cache=WeightCache()):
+            layer = nn.Linear(8, 8)
+            layer(torch.ones(1, 8))
+            weakref.finalize(layer.weight, open_one)
+            del layer
+        assert opened == [FP16]
+        assert product() is BF16
+    assert state() == before
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer's signals")
+def test_regions_opened_by_a_signals_handler():
+    """At any place of entering and leaving another."""
+    before, seen = state(), []
+
+    def handler(*_):
+        with autocast("cpu", FP16):
+            seen.append(product())
+
+    old = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 5e-4, 5e-4)
+        while len(seen) < 300:
+            with autocast("cpu"):
+                with autocast("cpu", enabled=False):
+                    pass
+                assert product() is BF16
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+    assert set(seen) == {FP16}
+    assert state() == before

@@ -1,0 +1,195 @@
+"""wrap_forward: modules that one cannot edit."""
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from ampkit import Policy, WeightCache, autocast, wrap_forward
+from tests.helpers.regions import BF16, FP16, FP32, state
+
+
+class Plain(nn.Module):
+    """At module level, so that it can be pickled."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, *, head=True):
+        """What it does."""
+        x = self.body(x)
+        return self.head(x) if head else x
+
+
+X = torch.ones(2, 4)
+
+
+def test_forward_runs_inside_and_its_caller_outside():
+    before = state()
+    model = Plain()
+    assert wrap_forward(model, "cpu", FP16) is model
+    assert model(X).dtype is FP16
+    assert model(X, head=False).dtype is FP16
+    assert model.forward(X).dtype is FP16
+    assert state() == before
+    assert model.body(X).dtype is FP32
+
+
+def test_it_is_still_the_module_it_was():
+    model = wrap_forward(Plain(), "cpu")
+    assert isinstance(model, Plain)
+    assert type(model).__name__ == "Plain"
+    assert repr(model) == repr(Plain())
+    assert list(model.state_dict()) == list(Plain().state_dict())
+    assert model.forward.__doc__ == "What it does."
+    model.load_state_dict(Plain().state_dict())
+    assert model.to(torch.float64).body.weight.dtype is torch.float64
+    assert type(Plain()) is Plain
+    assert Plain()(X).dtype is FP32
+
+
+def test_copies_and_pickles_are_wrapped():
+    model = wrap_forward(Plain(), "cpu", FP16, policy=Policy.torch("cpu"))
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    others = [
+        copy.deepcopy(model), copy.copy(model), pickle.loads(pickle.dumps(model)),
+        torch.load(buffer, weights_only=False), copy.deepcopy(nn.Sequential(model)),
+    ]
+    for other in others:
+        assert other(X).dtype is FP16
+        assert torch.equal(other(X), model(X))
+    with pytest.raises(RuntimeError, match="wrapped already"):
+        wrap_forward(others[0], "cpu")
+
+
+def test_copy_has_its_own_weights():
+    model = wrap_forward(Plain(), "cpu")
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.head.weight.zero_()
+        other.head.bias.zero_()
+    assert other(X).abs().max() == 0
+    assert model(X).abs().max() > 0
+
+
+def test_copy_of_one_with_a_cache_has_a_cache_of_its_own():
+    cache = WeightCache()
+    model = wrap_forward(Plain(), "cpu", cache=cache)
+    model(X)
+    misses = cache.info().misses
+    copy.deepcopy(model)(X)
+    assert cache.info().misses == misses
+    model(X)
+    assert cache.info().hits == 4
+
+
+def test_a_copy_follows_the_rules_for_its_own_modules():
+    """Also where the policy names the wrapped module, whose region is opened too late for a rule about it."""
+    model = Plain()
+    policy = Policy.default("cpu").for_modules({model: FP16, model.head: FP32})
+    twin = copy.deepcopy(wrap_forward(model, "cpu", policy=policy))
+    for one in (model, twin, copy.deepcopy(twin)):
+        assert one(X).dtype is FP32
+        assert one(X, head=False).dtype is BF16
+        assert isinstance(one, Plain)
+
+
+def test_lazy_module_stays_wrapped_when_it_has_its_weights():
+    model = wrap_forward(nn.LazyLinear(3), "cpu")
+    assert [model(X).dtype for _ in range(3)] == [BF16] * 3
+    assert isinstance(model, nn.Linear)
+    assert not isinstance(model, nn.LazyLinear)
+    assert copy.deepcopy(model)(X).dtype is BF16
+    assert pickle.loads(pickle.dumps(model))(X).dtype is BF16
+
+
+def test_submodules_can_be_wrapped_one_by_one():
+    model = Plain()
+    wrap_forward(model.head, "cpu", FP16)
+    assert model(X).dtype is FP16
+    assert model(X, head=False).dtype is FP32
+    wrap_forward(model, "cpu", BF16)
+    assert model(X, head=False).dtype is BF16
+    assert model(X).dtype is FP16
+
+
+@pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt])
+def test_exceptions_leave_the_region(error):
+    class Fails(nn.Module):
+        def forward(self, x):
+            raise error
+
+    before = state()
+    for hook in (None, lambda *args: (_ for _ in ()).throw(error)):
+        module = wrap_forward(Fails(), "cpu")
+        if hook is not None:
+            module.register_forward_pre_hook(hook)
+        with pytest.raises(error):
+            module(X)
+        assert state() == before
+
+
+def test_hooks_still_run():
+    seen = []
+    model = wrap_forward(Plain(), "cpu")
+    model.register_forward_pre_hook(lambda module, args: seen.append("before"))
+    model.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    model(X)
+    assert seen == ["before", BF16]
+
+
+def test_paths_of_module_rules_count_from_the_wrapped_module():
+    policy = Policy.default("cpu").for_modules({"head": FP32})
+    model = wrap_forward(Plain(), "cpu", policy=policy)
+    assert nn.Sequential(model)(X).dtype is FP32
+    assert model(X, head=False).dtype is BF16
+
+
+def test_wrapped_module_dies_with_its_last_reference():
+    model = wrap_forward(Plain(), "cpu")
+    model(X)
+    alive = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_wrapped_twice():
+    model = wrap_forward(Plain(), "cpu")
+    with pytest.raises(RuntimeError, match="this Plain is wrapped already; a second region would only repeat"):
+        wrap_forward(model, "cpu")
+
+
+def test_forward_that_the_class_does_not_know():
+    model = Plain()
+    model.forward = lambda x: x
+    with pytest.raises(RuntimeError, match=r"given a forward of its own.*module.forward = autocast"):
+        wrap_forward(model, "cpu")
+    model.forward = autocast("cpu")(Plain().forward)
+    assert model(X).dtype is BF16
+
+
+@pytest.mark.parametrize("what", [lambda x: x, Plain, None], ids=["function", "class", "None"])
+def test_what_is_no_module(what):
+    with pytest.raises(TypeError, match=r"wrap_forward takes an nn.Module, got"):
+        wrap_forward(what, "cpu")
+
+
+def test_arguments_are_checked_at_once():
+    model = Plain()
+    with pytest.raises(RuntimeError, match="has no autocast"):
+        wrap_forward(model, "meta")
+    with pytest.raises(TypeError, match="policy"):
+        wrap_forward(model, "cpu", policy="torch")
+    assert type(model) is Plain

@@ -1,0 +1,212 @@
+"""Counts and rows that a scaler keeps on the device, against a plain account of the same run."""
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from ampkit.scaler.grad_scaler import GradScaler
+from ampkit.scaler.history import _COUNTED, ScalerStats
+from ampkit.scaler.loss_scale import DynamicLossScale
+from tests.helpers.scaler_tools import count_reads, started, with_grads
+
+
+@settings(max_examples=25)
+@given(
+    flags=st.lists(st.booleans(), min_size=1, max_size=80),
+    reads=st.sets(st.integers(0, 80), max_size=4),
+    size=st.sampled_from([0, 1, 7, 1000]),
+    block=st.sampled_from([1, 4, 256]),
+)
+def test_counts_and_rows_equal_a_plain_account(flags, reads, size, block) -> None:
+    """However the ledger is folded and read in between."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ampkit.scaler.history._BLOCK", block)
+        scaler = GradScaler("cpu", 2.0**60, growth_interval=3, history_size=size, on_stuck=lambda _: None)
+        scaler.scale(torch.ones((), requires_grad=True))
+        (param,) = with_grads([torch.ones(1)])
+        optimizer = torch.optim.SGD([param], lr=0.0)
+        rows, run, growths, backoffs = [], 0, 0, 0
+        for i, bad in enumerate(flags):
+            param.grad = torch.tensor([math.inf if bad else 1.0])
+            clips = i % 3 == 0
+            norm = scaler.clip_grad_norm_(optimizer, 1.0).item() if clips else None
+            scaler.step(optimizer)
+            before = scaler.get_scale()
+            scaler.update()
+            after = scaler.get_scale()
+            rows.append({"update": i + 1, "scale": before, "overflow": bad, "grad_norm": norm})
+            run = run + 1 if bad else 0
+            growths += after > before
+            backoffs += after < before
+            if i in reads:
+                assert scaler.stats().consecutive_skips == run
+                assert len(scaler.history) == min(size, i + 1)
+    assert scaler.stats() == ScalerStats(
+        scale=scaler.get_scale(),
+        updates=len(flags),
+        steps=flags.count(False),
+        skips=flags.count(True),
+        overflows=flags.count(True),
+        consecutive_skips=run,
+        growths=growths,
+        backoffs=backoffs,
+        inf_values=flags.count(True),
+    )
+    assert scaler.history == (rows[-size:] if size else [])
+
+
+def test_rows_older_than_the_history_are_let_go(monkeypatch) -> None:
+    monkeypatch.setattr("ampkit.scaler.history._BLOCK", 4)
+    scaler = started(GradScaler, history_size=6)
+    for _ in range(50):
+        scaler.scale(torch.ones((), requires_grad=True))
+        scaler._live.advance(torch.zeros(()), None, None)
+    assert len(scaler.history) == 6
+    assert sum(len(clipped) for _, clipped in scaler._live.ledger._blocks) <= 6 + 4
+
+
+def test_two_optimizers_count_their_own_steps() -> None:
+    scaler = started(GradScaler)
+    good, bad = with_grads([torch.ones(1), torch.tensor([math.nan, math.inf, 1.0])])
+    idle = torch.nn.Parameter(torch.ones(1))
+    for param in (good, bad, idle):
+        scaler.step(torch.optim.SGD([param], lr=0.1))
+    scaler.update()
+    stats = scaler.stats()
+    assert (stats.updates, stats.steps, stats.skips, stats.no_gradients) == (1, 1, 1, 1)
+    assert (stats.inf_values, stats.nan_values) == (1, 1)
+
+
+def test_a_scale_set_by_hand_is_no_growth() -> None:
+    scaler = started(GradScaler, 4.0)
+    (param,) = with_grads([torch.ones(1)])
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    scaler.step(optimizer)
+    scaler.update(64.0)
+    scaler.step(optimizer)
+    scaler.update(2.0)
+    stats = scaler.stats()
+    assert (stats.growths, stats.backoffs, stats.updates) == (0, 0, 2)
+
+
+def test_hysteresis_counts_overflows_apart_from_backoffs() -> None:
+    scaler = started(GradScaler, loss_scale=DynamicLossScale(hysteresis=2))
+    for _ in range(3):
+        (param,) = with_grads([torch.tensor([math.inf])])
+        scaler.step(torch.optim.SGD([param], lr=0.1))
+        scaler.update()
+    assert (scaler.stats().overflows, scaler.stats().backoffs) == (3, 2)
+    assert scaler.get_scale() == 2.0**14
+
+
+def test_the_norm_of_an_iteration_is_its_largest() -> None:
+    scaler = started(GradScaler, 1.0)
+    for value in (3.0, 4.0):
+        (param,) = with_grads([torch.tensor([value])])
+        scaler.clip_grad_norm_(torch.optim.SGD([param], lr=0.1), 100.0)
+    scaler.update()
+    assert scaler.history[0]["grad_norm"] == 4.0
+
+
+def test_counting_waits_for_no_device_until_somebody_asks() -> None:
+    scaler = started(GradScaler)
+    (param,) = with_grads([torch.ones(4)])
+    optimizer = torch.optim.AdamW([param], lr=0.1, fused=True)
+    with count_reads() as reads:
+        for _ in range(600):  # past two foldings
+            scaler.scale(torch.ones((), requires_grad=True))
+            scaler.clip_grad_norm_(optimizer, 1.0)
+            scaler.step(optimizer)
+            scaler.skipped(optimizer)
+            scaler.update()
+    assert reads == []
+    with count_reads() as reads:
+        assert scaler.stats().steps == 600
+    assert len(reads) <= 12, "one small tensor, read once"
+
+
+def test_an_ordinary_step_reads_one_number() -> None:
+    scaler = started(GradScaler)
+    params = with_grads([torch.ones(4), torch.ones(3, dtype=torch.float64)])
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    with count_reads() as reads:
+        scaler.step(optimizer)
+        scaler.update()
+    assert len(reads) == 1
+    with count_reads() as reads:
+        scaler.stepped(optimizer)
+        scaler.skipped(optimizer)
+    assert reads == []
+
+
+def test_a_captured_iteration_counts_itself_alone(monkeypatch) -> None:
+    """What is summed up within a graph is summed up at each replay: not what was noted before the capture."""
+    scaler = started(GradScaler)
+    (param,) = with_grads([torch.ones(1)])
+    optimizer = torch.optim.SGD([param], lr=0.1)
+
+    def iteration(value: float) -> None:
+        param.grad = torch.tensor([value])
+        scaler.step(optimizer)
+        scaler.update()
+
+    def counted() -> list[int]:
+        return scaler._live.ledger._totals.tolist()
+
+    for value in (1.0, math.inf, math.nan):
+        iteration(value)
+    assert counted()[:2] == [0, 0]
+    monkeypatch.setattr("ampkit.scaler.history._is_capturing", lambda _: True)
+    iteration(1.0)
+    assert dict(zip(_COUNTED, counted(), strict=True)) == {
+        **dict.fromkeys(_COUNTED, 0), "updates": 1, "attempts": 1, "inf_values": 1, "nan_values": 1
+    }
+    monkeypatch.undo()
+    stats = scaler.stats()
+    assert (stats.updates, stats.steps, stats.skips, stats.overflows, stats.backoffs) == (4, 2, 2, 2, 2)
+    assert [row["overflow"] for row in scaler.history] == [False, True, True]
+
+
+def test_replays_between_updates_are_no_growth_of_theirs(monkeypatch) -> None:
+    scaler = started(GradScaler)
+    (param,) = with_grads([torch.ones(1)])
+    optimizer = torch.optim.SGD([param], lr=0.1)
+
+    def iteration() -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    monkeypatch.setattr("ampkit.scaler.history._is_capturing", lambda _: True)
+    iteration()
+    monkeypatch.undo()
+    for _ in range(2):
+        iteration()
+        scaler._scale.mul_(2.0)     # as replays would, which count their growths by themselves
+    stats = scaler.stats()
+    assert (stats.updates, stats.growths, stats.backoffs) == (3, 0, 0)
+
+
+def test_totals_survive_a_checkpoint() -> None:
+    scaler = started(GradScaler)
+    (param,) = with_grads([torch.tensor([math.inf])])
+    scaler.step(torch.optim.SGD([param], lr=0.1))
+    scaler.update()
+    fresh = GradScaler("cpu")
+    fresh.load_state_dict(scaler.state_dict())
+    assert fresh.stats() == scaler.stats()
+    fresh.scale(torch.ones((), requires_grad=True))
+    assert fresh.stats() == scaler.stats()
+    live = started(GradScaler)
+    live.load_state_dict(scaler.state_dict())
+    assert live.stats() == scaler.stats()
+
+
+def test_stats_are_plain_numbers_for_trackers() -> None:
+    numbers = started(GradScaler).stats().as_dict()
+    assert numbers["scale"] == 65536.0
+    assert all(type(value) in (int, float) for value in numbers.values())
+    assert set(numbers) == set(ScalerStats.__dataclass_fields__)
+    assert GradScaler("cpu").history == []

@@ -1,0 +1,195 @@
+"""Reports that name the parameters behind a skipped step, and the alarm for a collapsed scale."""
+
+import math
+
+import pytest
+import torch
+
+import ampkit.optim
+from ampkit.scaler.grad_scaler import GradScaler
+from ampkit.scaler.loss_scale import DynamicLossScale, StaticLossScale
+from ampkit.scaler.overflow import LossScaleStuckError
+from ampkit.testing import plant_nonfinite
+from tests.helpers.scaler_tools import count_reads, started, with_grads
+
+MAKERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "adam_fused": lambda params: torch.optim.Adam(params, lr=0.1, fused=True),
+    "ampkit": lambda params: ampkit.optim.AdamW(params, lr=0.1),
+}
+
+
+def small_model() -> torch.nn.Sequential:
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+
+
+def train(scaler, model, optimizer, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2, 3)).square().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_the_culprits_are_named_and_counted_worst_first(maker) -> None:
+    model = small_model()
+    optimizer = MAKERS[maker](model.named_parameters())
+    scaler = GradScaler("cpu")
+    plant_nonfinite(model[0].weight, 3, "nan", index=5)
+    plant_nonfinite(model[2].bias, 3, "inf")
+    with plant_nonfinite(model[2].bias, 3, "-inf", index=1):
+        train(scaler, model, optimizer, 3)
+    report = scaler.overflow_report()
+    assert [(c.name, c.inf, c.nan, c.elements, c.dtype) for c in report] == [
+        ("2.bias", 2, 0, 2, torch.float32),
+        ("0.weight", 0, 1, 12, torch.float32),
+    ]
+    assert str(report) == "2.bias: 2 inf, 0 NaN of 2 (float32)\n0.weight: 0 inf, 1 NaN of 12 (float32)"
+    assert (scaler.stats().inf_values, scaler.stats().nan_values) == (2, 1)
+
+
+def test_the_report_stays_when_gradients_are_gone_and_training_goes_on() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu")
+    plant_nonfinite(model[0].bias, 2)
+    train(scaler, model, optimizer, 2)
+    optimizer.zero_grad(set_to_none=True)
+    train(scaler, model, optimizer, 2)
+    assert [c.name for c in scaler.overflow_report()] == ["group 0, parameter 1"]
+    assert [c.name for c in scaler.overflow_report(model)] == ["0.bias"]
+    assert [c.name for c in scaler.overflow_report(model, optimizer=optimizer)] == ["0.bias"]
+
+
+def test_two_optimizers_report_together_or_apart() -> None:
+    scaler = started(GradScaler)
+    a, b = with_grads([torch.tensor([math.inf, math.nan]), torch.tensor([math.nan])])
+    first, second = torch.optim.SGD([("a", a)], lr=0.1), torch.optim.SGD([("b", b)], lr=0.1)
+    scaler.step(first)
+    scaler.step(second)
+    scaler.update()
+    assert [c.name for c in scaler.overflow_report()] == ["a", "b"]
+    assert [c.name for c in scaler.overflow_report(optimizer=second)] == ["b"]
+
+
+def test_every_kind_of_gradient_is_counted() -> None:
+    nan, inf = math.nan, math.inf
+    params = with_grads(
+        [
+            torch.tensor([complex(nan, inf), 1j]),
+            torch.tensor([inf, 1.0], dtype=torch.bfloat16),
+            torch.tensor([nan], dtype=torch.float64),
+        ]
+    )
+    table = torch.nn.Parameter(torch.ones(4))
+    table.grad = torch.sparse_coo_tensor([[2]], torch.tensor([nan]), (4,), check_invariants=True)
+    scaler = started(GradScaler)
+    scaler.step(torch.optim.SGD([*params, table], lr=0.1))
+    report = {c.name[-1]: (c.inf, c.nan, c.dtype) for c in scaler.overflow_report()}
+    assert report == {
+        "0": (1, 1, torch.complex64),
+        "1": (1, 0, torch.bfloat16),
+        "2": (0, 1, torch.float64),
+        "3": (0, 1, torch.float32),
+    }
+
+
+def test_no_skip_no_report_and_no_cost() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu")
+    called = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ampkit.gradients.kernels.nonfinite_counts", lambda grads: called.append(grads))
+        train(scaler, model, optimizer, 3)
+    assert called == []
+    assert scaler.overflow_report(model) == ()
+    assert str(scaler.overflow_report(model)) == "no parameter held inf or NaN"
+
+
+class Aware(torch.optim.SGD):
+    """Skips by itself, as on an accelerator; there is nothing to update here."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self) -> None:
+        pass
+
+
+def test_on_an_accelerator_the_gradients_are_examined_when_asked(monkeypatch) -> None:
+    """A flag that the host cannot see for free, as on a GPU: the step reads nothing, the report does."""
+    monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda _: False))
+    (param,) = with_grads([torch.tensor([math.inf])])
+    optimizer = Aware([("w", param)], lr=0.1)
+    scaler = started(GradScaler)
+    with count_reads() as reads:
+        scaler.step(optimizer)
+        scaler.update()
+    assert reads == []
+    assert scaler.stats().inf_values == 0
+    assert [c.name for c in scaler.overflow_report()] == ["w"]
+    assert not scaler.stepped(optimizer)
+    param.grad = None
+    assert scaler.overflow_report() == ()
+
+    eager = started(GradScaler, count_every_step=True)
+    (other,) = with_grads([torch.tensor([math.nan])])
+    optimizer = Aware([("v", other)], lr=0.1)
+    with count_reads() as reads:
+        eager.step(optimizer)
+        eager.update()
+    assert reads == []
+    other.grad = None
+    assert [c.name for c in eager.overflow_report()] == ["v"]
+    assert eager.stats().nan_values == 1
+
+
+class TestAlarm:
+    def overflow(self, scaler, times: int = 1) -> None:
+        for _ in range(times):
+            scaler.scale(torch.ones((), requires_grad=True))
+            (param,) = with_grads([torch.tensor([math.inf])])
+            scaler.step(torch.optim.SGD([param], lr=0.1))
+            scaler.update()
+
+    def test_a_collapsed_scale_warns_once(self) -> None:
+        scaler = GradScaler("cpu", 2.0**-13)
+        self.overflow(scaler)
+        with pytest.warns(UserWarning, match=r"fallen to 6.1e-05 and gradients still overflow") as caught:
+            self.overflow(scaler)
+        assert caught[0].filename == __file__
+        self.overflow(scaler, 5)
+
+    def test_it_can_raise_with_everything_in_order(self) -> None:
+        scaler = GradScaler("cpu", loss_scale=DynamicLossScale(4.0, min_scale=2.0), on_stuck="raise")
+        self.overflow(scaler)
+        with pytest.raises(LossScaleStuckError, match="fallen to 2 and gradients still overflow"):
+            self.overflow(scaler)
+        scaler.update()
+        assert scaler.get_scale() == 2.0
+        assert scaler.stats().skips == 2
+
+    def test_it_can_call_the_user(self) -> None:
+        seen = []
+        scaler = GradScaler("cpu", loss_scale=DynamicLossScale(2.0, min_scale=2.0), on_stuck=seen.append)
+        self.overflow(scaler, 3)
+        assert [stats.skips for stats in seen] == [1, 2, 3]
+        assert seen[-1].scale == 2.0
+
+    def test_a_static_scale_is_not_stuck(self) -> None:
+        self.overflow(GradScaler("cpu", loss_scale=StaticLossScale(2.0**-20), on_stuck="raise"), 3)
+
+    def test_where_only_the_device_knows_it_sounds_when_stats_are_read(self, monkeypatch) -> None:
+        monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda _: False))
+        scaler = started(GradScaler, 2.0**-14)
+        (param,) = with_grads([torch.tensor([math.inf])])
+        scaler.step(Aware([param], lr=0.1))
+        scaler.update()
+        with pytest.warns(UserWarning, match="gradients still overflow"):
+            scaler.stats()
+        scaler.stats()
+
+    def test_other_words_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="on_stuck is 'scream'; expected 'warn', 'raise' or a function"):
+            GradScaler("cpu", on_stuck="scream")

@@ -1,0 +1,390 @@
+"""FP16Optimizer: the scripts that were written around one, against a scaler and masters by hand."""
+
+import argparse
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ampkit import optim
+from ampkit.scaler.grad_scaler import GradScaler
+from ampkit.scaler.loss_scale import DynamicLossScale, StaticLossScale
+from ampkit.whole_model.fp16_optimizer import FP16Optimizer
+from ampkit.whole_model.master_weights import MasterWeights
+
+HALVES = [torch.float16, torch.bfloat16]
+ids = {"ids": lambda value: str(value).removeprefix("torch.")}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "torch": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "ampkit": lambda params: optim.AdamW(params, lr=1e-2),
+}
+
+
+def model_of(dtype: torch.dtype = torch.float16) -> nn.Sequential:
+    """Half linear layers around a float32 norm, as scripts of that time had them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 3)).to(dtype)
+    model[2].float()
+    return model
+
+
+def batches(n: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [(torch.randn(8, 6, generator=generator), torch.randint(3, (8,), generator=generator)) for _ in range(n)]
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x.to(model[0].weight.dtype)).float(), y)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
+@pytest.mark.parametrize("dtype", HALVES, **ids)
+def test_it_is_a_scaler_and_masters_to_the_bit(dtype: torch.dtype, make: Callable[[Any], Any]) -> None:
+    """Losses, scale and weights of 12 steps with clipping, an overflow and a growth among them."""
+    rule = {"init_scale": 2.0**12, "scale_window": 4}
+    model = model_of(dtype)
+    optimizer = FP16Optimizer(make(model.parameters()), dynamic_loss_scale=True, dynamic_loss_args=rule)
+    twin = model_of(dtype)
+    by_hand = make(twin.parameters())
+    masters = MasterWeights(by_hand)
+    scaler = GradScaler("cpu", loss_scale=DynamicLossScale(init_scale=2.0**12, growth_interval=4))
+    for index, (x, y) in enumerate(batches(12)):
+        factor = torch.inf if index == 5 else 1.0
+        optimizer.zero_grad()
+        loss = loss_of(model, x, y) * factor
+        optimizer.backward(loss)
+        optimizer.clip_master_grads(0.5)
+        optimizer.step()
+        by_hand.zero_grad()
+        expected = loss_of(twin, x, y) * factor
+        scaler.scale(expected).backward()
+        scaler.unscale_(by_hand)
+        scaler.clip_grad_norm_(by_hand, 0.5)
+        scaler.step(by_hand)
+        scaler.update()
+        assert torch.equal(loss, expected)
+        assert optimizer.loss_scale == scaler.get_scale()
+        assert optimizer.overflow is (index == 5)
+        for a, b in zip(optimizer.masters.masters(), masters.masters(), strict=True):
+            assert torch.equal(a, b)
+        for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(a, b)
+    stats = optimizer.scaler.stats()
+    assert (stats.steps, stats.skips, stats.growths) == (11, 1, 2)
+
+
+@pytest.mark.parametrize("loss_scale", ["0", "128", "1"])
+def test_scripts_with_a_loss_scale_option(loss_scale: str) -> None:
+    """`--fp16 --loss_scale 0` is dynamic, a power of two static, as BERT's scripts have it, in both spellings."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fp16", action="store_true")
+    parser.add_argument("--loss_scale", type=float, default=0)
+    args = parser.parse_args(["--fp16", "--loss_scale", loss_scale])
+    ends = []
+    for spelling in ("if", "number"):
+        model = model_of()
+        decayed = [p for p in model.parameters() if p.ndim > 1]
+        others = [p for p in model.parameters() if p.ndim == 1]
+        groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=5e-2)
+        if spelling == "number":
+            optimizer = FP16Optimizer(optimizer, static_loss_scale=args.loss_scale)
+        elif args.loss_scale == 0:
+            optimizer = FP16Optimizer(optimizer, dynamic_loss_scale=True)
+        else:
+            optimizer = FP16Optimizer(optimizer, static_loss_scale=args.loss_scale)
+        losses = []
+        x, y = batches(1)[0]
+        for step in range(60):
+            loss = loss_of(model, x, y)
+            optimizer.backward(loss)
+            for group in optimizer.param_groups:
+                group["lr"] = 5e-2 * (1 - step / 80)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[-1] < losses[0] / 3
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
+        expected = DynamicLossScale if loss_scale == "0" else StaticLossScale
+        assert type(optimizer.scaler.loss_scale) is expected
+        if loss_scale != "0":
+            assert optimizer.loss_scale == float(loss_scale)
+        ends.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def test_a_first_scale_that_is_too_large_is_found_out() -> None:
+    """2**32 cannot fit float16: the first steps are skipped, each halving it, and then it trains."""
+    model = model_of()
+    optimizer = FP16Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), dynamic_loss_scale=True)
+    x, y = batches(1)[0]
+    for _ in range(25):
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model, x, y))
+        optimizer.step()
+    stats = optimizer.scaler.stats()
+    assert stats.skips == stats.backoffs > 5
+    assert stats.steps > 5
+    assert optimizer.loss_scale == 2.0 ** (32 - stats.skips)
+
+
+@pytest.mark.parametrize("update", [True, False])
+def test_backwards_add_up(update: bool) -> None:
+    """Two losses, each taken at once or both at the end; the float32 parameters beside the masters too."""
+    x, y = batches(1)[0]
+    grads = []
+    for apart in (False, True):
+        model = model_of().eval()
+        optimizer = FP16Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), static_loss_scale=256.0)
+        losses = loss_of(model, x, y), loss_of(model, -x, y)
+        if apart:
+            for loss in losses:
+                optimizer.backward(loss, update_master_grads=update)
+            if not update:
+                optimizer.update_master_grads()
+        else:
+            optimizer.backward(losses[0] + losses[1])
+        grads.append([p.grad.clone() for group in optimizer.param_groups for p in group["params"]])
+        optimizer.step()
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-4)
+
+
+def test_gradients_of_float32_parameters_are_unscaled_once() -> None:
+    model = model_of().eval()
+    optimizer = FP16Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), static_loss_scale=1024.0)
+    x, y = batches(1)[0]
+    for count in (1, 2, 3):
+        optimizer.backward(loss_of(model, x, y))
+        if count == 1:
+            first = model[2].weight.grad.clone()
+        torch.testing.assert_close(model[2].weight.grad, first * count, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:scale.. got a loss that does not require grad")
+def test_an_exception_in_backward_leaves_gradients_as_they_were() -> None:
+    model = model_of()
+    optimizer = FP16Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), static_loss_scale=16.0)
+    x, y = batches(1)[0]
+    optimizer.backward(loss_of(model, x, y))
+    before = model[2].weight.grad.clone()
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        optimizer.backward(torch.ones(()))
+    assert torch.equal(model[2].weight.grad, before)
+    optimizer.step()
+
+
+
+def test_clipping_gives_torchs_norm_and_limits_it() -> None:
+    for norm_type in (2.0, 1.0, float("inf")):
+        model = model_of()
+        optimizer = FP16Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), static_loss_scale=64.0)
+        optimizer.backward(loss_of(model, *batches(1)[0]))
+        grads = [p.grad.clone() for group in optimizer.param_groups for p in group["params"]]
+        expected = torch.nn.utils.get_total_norm(grads, norm_type)
+        torch.testing.assert_close(optimizer.clip_master_grads(0.01, norm_type), expected)
+        clipped = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        limit = torch.nn.utils.get_total_norm(clipped, norm_type)
+        torch.testing.assert_close(limit, torch.tensor(0.01), rtol=1e-3, atol=0.0)
+
+
+def test_closures_are_retried_until_they_fit() -> None:
+    model = model_of()
+    inner = torch.optim.LBFGS(model.parameters(), lr=0.2, max_iter=4)
+    optimizer = FP16Optimizer(inner, dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 2.0**24})
+    x, y = batches(1)[0]
+    losses = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, x, y)
+        optimizer.backward(loss)
+        losses.append(loss.item())
+        return loss
+
+    first = optimizer.step(closure)
+    assert isinstance(first, Tensor)
+    optimizer.step(closure)
+    assert losses[-1] < losses[0] / 2
+    assert optimizer.loss_scale < 2.0**24
+    for half, master in zip(optimizer.masters.halves(), optimizer.masters.masters(), strict=True):
+        assert torch.equal(half, master.half())
+    before = [p.detach().clone() for p in optimizer.masters.masters()]
+
+    def hopeless() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, x, y) * torch.inf
+        optimizer.backward(loss)
+        return loss
+
+    optimizer.scaler.on_stuck = lambda stats: None
+    with pytest.raises(RuntimeError, match="the closure's gradients overflow at every loss scale down to"):
+        optimizer.step(hopeless)
+    assert all(torch.equal(a, b) for a, b in zip(before, optimizer.masters.masters(), strict=True))
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
+def test_resuming_is_bit_for_bit(make: Callable[[Any], Any]) -> None:
+    def start() -> tuple[nn.Module, FP16Optimizer]:
+        model = model_of()
+        args = {"init_scale": 2.0**14, "scale_window": 3}
+        return model, FP16Optimizer(make(model.parameters()), dynamic_loss_scale=True, dynamic_loss_args=args)
+
+    def train(model: nn.Module, optimizer: FP16Optimizer, data: list[tuple[Tensor, Tensor]]) -> None:
+        for x, y in data:
+            optimizer.zero_grad()
+            optimizer.backward(loss_of(model, x, y))
+            optimizer.step()
+
+    straight, straight_optimizer = start()
+    train(straight, straight_optimizer, batches(8))
+    model, optimizer = start()
+    train(model, optimizer, batches(8)[:4])
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict()], file)
+    file.seek(0)
+    saved = torch.load(file)
+    model, optimizer = start()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    train(model, optimizer, batches(8)[4:])
+    assert optimizer.loss_scale == straight_optimizer.loss_scale > 2.0**14
+    for a, b in zip(model.state_dict().values(), straight.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(KeyError, match=r"'fp32_from_fp16', 'loss_scaler', 'optimizer_state_dict'\] missing"):
+        optimizer.load_state_dict({})
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "message"),
+    [
+        ("loss_scaler", {}, "source state dict is empty"),
+        ("loss_scaler", None, "expected a dict"),
+        ("fp32_from_fp16", None, "the saved masters are None; expected a list of tensors per parameter group"),
+        ("fp32_from_fp16", [[1.0, None]], "the saved master 0 of group 0 is 1.0; expected a tensor or None"),
+        ("optimizer_state_dict", {"param_groups": [], "state": {}}, "different number of parameter groups"),
+    ],
+)
+def test_a_state_loads_as_a_whole_or_not_at_all(entry, value, message) -> None:
+    def started(lr: float) -> FP16Optimizer:
+        model = torch.nn.Linear(2, 1).half()
+        optimizer = FP16Optimizer(torch.optim.SGD(model.parameters(), lr=lr), 0)
+        optimizer.backward(model(torch.ones(1, 2).half()).sum())
+        optimizer.step()
+        return optimizer
+
+    ours, saved = started(0.25), {**started(0.5).state_dict(), entry: value}
+    before = copy.deepcopy(ours.state_dict())
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=message):
+        ours.load_state_dict(saved)
+    after = ours.state_dict()
+    assert all(map(torch.equal, after.pop("fp32_from_fp16")[0], before.pop("fp32_from_fp16")[0]))
+    assert after == before
+
+
+def test_the_scale_can_be_set() -> None:
+    for dynamic in (False, True):
+        model = model_of()
+        optimizer = FP16Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), 64.0, dynamic)
+        optimizer.loss_scale = 512.0
+        assert optimizer.loss_scale == 512.0
+        optimizer.backward(loss_of(model, *batches(1)[0]))
+        optimizer.step()
+        assert optimizer.loss_scale == 512.0
+        with pytest.raises(ValueError, match=r"scale is (0.0|-?0)"):
+            optimizer.loss_scale = 0.0
+
+
+def test_schedulers_hooks_and_groups_take_it_for_the_optimizer() -> None:
+    model = model_of()
+    optimizer = FP16Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), static_loss_scale=8.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    stepped = []
+    optimizer.register_step_post_hook(lambda *args: stepped.append(1))
+    for _ in range(2):
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model, *batches(1)[0]))
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.optimizer.param_groups[0]["lr"] == 0.025
+    assert stepped == [1, 1]
+    extra = nn.Linear(3, 1).half()
+    optimizer.add_param_group({"params": extra.parameters(), "lr": 0.5})
+    before = extra.weight.clone()
+    optimizer.zero_grad()
+    optimizer.backward(extra(model(batches(1)[0][0].half())).float().sum())
+    optimizer.step()
+    assert not torch.equal(extra.weight, before)
+    assert optimizer.masters.master_of(extra.weight) is not None
+
+
+def test_a_skipped_step_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    model = model_of()
+    optimizer = FP16Optimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), dynamic_loss_scale=True,
+        dynamic_loss_args={"init_scale": 64.0}, verbose=True,
+    )
+    optimizer.backward(loss_of(model, *batches(1)[0]) * torch.inf)
+    norm = optimizer.clip_master_grads(1.0)
+    assert not torch.isfinite(norm)
+    assert optimizer.step() is None
+    assert optimizer.overflow
+    assert capsys.readouterr().out == "ampkit: gradients overflowed, step skipped; the loss scale is 32 now\n"
+    model.zero_grad()       # the masters let go of theirs at the step
+    optimizer.backward(loss_of(model, *batches(1)[0]))
+    assert not optimizer.overflow
+    optimizer.step()
+    assert optimizer.scaler.stats().steps == 1
+    assert all(bool(torch.isfinite(p).all()) for p in optimizer.masters.masters())
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_skipped_step_names_the_parameters(make: Callable[[Any], Any]) -> None:
+    model = model_of()
+    optimizer = FP16Optimizer(make(model.parameters()), dynamic_loss_scale=True)
+    (x, _), = batches(1)
+    optimizer.backward(model(x.half()).float().sum() * float("nan"))
+    optimizer.step()        # which drops the masters' gradients
+    report = optimizer.scaler.overflow_report(model)
+    assert sorted(culprit.name for culprit in report) == sorted(name for name, _ in model.named_parameters())
+    assert optimizer.scaler.stats().nan_values == sum(param.numel() for param in model.parameters())
+
+
+def test_what_is_refused() -> None:
+    model = model_of()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"wraps a plain torch.optim.Optimizer, got Sequential"):
+        FP16Optimizer(model)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"scale is -1.0; expected a number from"):
+        FP16Optimizer(inner, static_loss_scale=-1.0)
+    with pytest.raises(ValueError, match="dynamic_loss_args were given for a static scale"):
+        FP16Optimizer(inner, 128.0, dynamic_loss_args={"scale_window": 2})
+    with pytest.raises(TypeError, match=r"dynamic_loss_args has \['window'\]; expected \['init_scale', 'scale_factor'"):
+        FP16Optimizer(inner, dynamic_loss_scale=True, dynamic_loss_args={"window": 2})
+    optimizer = FP16Optimizer(inner, static_loss_scale=128.0)
+    with pytest.raises(TypeError, match="got FP16Optimizer"):
+        FP16Optimizer(optimizer)
+    with pytest.raises(RuntimeError, match="SGD has master weights already"):
+        FP16Optimizer(inner)
+    with pytest.raises(RuntimeError, match=r"step\(\) without a backward since the last step; call optimizer.backward"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=r"clip_master_grads\(\) without a backward"):
+        optimizer.clip_master_grads(1.0)
+    with pytest.raises(RuntimeError, match="no scaled gradients to take"):
+        optimizer.update_master_grads()
+    with pytest.raises(TypeError, match=r"backward takes the loss tensor, got float; pass it before .item\(\)"):
+        optimizer.backward(1.0)  # type: ignore[arg-type]
+    optimizer.backward(loss_of(model, *batches(1)[0]), update_master_grads=False)
+    with pytest.raises(RuntimeError, match=r"gradients are still scaled; call optimizer.update_master_grads"):
+        optimizer.step()
+    for copying in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"cannot be pickled or copied; save state_dict\(\)"):
+            copying(optimizer)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = optimizer.no_such_name

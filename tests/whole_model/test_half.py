@@ -1,0 +1,432 @@
+"""half, check_half and containers: what is converted, what is cast, what is refused, what is reported."""
+
+import collections
+import copy
+import dataclasses
+import pickle
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from ampkit import wrap_forward
+from ampkit.containers import cast_tree
+from ampkit.whole_model.check_half import check_half
+from ampkit.whole_model.half import NORMS, half
+
+HALVES = [torch.float16, torch.bfloat16]
+ids = {"ids": lambda value: str(value).removeprefix("torch.")}
+
+
+# --- cast_tree
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    image: Any
+    label: Any = None
+    made: Any = dataclasses.field(init=False, default=None)
+
+
+class Own:
+    """A batch class with a `to`, as Apex expects of it."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def to(self, dtype: torch.dtype) -> "Own":
+        return Own(self.x.to(dtype))
+
+
+leaves = st.sampled_from(["f32", "f64", "bf16", "int", "bool", "complex", "text", "none", "number"])
+trees = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.tuples(inner, inner),
+        st.builds(Point, inner, inner),
+        st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+        st.builds(Batch, inner, inner),
+        st.dictionaries(st.sampled_from("ab"), inner, max_size=2).map(collections.OrderedDict),
+    ),
+    max_leaves=8,
+)
+
+
+def leaf(name: str) -> Any:
+    return {
+        "f32": torch.ones(1), "f64": torch.ones(1).double(), "bf16": torch.ones(1).bfloat16(),
+        "int": torch.ones(1, dtype=torch.int64), "bool": torch.ones(1, dtype=torch.bool),
+        "complex": torch.ones(1, dtype=torch.complex64), "text": "f32", "none": None, "number": 1.5,
+    }[name]
+
+
+def built(tree: Any, cast: bool) -> Any:
+    """The tree with leaves in place of their names; floats as they should come out, if `cast`."""
+    if isinstance(tree, str):
+        value = leaf(tree)
+        return value.half() if cast and tree in ("f32", "f64", "bf16") else value
+    if isinstance(tree, dict):
+        return type(tree)((key, built(item, cast)) for key, item in tree.items())
+    if isinstance(tree, Batch):
+        return Batch(built(tree.image, cast), built(tree.label, cast))
+    items = [built(item, cast) for item in tree]
+    return Point(*items) if isinstance(tree, Point) else type(tree)(items)
+
+
+def same(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        return a.dtype is b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, Batch):
+        return same((a.image, a.label), (b.image, b.label))
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+@given(trees)
+def test_trees_come_back_in_their_own_types_with_floats_cast(tree: Any) -> None:
+    value = built(tree, cast=False)
+    result = cast_tree(value, torch.float16)
+    assert same(result, built(tree, cast=True))
+    assert same(value, built(tree, cast=False))       # the original is untouched
+    assert cast_tree(result, torch.float16) is result
+
+
+def test_other_containers() -> None:
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    result = cast_tree(packed, torch.float16)
+    assert (result.data.dtype, result.batch_sizes.dtype) == (torch.float16, torch.int64)
+    found = cast_tree(torch.ones(2, 2).max(0), torch.float16)
+    assert type(found) is torch.return_types.max
+    assert found.values.dtype is torch.float16
+    assert cast_tree(Own(torch.ones(1)), torch.float16).x.dtype is torch.float16
+    module = nn.Linear(1, 1)
+    assert cast_tree([module], torch.float16)[0] is module
+    assert module.weight.dtype is torch.float32
+    outputs = pytest.importorskip("transformers").modeling_outputs.BaseModelOutput(torch.ones(1), hidden_states=None)
+    result = cast_tree(outputs, torch.float16)
+    assert type(result) is type(outputs)
+    assert result.last_hidden_state.dtype is result["last_hidden_state"].dtype is result[0].dtype is torch.float16
+    encoding = pytest.importorskip("transformers").BatchEncoding({"x": torch.ones(1)})
+    assert cast_tree(encoding, torch.float16)["x"].dtype is torch.float16
+    assert encoding["x"].dtype is torch.float32
+
+
+def test_casts_are_differentiated() -> None:
+    x = torch.ones(2, requires_grad=True)
+    cast_tree([x], torch.float16)[0].float().sum().backward()
+    assert x.grad.dtype is torch.float32
+
+
+# --- half
+
+
+class Net(nn.Module):
+    """A bit of everything: convolution, norms, attention mask, recurrence, tensors made in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.bn = nn.BatchNorm2d(4)
+        self.block = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6))
+        self.rnn = nn.LSTM(6, 5, batch_first=True)
+        self.register_buffer("mask", torch.tensor([0.0, -1e9]))
+        self.register_buffer("ids", torch.arange(2))
+
+    def forward(self, batch: dict[str, Tensor], *, extra: Any = None) -> Any:
+        x = self.bn(self.conv(batch["image"]))
+        x = self.block(x.mean((1, 2)))[:, None]
+        hidden = x.new_zeros(1, len(x), 5)
+        y, _ = self.rnn(x, (hidden, torch.zeros_like(hidden)))
+        return {"y": y, "extra": extra, "ids": self.ids}
+
+
+def sample() -> dict[str, Tensor]:
+    return {"image": torch.randn(3, 1, 8, 8)}
+
+
+@pytest.mark.parametrize("dtype", HALVES, **ids)
+def test_a_half_model_takes_what_it_took_before(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = Net().eval()
+    low = half(model, dtype, cast_outputs=torch.float32)
+    batch = sample()
+    output, expected = low(batch, extra=[torch.ones(1).double()]), model(batch)
+    torch.testing.assert_close(output["y"], expected["y"], rtol=0.1, atol=0.03)
+    assert output["extra"][0].dtype is torch.float32
+    assert output["ids"].dtype is torch.int64
+    assert batch["image"].dtype is torch.float32
+    assert half(model, dtype)(batch)["y"].dtype is dtype
+
+
+@pytest.mark.parametrize("dtype", HALVES, **ids)
+def test_what_is_converted(dtype: torch.dtype) -> None:
+    model = Net()
+    low = half(model, dtype)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    expected = {name: torch.float32 if name.startswith("bn") else dtype for name, _ in model.named_parameters()}
+    assert {name: p.dtype for name, p in low.named_parameters()} == expected
+    assert (low.bn.running_var.dtype, low.bn.num_batches_tracked.dtype) == (torch.float32, torch.int64)
+    assert (low.mask.dtype, low.ids.dtype) == (dtype, torch.int64)
+    assert torch.isfinite(low.mask).all()
+    assert isinstance(low, Net)
+    assert low.state_dict().keys() == model.state_dict().keys()
+
+
+def test_masks_saturate_and_infinities_stay() -> None:
+    model = nn.Module()
+    values = torch.tensor([torch.finfo(torch.float32).min, -1e9, 1e5, float("inf"), float("nan"), 1.0])
+    model.register_buffer("mask", values)
+    low = half(model).mask
+    assert low[:4].tolist() == [-65504.0, -65504.0, 65504.0, float("inf")]
+    assert torch.isnan(low[4])
+    wide = half(model, torch.bfloat16).mask
+    assert wide[0] == torch.finfo(torch.bfloat16).min
+
+
+@pytest.mark.parametrize("keep", ["block.*", ("block.1",), (nn.LayerNorm,), NORMS], ids=str)
+@pytest.mark.parametrize("dtype", HALVES, **ids)
+def test_kept_modules_compute_in_float32(keep: Any, dtype: torch.dtype) -> None:
+    seen = {}
+    low = half(Net(), dtype, keep)
+    low.block[1].register_forward_hook(lambda m, args, out: seen.update(i=args[0].dtype, w=m.weight.dtype, o=out.dtype))
+    low(sample())
+    assert seen == {"i": torch.float32, "w": torch.float32, "o": dtype}
+
+
+def test_a_kept_module_may_be_named_by_itself_and_hold_others() -> None:
+    model = Net()
+    low = half(model, torch.bfloat16, (model.block, nn.LayerNorm, nn.BatchNorm2d))
+    assert {p.dtype for p in low.block.parameters()} == {torch.float32}
+    inner = []
+    low.block[1].register_forward_hook(lambda m, args, out: inner.append((args[0].dtype, out.dtype)))
+    low(sample())
+    assert inner == [(torch.float32, torch.float32)]      # casts are around the block, not inside
+    assert not low.block[1]._forward_pre_hooks
+
+
+def test_in_place_keeps_identities_and_the_optimizer() -> None:
+    model = Net()
+    params = list(model.parameters())
+    assert half(model, torch.bfloat16, in_place=True) is model
+    assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+    assert params[0].dtype is torch.bfloat16
+
+
+def test_ties_stay() -> None:
+    model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 4, bias=False))
+    model[1].weight = model[0].weight
+    low = half(model)
+    assert low[1].weight is low[0].weight
+    assert low(torch.arange(4)).dtype is torch.float16
+    with pytest.raises(ValueError, match=r"parameters 1.weight and 0.weight are one tensor.*name both their modules"):
+        half(model, keep_fp32="1")
+
+
+def test_copies_pickles_and_compilation() -> None:
+    low = half(Net(), torch.bfloat16, (nn.LayerNorm,)).eval()
+    batch = sample()
+    expected = low(batch)["y"]
+    assert torch.equal(copy.deepcopy(low)(batch)["y"], expected)
+    assert torch.equal(pickle.loads(pickle.dumps(low))(batch)["y"], expected)
+    head = half(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.bfloat16)
+    torch._dynamo.reset()
+    x = torch.randn(2, 4)
+    assert torch.equal(torch.compile(head, backend="eager", fullgraph=True)(x), head(x))
+
+
+class Factory(nn.Module):
+    """Makes its first state from nothing, in the default dtype."""
+
+    def __init__(self, cell: type[nn.Module]) -> None:
+        super().__init__()
+        self.rnn = cell(4, 3)
+        self.first = (torch.zeros(1, 2, 3),) * 2 if cell is nn.LSTM else torch.zeros(1, 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rnn(x, self.first)[0]
+
+
+@pytest.mark.parametrize("dtype", HALVES, **ids)
+@pytest.mark.parametrize("cell", [nn.RNN, nn.LSTM, nn.GRU])
+def test_a_region_covers_what_forward_makes(cell: type[nn.Module], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = Factory(cell)
+    x = torch.randn(5, 2, 4)
+    with pytest.raises((RuntimeError, ValueError)):
+        half(model, dtype)(x)
+    low = half(model, dtype, in_region=True, cast_outputs=torch.float32)
+    torch.testing.assert_close(low(x), model(x), rtol=0.1, atol=0.02)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_parameter_that_does_not_fit_is_found_before_anything_changes() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with torch.no_grad():
+        model[1].weight[0, 0] = -1e6
+    with pytest.raises(ValueError, match=r"parameter 1.weight holds 1e\+06, and torch.float16 ends at 6.55e\+04; keep"):
+        half(model, in_place=True)
+    assert type(model) is nn.Sequential
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    half(model, torch.bfloat16)
+    half(model, keep_fp32="1")
+
+
+def test_what_half_refuses() -> None:
+    model = Net()
+    with pytest.raises(TypeError, match=r"half takes an nn.Module, got str"):
+        half("model")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"dtype is torch.float32; expected torch.float16 or torch.bfloat16"):
+        half(model, torch.float32)
+    with pytest.raises(ValueError, match=r"cast_outputs is torch.int8; expected a dtype such as torch.float32"):
+        half(model, cast_outputs=torch.int8)
+    with pytest.raises(ValueError, match=r"pattern 'blocks.\*' names no module of this Net; its modules are conv, bn"):
+        half(model, keep_fp32="blocks.*")
+    with pytest.raises(ValueError, match="keep_fp32 holds a Linear that is no part of this Net"):
+        half(model, keep_fp32=[nn.Linear(1, 1)])
+    with pytest.raises(TypeError, match=r"keep_fp32 holds 3; expected module classes, modules or path patterns"):
+        half(model, keep_fp32=[3])  # type: ignore[list-item]
+    with pytest.raises(RuntimeError, match=r"this Net has been through ampkit.half or ampkit.initialize already"):
+        half(half(model))
+
+
+def test_a_model_on_the_meta_device_is_converted_unseen() -> None:
+    with torch.device("meta"):
+        model = Net()
+    assert half(model).conv.weight.dtype is torch.float16
+
+
+# --- check_half
+
+
+class Square(nn.Module):
+    """Goes beyond float16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 1000.0).square()
+
+
+class Shift(nn.Module):
+    """Loses what half precision cannot hold beside a large number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + 500.0) - 500.0
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(6, 6), Square(), nn.LayerNorm(6))
+    return nn.Sequential(nn.Linear(6, 6), inner, Shift(), nn.Linear(6, 2))
+
+
+def test_the_report_names_what_overflows_and_what_loses_digits() -> None:
+    model, x = network(), torch.randn(8, 6)
+    report = check_half(model, x)
+    rows = {m.path: m for m in report.modules}
+    assert set(rows) == {"0", "1", "1.0", "1.1", "1.2", "2", "3"}
+    assert report.too_large == ["1.1"]
+    assert report.keep == ["1"]
+    assert report.overflows
+    assert rows["1.1"].overflows > 0
+    assert rows["1.1"].largest > 65504
+    assert rows["0"].overflows == 0
+    assert rows["0"].own_error < 1e-3
+    assert rows["1"].own_error is None
+    assert str(report).endswith("worth keeping in float32: 1")
+    better = check_half(model, x, keep_fp32=report.keep)    # what lies behind an overflow shows once it is gone
+    assert not better.overflows
+    assert better.keep == ["2"]
+    assert better.output.error > 0.01
+    best = check_half(model, x, keep_fp32=[*report.keep, *better.keep])
+    assert best.keep == []
+    assert best.output.error < 2e-3
+
+
+def test_errors_are_what_they_are_said_to_be() -> None:
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)), torch.randn(8, 6)
+    model.requires_grad_(False)
+    report = check_half(model, (x,), torch.bfloat16)
+    low = half(model, torch.bfloat16)
+    first, second = low[0](x.bfloat16()), low(x)
+    wanted = model[0](x)
+    by_hand = float((first.double() - wanted.double()).norm() / wanted.double().norm())
+    assert report.modules[0].error == pytest.approx(by_hand, rel=1e-6)
+    local = model[1](first.float()).double()
+    by_hand = float((second.double() - local).norm() / local.norm())
+    assert report.modules[1].own_error == pytest.approx(by_hand, rel=1e-6)
+    assert report.output.error == report.modules[1].error
+    assert report.output.largest == pytest.approx(float(model(x).abs().max()))
+
+
+def test_underflow_and_parameters_that_do_not_fit() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    with torch.no_grad():
+        model[0].weight.fill_(1e-9)
+        model[1].weight.fill_(1e5)
+    report = check_half(model, torch.ones(1, 4))
+    assert report.modules[0].underflow == 1.0
+    assert report.unfit == ["1.weight"]
+    assert "1" in report.keep
+    assert "parameters that float16 cannot hold: 1.weight" in str(report)
+    assert check_half(model, torch.ones(1, 4), torch.bfloat16).unfit == []
+
+
+def test_check_half_leaves_the_model_alone_and_takes_any_sample() -> None:
+    model = Net().train()
+    before = copy.deepcopy(model.state_dict())
+    report = check_half(model, {"batch": sample()}, torch.bfloat16, in_region=True)
+    assert report.output.error < 0.1
+    assert model.training
+    assert type(model) is Net
+    assert not any(m._forward_hooks for m in model.modules())
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+
+
+def test_a_module_called_twice_is_reported_at_its_worst() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = Shift()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.shift(self.shift(x * 0.0) + x)
+
+    report = check_half(Twice(), torch.randn(16))
+    assert report.keep == ["shift"]
+    assert report.output.overflows == 0
+    assert F.relu(torch.tensor(report.modules[0].own_error or 0.0)) > 0.01
+
+
+@pytest.mark.parametrize("twin_of", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("region_first", [False, True])
+def test_copies_of_a_model_with_two_things_around_its_forward_have_both(twin_of, region_first) -> None:
+    model = nn.Sequential(nn.Linear(4, 3))
+    for turn in (region_first, not region_first):
+        if turn:
+            wrap_forward(model, "cpu", torch.bfloat16)
+        else:
+            half(model, torch.bfloat16, cast_outputs=torch.float64, in_place=True)
+    twin = twin_of(twin_of(model))
+    assert type(twin) is not type(model)
+    assert [cls.__name__ for cls in type(twin).__mro__] == [cls.__name__ for cls in type(model).__mro__]
+    x = torch.ones(2, 4)
+    assert twin(x).dtype is torch.float64
+    assert torch.equal(twin(x), model(x))
+    with pytest.raises(RuntimeError, match="is wrapped already"):
+        wrap_forward(twin, "cpu")
+    with pytest.raises(RuntimeError, match=r"has been through ampkit\.half"):
+        half(twin)

@@ -1,0 +1,491 @@
+"""MasterWeights: against an optimizer over float32 weights, to the bit, and everything that may join or change."""
+
+import copy
+import gc
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from ampkit import optim
+from ampkit.scaler.grad_scaler import GradScaler
+from ampkit.whole_model.master_weights import MasterWeights
+
+HALVES = [torch.float16, torch.bfloat16]
+ids = {"ids": lambda value: str(value).removeprefix("torch.")}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "torch-adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "torch-sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "ampkit-adamw": lambda params: optim.AdamW(params, lr=1e-2),
+    "ampkit-sgd": lambda params: optim.SGD(params, lr=0.1, momentum=0.9),
+}
+
+
+def model_of(dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
+
+
+def inputs(n: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(4, 6, generator=generator) for _ in range(n)]
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x.to(next(model.parameters()).dtype)).float().square().mean()
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
+@pytest.mark.parametrize("dtype", HALVES, **ids)
+def test_it_is_an_optimizer_over_float32_weights(
+    dtype: torch.dtype, make: Callable[[Any], torch.optim.Optimizer]
+) -> None:
+    """By hand: float32 copies stepped with the model's gradients, rounded back. Equal to the bit, step after step."""
+    model = model_of(dtype)
+    optimizer = make(model.parameters())
+    masters = MasterWeights(optimizer)
+    twin = copy.deepcopy(model)
+    wide = [p.detach().float().requires_grad_() for p in twin.parameters()]
+    by_hand = make(wide)
+    for x in inputs(6):
+        optimizer.zero_grad()
+        loss_of(model, x).backward()
+        optimizer.step()
+        twin.zero_grad()
+        loss_of(twin, x).backward()
+        with torch.no_grad():
+            for p, w in zip(twin.parameters(), wide, strict=True):
+                w.grad = p.grad.float()
+            by_hand.step()
+            for p, w in zip(twin.parameters(), wide, strict=True):
+                p.copy_(w)
+        for a, b in zip(masters.masters(), wide, strict=True):
+            assert torch.equal(a, b)
+        for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(a, b)
+    assert all(p.grad is None for p in (*model.parameters(), *masters.masters()))
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.sampled_from(["fp16", "bf16", "fp32"]), st.booleans(), st.booleans()),
+        min_size=1, max_size=6,
+    ),
+    st.sampled_from([1.0, 2.0**-4, 0.3]),
+)
+@settings(max_examples=40)
+def test_gradients_are_widened_unscaled_added_and_checked(rows: list[tuple[int, str, bool, bool]], inv: float) -> None:
+    """Any mix of sizes, dtypes, missing and broken gradients, taken twice; float32 parameters are left alone."""
+    dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+    params = [nn.Parameter(torch.randn(n, 2).to(dtypes[name])) for n, name, _, _ in rows]
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    masters = MasterWeights(optimizer)
+    inv_scale = torch.tensor(inv)
+    totals: dict[int, Tensor] = {}
+    for _ in range(2):
+        found: dict[torch.device, Tensor] = {}
+        bad = False
+        for index, (param, (n, name, missing, broken)) in enumerate(zip(params, rows, strict=True)):
+            if missing:
+                continue
+            param.grad = torch.randn(n, 2).to(param.dtype)
+            if broken and n:
+                param.grad[0, 0] = torch.inf
+            if name != "fp32":
+                bad |= bool(broken and n)
+                product = param.grad.float() * inv_scale
+                totals[index] = totals[index] + product if index in totals else product
+        masters.take_gradients_(inv_scale, found)
+        assert all(bool(flag) == bad for flag in found.values())
+        assert bool(found) or not any(not missing and name != "fp32" for _, name, missing, _ in rows)
+    for index, (param, (_, name, missing, _)) in enumerate(zip(params, rows, strict=True)):
+        master = masters.master_of(param)
+        if name == "fp32":
+            assert master is None
+            assert (param.grad is None) is missing
+        else:
+            assert param.grad is None
+            if missing:
+                assert master.grad is None
+            else:
+                torch.testing.assert_close(master.grad, totals[index], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("make", [OPTIMIZERS["torch-adamw"], OPTIMIZERS["ampkit-adamw"]], ids=["torch", "ampkit"])
+def test_with_a_scaler_nothing_changes(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    """scale, clip, step, update as ever: power-of-two scales change no bit, and overflows change no weight."""
+    ends = []
+    for scale in (None, 2.0**8):
+        model = model_of(torch.bfloat16)
+        optimizer = make(model.parameters())
+        masters = MasterWeights(optimizer)
+        scaler = GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None, growth_interval=3)
+        for index, x in enumerate(inputs(6)):
+            optimizer.zero_grad()
+            before = [m.detach().clone() for m in masters.masters()]
+            bad = scale is not None and index == 2
+            scaler.scale(loss_of(model, x) * (torch.inf if bad else 1.0)).backward()
+            if scale is None:
+                masters.take_gradients_()
+                torch.nn.utils.clip_grad_norm_(masters.masters(), 0.05)
+                if index == 2:
+                    continue
+            else:
+                scaler.clip_grad_norm_(optimizer, 0.05)
+            scaler.step(optimizer)
+            scaler.update()
+            same = all(torch.equal(a, b) for a, b in zip(before, masters.masters(), strict=True))
+            assert same is bad
+        ends.append([m.detach() for m in masters.masters()])
+    for a, b in zip(*ends, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_torchs_scaler_sees_float32_gradients_once_they_are_taken() -> None:
+    model = model_of(torch.float16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    masters = MasterWeights(optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    for x in inputs(3):
+        before = masters.masters()[0].detach().clone()
+        scaler.scale(loss_of(model, x)).backward()
+        masters.take_gradients_()
+        scaler.step(optimizer)
+        scaler.update()
+        assert not torch.equal(before, masters.masters()[0])
+
+
+def test_closures_are_followed() -> None:
+    """LBFGS evaluates many times within a step: each time on the masters' values, rounded."""
+    model = model_of(torch.bfloat16)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=6)
+    masters = MasterWeights(optimizer)
+    (x,) = inputs(1)
+    seen = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        for half, master in zip(masters.halves(), masters.masters(), strict=True):
+            assert torch.equal(half, master.to(half.dtype))
+        loss = loss_of(model, x)
+        loss.backward()
+        seen.append(loss.item())
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    assert len(seen) > 6
+    assert seen[-1] < seen[0] / 10
+    for half, master in zip(masters.halves(), masters.masters(), strict=True):
+        assert torch.equal(half, master.to(half.dtype))
+
+
+def test_groups_that_join_later_get_masters() -> None:
+    model, extra = model_of(torch.bfloat16), nn.Linear(3, 1).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    masters = MasterWeights(optimizer)
+    optimizer.add_param_group({"params": list(extra.parameters()), "lr": 1e-3})
+    extra(model(inputs(1)[0].bfloat16())).float().sum().backward()
+    optimizer.step()
+    assert len(masters.masters()) == 6
+    assert {p.dtype for group in optimizer.param_groups for p in group["params"]} == {torch.float32}
+    master = masters.master_of(extra.weight)
+    assert torch.equal(extra.weight, master.bfloat16())
+    assert optimizer.state[master]["exp_avg"].dtype is torch.float32
+    optimizer.add_param_group({"params": [extra.weight]})
+    with pytest.raises(RuntimeError, match=r"of shape \(1, 3\) was given to the optimizer a second time, beside"):
+        optimizer.step()
+
+
+def test_frozen_parameters_wait_until_they_are_thawed() -> None:
+    model = model_of(torch.bfloat16)
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    masters = MasterWeights(optimizer)
+    assert masters.master_of(model[0].weight) is None
+    assert len(masters.masters()) == 2
+    before = model[0].weight.clone()
+    loss_of(model, inputs(1)[0]).backward()
+    optimizer.step()
+    assert torch.equal(model[0].weight, before)
+    model[0].requires_grad_(True)
+    loss_of(model, inputs(1)[0]).backward()
+    optimizer.step()
+    assert len(masters.masters()) == 4
+    assert not torch.equal(model[0].weight, before)
+
+
+def test_tied_weights_have_one_master() -> None:
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)).bfloat16()
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    masters = MasterWeights(optimizer)
+    model(torch.arange(5)).float().square().sum().backward()
+    optimizer.step()
+    assert len(masters.masters()) == 1
+    assert torch.equal(model[1].weight, masters.masters()[0].bfloat16())
+
+
+def test_sparse_gradients_are_taken_sparse() -> None:
+    results = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        table = nn.Embedding(6, 2, sparse=sparse).bfloat16()
+        optimizer = torch.optim.SGD(table.parameters(), lr=0.5)
+        masters = MasterWeights(optimizer)
+        for _ in range(2):      # the second is added to the first
+            (table(torch.tensor([1, 3, 3])).float() * 4.0).sum().backward()
+            masters.take_gradients_(torch.tensor(0.25))
+        grad = masters.masters()[0].grad
+        assert (grad.layout is torch.sparse_coo) is sparse
+        assert grad.dtype is torch.float32
+        optimizer.step()
+        results.append(masters.masters()[0].detach().clone())
+    assert torch.equal(*results)
+
+
+def test_state_of_a_used_optimizer_moves_to_the_masters() -> None:
+    model = model_of(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loss_of(model, inputs(1)[0]).backward()
+    optimizer.step()
+    momentum = optimizer.state[model[0].weight]["exp_avg"].clone()
+    masters = MasterWeights(optimizer)
+    state = optimizer.state[masters.master_of(model[0].weight)]
+    assert torch.equal(state["exp_avg"], momentum.float())
+    assert float(state["step"]) == 1.0
+    assert model[0].weight not in optimizer.state
+    loss_of(model, inputs(1)[0]).backward()
+    optimizer.step()
+
+
+def test_changes_from_outside_are_followed() -> None:
+    """A mask or a checkpoint written into the model reaches the masters; digits of untouched weights stay."""
+    model = model_of(torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-12)
+    masters = MasterWeights(optimizer)
+    loss_of(model, inputs(1)[0]).backward()
+    optimizer.step()
+    master = masters.master_of(model[0].weight)
+    before = master.detach().clone()
+    with torch.no_grad():
+        model[0].weight[0] = 0.0
+    optimizer.step()    # no gradients: nothing but what was followed
+    assert bool((master[0] == 0.0).all())
+    assert torch.equal(master[1:], before[1:])
+    assert not torch.equal(before, before.bfloat16().float())
+    model.load_state_dict(model_of(torch.bfloat16, seed=1).state_dict())
+    optimizer.step()
+    assert torch.equal(master, model_of(torch.bfloat16, seed=1)[0].weight.float())
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
+def test_resuming_is_bit_for_bit(make: Callable[[Any], torch.optim.Optimizer], tmp_path: Path) -> None:
+    def start() -> tuple[nn.Module, torch.optim.Optimizer, MasterWeights]:
+        model = model_of(torch.float16)
+        optimizer = make(model.parameters())
+        return model, optimizer, MasterWeights(optimizer)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, xs: list[Tensor]) -> None:
+        for x in xs:
+            optimizer.zero_grad()
+            loss_of(model, x).backward()
+            optimizer.step()
+
+    straight = start()
+    train(*straight[:2], inputs(6))
+    model, optimizer, masters = start()
+    train(model, optimizer, inputs(6)[:3])
+    torch.save([optimizer.state_dict(), masters.state_dict()], tmp_path / "saved.pt")
+    model, optimizer, masters = start()
+    saved = torch.load(tmp_path / "saved.pt")
+    assert {m.dtype for m in saved[1]["masters"][0]} == {torch.float32}
+    optimizer.load_state_dict(saved[0])
+    masters.load_state_dict(saved[1])
+    train(model, optimizer, inputs(6)[3:])
+    for a, b in zip(masters.masters(), straight[2].masters(), strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(model.parameters(), straight[0].parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_saved_masters_of_another_model_are_refused() -> None:
+    optimizer = torch.optim.SGD(model_of().parameters(), lr=0.1)
+    masters = MasterWeights(optimizer)
+    other = MasterWeights(torch.optim.SGD([nn.Parameter(torch.ones(2).half())], lr=0.1))
+    before = [m.detach().clone() for m in masters.masters()]
+    with pytest.raises(RuntimeError, match="the optimizer of these master weights is gone; keep a reference to it"):
+        other.state_dict()
+    with pytest.raises(KeyError, match=r"no 'masters' in this state dict, which has \['state'\]"):
+        masters.load_state_dict({"state": 1})
+    with pytest.raises(ValueError, match=r"masters come in groups of \[1\]; this optimizer's groups are of \[4\]"):
+        masters.load_state_dict({"masters": [[torch.ones(1)]]})
+    wrong = masters.state_dict()["masters"]
+    with pytest.raises(ValueError, match=r"saved master 3 of group 0 has shape \(9,\); this optimizer's has \(3,\)"):
+        masters.load_state_dict({"masters": [[*[torch.zeros_like(m) for m in wrong[0][:3]], torch.ones(9)]]})
+    assert all(torch.equal(a, b) for a, b in zip(before, masters.masters(), strict=True))
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"MasterWeights takes a torch.optim.Optimizer, got list"):
+        MasterWeights([])  # type: ignore[arg-type]
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"master value of shape \(2,\) in torch.float32 on cpu was given for a param"):
+        MasterWeights(optimizer, values={model[0].weight: torch.ones(2)})
+    MasterWeights(optimizer)
+    with pytest.raises(RuntimeError, match="this SGD has master weights already; keep using the first"):
+        MasterWeights(optimizer)
+    moved = model_of()
+    optimizer = torch.optim.SGD(moved.parameters(), lr=0.1)
+    masters = MasterWeights(optimizer)
+    for pair in masters._pairs.values():        # as if the model had gone elsewhere without them
+        pair.master = nn.Parameter(pair.master.detach().to("meta"))
+    loss_of(moved, inputs(1)[0]).backward()
+    with pytest.raises(RuntimeError, match=r"is on cpu, its float32 master on meta; move the model before"):
+        optimizer.step()
+
+
+def test_zero_grad_clears_both_sides() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    masters = MasterWeights(optimizer)
+    loss_of(model, inputs(1)[0]).backward()
+    masters.take_gradients_()
+    loss_of(model, inputs(1)[0]).backward()
+    optimizer.zero_grad(set_to_none=False)
+    for p in (*model.parameters(), *masters.masters()):
+        assert bool((p.grad == 0).all())
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in (*model.parameters(), *masters.masters()))
+
+
+def test_what_autograd_saved_before_a_step_is_stale_after_it() -> None:
+    """Also where a kernel writes the halves by address, of which autograd sees nothing."""
+    makers = list(OPTIMIZERS.values())
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        makers.append(lambda params: optim.SGD(params, lr=0.1, impl="triton"))
+    for make in makers:
+        model = model_of()
+        optimizer = make(model.parameters())
+        MasterWeights(optimizer)
+        held = loss_of(model, inputs(1)[0])
+        held.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            held.backward()
+
+
+def test_an_optimizer_dies_with_its_last_reference() -> None:
+    optimizer = torch.optim.SGD(model_of().parameters(), lr=0.1)
+    masters = MasterWeights(optimizer)
+    watched = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert watched() is None
+    assert masters.masters()
+
+
+def _shards(rank: int, port: int, results: Any) -> None:
+    """On two ranks: halves sharded as DTensors, by hand and by fully_shard, against one process."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    whole = torch.randn(6, 4).bfloat16()
+    grads = [torch.randn(6, 4).bfloat16() for _ in range(3)]
+    plain = nn.Parameter(whole.clone())
+    sharded = nn.Parameter(distribute_tensor(whole.clone(), mesh, [Shard(0)]))
+    ends = []
+    for param in (plain, sharded):
+        optimizer = torch.optim.AdamW([param], lr=0.1)
+        masters = MasterWeights(optimizer)
+        found: dict[torch.device, Tensor] = {}
+        for index, grad in enumerate(grads):
+            param.grad = grad.clone() if param is plain else distribute_tensor(grad, mesh, [Shard(0)])
+            masters.take_gradients_(torch.tensor(0.5), found)
+            optimizer.step()
+            if index == 1:
+                masters.load_state_dict(copy.deepcopy(masters.state_dict()))
+        assert not any(bool(flag) for flag in found.values())
+        ends.append((masters.masters()[0].detach(), param.detach()))
+    for a, b in zip(*ends, strict=True):
+        assert isinstance(b, DTensor)
+        assert torch.equal(a, b.full_tensor())
+    _train_under_ddp(rank)
+    results.put(rank)
+    dist.destroy_process_group()
+
+
+def _train_under_ddp(rank: int) -> None:
+    """An O2 model wrapped after initialize: ranks see other data, step together, skip together, save alike."""
+    from ampkit.whole_model.levels import initialize, loss_scalers, scale_loss
+
+    model = model_of(torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = initialize(model, optimizer, "O2", dtype=torch.float16, verbosity=0)
+    parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    torch.manual_seed(10 + rank)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = parallel(torch.randn(4, 6)).square().mean()
+        with scale_loss(loss * (1e30 if (step, rank) == (1, 1) else 1.0), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    assert (loss_scalers(optimizer)[0].stats().steps, loss_scalers(optimizer)[0].get_scale()) == (3, 2.0**15)
+    saved = parallel.state_dict()["module.0.weight"]
+    assert saved.dtype is torch.float32
+    assert not torch.equal(saved, saved.half().float())
+    others = [torch.empty_like(saved) for _ in range(2)]
+    dist.all_gather(others, saved.contiguous())
+    assert torch.equal(*others)
+
+
+def test_dtensor_shards_and_ddp(free_port: int) -> None:
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    mp.start_processes(_shards, (free_port, results), nprocs=2, start_method="spawn")
+    assert {results.get(timeout=10) for _ in range(2)} == {0, 1}
+
+
+@pytest.fixture
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES, **ids)
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
+def test_on_cuda_halves_are_masters_rounded(dtype: torch.dtype, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    """Where ampkit's optimizers write them in the step's own launch, without a host read."""
+    model = model_of(dtype).cuda()
+    optimizer = make(model.parameters())
+    masters = MasterWeights(optimizer)
+    scaler = GradScaler("cuda", init_scale=2.0**8)
+    for index, x in enumerate(inputs(5)):
+        optimizer.zero_grad()
+        before = [m.detach().clone() for m in masters.masters()]
+        scaler.scale(loss_of(model, x.cuda()) * (torch.inf if index == 2 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        same = all(torch.equal(a, b) for a, b in zip(before, masters.masters(), strict=True))
+        assert same is (index == 2)
+        for half, master in zip(masters.halves(), masters.masters(), strict=True):
+            assert torch.equal(half, master.to(dtype))
