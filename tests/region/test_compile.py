@@ -4,74 +4,29 @@ The oracle is the same function run eagerly: equal dtypes and equal bits under `
 which fuses and so rounds less often, equal dtypes and values within the region's precision.
 """
 
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from functorch.compile import make_boxed_func
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 
 import ampkit
-from ampkit import Policy, Rule, WeightCache, autocast, float32_region
-from ampkit.region import policy_guard as fingerprint
-from tests.helpers.regions import state
+from ampkit import Policy, Rule, autocast, float32_region
+from tests.helpers.compiling import (
+    EXACT,
+    MODULES,
+    POLICIES,
+    RULES,
+    TORCH,
+    Net,
+    _fresh,  # noqa: F401  (for every test)
+    assert_same,
+    outputs,
+    step,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:bf16 and fp16 are mixed")
-EXACT = ("eager", "aot_eager")
-TORCH = Policy.torch("cpu")
-RULES = TORCH.with_rules({"aten::layer_norm": Rule.FLOAT32, "aten::gelu": Rule.FLOAT32, "aten::softmax.int": Rule.KEEP})
-MODULES = TORCH.for_modules({"norm": "float32", "last": torch.float16})
-
-
-class Net(nn.Module):
-    """Matrix products around a normalisation: every policy here treats it differently."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 16)
-        self.norm = nn.LayerNorm(16)
-        self.last = nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(F.gelu(self.norm(self.first(x))))
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    """No compiled code from another test, and no region, mark or cache tag left behind by this one."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-    assert not any(torch.is_autocast_enabled(device) for device in torch._C._autocast_supported_devices())
-    assert torch.compiler.config.cache_key_tag == ""
-
-
-def outputs(net: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    y = net(x)
-    return y, torch.softmax(y, -1), F.cross_entropy(y, torch.zeros(len(y), dtype=torch.long))
-
-
-def step(function: Callable[..., Any], net: nn.Module, x: Tensor) -> list[Tensor]:
-    """Outputs, and the gradients of their squares by the input and every parameter."""
-    x = x.clone().requires_grad_()
-    found = function(net, x)
-    found = [found] if isinstance(found, Tensor) else list(found)
-    wanted = [x, *net.parameters()]
-    gradients = torch.autograd.grad(sum(o.float().square().sum() for o in found), wanted)  # type: ignore[arg-type]
-    return [o.detach() for o in found] + list(gradients)
-
-
-def assert_same(got: list[Tensor], wanted: list[Tensor], *, exact: bool = True) -> None:
-    assert [t.dtype for t in got] == [t.dtype for t in wanted]
-    for a, b in zip(got, wanted, strict=True):
-        # 1e-6 is exact for the two 16-bit dtypes; AOTAutograd may add up float32 gradients in another order.
-        torch.testing.assert_close(a, b, rtol=1e-6 if exact else 0.05, atol=1e-5 if exact else 0.05)
 
 
 def plain(policy: Policy | None, dtype: torch.dtype | None = None) -> Callable[..., Any]:
@@ -150,9 +105,6 @@ def test_the_policies_of_these_tests_differ() -> None:
     assert values[2].dtype is torch.float16
 
 
-POLICIES = (TORCH, Policy.default("cpu"), RULES, MODULES, TORCH.for_modules({"last": "float32"}))
-
-
 @torch._dynamo.config.patch(recompile_limit=16)
 @pytest.mark.parametrize("backend", EXACT)
 def test_a_compiled_function_called_in_regions_never_serves_another_region(backend: str) -> None:
@@ -224,293 +176,3 @@ def test_equal_policies_share_compiled_code() -> None:
         with autocast("cpu", policy=TORCH.with_rules({"aten::gelu": Rule.FLOAT32})):
             compiled(net, x)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
-def test_modules_compiled_one_by_one_in_a_region_with_module_rules() -> None:
-    """`module.compile()` inside an eager model: paths still count from the model."""
-    net, x = nn.Sequential(nn.Linear(8, 8), Net()), torch.randn(5, 8)
-    policy = TORCH.for_modules({"1.norm": "float32", "1.last": torch.float16, "last": "float32"})
-    with autocast("cpu", policy=policy):
-        wanted = net(x)
-    net[1].compile(backend="aot_eager", fullgraph=True)
-    with autocast("cpu", policy=policy), torch.no_grad():
-        got = net(x)
-    assert_same([got], [wanted.detach()])
-    assert got.dtype is torch.float16
-
-
-def test_module_rules_of_a_region_in_and_of_one_around_a_compiled_function() -> None:
-    """The innermost region that has module rules decides, as in an eager run."""
-    net, x, inner = Net(), torch.randn(5, 8), TORCH.for_modules({"last": "float32"})
-
-    def function(net: nn.Module, x: Tensor) -> list[Tensor]:
-        found = [net(x)]
-        with autocast("cpu", policy=inner):
-            found.append(net(x))
-        with autocast("cpu", torch.float16):
-            found.append(net(x))
-        return found
-
-    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
-    with autocast("cpu", policy=MODULES):
-        wanted, got = function(net, x), compiled(net, x)
-    assert_same(got, wanted)
-    assert [t.dtype for t in got] == [torch.float16, torch.float32, torch.float16]
-
-
-def test_a_wrapped_module_compiles() -> None:
-    net, x = ampkit.wrap_forward(Net(), "cpu", policy=MODULES), torch.randn(5, 8)
-    wanted = net(x)
-    assert wanted.dtype is torch.float16
-    assert_same([torch.compile(net, backend="aot_eager", fullgraph=True)(x)], [wanted])
-
-
-class Inner(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.a(x), self.b(x)
-
-
-class Outer(nn.Module):
-    """A module whose `last` runs in a region inside, and once more outside of it."""
-
-    def __init__(self, region: Callable[[], Any]) -> None:
-        super().__init__()
-        self.inner, self.last, self.region = Inner(), nn.Linear(8, 8), region
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        before = self.inner(x)
-        with self.region():
-            inside = self.last(x)
-        return (*before, inside, self.last(x))
-
-
-LAST = {"last": torch.float16}
-NESTED = {
-    "a rule": TORCH.for_modules(LAST),
-    "a policy without rules": TORCH.for_modules({"inner": RULES, "inner.a": torch.float16, **LAST}),
-    "a policy with rules": TORCH.for_modules({"inner": RULES.for_modules({"inner.a": "float16"}), **LAST}),
-    "a dtype": TORCH.for_modules({"inner": "float32", "inner.a": torch.float16, **LAST}),
-}
-INNER_REGIONS: dict[str, Callable[[], Any]] = {
-    "the same policy": lambda: autocast("cpu"),
-    "an island": lambda: autocast("cpu", enabled=False),
-    "torch's island": lambda: torch.autocast("cpu", enabled=False),
-    "another policy": lambda: autocast("cpu", policy=TORCH),
-    "another dtype": lambda: autocast("cpu", torch.float16),
-    "float32": lambda: float32_region("cpu"),
-}
-
-
-@pytest.mark.parametrize("inside", INNER_REGIONS)
-@pytest.mark.parametrize("rules", NESTED)
-def test_module_rules_hold_in_compiled_code_where_they_hold_in_eager_code(rules: str, inside: str) -> None:
-    """Inside a module whose rule is a policy, and inside regions within the region, rules are no longer the outer."""
-    net, x = Outer(INNER_REGIONS[inside]), torch.randn(3, 8)
-
-    def function(x: Tensor) -> Any:
-        with autocast("cpu", policy=NESTED[rules]):
-            return net(x)
-
-    wanted = list(function(x))
-    assert_same(list(torch.compile(function, backend="eager", fullgraph=True)(x)), wanted)
-    torch._dynamo.reset()
-    with autocast("cpu", policy=NESTED[rules]):
-        assert_same(list(torch.compile(lambda x: net(x), backend="eager", fullgraph=True)(x)), wanted)
-
-
-def test_module_rules_made_in_compiled_code() -> None:
-    def function(net: nn.Module, x: Tensor) -> Tensor:
-        with autocast("cpu", policy=TORCH.for_modules(LAST)):
-            return net(x)
-
-    with pytest.raises(Exception, match="call for_modules outside of it"):
-        torch.compile(function, backend="eager", fullgraph=True)(Net(), torch.randn(5, 8))
-
-
-@pytest.mark.parametrize("backend", EXACT)
-def test_a_graph_break_in_a_region(backend: str) -> None:
-    net, x = Net(), torch.randn(5, 8)
-
-    def function(net: Any, x: Tensor) -> Any:
-        with autocast("cpu", policy=RULES):
-            y = net.norm(net.first(x))
-            torch._dynamo.graph_break()
-            return net.last(F.gelu(y)), torch.softmax(y, -1)
-
-    assert_same(step(torch.compile(function, backend=backend), net, x), step(function, net, x))
-
-
-def test_an_operator_that_fails_in_compiled_code_leaves_nothing_open() -> None:
-    """backend="eager" runs the region in the graph, and skips its end when an operator before that raises."""
-    def function(x: Tensor, index: Tensor) -> Tensor:
-        with autocast("cpu", torch.float16, policy=RULES, cache_enabled=False):
-            return (x @ x.T)[index]
-
-    def fail() -> None:
-        with pytest.raises(IndexError):
-            compiled(x, torch.tensor([7]))
-
-    compiled, x = torch.compile(function, backend="eager", fullgraph=True), torch.randn(3, 8)
-    compiled(x, torch.tensor([1]))
-    before = state()
-    fail()
-    fail()
-    with autocast("cpu"):
-        assert torch.softmax((x @ x.T), -1).dtype is torch.float32      # RULES say: bfloat16
-        inside = state()
-        fail()
-        with autocast("cpu"):
-            assert state()[:-1] == inside[:-1]
-            assert (x @ x.T).dtype is torch.bfloat16
-    assert state() == before
-
-
-@pytest.mark.parametrize("backend", EXACT)
-def test_a_trace_that_fails_in_a_region_leaves_nothing_open(backend: str) -> None:
-    banned = TORCH.with_rules({"aten::gelu": Rule.BANNED})
-
-    def function(net: nn.Module, x: Tensor) -> Any:
-        with autocast("cpu", torch.bfloat16):
-            with autocast("cpu", policy=banned):
-                return net(x)
-
-    with pytest.raises(Exception, match="unsafe under autocast"):
-        torch.compile(function, backend=backend, fullgraph=True)(Net(), torch.randn(5, 8))
-    assert not torch.is_autocast_enabled("cpu")
-    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
-
-
-def test_state_asked_for_in_compiled_code_is_the_eager_one() -> None:
-    def function(x: Tensor) -> tuple[Tensor, bool, torch.dtype, bool]:
-        with autocast("cpu", torch.float16):
-            inside = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-        return x + 1, *inside, torch.is_autocast_enabled("cpu")
-
-    x = torch.randn(2)
-    assert torch.compile(function, backend="eager", fullgraph=True)(x)[1:] == function(x)[1:]
-
-
-def test_compiled_code_does_not_fill_the_weight_cache() -> None:
-    """Its casts are part of its graph; a cast made while tracing, of a fake weight, must never be kept."""
-    net, x, cache = Net(), torch.randn(5, 8), WeightCache()
-    compiled = torch.compile(outputs, backend="aot_eager", fullgraph=True)
-    with autocast("cpu", cache=cache):
-        compiled(net, x)
-    assert cache.info().entries == 0
-    with autocast("cpu", cache=cache):
-        outputs(net, x)
-    assert cache.info().entries > 0
-
-
-class Block(nn.Module):
-    """What a transformer block is made of, and a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.norm = nn.Embedding(16, 8), nn.LayerNorm(8)
-        self.attention, self.head = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 16)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        x = x + self.attention(self.norm(x), x, x, need_weights=False)[0]
-        return F.cross_entropy(self.head(F.gelu(x)).flatten(0, 1), ids.flatten())
-
-
-def traced(region: Callable[[], Any]) -> list[list[str]]:
-    """What AOTAutograd hands to a compiler for a training step of `Block`: operators and dtypes of each graph."""
-    graphs: list[list[str]] = []
-
-    def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        graphs.append([
-            f"{node.target} {node.meta['val'].dtype if isinstance(node.meta.get('val'), Tensor) else ''}"
-            for node in graph.graph.nodes if node.op == "call_function"
-        ])
-        return make_boxed_func(graph.forward)
-
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    block = Block()
-
-    def step(ids: Tensor) -> Tensor:
-        with region():
-            return block(ids)
-
-    torch.compile(step, backend=aot_autograd(fw_compiler=keep), fullgraph=True)(torch.arange(8).view(2, 4)).backward()
-    return graphs
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_graph_that_a_compiler_gets_is_that_of_torch_amp(dtype: torch.dtype) -> None:
-    """Operator for operator, forward and backward: compiled code costs what torch.amp's costs."""
-    wanted = traced(lambda: torch.autocast("cpu", dtype))
-    assert len(wanted) == 2
-    assert any("_to_copy" in operator for operator in wanted[0])
-    assert traced(lambda: autocast("cpu", dtype, policy=Policy.torch("cpu"))) == wanted
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_policy_travels_as_text_but_for_its_module_rules(policy: Policy) -> None:
-    found = Policy.from_text(policy.text)
-    assert (found.base, found.overrides) == (policy.base, policy.overrides)
-    assert not found.modules
-
-
-def test_marks() -> None:
-    """No two policies share a mark; torch's list has none; a full register starts over."""
-    policies = [TORCH.with_rules({"aten::gelu": Rule.FLOAT32}), RULES, MODULES, Policy.default("cpu")]
-    marks = [fingerprint.mark_of((("cpu", policy),)) for policy in policies]
-    assert len(set(marks)) == len(marks)
-    assert fingerprint.mark_of((("cpu", TORCH),)) == ()
-    assert fingerprint.mark_of((("cpu", Policy.torch("cpu")), ("cuda", Policy.torch("cuda")))) not in ((), *marks)
-
-
-def test_a_policy_is_written_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every recompute of a checkpoint asks for the mark, and a policy of thousands of rules is a long text."""
-    policies = (("cpu", TORCH.with_rules({"aten::hypot": Rule.FLOAT32})),)
-    mark = fingerprint.mark_of(policies)
-    monkeypatch.delattr(Policy, "__repr__")
-    assert fingerprint.mark_of(policies) == mark
-
-
-def test_marks_that_collide_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprint, "_marks", {})
-    monkeypatch.setattr(fingerprint, "_texts", {})
-    monkeypatch.setattr(fingerprint, "_DIGITS", fingerprint._DIGITS[:2])
-    marks = [fingerprint._free_mark(str(n)) for n in range(1)]
-    for n in range(1, 4):
-        fingerprint._texts[marks[-1]] = str(n)
-        marks.append(fingerprint._free_mark(str(n)))
-    assert len(set(marks)) == 4
-    fingerprint._texts[marks[-1]] = "4"
-    fingerprint._free_mark("5")
-    assert fingerprint._texts == {}
-
-
-def test_the_cache_on_disk_is_told_the_policy_in_full() -> None:
-    tags = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        tags.append(torch.compiler.config.cache_key_tag)
-        return graph.forward
-
-    net, x = Net(), torch.randn(5, 8)
-    for policy in (TORCH, Policy.default("cpu"), RULES):
-        torch._dynamo.reset()
-        with autocast("cpu", policy=policy):
-            torch.compile(net, backend=backend)(x)
-    assert tags[0] == ""
-    assert len({*tags}) == 3
-
-
-def test_dynamo_is_not_imported_by_a_region() -> None:
-    """It takes seconds; whoever compiles has it anyway."""
-    code = (
-        "import sys, torch, ampkit\n"
-        "with ampkit.autocast('cpu'): torch.mm(torch.ones(2, 2), torch.ones(2, 2))\n"
-        "assert 'torch._dynamo' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

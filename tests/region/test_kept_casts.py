@@ -1,0 +1,345 @@
+"""Casts that outlive their region: what is kept, what outdates it, what a cache is told of."""
+
+import copy
+import os
+import pickle
+import signal
+import threading
+import weakref
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import Parameter
+
+from ampkit import CacheInfo, WeightCache, autocast
+from ampkit.region import optimizer_steps
+from ampkit.region.thread_state import thread
+from tests.helpers.regions import BF16, FP16, like_torch
+from tests.helpers.weights import WRITES, WritesThroughData, X, uses, weight
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_address_that_comes_back_is_not_taken_for_the_weight(explicit, frozen):
+    """The second storage mostly lies where the first was. torch.amp goes on with the old cast of a trained weight."""
+    for _ in range(20):
+        leaf, cache = Parameter(torch.ones(64, 64), not frozen), WeightCache() if explicit else None
+        x = torch.ones(2, 64, dtype=BF16)
+        with autocast("cpu", cache=cache):
+            torch.mm(x, leaf)
+            leaf.data = leaf.data * 2
+            leaf.data = leaf.data * 2
+            assert torch.mm(x, leaf)[0, 0] == 256
+            layer = nn.Linear(64, 64, bias=False).requires_grad_(not frozen)
+            layer(x)
+            layer.half()
+            layer.weight.data.zero_()
+            layer.float()
+            assert layer(x).count_nonzero() == 0
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_replaced_storage_is_freed_at_once_and_its_cast_with_it(explicit):
+    """As ZeRO and offloading rely on: neither the values nor the cast of a weight that is given away stay in memory."""
+    leaf, cache = weight(), WeightCache() if explicit else None
+    with autocast("cpu", cache=cache), torch.no_grad():
+        torch.mm(X, leaf)
+        held = cache if explicit else thread.cache
+        storage = weakref.ref(leaf.untyped_storage())
+        assert len(held._entries) == 1
+        leaf.data = torch.empty(0)
+        assert storage() is None
+        assert not held._entries
+        assert held._bytes == 0
+
+
+def test_interrupted_step_outdates_casts():
+    """What it has written till then has moved no version, and its post hook never runs."""
+    class Interrupted(WritesThroughData):
+        def step(self, closure=None):
+            leaf.data.fill_(2)
+            raise KeyboardInterrupt
+
+    leaf = weight()
+    leaf.grad = -torch.ones(4, 4)
+    with autocast("cpu"):
+        torch.mm(X, leaf)
+        with pytest.raises(KeyboardInterrupt):
+            Interrupted([leaf]).step()
+        assert torch.mm(X, leaf)[0, 0] == 8
+
+
+# A cache that outlives the region
+
+
+def test_each_weight_is_cast_once_per_optimizer_step():
+    """Accumulation over 8 micro-batches: counted, and the gradients are those of torch.amp."""
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+
+    batches = torch.randn(16, 2, 4, generator=torch.Generator().manual_seed(1))
+    cache, theirs, ours = WeightCache(), model(), model()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (theirs, ours)]
+    regions = [lambda: torch.autocast("cpu"), lambda: like_torch(cache=cache)]
+    for n, batch in enumerate(batches):
+        for net, region in zip((theirs, ours), regions, strict=True):
+            with region():
+                loss = net(batch).float().pow(2).mean()
+            loss.backward()
+        if n % 8 == 7:
+            assert cache.info() == CacheInfo(4, 2 * (32 + 8 + 32 + 4), 28 * (n // 8 + 1), 4 * (n // 8 + 1))
+            for a, b in zip(theirs.parameters(), ours.parameters(), strict=True):
+                assert torch.equal(a.grad, b.grad)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            assert cache.info().entries == 0
+
+
+def test_gradients_flow_through_a_kept_cast():
+    leaf, cache = weight(), WeightCache()
+    for n in range(1, 4):
+        with autocast("cpu", cache=cache):
+            torch.mm(X, leaf).float().sum().backward()
+        assert torch.equal(leaf.grad, torch.full((4, 4), 2.0 * n))
+    assert cache.info() == CacheInfo(1, 32, 2, 1)
+
+
+def test_kept_casts_of_two_dtypes():
+    leaf, cache = weight(), WeightCache()
+    for _ in range(2):
+        for dtype in (BF16, FP16):
+            with autocast("cpu", dtype, cache=cache):
+                assert torch.mm(torch.ones(2, 4), leaf).dtype is dtype
+    assert cache.info() == CacheInfo(2, 64, 2, 2)
+
+
+def test_kept_cast_sees_every_write():
+    for write in WRITES.values():
+        leaf, cache = weight(), WeightCache()
+        with autocast("cpu", cache=cache):
+            torch.mm(X, leaf)
+        write(leaf)
+        with autocast("cpu", cache=cache):
+            assert torch.mm(X, leaf)[0, 0] == 8
+
+
+def test_inner_region_uses_the_outer_cache():
+    leaf, cache = weight(), WeightCache()
+    with autocast("cpu", cache=cache):
+        with autocast("cpu"):
+            torch.mm(X, leaf)
+        torch.mm(X, leaf)
+    assert cache.info() == CacheInfo(1, 32, 1, 1)
+
+
+def test_explicit_cache_inside_a_region_without_one():
+    leaf, cache = weight(), WeightCache()
+    with autocast("cpu"):
+        for _ in range(2):
+            with autocast("cpu", cache=cache):
+                torch.mm(X, leaf)
+        torch.mm(X, leaf)
+    assert cache.info() == CacheInfo(1, 32, 1, 1)
+
+
+def test_cache_switched_off_by_a_region_of_torch_inside():
+    leaf, cache = weight(), WeightCache()
+    with autocast("cpu", cache=cache):
+        torch.mm(X, leaf)
+        with torch.autocast("cpu", cache_enabled=False):
+            leaf.data.fill_(2.0)
+            assert torch.mm(X, leaf)[0, 0] == 8
+            torch.mm(X, weight())
+        assert cache.info() == CacheInfo(1, 32, 0, 1)
+
+
+def test_byte_budget_drops_the_least_recently_used():
+    first, second, third = weight(), weight(), weight()
+    cache = WeightCache(max_bytes=64)
+    with autocast("cpu", cache=cache):
+        for leaf in (first, second, first, third):      # 32 bytes each: the third takes the second's place
+            torch.mm(X, leaf)
+        assert cache.info() == CacheInfo(2, 64, 1, 3)
+        torch.mm(X, first)
+        assert cache.info().hits == 2
+        torch.mm(X, second)
+        assert cache.info() == CacheInfo(2, 64, 2, 4)
+        torch.mm(X, third)
+        assert cache.info().misses == 5
+
+
+def test_byte_budget_too_small_for_a_weight():
+    leaf, cache = weight(), WeightCache(max_bytes=31)
+    with autocast("cpu", cache=cache):
+        torch.mm(X, leaf).float().sum().backward()
+        torch.mm(X, leaf).float().sum().backward()
+    assert torch.equal(leaf.grad, torch.full((4, 4), 4.0))
+    assert cache.info() == CacheInfo(0, 0, 0, 2)
+    assert uses(autocast, leaf, cache=WeightCache(max_bytes=0)) == 3
+
+
+def kept_across(leaf) -> bool:
+    """Whether the cast of a weight made in one region serves in the next."""
+    cache = WeightCache()
+    for _ in range(2):
+        with autocast("cpu", cache=cache):
+            torch.mm(X, leaf)
+    return cache.info().hits == 1
+
+
+def test_weights_whose_memory_others_have_are_cast_anew_in_each_region():
+    """Whoever shares it can write without a version counter knowing."""
+    assert kept_across(weight())
+    assert kept_across(weight(False))
+    alias = (leaf := weight()).detach()
+    assert not kept_across(leaf)
+    del alias
+    assert kept_across(leaf)
+    whole = torch.ones(2, 4, 4)
+    assert not kept_across(Parameter(whole[1]))
+    assert not kept_across(Parameter(torch.from_numpy(np.ones((4, 4), np.float32))))
+    assert not kept_across(nn.ParameterList([weight()]).share_memory()[0])
+
+    class Sub(torch.Tensor):
+        pass
+
+    assert not kept_across(Parameter(torch.ones(4, 4).as_subclass(Sub)))
+
+
+def test_cast_of_shared_memory_is_not_held_between_regions():
+    """An engine's unsharded weights would otherwise stay, as casts, until the next region."""
+    cache, leaf = WeightCache(), weight()
+    alias = leaf.detach()
+    with autocast("cpu", cache=cache):
+        torch.mm(X, leaf)
+        assert cache.info().entries == 1
+    assert cache.info() == CacheInfo(0, 0, 0, 1)
+    del alias
+
+
+def test_frozen_weight_whose_memory_others_have_is_not_kept_at_all():
+    leaf = weight(False)
+    alias = leaf.detach()
+    assert uses(autocast, leaf, cache=WeightCache()) == 3
+    del alias
+    assert uses(autocast, leaf, cache=WeightCache()) == 1
+
+
+def test_step_captured_into_a_graph_ends_keeping(monkeypatch):
+    """Its replays write to the weights and call no hook."""
+    leaf = weight()
+    assert kept_across(leaf)
+    monkeypatch.setattr(optimizer_steps.seen, "captured", False)
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer_steps, "capturing", lambda: True)
+        optimizer = torch.optim.SGD([other := weight()], lr=1.0)
+        other.grad = torch.zeros(4, 4)
+        optimizer.step()
+    assert not kept_across(leaf)
+
+
+def test_any_collective_ends_keeping():
+    """None of them moves a version, and each may have written to any weight."""
+    leaf, cache = weight(), WeightCache()
+
+    def hits() -> int:
+        with autocast("cpu", cache=cache):
+            torch.mm(X, leaf)
+        return cache.info().hits
+
+    assert [hits(), hits()] == [0, 1]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert [hits(), hits()] == [1, 2]
+        dist.all_reduce(torch.ones(1))
+        assert [hits(), hits()] == [2, 3]
+        group = dist.new_group([0])
+        assert [hits(), hits()] == [3, 4]
+        dist.barrier(group)
+        assert [hits(), hits()] == [4, 5]
+    finally:
+        dist.destroy_process_group()
+    assert [hits(), hits()] == [5, 6]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")       # Python 3.12+ about forks beside threads
+@pytest.mark.parametrize("held", ["cache", "steps"])
+def test_step_in_a_child_forked_while_a_thread_held_the_lock(held):
+    leaf, cache = weight(), WeightCache()
+    leaf.grad = torch.zeros(4, 4)
+    optimizer = torch.optim.SGD([leaf])
+    with autocast("cpu", cache=cache):
+        torch.mm(X, leaf)
+    locked, forked = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with cache._lock if held == "cache" else optimizer_steps.seen.lock:
+            locked.set()
+            forked.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    locked.wait()
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.alarm(20)
+            optimizer.step()
+            os._exit(0 if cache.info() == CacheInfo(0, 0, 0, 1) else 1)
+        finally:
+            os._exit(2)
+    forked.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("verify", [0, -1, 1.5, "all", None])
+def test_verify_that_is_none(verify):
+    with pytest.raises(ValueError, match=rf"verify is {verify!r}; expected True to compare every element"):
+        WeightCache(verify=verify)
+
+
+def test_verify_takes_what_is_right():
+    """NaN is NaN, an empty weight has nothing to compare, and a layout of its own does not matter."""
+    for leaf in (Parameter(torch.full((4, 4), float("nan"))), Parameter(torch.ones(0, 4).t()), weight(False)):
+        for verify in (True, 2, 100):
+            cache = WeightCache(verify=verify)
+            for _ in range(2):
+                with autocast("cpu", cache=cache):
+                    torch.mm(X, leaf)
+                    torch.mm(X, leaf)
+            assert cache.info().hits == 3
+            assert repr(cache).startswith(f"WeightCache(max_bytes=None, verify={verify})")
+            assert copy.copy(cache).verify == verify
+
+
+@pytest.mark.parametrize("bound", [-1, 1.5, "many", True])
+def test_byte_budget_that_is_none(bound):
+    with pytest.raises(ValueError, match=rf"max_bytes is {bound!r}; expected a number of bytes, 0 or more, or None"):
+        WeightCache(bound)
+
+
+def test_cache_says_what_it_holds():
+    cache = WeightCache(max_bytes=1024)
+    with autocast("cpu", cache=cache):
+        torch.mm(X, weight_kept := weight())
+    assert repr(cache) == "WeightCache(max_bytes=1024): CacheInfo(entries=1, bytes=32, hits=0, misses=1)"
+    cache.clear()
+    assert cache.info() == CacheInfo(0, 0, 0, 1)
+    assert weight_kept.grad is None
+
+
+def test_copies_and_pickles_start_empty():
+    cache = WeightCache(max_bytes=1024)
+    with autocast("cpu", cache=cache):
+        torch.mm(X, kept := weight())
+    for other in (copy.deepcopy(cache), copy.copy(cache), pickle.loads(pickle.dumps(cache))):
+        assert (other.max_bytes, other.info()) == (1024, CacheInfo(0, 0, 0, 0))
+    assert cache.info().entries == 1
+    assert kept.grad is None

@@ -1,0 +1,295 @@
+"""Levels with several losses, accumulation, overflows and clipping."""
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampkit import amp
+from ampkit.optim import SGD
+from ampkit.scaler.grad_scaler import GradScaler
+from ampkit.scaler.loss_scale import StaticLossScale
+from ampkit.whole_model._level_options import LEVELS
+from ampkit.whole_model.levels import (
+    initialize,
+    loss_scalers,
+    master_params,
+    scale_loss,
+)
+from tests.helpers.levels import (
+    HALVES,
+    _forget_other_tests,  # noqa: F401  (for every test)
+    backward,
+    batches,
+    ids,
+    make,
+    overflowing,
+    set_up,
+    sgd,
+)
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("dtype", HALVES, **ids)
+def test_losses_add_up_under_scales_of_their_own(opt_level: str, dtype: torch.dtype) -> None:
+    """Two losses with static scales give the gradients of their sum with none, as far as rounding goes."""
+    (x, y), = batches(1)
+    grads = []
+    for scales in ((1.0, 1.0), (64.0, 1024.0)):
+        model, optimizer = set_up(opt_level, dtype=dtype, num_losses=2, loss_scale="2.0")
+        for scaler, scale in zip(loss_scalers(optimizer), scales, strict=True):
+            scaler.load_state_dict(GradScaler("cpu", loss_scale=StaticLossScale(scale)).state_dict())
+        model.eval()
+        backward(F.cross_entropy(model(x), y), optimizer, loss_id=0)
+        backward(model(x).square().mean(), optimizer, loss_id=1)
+        grads.append([p.grad.float() for p in master_params(optimizer)])
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_accumulation_with_and_without_delay(opt_level: str) -> None:
+    """Powers of two scale exactly, so that gradients unscaled one by one or all at once are the same at O1; at O2
+    float32 masters add up without delay, and the 16-bit model with it."""
+    results = []
+    for delay in (False, True):
+        model, optimizer = set_up(opt_level, dtype=torch.float16, loss_scale=256.0)
+        model.eval()
+        for _ in range(2):
+            optimizer.zero_grad()
+            for index, (x, y) in enumerate(batches(3)):
+                backward(F.cross_entropy(model(x), y) / 3, optimizer, delay_unscale=delay and index < 2)
+            optimizer.step()
+        results.append([p.detach().clone() for p in master_params(optimizer)])
+    for a, b in zip(*results, strict=True):
+        if opt_level == "O1":
+            assert torch.equal(a, b)
+        else:
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_accumulation_over_gradients_that_view_ddps_buckets(opt_level: str, tmp_path: Path) -> None:
+    def weights(wrap: Callable[[nn.Module], nn.Module]) -> list[Tensor]:
+        model, optimizer = set_up(opt_level, dtype=torch.bfloat16, loss_scale=128.0)
+        wrapped = wrap(model)
+        for x, y in batches(3):
+            backward(F.cross_entropy(wrapped(x), y), optimizer)
+        optimizer.step()
+        return list(master_params(optimizer))
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        got = weights(lambda model: nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert all(torch.equal(a, b) for a, b in zip(got, weights(lambda model: model), strict=True))
+
+
+def test_masters_accumulate_in_float32() -> None:
+    """Many small gradients are not lost beside a large one, as they would be in a float16 `.grad`."""
+    model = nn.Linear(1, 1, bias=False)
+    model, optimizer = initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", dtype=torch.float16, loss_scale=1.0, verbosity=0
+    )
+    backward(model(torch.full((1, 1), 64.0)).sum(), optimizer)
+    for _ in range(16):
+        backward(model(torch.full((1, 1), 2.0**-6)).sum(), optimizer)
+    (master,) = master_params(optimizer)
+    assert master.grad.item() == 64.25
+
+
+def test_two_models_two_optimizers_three_losses() -> None:
+    """As Apex's documentation has it: each loss with its id, one of them filling both optimizers."""
+    first, second = make(0), make(1)
+    models, optimizers = initialize(
+        [first, second], [sgd(first), sgd(second)], "O2", dtype=torch.float16, num_losses=3, verbosity=0
+    )
+    assert isinstance(models, list)
+    assert isinstance(optimizers, list)
+    (x, y), = batches(1)
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        backward(F.cross_entropy(models[0](x), y), optimizers[0], loss_id=0)
+        backward(F.cross_entropy(models[1](x), y), optimizers[1], loss_id=1)
+        backward((models[0](x) - models[1](x)).square().mean(), optimizers, loss_id=2)
+        before = [next(master_params(optimizer)).detach().clone() for optimizer in optimizers]
+        for optimizer, old in zip(optimizers, before, strict=True):
+            optimizer.step()
+            assert not torch.equal(next(master_params(optimizer)), old)
+    assert len(loss_scalers()) == 3
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize(
+    "optimizer_of",
+    [sgd, lambda m: SGD(m.parameters(), 0.1, 0.9), lambda m: torch.optim.SGD(m.parameters(), 0.1, 0.9, fused=True)],
+    ids=["torch", "ampkit", "fused"],
+)
+def test_an_overflow_skips_one_step_and_lowers_the_scale(
+    opt_level: str, optimizer_of: Callable[[nn.Module], torch.optim.Optimizer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make()
+    model, optimizer = initialize(model, optimizer_of(model), opt_level, dtype=torch.float16, loss_scale="dynamic")
+    assert capsys.readouterr().out.startswith(f"ampkit {opt_level} in float16")
+    (x, y), = batches(1)
+    scaler, = loss_scalers()
+    for bad in (False, True, False):
+        optimizer.zero_grad()
+        before = copy.deepcopy([list(model.parameters()), list(optimizer.state.values())])
+        scale = scaler.get_scale() if scaler._scale is not None else 2.0**16
+        backward(overflowing(model, x, y) if bad else F.cross_entropy(model(x), y), optimizer)
+        optimizer.step()
+        now = [list(model.parameters()), list(optimizer.state.values())]
+        same = all(torch.equal(a, b) for a, b in zip(now[0], before[0], strict=True))
+        assert same is bad
+        assert bool(scaler.skipped(optimizer)) is bad
+        assert scaler.get_scale() == (scale / 2 if bad else scale)
+        if bad:
+            for old, new in zip(before[1], now[1], strict=True):
+                assert torch.equal(old["momentum_buffer"], new["momentum_buffer"])
+            assert not hasattr(optimizer, "found_inf")
+            if optimizer_of is sgd:
+                assert "step skipped; the loss scale is 32768 now" in capsys.readouterr().out
+                assert 'head.weight' in str(scaler.overflow_report(model))
+    assert (scaler.stats().steps, scaler.stats().skips) == (2, 1)
+
+
+def test_a_skipped_step_leaves_gradients_to_look_at() -> None:
+    model, optimizer = set_up("O1", dtype=torch.float16)
+    (x, y), = batches(1)
+    backward(overflowing(model, x, y), optimizer)
+    optimizer.step()
+    assert not torch.isfinite(model.head.weight.grad).all()
+
+
+def test_one_overflow_among_several_backwards_skips_the_step() -> None:
+    model, optimizer = set_up("O2", dtype=torch.float16, num_losses=2)
+    (x, y), = batches(1)
+    before = [p.detach().clone() for p in master_params(optimizer)]
+    backward(overflowing(model, x, y), optimizer, loss_id=0)
+    backward(F.cross_entropy(model(x), y), optimizer, loss_id=1)
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, master_params(optimizer), strict=True))
+    assert [scaler.get_scale() for scaler in loss_scalers()] == [2.0**15, 2.0**16]
+    optimizer.zero_grad()
+    backward(F.cross_entropy(model(x), y), optimizer, loss_id=1)
+    optimizer.step()
+    assert not torch.equal(before[0], next(master_params(optimizer)))
+
+
+def test_model_zero_grad_is_enough() -> None:
+    """Scripts that clear through the model: masters let go of their gradients at each step, skipped or not."""
+    model, optimizer = set_up("O2", dtype=torch.float16)
+    (x, y), = batches(1)
+    for bad in (True, False, False):
+        model.zero_grad()
+        backward(overflowing(model, x, y) if bad else F.cross_entropy(model(x), y), optimizer)
+        optimizer.step()
+    assert loss_scalers()[0].stats().skips == 1
+    for p in (p for p in master_params(optimizer) if p is not model.bn.weight and p is not model.bn.bias):
+        assert p.grad is None
+
+
+def test_an_exception_inside_puts_gradients_back() -> None:
+    model, optimizer = set_up("O1", dtype=torch.float16)
+    (x, y), = batches(1)
+    backward(F.cross_entropy(model(x), y), optimizer)
+    grads = [p.grad.clone() for p in model.parameters()]
+
+    def interrupted() -> None:
+        with scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
+            scaled.backward()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        interrupted()
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), grads, strict=True))
+    backward(F.cross_entropy(model(x), y), optimizer)
+    optimizer.step()
+
+
+def test_clipping_works_on_what_is_stepped() -> None:
+    for opt_level in ("O1", "O2"):
+        model, optimizer = set_up(opt_level, dtype=torch.float16)
+        (x, y), = batches(1)
+        backward(F.cross_entropy(model(x), y), optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(master_params(optimizer), 0.01)
+        clipped = torch.nn.utils.get_total_norm([p.grad for p in master_params(optimizer)])
+        assert 0.05 < norm < 50.0       # unscaled: the scale is 65536
+        torch.testing.assert_close(clipped, torch.tensor(0.01), rtol=1e-4, atol=0.0)
+        optimizer.step()
+
+
+class HostReads(TorchDispatchMode):
+    """Counts reads of a value from a tensor."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_backward_reads_nothing_and_an_ordinary_step_one_flag() -> None:
+    for optimizer_of, expected in ((sgd, 1), (lambda m: SGD(m.parameters(), 0.1), 0)):
+        model = make()
+        model, optimizer = initialize(model, optimizer_of(model), "O2", dtype=torch.float16, verbosity=0)
+        (x, y), = batches(1)
+        with HostReads() as reads:
+            backward(F.cross_entropy(model(x), y), optimizer)
+            assert reads.count == 0
+            optimizer.step()
+        assert reads.count == expected
+
+
+def test_forward_called_directly_in_threads_and_in_copies() -> None:
+    model, _ = set_up("O1", dtype=torch.bfloat16)
+    seen: list[torch.dtype] = []
+    x = batches(1)[0][0]
+    twin = copy.deepcopy(model)
+    loaded = pickle.loads(pickle.dumps(model))
+    for each in (model, twin, loaded):
+        each.head.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+        assert each.forward(x).dtype is torch.float32
+    thread = threading.Thread(target=lambda: model(x))
+    thread.start()
+    thread.join()
+    assert seen == [torch.bfloat16] * 4
+    assert torch.equal(twin(x), model(x))
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_compiled_models_compute_the_same(opt_level: str) -> None:
+    model, _ = set_up(opt_level, dtype=torch.bfloat16)
+    x = batches(1)[0][0]
+    model.eval()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    assert torch.equal(compiled(x), model(x))
+
+
+def test_disable_casts_reaches_into_forward() -> None:
+    model, _ = set_up("O1", dtype=torch.bfloat16)
+    seen: list[torch.dtype] = []
+    model.head.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    with amp.disable_casts():
+        model(batches(1)[0][0])
+    model(batches(1)[0][0])
+    assert seen == [torch.float32, torch.bfloat16]
+
+
+def test_outputs_are_cast_to_what_was_asked() -> None:
+    for opt_level in LEVELS:
+        model, _ = set_up(opt_level, cast_model_outputs=torch.float16)
+        assert model(batches(1)[0][0]).dtype is torch.float16

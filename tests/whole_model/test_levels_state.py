@@ -1,0 +1,207 @@
+"""Levels and checkpoints, and more than one call of initialize."""
+
+import copy
+import gc
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from ampkit import amp
+from ampkit.whole_model._level_options import LEVELS
+from ampkit.whole_model.levels import (
+    amp_state_dict,
+    initialize,
+    load_amp_state_dict,
+    loss_scalers,
+    master_params,
+    scale_loss,
+)
+from tests.helpers.levels import (
+    HALVES,
+    Net,
+    _forget_other_tests,  # noqa: F401  (for every test)
+    backward,
+    batches,
+    ids,
+    make,
+    overflowing,
+    set_up,
+    sgd,
+)
+
+
+@pytest.mark.parametrize("dtype", HALVES, **ids)
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_checkpoints_are_float32_and_resume_to_the_bit(opt_level: str, dtype: torch.dtype) -> None:
+    low = {} if opt_level == "O0" else {"dtype": dtype}
+    data = batches(8)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, part: list[tuple[Tensor, Tensor]]) -> None:
+        for x, y in part:
+            optimizer.zero_grad()
+            backward(F.cross_entropy(model(x), y), optimizer)
+            optimizer.step()
+
+    def start() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+        return initialize(model, optimizer, opt_level, verbosity=0, **low)
+
+    straight, straight_optimizer = start()
+    train(straight, straight_optimizer, data)
+    model, optimizer = start()
+    train(model, optimizer, data[:4])
+    file = io.BytesIO()
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp_state_dict(optimizer)}, file
+    )
+    file.seek(0)
+    saved = torch.load(file)
+    assert {t.dtype for t in saved["model"].values() if t.is_floating_point()} == {torch.float32}
+    assert list(saved["model"]) == list(make().state_dict())
+    make().load_state_dict(saved["model"])
+    model, optimizer = start()
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    load_amp_state_dict(saved["amp"], optimizer)
+    train(model, optimizer, data[4:])
+    for a, b in zip(master_params(optimizer), master_params(straight_optimizer), strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(model.parameters(), straight.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_wrapper_saves_and_loads_the_masters_too() -> None:
+    """DDP adds a prefix; nn.Sequential stands for it here."""
+    model, optimizer = set_up("O2", dtype=torch.bfloat16)
+    saved = nn.Sequential(model).state_dict()
+    assert saved["0.head.weight"].dtype is torch.float32
+    other = {name: torch.full_like(t, 1.0 + 2.0**-20) if t.ndim else t for name, t in saved.items()}
+    nn.Sequential(model).load_state_dict(other)
+    assert all(bool((p == 1.0 + 2.0**-20).all()) for p in master_params(optimizer))
+    (x, y), = batches(1)
+    backward(F.cross_entropy(model(x), y), optimizer)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()        # nothing rounds the masters on the way
+    assert bool((model.head.weight == 1.0).all())
+    assert all(bool((p == 1.0 + 2.0**-20).all()) for p in master_params(optimizer))
+
+
+def test_tied_weights_stay_one_tensor() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(5, 3)
+            self.out = nn.Linear(3, 5, bias=False)
+            self.out.weight = self.embed.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.out(self.embed(ids))
+
+    for opt_level in ("O2", "O3"):
+        model, optimizer = set_up(opt_level, Tied(), dtype=torch.bfloat16)
+        assert model.out.weight is model.embed.weight
+        assert len(list(master_params(optimizer))) == 1
+        saved = model.state_dict()
+        assert saved["embed.weight"].data_ptr() == saved["out.weight"].data_ptr()
+        assert model(torch.arange(5)).dtype is torch.float32
+
+
+def test_keep_vars_gives_the_models_own_parameters() -> None:
+    model, _ = set_up("O2", dtype=torch.bfloat16)
+    assert model.state_dict(keep_vars=True)["head.weight"] is model.head.weight
+
+
+def test_copies_of_an_o2_model_hold_no_masters() -> None:
+    model, optimizer = set_up("O2", dtype=torch.bfloat16)
+    twin = copy.deepcopy(model)
+    loaded = pickle.loads(pickle.dumps(model))
+    (x, y), = batches(1)
+    backward(F.cross_entropy(model(x), y), optimizer)
+    optimizer.step()
+    for each in (twin, loaded):
+        saved = each.state_dict()["head.weight"]
+        assert torch.equal(saved, each.head.weight.float())
+        assert not torch.equal(saved, model.state_dict()["head.weight"])
+
+
+def test_scales_travel_in_apexs_form_and_more() -> None:
+    model, optimizer = set_up("O1", dtype=torch.float16, num_losses=2)
+    (x, y), = batches(1)
+    backward(overflowing(model, x, y), optimizer, loss_id=1)
+    optimizer.step()
+    saved = amp.state_dict()
+    assert {name: (s["loss_scale"], s["unskipped"]) for name, s in saved.items()} == {
+        "loss_scaler0": (2.0**16, 0),
+        "loss_scaler1": (2.0**15, 0),
+    }
+    model, optimizer = set_up("O1", dtype=torch.float16, num_losses=2)
+    amp.load_state_dict(saved, optimizer)
+    assert [s.state_dict()["scale"] for s in loss_scalers(optimizer)] == [2.0**16, 2.0**15]
+    apex = {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 7}, "loss_scaler1": {"loss_scale": 4.0, "unskipped": 0}}
+    load_amp_state_dict(apex, optimizer)
+    assert [(s["loss_scale"], s["unskipped"]) for s in amp_state_dict(optimizer).values()] == [(512.0, 7), (4.0, 0)]
+    with pytest.raises(ValueError, match=r"saved scales are \['loss_scaler0'\], this script's \['loss_scaler0', 'loss"):
+        load_amp_state_dict({"loss_scaler0": apex["loss_scaler0"]}, optimizer)
+    load_amp_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1}}, optimizer, strict=False)
+    assert amp_state_dict(optimizer)["loss_scaler0"]["loss_scale"] == 8.0
+
+
+def test_disabled_is_as_if_ampkit_were_not_there() -> None:
+    model, optimizer = make(), None
+    optimizer = sgd(model)
+    same, same_optimizer = initialize(model, optimizer, "O2", enabled=False)
+    assert (same, same_optimizer) == (model, optimizer)
+    assert type(model) is Net
+    loss = F.cross_entropy(model(batches(1)[0][0]), batches(1)[0][1])
+    with scale_loss(loss, optimizer) as scaled:
+        assert scaled is loss
+        scaled.backward()
+    optimizer.step()
+    assert amp_state_dict() == {}
+    load_amp_state_dict({})
+
+
+def test_inference_needs_no_optimizer() -> None:
+    for opt_level in LEVELS:
+        model = initialize(make(), opt_level=opt_level, verbosity=0)
+        assert model(batches(1)[0][0]).dtype is torch.float32
+    pair = initialize([make(), make()], opt_level="O3", verbosity=0)
+    assert isinstance(pair, list)
+
+
+def test_two_calls_are_told_apart() -> None:
+    _, first = set_up("O1", dtype=torch.float16)
+    _, second = set_up("O2", dtype=torch.float16, loss_scale=8.0)
+    with pytest.raises(RuntimeError, match="initialize has been called 2 times; pass an optimizer"):
+        amp_state_dict()
+    assert amp_state_dict(second)["loss_scaler0"]["loss_scale"] == 8.0
+    with pytest.raises(RuntimeError, match="come from different calls of initialize"):
+        backward(torch.ones(()), [first, second])
+    del second
+    gc.collect()
+    assert amp_state_dict()["loss_scaler0"]["loss_scale"] == 2.0**16
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O3"])
+def test_state_dict_of_torchs_distributed_checkpoint(level):
+    """It makes an optimizer's state by a step on zeros at a learning rate of 0, which no backward precedes."""
+    model = nn.Linear(4, 2)
+    model, optimizer = amp.initialize(model, torch.optim.AdamW(model.parameters()), opt_level=level, verbosity=0)
+    before = [param.clone() for param in model.parameters()]
+    state = get_optimizer_state_dict(model, optimizer)
+    assert set(state["state"]) == {name for name, _ in model.named_parameters()}
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    assert all(map(torch.equal, model.parameters(), before))
+    set_optimizer_state_dict(model, optimizer, state)
+    x, y = torch.randn(8, 4), torch.randint(2, (8,))
+    with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert not any(map(torch.equal, model.parameters(), before))
