@@ -97,16 +97,17 @@ class _Replay:
 
     def _with_policy(self, suggestion: Suggestion, change: PolicyChange) -> Suggestion:
         """Rule after rule until the step is finite; then without those that it does not need."""
-        for _ in range(_MOST_ROUNDS):
-            report = self.run("now", change.policy())
+        report = self.run("now", change.policy())
+        for n_tries in range(1, _MOST_ROUNDS + 1):
             if not report:
                 change = self._needed(change)
                 runs = "1 run" if self._runs == 1 else f"{self._runs} runs"
                 return Suggestion(change.code, True, f"verified: with it the step is finite, {runs}", change=change)
             extended = change.extended(report.findings[0].origin)
-            if extended is None:
+            if extended is None or n_tries == _MOST_ROUNDS:
                 break
             change = extended
+            report = self.run("now", change.policy())
         left = report.findings[0]
         return replace(suggestion, evidence=(
             f"not verified: with it and more, still {left.symptom}, from {left.origin}; a step with torch.autocast, or "

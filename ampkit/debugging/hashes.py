@@ -169,5 +169,5 @@ def _hash(tensors: list[Tensor]) -> int:
         plain = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
         value = zlib.crc32(repr((tensor.dtype, tuple(tensor.shape))).encode(), value)
         if plain.numel():
-            value = zlib.crc32(plain.reshape(-1).view(torch.uint8).numpy(), value)
+            value = zlib.crc32(plain.reshape(-1).view(torch.uint8).numpy().data, value)
     return value

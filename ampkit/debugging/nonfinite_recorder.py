@@ -259,8 +259,9 @@ class NonfiniteRecorder(OperatorObserver):
             return      # passed on
         record.source = "from inf" if inf_in else "made"
         seen.inputs = tuple(summarise(value, name) for value, name in read)
-        seen.cause = find_cause(func, call.facts, *before, outputs, seen.inputs)
-        if seen.cause.kind == "constant":
+        args, kwargs = before
+        seen.cause = cause = find_cause(func, call.facts, args, kwargs, outputs, seen.inputs)
+        if cause.kind == "constant":
             record.source = "constant"
 
     def _explain(

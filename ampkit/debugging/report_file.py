@@ -89,7 +89,7 @@ def validate(value: Any, rule: Mapping[str, Any], where: str) -> None:
     wanted = rule.get("type")
     if wanted and (not isinstance(value, _TYPES[wanted]) or (isinstance(value, bool) and wanted != "boolean")):
         raise ValueError(f"{where} is {type(value).__name__}; expected {wanted}")
-    if "pattern" in rule and not re.search(rule["pattern"], value):
+    if "pattern" in rule and not re.search(rule["pattern"], str(value)):
         raise ValueError(f"{where} is {value!r}; expected the form {rule['pattern']}")
     if isinstance(value, dict):
         missing = [key for key in rule.get("required", ()) if key not in value]

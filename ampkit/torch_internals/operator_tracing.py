@@ -18,7 +18,7 @@ __all__ = [
 without_dispatch = torch._C._DisableTorchDispatch
 current_node = torch._C._current_autograd_node
 # Of the next node that this thread makes: autograd makes an operator's node before the operator reaches a mode.
-next_sequence_number = torch._C._autograd._get_sequence_nr
+next_sequence_number = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class ObserverMode(TorchDispatchMode):
