@@ -6,7 +6,7 @@ from graphlib import CycleError, TopologicalSorter
 import pytest
 
 from tests.helpers.paths import ROOT
-from tests.helpers.processes import loaded_after
+from tests.helpers.processes import fresh_python, loaded_after
 
 PAGE = ROOT / "docs" / "architecture.md"
 TOOLS = runpy.run_path(str(ROOT / "docs" / "make_architecture.py"))
@@ -137,3 +137,12 @@ def test_importing_the_kernels_does_not_import_triton() -> None:
 def test_the_light_import_check_can_fail() -> None:
     """The check above sees a heavy module when there is one."""
     assert loaded_after("import ampkit, rich", HEAVY) == ["rich"]
+
+
+def test_the_wings_are_there_after_a_plain_import() -> None:
+    """And are not imported before they are asked for."""
+    fresh_python(
+        "import sys, ampkit\nassert 'ampkit.debugging' not in sys.modules\n"
+        "ampkit.debugging.detect_nonfinite, ampkit.testing.plant_nonfinite, ampkit.optim.AdamW, ampkit.amp.initialize\n"
+        "assert not hasattr(ampkit, 'nothing')"
+    )
