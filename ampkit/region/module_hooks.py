@@ -124,10 +124,11 @@ def _enter(module: Module, args: Any) -> None:
 
 def leave_interrupted() -> None:
     """Leave the modules that were called last and ended by an exception that runs no hooks, `KeyboardInterrupt`."""
-    if not _watches:
+    followed = thread.followed
+    if not followed:
         return
     modules = thread.modules
-    while thread.followed and len(modules) > thread.followed[-1].depth and not frame_on_stack(modules[-1].call):
+    while followed and len(modules) > followed[-1].depth and not frame_on_stack(modules[-1].call):
         _leave_last()
 
 

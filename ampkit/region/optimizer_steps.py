@@ -42,8 +42,8 @@ def watch_for(cache: Cache) -> None:
     with seen.lock:
         if not seen.watched:
             seen.watched = True
-            register_optimizer_step_pre_hook(_count_step)
-            register_optimizer_step_post_hook(_count_step)
+            register_optimizer_step_pre_hook(_begins)
+            register_optimizer_step_post_hook(_ends)
         seen.caches.add(cache)
 
 
@@ -52,7 +52,12 @@ def capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def _count_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+def _begins(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Outdate every cast. Should two threads count as one here, the ends of their steps count too."""
+    seen.count += 1
+
+
+def _ends(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Outdate every cast, and free those held; a compiled step leaves that to their next use."""
     if torch.compiler.is_compiling():
         seen.count += 1
