@@ -7,18 +7,19 @@ talk to other processes or that need memory in a form of their own are not run a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ampkit.containers import map_tensors
 from ampkit.debugging.operator_facts import OperatorFacts, readable, tensors_in
 from ampkit.torch_internals.operator_tracing import OpOverload
 
 __all__ = [
-    "Cause", "InputSummary", "asks_for_nonfinite", "dtype_name", "find_cause", "map_tensors", "outputs_of", "summarise",
+    "Cause", "InputSummary", "asks_for_nonfinite", "dtype_name", "find_cause", "outputs_of", "summarise",
 ]
 
 _LOW = (torch.float16, torch.bfloat16, torch.float32, torch.complex64)
@@ -85,17 +86,6 @@ def largest_finite(values: Tensor) -> float:
     """The largest magnitude among finite elements, 0.0 without any."""
     wide = values.double()
     return float(torch.where(torch.isfinite(wide), wide, 0.0).abs().max()) if wide.numel() else 0.0
-
-
-def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """A copy of nested lists, tuples and dicts with each tensor replaced."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(item, function) for item in value)
-    if isinstance(value, dict):
-        return {key: map_tensors(item, function) for key, item in value.items()}
-    return value
 
 
 def find_cause(

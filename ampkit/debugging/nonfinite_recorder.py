@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from ampkit.containers import map_tensors
 from ampkit.debugging.causes import (
     Cause,
     InputSummary,
     asks_for_nonfinite,
     find_cause,
-    map_tensors,
     outputs_of,
     summarise,
 )
@@ -81,7 +81,7 @@ class NonfiniteRecorder(OperatorObserver):
         written = facts.written(args, kwargs) if facts.mutable else []
         if written and facts.overwrites:
             given = [one for one in given if not any(one is other for other in written)]
-        before = (args, kwargs)
+        arguments = before = (args, kwargs)
         if written and self.now and not facts.overwrites and not facts.communicates:
             kept = {id(tensor): tensor.clone() for tensor in written}
             before = map_tensors(before, lambda tensor: kept.get(id(tensor), tensor))
@@ -106,7 +106,7 @@ class NonfiniteRecorder(OperatorObserver):
             self.records[record.index] = record
             self.seen[record.index] = self._seen(call, outputs[0])
         elif self.now:
-            values = given if before[0] is args else tensors_in(before)
+            values = given if before is arguments else tensors_in(before)
             self._look(record, call, func, before, list(zip(values, given, writers, strict=False)), outputs)
         else:
             if not given or asks_for_nonfinite(before):
