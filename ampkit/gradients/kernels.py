@@ -16,6 +16,16 @@ IMPLS = ("auto", "triton", "reference")
 _loaded: list[Any] = []
 
 
+def flat_list(grads: Sequence[Tensor]) -> list[Tensor] | None:
+    """The gradients as a list that the kernels take without asking what is in it, for use at once.
+
+    None where they are on the CPU, in several places, of several dtypes, or anything but plain dense tensors.
+    """
+    if not grads or grads[0].is_cpu or not uses_triton("auto", grads[0].device):
+        return None
+    return _modules()[1].FlatList.of(grads)
+
+
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
     """`grads *= inv_scale`; sets `found_inf` to 1 where a value is not finite. One device; never syncs."""
     (_loaded or _modules())[0 if inv_scale.is_cpu else 1].unscale_(grads, inv_scale, found_inf)
@@ -44,6 +54,16 @@ def adamw_(*lists: Sequence[Tensor], **options: Any) -> None:
 def sgd_(*lists: Sequence[Tensor], **options: Any) -> None:
     """One SGD step over lists of tensors; see `ampkit_kernels.sgd_`. One device; never syncs."""
     _modules()[1].sgd_(*lists, **options)
+
+
+def adamw_plan(*lists: Sequence[Tensor], **options: Any) -> Any:
+    """A plan for AdamW steps over these lists, or None; see `ampkit_kernels.adamw_plan`."""
+    return _modules()[1].adamw_plan(*lists, **options)
+
+
+def sgd_plan(*lists: Sequence[Tensor], **options: Any) -> Any:
+    """A plan for SGD steps over these lists, or None; see `ampkit_kernels.sgd_plan`."""
+    return _modules()[1].sgd_plan(*lists, **options)
 
 
 def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:

@@ -26,6 +26,7 @@ TYPES = {
     "blocks": "*i64",
     "destination": "*i64",
     "n_blocks": "i32",
+    "n_tensors": "i32",
     "blocks_per_chunk": "i32",
     "chunk": "i32",
     "start": "i32",

@@ -86,12 +86,13 @@ def adamw_steps() -> Iterator[Case]:
         constants = {
             "PARAM": DTYPES[param], "GRAD": DTYPES[grad], "MOMENT": DTYPES[moment], "COPY_TO": DTYPES[copy or moment],
             "ACC": acc, "AMSGRAD": amsgrad, "COPY": copy is not None, "LERP_FROM_END": False, "HAS_FOUND_INF": True,
-            "ALIGNED": aligned, "N_LISTS": 5 + amsgrad + (copy is not None),
+            "ALIGNED": aligned,
         }
         label = f"adamw {param} g={grad}{' amsgrad' * amsgrad}{f' copy={copy}' if copy else ''}"
         # Four elements per thread: 16 bytes where the list is fp32, 8 where it is half.
         wide = 0 if not aligned or param in ("fp16", "bf16") else 3
-        ceiling = 128 if param == "fp64" else 64
+        # Word by word, all that is loaded before the first store wants an address each.
+        ceiling = 128 if param == "fp64" else 64 if aligned or not amsgrad else 96
         config = adamw.CONFIGS[8 if param == "fp64" else 4]
         label += "" if aligned else " unaligned"
         yield _case(label, adamw.adamw_kernel, config, constants, ceiling, wide, wide)
@@ -101,7 +102,7 @@ def adamw_steps() -> Iterator[Case]:
     for several in (False, True):
         constants = {
             "HAS_LR": several, "HAS_MULTIPLIER": several, "HAS_GRAD_SCALE": several, "HAS_FOUND_INF": several,
-            "MAXIMIZE": several, "N_LISTS": 5, "BLOCK": 128,
+            "MAXIMIZE": several, "STEPS_COLUMN": 4, "BLOCK": 128,
         }
         yield Case(f"adamw prepare {several}", adamw.prepare_kernel, constants, 4, 64)
 
@@ -118,7 +119,7 @@ def sgd_steps() -> Iterator[Case]:
         constants = {
             "PARAM": tl.float32, "GRAD": DTYPES[grad], "MOMENT": tl.float32, "COPY_TO": DTYPES[copy or "fp32"],
             "ACC": tl.float32, "MOMENTUM": momentum, "NESTEROV": nesterov, "DECAY": decay, "COPY": copy is not None,
-            "HAS_FOUND_INF": True, "ALIGNED": aligned, "N_LISTS": 2 + momentum + (copy is not None),
+            "HAS_FOUND_INF": True, "ALIGNED": aligned,
         }
         label = (
             f"sgd g={grad}{' momentum' * momentum}{' nesterov' * nesterov}{f' copy={copy}' if copy else ''}"
@@ -130,7 +131,7 @@ def sgd_steps() -> Iterator[Case]:
         kind, acc = DTYPES[name], tl.float64 if name == "fp64" else tl.float32
         constants = {
             "PARAM": kind, "GRAD": kind, "MOMENT": kind, "COPY_TO": kind, "ACC": acc, "MOMENTUM": True,
-            "NESTEROV": False, "DECAY": True, "COPY": False, "HAS_FOUND_INF": False, "ALIGNED": True, "N_LISTS": 3,
+            "NESTEROV": False, "DECAY": True, "COPY": False, "HAS_FOUND_INF": False, "ALIGNED": True,
         }
         config = sgd.CONFIGS[8 if name == "fp64" else 4]
         yield _case(f"sgd {name}", sgd.sgd_kernel, config, constants, 64, 2, 2)
