@@ -71,7 +71,7 @@ def unscales_into() -> Iterator[Case]:
             kernel, config, wide = unscale_into.unscale_into_kernel, unscale_into.CONFIG, int(aligned)
             # Two float32 lists a word at a time keep many addresses; shorter blocks spill on sm_80 instead.
             ceiling = 80 if aligned or source != "fp32" else 128
-            yield _case(label, kernel, config, constants, ceiling, wide, wide)
+            yield _case(label, kernel, config, constants, ceiling, wide, wide, lists_read=1 + accumulate)
 
 
 def adamw_steps() -> Iterator[Case]:
@@ -95,10 +95,10 @@ def adamw_steps() -> Iterator[Case]:
         ceiling = 128 if param == "fp64" else 64 if aligned or not amsgrad else 96
         config = adamw.CONFIGS[8 if param == "fp64" else 4]
         label += "" if aligned else " unaligned"
-        yield _case(label, adamw.adamw_kernel, config, constants, ceiling, wide, wide)
+        yield _case(label, adamw.adamw_kernel, config, constants, ceiling, wide, wide, lists_read=4 + amsgrad)
         if label == "adamw fp32 g=fp32":  # an optimizer without a scaler, and one whose beta1 is below a half
             constants = {**constants, "HAS_FOUND_INF": False, "LERP_FROM_END": True}
-            yield _case(f"{label} alone", adamw.adamw_kernel, config, constants, ceiling, wide, wide)
+            yield _case(f"{label} alone", adamw.adamw_kernel, config, constants, ceiling, wide, wide, lists_read=4)
     for several in (False, True):
         constants = {
             "HAS_LR": several, "HAS_MULTIPLIER": several, "HAS_GRAD_SCALE": several, "HAS_FOUND_INF": several,
@@ -126,7 +126,7 @@ def sgd_steps() -> Iterator[Case]:
         )
         label += "" if aligned else " unaligned"
         wide = 1 + momentum if aligned else 0
-        yield _case(label, sgd.sgd_kernel, sgd.CONFIGS[4], constants, 64, wide, wide)
+        yield _case(label, sgd.sgd_kernel, sgd.CONFIGS[4], constants, 64, wide, wide, lists_read=2 + momentum)
     for name in ("fp16", "bf16", "fp64"):  # one dtype throughout, without a scaler
         kind, acc = DTYPES[name], tl.float64 if name == "fp64" else tl.float32
         constants = {
@@ -134,7 +134,7 @@ def sgd_steps() -> Iterator[Case]:
             "NESTEROV": False, "DECAY": True, "COPY": False, "HAS_FOUND_INF": False, "ALIGNED": True,
         }
         config = sgd.CONFIGS[8 if name == "fp64" else 4]
-        yield _case(f"sgd {name}", sgd.sgd_kernel, config, constants, 64, 2, 2)
+        yield _case(f"sgd {name}", sgd.sgd_kernel, config, constants, 64, 2, 2, lists_read=3)
     flags = ("HAS_STARTED", "HAS_LR", "HAS_MULTIPLIER", "HAS_GRAD_SCALE", "HAS_FOUND_INF", "MAXIMIZE")
     constants = {**dict.fromkeys(flags, True), "BLOCK": 128}
     yield Case("sgd prepare", sgd.prepare_kernel, constants, 4, 64)
@@ -154,12 +154,12 @@ def small_kernels() -> Iterator[Case]:
 
 def _case(
     name: str, kernel: Any, config: Config, constants: dict[str, Any], registers: int, loads: int, stores: int,
-    options: dict[str, Any] = NO_FUSION,
+    options: dict[str, Any] = NO_FUSION, lists_read: int = 1,
 ) -> Case:
     # Coefficients have the type of the arithmetic.
     types = {"coefficients_ptr": "*fp64"} if constants.get("ACC") is tl.float64 else {}
     constants = {**constants, "BLOCK": config.block}
-    return Case(name, kernel, constants, config.num_warps, registers, loads, stores, types, options)
+    return Case(name, kernel, constants, config.num_warps, registers, loads, stores, lists_read, types, options)
 
 
 @triton.jit
