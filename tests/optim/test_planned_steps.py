@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
-SHAPES = ((4, 4), (1,), (3, 5), (300,))
+SHAPES = ((4, 4), (1,), (3, 5), (300,), (3, 5))
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "AdamW": lambda params: AdamW(params, lr=0.01, impl="triton"),
     "SGD": lambda params: SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1, impl="triton"),
@@ -359,6 +359,7 @@ IN_PLACE: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
     "transposed gradient": (1, Tensor.t),
     "another moment": (2, torch.clone),
     "an equal moment": (3, lambda t: t[:]),
+    "unaligned gradient": (1, lambda t: torch.zeros(17, dtype=torch.float16)[1:].view(4, 4)),
 }
 
 
@@ -387,6 +388,18 @@ def test_a_plan_looks_closely_at_what_has_moved(column: int, data: Tensor) -> No
     assert plan.run(everything, OPTIONS)
     everything[column][0].data = data
     assert not plan.run(everything, OPTIONS)
+
+
+def test_a_plan_sees_a_lazy_negation_and_another_order_of_dimensions() -> None:
+    single = [[torch.zeros(1)] for _ in range(4)]
+    plan = adamw_plan(*single, [], counts := [torch.zeros(())], impl="triton")
+    assert not plan.run([single[0], [torch._neg_view(torch.ones(1))], *single[2:], counts], OPTIONS)
+    permuted = [[torch.zeros(2, 3, 4).permute(2, 0, 1)] for _ in range(4)]
+    plan = adamw_plan(*permuted, [], counts, impl="triton")
+    other = torch.zeros(3, 4, 2).permute(1, 2, 0)
+    assert other.shape == permuted[1][0].shape
+    assert not plan.run([permuted[0], [other], *permuted[2:], counts], OPTIONS)
+    assert plan.run([*permuted, counts], OPTIONS)
 
 
 def test_a_plan_serves_one_device_and_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
