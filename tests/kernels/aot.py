@@ -84,7 +84,7 @@ def compile_case(case: Case, capability: int) -> Code:
         elif name in TYPES:
             signature[name] = TYPES[name]
         elif isinstance(annotation, triton.language.dtype):
-            signature[name] = {"int64": "i64"}.get(annotation.name, annotation.name)
+            signature[name] = {"int64": "i64", "int32": "i32"}.get(annotation.name, annotation.name)
         elif name.endswith("_ptr"):
             signature[name] = "*fp32"
         else:

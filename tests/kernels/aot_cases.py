@@ -11,7 +11,18 @@ import triton
 import triton.language as tl
 
 from ampkit_kernels.configs import Config
-from ampkit_kernels.triton_ops import adamw, cast, counts, multiply, norm, sgd, table_writer, unscale, unscale_into
+from ampkit_kernels.triton_ops import (
+    adamw,
+    cast,
+    counts,
+    multiply,
+    norm,
+    scale,
+    sgd,
+    table_writer,
+    unscale,
+    unscale_into,
+)
 from tests.kernels.aot import Case
 
 SIZES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp64": 8}
@@ -144,10 +155,15 @@ def small_kernels() -> Iterator[Case]:
     """Those of one program: nothing is asked of their accesses but that they compile without spills."""
     for order in (0, 1, 2):
         for result in ("fp32", "fp64"):
-            yield Case(
-                f"finish p={order or 'inf'} {result}", norm.finish_kernel, {"ORDER": order, "BLOCK": 1024}, 4, 64,
-                types={"result_ptr": f"*{result}"},
-            )
+            for clips in (False, True):
+                label = f"finish p={order or 'inf'} {result}{' clip' * clips}"
+                constants = {"ORDER": order, "CLIPS": clips, "BLOCK": 1024}
+                yield Case(label, norm.finish_kernel, constants, 4, 64, types={"result_ptr": f"*{result}"})
+    yield Case("inverse scale", scale.inverse_kernel, {}, 1, 32)
+    counters = dict.fromkeys(("tracker_ptr", "left_ptr", "updates_ptr", "overflows_ptr"), "*i32")
+    for counted, clean in ((False, False), (True, False), (True, True)):
+        constants = {"COUNTS": counted, "REFILLS_WHEN_CLEAN": clean}
+        yield Case(f"update scale {counted} {clean}", scale.update_kernel, constants, 1, 64, types=counters)
     yield Case("table write", table_writer._write_kernel, {}, 1, 64)
     yield Case("table expand", table_writer._expand_kernel, {"BLOCK": 1024}, 4, 64)
 

@@ -165,6 +165,14 @@ def exchange_states(run: Run) -> None:
             state[first][name], state[second][name] = torch.ones(3, 5), torch.ones(300)
 
 
+def exchange_keys(run: Run) -> None:
+    state, (first, _, second) = run.optimizer.state, run.params[2:]
+    other = {first: second, second: first}
+    found = [(other.get(param, param), entries) for param, entries in state.items()]
+    state.clear()
+    state.update(found)
+
+
 def load(run: Run) -> None:
     saved = copy.deepcopy(run.optimizer.state_dict())
     run.step()
@@ -212,6 +220,7 @@ CHANGES: dict[str, Callable[[Run], None]] = {
     "state cleared": clear_state,
     "one state gone": forget_one,
     "states exchanged": exchange_states,
+    "states exchanged whole": exchange_keys,
     "state loaded": load,
     "deepcopy": become_copy,
     "pickle": become_pickle,

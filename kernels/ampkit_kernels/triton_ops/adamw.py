@@ -187,11 +187,13 @@ def adamw_(
     *,
     amsgrad: bool,
     copies: Sequence[Tensor] | None,
+    config: Config | None = None,
     **options: Any,
 ) -> None:
     """Launch both kernels per combination of dtypes; see the module's docstring. `options` are those of `_launch`."""
     lists = _lists(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, amsgrad, copies)
-    for rows in rows_of(lists, steps, CONFIGS, N_COEFFICIENTS):
+    configs = CONFIGS if config is None else dict.fromkeys(CONFIGS, config)
+    for rows in rows_of(lists, steps, configs, N_COEFFICIENTS):
         _launch(rows, amsgrad=amsgrad, copy=copies is not None, **options)
 
 

@@ -149,10 +149,13 @@ def sgd_(
     momentum: float,
     started: Tensor | None,
     copies: Sequence[Tensor] | None,
+    config: Config | None = None,
     **options: Any,
 ) -> None:
     """Launch both kernels per combination of dtypes; see the module's docstring. `options` are those of `_launch`."""
-    for rows in rows_of(_lists(params, grads, momentum_buffers, momentum, copies), (), CONFIGS, N_COEFFICIENTS):
+    lists = _lists(params, grads, momentum_buffers, momentum, copies)
+    configs = CONFIGS if config is None else dict.fromkeys(CONFIGS, config)
+    for rows in rows_of(lists, (), configs, N_COEFFICIENTS):
         flags = started
         if started is not None and len(rows.indices) != len(started):
             flags = torch.stack([started[i] for i in rows.indices])
