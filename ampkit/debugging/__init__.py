@@ -4,9 +4,12 @@ from ampkit.debugging.checks import assert_finite
 from ampkit.debugging.detect import detect_nonfinite
 from ampkit.debugging.find import find_nonfinite
 from ampkit.debugging.hashes import HashDifference, HashLog, compare_hashes, record_hashes
+from ampkit.debugging.precision import compare_precision
+from ampkit.debugging.precision_report import GradientError, ModuleError, OperatorError, PrecisionReport
 from ampkit.debugging.report import Finding, NonFiniteError, NonFiniteReport
 
 __all__ = [
-    "Finding", "HashDifference", "HashLog", "NonFiniteError", "NonFiniteReport", "assert_finite", "compare_hashes",
-    "detect_nonfinite", "find_nonfinite", "record_hashes",
+    "Finding", "GradientError", "HashDifference", "HashLog", "ModuleError", "NonFiniteError", "NonFiniteReport",
+    "OperatorError", "PrecisionReport", "assert_finite", "compare_hashes", "compare_precision", "detect_nonfinite",
+    "find_nonfinite", "record_hashes",
 ]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampkit.containers import map_tensors
+from ampkit.debugging.again import other_arguments
 from ampkit.debugging.operator_facts import OperatorFacts, readable, tensors_in
 from ampkit.torch_internals.operator_tracing import OpOverload
 
@@ -114,31 +114,19 @@ def run_in_float64(
     nudged: bool = False,
 ) -> list[Tensor]:
     """The results of an operator on float64 copies of its inputs; `nudged`: each a little smaller, and no zeros."""
-    def widened(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            if value.dtype not in _LOW and not value.is_floating_point():
-                return value.clone()
-            wide = value.detach().to(torch.complex128 if value.is_complex() else torch.float64, copy=True)
-            return wide.mul_(1 - 1e-6).masked_fill_(wide == 0, 1e-150) if nudged else wide
-        return value
+    def widened(value: Tensor) -> Tensor:
+        if value.dtype not in _LOW and not value.is_floating_point():
+            return value.clone()
+        wide = value.detach().to(torch.complex128 if value.is_complex() else torch.float64, copy=True)
+        return wide.mul_(1 - 1e-6).masked_fill_(wide == 0, 1e-150) if nudged else wide
 
-    def dtypes(value: Any) -> Any:
-        if isinstance(value, torch.dtype):
-            return torch.float64 if value in _LOW else value
-        return value
-
-    wide_args = [dtypes(map_tensors(value, widened)) for value in args]
-    wide_kwargs = {key: dtypes(map_tensors(value, widened)) for key, value in kwargs.items()}
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.name == "half_to_float":    # of softmax, on accelerators: float16 in, float32 out
-            if place < len(wide_args):
-                wide_args[place] = False
-            else:
-                wide_kwargs["half_to_float"] = False
+    wide_args, wide_kwargs = other_arguments(
+        func, args, kwargs, widened, lambda dtype: torch.float64 if dtype in _LOW else dtype
+    )
     devices = {tensor.device for tensor in tensors_in((args, kwargs)) if tensor.device.type == "cuda"}
     with torch.no_grad(), torch.random.fork_rng(list(devices), enabled=facts.random):
         result = func(*wide_args, **wide_kwargs)
-    written = facts.written(tuple(wide_args), wide_kwargs) if facts.mutable else []
+    written = facts.written(wide_args, wide_kwargs) if facts.mutable else []
     return [one for one in _distinct([*tensors_in(result), *written]) if one.is_floating_point() or one.is_complex()]
 
 

@@ -6,15 +6,20 @@ Exit codes: 0 clean, 1 something was found, 2 bad input, 3 inconclusive, 130 int
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import traceback
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from ampkit.debugging import report_file
-from ampkit.debugging.detect import detect_nonfinite
+from ampkit.debugging.detect import detect_nonfinite, rank
+from ampkit.debugging.precision import PrecisionComparison
 from ampkit.debugging.report import NonFiniteError, NonFiniteReport
-from ampkit.debugging.script import run_script
+from ampkit.debugging.script import ScriptStopped, run_script
 
 CLEAN, FOUND, BAD_INPUT, INCONCLUSIVE, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -29,26 +34,80 @@ def main(argv: list[str] | None = None) -> int:
     nonfinite.add_argument("--keep-going", action="store_true", help="do not stop at the first finding")
     nonfinite.add_argument("script")
     nonfinite.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    precision = tools.add_parser("precision", help="what one step of a training script loses to low precision")
+    precision.add_argument("--at-step", type=_count, default=0, metavar="N", help="the step after N optimizer steps")
+    precision.add_argument("--reference", choices=("float32", "float64"), default="float32")
+    precision.add_argument("--json", metavar="F", help="write the report; {rank} in the name is the rank")
+    precision.add_argument("script")
+    precision.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
     report = tools.add_parser("report", help="show a report that --json wrote")
     report.add_argument("file")
     merge = tools.add_parser("merge", help="the reports of several ranks, the one to blame first")
     merge.add_argument("files", nargs="+")
     options = parser.parse_args(argv)
     try:
-        return {"nonfinite": _nonfinite, "report": _report, "merge": _merge}[options.tool](options)
+        return {
+            "nonfinite": _nonfinite, "precision": _precision, "report": _report, "merge": _merge,
+        }[options.tool](options)
     except (FileNotFoundError, ValueError) as error:
         print(f"ampkit debug: {error}", file=sys.stderr)
         return BAD_INPUT
 
 
 def _nonfinite(options: Any) -> int:
-    if not Path(options.script).is_file():
-        raise FileNotFoundError(f"{options.script} is no file; expected the training script, then its own arguments")
     detect = detect_nonfinite(on_found="record" if options.keep_going else "raise")
     detect.recorder.first_step = options.from_step
+    ended = _run(options, detect)
+    report = detect.report
+    print(f"\n{report}", file=sys.stderr)
+    _write(options, report, report.rank)
+    return ended.code(found=bool(report), looked=report.operators > 0, step=options.from_step)
+
+
+def _precision(options: Any) -> int:
+    def stop() -> None:
+        raise ScriptStopped
+
+    comparison = PrecisionComparison(
+        None, getattr(torch, options.reference), first_step=options.at_step, on_step=stop
+    )
+    ended = _run(options, comparison)
+    report = comparison.report
+    looked = comparison.run.begun
+    if looked:
+        print(f"\n{report}\n\n{report.table()}", file=sys.stderr)
+    _write(options, report, rank())
+    return ended.code(found=math.isinf(report.gradient_error), looked=looked, step=options.at_step)
+
+
+class _Ended(NamedTuple):
+    """How a script ended."""
+
+    exit_code: int
+    interrupted: bool
+
+    def code(self, *, found: bool, looked: bool, step: int) -> int:
+        """The exit code of the tool."""
+        if self.interrupted:
+            return INTERRUPTED
+        if found:
+            return FOUND
+        if not looked:
+            print(f"ampkit debug: the script ended before step {step}: nothing was looked at", file=sys.stderr)
+            return INCONCLUSIVE
+        if self.exit_code:
+            print(f"ampkit debug: the script itself ended with exit code {self.exit_code}", file=sys.stderr)
+            return INCONCLUSIVE
+        return CLEAN
+
+
+def _run(options: Any, tool: AbstractContextManager[Any]) -> _Ended:
+    """Run the user's script under a tool."""
+    if not Path(options.script).is_file():
+        raise FileNotFoundError(f"{options.script} is no file; expected the training script, then its own arguments")
     code, interrupted = 0, False
     try:
-        with detect:
+        with tool:
             code = run_script(options.script, options.arguments)
     except NonFiniteError:
         pass
@@ -57,21 +116,12 @@ def _nonfinite(options: Any) -> int:
     except Exception:
         traceback.print_exc()       # the script's own
         code = 1
-    report = detect.report
-    print(f"\n{report}", file=sys.stderr)
+    return _Ended(code, interrupted)
+
+
+def _write(options: Any, report: Any, of_rank: int) -> None:
     if options.json:
-        Path(options.json.replace("{rank}", str(report.rank))).write_text(report.to_json(), encoding="utf-8")
-    if interrupted:
-        return INTERRUPTED
-    if report:
-        return FOUND
-    if not report.operators:
-        print(f"ampkit debug: the script ended before step {options.from_step}: nothing was looked at", file=sys.stderr)
-        return INCONCLUSIVE
-    if code:
-        print(f"ampkit debug: the script itself ended with exit code {code}", file=sys.stderr)
-        return INCONCLUSIVE
-    return CLEAN
+        Path(options.json.replace("{rank}", str(of_rank))).write_text(report.to_json(), encoding="utf-8")
 
 
 def _report(options: Any) -> int:

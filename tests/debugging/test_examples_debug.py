@@ -19,7 +19,9 @@ def load(name: str) -> Any:
 
 
 def test_every_debugging_example_is_run() -> None:
-    assert {path.stem for path in EXAMPLES.glob("debug_*.py")} == {"debug_hashes", "debug_nonfinite", "debug_scaler"}
+    assert {path.stem for path in EXAMPLES.glob("debug_*.py")} == {
+        "debug_hashes", "debug_nonfinite", "debug_precision", "debug_scaler",
+    }
 
 
 def test_nonfinite(capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,3 +43,11 @@ def test_scaler() -> None:
     assert healthy.skipped
     assert broken.findings[0].cause.kind == "undefined"
     assert broken.findings[0].origin.module == "1"
+
+
+def test_precision() -> None:
+    report = load("debug_precision").main()
+    assert report.gradient_error > 0.02
+    worst = max(report.operators, key=lambda one: one.amplification)
+    assert worst.op == "aten::sub.Tensor"
+    assert worst.module == "1"
