@@ -7,9 +7,10 @@ from ampkit.debugging.hashes import HashDifference, HashLog, compare_hashes, rec
 from ampkit.debugging.precision import compare_precision
 from ampkit.debugging.precision_report import GradientError, ModuleError, OperatorError, PrecisionReport
 from ampkit.debugging.report import Finding, NonFiniteError, NonFiniteReport
+from ampkit.debugging.search import SearchResult, search_policy
 
 __all__ = [
     "Finding", "GradientError", "HashDifference", "HashLog", "ModuleError", "NonFiniteError", "NonFiniteReport",
-    "OperatorError", "PrecisionReport", "assert_finite", "compare_hashes", "compare_precision", "detect_nonfinite",
-    "find_nonfinite", "record_hashes",
+    "OperatorError", "PrecisionReport", "SearchResult", "assert_finite", "compare_hashes", "compare_precision",
+    "detect_nonfinite", "find_nonfinite", "record_hashes", "search_policy",
 ]

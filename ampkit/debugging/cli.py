@@ -6,9 +6,13 @@ Exit codes: 0 clean, 1 something was found, 2 bad input, 3 inconclusive, 130 int
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
+import shlex
+import subprocess
 import sys
 import traceback
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +24,7 @@ from ampkit.debugging.detect import detect_nonfinite, rank
 from ampkit.debugging.precision import PrecisionComparison
 from ampkit.debugging.report import NonFiniteError, NonFiniteReport
 from ampkit.debugging.script import ScriptStopped, run_script
+from ampkit.debugging.search import search_policy
 
 CLEAN, FOUND, BAD_INPUT, INCONCLUSIVE, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -40,6 +45,15 @@ def main(argv: list[str] | None = None) -> int:
     precision.add_argument("--json", metavar="F", help="write the report; {rank} in the name is the rank")
     precision.add_argument("script")
     precision.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    search = tools.add_parser("search", help="the smallest part of a model to keep in float32, by your own metric")
+    search.add_argument("--factory", required=True, metavar="pkg.mod:make",
+                        help="a function that returns the arguments of search_policy as a dict: evaluate, model, ...")
+    search.add_argument("--check", metavar="CMD", help="run with the metric as last argument; exit code 0 passes")
+    search.add_argument("--scope", choices=("modules", "operators"), default="modules")
+    search.add_argument("--max-evaluations", type=_count, default=100, metavar="N")
+    log = search.add_mutually_exclusive_group()
+    log.add_argument("--log", default="ampkit-search.jsonl", metavar="F", help="a new file that keeps every evaluation")
+    log.add_argument("--resume", metavar="F", help="go on from a log")
     report = tools.add_parser("report", help="show a report that --json wrote")
     report.add_argument("file")
     merge = tools.add_parser("merge", help="the reports of several ranks, the one to blame first")
@@ -47,9 +61,9 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         return {
-            "nonfinite": _nonfinite, "precision": _precision, "report": _report, "merge": _merge,
+            "nonfinite": _nonfinite, "precision": _precision, "search": _search, "report": _report, "merge": _merge,
         }[options.tool](options)
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError) as error:
         print(f"ampkit debug: {error}", file=sys.stderr)
         return BAD_INPUT
 
@@ -78,6 +92,41 @@ def _precision(options: Any) -> int:
         print(f"\n{report}\n\n{report.table()}", file=sys.stderr)
     _write(options, report, rank())
     return ended.code(found=math.isinf(report.gradient_error), looked=looked, step=options.at_step)
+
+
+def _search(options: Any) -> int:
+    arguments = _made_by(options.factory)
+    if options.check:
+        command = shlex.split(options.check)
+        arguments["passes"] = lambda value: subprocess.run([*command, str(value)], check=False).returncode == 0
+    log = options.resume or options.log
+    try:
+        result = search_policy(
+            **arguments, scope=options.scope, max_evaluations=options.max_evaluations, log=log,
+            resume=bool(options.resume),
+        )
+    except KeyboardInterrupt:
+        print(f"\nampkit debug: interrupted; --resume {log} goes on from there", file=sys.stderr)
+        return INTERRUPTED
+    print(result)
+    return {"found": FOUND, "passes already": CLEAN}.get(result.status, INCONCLUSIVE)
+
+
+def _made_by(factory: str) -> dict[str, Any]:
+    """What a factory, given as `pkg.mod:make`, returns."""
+    module, _, name = factory.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        make = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"--factory is {factory!r}: {error}; expected 'pkg.mod:function'") from error
+    finally:
+        sys.path.pop(0)
+    made = make()
+    if not isinstance(made, Mapping) or not {"evaluate", "model"} <= set(made):
+        raise ValueError(f"{factory} returned {made!r}; expected a dict with 'evaluate', 'model' and, if you like, "
+                         "'passes' and 'policy'")
+    return dict(made)
 
 
 class _Ended(NamedTuple):

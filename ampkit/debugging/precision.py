@@ -81,6 +81,8 @@ class PrecisionComparison:
 
     def _collect(self, run: ShadowRun) -> None:
         """The gradients, which a loop may clear before it ends."""
+        if run.finished:
+            return
         found = []
         for root in run.modules.roots():
             for name, parameter in root.named_parameters():
@@ -114,7 +116,7 @@ def recommended_scale(run: ShadowRun) -> float | None:
 
 def _operator(one: Measured) -> OperatorError:
     module, line, backward_of = one.place
-    count = max(1, one.local.count)
+    count, incoming = max(1, one.local.count), one.incoming.relative
     return OperatorError(
         index=one.call.index,
         op=one.call.op,
@@ -130,7 +132,8 @@ def _operator(one: Measured) -> OperatorError:
         total=one.total.relative,
         local=one.local.relative,
         propagated=one.propagated,
-        amplification=one.propagated / one.incoming if 0 < one.incoming < math.inf else 0.0,
+        amplification=one.propagated / incoming if 0 < incoming < math.inf else 0.0,
+        error_from=one.incoming.maker,
         lost=one.local.lost / count,
         overflowed=one.local.broken / count,
         largest=one.largest,

@@ -20,7 +20,8 @@ class OperatorError:
     """One operator call. Errors are 2-norms of differences, relative to the reference's; inf where a result overflowed.
 
     `total` is from the reference run; `local` from the same operator in the reference's dtype on the same inputs: its
-    own rounding; `propagated` is what came in with the inputs; `amplification` that over the largest error among them.
+    own rounding; `propagated` is what came in with the inputs; `amplification` that over the largest error among them,
+    which was mostly made by the call with the index `error_from`, -1 without one.
     `lost` is the share of elements that are zero and would not be, `overflowed` the share that is inf or NaN and would
     not be, both of the operator's own making. `largest` is the largest magnitude in the reference, `norm` its 2-norm.
     """
@@ -40,6 +41,7 @@ class OperatorError:
     local: float
     propagated: float
     amplification: float
+    error_from: int
     lost: float
     overflowed: float
     largest: float
@@ -120,6 +122,11 @@ class PrecisionReport:
         ]
         return sorted(found, key=lambda one: one.local, reverse=True)
 
+    def matters(self, one: OperatorError) -> bool:
+        """Whether an operator's error reaches anything. A gradient that is zero in exact arithmetic is all error."""
+        gradients = self.scale * math.hypot(*(other.norm for other in self.parameters))
+        return one.propagated > 1e-3 and (one.phase != "backward" or one.total * one.norm > 1e-3 * gradients)
+
     def __str__(self) -> str:
         if not self.operators:
             return f"no operator of step {self.step} computed in less than {self.reference}"
@@ -127,11 +134,14 @@ class PrecisionReport:
         rounded = _worst(self.operators, lambda one: one.local)
         if rounded is not None:
             lines.append(f"  rounded    {rounded.local:.2g} by {rounded}, {rounded.dtype}")
-        amplified = _worst(filter(self._matters, self.operators), lambda one: one.amplification)
+        amplified = _worst(filter(self.matters, self.operators), lambda one: one.amplification)
         if amplified is not None and amplified.amplification > 1:
             lines.append(
                 f"  amplified  {amplified.amplification:.3g} times, to {amplified.propagated:.2g}, by {amplified}"
             )
+            maker = next((one for one in self.operators if one.index == amplified.error_from), None)
+            if maker is not None:
+                lines.append(f"  made       by {maker}, {maker.dtype}")
         lost = _worst(self.operators, lambda one: one.lost)
         if lost is not None:
             lines.append(f"  to zero    {lost.lost:.2%} by {lost}, {lost.dtype}")
@@ -157,11 +167,6 @@ class PrecisionReport:
     def to_json(self) -> str:
         """`to_dict` as JSON text."""
         return json.dumps(self.to_dict(), indent=1, allow_nan=False)
-
-    def _matters(self, one: OperatorError) -> bool:
-        """Not so a gradient that is zero in exact arithmetic: whatever it amplifies, it changes nothing."""
-        gradients = self.scale * math.hypot(*(other.norm for other in self.parameters))
-        return one.propagated > 1e-3 and (one.phase != "backward" or one.total * one.norm > 1e-3 * gradients)
 
     def _symptom(self) -> str:
         parts = []

@@ -20,7 +20,7 @@ from ampkit.debugging.causes import largest_finite
 from ampkit.debugging.extremes import extremes
 from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver, Place
 from ampkit.debugging.operator_facts import OperatorFacts, tensors_in
-from ampkit.debugging.shadow_memory import ShadowMemory
+from ampkit.debugging.shadow_memory import NONE, Error, ShadowMemory
 from ampkit.debugging.source_lines import running_scaler
 from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque, storage_key, without_dispatch
 
@@ -56,7 +56,7 @@ class Measured(NamedTuple):
     total: Deviation                # from the twin
     local: Deviation                # from the wider operator on the same inputs
     propagated: float               # of that operator from the twin, relative
-    incoming: float                 # the largest relative error among the inputs
+    incoming: Error                 # the largest among the inputs
     largest: float                  # magnitude in the twin
 
 
@@ -73,6 +73,8 @@ class ShadowRun(OperatorObserver):
         self.opaque: dict[str, str] = {}        # operators whose reference is the user's own result, and why
         self.scale: float | None = None         # of a scaler that takes part, as the step began
         self.loss: tuple[float, float] | None = None        # the user's, and its reference, as backward was given it
+        self.only_first_step = False            # of several: from its end on operators just run
+        self.finished = False
         self._backward_seen = False
         self._on_gradients = on_gradients
         self._on_step = on_step
@@ -80,6 +82,8 @@ class ShadowRun(OperatorObserver):
     def observe(
         self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if self.finished:
+            return func(*args, **kwargs)
         facts = call.facts
         if call.phase == "scaler":
             self._meet_scaler()
@@ -110,7 +114,7 @@ class ShadowRun(OperatorObserver):
         low: bool, written: list[Tensor],
     ) -> Any:
         memory = self.memory
-        incoming = max((memory.error(one) for one in tensors_in((args, kwargs))), default=0.0)
+        incoming = max((memory.error(one) for one in tensors_in((args, kwargs))), default=NONE)
         written = [*written, *call.facts.possibly_written(args, kwargs)]
         for one in written:
             memory.make_writable(one)
@@ -153,12 +157,13 @@ class ShadowRun(OperatorObserver):
 
     def _measure(
         self, call: OperatorCall, results: list[Tensor], references: list[Tensor], locals_: list[Tensor] | None,
-        incoming: float,
-    ) -> list[float]:
-        """Note how far a call's results are from the reference. Returns the relative error of each."""
+        incoming: Error,
+    ) -> list[Error]:
+        """Note how far a call's results are from the reference. Returns the error of each."""
         chosen = [i for i, one in enumerate(results) if one.numel() and (one.is_floating_point() or one.is_complex())]
         wide = {i: results[i].to(references[i].dtype) for i in chosen}
         totals = {i: deviation(wide[i], references[i]) for i in chosen}
+        maker = incoming.maker
         if chosen:
             total = _sum(totals.values())
             local, propagated = Deviation(0.0, total.norm, 0, 0, total.count), total
@@ -166,12 +171,14 @@ class ShadowRun(OperatorObserver):
                 local = _sum(deviation(wide[i], locals_[i], count_lost=self._is_low(results[i])) for i in chosen)
             if locals_ is not None and (local.error or local.broken):
                 propagated = _sum(deviation(locals_[i], references[i]) for i in chosen)
+            if local.relative > propagated.relative / 2:
+                maker = call.index
             first = results[chosen[0]]
             self.measured.append(Measured(
                 call, self.place(call), first.dtype, tuple(first.shape), total, local, propagated.relative, incoming,
                 max(_largest(references[i]) for i in chosen),
             ))
-        return [totals[i].relative if i in totals else 0.0 for i in range(len(results))]
+        return [Error(totals[i].relative, maker) if i in totals else NONE for i in range(len(results))]
 
     def _drop_same(self, result: tuple[Tensor, Tensor], given: Tensor, p: float, train: bool | None) -> None:
         """The reference of a dropout: the same elements of the input's."""
@@ -179,6 +186,9 @@ class ShadowRun(OperatorObserver):
         self.memory.write(result[0], self.memory.read(given) * kept, self.memory.error(given), own=True)
 
     def step_ended(self, optimizer: Any) -> None:
+        if self.only_first_step and not self.finished:
+            self.finished = True
+            self.memory = ShadowMemory(self.memory.reference)
         self._on_step()
 
     def _optimizer_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:

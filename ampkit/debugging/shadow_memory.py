@@ -6,26 +6,38 @@ user's values. Memory that no operator has computed anything different for has n
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ampkit.debugging.storage_map import StorageMap
 from ampkit.torch_internals.operator_tracing import is_opaque
 
-__all__ = ["ShadowMemory"]
+__all__ = ["NONE", "Error", "ShadowMemory"]
 
 _SPARE = 1 << 20        # bytes of twins beyond which those of memory that is gone are looked for
 
 
+class Error(NamedTuple):
+    """How far a tensor is from its twin, relatively, and the operator call that most of it was made by."""
+
+    relative: float
+    maker: int      # its index; -1 for no error
+
+
+NONE = Error(0.0, -1)
+
+
 class _Twin:
-    """The same elements in another dtype, and the relative error of the user's values against them."""
+    """The same elements in another dtype, and how far the user's are from them."""
 
     __slots__ = ("error", "flat", "real")
 
     def __init__(self, flat: Tensor, real: torch.dtype) -> None:
         self.flat = flat        # one dimension, real numbers
         self.real = real        # the user's dtype, real for a complex one
-        self.error = 0.0
+        self.error = NONE
 
 
 class ShadowMemory:
@@ -46,10 +58,10 @@ class ShadowMemory:
         """Whether a tensor's reference values are other than its own."""
         return self._twin(tensor) is not None
 
-    def error(self, tensor: Tensor) -> float:
-        """The relative error that was noted when a tensor's memory was last computed."""
+    def error(self, tensor: Tensor) -> Error:
+        """What was noted when a tensor's memory was last computed."""
         twin = self._twin(tensor)
-        return 0.0 if twin is None else twin.error
+        return NONE if twin is None else twin.error
 
     def read(self, tensor: Tensor) -> Tensor:
         """The reference values of a tensor. They may be the user's own: for reading only."""
@@ -64,7 +76,7 @@ class ShadowMemory:
             whole = _whole(tensor)
             self._keep(tensor, whole.to(self.wide(whole.dtype), copy=True))
 
-    def write(self, tensor: Tensor, value: Tensor, error: float, *, own: bool) -> None:
+    def write(self, tensor: Tensor, value: Tensor, error: Error, *, own: bool) -> None:
         """Note the reference values of a new tensor; `own`: nobody else holds the memory of `value`."""
         count = _n_elements(tensor)
         value = value.to(self.wide(tensor.dtype))
@@ -76,7 +88,7 @@ class ShadowMemory:
             self.read(tensor).copy_(value)
         self.note_error(tensor, error)
 
-    def note_error(self, tensor: Tensor, error: float) -> None:
+    def note_error(self, tensor: Tensor, error: Error) -> None:
         """Note how far a tensor is from its twin."""
         twin = self._twin(tensor)
         if twin is not None:
