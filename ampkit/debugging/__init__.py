@@ -1,9 +1,10 @@
 """When numbers go wrong: which operator, which module, which line, why, and the smallest change that helps."""
 
-from ampkit.debugging.checks import assert_finite
+from ampkit.debugging.checks import assert_close_to_reference, assert_finite
 from ampkit.debugging.detect import detect_nonfinite
 from ampkit.debugging.find import find_nonfinite
 from ampkit.debugging.hashes import HashDifference, HashLog, compare_hashes, record_hashes
+from ampkit.debugging.monitor import TensorMonitor
 from ampkit.debugging.precision import compare_precision
 from ampkit.debugging.precision_report import GradientError, ModuleError, OperatorError, PrecisionReport
 from ampkit.debugging.report import Finding, NonFiniteError, NonFiniteReport
@@ -11,6 +12,6 @@ from ampkit.debugging.search import SearchResult, search_policy
 
 __all__ = [
     "Finding", "GradientError", "HashDifference", "HashLog", "ModuleError", "NonFiniteError", "NonFiniteReport",
-    "OperatorError", "PrecisionReport", "SearchResult", "assert_finite", "compare_hashes", "compare_precision",
-    "detect_nonfinite", "find_nonfinite", "record_hashes", "search_policy",
+    "OperatorError", "PrecisionReport", "SearchResult", "TensorMonitor", "assert_close_to_reference", "assert_finite",
+    "compare_hashes", "compare_precision", "detect_nonfinite", "find_nonfinite", "record_hashes", "search_policy",
 ]

@@ -21,6 +21,7 @@ import torch
 
 from ampkit.debugging import report_file
 from ampkit.debugging.detect import detect_nonfinite, rank
+from ampkit.debugging.monitor import ScriptMonitor
 from ampkit.debugging.precision import PrecisionComparison
 from ampkit.debugging.report import NonFiniteError, NonFiniteReport
 from ampkit.debugging.script import ScriptStopped, run_script
@@ -45,6 +46,11 @@ def main(argv: list[str] | None = None) -> int:
     precision.add_argument("--json", metavar="F", help="write the report; {rank} in the name is the rank")
     precision.add_argument("script")
     precision.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    monitor = tools.add_parser("monitor", help="headroom, underflow and lost updates, on a step now and then")
+    monitor.add_argument("--every", type=_count, default=100, metavar="N", help="sample every N optimizer steps")
+    monitor.add_argument("--out", default="ampkit-monitor.jsonl", metavar="F", help="a line of JSON per sample")
+    monitor.add_argument("script")
+    monitor.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
     search = tools.add_parser("search", help="the smallest part of a model to keep in float32, by your own metric")
     search.add_argument("--factory", required=True, metavar="pkg.mod:make",
                         help="a function that returns the arguments of search_policy as a dict: evaluate, model, ...")
@@ -61,7 +67,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         return {
-            "nonfinite": _nonfinite, "precision": _precision, "search": _search, "report": _report, "merge": _merge,
+            "nonfinite": _nonfinite, "precision": _precision, "search": _search, "monitor": _monitor,
+            "report": _report, "merge": _merge,
         }[options.tool](options)
     except (OSError, ValueError) as error:
         print(f"ampkit debug: {error}", file=sys.stderr)
@@ -92,6 +99,13 @@ def _precision(options: Any) -> int:
         print(f"\n{report}\n\n{report.table()}", file=sys.stderr)
     _write(options, report, rank())
     return ended.code(found=math.isinf(report.gradient_error), looked=looked, step=options.at_step)
+
+
+def _monitor(options: Any) -> int:
+    monitor = ScriptMonitor(every=options.every, path=options.out.replace("{rank}", str(rank())))
+    ended = _run(options, monitor)
+    print(f"\n{monitor}", file=sys.stderr)
+    return ended.code(found=False, looked=monitor.last is not None, step=1)
 
 
 def _search(options: Any) -> int:

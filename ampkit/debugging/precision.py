@@ -96,8 +96,8 @@ class PrecisionComparison:
         norm = math.hypot(*(one.norm for _, one in found))
         self.report.parameters = [
             GradientError(
-                name, one.relative, one.error / norm if norm else one.relative, one.lost / max(1, one.count),
-                one.broken / max(1, one.count), one.norm,
+                name, one.relative, one.error / norm if norm else one.relative, one.lost / max(1, one.numel),
+                one.broken / max(1, one.numel), one.norm,
             )
             for name, one in found
         ]
@@ -116,7 +116,7 @@ def recommended_scale(run: ShadowRun) -> float | None:
 
 def _operator(one: Measured) -> OperatorError:
     module, line, backward_of = one.place
-    count, incoming = max(1, one.local.count), one.incoming.relative
+    count, incoming = max(1, one.local.numel), one.incoming.relative
     return OperatorError(
         index=one.call.index,
         op=one.call.op,

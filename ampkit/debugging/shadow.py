@@ -36,7 +36,7 @@ class Deviation(NamedTuple):
     norm: float         # 2-norm of the reference
     lost: int           # zero, where the reference is not
     broken: int         # inf or NaN, where the reference is finite
-    count: int
+    numel: int
 
     @property
     def relative(self) -> float:
@@ -166,7 +166,7 @@ class ShadowRun(OperatorObserver):
         maker = incoming.maker
         if chosen:
             total = _sum(totals.values())
-            local, propagated = Deviation(0.0, total.norm, 0, 0, total.count), total
+            local, propagated = Deviation(0.0, total.norm, 0, 0, total.numel), total
             if locals_ is not None:
                 local = _sum(deviation(wide[i], locals_[i], count_lost=self._is_low(results[i])) for i in chosen)
             if locals_ is not None and (local.error or local.broken):
@@ -279,5 +279,5 @@ def _sum(some: Iterable[Deviation]) -> Deviation:
     parts = list(some)
     return Deviation(
         math.hypot(*(one.error for one in parts)), math.hypot(*(one.norm for one in parts)),
-        sum(one.lost for one in parts), sum(one.broken for one in parts), sum(one.count for one in parts),
+        sum(one.lost for one in parts), sum(one.broken for one in parts), sum(one.numel for one in parts),
     )

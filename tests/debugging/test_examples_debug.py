@@ -20,7 +20,7 @@ def load(name: str) -> Any:
 
 def test_every_debugging_example_is_run() -> None:
     assert {path.stem for path in EXAMPLES.glob("debug_*.py")} == {
-        "debug_hashes", "debug_nonfinite", "debug_precision", "debug_scaler", "debug_search",
+        "debug_hashes", "debug_monitor", "debug_nonfinite", "debug_precision", "debug_scaler", "debug_search",
     }
 
 
@@ -56,3 +56,9 @@ def test_precision() -> None:
 def test_search() -> None:
     result = load("debug_search").main()
     assert [one.name for one in result.units] == ["2.inner", "4.inner"]
+
+
+def test_monitor() -> None:
+    sample = load("debug_monitor").main().last
+    assert sample["step"] == 40
+    assert sample["lost_updates"]["0.weight"] > 0.5
