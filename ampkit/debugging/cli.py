@@ -21,7 +21,9 @@ import torch
 
 from ampkit.debugging import report_file
 from ampkit.debugging.detect import detect_nonfinite, rank
+from ampkit.debugging.hashes import HashLog, compare_hashes, record_hashes
 from ampkit.debugging.monitor import ScriptMonitor
+from ampkit.debugging.operator_stats import OperatorTimes
 from ampkit.debugging.precision import PrecisionComparison
 from ampkit.debugging.report import NonFiniteError, NonFiniteReport
 from ampkit.debugging.script import ScriptStopped, run_script
@@ -60,6 +62,19 @@ def main(argv: list[str] | None = None) -> int:
     log = search.add_mutually_exclusive_group()
     log.add_argument("--log", default="ampkit-search.jsonl", metavar="F", help="a new file that keeps every evaluation")
     log.add_argument("--resume", metavar="F", help="go on from a log")
+    operators = tools.add_parser("operators", help="where the time and the bytes of a step go")
+    operators.add_argument("--at-step", type=_count, default=1, metavar="N", help="the step after N optimizer steps")
+    operators.add_argument("--json", metavar="F", help="write all of it; {rank} in the name is the rank")
+    operators.add_argument("script")
+    operators.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    hashes = tools.add_parser("hashes", help="hashes of every result of one step, for diff")
+    hashes.add_argument("--at-step", type=_count, default=0, metavar="N", help="the step after N optimizer steps")
+    hashes.add_argument("--json", required=True, metavar="F", help="where to; {rank} in the name is the rank")
+    hashes.add_argument("script")
+    hashes.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    diff = tools.add_parser("diff", help="the first operator that differs between two files that hashes wrote")
+    diff.add_argument("a")
+    diff.add_argument("b")
     report = tools.add_parser("report", help="show a report that --json wrote")
     report.add_argument("file")
     merge = tools.add_parser("merge", help="the reports of several ranks, the one to blame first")
@@ -68,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return {
             "nonfinite": _nonfinite, "precision": _precision, "search": _search, "monitor": _monitor,
-            "report": _report, "merge": _merge,
+            "operators": _operators, "hashes": _hashes, "diff": _diff, "report": _report, "merge": _merge,
         }[options.tool](options)
     except (OSError, ValueError) as error:
         print(f"ampkit debug: {error}", file=sys.stderr)
@@ -86,11 +101,8 @@ def _nonfinite(options: Any) -> int:
 
 
 def _precision(options: Any) -> int:
-    def stop() -> None:
-        raise ScriptStopped
-
     comparison = PrecisionComparison(
-        None, getattr(torch, options.reference), first_step=options.at_step, on_step=stop
+        None, getattr(torch, options.reference), first_step=options.at_step, on_step=_stop
     )
     ended = _run(options, comparison)
     report = comparison.report
@@ -99,6 +111,34 @@ def _precision(options: Any) -> int:
         print(f"\n{report}\n\n{report.table()}", file=sys.stderr)
     _write(options, report, rank())
     return ended.code(found=math.isinf(report.gradient_error), looked=looked, step=options.at_step)
+
+
+def _operators(options: Any) -> int:
+    times = OperatorTimes(on_step=_stop)
+    times.first_step = options.at_step
+    ended = _run(options, times)
+    print(f"\n{times.stats}", file=sys.stderr)
+    _write(options, times.stats, rank())
+    return ended.code(found=False, looked=times.begun, step=options.at_step)
+
+
+def _hashes(options: Any) -> int:
+    recorder = record_hashes(on_step=_stop)
+    recorder.first_step = options.at_step
+    ended = _run(options, recorder)
+    _write(options, recorder.log, rank())
+    return ended.code(found=False, looked=recorder.begun, step=options.at_step)
+
+
+def _diff(options: Any) -> int:
+    a, b = (HashLog.from_json(Path(name).read_text(encoding="utf-8")) for name in (options.a, options.b))
+    difference = compare_hashes(a, b)
+    print(difference)
+    return FOUND if difference else CLEAN
+
+
+def _stop() -> None:
+    raise ScriptStopped
 
 
 def _monitor(options: Any) -> int:

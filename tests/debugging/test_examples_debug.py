@@ -20,7 +20,8 @@ def load(name: str) -> Any:
 
 def test_every_debugging_example_is_run() -> None:
     assert {path.stem for path in EXAMPLES.glob("debug_*.py")} == {
-        "debug_hashes", "debug_monitor", "debug_nonfinite", "debug_precision", "debug_scaler", "debug_search",
+        "debug_hashes", "debug_monitor", "debug_nonfinite", "debug_operators", "debug_precision", "debug_scaler",
+        "debug_search",
     }
 
 
@@ -62,3 +63,9 @@ def test_monitor() -> None:
     sample = load("debug_monitor").main().last
     assert sample["step"] == 40
     assert sample["lost_updates"]["0.weight"] > 0.5
+
+
+def test_operators() -> None:
+    stats = load("debug_operators").main()
+    assert {(one.parameter, *one.odd.values()) for one in stats.shapes} == {("0.weight", 250), ("3.weight", 250)}
+    assert list(stats.casts())
