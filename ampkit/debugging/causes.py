@@ -19,7 +19,7 @@ from ampkit.debugging.operator_facts import OperatorFacts, readable, tensors_in
 from ampkit.torch_internals.operator_tracing import OpOverload
 
 __all__ = [
-    "Cause", "InputSummary", "asks_for_nonfinite", "dtype_name", "find_cause", "outputs_of", "summarise",
+    "CONSTANT", "Cause", "InputSummary", "asks_for_nonfinite", "dtype_name", "find_cause", "outputs_of", "summarise",
 ]
 
 _LOW = (torch.float16, torch.bfloat16, torch.float32, torch.complex64)
@@ -40,6 +40,9 @@ class Cause:
     text: str
     value: float | None = None
     limit: float | None = None
+
+
+CONSTANT = Cause("constant", "an inf or NaN that the code asks for")
 
 
 @dataclass(frozen=True)
@@ -96,8 +99,10 @@ def find_cause(
     if facts.uninitialised:
         return Cause("uninitialised", "memory that nothing was written to")
     broken = [one for one in inputs if not one.finite]
+    if not inputs and any(one.is_floating_point() and not one.numel() for one in tensors_in((args, kwargs))):
+        return Cause("undefined", "undefined in any precision: there are no elements to compute it of")
     if not inputs or (not broken and asks_for_nonfinite((args, kwargs))):
-        return Cause("constant", "an inf or NaN that the code asks for")
+        return CONSTANT
     if broken and not any(one.nan for one in broken):
         return Cause("from inf", "an inf comes in, and inf - inf, 0 * inf or inf / inf is NaN in any precision")
     if facts.communicates or facts.opaque_state:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch.nn import Module
 
-from ampkit.debugging.causes import Cause, dtype_name
+from ampkit.debugging.causes import CONSTANT, Cause, dtype_name
 from ampkit.debugging.nonfinite_recorder import NonfiniteRecorder, Seen
 from ampkit.debugging.report import Finding, NonFiniteError, NonFiniteReport, Operation
 from ampkit.debugging.source_lines import shown
@@ -118,6 +118,8 @@ def make_finding(recorder: NonfiniteRecorder, found: Trace) -> Finding:
 def _cause_unseen(origin: Record) -> Cause:
     if origin.source == "received":
         return Cause("received", "received from another rank: what this one sent is finite")
+    if origin.source == "constant":
+        return CONSTANT
     if origin.source == "uninitialised":
         return Cause("uninitialised", "memory was read that nothing was written to")
     return Cause("unknown", "its inputs were not looked at; find_nonfinite(step, model) replays the step and does")
