@@ -100,7 +100,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`ampkit.debugging` and `ampkit.testing`, imported when they are first asked for."""
-    if name in ("debugging", "testing"):
+    """`ampkit.debugging`, `ampkit.integrations` and `ampkit.testing`, imported when they are first asked for."""
+    if name in ("debugging", "integrations", "testing"):
         return importlib.import_module(f"ampkit.{name}")
     raise AttributeError(f"module 'ampkit' has no attribute {name!r}")
