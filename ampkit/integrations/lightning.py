@@ -12,7 +12,7 @@ from lightning.pytorch.plugins import MixedPrecision as LightningMixedPrecision
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
 
-from ampkit import GradScaler, Policy, WeightCache, autocast
+from ampkit import GradScaler, Policy, WeightCache, autocast, check_ranks
 from ampkit.integrations._precision import dtype_of, scaler_for
 
 __all__ = ["MixedPrecision", "ScaleMonitor"]
@@ -104,7 +104,8 @@ class MixedPrecision(LightningMixedPrecision):
 class ScaleMonitor(Callback):
     """Logs the loss scale and how many steps were skipped, and says where the first skips began.
 
-    `loss_scale` and `skipped_steps` are logged every `log_every_n_steps` of the trainer, at one host read each.
+    `loss_scale` and `skipped_steps` are logged every `log_every_n_steps` of the trainer, at one host read; of several
+    ranks it is checked that they agree, at one more (`check_ranks`).
     """
 
     def __init__(self) -> None:
@@ -115,6 +116,7 @@ class ScaleMonitor(Callback):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if not isinstance(scaler, GradScaler) or (trainer.fit_loop.total_batch_idx + 1) % trainer.log_every_n_steps:
             return
+        check_ranks(scaler)
         stats = scaler.stats()
         pl_module.log_dict({"loss_scale": stats.scale, "skipped_steps": float(stats.skips)})
         if stats.skips and not self._told:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ampkit import GradScaler, Policy
+from ampkit import GradScaler, Policy, check_ranks
 from ampkit.integrations import accelerate
 
 __all__ = ["use_ampkit"]
@@ -47,7 +47,7 @@ def use_ampkit(trainer: T, *, policy: Policy | None = None, scaler: GradScaler |
 
 
 class _LogScale(TrainerCallback):
-    """Adds the loss scale and the count of skipped steps to what is logged beside the loss."""
+    """Adds the loss scale and the count of skipped steps to what is logged; of several ranks, that they agree."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -62,6 +62,7 @@ class _LogScale(TrainerCallback):
     ) -> None:
         """Called with what is about to be shown."""
         if logs is not None and "loss" in logs:
+            check_ranks(self._accelerator.scaler)
             stats = self._accelerator.scaler.stats()
             seen = {"loss_scale": stats.scale, "skipped_steps": stats.skips}
             logs.update(seen)
