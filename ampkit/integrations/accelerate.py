@@ -65,10 +65,10 @@ def use_ampkit(accelerator: A, *, policy: Policy | None = None, scaler: GradScal
     if precision == "fp16":
         accelerator.scaler = _scaler_for(accelerator, scaler)
     accelerator.native_amp = True
-    accelerator._ampkit_policy = policy
     cls = type(accelerator)
     if not issubclass(cls, _Methods):
         accelerator.__class__ = type(cls.__name__, (_Methods, cls), {"__module__": cls.__module__})
+    vars(accelerator)["_ampkit_policy"] = policy
     return accelerator
 
 
@@ -109,7 +109,7 @@ class _Methods(Accelerator):
             model.forward = region(forward) if method is None else MethodType(region(method), model)
         return super().prepare_model(model, *args, **kwargs)
 
-    def prepare_optimizer(self, *args: Any, **kwargs: Any) -> AcceleratedOptimizer:
+    def prepare_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """As Accelerate prepares it, and it knows whether its step was skipped."""
         optimizer = super().prepare_optimizer(*args, **kwargs)
         if self.scaler is not None and type(optimizer) is AcceleratedOptimizer:
@@ -119,6 +119,8 @@ class _Methods(Accelerator):
 
 class _Optimizer(AcceleratedOptimizer):
     """Asks the scaler whether a step was taken. Accelerate asks whether `step` was called, as fused ones always are."""
+
+    scaler: GradScaler
 
     @property
     def step_was_skipped(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import MixedPrecision as LightningMixedPrecision
 from lightning.pytorch.plugins.precision import Precision
@@ -48,6 +48,7 @@ class MixedPrecision(LightningMixedPrecision):
         policy: Policy | None = None,
         cache: WeightCache | None = None,
     ) -> None:
+        self.scaler: GradScaler | None
         super().__init__(precision, device, scaler_for(precision, device, scaler))
         self.policy = policy
         self.cache = cache
@@ -65,7 +66,8 @@ class MixedPrecision(LightningMixedPrecision):
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Run the closure, let hooks and clipping see unscaled gradients, step, and update the scale."""
-        if self.scaler is None or isinstance(optimizer, torch.optim.LBFGS):     # which Lightning refuses in float16
+        lbfgs: Any = torch.optim.LBFGS      # which Lightning refuses in float16
+        if self.scaler is None or isinstance(optimizer, lbfgs):
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         result = closure()
         if result is None and model.automatic_optimization:     # `training_step` returned None: hooks run, no more
@@ -111,7 +113,9 @@ class ScaleMonitor(Callback):
     def __init__(self) -> None:
         self._told = 0
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Log, when that is due."""
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if not isinstance(scaler, GradScaler) or (trainer.fit_loop.total_batch_idx + 1) % trainer.log_every_n_steps:
