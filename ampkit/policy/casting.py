@@ -40,10 +40,10 @@ class Cast:
 
     __slots__ = ("castable", "convert", "device_type", "dtype", "on_device")
 
-    def __init__(self, device_type: str, dtype: torch.dtype) -> None:
+    def __init__(self, device_type: str, dtype: torch.dtype, castable: frozenset[torch.dtype] = _ELIGIBLE) -> None:
         self.device_type = device_type
         self.dtype = dtype
-        self.castable = _ELIGIBLE - {dtype}
+        self.castable = castable - {dtype}
         self.convert = converter(dtype)
         self.on_device = _ON_DEVICE.get(device_type) or (lambda tensor: tensor.device.type == device_type)
 
@@ -120,18 +120,18 @@ def is_eligible(value: Any, device_type: str) -> bool:
     return isinstance(value, Tensor) and value.dtype in _ELIGIBLE and value.device.type == device_type
 
 
-def alike(*values: Any) -> bool:
-    """Whether all values are plain tensors of one dtype."""
+def common_dtype(*values: Any) -> torch.dtype | None:
+    """The dtype of plain tensors that all have one; None for several, and where a value is anything else."""
     found = None
     for value in values:
         kind = type(value)
         if kind is not Tensor and kind is not Parameter:
-            return False
+            return None
         if found is None:
             found = value.dtype
         elif value.dtype is not found:
-            return False
-    return True
+            return None
+    return found
 
 
 def tensors(args: Iterable[Any]) -> Iterator[Tensor]:

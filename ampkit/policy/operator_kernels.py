@@ -23,7 +23,7 @@ __all__ = ["WORDS", "factory", "source"]
 # What a kernel is given: see `region.specialised`, which has them.
 WORDS = (
     "_general", "_operator", "_is_excluded", "_set_excluded", "_top_hooks", "_dtype_of", "_weights", "_cast",
-    "_cast_up", "_alike", "_eligible", "_Tensor", "_Parameter", "_float32", "_KEY", "_AUTOCAST", "_DEVICE",
+    "_cast_up", "_common_dtype", "_eligible", "_Tensor", "_Parameter", "_float32", "_KEY", "_AUTOCAST", "_DEVICE",
 )
 
 # The keys are set within the `try`: Ctrl-C may come right after either call.
@@ -63,7 +63,8 @@ _FLOAT32 = """\
         return _general(_keys, {s.call})
 """
 _PROMOTE = """\
-    if not _alike({tensors}):
+    _common = _common_dtype({tensors})
+    if _common is not _float32 and (_common is None or _dtype_of(_DEVICE) is _float32):
         return _general(_keys, {s.call})
 """
 _DTYPE_ARGUMENT = """\

@@ -159,7 +159,9 @@ class float32_region(autocast):
     """Region that computes everything in float32, whatever comes in: one that also casts its inputs.
 
     `autocast(enabled=False)` leaves low-precision tensors as they are, and they then meet float32 weights. Here they
-    are cast up. Arguments, and use as a decorator, as of `autocast`.
+    are cast up where something is computed from them, by any operator of ATen. What computes nothing keeps its dtype:
+    views, conversions, writes in place or to `out=`; so do operators of other libraries that no policy lists, and in
+    what `torch.export` captures those of ATen on no list. Arguments, and use as a decorator, as of `autocast`.
     """
 
     @dynamo_skip

@@ -28,7 +28,7 @@ import torch
 from ampkit.policy import casting
 from ampkit.policy.policy import Policy, RuleTable, register_changes
 from ampkit.policy.rules import Rule
-from ampkit.region import policy_guard, recurrent
+from ampkit.region import all_float32, policy_guard, recurrent
 from ampkit.region.region_cache import RegionCache
 from ampkit.region.specialised import kernels_for
 from ampkit.region.thread_state import thread
@@ -163,8 +163,9 @@ class AutocastMode(TorchDispatchMode):
             dtype = casting.widest_dtype(args, device)
             if kwargs:
                 dtype = casting.widest_dtype(kwargs.values(), device, dtype)
-            if dtype is torch.float32:      # any other is the one dtype of them all, and there is nothing to cast
-                cast = casting.cast_to(device, dtype)
+            # Any other is the one dtype of them all: nothing to cast, but in a region that computes all in float32.
+            if dtype is torch.float32 or (dtype is not None and _dtype_of(device) is torch.float32):
+                cast = casting.cast_to(device, torch.float32)
                 args, kwargs = cast.args(args), cast.kwargs(kwargs)
         elif rule is Rule.BANNED and any(
             casting.is_eligible(value, device) for value in casting.tensors((*args, *kwargs.values()))
@@ -180,16 +181,22 @@ class DispatchGuard:
     cut short, and called again completes a `leave` that one has cut short.
     """
 
-    __slots__ = ("active", "excluded", "included", "mark", "mode", "previous")
+    __slots__ = ("active", "excluded", "included", "mark", "met", "mode", "previous")
 
-    def __init__(self, mode: AutocastMode, previous: AutocastMode | None, *, active: bool) -> None:
-        """`mode` is to come in place of `previous`, the `current` one. With `active` False operators go past it."""
+    def __init__(
+        self, mode: AutocastMode, previous: AutocastMode | None, *, active: bool, everything: bool = False
+    ) -> None:
+        """`mode` is to come in place of `previous`, the `current` one. With `active` False operators go past it.
+
+        `everything`: it meets the operators that no list names as well.
+        """
         self.mode = mode
         self.previous = previous
         self.active = active
         self.included = is_included(KEY)
         self.excluded = is_excluded(KEY)      # inside a disabled region, or inside an operator
         self.mark = thread.mark
+        self.met: bool | None = all_float32.prepare() if everything else None
 
     def enter(self) -> None:
         """Make the mode the thread's."""
@@ -199,6 +206,8 @@ class DispatchGuard:
             set_included(KEY, True)
         if self.excluded is self.active:
             set_excluded(KEY, not self.active)
+        if self.met is False:
+            all_float32.meet(True)
 
     def leave(self, *, again: bool = False) -> None:
         """Restore the state found on entry; `again` after `enter` or `leave` was cut short."""
@@ -206,6 +215,8 @@ class DispatchGuard:
             set_included(KEY, self.included)
         if again or self.excluded is self.active:
             set_excluded(KEY, self.excluded)
+        if self.met is not None:
+            all_float32.meet(self.met)
         policy_guard.write(self.mark, anew=again)
         put_in_tls(TLS_NAME, self.previous or self.mode.closed_copy)
 

@@ -10,7 +10,7 @@ import torch
 
 from ampkit.policy.op_table import TORCH
 from ampkit.policy.policy import Policy
-from ampkit.region import module_hooks, recording
+from ampkit.region import all_float32, module_hooks, recording
 from ampkit.region.mode import AutocastMode, DispatchGuard
 from ampkit.region.region_cache import RegionCache
 from ampkit.region.restoring import Restoring
@@ -55,8 +55,14 @@ class reentered(Restoring[None]):
         self.watching = self.watch()
         self.guard = DispatchGuard(
             recording.new_mode(self.policies, RegionCache() if self.cached else None), current(),
-            active=bool(self.policies),
+            active=bool(self.policies), everything=self._in_float32(),
         )
+
+    def _in_float32(self) -> bool:
+        """Whether the state that this restores, or that the caller has restored, computes in float32."""
+        if self.native:
+            return any(enabled and dtype is torch.float32 for _, enabled, dtype in self.native)
+        return all_float32.wanted(device_type for device_type, _ in self.policies)
 
     def change(self) -> None:
         _set_native(self.native)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ampkit.policy.casting import alike, cast_to, converter
+from ampkit.policy.casting import cast_to, common_dtype, converter
 from ampkit.policy.operator_kernels import factory
 from ampkit.policy.policy import RuleTable
 from ampkit.torch_internals.bindings import binding
@@ -50,7 +50,7 @@ class _Kernels(dict[str, Kernel]):
         self.words: dict[str, Any] = {
             "_is_excluded": is_excluded, "_set_excluded": set_excluded, "_top_hooks": top_hooks,
             "_dtype_of": torch.get_autocast_dtype, "_weights": _weights_on(device_type), "_cast": _cast_on(device_type),
-            "_cast_up": to_float32.tensor, "_eligible": to_float32.eligible, "_alike": alike,
+            "_cast_up": to_float32.tensor, "_eligible": to_float32.eligible, "_common_dtype": common_dtype,
             "_Tensor": Tensor, "_Parameter": Parameter, "_float32": torch.float32,
             "_KEY": KEY, "_AUTOCAST": autocast_key(device_type), "_DEVICE": device_type,
         }

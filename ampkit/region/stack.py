@@ -78,7 +78,8 @@ class Entry:
         active = spec.enabled or any(
             torch.is_autocast_enabled(other) for other, _ in mode.policies if other != device_type
         )
-        self.guard = DispatchGuard(mode, outer, active=active)
+        in_float32 = spec.enabled and spec.dtype is torch.float32
+        self.guard = DispatchGuard(mode, outer, active=active, everything=in_float32)
 
     def enter(self) -> None:
         """Make the region the thread's."""
