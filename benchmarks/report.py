@@ -18,12 +18,14 @@ TITLES = {
     "regions": "Opening and closing a region",
     "dispatch": "A region in three designs of its mode",
     "weights": "Casting weights",
+    "host": "Steps, unscaling and clipping without their launches",
     "scaler": "Loss scaling",
     "kernels": "Kernels beside torch's operators, the GPU's own time",
     "tuning": "Launch parameters, the GPU's own time",
     "accumulation": "Gradient accumulation, eight micro-batches",
     "width": "A four-block transformer at growing width",
     "training": "Training steps",
+    "debugging": "A training step under debugging tools",
 }
 BUSY = 0.25     # cores that others may use before a row is marked
 MOST_SIDES = 8  # that a report shows of a case

@@ -84,6 +84,31 @@ def coefficient(norm: Tensor, max_norm: float | Tensor) -> Tensor:
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
+def norm_and_factor(
+    gradients: Gradients,
+    inv_scale: Tensor,
+    found_inf: Mapping[torch.device, Tensor],
+    norm_type: float,
+    max_norm: float | Tensor | None,
+    across: Sequence[Any] = (),
+) -> tuple[Tensor, Tensor]:
+    """`total_norm`, and what unscales and clips the gradients: `inv_scale` times `coefficient`, or `inv_scale` alone
+    where `max_norm` is None. One device's plain gradients get both from one launch.
+    """
+    grads = gradients.by_device.get(inv_scale.device)
+    if grads is not None and type(max_norm) in (float, int) and _is_whole(gradients, across):
+        found = kernels.norm_and_clip_factor(grads, inv_scale, found_inf[inv_scale.device], norm_type, max_norm)
+        if found is not None:
+            return found
+    norm = total_norm(gradients, inv_scale, found_inf, norm_type, across)
+    return norm, inv_scale if max_norm is None else inv_scale * coefficient(norm, max_norm)
+
+
+def _is_whole(gradients: Gradients, across: Sequence[Any]) -> bool:
+    """Whether all gradients are on one device of this rank."""
+    return len(gradients.by_device) == 1 and not gradients.shards and not across
+
+
 def total_norm(
     gradients: Gradients,
     inv_scale: Tensor,

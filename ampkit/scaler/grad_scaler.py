@@ -161,8 +161,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         if record.stage is not OptState.READY:
             raise record.refusal_to_unscale()
-        inv_scale = self._unscaling.inverse_scale()
-        found_inf = torch.zeros_like(inv_scale)
+        inv_scale, found_inf = self._unscaling.inverse_and_flag()
         record.found_inf_per_device = self._unscale_grads_(optimizer, inv_scale, found_inf, self._unscaling.allow_fp16)
         record.stage = OptState.UNSCALED
 
@@ -274,7 +273,7 @@ class GradScaler(torch.amp.GradScaler):
         """Look for inf and NaN in gradients that stay scaled; the flags are what `unscale_` would find."""
         self._check_scale_growth_tracker("_check_inf_per_device")
         record = self._iteration.record_of(optimizer)
-        record.found_inf_per_device = self._unscaling.look(optimizer, self._unscaling.inverse_scale())
+        record.found_inf_per_device = self._unscaling.look(optimizer, *self._unscaling.inverse_and_flag())
         return record.found_inf_per_device
 
     def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:

@@ -39,10 +39,15 @@ class Unscaling:
 
     def inverse_scale(self) -> Tensor:
         """The inverse of the scale, which is noted as the one that this iteration uses."""
-        inv_scale, used = self._live.inverse()
+        return self.inverse_and_flag()[0]
+
+    def inverse_and_flag(self) -> tuple[Tensor, Tensor]:
+        """`inverse_scale`, and a clear flag beside it."""
+        inv_scale, flag, used = self._live.inverse_and_flag()
         if used is not None:
             self._iteration.scale_used = used
-        return inv_scale
+        self._iteration.inv_scale = inv_scale
+        return inv_scale, flag
 
     def unscale_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, *, allow_fp16: bool) -> Flags:
         """Multiply gradients by `inv_scale`, in place, and return a flag per device; `found_inf` is its device's.
@@ -75,12 +80,15 @@ class Unscaling:
         self.agree(optimizer, found, groups)
         return found
 
-    def look(self, optimizer: Any, inv_scale: Tensor) -> Flags:
-        """Flags by device for gradients that would be multiplied by `inv_scale`; nothing is written. Never syncs."""
+    def look(self, optimizer: Any, inv_scale: Tensor, flag: Tensor | None = None) -> Flags:
+        """Flags by device for gradients that would be multiplied by `inv_scale`; nothing is written. Never syncs.
+
+        `flag` is a clear one beside `inv_scale`.
+        """
         take_master_gradients(optimizer)
         gradients = collect(parameters(optimizer))
         found: Flags = {}
-        _add_flags(found, gradients, inv_scale)
+        _add_flags(found, gradients, torch.zeros_like(inv_scale) if flag is None else flag)
         with torch.set_grad_enabled(False):
             for device, tensors in gradients.by_device.items():
                 kernels.norm_and_check(tensors, moved(inv_scale, device), found[device])
@@ -114,18 +122,26 @@ class Unscaling:
             raise clipping.refusal_of_flat_shards()
         self.apply_pending_clip_factor_(record)
         ready = record.stage is OptState.READY
-        inv_scale = self.inverse_scale() if ready else torch.ones_like(self._live.tensor)
+        if ready:
+            inv_scale, flag = self.inverse_and_flag()
+        else:
+            inv_scale, flag = torch.ones_like(self._live.tensor), None
         gradients = [self._collect(optimizer, params, self.allow_fp16, coalesce=True) for params, _ in parts]
         found = {} if ready else record.found_inf_per_device
         for part in gradients:
-            _add_flags(found, part, inv_scale)
+            _add_flags(found, part, torch.zeros_like(inv_scale) if flag is None else flag)
         across = () if process_group is None else (process_group,)
-        norms = [clipping.total_norm(part, inv_scale, found, norm_type, across) for part in gradients]
+        norms, factors = [], []
+        for part, (_, clips) in zip(gradients, parts, strict=True):
+            norm, factor = clipping.norm_and_factor(
+                part, inv_scale, found, norm_type, max_norm if clips else None, across
+            )
+            norms.append(norm)
+            factors.append(factor)
         self.agree(optimizer, found, [group for part in gradients for group in part.groups])
         record.found_inf_per_device = found
         record.stage = OptState.UNSCALED
-        for part, norm, (_, clips) in zip(gradients, norms, parts, strict=True):
-            factor = inv_scale * clipping.coefficient(norm, max_norm) if clips else inv_scale
+        for part, factor in zip(gradients, factors, strict=True):
             if len(parts) == 1 and amp_optimizers.takes_multiplier(optimizer):
                 record.pending_clip_factor = factor.float()
             else:
@@ -200,8 +216,8 @@ def _check_sums(gradients: Gradients, factor: Tensor | None, found: Mapping[torc
         kernels.norm_and_check([values], by, flag)
 
 
-def _add_flags(found: Flags, gradients: Gradients, scalar: Tensor) -> None:
-    """Give every device that holds gradients a clear flag, shaped like the 0-d `scalar`."""
+def _add_flags(found: Flags, gradients: Gradients, clear: Tensor) -> None:
+    """Give every device that holds gradients a clear flag, of its own: on its device `clear` itself."""
     for device in gradients.by_device:
         if device not in found:
-            found[device] = moved(torch.zeros_like(scalar), device)
+            found[device] = moved(clear, device)
