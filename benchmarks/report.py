@@ -18,6 +18,7 @@ TITLES = {
     "regions": "Opening and closing a region",
     "dispatch": "A region in three designs of its mode",
     "weights": "Casting weights",
+    "host": "Steps, unscaling and clipping without their launches",
     "scaler": "Loss scaling",
     "kernels": "Kernels beside torch's operators, the GPU's own time",
     "tuning": "Launch parameters, the GPU's own time",

@@ -41,7 +41,11 @@ class StepScalars:
     @classmethod
     def of(cls, optimizer: Any) -> StepScalars:
         """Those that a scaler has left on the optimizer; the names are the contract's."""
-        return cls(*(getattr(optimizer, name, None) for name in ("found_inf", "grad_scale", "grad_multiplier")))
+        return cls(
+            getattr(optimizer, "found_inf", None),
+            getattr(optimizer, "grad_scale", None),
+            getattr(optimizer, "grad_multiplier", None),
+        )
 
     def on(self, device: torch.device) -> StepScalars:
         """Copies on `device`; waits only where that is the host and they are not."""

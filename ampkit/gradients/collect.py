@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampkit.gradients import kernels
+
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 _ORDINARY = frozenset({Tensor, torch.nn.Parameter})
 _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
@@ -93,6 +95,11 @@ def collect(
         ValueError: a float16 gradient where those are refused. Nothing has been replaced then.
     """
     grads = [grad for param in params if (grad := param.grad) is not None]
+    flat = kernels.flat_list(grads)
+    if flat is not None and set(map(type, params)) <= _ORDINARY:
+        if refuse_fp16 is not None and flat[0].dtype is torch.float16:
+            raise ValueError(refuse_fp16())
+        return Gradients({flat[0].device: flat}, [], [], [], grads)
     dtypes = set(map(_dtype_of, grads))
     if refuse_fp16 is not None and torch.float16 in dtypes:
         raise ValueError(refuse_fp16())

@@ -16,6 +16,41 @@ IMPLS = ("auto", "triton", "reference")
 _loaded: list[Any] = []
 
 
+def flat_list(grads: Sequence[Tensor]) -> list[Tensor] | None:
+    """The gradients as a list that the kernels take without asking what is in it, for use at once.
+
+    None where they are on the CPU, in several places, of several dtypes, or anything but plain dense tensors.
+    """
+    return _modules()[1].FlatList.of(grads) if grads and serves(grads[0]) else None
+
+
+def serves(tensor: Tensor) -> bool:
+    """Whether Triton's kernels serve lists beside this tensor."""
+    return not tensor.is_cpu and uses_triton("auto", tensor.device)
+
+
+def inverse_scale(scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """1 / scale, a clear flag, and a copy of the scale, in one launch. For a scale that `serves` is true of."""
+    return _triton_ops().inverse_scale(scale)
+
+
+def norm_and_clip_factor(
+    grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, norm_type: float, max_norm: float
+) -> tuple[Tensor, Tensor] | None:
+    """`norm_and_check` with `inv_scale` times the coefficient that clips, 0-d; None where that takes more launches.
+
+    It takes a `flat_list` beside `inv_scale`, and an order that the kernels have.
+    """
+    if type(grads) is not _modules()[1].FlatList or norm_type not in (1.0, 2.0, float("inf")):
+        return None
+    return _triton_ops().norm_and_clip_factor(grads, inv_scale, found_inf, norm_type, max_norm)
+
+
+def update_scale_(scale: Tensor, *state: Any, **rule: Any) -> None:
+    """Move the scale as a strategy has it, in one launch; see `ampkit_kernels.triton_ops.update_scale_`."""
+    _triton_ops().update_scale_(scale, *state, **rule)
+
+
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
     """`grads *= inv_scale`; sets `found_inf` to 1 where a value is not finite. One device; never syncs."""
     (_loaded or _modules())[0 if inv_scale.is_cpu else 1].unscale_(grads, inv_scale, found_inf)
@@ -44,6 +79,16 @@ def adamw_(*lists: Sequence[Tensor], **options: Any) -> None:
 def sgd_(*lists: Sequence[Tensor], **options: Any) -> None:
     """One SGD step over lists of tensors; see `ampkit_kernels.sgd_`. One device; never syncs."""
     _modules()[1].sgd_(*lists, **options)
+
+
+def adamw_plan(*lists: Sequence[Tensor], **options: Any) -> Any:
+    """A plan for AdamW steps over these lists, or None; see `ampkit_kernels.adamw_plan`."""
+    return _modules()[1].adamw_plan(*lists, **options)
+
+
+def sgd_plan(*lists: Sequence[Tensor], **options: Any) -> Any:
+    """A plan for SGD steps over these lists, or None; see `ampkit_kernels.sgd_plan`."""
+    return _modules()[1].sgd_plan(*lists, **options)
 
 
 def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
@@ -80,6 +125,12 @@ def _modules() -> list[Any]:
 
         _loaded.extend((reference, ampkit_kernels))
     return _loaded
+
+
+def _triton_ops() -> Any:
+    from ampkit_kernels import triton_ops
+
+    return triton_ops
 
 
 def host_value_or_none(value: Tensor) -> float | None:

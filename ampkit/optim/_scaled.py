@@ -36,6 +36,10 @@ class ScaledStep:
             raise ValueError(f"unknown impl {impl!r}; expected 'auto', 'triton' or 'reference'")
         self.impl = impl
         self._copies = {}
+        self._forget_plans()
+
+    def _forget_plans(self) -> None:
+        """Drop what has been kept about the last step: nothing that has to be saved or copied."""
 
     def write_copies(self, copies: Mapping[Tensor, Tensor]) -> None:
         """Have every step also write new parameter values, converted, into these tensors.
@@ -60,12 +64,14 @@ class ScaledStep:
                     f"{tuple(param.shape)} on {param.device}; expected the same: torch.empty_like(param, dtype=...)"
                 )
         self._copies = dict(copies)
+        self._forget_plans()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickled or copied optimizer, and what `load_state_dict` of torch hands over: state and groups."""
         super().__setstate__(state)  # type: ignore[misc]
         self.__dict__.setdefault("impl", "auto")
         self.__dict__.setdefault("_copies", {})
+        self._forget_plans()
 
     def __getstate__(self) -> dict[str, Any]:
         """What pickling keeps: with torch's entries `impl`, and the tensors that `write_copies` has named."""

@@ -12,11 +12,15 @@ from torch.optim.adamw import adamw as torch_adamw
 from ampkit.gradients import kernels
 from ampkit.gradients.amp_optimizers import StepScalars
 from ampkit.optim import _scaled
-from ampkit.optim._scaled import Row, ScaledStep
+from ampkit.optim._planned import PlannedStep
+from ampkit.optim._scaled import Row
 from ampkit.torch_internals.optimizers import foreach_mul
 
+_NAMES = ("exp_avg", "exp_avg_sq", "step")
+_NAMES_AMSGRAD = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
 
-class AdamW(ScaledStep, torch.optim.AdamW):
+
+class AdamW(PlannedStep, torch.optim.AdamW):
     """`torch.optim.AdamW` whose step unscales, clips and skips on the device while it updates.
 
     On CUDA one kernel per parameter group (and combination of dtypes) reads each gradient once, multiplied
@@ -78,22 +82,49 @@ class AdamW(ScaledStep, torch.optim.AdamW):
             fused=fused,
         )
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; returns the closure's loss, or None.
 
         Never synchronises on CUDA. With `found_inf` set by a scaler, nothing changes.
         """
         loss = _scaled.run_closure(closure)
-        scalars = StepScalars.of(self)
-        for group in self.param_groups:
-            for device, rows in _scaled.rows_by_device(group, "AdamW").items():
-                on_device = scalars.on(device)
-                if kernels.uses_triton(self.impl, device):
-                    self._step_triton(group, device, rows, on_device)
-                else:
-                    self._step_torch(group, device, rows, on_device)
+        self._step_groups()
         return loss
+
+    def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return _NAMES_AMSGRAD if group["amsgrad"] else _NAMES
+
+    def _plan(self, group: dict[str, Any], lists: list[list[Tensor]], copies: list[Tensor] | None) -> Any:
+        params, grads, *moments, steps = lists
+        moments = [*moments, []][:3]
+        return kernels.adamw_plan(
+            params, grads, *moments, steps, amsgrad=group["amsgrad"], copies=copies, impl=self.impl
+        )
+
+    def _step_rows(
+        self, group: dict[str, Any], device: torch.device, rows: list[Row], scalars: StepScalars, *, triton: bool
+    ) -> None:
+        (self._step_triton if triton else self._step_torch)(group, device, rows, scalars)
+
+    def _options(self, group: dict[str, Any], scalars: StepScalars, device: torch.device) -> dict[str, Any]:
+        return {
+            "lr": _scaled.lr_for_kernel(group["lr"], device),
+            "beta1": group["betas"][0],
+            "beta2": group["betas"][1],
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+            "maximize": group["maximize"],
+            "multiplier": scalars.grad_multiplier,
+            "grad_scale": scalars.grad_scale,
+            "found_inf": scalars.found_inf,
+        }
+
+    def _states(self, rows: Sequence[Row], group: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
+        states = [self._state_of(row, group, device, torch.float32) for row in rows]
+        for state in states:
+            # A state_dict from torch.optim may count on the host, or as a plain number.
+            _count_on(state, device, torch.float32)
+        return states
 
     def _state_of(
         self, row: Row, group: dict[str, Any], device: torch.device, dtype: torch.dtype
@@ -118,28 +149,17 @@ class AdamW(ScaledStep, torch.optim.AdamW):
         self, group: dict[str, Any], device: torch.device, rows: list[Row], scalars: StepScalars
     ) -> None:
         for part, copies in _scaled.split_by_copy(rows, self._copies):
-            states = [self._state_of(row, group, device, torch.float32) for row in part]
-            for state in states:
-                # A state_dict from torch.optim may count on the host, or as a plain number.
-                _count_on(state, device, torch.float32)
+            states = self._states(part, group, device)
             params = [row.local for row in part]
             kernels.adamw_(
                 params,
                 [row.grad for row in part],
                 *self._lists(states, group["amsgrad"]),
                 [state["step"] for state in states],
-                lr=_scaled.lr_for_kernel(group["lr"], device),
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
                 amsgrad=group["amsgrad"],
-                maximize=group["maximize"],
-                multiplier=scalars.grad_multiplier,
-                grad_scale=scalars.grad_scale,
-                found_inf=scalars.found_inf,
                 copies=copies,
                 impl=self.impl,
+                **self._options(group, scalars, device),
             )
             # As any in-place operation would: what was saved for backward is stale now.
             torch.autograd.graph.increment_version(params)

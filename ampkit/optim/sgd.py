@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,14 +12,15 @@ from torch.optim.sgd import sgd as torch_sgd
 from ampkit.gradients import kernels
 from ampkit.gradients.amp_optimizers import StepScalars
 from ampkit.optim import _scaled
-from ampkit.optim._scaled import Row, ScaledStep
+from ampkit.optim._planned import PlannedStep
+from ampkit.optim._scaled import Row
 from ampkit.torch_internals.optimizers import foreach_copy_
 
 # Extra state, kept only with dampening: whether the buffer holds a momentum yet, as 0.0 or 1.0 on the device.
 _STARTED = "momentum_started"
 
 
-class SGD(ScaledStep, torch.optim.SGD):
+class SGD(PlannedStep, torch.optim.SGD):
     """`torch.optim.SGD` whose step unscales, clips and skips on the device while it updates.
 
     On CUDA one kernel per parameter group (and combination of dtypes) reads each gradient once, multiplied
@@ -79,22 +80,48 @@ class SGD(ScaledStep, torch.optim.SGD):
             fused=fused,
         )
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; returns the closure's loss, or None.
 
         Never synchronises on CUDA. With `found_inf` set by a scaler, nothing changes.
         """
         loss = _scaled.run_closure(closure)
-        scalars = StepScalars.of(self)
-        for group in self.param_groups:
-            for device, rows in _scaled.rows_by_device(group, "SGD").items():
-                on_device = scalars.on(device)
-                if device.type == "cpu" and not kernels.uses_triton(self.impl, device):
-                    self._step_torch(group, rows, on_device)
-                else:
-                    self._step_kernel(group, device, rows, on_device)
+        self._step_groups()
         return loss
+
+    def _names(self, group: dict[str, Any]) -> tuple[str, ...] | None:
+        if group["momentum"] == 0:
+            return ()
+        return None if group["dampening"] else ("momentum_buffer",)
+
+    def _plan(self, group: dict[str, Any], lists: list[list[Tensor]], copies: list[Tensor] | None) -> Any:
+        params, grads, buffers = [*lists, []][:3]
+        return kernels.sgd_plan(params, grads, buffers, momentum=group["momentum"], copies=copies, impl=self.impl)
+
+    def _states(self, rows: Sequence[Row], group: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
+        self._buffers(group, device, rows)
+        return [self.state[row.param] for row in rows] if group["momentum"] else []
+
+    def _step_rows(
+        self, group: dict[str, Any], device: torch.device, rows: list[Row], scalars: StepScalars, *, triton: bool
+    ) -> None:
+        if device.type == "cpu" and not triton:
+            self._step_torch(group, rows, scalars)
+        else:
+            self._step_kernel(group, device, rows, scalars)
+
+    def _options(self, group: dict[str, Any], scalars: StepScalars, device: torch.device) -> dict[str, Any]:
+        return {
+            "lr": _scaled.lr_for_kernel(group["lr"], device),
+            "momentum": group["momentum"],
+            "dampening": group["dampening"],
+            "weight_decay": group["weight_decay"],
+            "nesterov": group["nesterov"],
+            "maximize": group["maximize"],
+            "multiplier": scalars.grad_multiplier,
+            "grad_scale": scalars.grad_scale,
+            "found_inf": scalars.found_inf,
+        }
 
     def _step_kernel(
         self, group: dict[str, Any], device: torch.device, rows: list[Row], scalars: StepScalars
@@ -107,18 +134,10 @@ class SGD(ScaledStep, torch.optim.SGD):
                 params,
                 [row.grad for row in part],
                 buffers,
-                lr=_scaled.lr_for_kernel(group["lr"], device),
-                momentum=group["momentum"],
-                dampening=group["dampening"],
-                weight_decay=group["weight_decay"],
-                nesterov=group["nesterov"],
-                maximize=group["maximize"],
                 started=started,
-                multiplier=scalars.grad_multiplier,
-                grad_scale=scalars.grad_scale,
-                found_inf=scalars.found_inf,
                 copies=copies,
                 impl=self.impl,
+                **self._options(group, scalars, device),
             )
             if started is not None:
                 foreach_copy_(flags, list(started.unbind()))
@@ -126,7 +145,7 @@ class SGD(ScaledStep, torch.optim.SGD):
             torch.autograd.graph.increment_version(params)
 
     def _buffers(
-        self, group: dict[str, Any], device: torch.device, rows: list[Row]
+        self, group: dict[str, Any], device: torch.device, rows: Sequence[Row]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Momentum buffers, and where dampening tells a fresh zero buffer from none, the flags that do."""
         if group["momentum"] == 0:

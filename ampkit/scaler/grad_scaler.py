@@ -161,8 +161,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         if record.stage is not OptState.READY:
             raise record.refusal_to_unscale()
-        inv_scale = self._unscaling.inverse_scale()
-        found_inf = torch.zeros_like(inv_scale)
+        inv_scale, found_inf = self._unscaling.inverse_and_flag()
         record.found_inf_per_device = self._unscale_grads_(optimizer, inv_scale, found_inf, self._unscaling.allow_fp16)
         record.stage = OptState.UNSCALED
 
@@ -198,13 +197,13 @@ class GradScaler(torch.amp.GradScaler):
             The norm, 0-d on the scale's device; with `groups="each"` one per group. float64 for float64 gradients, else
             float32.
 
-        Raises: as `unscale_`, but a call after it is none too many.
+        Raises: as `unscale_`, but a call after it is none too many; RuntimeError for FSDP1 without a `process_group`.
         """
         norm_type = float(norm_type)
         take_master_gradients(optimizer)
         parts = clipping.parts(optimizer, groups)
         if not self._enabled:
-            return clipping.clip_plain(parts, max_norm, norm_type, each=groups == "each")
+            return clipping.clip_plain(parts, max_norm, norm_type, process_group, each=groups == "each")
         self._check_scale_growth_tracker("clip_grad_norm_")
         record = self._iteration.record_of(optimizer)
         record.require_not_stepped("clip_grad_norm_")
@@ -274,7 +273,7 @@ class GradScaler(torch.amp.GradScaler):
         """Look for inf and NaN in gradients that stay scaled; the flags are what `unscale_` would find."""
         self._check_scale_growth_tracker("_check_inf_per_device")
         record = self._iteration.record_of(optimizer)
-        record.found_inf_per_device = self._unscaling.look(optimizer, self._unscaling.inverse_scale())
+        record.found_inf_per_device = self._unscaling.look(optimizer, *self._unscaling.inverse_and_flag())
         return record.found_inf_per_device
 
     def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:

@@ -20,8 +20,8 @@ class Iteration:
     """The current iteration.
 
     `records` has torch's shape, a dict by `id(optimizer)`, whose place one of other code's may take; `norm` is the
-    largest norm that was clipped, `scale_used` a copy of the scale that gradients were unscaled by, both None where
-    there is none; `scale_calls` counts calls of `scale`.
+    largest norm that was clipped, `scale_used` a copy of the scale that gradients were unscaled by and `inv_scale` its
+    inverse, each None where there is none; `scale_calls` counts calls of `scale`.
     """
 
     def __init__(self) -> None:
@@ -34,6 +34,7 @@ class Iteration:
         self.shared.losses = []
         self.norm: Tensor | None = None
         self.scale_used: Tensor | None = None
+        self.inv_scale: Tensor | None = None
         self.scale_calls = 0
 
     def keep_versions(self, _: Tensor | None = None) -> None:

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ampkit.gradients import kernels
 from ampkit.scaler import loss_scale as scales
 from ampkit.scaler import saved_state
-from ampkit.scaler.history import Ledger
+from ampkit.scaler.history import COUNTS, Ledger
 from ampkit.scaler.loss_scale import DynamicLossScale, LossScale, ScaleState
-from ampkit.scaler.saved_state import OWN_KEY, SavedState, usable_scale
+from ampkit.scaler.saved_state import COUNTERS, OWN_KEY, SavedState, usable_scale
 from ampkit.torch_internals.optimizers import update_scale_
 
 _DEFAULTS = (2.0**16, 2.0, 0.5, 2000)
@@ -128,6 +129,14 @@ class LiveScale:
         used = scale.double()
         return used.reciprocal().float(), used
 
+    def inverse_and_flag(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`inverse`, with a clear flag between the two; one launch where the kernels serve the scale's device."""
+        scale = self.tensor if self.scale is None else self.scale
+        if self.strategy.scales_losses and kernels.serves(scale):
+            return kernels.inverse_scale(scale)
+        inv_scale, used = self.inverse()
+        return inv_scale, torch.zeros_like(inv_scale), used
+
     def advance(
         self, found_inf: Tensor, norm: Tensor | None, scale_used: Tensor | None, *, known_finite: bool = False
     ) -> None:
@@ -140,7 +149,15 @@ class LiveScale:
         if scale is None or tracker is None:
             scale, tracker, *_ = self.state()
         due = ledger.note_update(scale.clone() if scale_used is None else scale_used, found_inf, norm)
-        if rule.is_plain:
+        if isinstance(rule, DynamicLossScale) and kernels.serves(scale):
+            kernels.update_scale_(
+                scale, tracker, None if rule.is_plain else self.state()[2:], found_inf,
+                growth_factor=rule.growth_factor, backoff_factor=rule.backoff_factor,
+                growth_interval=rule.growth_interval, min_scale=rule.min_scale, max_scale=rule.max_scale,
+                hysteresis=rule.hysteresis, refills_when_clean=rule.hysteresis_refill == "clean",
+                tolerance=rule.tolerance,
+            )
+        elif rule.is_plain:
             update_scale_(
                 scale, tracker, found_inf, rule.growth_factor, rule.backoff_factor, rule.growth_interval
             )
@@ -211,13 +228,16 @@ class LiveScale:
         """torch's five entries, and "ampkit" with the whole strategy and the counts. Reads the device."""
         own: dict[str, Any] = {"version": 1, "loss_scale": scales.to_dict(self.strategy)}
         if self.scale is None or self.growth_tracker is None:
+            # All entries, before anything has happened too: distributed checkpoints load what they find here.
             scale, tracker = self.init_scale, self.init_growth_tracker
-            own["counters"], own["totals"] = dict(self.init_counters), dict(self.init_totals)
+            _, _, *counters = self.strategy.init(torch.device("cpu"), **self.init_counters)
+            own["counters"] = dict(zip(COUNTERS, (int(count) for count in counters), strict=True))
+            own["totals"] = {**dict.fromkeys(COUNTS, 0), **self.init_totals}
         else:
             state = self.state()
             own["totals"] = self.ledger.to_dict(state.scale)
             scale, tracker, *counters = torch.stack([part.double() for part in state]).tolist()
-            own["counters"] = dict(zip(ScaleState._fields[2:], map(int, counters), strict=True))
+            own["counters"] = dict(zip(COUNTERS, map(int, counters), strict=True))
         return {
             "scale": scale,
             "growth_factor": self.strategy.growth_factor,

@@ -80,7 +80,9 @@ class Stepping:
         torch's fused kernels write the unscaled gradients back unless they skip; those that take a multiplier never
         write gradients.
         """
-        inv_scale, _ = self._live.inverse()
+        inv_scale = self._iteration.inv_scale
+        if inv_scale is None:
+            inv_scale, _ = self._live.inverse()
         if amp_optimizers.takes_multiplier(optimizer):
             return inv_scale
         return torch.where(found_inf != 0, inv_scale, 1.0)

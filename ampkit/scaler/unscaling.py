@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from ampkit.scaler.iteration import Iteration
 from ampkit.scaler.live_scale import LiveScale
 from ampkit.scaler.optimizer_record import OptimizerRecord
 from ampkit.scaler.shared_gradients import Part
+from ampkit.torch_internals.fsdp import is_flat
 
 Flags = dict[torch.device, Tensor]
 """For each device that holds gradients 0.0, or 1.0 where one is not finite."""
@@ -33,13 +35,19 @@ class Unscaling:
         self._iteration = iteration
         self.process_group = process_group
         self.allow_fp16 = allow_fp16
+        self._flat: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
     def inverse_scale(self) -> Tensor:
         """The inverse of the scale, which is noted as the one that this iteration uses."""
-        inv_scale, used = self._live.inverse()
+        return self.inverse_and_flag()[0]
+
+    def inverse_and_flag(self) -> tuple[Tensor, Tensor]:
+        """`inverse_scale`, and a clear flag beside it."""
+        inv_scale, flag, used = self._live.inverse_and_flag()
         if used is not None:
             self._iteration.scale_used = used
-        return inv_scale
+        self._iteration.inv_scale = inv_scale
+        return inv_scale, flag
 
     def unscale_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, *, allow_fp16: bool) -> Flags:
         """Multiply gradients by `inv_scale`, in place, and return a flag per device; `found_inf` is its device's.
@@ -69,16 +77,18 @@ class Unscaling:
                 if gradients.duplicated:
                     _check_sums(gradients, None, found)
                 self._mark(optimizer, gradients.originals)
-        if groups or self.process_group is not None:
-            self.agree(optimizer, found, groups)
+        self.agree(optimizer, found, groups)
         return found
 
-    def look(self, optimizer: Any, inv_scale: Tensor) -> Flags:
-        """Flags by device for gradients that would be multiplied by `inv_scale`; nothing is written. Never syncs."""
+    def look(self, optimizer: Any, inv_scale: Tensor, flag: Tensor | None = None) -> Flags:
+        """Flags by device for gradients that would be multiplied by `inv_scale`; nothing is written. Never syncs.
+
+        `flag` is a clear one beside `inv_scale`.
+        """
         take_master_gradients(optimizer)
         gradients = collect(parameters(optimizer))
         found: Flags = {}
-        _add_flags(found, gradients, inv_scale)
+        _add_flags(found, gradients, torch.zeros_like(inv_scale) if flag is None else flag)
         with torch.set_grad_enabled(False):
             for device, tensors in gradients.by_device.items():
                 kernels.norm_and_check(tensors, moved(inv_scale, device), found[device])
@@ -103,21 +113,35 @@ class Unscaling:
         norm_type: float,
         process_group: Any,
     ) -> list[Tensor]:
-        """Unscale unless that is done, check, and clip; returns the unscaled norm of each part that is clipped."""
+        """Unscale unless that is done, check, and clip; returns the unscaled norm of each part that is clipped.
+
+        Raises:
+            RuntimeError: shards of the first FSDP, whose norm nobody has said how to add up. Nothing has changed then.
+        """
+        if process_group is None and ranks.several() and self._is_flat(optimizer):
+            raise clipping.refusal_of_flat_shards()
         self.apply_pending_clip_factor_(record)
         ready = record.stage is OptState.READY
-        inv_scale = self.inverse_scale() if ready else torch.ones_like(self._live.tensor)
+        if ready:
+            inv_scale, flag = self.inverse_and_flag()
+        else:
+            inv_scale, flag = torch.ones_like(self._live.tensor), None
         gradients = [self._collect(optimizer, params, self.allow_fp16, coalesce=True) for params, _ in parts]
         found = {} if ready else record.found_inf_per_device
         for part in gradients:
-            _add_flags(found, part, inv_scale)
+            _add_flags(found, part, torch.zeros_like(inv_scale) if flag is None else flag)
         across = () if process_group is None else (process_group,)
-        norms = [clipping.total_norm(part, inv_scale, found, norm_type, across) for part in gradients]
+        norms, factors = [], []
+        for part, (_, clips) in zip(gradients, parts, strict=True):
+            norm, factor = clipping.norm_and_factor(
+                part, inv_scale, found, norm_type, max_norm if clips else None, across
+            )
+            norms.append(norm)
+            factors.append(factor)
         self.agree(optimizer, found, [group for part in gradients for group in part.groups])
         record.found_inf_per_device = found
         record.stage = OptState.UNSCALED
-        for part, norm, (_, clips) in zip(gradients, norms, parts, strict=True):
-            factor = inv_scale * clipping.coefficient(norm, max_norm) if clips else inv_scale
+        for part, factor in zip(gradients, factors, strict=True):
             if len(parts) == 1 and amp_optimizers.takes_multiplier(optimizer):
                 record.pending_clip_factor = factor.float()
             else:
@@ -144,17 +168,27 @@ class Unscaling:
 
     def agree(self, optimizer: Any, found: Flags, groups: Sequence[Any]) -> None:
         """Let all ranks that must skip together see the same flags."""
-        if not groups and self.process_group is None:
+        also = self.process_group
+        if also is None and ranks.several() and self._is_flat(optimizer):
+            also = ranks.everyone()     # flat parameters do not say which ranks have the other parts
+        if not groups and also is None:
             return
         everyone = [*dict.fromkeys(groups)]
-        if self.process_group is not None and self.process_group not in everyone:
-            everyone.append(self.process_group)
+        if also is not None and also not in everyone:
+            everyone.append(also)
         record = self._iteration.record_of(optimizer)
         record.groups = everyone
         scale = self._live.on(next(iter(found), torch.device("cpu")))
         record.scale_range = ranks.agree(found, everyone, scale)
         if record.scale_range is not None and self._live.scale is not None:
             self._live.ledger.note_scales(record.scale_range)
+
+    def _is_flat(self, optimizer: Any) -> bool:
+        """Whether the optimizer holds shards of the first FSDP; asked of its parameters once."""
+        flat = self._flat.get(optimizer)
+        if flat is None:
+            flat = self._flat[optimizer] = any(map(is_flat, parameters(optimizer)))
+        return flat
 
     def _split(self, optimizer: Any) -> Sequence[Part]:
         records = self._iteration.records
@@ -182,8 +216,8 @@ def _check_sums(gradients: Gradients, factor: Tensor | None, found: Mapping[torc
         kernels.norm_and_check([values], by, flag)
 
 
-def _add_flags(found: Flags, gradients: Gradients, scalar: Tensor) -> None:
-    """Give every device that holds gradients a clear flag, shaped like the 0-d `scalar`."""
+def _add_flags(found: Flags, gradients: Gradients, clear: Tensor) -> None:
+    """Give every device that holds gradients a clear flag, of its own: on its device `clear` itself."""
     for device in gradients.by_device:
         if device not in found:
-            found[device] = moved(torch.zeros_like(scalar), device)
+            found[device] = moved(clear, device)

@@ -9,16 +9,20 @@ Importing this package does not import Triton.
 
 from .api import cast_, multiply_, nonfinite_counts, norm_and_check, unscale_, unscale_into_
 from .dispatch import TritonUnavailable, uses_triton, why_not_triton
-from .optimizer_api import adamw_, sgd_
+from .optimizer_api import adamw_, adamw_plan, sgd_, sgd_plan
+from .tensors import FlatList
 
 __all__ = [
+    "FlatList",
     "TritonUnavailable",
     "adamw_",
+    "adamw_plan",
     "cast_",
     "multiply_",
     "nonfinite_counts",
     "norm_and_check",
     "sgd_",
+    "sgd_plan",
     "unscale_",
     "unscale_into_",
     "uses_triton",

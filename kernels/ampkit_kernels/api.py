@@ -1,7 +1,8 @@
 """The public operations: validate, choose an implementation, hand over.
 
 What each function promises is written here once; how a kernel keeps the promise is written in its own module in
-`triton_ops`.
+`triton_ops`. A `FlatList` has been looked at: it goes to the kernels without a question, and with it the scalars, which
+have to be what the function says.
 """
 
 from collections.abc import Sequence
@@ -10,13 +11,12 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .dispatch import served, uses_triton
-from .tensors import check_one_device, check_parallel, check_scalar, resolved, strided_floats
+from .dispatch import served, triton_ops, uses_triton
+from .tensors import FlatList, check_one_device, check_parallel, check_scalar, resolved, strided_floats
 
 KERNEL_NORMS = (1.0, 2.0, float("inf"))  # orders that the Triton kernel takes
 
 
-@torch.no_grad()
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, impl: str = "auto") -> None:
     """Multiply gradients by `inv_scale` in place and set `found_inf` to 1.0 where a value is not finite.
 
@@ -35,12 +35,15 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, i
     >>> grads[0], found_inf
     (tensor([1., 2.]), tensor(0.))
     """
-    grads = _prepared(grads, "unscale_", inv_scale=inv_scale, found_inf=found_inf)
-    for ops, (part,), _ in served(impl, "unscale_", grads):
-        ops.unscale_(part, inv_scale, found_inf)
+    if type(grads) is FlatList and uses_triton(impl, inv_scale.device):
+        triton_ops().unscale_(grads, inv_scale, found_inf)
+        return
+    with torch.no_grad():
+        grads = _prepared(grads, "unscale_", inv_scale=inv_scale, found_inf=found_inf)
+        for ops, (part,), _ in served(impl, "unscale_", grads):
+            ops.unscale_(part, inv_scale, found_inf)
 
 
-@torch.no_grad()
 def norm_and_check(
     grads: Sequence[Tensor],
     inv_scale: Tensor,
@@ -62,8 +65,17 @@ def norm_and_check(
     >>> norm_and_check([torch.tensor([3.0]), torch.tensor([4.0])], torch.tensor(1.0), torch.zeros(()))
     tensor(5.)
     """
-    grads = _prepared(grads, "norm_and_check", inv_scale=inv_scale, found_inf=found_inf)
     norm_type = float(norm_type)
+    if type(grads) is FlatList and norm_type in KERNEL_NORMS and uses_triton(impl, inv_scale.device):
+        return triton_ops().norm_and_check(grads, inv_scale, found_inf, norm_type)
+    with torch.no_grad():
+        return _norm_and_check(grads, inv_scale, found_inf, norm_type, impl)
+
+
+def _norm_and_check(
+    grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, norm_type: float, impl: str
+) -> Tensor:
+    grads = _prepared(grads, "norm_and_check", inv_scale=inv_scale, found_inf=found_inf)
     if norm_type not in KERNEL_NORMS and grads and uses_triton(impl, grads[0].device):
         if impl == "triton":
             raise ValueError(
@@ -83,7 +95,6 @@ def norm_and_check(
     return torch.linalg.vector_norm(torch.stack([norm.to(wide) for norm in norms]), norm_type)
 
 
-@torch.no_grad()
 def multiply_(
     grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None, *, impl: str = "auto"
 ) -> None:
@@ -99,10 +110,14 @@ def multiply_(
     >>> grads[0]
     tensor([0.5000])
     """
+    if type(grads) is FlatList and uses_triton(impl, factor.device):
+        triton_ops().multiply_(grads, factor, found_inf)
+        return
     scalars = {"factor": factor} if found_inf is None else {"factor": factor, "found_inf": found_inf}
-    grads = _prepared(grads, "multiply_", **scalars)
-    for ops, (part,), _ in served(impl, "multiply_", grads):
-        ops.multiply_(part, factor, found_inf)
+    with torch.no_grad():
+        grads = _prepared(grads, "multiply_", **scalars)
+        for ops, (part,), _ in served(impl, "multiply_", grads):
+            ops.multiply_(part, factor, found_inf)
 
 
 @torch.no_grad()

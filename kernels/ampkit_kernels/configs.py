@@ -13,9 +13,9 @@ import torch
 INTERPRETED_MULTIPROCESSORS = 2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Config:
-    """Launch parameters of one kernel.
+    """Launch parameters of one kernel. Looked up in every launch, so two of them are equal only if they are one.
 
     block: elements that a program handles at a time; a power of two, at least 16.
     num_warps: warps per program.

@@ -5,6 +5,7 @@ Triton is imported here at first use, never when the package is imported.
 """
 
 import functools
+import importlib
 import importlib.util
 import os
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .tensors import is_dense
+from .tensors import FlatList, is_dense
 
 IMPLS = ("auto", "triton", "reference")
 MINIMUM_CAPABILITY = (8, 0)
@@ -100,22 +101,23 @@ def served(
         return []
     if not uses_triton(impl, lists[0][0].device):
         return [(torch_ops, lists, range(n))]
+    if type(lists[0]) is FlatList and len(lists) == 1:
+        return [(triton_ops(), lists, range(n))]
     flat, other = split(impl, op, *lists)
     if len(flat) == n:
-        return [(_triton_ops(), lists, flat)]
+        return [(triton_ops(), lists, flat)]
     if keep_empty and len(flat) + len(other) < n:
         other += [i for i, t in enumerate(lists[0]) if not t.numel()]
     return [
         (ops, [pick(tensors, rows) for tensors in lists], rows)
-        for ops, rows in ((_triton_ops(), flat), (torch_ops, other)) if rows
+        for ops, rows in ((triton_ops(), flat), (torch_ops, other)) if rows
     ]
 
 
 @functools.cache
-def _triton_ops() -> ModuleType:
-    from . import triton_ops
-
-    return triton_ops
+def triton_ops() -> ModuleType:
+    """The operations as kernels, imported when they are first wanted."""
+    return importlib.import_module(".triton_ops", __package__)
 
 
 def split(impl: str, op: str, *lists: Sequence[Tensor]) -> tuple[list[int], list[int]]:

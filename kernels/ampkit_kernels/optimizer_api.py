@@ -1,6 +1,8 @@
 """The public optimizer steps: validate the parallel lists, choose an implementation, hand over."""
 
 from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,10 +60,7 @@ def adamw_(
     if copies is not None:
         lists["copies"] = copies
     lists = _prepared(op, lists, multiplier, grad_scale, found_inf)
-    if len(steps) != len(params):
-        raise ValueError(f"{op}: got {len(steps)} steps for {len(params)} params; expected one for each")
-    for step in steps:
-        check_scalar("a step", step, [], op)
+    _check_steps(op, steps, len(params))
     for ops, parts, rows in served(impl, op, *lists.values(), torch_ops=reference_optimizers, keep_empty=True):
         if ops is not reference_optimizers:
             check_one_device([lists["params"][0], *steps], op)
@@ -131,6 +130,87 @@ def sgd_(
         if started is not None and flags is not None and flags is not started:
             for i, flag in zip(rows, flags, strict=True):
                 started[i] = flag
+
+
+@torch.no_grad()
+def adamw_plan(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    max_exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    *,
+    amsgrad: bool = False,
+    copies: Sequence[Tensor] | None = None,
+    impl: str = "auto",
+) -> Any:
+    """What `adamw_` has to find out about its lists, for one that steps the same parameters again and again.
+
+    None where Triton does not serve every row; else an object with `run(lists, options)`. `lists` are those given
+    here, in the order params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs with `amsgrad`, copies if there are any,
+    steps; `options` are `adamw_`'s from `lr` to `found_inf`, none left out. It returns False, having done nothing,
+    where the lists are not what they were (gradients may be other tensors, anything may have moved; all else may not
+    have changed), on another stream or thread, and under graph capture: call `adamw_` then. Checks and raises as
+    `adamw_`.
+    """
+    lists = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
+    if amsgrad:
+        lists["max_exp_avg_sqs"] = max_exp_avg_sqs
+    ops = _planner("adamw_", lists, copies, steps, impl)
+    if ops is None:
+        return None
+    return ops.adamw_plan(
+        params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, amsgrad=amsgrad, copies=copies
+    )
+
+
+@torch.no_grad()
+def sgd_plan(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor],
+    *,
+    momentum: float = 0.0,
+    copies: Sequence[Tensor] | None = None,
+    impl: str = "auto",
+) -> Any:
+    """As `adamw_plan`, for `sgd_` without `started`: lists are params, grads, momentum_buffers with `momentum`, copies.
+
+    `run` takes `momentum` among its options too; it may change, but not from or to 0.
+    """
+    lists = {"params": params, "grads": grads}
+    if momentum != 0:
+        lists["momentum_buffers"] = momentum_buffers
+    ops = _planner("sgd_", lists, copies, (), impl)
+    return None if ops is None else ops.sgd_plan(params, grads, momentum_buffers, momentum=momentum, copies=copies)
+
+
+def _planner(
+    op: str, lists: dict[str, Sequence[Tensor]], copies: Sequence[Tensor] | None, steps: Sequence[Tensor], impl: str
+) -> ModuleType | None:
+    """Whoever serves every row of these lists as they are; None where that takes PyTorch, views or copies.
+
+    None also under graph capture, when nothing may be sent to the device that a replay would not send again.
+    """
+    if lists["params"] and lists["params"][0].is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    given = lists if copies is None else {**lists, "copies": copies}
+    prepared = _prepared(op, given, None, None, None)
+    as_given = all(a is b for name in given for a, b in zip(given[name], prepared[name], strict=True))
+    rows = served(impl, op, *prepared.values(), torch_ops=reference_optimizers) if as_given else []
+    if len(rows) != 1 or rows[0][0] is reference_optimizers or len(rows[0][2]) != len(lists["params"]):
+        return None
+    _check_steps(op, steps, len(lists["params"]) if op == "adamw_" else 0)
+    check_one_device([lists["params"][0], *steps], op)
+    return rows[0][0]
+
+
+def _check_steps(op: str, steps: Sequence[Tensor], n: int) -> None:
+    if len(steps) != n:
+        raise ValueError(f"{op}: got {len(steps)} steps for {n} params; expected one for each")
+    for step in steps:
+        check_scalar("a step", step, [], op)
 
 
 def _prepared(

@@ -75,9 +75,12 @@ def norm_and_check(
     element is only taken when the norm is not.
     """
     out_dtype = torch.float64 if torch.float64 in set(map(_DTYPE, grads)) else torch.float32
-    filled = list(filter(Tensor.numel, grads))
+    filled: Sequence[Tensor] = list(filter(Tensor.numel, grads))
     if not filled:
         return torch.zeros((), dtype=out_dtype, device=inv_scale.device)
+    if 0 < norm_type < INF:
+        # torch.nn.utils.clip_grad_norm_ adds up a zero for each empty gradient: it changes which others meet first.
+        filled = grads
     factor = (inv_scale if inv_scale.ndim == 0 else inv_scale.reshape(())) if norm_type != 0 else 1.0
     raw = _total(filled, norm_type, out_dtype)
     if raw.device.type == "cpu":

@@ -6,7 +6,8 @@ a device.
 """
 
 from collections.abc import Sequence
-from operator import attrgetter
+from functools import reduce
+from operator import attrgetter, or_
 
 import torch
 from torch import Tensor
@@ -15,7 +16,51 @@ ALIGNMENT = 16  # bytes of the widest access
 FLOATS = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _DTYPE, _LAYOUT, _IS_CPU = attrgetter("dtype"), attrgetter("layout"), attrgetter("is_cpu")
-_SHAPE = attrgetter("shape")
+_SHAPE, _NBYTES = attrgetter("shape"), attrgetter("nbytes")
+
+
+class FlatList(list[Tensor]):
+    """A list that has been looked at: what every operation here asks of a list is known and not asked again.
+
+    Plain contiguous float tensors of one dtype on one device, each with elements and memory of its own. `addresses` and
+    `sizes`, in bytes, are those of the moment, so it is for use at once: not to be changed, not to be kept.
+    """
+
+    addresses: list[int]
+    sizes: list[int]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> "FlatList | None":
+        """The tensors as such a list; None where they are not."""
+        # Sets over mapped accessors are the cheapest way to look at a thousand tensors. Layouts that are not strided
+        # have no contiguity: that call raises, and so does asking some of them for an address.
+        try:
+            if (
+                not set(map(type, tensors)) <= _PLAIN
+                or len(dtypes := set(map(_DTYPE, tensors))) != 1
+                or not dtypes <= FLOATS
+                or len(set(map(Tensor.get_device, tensors))) != 1
+                or not all(map(Tensor.is_contiguous, tensors))
+            ):
+                return None
+            found = cls(tensors)
+            found.addresses = list(map(Tensor.data_ptr, tensors))
+        except RuntimeError:
+            return None
+        found.sizes = list(map(_NBYTES, tensors))
+        if not all(found.sizes) or len(set(found.addresses)) != len(found):
+            return None
+        return found
+
+
+def addresses_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Where each tensor starts."""
+    return tensors.addresses if type(tensors) is FlatList else list(map(Tensor.data_ptr, tensors))
+
+
+def sizes_of(tensors: Sequence[Tensor]) -> list[int]:
+    """How many bytes each tensor's elements take."""
+    return tensors.sizes if type(tensors) is FlatList else list(map(_NBYTES, tensors))
 
 
 def strided_floats(tensors: Sequence[Tensor], op: str) -> list[Tensor]:
@@ -25,6 +70,8 @@ def strided_floats(tensors: Sequence[Tensor], op: str) -> list[Tensor]:
     up); complex tensors give `view_as_real` (of what is stored, a lazy conjugation aside). Raises TypeError
     for anything else that is not a strided float tensor.
     """
+    if type(tensors) is FlatList:
+        return tensors
     # The usual list needs nothing, and sets over mapped accessors are the cheapest way to see it.
     if (
         set(map(type, tensors)) <= _PLAIN
@@ -62,6 +109,8 @@ def _strided_float(t: Tensor, index: int, op: str) -> Tensor:
 
 def by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """The tensors grouped by dtype, order kept within a group."""
+    if type(tensors) is FlatList:
+        return [tensors]
     if len(set(map(_DTYPE, tensors))) == 1:
         return [list(tensors)]
     groups: dict[torch.dtype, list[Tensor]] = {}
@@ -72,10 +121,7 @@ def by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 def all_aligned(addresses: Sequence[int]) -> bool:
     """Whether every address allows 128-bit accesses."""
-    combined = 0
-    for address in addresses:
-        combined |= address
-    return combined % ALIGNMENT == 0
+    return reduce(or_, addresses, 0) % ALIGNMENT == 0
 
 
 def resolved(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -101,7 +147,7 @@ def unrepeated(t: Tensor, op: str) -> Tensor:
 
 def written_in_place(tensors: Sequence[Tensor], op: str) -> list[Tensor]:
     """`unrepeated` over a list."""
-    if all(map(Tensor.is_contiguous, tensors)):
+    if type(tensors) is FlatList or all(map(Tensor.is_contiguous, tensors)):
         return list(tensors)
     return [unrepeated(t, op) for t in tensors]
 
@@ -147,7 +193,7 @@ def check_scalar(name: str, value: Tensor, tensors: Sequence[Tensor], op: str) -
 
 def check_one_device(tensors: Sequence[Tensor], op: str) -> None:
     """Refuse a list spread over devices: one launch serves one device."""
-    if not tensors:
+    if not tensors or type(tensors) is FlatList:
         return
     # Device indices (-1 where there is none) are far cheaper to collect than device objects.
     indices = set(map(Tensor.get_device, tensors))

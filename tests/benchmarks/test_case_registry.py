@@ -7,6 +7,7 @@ import torch
 
 from benchmarks import kernels, registry, report, trainer, training, tuning
 from benchmarks.case import Case
+from benchmarks.host import Host
 from benchmarks.scaling import Scaling
 from tests.benchmarks.helpers import CPU
 
@@ -17,7 +18,7 @@ def test_names_are_unique_and_every_device_has_cases():
     assert {device for case in cases for device in case.devices} == {"cpu", "cuda"}
     families = {case.family for case in registry.choose("cpu")}
     assert families == {"operators", "regions", "weights", "scaler", "accumulation", "width", "training"}
-    others = {"debugging", "dispatch", "kernels", "tuning"}
+    others = {"debugging", "dispatch", "host", "kernels", "tuning"}
     assert {case.family for case in cases} == families | others == set(report.TITLES)
 
 
@@ -30,7 +31,7 @@ def test_the_everyday_cpu_run_fits_in_five_minutes():
 def test_patterns_choose_and_a_wrong_one_names_the_families():
     assert {case.family for case in registry.choose("cuda", ["width/*", "scaler/*"])} == {"width", "scaler"}
     assert [case.name for case in registry.choose("cuda", ["*/GPT-2*bf16 graph"])] == ["GPT-2 124M, bf16 graph"]
-    with pytest.raises(ValueError, match="families are accumulation, debugging, dispatch, kernels, operators"):
+    with pytest.raises(ValueError, match="families are accumulation, debugging, dispatch, host, kernels, operators"):
         registry.choose("cpu", ["nothing"])
 
 
@@ -43,6 +44,8 @@ def test_aims_are_between_sides_that_the_case_has(case: Case):
             names = list(dataclasses.replace(case, shapes=lambda: [(3,)], captured=False).sides(CPU))
         elif isinstance(case, tuning.Tuning):
             names = [tuning.SHIPPED]        # the rest is what compiles
+        elif isinstance(case, Host):
+            names = list(dataclasses.replace(case, count=case.groups).sides(CPU))
         elif isinstance(case, Scaling):
             small = dataclasses.replace(case, tensors=min(case.tensors, 2), elements=min(case.elements, 10))
             names = list(small.sides(CPU))

@@ -49,6 +49,21 @@ def test_equal_to_torch_to_the_bit_at_powers_of_two(shapes, seed, exponent, max_
     assert all(map(equal_bits, clipped, expected))
 
 
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, 0.5])
+def test_empty_gradients_count_in_the_order_of_summation(norm_type: float) -> None:
+    """A zero in the stack of norms moves the others to other lanes of the sum: one list in forty differs without it."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        sizes = torch.tensor([0, 0, 1, 2, 7, 64, 300])[torch.randint(7, (12,), generator=generator)].tolist()
+        grads = [torch.randn(size, generator=generator) for size in sizes]
+        if not any(sizes):
+            continue
+        norm, clipped = ours_clips(grads, 1.0, 1.0, norm_type)
+        expected_norm, expected = torch_clips(grads, 1.0, 1.0, norm_type)
+        assert torch.equal(norm, expected_norm), sizes
+        assert all(map(equal_bits, clipped, expected)), sizes
+
+
 def test_empty_gradients_have_no_largest_magnitude_to_add() -> None:
     """torch raises here."""
     norm, _ = ours_clips([torch.zeros(0), torch.tensor([-6.0])], 2.0, 1.0, math.inf)

@@ -26,6 +26,7 @@ TYPES = {
     "blocks": "*i64",
     "destination": "*i64",
     "n_blocks": "i32",
+    "n_tensors": "i32",
     "blocks_per_chunk": "i32",
     "chunk": "i32",
     "start": "i32",
@@ -41,6 +42,7 @@ class Case:
     """One kernel variant, and what its machine code must look like.
 
     wide_loads, wide_stores: at least so many 128-bit global accesses (0: nothing is asked). max_registers: per thread.
+    lists_read: all of these are loaded before anything is stored, in every turn of a loop.
     """
 
     name: str
@@ -50,18 +52,20 @@ class Case:
     max_registers: int
     wide_loads: int = 0
     wide_stores: int = 0
+    lists_read: int = 1
     types: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=lambda: {"enable_fp_fusion": False})
 
 
 @dataclass(frozen=True)
 class Code:
-    """Facts about one compiled variant."""
+    """Facts about one compiled variant. `loops`: for each innermost loop its global accesses, in order."""
 
     accesses: Counter
     registers: int
     stack: int
     local: int
+    loops: tuple[tuple[str, ...], ...] = ()
 
     def wide(self, kind: str) -> int:
         """How many 128-bit global loads ("LDG") or stores ("STG") the code holds."""
@@ -80,7 +84,7 @@ def compile_case(case: Case, capability: int) -> Code:
         elif name in TYPES:
             signature[name] = TYPES[name]
         elif isinstance(annotation, triton.language.dtype):
-            signature[name] = {"int64": "i64"}.get(annotation.name, annotation.name)
+            signature[name] = {"int64": "i64", "int32": "i32"}.get(annotation.name, annotation.name)
         elif name.endswith("_ptr"):
             signature[name] = "*fp32"
         else:
@@ -100,7 +104,25 @@ def compile_case(case: Case, capability: int) -> Code:
     if found is None or not accesses:
         raise RuntimeError(f"{case.name}: cuobjdump reported no resources or no code: {report[-300:]}")
     registers, stack, local = map(int, found.groups())
-    return Code(accesses, registers, stack, local)
+    return Code(accesses, registers, stack, local, innermost_loops(done.stdout))
+
+
+def innermost_loops(sass: str) -> tuple[tuple[str, ...], ...]:
+    """The global accesses of each loop that holds no other, in the order of its instructions.
+
+    A loop is what lies between a backward branch and where it goes to.
+    """
+    code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;/]+);", sass)]
+    branch = re.compile(r"\bBRA(?:\.\w+)* (?:!?U?P\w+, )?(0x[0-9a-f]+)")
+    loops = [(int(to, 16), at) for at, text in code for to in branch.findall(text) if int(to, 16) < at]
+    innermost = [
+        (start, end) for start, end in loops
+        if not any(start <= other and last <= end and (other, last) != (start, end) for other, last in loops)
+    ]
+    return tuple(
+        tuple(name for at, text in code if start <= at <= end for name in re.findall(r"\b((?:LDG|STG)[\w.]*)", text))
+        for start, end in innermost
+    )
 
 
 def faults(case: Case, code: Code) -> list[str]:
@@ -117,9 +139,25 @@ def faults(case: Case, code: Code) -> list[str]:
     spills = sum(count for name, count in code.accesses.items() if name.startswith(("LDL", "STL")))
     if code.stack or code.local or spills:
         wrong.append(f"spills: stack {code.stack} bytes, local {code.local} bytes, {spills} local accesses")
+    for loop in code.loops:
+        turn = [name[:3] for name in one_turn(loop)]
+        if not {"LDG", "STG"} <= set(turn):
+            continue
+        n_loads = turn.index("STG")
+        if "LDG" in turn[n_loads:] or n_loads < case.lists_read:
+            wrong.append(
+                f"a load waits for a store: {n_loads} loads before the first one in a turn of a loop over "
+                f"{case.lists_read} lists: {', '.join(one_turn(loop))}"
+            )
     if code.registers > case.max_registers:
         wrong.append(f"{code.registers} registers per thread, ceiling {case.max_registers}")
     return wrong
+
+
+def one_turn(loop: tuple[str, ...]) -> tuple[str, ...]:
+    """What is repeated in a loop that the compiler has unrolled; all of it where nothing is."""
+    lengths = [n for n in range(1, len(loop) + 1) if len(loop) % n == 0 and loop[:n] * (len(loop) // n) == loop]
+    return loop[: lengths[0]] if lengths else loop
 
 
 def _listed(code: Code) -> str:

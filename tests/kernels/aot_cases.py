@@ -11,7 +11,18 @@ import triton
 import triton.language as tl
 
 from ampkit_kernels.configs import Config
-from ampkit_kernels.triton_ops import adamw, cast, counts, multiply, norm, sgd, table_writer, unscale, unscale_into
+from ampkit_kernels.triton_ops import (
+    adamw,
+    cast,
+    counts,
+    multiply,
+    norm,
+    scale,
+    sgd,
+    table_writer,
+    unscale,
+    unscale_into,
+)
 from tests.kernels.aot import Case
 
 SIZES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp64": 8}
@@ -71,7 +82,7 @@ def unscales_into() -> Iterator[Case]:
             kernel, config, wide = unscale_into.unscale_into_kernel, unscale_into.CONFIG, int(aligned)
             # Two float32 lists a word at a time keep many addresses; shorter blocks spill on sm_80 instead.
             ceiling = 80 if aligned or source != "fp32" else 128
-            yield _case(label, kernel, config, constants, ceiling, wide, wide)
+            yield _case(label, kernel, config, constants, ceiling, wide, wide, lists_read=1 + accumulate)
 
 
 def adamw_steps() -> Iterator[Case]:
@@ -86,22 +97,23 @@ def adamw_steps() -> Iterator[Case]:
         constants = {
             "PARAM": DTYPES[param], "GRAD": DTYPES[grad], "MOMENT": DTYPES[moment], "COPY_TO": DTYPES[copy or moment],
             "ACC": acc, "AMSGRAD": amsgrad, "COPY": copy is not None, "LERP_FROM_END": False, "HAS_FOUND_INF": True,
-            "ALIGNED": aligned, "N_LISTS": 5 + amsgrad + (copy is not None),
+            "ALIGNED": aligned,
         }
         label = f"adamw {param} g={grad}{' amsgrad' * amsgrad}{f' copy={copy}' if copy else ''}"
         # Four elements per thread: 16 bytes where the list is fp32, 8 where it is half.
         wide = 0 if not aligned or param in ("fp16", "bf16") else 3
-        ceiling = 128 if param == "fp64" else 64
+        # Word by word, all that is loaded before the first store wants an address each.
+        ceiling = 128 if param == "fp64" else 64 if aligned or not amsgrad else 96
         config = adamw.CONFIGS[8 if param == "fp64" else 4]
         label += "" if aligned else " unaligned"
-        yield _case(label, adamw.adamw_kernel, config, constants, ceiling, wide, wide)
+        yield _case(label, adamw.adamw_kernel, config, constants, ceiling, wide, wide, lists_read=4 + amsgrad)
         if label == "adamw fp32 g=fp32":  # an optimizer without a scaler, and one whose beta1 is below a half
             constants = {**constants, "HAS_FOUND_INF": False, "LERP_FROM_END": True}
-            yield _case(f"{label} alone", adamw.adamw_kernel, config, constants, ceiling, wide, wide)
+            yield _case(f"{label} alone", adamw.adamw_kernel, config, constants, ceiling, wide, wide, lists_read=4)
     for several in (False, True):
         constants = {
             "HAS_LR": several, "HAS_MULTIPLIER": several, "HAS_GRAD_SCALE": several, "HAS_FOUND_INF": several,
-            "MAXIMIZE": several, "N_LISTS": 5, "BLOCK": 128,
+            "MAXIMIZE": several, "STEPS_COLUMN": 4, "BLOCK": 128,
         }
         yield Case(f"adamw prepare {several}", adamw.prepare_kernel, constants, 4, 64)
 
@@ -118,22 +130,22 @@ def sgd_steps() -> Iterator[Case]:
         constants = {
             "PARAM": tl.float32, "GRAD": DTYPES[grad], "MOMENT": tl.float32, "COPY_TO": DTYPES[copy or "fp32"],
             "ACC": tl.float32, "MOMENTUM": momentum, "NESTEROV": nesterov, "DECAY": decay, "COPY": copy is not None,
-            "HAS_FOUND_INF": True, "ALIGNED": aligned, "N_LISTS": 2 + momentum + (copy is not None),
+            "HAS_FOUND_INF": True, "ALIGNED": aligned,
         }
         label = (
             f"sgd g={grad}{' momentum' * momentum}{' nesterov' * nesterov}{f' copy={copy}' if copy else ''}"
         )
         label += "" if aligned else " unaligned"
         wide = 1 + momentum if aligned else 0
-        yield _case(label, sgd.sgd_kernel, sgd.CONFIGS[4], constants, 64, wide, wide)
+        yield _case(label, sgd.sgd_kernel, sgd.CONFIGS[4], constants, 64, wide, wide, lists_read=2 + momentum)
     for name in ("fp16", "bf16", "fp64"):  # one dtype throughout, without a scaler
         kind, acc = DTYPES[name], tl.float64 if name == "fp64" else tl.float32
         constants = {
             "PARAM": kind, "GRAD": kind, "MOMENT": kind, "COPY_TO": kind, "ACC": acc, "MOMENTUM": True,
-            "NESTEROV": False, "DECAY": True, "COPY": False, "HAS_FOUND_INF": False, "ALIGNED": True, "N_LISTS": 3,
+            "NESTEROV": False, "DECAY": True, "COPY": False, "HAS_FOUND_INF": False, "ALIGNED": True,
         }
         config = sgd.CONFIGS[8 if name == "fp64" else 4]
-        yield _case(f"sgd {name}", sgd.sgd_kernel, config, constants, 64, 2, 2)
+        yield _case(f"sgd {name}", sgd.sgd_kernel, config, constants, 64, 2, 2, lists_read=3)
     flags = ("HAS_STARTED", "HAS_LR", "HAS_MULTIPLIER", "HAS_GRAD_SCALE", "HAS_FOUND_INF", "MAXIMIZE")
     constants = {**dict.fromkeys(flags, True), "BLOCK": 128}
     yield Case("sgd prepare", sgd.prepare_kernel, constants, 4, 64)
@@ -143,22 +155,27 @@ def small_kernels() -> Iterator[Case]:
     """Those of one program: nothing is asked of their accesses but that they compile without spills."""
     for order in (0, 1, 2):
         for result in ("fp32", "fp64"):
-            yield Case(
-                f"finish p={order or 'inf'} {result}", norm.finish_kernel, {"ORDER": order, "BLOCK": 1024}, 4, 64,
-                types={"result_ptr": f"*{result}"},
-            )
+            for clips in (False, True):
+                label = f"finish p={order or 'inf'} {result}{' clip' * clips}"
+                constants = {"ORDER": order, "CLIPS": clips, "BLOCK": 1024}
+                yield Case(label, norm.finish_kernel, constants, 4, 64, types={"result_ptr": f"*{result}"})
+    yield Case("inverse scale", scale.inverse_kernel, {}, 1, 32)
+    counters = dict.fromkeys(("tracker_ptr", "left_ptr", "updates_ptr", "overflows_ptr"), "*i32")
+    for counted, clean in ((False, False), (True, False), (True, True)):
+        constants = {"COUNTS": counted, "REFILLS_WHEN_CLEAN": clean}
+        yield Case(f"update scale {counted} {clean}", scale.update_kernel, constants, 1, 64, types=counters)
     yield Case("table write", table_writer._write_kernel, {}, 1, 64)
     yield Case("table expand", table_writer._expand_kernel, {"BLOCK": 1024}, 4, 64)
 
 
 def _case(
     name: str, kernel: Any, config: Config, constants: dict[str, Any], registers: int, loads: int, stores: int,
-    options: dict[str, Any] = NO_FUSION,
+    options: dict[str, Any] = NO_FUSION, lists_read: int = 1,
 ) -> Case:
     # Coefficients have the type of the arithmetic.
     types = {"coefficients_ptr": "*fp64"} if constants.get("ACC") is tl.float64 else {}
     constants = {**constants, "BLOCK": config.block}
-    return Case(name, kernel, constants, config.num_warps, registers, loads, stores, types, options)
+    return Case(name, kernel, constants, config.num_warps, registers, loads, stores, lists_read, types, options)
 
 
 @triton.jit

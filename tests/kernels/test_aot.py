@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 pytest.importorskip("triton.backends.nvidia")
 
-from tests.kernels.aot import Case, Code, faults  # noqa: E402  (needs Triton's NVIDIA backend)
+from tests.kernels.aot import Case, Code, faults, innermost_loops  # noqa: E402  (needs Triton's NVIDIA backend)
 
 GOOD = Code(Counter({"LDG.E.128": 4, "STG.E.128": 2, "LDG.E": 3}), registers=60, stack=0, local=0)
 
@@ -64,6 +65,15 @@ def test_good_code_has_no_faults() -> None:
     assert faults(case(wide_loads=4, wide_stores=2), GOOD) == []
 
 
+def unrolled(*loops: str) -> Code:
+    names = {"L": "LDG.E.128", "S": "STG.E.128"}
+    return replace(GOOD, loops=tuple(tuple(names[kind] for kind in loop) for loop in loops))
+
+
+def test_an_unrolled_loop_is_judged_by_the_turn() -> None:
+    assert faults(case(lists_read=2), unrolled("LLLSSLLLSSLLLSS", "LL", "S", "")) == []
+
+
 @pytest.mark.parametrize(
     ("code", "expected", "text"),
     [
@@ -72,9 +82,31 @@ def test_good_code_has_no_faults() -> None:
         (GOOD, {"max_registers": 59}, "60 registers per thread, ceiling 59"),
         (Code(GOOD.accesses, 60, 16, 0), {}, "spills: stack 16 bytes"),
         (Code(Counter({"STL": 2}), 60, 0, 0), {}, "2 local accesses"),
+        (unrolled("LLS", "LSL"), {}, "a load waits for a store: 1 loads before the first one in a turn"),
+        (unrolled("LSLS"), {"lists_read": 2}, "1 loads before the first one in a turn of a loop over 2 lists"),
     ],
 )
 def test_each_fault_is_named(code: Code, expected: dict[str, int], text: str) -> None:
     found = faults(case(**expected), code)
     assert len(found) == 1
     assert text in found[0]
+
+
+SASS = """
+        /*0010*/                   LDG.E R2, desc[UR18][R2.64] ;           /* 0x000000120202798 */
+                                                                           /* 0x000000120202798 */
+        /*0020*/              @!P0 BRA 0x00a0 ;                            /* 0x000000000000094 */
+        /*0030*/                   LDG.E.128 R4, desc[UR18][R2.64] ;       /* 0x000000120202798 */
+        /*0040*/                   FMUL R4, R4, R5 ;                       /* 0x000000120202798 */
+        /*0050*/               @P1 STG.E.128 desc[UR18][R2.64], R4 ;       /* 0x000000120202798 */
+        /*0060*/               @P0 BRA 0x0030 ;                            /* 0x000000120202798 */
+        /*0070*/                   STG.E desc[UR18][R2.64], R4 ;           /* 0x000000120202798 */
+        /*0080*/               @P0 BRA.U 0x10 ;                            /* 0x000000120202798 */
+        /*0090*/                   BRA 0x90 ;                              /* 0x000000120202798 */
+        /*00a0*/                   EXIT ;                                  /* 0x000000120202798 */
+"""
+
+
+def test_the_innermost_loops_of_machine_code() -> None:
+    """One around another, and the empty one behind every program's end."""
+    assert innermost_loops(SASS) == (("LDG.E.128", "STG.E.128"),)

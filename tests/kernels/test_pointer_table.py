@@ -84,15 +84,28 @@ def test_addresses_are_sent_once_and_again_only_when_they_change(monkeypatch: py
     assert tables.table_for([[t.view(torch.int32) for t in storage]], SMALL) is not first
 
 
-def test_rows_of_parallel_lists_are_interleaved() -> None:
+def test_parallel_lists_follow_one_another() -> None:
     lists = [[torch.zeros(20), torch.zeros(30)] for _ in range(3)]
     table = tables.table_for(lists, SMALL)
-    assert table.addresses.tolist() == [tensors[i].data_ptr() for i in range(2) for tensors in lists]
+    assert table.addresses.tolist() == [t.data_ptr() for tensors in lists for t in tensors]
     assert table.numels.tolist() == [20, 30]
     assert sorted(entries(table.blocks)) == [
         (t, c) for t, n in ((0, 20), (1, 30)) for c in range(-(-n // 16))
     ]
     assert table.n_programs <= table.n_blocks
+
+
+def test_only_the_lists_that_moved_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = []
+    send = tables.Upload.send
+    monkeypatch.setattr(tables.Upload, "send", lambda self, v, d: (sent.append(len(v)), send(self, v, d)))
+    params, grads, first, second = ([torch.zeros(20), torch.zeros(30)] for _ in range(4))
+    table = tables.table_for([params, grads, first, second], SMALL)
+    moved = [torch.zeros(20), torch.zeros(30)]
+    for lists in ([params, moved, first, second], [params, moved, first, grads], [grads, moved, first, params]):
+        assert tables.table_for(lists, SMALL) is table
+        assert table.addresses.tolist() == [t.data_ptr() for tensors in lists for t in tensors]
+    assert sent == [8, 2, 2, 8]
 
 
 def test_sections_keep_one_alignment() -> None:
@@ -110,19 +123,24 @@ def test_threads_do_not_share_a_table() -> None:
     assert found[0] is not found[1]
 
 
-def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "MAX_CACHED_TABLES", 3)
+def test_the_cache_is_bounded_by_what_its_tables_take(monkeypatch: pytest.MonkeyPatch) -> None:
     storage = torch.zeros(10)
     first = tables.table_for([[storage]], SMALL)
+    monkeypatch.setattr(tables, "MAX_CACHED_BYTES", 3 * first.n_bytes + first.n_bytes // 2)
     for n in (1, 2):
         tables.table_for([[storage[:n]]], SMALL)
     assert tables.table_for([[storage]], SMALL) is first  # used again: not the oldest any more
     for n in (3, 4):
         tables.table_for([[storage[:n]]], SMALL)
     assert tables.table_for([[storage]], SMALL) is first
-    for n in (5, 6, 7):
-        tables.table_for([[storage[:n]]], SMALL)
+    tables.table_for([[storage[:5] for _ in range(10_000)]], SMALL)  # takes the place of all the others
     assert tables.table_for([[storage]], SMALL) is not first
+
+
+def test_a_list_for_each_of_many_parameter_groups_is_kept() -> None:
+    storage = torch.zeros(1000)
+    made = [tables.table_for([[storage[: n + 1]] * 3], SMALL) for n in range(1000)]
+    assert all(tables.table_for([[storage[: n + 1]] * 3], SMALL) is table for n, table in enumerate(made))
 
 
 def test_a_table_made_in_inference_mode_serves_outside_of_it() -> None:

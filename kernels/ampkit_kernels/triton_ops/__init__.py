@@ -1,18 +1,23 @@
 """The operations as Triton kernels: the only modules of this package that import Triton.
 
 Each launcher has the signature of the function of the same name in `reference` or `reference_optimizers`, and takes
-what `dispatch.served` hands it: tensors that are dense, on one device, and not empty.
+what `dispatch.served` hands it: tensors that are dense, on one device, and not empty. `adamw_plan` and `sgd_plan` keep
+what launching found out, for lists that are stepped again and again. `inverse_scale`, `norm_and_clip_factor` and
+`update_scale_` spare a scaler launches that PyTorch needs for a few numbers; there is nothing to spare elsewhere, so
+nothing stands for them in `reference`.
 """
 
-from .adamw import adamw_
+from .adamw import adamw_, adamw_plan
 from .cast import cast_
 from .counts import nonfinite_counts
 from .multiply import multiply_
-from .norm import norm_and_check
-from .sgd import sgd_
+from .norm import norm_and_check, norm_and_clip_factor
+from .scale import inverse_scale, update_scale_
+from .sgd import sgd_, sgd_plan
 from .unscale import unscale_
 from .unscale_into import unscale_into_
 
 __all__ = [
-    "adamw_", "cast_", "multiply_", "nonfinite_counts", "norm_and_check", "sgd_", "unscale_", "unscale_into_",
+    "adamw_", "adamw_plan", "cast_", "inverse_scale", "multiply_", "nonfinite_counts", "norm_and_check",
+    "norm_and_clip_factor", "sgd_", "sgd_plan", "unscale_", "unscale_into_", "update_scale_",
 ]

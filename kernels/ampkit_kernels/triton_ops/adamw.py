@@ -22,6 +22,8 @@ Bytes per element: 28 for float32 (16 read, 12 written), 36 with amsgrad, 2 more
 """
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -29,10 +31,9 @@ from torch import Tensor
 
 from ..configs import Config
 from .chunks import chunk_extent, list_pointer, load_block, store_block
-from .coefficients import coefficient_rows, prepare
+from .coefficients import prepare
 from .entry import entry
-from .launch import TRITON_DTYPES, accumulator, groups
-from .pointer_table import table_for
+from .steps import Plan, Rows, rows_of
 
 CONFIGS = {
     8: Config(block=512, chunk=32768),
@@ -62,15 +63,14 @@ def prepare_kernel(addresses, coefficients_ptr, n, lr_ptr, lr: tl.float64, beta1
                    beta2: tl.float64, eps: tl.float64, weight_decay: tl.float64, multiplier_ptr,
                    grad_scale_ptr, found_inf_ptr, HAS_LR: tl.constexpr, HAS_MULTIPLIER: tl.constexpr,
                    HAS_GRAD_SCALE: tl.constexpr, HAS_FOUND_INF: tl.constexpr, MAXIMIZE: tl.constexpr,
-                   N_LISTS: tl.constexpr, BLOCK: tl.constexpr):
-    # The step counts are the last column of the address table.
+                   STEPS_COLUMN: tl.constexpr, BLOCK: tl.constexpr):
     lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = lanes < n
     go = True
     if HAS_FOUND_INF:
         go = tl.load(found_inf_ptr) == 0.0
     if go:
-        address = tl.load(addresses + lanes * N_LISTS + (N_LISTS - 1), mask=mask, other=0)
+        address = tl.load(addresses + STEPS_COLUMN * n + lanes, mask=mask, other=0)
         step_ptr = address.to(tl.pointer_type(tl.float32))
         step = tl.load(step_ptr, mask=mask, other=0.0) + 1.0
         tl.store(step_ptr, step, mask=mask)
@@ -103,33 +103,41 @@ def prepare_kernel(addresses, coefficients_ptr, n, lr_ptr, lr: tl.float64, beta1
 def _adamw_block(pp, gp, mp, vp, xp, cp, o, mask, step_size, correction, decay, factor, weight, beta2,
                  weight2, eps, ACC: tl.constexpr, AMSGRAD: tl.constexpr, COPY: tl.constexpr,
                  LERP_FROM_END: tl.constexpr, MASKED: tl.constexpr):
+    # Every load before the first store: the compiler knows of no two lists that they do not overlap, so it would have
+    # each load wait for the stores above it.
     g = load_block(gp, o, mask, ACC, MASKED) * factor
     m = load_block(mp, o, mask, ACC, MASKED)
+    v = load_block(vp, o, mask, ACC, MASKED)
+    p = load_block(pp, o, mask, ACC, MASKED)
+    if AMSGRAD:
+        x = load_block(xp, o, mask, ACC, MASKED)
     if LERP_FROM_END:  # torch.lerp starts from the nearer end
         m = g - (g - m) * (1.0 - weight)
     else:
         m = tl.fma(weight, g - m, m)
+    v = v * beta2 + weight2 * g * g
+    largest = v
+    if AMSGRAD:
+        largest = tl.maximum(v, x, propagate_nan=tl.PropagateNan.ALL)
+    p = p * decay
+    if tl.float64 == ACC:
+        p = p - step_size * m / (tl.sqrt(largest) / correction + eps)
+    else:
+        p = p - tl.div_rn(step_size * m, tl.div_rn(tl.sqrt_rn(largest), correction) + eps)
     store_block(mp, o, m, mask, MASKED)
-    v = load_block(vp, o, mask, ACC, MASKED) * beta2 + weight2 * g * g
     store_block(vp, o, v, mask, MASKED)
     if AMSGRAD:
-        v = tl.maximum(v, load_block(xp, o, mask, ACC, MASKED), propagate_nan=tl.PropagateNan.ALL)
-        store_block(xp, o, v, mask, MASKED)
-    p = load_block(pp, o, mask, ACC, MASKED) * decay
-    if tl.float64 == ACC:
-        p = p - step_size * m / (tl.sqrt(v) / correction + eps)
-    else:
-        p = p - tl.div_rn(step_size * m, tl.div_rn(tl.sqrt_rn(v), correction) + eps)
+        store_block(xp, o, largest, mask, MASKED)
     store_block(pp, o, p, mask, MASKED)
     if COPY:
         store_block(cp, o, p.to(pp.dtype.element_ty), mask, MASKED)
 
 
 @entry
-def adamw_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, coefficients_ptr, found_inf_ptr,
-                 PARAM: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr, COPY_TO: tl.constexpr,
-                 ACC: tl.constexpr, AMSGRAD: tl.constexpr, COPY: tl.constexpr, LERP_FROM_END: tl.constexpr,
-                 HAS_FOUND_INF: tl.constexpr, ALIGNED: tl.constexpr, N_LISTS: tl.constexpr,
+def adamw_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, n_tensors, coefficients_ptr,
+                 found_inf_ptr, PARAM: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr,
+                 COPY_TO: tl.constexpr, ACC: tl.constexpr, AMSGRAD: tl.constexpr, COPY: tl.constexpr,
+                 LERP_FROM_END: tl.constexpr, HAS_FOUND_INF: tl.constexpr, ALIGNED: tl.constexpr,
                  BLOCK: tl.constexpr):
     go = True
     if HAS_FOUND_INF:
@@ -139,16 +147,16 @@ def adamw_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, coeffici
         b = tl.program_id(0)
         while b < n_blocks:
             t, base, length = chunk_extent(numels, blocks, b, blocks_per_chunk, BLOCK)
-            pp = list_pointer(addresses, t, base, 0, N_LISTS, PARAM, ALIGNED)
-            gp = list_pointer(addresses, t, base, 1, N_LISTS, GRAD, ALIGNED)
-            mp = list_pointer(addresses, t, base, 2, N_LISTS, MOMENT, ALIGNED)
-            vp = list_pointer(addresses, t, base, 3, N_LISTS, MOMENT, ALIGNED)
+            pp = list_pointer(addresses, n_tensors, t, base, 0, PARAM, ALIGNED)
+            gp = list_pointer(addresses, n_tensors, t, base, 1, GRAD, ALIGNED)
+            mp = list_pointer(addresses, n_tensors, t, base, 2, MOMENT, ALIGNED)
+            vp = list_pointer(addresses, n_tensors, t, base, 3, MOMENT, ALIGNED)
             xp = vp
             if AMSGRAD:
-                xp = list_pointer(addresses, t, base, 4, N_LISTS, MOMENT, ALIGNED)
+                xp = list_pointer(addresses, n_tensors, t, base, 4, MOMENT, ALIGNED)
             cp = pp
             if COPY:
-                cp = list_pointer(addresses, t, base, N_LISTS - 2, N_LISTS, COPY_TO, ALIGNED)
+                cp = list_pointer(addresses, n_tensors, t, base, 4 + AMSGRAD, COPY_TO, ALIGNED)
             row = coefficients_ptr + t * 8
             step_size, correction = tl.load(row), tl.load(row + 1)
             decay, factor = tl.load(row + 2), tl.load(row + 3)
@@ -177,38 +185,69 @@ def adamw_(
     max_exp_avg_sqs: Sequence[Tensor],
     steps: Sequence[Tensor],
     *,
+    amsgrad: bool,
+    copies: Sequence[Tensor] | None,
+    config: Config | None = None,
+    **options: Any,
+) -> None:
+    """Launch both kernels per combination of dtypes; see the module's docstring. `options` are those of `_launch`."""
+    lists = _lists(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, amsgrad, copies)
+    configs = CONFIGS if config is None else dict.fromkeys(CONFIGS, config)
+    for rows in rows_of(lists, steps, configs, N_COEFFICIENTS):
+        _launch(rows, amsgrad=amsgrad, copy=copies is not None, **options)
+
+
+def adamw_plan(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    max_exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    *,
+    amsgrad: bool,
+    copies: Sequence[Tensor] | None,
+) -> Plan:
+    """What `adamw_` would find out about these lists, for steps to come."""
+    lists = _lists(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, amsgrad, copies)
+    launch = partial(_launch, amsgrad=amsgrad, copy=copies is not None)
+    return Plan(lists, steps, CONFIGS, N_COEFFICIENTS, launch)
+
+
+def _lists(
+    params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor],
+    max_exp_avg_sqs: Sequence[Tensor], amsgrad: bool, copies: Sequence[Tensor] | None,
+) -> list[Sequence[Tensor]]:
+    """The lists in the order of the table's columns."""
+    return [
+        params, grads, exp_avgs, exp_avg_sqs,
+        *([max_exp_avg_sqs] if amsgrad else []), *([] if copies is None else [copies]),
+    ]
+
+
+def _launch(
+    rows: Rows,
+    *,
+    amsgrad: bool,
+    copy: bool,
     lr: float | Tensor,
     beta1: float,
     beta2: float,
     eps: float,
     weight_decay: float,
-    amsgrad: bool,
     maximize: bool,
     multiplier: Tensor | None,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
-    copies: Sequence[Tensor] | None,
-    config: Config | None = None,
 ) -> None:
-    """Launch `prepare_kernel` and `adamw_kernel` per combination of dtypes; see the module's docstring."""
-    lists = [params, grads, exp_avgs, exp_avg_sqs]
-    if amsgrad:
-        lists.append(max_exp_avg_sqs)
-    if copies is not None:
-        lists.append(copies)
-    for parts, rows, aligned in groups(*lists):
-        dtypes = [TRITON_DTYPES[part[0].dtype] for part in parts]
-        acc = accumulator(parts[0][0].dtype)
-        n_lists = len(parts) + 1
-        table = table_for([*parts, [steps[i] for i in rows]], config or CONFIGS[8 if acc is tl.float64 else 4])
-        coefficients = coefficient_rows(table.n_tensors, N_COEFFICIENTS, acc, parts[0][0].device)
-        prepare(
-            prepare_kernel, coefficients, lr, multiplier, grad_scale, found_inf, addresses=table.addresses,
-            beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, MAXIMIZE=maximize, N_LISTS=n_lists,
-        )
-        table.launch(
-            adamw_kernel, coefficients, coefficients if found_inf is None else found_inf, PARAM=dtypes[0],
-            GRAD=dtypes[1], MOMENT=dtypes[2], COPY_TO=dtypes[-1], ACC=acc, AMSGRAD=amsgrad, COPY=copies is not None,
-            LERP_FROM_END=1 - beta1 >= 0.5, HAS_FOUND_INF=found_inf is not None, ALIGNED=aligned, N_LISTS=n_lists,
-            enable_fp_fusion=False,
-        )
+    table, coefficients = rows.table, rows.coefficients
+    prepare(
+        prepare_kernel, table.device, table.n_tensors, coefficients, lr, multiplier, grad_scale, found_inf,
+        addresses=table.addresses, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, MAXIMIZE=maximize,
+        STEPS_COLUMN=rows.steps_column,
+    )
+    table.launch(
+        adamw_kernel, table.n_tensors, coefficients, coefficients if found_inf is None else found_inf,
+        AMSGRAD=amsgrad, COPY=copy, LERP_FROM_END=1 - beta1 >= 0.5, HAS_FOUND_INF=found_inf is not None,
+        **rows.constants, enable_fp_fusion=False,
+    )

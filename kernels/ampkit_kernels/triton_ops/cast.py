@@ -23,14 +23,14 @@ CONFIG = Config(block=4096)
 
 
 @entry
-def cast_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, SOURCE: tl.constexpr,
+def cast_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, n_tensors, SOURCE: tl.constexpr,
                 DESTINATION: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     lanes = tl.arange(0, BLOCK)
     b = tl.program_id(0)
     while b < n_blocks:
         tensor, base, length = chunk_extent(numels, blocks, b, blocks_per_chunk, BLOCK)
-        source = list_pointer(addresses, tensor, base, 0, 2, SOURCE, ALIGNED)
-        destination = list_pointer(addresses, tensor, base, 1, 2, DESTINATION, ALIGNED)
+        source = list_pointer(addresses, n_tensors, tensor, base, 0, SOURCE, ALIGNED)
+        destination = list_pointer(addresses, n_tensors, tensor, base, 1, DESTINATION, ALIGNED)
         n_full = length // BLOCK
         i = 0
         while i < n_full:
@@ -49,4 +49,4 @@ def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor], config: Con
     for parts, _, aligned in groups(sources, destinations):
         source, destination = (TRITON_DTYPES[part[0].dtype] for part in parts)
         table = table_for(parts, config or CONFIG)
-        table.launch(cast_kernel, SOURCE=source, DESTINATION=destination, ALIGNED=aligned)
+        table.launch(cast_kernel, table.n_tensors, SOURCE=source, DESTINATION=destination, ALIGNED=aligned)

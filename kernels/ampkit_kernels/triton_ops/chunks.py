@@ -46,10 +46,10 @@ def chunk_extent(numels, blocks, b, blocks_per_chunk, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def list_pointer(addresses, tensor, base, COLUMN: tl.constexpr, N_LISTS: tl.constexpr, DTYPE: tl.constexpr,
+def list_pointer(addresses, n_tensors, tensor, base, COLUMN: tl.constexpr, DTYPE: tl.constexpr,
                  ALIGNED: tl.constexpr):
     """Pointer to element `base` of a tensor in the list at `COLUMN` of the address table."""
-    pointer = tl.load(addresses + tensor * N_LISTS + COLUMN).to(tl.pointer_type(DTYPE))
+    pointer = tl.load(addresses + COLUMN * n_tensors + tensor).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
     return pointer + base

@@ -7,8 +7,6 @@ from device scalars that may be there or not: a learning rate, factors on the gr
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from .launch import on_device
@@ -16,14 +14,10 @@ from .launch import on_device
 _BLOCK = 128
 
 
-def coefficient_rows(n_tensors: int, n_coefficients: int, acc: tl.dtype, device: torch.device) -> Tensor:
-    """Memory for the rows, in the type of the arithmetic."""
-    dtype = torch.float64 if acc is tl.float64 else torch.float32
-    return torch.empty((n_tensors, n_coefficients), dtype=dtype, device=device)
-
-
 def prepare(
     kernel: Any,
+    device: torch.device,
+    n: int,
     coefficients: Tensor,
     lr: float | Tensor,
     multiplier: Tensor | None,
@@ -31,10 +25,13 @@ def prepare(
     found_inf: Tensor | None,
     **arguments: Any,
 ) -> None:
-    """Launch a `prepare_kernel` with what all of them take, and `arguments`. An absent scalar's pointer is not read."""
-    n, lr_is_tensor = len(coefficients), isinstance(lr, Tensor)
-    with on_device(coefficients.device):
-        kernel[(triton.cdiv(n, _BLOCK),)](
+    """Launch a `prepare_kernel` for `n` rows of coefficients, with what all of these kernels take, and `arguments`.
+
+    The pointer of a scalar that is absent is not read.
+    """
+    lr_is_tensor = isinstance(lr, Tensor)
+    with on_device(device):
+        kernel[(-(-n // _BLOCK),)](
             coefficients_ptr=coefficients, n=n,
             lr_ptr=lr if lr_is_tensor else coefficients, lr=0.0 if lr_is_tensor else lr, HAS_LR=lr_is_tensor,
             multiplier_ptr=coefficients if multiplier is None else multiplier, HAS_MULTIPLIER=multiplier is not None,

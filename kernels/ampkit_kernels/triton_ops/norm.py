@@ -5,7 +5,7 @@ read. inv_scale, found_inf: one float32 element each; found_inf is set as `unsca
 element: a sum of squares that overflows sets nothing. Orders 1, 2 and inf. Result: 0-d, float64 if any
 gradient is, else float32; NaN where a value is NaN. Two stages without atomics: each program writes one
 partial (float32 lanes, float64 across programs), one program adds the partials up in order; equal lists
-give equal bits on equal devices. Does not synchronise.
+give equal bits on equal devices. That program also has the factor that clips, where it is wanted. Does not synchronise.
 
 Bytes per element: one read (4 for float32); 8 bytes per program of partials.
 """
@@ -85,7 +85,8 @@ def norm_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, inv_scale
 
 
 @entry
-def finish_kernel(partials, n_partials, result_ptr, ORDER: tl.constexpr, BLOCK: tl.constexpr):
+def finish_kernel(partials, n_partials, result_ptr, inv_scale_ptr, factor_ptr, max_norm: tl.float64,
+                  ORDER: tl.constexpr, CLIPS: tl.constexpr, BLOCK: tl.constexpr):
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float64)
     start = 0
@@ -103,7 +104,16 @@ def finish_kernel(partials, n_partials, result_ptr, ORDER: tl.constexpr, BLOCK: 
         norm = tl.sum(total, axis=0)
     if ORDER == 2:
         norm = tl.sqrt(norm)
-    tl.store(result_ptr, norm.to(result_ptr.dtype.element_ty))
+    rounded = norm.to(result_ptr.dtype.element_ty)
+    tl.store(result_ptr, rounded)
+    if CLIPS:
+        # In the order of torch.nn.utils.clip_grad_norm_, whose division of a number is a product with a reciprocal.
+        if rounded.dtype == tl.float64:
+            coefficient = 1.0 / (rounded + 1e-6) * tl.full((), max_norm, tl.float64)
+        else:
+            coefficient = tl.div_rn(1.0, rounded + 1e-6) * tl.full((), max_norm, tl.float32)
+        coefficient = tl.where(coefficient > 1.0, 1.0, coefficient)  # NaN stays NaN
+        tl.store(factor_ptr, (tl.load(inv_scale_ptr).to(rounded.dtype) * coefficient).to(tl.float32))
 
 
 def norm_and_check(
@@ -114,22 +124,41 @@ def norm_and_check(
     config: Config | None = None,
 ) -> Tensor:
     """Launch `norm_kernel` once per dtype, then `finish_kernel`; see the module's docstring."""
+    return _norm(grads, inv_scale, found_inf, norm_type, None, config)[0]
+
+
+def norm_and_clip_factor(
+    grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, norm_type: float, max_norm: float
+) -> tuple[Tensor, Tensor]:
+    """As `norm_and_check`, and with it what gradients are to be multiplied by: inv_scale, and max_norm where they are
+    longer than that; 0-d float32.
+    """
+    return _norm(grads, inv_scale, found_inf, norm_type, max_norm, None)
+
+
+def _norm(
+    grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, norm_type: float, max_norm: float | None,
+    config: Config | None,
+) -> tuple[Tensor, Tensor]:
     device, order = inv_scale.device, _CODES[norm_type]
     parts = by_dtype(grads)
     wide = any(part[0].dtype is torch.float64 for part in parts)
     result = torch.empty((), dtype=torch.float64 if wide else torch.float32, device=device)
+    factor = inv_scale if max_norm is None else torch.empty((), dtype=torch.float32, device=device)
     tables = [table_for([part], config or CONFIGS[part[0].element_size()]) for part in parts]
     n_partials = sum(table.n_programs for table in tables)
     partials = torch.empty(n_partials, dtype=torch.float64, device=device)
     first = 0
     for part, table in zip(parts, tables, strict=True):
         table.launch(
-            norm_kernel, inv_scale, found_inf, partials[first:], ORDER=order, **one_list(part[0].dtype),
+            norm_kernel, inv_scale, found_inf, partials[first:] if first else partials, ORDER=order,
+            **one_list(part[0].dtype),
             enable_fp_fusion=norm_type != float("inf"),     # fused sums need fewer registers, a maximum more
         )
         first += table.n_programs
     with on_device(device):
         finish_kernel[(1,)](
-            partials, n_partials, result, ORDER=order, BLOCK=_FINISH_BLOCK, num_warps=4, enable_fp_fusion=False
+            partials, n_partials, result, inv_scale, factor, 0.0 if max_norm is None else max_norm, ORDER=order,
+            CLIPS=max_norm is not None, BLOCK=_FINISH_BLOCK, num_warps=4, enable_fp_fusion=False,
         )
-    return result
+    return result, factor

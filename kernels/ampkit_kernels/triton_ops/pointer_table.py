@@ -1,10 +1,10 @@
 """From lists of tensors to the tables that let one launch walk all of them.
 
-A launch needs to know, on the device: where each tensor starts (`addresses`, one row per tensor, one column
-per list), how long it is (`numels`), and how the work is cut (`blocks`: one entry per chunk, tensor index
+A launch needs to know, on the device: where each tensor starts (`addresses`, one column per list, one after
+another), how long it is (`numels`), and how the work is cut (`blocks`: one entry per chunk, tensor index
 in the low 32 bits, chunk index in the high 32). The cut depends on lengths alone and is made once per list
-of lengths. Addresses are compared, value by value, with those last sent, and sent again only where they
-differ: gradients move between iterations, parameters and moments do not. Identity of tensor objects is
+of lengths. Addresses are compared, value by value, with those last sent, and the columns that differ are
+sent again: gradients move between iterations, parameters and moments do not. Identity of tensor objects is
 never consulted.
 
 A table belongs to one device, stream and thread, so that what one of them sends cannot overtake what
@@ -26,10 +26,14 @@ import torch
 from torch import Tensor
 
 from ..configs import Config
+from ..tensors import addresses_of, sizes_of
 from . import table_writer
 from .launch import on_device
 
-MAX_CACHED_TABLES = 128
+# Tables are kept up to this much memory: thousands for small lists, such as one of a parameter group each, and some
+# hundreds for the longest. OVERHEAD stands for what a table takes beside its numbers.
+MAX_CACHED_BYTES = 64 << 20
+OVERHEAD = 16 << 10
 CHUNK_SHIFT = 32
 
 
@@ -65,9 +69,10 @@ def block_map(numels: Sequence[int], chunk: int) -> np.ndarray:
 class Table:
     """The device side of one list of rows; see the module's docstring.
 
-    addresses: int64 [n_tensors * n_lists], row by row. numels: int64 [n_tensors]. blocks: int64 [n_blocks].
+    addresses: int64 [n_lists * n_tensors], list by list. numels: int64 [n_tensors]. blocks: int64 [n_blocks].
     """
 
+    device: torch.device
     addresses: Tensor
     numels: Tensor
     blocks: Tensor
@@ -85,21 +90,38 @@ class Table:
         `enable_fp_fusion`: whether a product and a sum may become one instruction that rounds once, unlike the CPU's.
         """
         config = self.config
-        with on_device(self.addresses.device):
+        with on_device(self.device):
             kernel[(self.n_programs,)](
                 self.addresses, self.numels, self.blocks, self.n_blocks, self.chunk // config.block, *arguments,
                 BLOCK=config.block, num_warps=config.num_warps, enable_fp_fusion=enable_fp_fusion, **constants,
             )
 
     def refresh(self, columns: list[list[int]]) -> bool:
-        """Send the addresses if any differs from what the device holds; True if it did."""
+        """Send the addresses that differ from what the device holds; True if any did.
+
+        One copy: of the columns from the first that differs to the last, which is most often the gradients' alone.
+        """
         if columns == self.sent:
             return False
         if self.upload is None:
             raise RuntimeError("a table written under graph capture cannot be refreshed")
-        self.upload.send(np.array(columns, dtype=np.int64).T.ravel(), self.addresses)
-        self.sent = [list(column) for column in columns]
+        first, last = 0, len(columns)
+        if self.sent:
+            while columns[first] == self.sent[first]:
+                first += 1
+            while columns[last - 1] == self.sent[last - 1]:
+                last -= 1
+        n = self.n_tensors
+        values = np.array(columns[first:last], dtype=np.int64).ravel()
+        with on_device(self.device):
+            self.upload.send(values, self.addresses[first * n : last * n])
+        self.sent = columns
         return True
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory that the table stands for in the cache."""
+        return OVERHEAD + 8 * (3 * self.addresses.numel() + self.n_tensors + self.n_blocks)
 
 
 class Slot(Protocol):
@@ -123,8 +145,9 @@ class PinnedSlot:
 
     def copy_to(self, values: np.ndarray, destination: Tensor) -> None:
         """Stage the values and start copying them, on the current stream, without waiting."""
-        self.memory.numpy()[:] = values
-        destination.copy_(self.memory, non_blocking=True)
+        n = len(values)
+        self.memory.numpy()[:n] = values
+        destination.copy_(self.memory[:n], non_blocking=True)
         self.event.record(torch.cuda.current_stream(destination.device))
 
 
@@ -157,7 +180,7 @@ class Upload:
         self._turn = 0
 
     def send(self, values: np.ndarray, destination: Tensor) -> None:
-        """Copy `values` into `destination`, in stream order."""
+        """Copy `values`, at most as many as the buffers hold, into `destination`, in stream order."""
         slot = self._slots[self._turn]
         if slot is None or slot.busy():
             slot = self._make_slot(self._n)
@@ -167,6 +190,7 @@ class Upload:
 
 
 _tables: OrderedDict[tuple, Table] = OrderedDict()
+_cached_bytes = 0
 _lock = threading.Lock()
 
 
@@ -190,32 +214,52 @@ def table_for(lists: Sequence[Sequence[Tensor]], config: Config) -> Table:
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return table_for(lists, config)
-    columns = [list(map(Tensor.data_ptr, tensors)) for tensors in lists]
-    numels = list(map(Tensor.numel, lists[0]))
-    on_gpu = device.type == "cuda"
-    if on_gpu and torch.cuda.is_current_stream_capturing():
-        return _written(columns, numels, config, device)
-    stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
-    dtypes = tuple(tensors[0].dtype for tensors in lists)
-    key = (device, stream, threading.get_ident(), config, dtypes, tuple(numels))
+    columns = list(map(addresses_of, lists))
+    if is_capturing(device):
+        return _written(columns, list(map(Tensor.numel, lists[0])), config, device)
+    dtypes = tuple([tensors[0].dtype for tensors in lists])
+    # With the dtype, bytes say as much as elements, and are quicker to ask for.
+    key = (*place(device), config, dtypes, tuple(sizes_of(lists[0])))
     with _lock:
         table = _tables.get(key)
         if table is not None:
             _tables.move_to_end(key)
     if table is None:
-        table = _uploaded(columns, numels, config, device)
-        with _lock:
-            _tables[key] = table
-            while len(_tables) > MAX_CACHED_TABLES:
-                _tables.popitem(last=False)
+        table = uploaded(len(columns), list(map(Tensor.numel, lists[0])), config, device)
+        _keep(key, table)
     table.refresh(columns)
     return table
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched on this device now goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def place(device: torch.device) -> tuple[torch.device, int, int]:
+    """Device, stream and thread: what a table belongs to."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return device, stream, threading.get_ident()
+
+
+def _keep(key: tuple, table: Table) -> None:
+    """Put a table into the cache; those that were used longest ago leave it when it is full."""
+    global _cached_bytes
+    with _lock:
+        before = _tables.get(key)
+        _tables[key] = table
+        _cached_bytes += table.n_bytes - (0 if before is None else before.n_bytes)
+        while _cached_bytes > MAX_CACHED_BYTES and len(_tables) > 1:
+            _, oldest = _tables.popitem(last=False)
+            _cached_bytes -= oldest.n_bytes
+
+
 def clear_tables() -> None:
     """Forget every cached table and free its memory."""
+    global _cached_bytes
     with _lock:
         _tables.clear()
+        _cached_bytes = 0
 
 
 def _cut(numels: list[int], config: Config, device: torch.device) -> tuple[int, int]:
@@ -239,7 +283,7 @@ def _padded(n: int) -> int:
 
 
 @torch.inference_mode(False)
-def _uploaded(columns: list[list[int]], numels: list[int], config: Config, device: torch.device) -> Table:
+def uploaded(n_lists: int, numels: list[int], config: Config, device: torch.device) -> Table:
     """A new table whose lengths and cut have been sent; the addresses are for `refresh` to send.
 
     An ordinary tensor even where `torch.inference_mode` is on: the table outlives it, and is written to outside.
@@ -248,7 +292,7 @@ def _uploaded(columns: list[list[int]], numels: list[int], config: Config, devic
         _load_writer(device)
     chunk, full = _cut(numels, config, device)
     blocks = block_map(numels, chunk)
-    n, n_addresses = len(numels), len(columns) * len(numels)
+    n, n_addresses = len(numels), n_lists * len(numels)
     make_slot = PinnedSlot if device.type == "cuda" else HostSlot
     static = np.zeros(_padded(n) + len(blocks), dtype=np.int64)
     static[:n] = numels
@@ -257,6 +301,7 @@ def _uploaded(columns: list[list[int]], numels: list[int], config: Config, devic
     rest = memory[_padded(n_addresses) :]
     make_slot(len(static)).copy_to(static, rest)
     return Table(
+        device=device,
         addresses=memory[:n_addresses],
         numels=rest[:n],
         blocks=rest[_padded(n) :],
@@ -279,10 +324,11 @@ def _written(columns: list[list[int]], numels: list[int], config: Config, device
     addresses = memory[:n_addresses]
     lengths = memory[_padded(n_addresses) :][:n]
     blocks = memory[_padded(n_addresses) + _padded(n) :]
-    table_writer.write([column[i] for i in range(n) for column in columns], addresses)
+    table_writer.write([address for column in columns for address in column], addresses)
     table_writer.write(numels, lengths)
     table_writer.expand(lengths, chunk, blocks)
     return Table(
+        device=device,
         addresses=addresses,
         numels=lengths,
         blocks=blocks,

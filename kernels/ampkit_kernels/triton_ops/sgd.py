@@ -19,6 +19,8 @@ Bytes per element: 20 for float32 with momentum (12 read, 8 written), 12 without
 """
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -27,10 +29,9 @@ from torch import Tensor
 
 from ..configs import Config
 from .chunks import chunk_extent, list_pointer, load_block, store_block
-from .coefficients import coefficient_rows, prepare
+from .coefficients import prepare
 from .entry import entry
-from .launch import TRITON_DTYPES, accumulator, groups
-from .pointer_table import table_for
+from .steps import Plan, Rows, rows_of
 
 CONFIGS = {
     8: Config(block=1024, chunk=32768),
@@ -81,30 +82,33 @@ def prepare_kernel(coefficients_ptr, started_ptr, n, lr_ptr, lr: tl.float64, mom
 def _sgd_block(pp, gp, bp, cp, o, mask, lr, momentum, weight, weight_decay, factor, started,
                ACC: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, COPY: tl.constexpr,
                DECAY: tl.constexpr, MASKED: tl.constexpr):
+    # Every load before the first store, as in adamw.
     p = load_block(pp, o, mask, ACC, MASKED)
     g = load_block(gp, o, mask, ACC, MASKED) * factor
+    if MOMENTUM:
+        buffer = load_block(bp, o, mask, ACC, MASKED)
     if DECAY:
         g = tl.fma(p, weight_decay, g)
     if MOMENTUM:
-        buffer = load_block(bp, o, mask, ACC, MASKED)
         buffer = tl.where(started != 0.0, tl.fma(g, weight, buffer * momentum), g)
-        store_block(bp, o, buffer, mask, MASKED)
         if NESTEROV:
             g = tl.fma(buffer, momentum, g)
         else:
             g = buffer
     p = tl.fma(g, -lr, p)
+    if MOMENTUM:
+        store_block(bp, o, buffer, mask, MASKED)
     store_block(pp, o, p, mask, MASKED)
     if COPY:
         store_block(cp, o, p.to(pp.dtype.element_ty), mask, MASKED)
 
 
 @entry
-def sgd_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, coefficients_ptr, found_inf_ptr,
-               PARAM: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr, COPY_TO: tl.constexpr,
-               ACC: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, DECAY: tl.constexpr,
-               COPY: tl.constexpr, HAS_FOUND_INF: tl.constexpr, ALIGNED: tl.constexpr,
-               N_LISTS: tl.constexpr, BLOCK: tl.constexpr):
+def sgd_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, n_tensors, coefficients_ptr,
+               found_inf_ptr, PARAM: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr,
+               COPY_TO: tl.constexpr, ACC: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr,
+               DECAY: tl.constexpr, COPY: tl.constexpr, HAS_FOUND_INF: tl.constexpr, ALIGNED: tl.constexpr,
+               BLOCK: tl.constexpr):
     go = True
     if HAS_FOUND_INF:
         go = tl.load(found_inf_ptr) == 0.0
@@ -113,14 +117,14 @@ def sgd_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, coefficien
         b = tl.program_id(0)
         while b < n_blocks:
             t, base, length = chunk_extent(numels, blocks, b, blocks_per_chunk, BLOCK)
-            pp = list_pointer(addresses, t, base, 0, N_LISTS, PARAM, ALIGNED)
-            gp = list_pointer(addresses, t, base, 1, N_LISTS, GRAD, ALIGNED)
+            pp = list_pointer(addresses, n_tensors, t, base, 0, PARAM, ALIGNED)
+            gp = list_pointer(addresses, n_tensors, t, base, 1, GRAD, ALIGNED)
             bp = pp
             if MOMENTUM:
-                bp = list_pointer(addresses, t, base, 2, N_LISTS, MOMENT, ALIGNED)
+                bp = list_pointer(addresses, n_tensors, t, base, 2, MOMENT, ALIGNED)
             cp = pp
             if COPY:
-                cp = list_pointer(addresses, t, base, N_LISTS - 1, N_LISTS, COPY_TO, ALIGNED)
+                cp = list_pointer(addresses, n_tensors, t, base, 2 + MOMENTUM, COPY_TO, ALIGNED)
             row = coefficients_ptr + t * 6
             lr, momentum, weight = tl.load(row), tl.load(row + 1), tl.load(row + 2)
             weight_decay, factor, started = tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
@@ -142,6 +146,50 @@ def sgd_(
     grads: Sequence[Tensor],
     momentum_buffers: Sequence[Tensor],
     *,
+    momentum: float,
+    started: Tensor | None,
+    copies: Sequence[Tensor] | None,
+    config: Config | None = None,
+    **options: Any,
+) -> None:
+    """Launch both kernels per combination of dtypes; see the module's docstring. `options` are those of `_launch`."""
+    lists = _lists(params, grads, momentum_buffers, momentum, copies)
+    configs = CONFIGS if config is None else dict.fromkeys(CONFIGS, config)
+    for rows in rows_of(lists, (), configs, N_COEFFICIENTS):
+        flags = started
+        if started is not None and len(rows.indices) != len(started):
+            flags = torch.stack([started[i] for i in rows.indices])
+        _launch(rows, momentum=momentum, started=flags, copy=copies is not None, **options)
+        if started is not None and flags is not None and flags is not started:
+            for row, i in enumerate(rows.indices):
+                started[i] = flags[row]
+
+
+def sgd_plan(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor],
+    *,
+    momentum: float,
+    copies: Sequence[Tensor] | None,
+) -> Plan:
+    """What `sgd_` would find out about these lists, for steps to come whose buffers all count."""
+    lists = _lists(params, grads, momentum_buffers, momentum, copies)
+    return Plan(lists, (), CONFIGS, N_COEFFICIENTS, partial(_launch, started=None, copy=copies is not None))
+
+
+def _lists(
+    params: Sequence[Tensor], grads: Sequence[Tensor], momentum_buffers: Sequence[Tensor], momentum: float,
+    copies: Sequence[Tensor] | None,
+) -> list[Sequence[Tensor]]:
+    """The lists in the order of the table's columns."""
+    return [params, grads, *([momentum_buffers] if momentum != 0 else []), *([] if copies is None else [copies])]
+
+
+def _launch(
+    rows: Rows,
+    *,
+    copy: bool,
     lr: float | Tensor,
     momentum: float,
     dampening: float,
@@ -152,35 +200,15 @@ def sgd_(
     multiplier: Tensor | None,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
-    copies: Sequence[Tensor] | None,
-    config: Config | None = None,
 ) -> None:
-    """Launch `prepare_kernel` and `sgd_kernel` per combination of dtypes; see the module's docstring."""
-    has_momentum = momentum != 0
-    lists = [params, grads]
-    if has_momentum:
-        lists.append(momentum_buffers)
-    if copies is not None:
-        lists.append(copies)
-    for parts, rows, aligned in groups(*lists):
-        dtypes = [TRITON_DTYPES[part[0].dtype] for part in parts]
-        acc = accumulator(parts[0][0].dtype)
-        table = table_for(parts, config or CONFIGS[8 if acc is tl.float64 else 4])
-        coefficients = coefficient_rows(table.n_tensors, N_COEFFICIENTS, acc, parts[0][0].device)
-        flags = started
-        if started is not None and len(rows) != len(started):
-            flags = torch.stack([started[i] for i in rows])
-        prepare(
-            prepare_kernel, coefficients, lr, multiplier, grad_scale, found_inf,
-            started_ptr=coefficients if flags is None else flags, HAS_STARTED=flags is not None,
-            momentum=momentum, dampening=dampening, weight_decay=weight_decay, MAXIMIZE=maximize,
-        )
-        table.launch(
-            sgd_kernel, coefficients, coefficients if found_inf is None else found_inf, PARAM=dtypes[0],
-            GRAD=dtypes[1], MOMENT=dtypes[2] if has_momentum else dtypes[0], COPY_TO=dtypes[-1], ACC=acc,
-            MOMENTUM=has_momentum, NESTEROV=nesterov, DECAY=weight_decay != 0, COPY=copies is not None,
-            HAS_FOUND_INF=found_inf is not None, ALIGNED=aligned, N_LISTS=len(parts), enable_fp_fusion=False,
-        )
-        if started is not None and flags is not None and flags is not started:
-            for row, i in enumerate(rows):
-                started[i] = flags[row]
+    table, coefficients = rows.table, rows.coefficients
+    prepare(
+        prepare_kernel, table.device, table.n_tensors, coefficients, lr, multiplier, grad_scale, found_inf,
+        started_ptr=coefficients if started is None else started, HAS_STARTED=started is not None,
+        momentum=momentum, dampening=dampening, weight_decay=weight_decay, MAXIMIZE=maximize,
+    )
+    table.launch(
+        sgd_kernel, table.n_tensors, coefficients, coefficients if found_inf is None else found_inf,
+        MOMENTUM=momentum != 0, NESTEROV=nesterov, DECAY=weight_decay != 0, COPY=copy,
+        HAS_FOUND_INF=found_inf is not None, **rows.constants, enable_fp_fusion=False,
+    )

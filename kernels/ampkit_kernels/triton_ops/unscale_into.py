@@ -41,7 +41,8 @@ def _unscale_into_block(source, destination, o, mask, inv_scale, bad, DESTINATIO
 
 
 @entry
-def unscale_into_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, inv_scale_ptr, found_inf_ptr,
+def unscale_into_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, n_tensors, inv_scale_ptr,
+                        found_inf_ptr,
                         SOURCE: tl.constexpr, DESTINATION: tl.constexpr, ACC: tl.constexpr,
                         ACCUMULATE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     inv_scale = tl.load(inv_scale_ptr).to(ACC)
@@ -50,8 +51,8 @@ def unscale_into_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, i
     b = tl.program_id(0)
     while b < n_blocks:
         tensor, base, length = chunk_extent(numels, blocks, b, blocks_per_chunk, BLOCK)
-        source = list_pointer(addresses, tensor, base, 0, 2, SOURCE, ALIGNED)
-        destination = list_pointer(addresses, tensor, base, 1, 2, DESTINATION, ALIGNED)
+        source = list_pointer(addresses, n_tensors, tensor, base, 0, SOURCE, ALIGNED)
+        destination = list_pointer(addresses, n_tensors, tensor, base, 1, DESTINATION, ALIGNED)
         n_full = length // BLOCK
         i = 0
         while i < n_full:
@@ -82,8 +83,9 @@ def unscale_into_(
     """Launch `unscale_into_kernel` once per pair of dtypes; see the module's docstring."""
     for parts, _, aligned in groups(sources, destinations):
         source, destination = (part[0].dtype for part in parts)
-        table_for(parts, config or CONFIG).launch(
-            unscale_into_kernel, inv_scale, found_inf, SOURCE=TRITON_DTYPES[source],
+        table = table_for(parts, config or CONFIG)
+        table.launch(
+            unscale_into_kernel, table.n_tensors, inv_scale, found_inf, SOURCE=TRITON_DTYPES[source],
             DESTINATION=TRITON_DTYPES[destination], ACC=accumulator(torch.promote_types(source, destination)),
             ACCUMULATE=accumulate, ALIGNED=aligned,
             enable_fp_fusion=False,  # product and sum are rounded apart, as on the CPU

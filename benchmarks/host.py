@@ -1,0 +1,188 @@
+"""What the host takes to ask for a step, for unscaling, for clipping: the launches themselves are left out.
+
+Every side does all of its Python; what would go to a device does nothing. On ampkit's side that is the launch of a
+Triton kernel, on torch's the operator over the whole list: neither Triton's binding of arguments (some microseconds a
+launch, whatever the list) nor torch's packing of addresses in C++ is in the times, and a GPU's driver is in neither.
+Small scalar operations run for real on both sides. ampkit is made to believe that the kernels can run here, so this
+needs Triton and no GPU; tensors are short and live on the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import ampkit_kernels
+from ampkit import GradScaler
+from ampkit.gradients import kernels
+from ampkit.optim import SGD, AdamW
+from benchmarks.case import AMPKIT, TORCH_OPERATORS, Aim, Case, Side, UnavailableError
+
+SCALE = 2.0
+SIZES = (1, 150, 1000)
+STEPS = ("AdamW step", "SGD step")
+LIMITS = {"AdamW step": 1.0, "SGD step": 1.0, "unscale": 1.2, "clip": 1.2, "clip after unscale": 1.2}
+_IN_PLACE = (
+    "_fused_adamw_", "_fused_sgd_", "_foreach_add_", "_foreach_sub_", "_foreach_mul_",
+    "_amp_foreach_non_finite_check_and_unscale_",
+)
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """In place of a launch."""
+
+
+@contextlib.contextmanager
+def without_launches(norms: list[Tensor]) -> Iterator[None]:
+    """Let nothing reach a device, on either side; `norms` is what torch's norm of a list answers."""
+    from ampkit_kernels.triton_ops.unscale import unscale_kernel
+
+    def norm(*_: Any, **__: Any) -> list[Tensor]:
+        return norms
+
+    def launcher(*_: Any) -> Callable[..., None]:
+        return nothing
+
+    def available(_: torch.device) -> None:
+        return None
+
+    def serves(_: Tensor) -> bool:
+        return True
+
+    served = Served()      # plain functions, because a mock that is called takes longer than what it stands for
+    with contextlib.ExitStack() as stack:
+        for name in _IN_PLACE:
+            stack.enter_context(mock.patch.object(torch, name, nothing))
+        stack.enter_context(mock.patch.object(torch, "_foreach_norm", norm))
+        stack.enter_context(mock.patch.object(type(unscale_kernel), "__getitem__", launcher))
+        stack.enter_context(mock.patch("ampkit_kernels.dispatch.why_not_triton", available))
+        stack.enter_context(mock.patch.object(kernels, "_loaded", [served, served]))
+        stack.enter_context(mock.patch.object(kernels, "serves", serves))
+        yield
+
+
+class Served:
+    """`ampkit_kernels`, asked for Triton: by itself it would serve tensors in host memory by torch's operators."""
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(ampkit_kernels, name)
+        if name in ("FlatList", "uses_triton", "why_not_triton"):
+            return function
+
+        def triton(*args: Any, **options: Any) -> Any:
+            return function(*args, **{**options, "impl": "triton"})
+
+        setattr(self, name, triton)
+        return triton
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host(Case):
+    """One job on `count` parameters in `groups` parameter groups. `moving`: gradients are elsewhere each time."""
+
+    job: str
+    count: int
+    groups: int = 1
+    moving: bool = False
+    channels_last: bool = False
+    family: str = "host"
+    devices: tuple[str, ...] = ("cpu",)
+    base: str = TORCH_OPERATORS
+    everyday: bool = False
+    sample_seconds: float = 5e-3
+    size_name: str = "parameters"
+
+    def sides(self, device: torch.device) -> dict[str, Side]:
+        if find_spec("triton") is None:
+            raise UnavailableError("Triton is not installed")
+        return {AMPKIT: self._side(True), TORCH_OPERATORS: self._side(False)}
+
+    def _side(self, ours: bool) -> Side:
+        params = [torch.nn.Parameter(self._tensor()) for _ in range(self.count)]
+        grads = [[self._tensor() for _ in params] for _ in range(2 if self.moving else 1)]
+        norms = [torch.ones(()) for _ in params]
+        groups = [{"params": params[i :: self.groups]} for i in range(self.groups)]
+        optimizer = self._optimizer(groups, ours)
+        scaler = (GradScaler if ours else torch.amp.GradScaler)("cpu", SCALE)
+        scaler.scale(torch.ones((), requires_grad=True))
+        job = self._job(optimizer, scaler, params)
+        turns = itertools.cycle(grads)
+
+        def put() -> None:
+            for param, grad in zip(params, next(turns), strict=True):
+                param.grad = grad
+
+        put()
+
+        def run(calls: int) -> None:
+            with without_launches(norms):
+                for _ in range(calls):
+                    if self.moving:
+                        put()
+                    job()
+
+        return Side(run)
+
+    def _tensor(self) -> Tensor:
+        if self.channels_last:
+            return torch.zeros(2, 2, 2, 2).to(memory_format=torch.channels_last)
+        return torch.zeros(8)
+
+    def _optimizer(self, groups: list[dict[str, Any]], ours: bool) -> torch.optim.Optimizer:
+        if self.job == "SGD step":
+            if ours:
+                return SGD(groups, lr=1e-3, momentum=0.9, impl="triton")
+            return torch.optim.SGD(groups, lr=1e-3, momentum=0.9, fused=True)
+        return AdamW(groups, impl="triton") if ours else torch.optim.AdamW(groups, fused=True)
+
+    def _job(self, optimizer: Any, scaler: Any, params: list[torch.nn.Parameter]) -> Callable[[], object]:
+        if self.job in STEPS:
+            return optimizer.step
+
+        def unscale() -> None:
+            scaler._per_optimizer_states.clear()    # READY again without update(), which is timed elsewhere
+            scaler.unscale_(optimizer)
+
+        if self.job == "unscale":
+            return unscale
+        rewrites = torch.optim.SGD(params, lr=1.0)   # takes no factor: clipping multiplies, as torch's does
+
+        def clip() -> None:
+            if isinstance(scaler, GradScaler):
+                scaler.clip_grad_norm_(rewrites, 1.0)
+            else:
+                torch.nn.utils.clip_grad_norm_(params, 1.0)
+
+        if self.job == "clip after unscale":
+            scaler.unscale_(rewrites)
+            return clip
+
+        def both() -> None:
+            scaler._per_optimizer_states.clear()
+            if not isinstance(scaler, GradScaler):
+                scaler.unscale_(rewrites)
+            clip()
+
+        return both
+
+
+def cases() -> list[Case]:
+    """Every job on lists of three lengths; and what a step must not take for granted."""
+
+    def case(job: str, count: int, label: str = "", **more: Any) -> Host:
+        name = f"{job}, {count} parameter{'s' * (count > 1)}{label}"
+        aims = (Aim(AMPKIT, LIMITS[job], TORCH_OPERATORS),)
+        return Host(name=name, job=job, count=count, size=count, aims=aims, **more)
+
+    found: list[Case] = [case(job, count) for job in LIMITS for count in SIZES]
+    found += [case(job, 1000, ", moving gradients", moving=True) for job in LIMITS]
+    found += [case("AdamW step", 1000, ", channels_last", channels_last=True)]
+    return [*found, *(case(job, 140, ", a group each", groups=140) for job in STEPS)]
