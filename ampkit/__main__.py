@@ -7,7 +7,7 @@ import sys
 
 # Name of the command -> (module with `main(argv) -> int | None`, what it does). Imported when chosen.
 COMMANDS = {
-    "debug": ("ampkit.debugging.cli", "find out where inf and NaN come from in a training script"),
+    "debug": ("ampkit.debugging.cli", "find out which operator, module and line of a script goes wrong"),
     "demo": ("ampkit.demo.cli", "train on real data: fp32, torch.amp and ampkit side by side"),
     "doctor": ("ampkit.doctor", "say what this machine can run, and what is missing"),
     "explain": ("ampkit.debugging.explain", "say what a region does to an operator, and why"),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque
 from ampkit.torch_internals.operators import is_composite
@@ -21,6 +22,7 @@ _UNINITIALISED = frozenset(f"aten::{name}" for name in (
 _UNSAFE_VIEWS = ("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes")
 # They take a tensor for its shape and never read what it holds.
 _SHAPE_ONLY = ("_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided")
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 _COMMUNICATION = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
 
 
@@ -82,34 +84,41 @@ def _at(places: tuple[tuple[int, str], ...], args: tuple[Any, ...], kwargs: dict
     return found
 
 
-_facts: dict[OpOverload, OperatorFacts] = {}
+_facts: dict[int, tuple[OpOverload, OperatorFacts]] = {}      # by identity: an operator's own hash is Python
 
 
 def facts_of(op: OpOverload) -> OperatorFacts:
     """The facts of an operator."""
-    facts = _facts.get(op)
-    if facts is None:
-        facts = _facts[op] = OperatorFacts(op)
-    return facts
+    found = _facts.get(id(op))
+    if found is None:
+        found = _facts[id(op)] = (op, OperatorFacts(op))
+    return found[1]
 
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors of an argument or a result: itself, or those in a list, a tuple or a dict's values."""
-    if isinstance(value, Tensor):
-        return [value]
     found: list[Tensor] = []
-    _collect(value, found)
+    _collect((value,), found)
     return found
 
 
-def _collect(value: Any, found: list[Tensor]) -> None:
-    if isinstance(value, Tensor):
-        found.append(value)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
+def _collect(values: Iterable[Any], found: list[Tensor]) -> None:
+    for item in values:
+        cls = type(item)        # `isinstance` of what is no tensor asks Tensor's metaclass, which takes its time
+        if cls is Tensor or cls is Parameter:
+            found.append(item)
+        elif cls is tuple or cls is list:
             _collect(item, found)
-    elif isinstance(value, dict):
-        _collect(list(value.values()), found)
+        elif cls is dict:
+            _collect(item.values(), found)
+        elif cls in _PLAIN:
+            pass
+        elif isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (list, tuple)):
+            _collect(item, found)
+        elif isinstance(item, dict):
+            _collect(item.values(), found)
 
 
 def readable(tensors: list[Tensor]) -> Iterator[Tensor]:

@@ -115,7 +115,7 @@ def _classify(name: str) -> _File:
         return _SPECIAL[name]
     if name.startswith(f"{_AMPKIT}scaler/"):
         return _File.SCALER
-    if name.startswith((_TORCH, _AMPKIT, "<frozen", "<string>")) or "/ampkit_kernels/" in name:
+    if name.startswith((_TORCH, _AMPKIT, "<ampkit ", "<frozen", "<string>")) or "/ampkit_kernels/" in name:
         return _File.LIBRARY
     if name.startswith(_PYTHON) and not name.startswith(_SITE):
         return _File.LIBRARY

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins import FSDPPrecision as LightningFSDPPrecision
 from lightning.pytorch.plugins import MixedPrecision as LightningMixedPrecision
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
@@ -15,52 +16,14 @@ from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
 from ampkit import GradScaler, Policy, WeightCache, autocast, check_ranks
 from ampkit.integrations._precision import dtype_of, scaler_for
 
-__all__ = ["MixedPrecision", "ScaleMonitor"]
+__all__ = ["FSDPPrecision", "MixedPrecision", "ScaleMonitor"]
 
 
-class MixedPrecision(LightningMixedPrecision):
-    """Lightning's plugin of this name with ampkit's regions and scaler.
+class _Steps(Precision):
+    """How both plugins step and clip."""
 
-    Hooks and clipping see unscaled gradients whatever the optimizer, so that `gradient_clip_val` works with
-    `fused=True` and `ampkit.optim`, in manual optimization too. Checkpoints resume both ways with Lightning's own
-    plugin, whose name and state these are.
-
-    Args:
-        precision: "16-mixed" or "bf16-mixed".
-        device: the device type, as "cuda".
-        scaler: for "16-mixed"; None: `GradScaler(device)`.
-        policy: what the regions cast; None: the default for the device.
-        cache: a `WeightCache` that keeps casts between batches.
-
-    Raises as Lightning's, and TypeError for a scaler of torch's.
-
-    >>> from lightning import Trainer
-    >>> plugin = MixedPrecision("bf16-mixed", "cpu")
-    >>> trainer = Trainer(plugins=[plugin], accelerator="cpu", logger=False, enable_checkpointing=False)
-    """
-
-    def __init__(
-        self,
-        precision: Literal["16-mixed", "bf16-mixed"],
-        device: str,
-        scaler: GradScaler | None = None,
-        *,
-        policy: Policy | None = None,
-        cache: WeightCache | None = None,
-    ) -> None:
-        self.scaler: GradScaler | None
-        super().__init__(precision, device, scaler_for(precision, device, scaler))
-        self.policy = policy
-        self.cache = cache
-        self._without_loss = False
-
-    def autocast_context_manager(self) -> Any:
-        """The region of a step. It keeps its casts: ampkit's are sound under `torch.no_grad`."""
-        return autocast(self.device, dtype_of(self.precision), policy=self.policy, cache=self.cache)
-
-    def forward_context(self) -> Any:
-        """The same, for every kind of step."""
-        return self.autocast_context_manager()
+    scaler: GradScaler | None
+    _without_loss = False
 
     def optimizer_step(
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
@@ -100,7 +63,96 @@ class MixedPrecision(LightningMixedPrecision):
         elif gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             self.scaler.clip_grad_value_(optimizer, clip_val)
         else:
+            self._clip_norm(optimizer, clip_val)
+
+    def _clip_norm(self, optimizer: Any, clip_val: int | float) -> None:
+        if self.scaler is not None:
             self.scaler.clip_grad_norm_(optimizer, clip_val)
+
+
+class MixedPrecision(_Steps, LightningMixedPrecision):
+    """Lightning's plugin of this name with ampkit's regions and scaler.
+
+    Hooks and clipping see unscaled gradients whatever the optimizer, so that `gradient_clip_val` works with
+    `fused=True` and `ampkit.optim`, in manual optimization too. Checkpoints resume both ways with Lightning's own
+    plugin, whose name and state these are.
+
+    Args:
+        precision: "16-mixed" or "bf16-mixed".
+        device: the device type, as "cuda".
+        scaler: for "16-mixed"; None: `GradScaler(device)`.
+        policy: what the regions cast; None: the default for the device.
+        cache: a `WeightCache` that keeps casts between batches.
+
+    Raises as Lightning's, and TypeError for a scaler of torch's.
+
+    >>> from lightning import Trainer
+    >>> plugin = MixedPrecision("bf16-mixed", "cpu")
+    >>> trainer = Trainer(plugins=[plugin], accelerator="cpu", logger=False, enable_checkpointing=False)
+    """
+
+    def __init__(
+        self,
+        precision: Literal["16-mixed", "bf16-mixed"],
+        device: str,
+        scaler: GradScaler | None = None,
+        *,
+        policy: Policy | None = None,
+        cache: WeightCache | None = None,
+    ) -> None:
+        super().__init__(precision, device, scaler_for(precision, device, scaler))
+        self.policy = policy
+        self.cache = cache
+
+    def autocast_context_manager(self) -> Any:
+        """The region of a step. It keeps its casts: ampkit's are sound under `torch.no_grad`."""
+        return autocast(self.device, dtype_of(self.precision), policy=self.policy, cache=self.cache)
+
+    def forward_context(self) -> Any:
+        """The same, for every kind of step."""
+        return self.autocast_context_manager()
+
+
+class FSDPPrecision(_Steps, LightningFSDPPrecision):
+    """Lightning's plugin of this name, for `FSDPStrategy(precision_plugin=...)`, with ampkit's regions and scaler.
+
+    Ranks skip together, with fused optimizers too. Values can be clipped; norms Lightning refuses under this strategy.
+
+    Args:
+        precision: "16-mixed" or "bf16-mixed".
+        scaler: for "16-mixed"; None: `GradScaler("cuda")`.
+        policy: what the regions cast; None: the default for the device.
+
+    Raises:
+        ValueError: another precision, or a scaler for "bf16-mixed".
+        TypeError: a scaler of torch's.
+    """
+
+    device = "cuda"
+
+    def __init__(
+        self,
+        precision: Literal["16-mixed", "bf16-mixed"],
+        scaler: GradScaler | None = None,
+        *,
+        policy: Policy | None = None,
+    ) -> None:
+        if precision not in ("16-mixed", "bf16-mixed"):
+            raise ValueError(f"precision is {precision!r}; expected '16-mixed' or 'bf16-mixed': others cast nothing")
+        if scaler is not None and precision == "bf16-mixed":
+            raise ValueError("precision='bf16-mixed' does not use a scaler; leave it out, or train in '16-mixed'")
+        ours = scaler_for(precision, self.device, scaler)
+        super().__init__("bf16-mixed")      # which makes no scaler; nothing else depends on it
+        self.precision = precision
+        self.scaler = ours
+        self.policy = policy
+
+    def forward_context(self) -> Any:
+        """The region of a step."""
+        return autocast(self.device, dtype_of(self.precision), policy=self.policy)
+
+    def _clip_norm(self, optimizer: Any, clip_val: int | float) -> None:
+        self.clip_grad_by_norm(optimizer, clip_val)     # which says why not
 
 
 class ScaleMonitor(Callback):

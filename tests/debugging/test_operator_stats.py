@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections import OrderedDict
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from ampkit import Policy, Rule, autocast
 from ampkit.__main__ import main
 from ampkit.debugging import OperatorStats, collect_operator_stats, suggest_rules
+from ampkit.debugging.operator_facts import tensors_in
 from tests.debugging.models import MODELS, loss_of, make
 
 
@@ -167,3 +170,18 @@ def test_two_runs_of_a_script_differ_where_they_do(
     assert "the first difference, after" in capsys.readouterr().out
     assert main(["debug", "diff", a, script]) == 2
     assert "no log of hashes, version 1.0" in capsys.readouterr().err
+
+
+def test_tensors_are_found_in_any_nesting() -> None:
+    class Point(NamedTuple):
+        x: Tensor
+        y: int
+
+    class Sub(Tensor):
+        pass
+
+    a, b, c, d = torch.ones(1), nn.Parameter(torch.ones(1)), torch.ones(1).as_subclass(Sub), torch.ones(1)
+    found = tensors_in((a, [b, (None, 1, "s")], {"k": OrderedDict(x=c)}, Point(d, 3)))
+    assert [id(one) for one in found] == [id(one) for one in (a, b, c, d)]
+    assert tensors_in(a) == [a]
+    assert tensors_in(3) == []

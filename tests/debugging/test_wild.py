@@ -51,3 +51,13 @@ def test_numbers_that_something_masks_out_are_no_finding() -> None:
         best = torch.minimum(best, loss.detach())
         torch.full((4,), math.inf)      # nobody reads it
     assert not report
+
+
+def test_in_inference_mode_operators_come_apart_too() -> None:
+    """There, `to` arrives whole, and its schema says that it may be a view."""
+    layer = torch.nn.Linear(4, 4)
+    with torch.inference_mode(), detect_nonfinite(on_found="record") as report:
+        y = layer(torch.ones(2, 4) * 1e6).to(torch.float16)
+        (y - y).sum()
+    assert [one.origin.op for one in report.findings] == ["aten::_to_copy"]
+    assert report.findings[0].cause.kind == "overflow"

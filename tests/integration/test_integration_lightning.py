@@ -1,5 +1,6 @@
 """`ampkit.integrations.lightning` and `fabric` with the real library."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 import ampkit.optim
 from ampkit import GradScaler, Policy, WeightCache, is_autocast_enabled
 from ampkit.testing import plant_nonfinite
+from tests.helpers.paths import ROOT
+from tests.helpers.processes import torchrun
 
 pytest.importorskip("lightning", reason="it is in ampkit[dev]")
 # Lightning's own, about versions of torch, logging folders and the number of workers
@@ -22,10 +25,11 @@ pytestmark = [
 from lightning.fabric import Fabric  # noqa: E402
 from lightning.pytorch import LightningModule, Trainer  # noqa: E402
 from lightning.pytorch.plugins import MixedPrecision as LightningPrecision  # noqa: E402
+from lightning.pytorch.utilities import GradClipAlgorithmType  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 from ampkit.integrations import fabric as for_fabric  # noqa: E402
-from ampkit.integrations.lightning import MixedPrecision, ScaleMonitor  # noqa: E402
+from ampkit.integrations.lightning import FSDPPrecision, MixedPrecision, ScaleMonitor  # noqa: E402
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "foreach": lambda params: torch.optim.SGD(params, lr=0.1, foreach=True),
@@ -211,6 +215,52 @@ def test_lbfgs_stays_refused(tmp_path: Path) -> None:
     module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())    # type: ignore[method-assign]
     with pytest.raises(Exception, match="AMP and the LBFGS optimizer are not compatible"):
         fit(module, sixteen(), tmp_path)
+
+
+@pytest.mark.slow
+def test_ranks_under_the_fsdp_strategy_skip_together() -> None:
+    """An inf in one rank's shard, a fused optimizer."""
+    printed = torchrun(ROOT / "tests" / "helpers" / "lightning_fsdp.py", ranks=2)
+    assert sorted(re.findall(r"rank \d: scale \d+, \d steps, \d skipped", printed)) == [
+        f"rank {rank}: scale 128, 3 steps, 1 skipped" for rank in range(2)
+    ]
+
+
+def test_what_the_fsdp_plugin_refuses() -> None:
+    """Norms, which Lightning refuses under that strategy, and what casts nothing."""
+    plugin = FSDPPrecision("16-mixed", GradScaler("cpu"))
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param])
+    assert plugin.scaler is not None
+    plugin.scaler.scale(param.sum())
+    param.grad = torch.full((2,), 2.0**20)
+    with pytest.raises(Exception, match="`gradient_clip_algorithm='norm'` is currently not supported"):
+        plugin.clip_gradients(optimizer, 1.0)
+    plugin.clip_gradients(optimizer, 3.0, GradClipAlgorithmType.VALUE)
+    assert param.grad.tolist() == [3.0, 3.0]
+    with pytest.raises(ValueError, match="precision is '32-true'; expected '16-mixed' or 'bf16-mixed'"):
+        FSDPPrecision("32-true")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="precision='bf16-mixed' does not use a scaler"):
+        FSDPPrecision("bf16-mixed", GradScaler("cpu"))
+    with pytest.raises(TypeError, match="expected an ampkit"):
+        FSDPPrecision("16-mixed", torch.amp.GradScaler("cpu"))  # pyright: ignore[reportArgumentType]
+    assert FSDPPrecision("bf16-mixed").scaler is None
+
+
+def test_manual_clipping_and_stepping_know_one_optimizer(tmp_path: Path) -> None:
+    """Lightning hands a wrapper to the one and the optimizer itself to the other."""
+    module, plugin = Module("ampkit", manual=True), sixteen()
+    assert plugin.scaler is not None
+    known: list[int] = []
+    update = plugin.scaler.update
+
+    def noted() -> None:
+        known.append(len(plugin.scaler._per_optimizer_states))      # type: ignore[union-attr]
+        update()
+
+    plugin.scaler.update = noted    # pyright: ignore[reportAttributeAccessIssue]
+    fit(module, plugin, tmp_path)
+    assert known == [1] * 4
 
 
 @pytest.mark.parametrize("cls", [MixedPrecision, for_fabric.MixedPrecision])
