@@ -51,8 +51,10 @@ def test_entries_reach_past_two_to_the_31_elements() -> None:
 def test_chunks_shrink_for_short_lists_and_stay_powers_of_two_of_blocks() -> None:
     config = Config(block=1024, chunk=65536)
     assert tables.chunk_length(10**9, config, 528) == 65536
-    assert tables.chunk_length(25_000_000, config, 528) == 8192
+    assert tables.chunk_length(25_000_000, config, 528) == 2048
     assert tables.chunk_length(10, config, 528) == 1024
+    for total in (10**k for k in range(8, 11)):
+        assert total / tables.chunk_length(total, config, 528) >= 12 * 528
     for total in (10**k for k in range(10)):
         length = tables.chunk_length(total, config, 528)
         assert length % 1024 == 0

@@ -35,15 +35,17 @@ from .launch import on_device
 MAX_CACHED_BYTES = 64 << 20
 OVERHEAD = 16 << 10
 CHUNK_SHIFT = 32
+CHUNKS_PER_PROGRAM = 12
 
 
 def chunk_length(total: int, config: Config, n_programs: int) -> int:
-    """Elements per chunk: as long as the config allows while every program still gets about four chunks.
+    """Elements per chunk: as long as the config allows while every program still gets about twelve chunks.
 
-    The result is `config.block` times a power of two, so that few lengths occur.
+    The last chunk of one may then begin when another has ended, which costs a twelfth of the time at most. The result
+    is `config.block` times a power of two, so that few lengths occur.
     """
     chunk = config.chunk
-    while chunk > config.block and total < 4 * chunk * n_programs and chunk % (2 * config.block) == 0:
+    while chunk > config.block and total < CHUNKS_PER_PROGRAM * chunk * n_programs and chunk % (2 * config.block) == 0:
         chunk //= 2
     return chunk
 
