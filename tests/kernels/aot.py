@@ -25,6 +25,8 @@ TOOLS = Path(nvidia.__file__).parent / "bin"
 TYPES = {
     "addresses": "*i64",
     "numels": "*i64",
+    "ranks": "*i64",
+    "n_full": "i32",
     "blocks": "*i64",
     "destination": "*i64",
     "n_blocks": "i32",

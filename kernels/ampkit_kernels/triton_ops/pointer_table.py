@@ -67,6 +67,15 @@ def block_map(numels: Sequence[int], chunk: int) -> np.ndarray:
     return (index[order] << CHUNK_SHIFT) | tensor[order]
 
 
+def tail_ranks(numels: Sequence[int], chunk: int) -> list[int]:
+    """Where `block_map` has each tensor's last chunk among those shorter than `chunk`, longest first."""
+    ranks = [0] * len(numels)
+    shorter = [i for i, numel in enumerate(numels) if numel % chunk]
+    for rank, i in enumerate(sorted(shorter, key=lambda i: -(numels[i] % chunk))):
+        ranks[i] = rank
+    return ranks
+
+
 @dataclass
 class Table:
     """The device side of one list of rows; see the module's docstring.
@@ -275,7 +284,7 @@ def _load_writer(device: torch.device) -> None:
     """Compile and load the writing kernels before a capture needs them: loading code is not allowed during one."""
     numels = torch.zeros(1, dtype=torch.int64, device=device)
     table_writer.write([1], numels)
-    table_writer.expand(numels, 1, torch.empty(1, dtype=torch.int64, device=device))
+    table_writer.expand(numels, numels, 1, 1, torch.empty(2, dtype=torch.int64, device=device))
 
 
 def _padded(n: int) -> int:
@@ -322,13 +331,15 @@ def _written(columns: list[list[int]], numels: list[int], config: Config, device
     chunk, full = _cut(numels, config, device)
     n, n_addresses = len(numels), len(columns) * len(numels)
     n_blocks = sum(-(-numel // chunk) for numel in numels)
-    memory = torch.empty(_padded(n_addresses) + _padded(n) + n_blocks, dtype=torch.int64, device=device)
+    ranks = tail_ranks(numels, chunk)
+    memory = torch.empty(_padded(n_addresses) + 2 * _padded(n) + n_blocks, dtype=torch.int64, device=device)
     addresses = memory[:n_addresses]
-    lengths = memory[_padded(n_addresses) :][:n]
-    blocks = memory[_padded(n_addresses) + _padded(n) :]
+    lengths, ranked = (memory[_padded(n_addresses) + i * _padded(n) :][:n] for i in range(2))
+    blocks = memory[_padded(n_addresses) + 2 * _padded(n) :]
     table_writer.write([address for column in columns for address in column], addresses)
     table_writer.write(numels, lengths)
-    table_writer.expand(lengths, chunk, blocks)
+    table_writer.write(ranks, ranked)
+    table_writer.expand(lengths, ranked, chunk, sum(numel // chunk for numel in numels), blocks)
     return Table(
         device=device,
         addresses=addresses,
