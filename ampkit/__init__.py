@@ -17,6 +17,7 @@ from ampkit.region.custom_function import custom_bwd, custom_fwd
 from ampkit.region.forward_wrapper import wrap_forward
 from ampkit.region.recording import CastRecord, RecordedCall, record_casts
 from ampkit.region.weight_cache import CacheInfo, WeightCache
+from ampkit.scaler.agreement import check_ranks
 from ampkit.scaler.grad_scaler import GradScaler
 from ampkit.scaler.history import ScalerStats
 from ampkit.scaler.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
@@ -69,6 +70,7 @@ __all__ = [
     "amp_state_dict",
     "autocast",
     "check_half",
+    "check_ranks",
     "checkpoint",
     "checkpoint_context_fn",
     "clear_autocast_cache",
@@ -100,7 +102,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`ampkit.debugging` and `ampkit.testing`, imported when they are first asked for."""
-    if name in ("debugging", "testing"):
+    """`ampkit.debugging`, `ampkit.integrations` and `ampkit.testing`, imported when they are first asked for."""
+    if name in ("debugging", "integrations", "testing"):
         return importlib.import_module(f"ampkit.{name}")
     raise AttributeError(f"module 'ampkit' has no attribute {name!r}")

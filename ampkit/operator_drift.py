@@ -17,7 +17,7 @@ import torch
 from ampkit.policy import casting
 from ampkit.policy.op_table import DECOMPOSED, OPAQUE, TORCH, Group, Rule, names, resolve
 from ampkit.torch_internals.dispatcher import KEY, TLS_NAME, keysets, put_in_tls, set_included
-from ampkit.torch_internals.kernels import install
+from ampkit.torch_internals.kernels import GENERAL, install
 from ampkit.torch_internals.operators import (
     FakeTensorMode,
     OpOverload,
@@ -111,6 +111,7 @@ class _Watch:
         self.excluded_keys, self.redispatch_keys = keysets(())       # torch's autocast is not excluded
         self.ops = {op, casting.dtype_overload(op)} if casting.takes_dtype(op) else {op}
         self.begun = False
+        self.kernels = GENERAL
         self.open = True
 
     def __torch_dispatch__(self, op: OpOverload, _: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Sequence
 
-from benchmarks import accumulation, dispatch, host, kernels, overhead, scaling, training, tuning, weights
+from benchmarks import accumulation, debugging, dispatch, host, kernels, overhead, scaling, training, tuning, weights
 from benchmarks.case import Case
 
 
@@ -14,7 +14,7 @@ def every_case() -> list[Case]:
 
     Raises `ValueError` if two cases of a family have one name: results could not be told apart.
     """
-    rooms = (overhead, dispatch, weights, host, scaling, kernels, tuning, accumulation, training)
+    rooms = (overhead, dispatch, weights, host, scaling, kernels, tuning, accumulation, training, debugging)
     found: list[Case] = [case for room in rooms for case in room.cases()]
     seen: set[tuple[str, str]] = set()
     for case in found:

@@ -25,6 +25,7 @@ TITLES = {
     "accumulation": "Gradient accumulation, eight micro-batches",
     "width": "A four-block transformer at growing width",
     "training": "Training steps",
+    "debugging": "A training step under debugging tools",
 }
 BUSY = 0.25     # cores that others may use before a row is marked
 MOST_SIDES = 8  # that a report shows of a case

@@ -6,6 +6,7 @@ that the caller has set wins. Tests that compile kernels for real start a proces
 
 import os
 import random
+import sys
 from collections.abc import Iterator
 
 import hypothesis
@@ -45,6 +46,17 @@ def _seed() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _accelerate_starts_afresh() -> Iterator[None]:
+    """Accelerate keeps its settings in the process, and refuses others; the Trainer uses it."""
+    yield
+    if "accelerate.state" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
 
 
 @pytest.fixture(autouse=True)

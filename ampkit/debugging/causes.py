@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampkit.containers import map_tensors
+from ampkit.debugging.again import other_arguments
 from ampkit.debugging.operator_facts import OperatorFacts, readable, tensors_in
 from ampkit.torch_internals.operator_tracing import OpOverload
 
 __all__ = [
-    "Cause", "InputSummary", "asks_for_nonfinite", "dtype_name", "find_cause", "outputs_of", "summarise",
+    "CONSTANT", "Cause", "InputSummary", "asks_for_nonfinite", "dtype_name", "find_cause", "outputs_of", "summarise",
 ]
 
 _LOW = (torch.float16, torch.bfloat16, torch.float32, torch.complex64)
@@ -40,6 +40,9 @@ class Cause:
     text: str
     value: float | None = None
     limit: float | None = None
+
+
+CONSTANT = Cause("constant", "an inf or NaN that the code asks for")
 
 
 @dataclass(frozen=True)
@@ -96,8 +99,10 @@ def find_cause(
     if facts.uninitialised:
         return Cause("uninitialised", "memory that nothing was written to")
     broken = [one for one in inputs if not one.finite]
+    if not inputs and any(one.is_floating_point() and not one.numel() for one in tensors_in((args, kwargs))):
+        return Cause("undefined", "undefined in any precision: there are no elements to compute it of")
     if not inputs or (not broken and asks_for_nonfinite((args, kwargs))):
-        return Cause("constant", "an inf or NaN that the code asks for")
+        return CONSTANT
     if broken and not any(one.nan for one in broken):
         return Cause("from inf", "an inf comes in, and inf - inf, 0 * inf or inf / inf is NaN in any precision")
     if facts.communicates or facts.opaque_state:
@@ -114,31 +119,19 @@ def run_in_float64(
     nudged: bool = False,
 ) -> list[Tensor]:
     """The results of an operator on float64 copies of its inputs; `nudged`: each a little smaller, and no zeros."""
-    def widened(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            if value.dtype not in _LOW and not value.is_floating_point():
-                return value.clone()
-            wide = value.detach().to(torch.complex128 if value.is_complex() else torch.float64, copy=True)
-            return wide.mul_(1 - 1e-6).masked_fill_(wide == 0, 1e-150) if nudged else wide
-        return value
+    def widened(value: Tensor) -> Tensor:
+        if value.dtype not in _LOW and not value.is_floating_point():
+            return value.clone()
+        wide = value.detach().to(torch.complex128 if value.is_complex() else torch.float64, copy=True)
+        return wide.mul_(1 - 1e-6).masked_fill_(wide == 0, 1e-150) if nudged else wide
 
-    def dtypes(value: Any) -> Any:
-        if isinstance(value, torch.dtype):
-            return torch.float64 if value in _LOW else value
-        return value
-
-    wide_args = [dtypes(map_tensors(value, widened)) for value in args]
-    wide_kwargs = {key: dtypes(map_tensors(value, widened)) for key, value in kwargs.items()}
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.name == "half_to_float":    # of softmax, on accelerators: float16 in, float32 out
-            if place < len(wide_args):
-                wide_args[place] = False
-            else:
-                wide_kwargs["half_to_float"] = False
+    wide_args, wide_kwargs = other_arguments(
+        func, args, kwargs, widened, lambda dtype: torch.float64 if dtype in _LOW else dtype
+    )
     devices = {tensor.device for tensor in tensors_in((args, kwargs)) if tensor.device.type == "cuda"}
     with torch.no_grad(), torch.random.fork_rng(list(devices), enabled=facts.random):
         result = func(*wide_args, **wide_kwargs)
-    written = facts.written(tuple(wide_args), wide_kwargs) if facts.mutable else []
+    written = facts.written(wide_args, wide_kwargs) if facts.mutable else []
     return [one for one in _distinct([*tensors_in(result), *written]) if one.is_floating_point() or one.is_complex()]
 
 

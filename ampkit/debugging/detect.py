@@ -6,20 +6,20 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
 from torch.nn import Module
 
-from ampkit.debugging.causes import Cause, dtype_name
+from ampkit.debugging.causes import CONSTANT, Cause, dtype_name
 from ampkit.debugging.nonfinite_recorder import NonfiniteRecorder, Seen
 from ampkit.debugging.report import Finding, NonFiniteError, NonFiniteReport, Operation
+from ampkit.debugging.source_lines import shown
 from ampkit.debugging.suggestions import suggest
 from ampkit.debugging.taint import Record, Trace, trace
 
-__all__ = ["detect_nonfinite"]
+__all__ = ["detect_nonfinite", "rank"]
 
 OnFound = Literal["raise", "warn", "record"] | Callable[[Finding], Any]
 
@@ -54,7 +54,7 @@ class detect_nonfinite:
             raise ValueError(f"check is {check!r}; expected 'auto', 'now' or 'deferred'")
         if on_found not in ("raise", "warn", "record") and not callable(on_found):
             raise ValueError(f"on_found is {on_found!r}; expected 'raise', 'warn', 'record' or a callable")
-        self.report = NonFiniteReport(rank=_rank(), world_size=_world_size())
+        self.report = NonFiniteReport(rank=rank(), world_size=_world_size())
         self._on_found = on_found
         if check == "auto":
             check = "now" if _on_cpu(model) else "deferred"
@@ -118,6 +118,8 @@ def make_finding(recorder: NonfiniteRecorder, found: Trace) -> Finding:
 def _cause_unseen(origin: Record) -> Cause:
     if origin.source == "received":
         return Cause("received", "received from another rank: what this one sent is finite")
+    if origin.source == "constant":
+        return CONSTANT
     if origin.source == "uninitialised":
         return Cause("uninitialised", "memory was read that nothing was written to")
     return Cause("unknown", "its inputs were not looked at; find_nonfinite(step, model) replays the step and does")
@@ -156,7 +158,7 @@ def _operation(record: Record, seen: Seen) -> Operation:
         module="" if module is None else str(module),
         path="" if module is None or not module.known else module.path,
         call=0 if module is None else module.number,
-        file="" if line is None else _shown(line.file),
+        file="" if line is None else shown(line.file),
         line=0 if line is None else line.line,
         backward_of=backward_of or "",
         dtype=dtype_name(seen.dtype),
@@ -170,19 +172,14 @@ def _values(record: Record) -> str:
     return " and ".join(name for name, there in named if there)
 
 
-def _shown(file: str) -> str:
-    """As seen from the working directory, where it is below it."""
-    path = Path(file)
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
-
-
 def _on_cpu(model: Module | None) -> bool:
     if model is None:
         return not torch.accelerator.is_available()
     return all(parameter.device.type == "cpu" for parameter in model.parameters())
 
 
-def _rank() -> int:
+def rank() -> int:
+    """Of this process; 0 where it is alone."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
     return int(os.environ.get("RANK", "0"))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,6 +21,9 @@ from ampkit.debugging.storage_map import StorageMap
 from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque, storage_key
 
 __all__ = ["HashDifference", "HashLog", "HashedCall", "compare_hashes", "record_hashes"]
+
+
+KIND, VERSION = "ampkit.debugging.hashes", "1.0"
 
 
 class HashedCall(NamedTuple):
@@ -49,6 +54,21 @@ class HashLog:
     """What `record_hashes` noted, in the order of execution."""
 
     calls: list[HashedCall] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        """As JSON text, which `from_json` reads."""
+        return json.dumps({"kind": KIND, "version": VERSION, "calls": self.calls})
+
+    @classmethod
+    def from_json(cls, text: str) -> HashLog:
+        """Raises `ValueError` for anything but what `to_json` of this version wrote."""
+        try:
+            found = json.loads(text)
+            if found["kind"] != KIND or found["version"].partition(".")[0] != VERSION.partition(".")[0]:
+                raise KeyError
+            return cls([HashedCall(*call) for call in found["calls"]])
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"no log of hashes, version {VERSION}") from None
 
 
 @dataclass(frozen=True)
@@ -87,9 +107,10 @@ class record_hashes(OperatorObserver):
     the operator that reads it. Every result is copied to the host: for one step, not for a run.
     """
 
-    def __init__(self, model: Module | None = None) -> None:
+    def __init__(self, model: Module | None = None, on_step: Callable[[], None] = lambda: None) -> None:
         super().__init__(model)
         self.log = HashLog()
+        self._on_step = on_step
         self._known: StorageMap[bool] = StorageMap()
         self._occurrences: Counter[tuple[Any, ...]] = Counter()
 
@@ -116,6 +137,9 @@ class record_hashes(OperatorObserver):
             line = self.place(call).line
             self._note(call, call.op, outputs, str(line) if line is not None else "")
         return result
+
+    def step_ended(self, optimizer: Any) -> None:
+        self._on_step()
 
     def _note(self, call: OperatorCall, op: str, tensors: list[Tensor], where: str) -> None:
         module = self.place(call).module

@@ -18,6 +18,7 @@ from torch.nn import Module
 
 from ampkit.containers import map_tensors
 from ampkit.debugging.causes import (
+    CONSTANT,
     Cause,
     InputSummary,
     asks_for_nonfinite,
@@ -238,8 +239,8 @@ class NonfiniteRecorder(OperatorObserver):
         self.records[record.index] = record
         seen = self.seen[record.index] = self._seen(call, outputs[0])
         self._note_parameter(record, seen, outputs)
-        if asks_for_nonfinite(before):
-            record.source = "constant"
+        if asks_for_nonfinite(before) or any(self._is_number(*one) for one in given):
+            record.source, seen.cause = "constant", CONSTANT
             return
         if call.facts.name.startswith(("aten::_foreach_", "aten::_fused_")):
             outputs, before = item_at_fault(outputs, before)
@@ -263,6 +264,13 @@ class NonfiniteRecorder(OperatorObserver):
         seen.cause = cause = find_cause(func, call.facts, args, kwargs, outputs, seen.inputs)
         if cause.kind == "constant":
             record.source = "constant"
+
+    def _is_number(self, value: Tensor, tensor: Tensor, writers: tuple[int, ...] | None) -> bool:
+        """Whether an input is a Python number that is not finite, as in `x[0] = inf`."""
+        return (
+            writers is None and tensor.ndim == 0 and next(readable([value]), None) is not None
+            and not math.isfinite(sum(extremes(value))) and not self.name_of(tensor)
+        )
 
     def _explain(
         self, tensor: Tensor, writers: tuple[int, ...] | None, low: float, high: float, reader: int

@@ -149,6 +149,9 @@ class OperatorObserver(ObserverMode):
             return NotImplemented       # a tensor subclass takes itself apart, and its parts come by
         kwargs = kwargs or {}
         facts = facts_of(func)
+        if facts.composite:     # in inference mode nobody above takes them apart
+            with self._again():
+                return func.decompose(*args, **kwargs)
         number = next_sequence_number() - 1
         moved = number != self._thread.number
         if facts.is_view:
@@ -162,6 +165,15 @@ class OperatorObserver(ObserverMode):
             self._note_forward(number, call)
         self.count += 1
         return self.observe(call, func, args, kwargs)
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        """Look at operators inside this one's call too."""
+        super().__enter__()
+        try:
+            yield
+        finally:
+            super().__exit__(None, None, None)
 
     def _describe(self, facts: OperatorFacts, depth: int) -> OperatorCall:
         call = OperatorCall()

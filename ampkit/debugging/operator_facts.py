@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque
+from ampkit.torch_internals.operators import is_composite
 
 __all__ = ["OperatorFacts", "facts_of", "readable", "tensors_in"]
 
@@ -17,6 +18,7 @@ _UNINITIALISED = frozenset(f"aten::{name}" for name in (
     "empty.memory_format", "empty.names", "empty_like", "empty_strided", "empty_permuted", "empty_quantized",
     "new_empty", "new_empty_strided", "resize_", "set_.source_Storage_storage_offset",
 ))
+_UNSAFE_VIEWS = ("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes")
 # They take a tensor for its shape and never read what it holds.
 _SHAPE_ONLY = ("_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided")
 _COMMUNICATION = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
@@ -26,8 +28,8 @@ class OperatorFacts:
     """One operator overload, described."""
 
     __slots__ = (
-        "communicates", "is_view", "mutable", "name", "opaque_state", "overwrites", "random", "shape_only",
-        "uninitialised", "writes",
+        "communicates", "composite", "is_view", "mutable", "name", "opaque_state", "overwrites", "random", "shape_only",
+        "undeclared_writes", "uninitialised", "writes",
     )
 
     def __init__(self, op: OpOverload) -> None:
@@ -35,14 +37,15 @@ class OperatorFacts:
         self.name = op.name()
         base = self.name.partition("::")[2].partition(".")[0]
         self.mutable: bool = schema.is_mutable
-        # Views read nothing, nor do the profiler's marks. `_unsafe_view` shares memory without its schema saying so.
+        # Views read nothing, nor do the profiler's marks. Some share memory without their schema saying so.
         self.is_view: bool = (
-            op.is_view or base == "_unsafe_view" or self.name.startswith("profiler::")
+            op.is_view or base in _UNSAFE_VIEWS or self.name.startswith("profiler::")
         ) and not self.mutable
         self.uninitialised = self.name in _UNINITIALISED
         self.random = torch.Tag.nondeterministic_seeded in op.tags
         self.shape_only = base.endswith(_SHAPE_ONLY)
         self.communicates = self.name.partition("::")[0] in _COMMUNICATION
+        self.composite = is_composite(op) and not self.name.startswith("profiler::")
         # A reserve or workspace is memory in a form that only the kernel knows; on other values it may crash.
         self.opaque_state = any(part in a.name for a in schema.arguments for part in ("workspace", "reserve"))
         # Places and names of the arguments that are written, and whether they are read first.
@@ -50,6 +53,12 @@ class OperatorFacts:
             (place, argument.name)
             for place, argument in enumerate(schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
+        )
+        # Batch norm does not say that it updates its statistics; operators of libraries may not say anything.
+        self.undeclared_writes = () if self.mutable else tuple(
+            (place, argument.name)
+            for place, argument in enumerate(schema.arguments)
+            if not self.name.startswith("aten::") or argument.name in ("running_mean", "running_var")
         )
         self.overwrites = bool(self.writes) and (
             all(schema.arguments[place].is_out for place, _ in self.writes)
@@ -59,10 +68,18 @@ class OperatorFacts:
 
     def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """The tensors that a call writes to."""
-        found: list[Tensor] = []
-        for place, name in self.writes:
-            found += tensors_in(args[place] if place < len(args) else kwargs.get(name))
-        return found
+        return _at(self.writes, args, kwargs)
+
+    def possibly_written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """Those that a call may write to without saying so."""
+        return _at(self.undeclared_writes, args, kwargs)
+
+
+def _at(places: tuple[tuple[int, str], ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for place, name in places:
+        found += tensors_in(args[place] if place < len(args) else kwargs.get(name))
+    return found
 
 
 _facts: dict[OpOverload, OperatorFacts] = {}

@@ -11,7 +11,7 @@ from typing import Any
 from ampkit.debugging.causes import Cause, InputSummary
 from ampkit.debugging.policy_change import PolicyChange
 
-__all__ = ["Finding", "NonFiniteError", "NonFiniteReport", "Operation", "Suggestion"]
+__all__ = ["Finding", "NonFiniteError", "NonFiniteReport", "Operation", "Suggestion", "plain"]
 
 KIND, VERSION = "ampkit.debugging.nonfinite", "1.0"     # of the JSON form: a reader refuses another major version
 
@@ -157,7 +157,7 @@ class NonFiniteReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers; inf and NaN among the numbers as strings."""
-        return {"kind": KIND, "version": VERSION, **_plain(asdict(self))}
+        return {"kind": KIND, "version": VERSION, **plain(asdict(self))}
 
     def to_json(self) -> str:
         """`to_dict` as JSON text, by the schema in `ampkit/debugging/report_schema.json`."""
@@ -174,10 +174,10 @@ def _ordinal(number: int) -> str:
     return f"{number}{ending}"
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """As JSON can hold it, which has no inf and no NaN."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

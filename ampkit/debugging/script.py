@@ -7,7 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["run_script"]
+__all__ = ["ScriptStopped", "run_script"]
+
+
+class ScriptStopped(BaseException):
+    """A tool has seen what it wanted to see. No `Exception`, so that no handler of the script's takes it."""
 
 
 def run_script(script: str, arguments: Sequence[str]) -> int:
@@ -19,6 +23,8 @@ def run_script(script: str, arguments: Sequence[str]) -> int:
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:
         runpy.run_path(script, run_name="__main__")
+    except ScriptStopped:
+        return 0
     except SystemExit as left:
         if left.code is None or isinstance(left.code, int):
             return left.code or 0

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ampkit.torch_internals.operator_tracing import is_opaque, storage_key
 
-__all__ = ["Caller", "SourceLine", "find_caller", "running_scaler", "variable_of"]
+__all__ = ["Caller", "SourceLine", "find_caller", "running_scaler", "shown", "variable_of"]
 
 _TORCH = f"{Path(str(torch.__file__)).parent}/"
 _AMPKIT = f"{Path(__file__).resolve().parents[1]}/"
@@ -51,8 +51,13 @@ class SourceLine(NamedTuple):
     line: int
 
     def __str__(self) -> str:
-        path = Path(self.file)
-        return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{self.line}"
+        return f"{shown(self.file)}:{self.line}"
+
+
+def shown(file: str) -> str:
+    """A file as seen from the working directory, where it is below it."""
+    path = Path(file)
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 class Caller(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 from torch import Tensor
@@ -35,8 +36,20 @@ class StorageMap(Generic[T]):
         entry = self._entries.get(key)
         self._entries[key] = (StorageWeakRef(tensor.untyped_storage()) if entry is None else entry[0], value)
         if len(self._entries) > self._limit:
-            self._entries = {key: entry for key, entry in self._entries.items() if not entry[0].expired()}
+            self.forget_expired()
             self._limit = max(1024, 2 * len(self._entries))
+
+    def discard(self, tensor: Tensor) -> None:
+        """Forget the value for a tensor's memory."""
+        self._entries.pop(storage_key(tensor), None)
+
+    def forget_expired(self) -> None:
+        """Forget memory that is gone."""
+        self._entries = {key: entry for key, entry in self._entries.items() if not entry[0].expired()}
+
+    def values(self) -> Iterator[T]:
+        """All values that are remembered."""
+        return (value for _, value in self._entries.values())
 
     def clear(self) -> None:
         """Forget everything."""

@@ -21,6 +21,8 @@ def suggest(finding: Finding) -> Suggestion:
         return Suggestion(f"none in this step: look at what wrote {what} before it", True, "broken before it is used")
     if cause.kind == "received":
         return Suggestion("none on this rank: see the report of the rank that sent it", True, "what it sent is finite")
+    if cause.kind == "constant":
+        return Suggestion("do not write inf or NaN where nothing masks it out", True, "the code asks for it")
     if cause.kind == "uninitialised":
         return Suggestion("write to the memory before it is read", True, f"{origin.op} fills nothing in")
     low = origin.dtype in _LOW or any(one.dtype in _LOW for one in finding.inputs)

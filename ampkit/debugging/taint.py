@@ -72,13 +72,16 @@ def trace(records: Mapping[int, Record], *, complete: bool = True) -> list[Trace
                 continue        # somebody looks at a loss, or at a gradient: it is no less wrong
             if record.broken or record.phase != "scaler":
                 read.add(index)     # a scaler that counts what is broken absorbs nothing
-    traces = []
-    for record in sorted(broken.values(), key=lambda one: one.index):
-        if record.source is None or record.source == "constant":
+    traces: list[Trace] = []
+    # A constant is to blame where it reaches a loss, a gradient or a parameter, and nothing else explains it.
+    for record in sorted(broken.values(), key=lambda one: (one.source == "constant", one.index)):
+        if record.source is None or (record.source == "constant" and traces):
             continue
         if record.source == "from inf" and not _only_constants(record, broken):
             continue        # the inf has an origin of its own
-        found = _shortest(record, readers, read, soft=complete and not _harmless_inf(record))
+        found = _shortest(
+            record, readers, read, soft=complete and not _harmless_inf(record), hard=record.source == "constant"
+        )
         if found is not None:
             scaler = any(reader.phase == "scaler" for one in _reached(record, readers) for reader in readers[one.index])
             traces.append(Trace(record, found, scaler))
@@ -90,8 +93,12 @@ def _harmless_inf(record: Record) -> bool:
     return record.source == "arrived" and not record.nan
 
 
+def _is_hard(record: Record) -> bool:
+    return record.is_loss or record.is_gradient or record.writes_parameter
+
+
 def _symptom(record: Record, read: set[int], soft: bool) -> bool:
-    if record.is_loss or record.is_gradient or record.writes_parameter:
+    if _is_hard(record):
         return True
     if record.index in read or record.phase == "recompute":
         return False        # a recompute stops where backward has what it needs
@@ -99,15 +106,15 @@ def _symptom(record: Record, read: set[int], soft: bool) -> bool:
 
 
 def _shortest(
-    origin: Record, readers: Mapping[int, list[Record]], read: set[int], soft: bool
+    origin: Record, readers: Mapping[int, list[Record]], read: set[int], *, soft: bool, hard: bool
 ) -> tuple[Record, ...] | None:
-    """The way to the earliest symptom that the origin's taint reaches; None if it is absorbed everywhere."""
+    """The way to the earliest symptom that the origin's taint reaches, a `hard` one; None if all absorb it."""
     came_from: dict[int, Record | None] = {origin.index: None}
     queue = deque([origin])
     symptoms = []
     while queue:
         record = queue.popleft()
-        if _symptom(record, read, soft):
+        if _is_hard(record) if hard else _symptom(record, read, soft):
             symptoms.append(record)
         for reader in readers[record.index]:
             if reader.broken and reader.index not in came_from:

@@ -18,6 +18,7 @@ from torch import Tensor
 from ampkit.gradients import kernels, ranks
 from ampkit.gradients.collect import Gradients, parameters
 from ampkit.gradients.transfer import moved
+from ampkit.torch_internals.fsdp import is_flat
 from ampkit.torch_internals.optimizers import foreach_clamp_max_, foreach_clamp_min_
 
 HOMOGENEOUS_ORDERS = (0.0, 1.0, 2.0, math.inf)
@@ -49,14 +50,33 @@ def parts(optimizer: torch.optim.Optimizer, groups: Sequence[int] | Literal["eac
     return [*divided, (parameters(optimizer, others), False)] if others else divided
 
 
-def clip_plain(parts: Sequence[Part], max_norm: float | Tensor, norm_type: float, *, each: bool) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` by parts, for a disabled scaler."""
-    norms = [
-        torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)  # pyright: ignore[reportArgumentType]
-        for params, clips in parts
-        if clips
-    ]
+def clip_plain(
+    parts: Sequence[Part], max_norm: float | Tensor, norm_type: float, process_group: Any = None, *, each: bool
+) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_` by parts, for a disabled scaler; over all ranks of a `process_group`.
+
+    Raises:
+        RuntimeError: shards of the first FSDP without a `process_group`. Nothing has changed then.
+    """
+    clipped = [params for params, clips in parts if clips]
+    if process_group is None and ranks.several() and any(is_flat(param) for params in clipped for param in params):
+        raise refusal_of_flat_shards()
+    norms = []
+    for params in clipped:
+        norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None], norm_type)
+        if process_group is not None:   # without gradients the norm is on the host, where groups may not reach
+            norm = ranks.total(norm.to(params[0].device), norm_type, (process_group,))
+        torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)  # pyright: ignore[reportArgumentType]
+        norms.append(norm)
     return torch.stack(norms) if each else norms[0]
+
+
+def refusal_of_flat_shards() -> RuntimeError:
+    """Why the norm of the first FSDP's gradients cannot be taken."""
+    return RuntimeError(
+        "clip_grad_norm_ got shards of FullyShardedDataParallel, which do not say whose norms to add up; expected "
+        "process_group=model.process_group, or unscale_(optimizer) and model.clip_grad_norm_(max_norm)"
+    )
 
 
 def coefficient(norm: Tensor, max_norm: float | Tensor) -> Tensor:

@@ -47,6 +47,10 @@ class Cast:
         self.convert = converter(dtype)
         self.on_device = _ON_DEVICE.get(device_type) or (lambda tensor: tensor.device.type == device_type)
 
+    def eligible(self, value: Tensor) -> bool:
+        """Whether autocast for the device type may cast `value`."""
+        return value.dtype in _ELIGIBLE and self.on_device(value)
+
     def tensor(self, value: Tensor, lookup: Callable[[Tensor, torch.dtype], Tensor] | None = None) -> Tensor:
         """`value` in the target dtype if it is eligible, else `value` itself."""
         if value.dtype not in self.castable or not self.on_device(value):
@@ -114,6 +118,20 @@ def converter(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 def is_eligible(value: Any, device_type: str) -> bool:
     """Whether autocast for `device_type` may cast `value`."""
     return isinstance(value, Tensor) and value.dtype in _ELIGIBLE and value.device.type == device_type
+
+
+def alike(*values: Any) -> bool:
+    """Whether all values are plain tensors of one dtype."""
+    found = None
+    for value in values:
+        kind = type(value)
+        if kind is not Tensor and kind is not Parameter:
+            return False
+        if found is None:
+            found = value.dtype
+        elif value.dtype is not found:
+            return False
+    return True
 
 
 def tensors(args: Iterable[Any]) -> Iterator[Tensor]:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ampkit.policy import module_rules, written
+from ampkit.policy import module_rules, operator_kernels, written
 from ampkit.policy.messages import short
-from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, Group, Rule, fold
+from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, Group, Rule, fold, resolve
 from ampkit.policy.operator_keys import Operator, candidates, checked_rule, key_name, overloads
 from ampkit.torch_internals.operators import OpOverload, is_composite
 
@@ -46,6 +46,8 @@ class _Layer(NamedTuple):
 
 class RuleTable(dict[OpOverload, Rule]):
     """Every operator with a rule of its own. A class, so that it can be referred to weakly."""
+
+    kernels: Any = None     # what regions run for these rules; see `region.specialised`
 
 
 class _Registered:
@@ -202,6 +204,23 @@ class Policy:
         if is_composite(found):
             return Explanation(found.name(), Rule.DECOMPOSE, "unlisted", _WHY_COMPOSITE)
         return Explanation(found.name(), Rule.KEEP, "unlisted", _WHY_UNLISTED)
+
+    def source(self, op: Operator) -> str:
+        """The kernel that a region runs for `op`, as Python: its casts, and the call.
+
+        `op` is a key as of `with_rules`; the names with an underscore are the kernel's tools. Raises `ValueError` for
+        an unknown operator, one that a region never sees, and one that is served by the kernel for every operator.
+
+        >>> print(Policy.torch("cpu").source("aten::mm").splitlines()[0])
+        def mm(_keys, self, mat2):
+        """
+        found = self.explain(op)
+        named = resolve(found.op)
+        text = operator_kernels.source(named, found.rule) if named in self.rules() else None
+        if text is None:
+            why = "the kernel for every operator serves it" if named in self.rules() else "a region never sees it"
+            raise ValueError(f"'{found.op}' has no kernel of its own, {why}: {found.rule.name}, {found.why}")
+        return text
 
     def rules(self) -> RuleTable:
         """Every operator with a rule of its own, after all layers. Operators that are absent run as they are."""

@@ -29,6 +29,8 @@ from ampkit.policy import casting
 from ampkit.policy.policy import Policy, RuleTable, register_changes
 from ampkit.policy.rules import Rule
 from ampkit.region import policy_guard, recurrent
+from ampkit.region.region_cache import RegionCache
+from ampkit.region.specialised import kernels_for
 from ampkit.region.thread_state import thread
 from ampkit.region.weight_cache import WeightCache
 from ampkit.torch_internals.checkpoint import note_region, top_hooks
@@ -69,14 +71,16 @@ class AutocastMode(TorchDispatchMode):
 
     record: Any = None      # where the calls are noted, while a record is being taken; see `recording`
 
-    def __init__(self, policies: tuple[tuple[str, Policy], ...], cache: WeightCache | None) -> None:
+    def __init__(self, policies: tuple[tuple[str, Policy], ...], cache: WeightCache | RegionCache | None) -> None:
         super().__init__()
         self.policies = policies
+        self.policy = policies[0][1] if len(policies) == 1 else None
         self.cache = cache
         self.open = True
         self.changes = register_changes()
         self.lookup = None if cache is None else cache.cast
         self.tables = tuple((device, policy.rules()) for device, policy in policies)
+        self.kernels = kernels_for(self.tables)
         self.mark = policy_guard.mark_of(policies)
         self.excluded_keys, self.redispatch_keys = keysets(tuple(device for device, _ in policies))
         for _, table in self.tables:

@@ -45,7 +45,7 @@ class Watch:
         self.n_followed = len(self.followed)
         self.depth = len(self.modules)
         self.region = Followed(policy, root, self.depth)
-        self.at_end = weakref.finalize(self, _place_hooks)      # if its thread ends with the region open
+        self.at_end = weakref.finalize(self, _thread_ended)     # with the region open
         self.at_end.atexit = False
         if root is None and self.followed and self.followed[-1].policy == policy:
             self.region = self.followed[-1]     # a region inside that has this policy from outside
@@ -72,6 +72,18 @@ def _place_hooks() -> None:
             put_hooks(_KEY, _enter, _leave, always=True)
         else:
             take_hooks(_KEY, always=True)
+
+
+def _thread_ended() -> None:
+    """Take hooks away that nobody needs, unless the lock is held: the holder or the next region will.
+
+    Nothing that dies may wait. A thread's data dies in a forked child as well, where no thread is left to let go.
+    """
+    if _lock.acquire(blocking=False):
+        try:
+            _place_hooks()
+        finally:
+            _lock.release()
 
 
 def _forked() -> None:

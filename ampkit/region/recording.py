@@ -26,9 +26,11 @@ from ampkit.policy.module_paths import path_of
 from ampkit.policy.op_table import Rule
 from ampkit.policy.policy import Policy
 from ampkit.region.mode import AutocastMode
+from ampkit.region.region_cache import RegionCache
 from ampkit.region.restoring import Restoring
 from ampkit.region.weight_cache import WeightCache
 from ampkit.torch_internals.dynamo import TracingContext
+from ampkit.torch_internals.kernels import GENERAL
 from ampkit.torch_internals.modules import CALL
 from ampkit.torch_internals.operators import OpOverload
 
@@ -127,10 +129,10 @@ _taken: list[CastRecord] = []
 
 def current() -> CastRecord | None:
     """The record that is being taken, if any; the one begun last."""
-    return next(reversed(_taken), None)
+    return next(reversed(_taken), None) if _taken else None     # threads: it may be empty by now
 
 
-def new_mode(policies: tuple[tuple[str, Policy], ...], cache: WeightCache | None) -> AutocastMode:
+def new_mode(policies: tuple[tuple[str, Policy], ...], cache: WeightCache | RegionCache | None) -> AutocastMode:
     """A mode for these policies and this cache, which takes notes if a record is being taken."""
     record = current()
     return AutocastMode(policies, cache) if record is None else _RecordingMode(policies, cache, record)
@@ -140,9 +142,10 @@ class _RecordingMode(AutocastMode):
     """A mode that notes each call it prepares."""
 
     def __init__(
-        self, policies: tuple[tuple[str, Policy], ...], cache: WeightCache | None, record: CastRecord
+        self, policies: tuple[tuple[str, Policy], ...], cache: WeightCache | RegionCache | None, record: CastRecord
     ) -> None:
         super().__init__(policies, cache)
+        self.kernels = GENERAL
         self.record = record
         self.reused = _Reused()
         if cache is not None:
@@ -183,7 +186,7 @@ class _Reused(threading.local):
         self.casts: list[Tensor] = []
 
 
-def _look_up(cache: WeightCache, reused: _Reused, leaf: Tensor, dtype: torch.dtype) -> Tensor:
+def _look_up(cache: WeightCache | RegionCache, reused: _Reused, leaf: Tensor, dtype: torch.dtype) -> Tensor:
     """`cache.cast`, noted if it was there. No method of the mode: the casts of a recompute would wait for the gc."""
     hits = cache.hits
     cast = cache.cast(leaf, dtype)

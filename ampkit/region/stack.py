@@ -19,9 +19,10 @@ from ampkit.policy.policy import Policy, register_changes
 from ampkit.region import recording
 from ampkit.region.mode import AutocastMode, DispatchGuard
 from ampkit.region.optimizer_steps import capturing
+from ampkit.region.region_cache import RegionCache
 from ampkit.region.spec import RegionSpec
 from ampkit.region.thread_state import thread
-from ampkit.region.weight_cache import RegionCache, WeightCache
+from ampkit.region.weight_cache import WeightCache
 from ampkit.torch_internals import self_check
 from ampkit.torch_internals.checkpoint import note_region, top_hooks
 from ampkit.torch_internals.dispatcher import current
@@ -44,7 +45,7 @@ class Entry:
     """
 
     __slots__ = (
-        "cache", "cache_flag", "complete", "dtype", "enabled", "enters_cache", "exit_pending", "frame", "guard",
+        "cache", "cache_flag", "complete", "dtype", "enabled", "entered_cache", "exit_pending", "frame", "guard",
         "leaving", "spec", "watch",
     )
 
@@ -69,21 +70,27 @@ class Entry:
         self.dtype = torch.get_autocast_dtype(device_type)
         self.cache_flag = torch.is_autocast_cache_enabled()
         self.cache = cache = _cache_for(spec, stack)
-        self.enters_cache = cache is spec.cache and all(outside.cache is not cache for outside in stack)
-        policy, policies = _policies(outer, device_type, spec.policy)
+        first = cache is spec.cache and all(outside.cache is not cache for outside in stack)
+        self.entered_cache = spec.cache if first else None
+        mode = _mode(outer, device_type, spec.policy, cache if spec.cache_enabled else None)
+        policy = mode.policy or dict(mode.policies)[device_type]
         self.watch = watch(policy, root) if watch is not None and spec.enabled and policy.modules else None
-        active = spec.enabled or any(torch.is_autocast_enabled(other) for other, _ in policies if other != device_type)
-        self.guard = DispatchGuard(_mode(policies, self.cache if spec.cache_enabled else None), outer, active=active)
+        active = spec.enabled or any(
+            torch.is_autocast_enabled(other) for other, _ in mode.policies if other != device_type
+        )
+        self.guard = DispatchGuard(mode, outer, active=active)
 
     def enter(self) -> None:
         """Make the region the thread's."""
         spec = self.spec
-        if self.enters_cache:
-            self.cache.enter()
+        if self.entered_cache is not None:
+            self.entered_cache.enter()
         self.guard.enter()
         torch.set_autocast_enabled(spec.device_type, spec.enabled)
-        torch.set_autocast_dtype(spec.device_type, spec.dtype)
-        torch.set_autocast_cache_enabled(spec.cache_enabled)
+        if spec.dtype is not self.dtype:
+            torch.set_autocast_dtype(spec.device_type, spec.dtype)
+        if spec.cache_enabled is not self.cache_flag:
+            torch.set_autocast_cache_enabled(spec.cache_enabled)
         thread.levels[self]
         if self.watch is not None:
             self.watch.begin()
@@ -105,8 +112,8 @@ class Entry:
         torch.set_autocast_dtype(self.spec.device_type, self.dtype)
         torch.set_autocast_cache_enabled(self.cache_flag)
         self.guard.leave(again=again)
-        if self.enters_cache:
-            self.cache.leave()
+        if self.entered_cache is not None:
+            self.entered_cache.leave()
         elif last and self.spec.cache is None:
             self.cache.clear()
         thread.levels.pop(self, None)
@@ -136,7 +143,7 @@ class Entry:
 _uncached_modes: dict[Any, AutocastMode] = {}
 
 
-def _cache_for(spec: RegionSpec, stack: list[Entry]) -> WeightCache:
+def _cache_for(spec: RegionSpec, stack: list[Entry]) -> WeightCache | RegionCache:
     """The cache of an entry: its own if it was given one, else the enclosing region's, else the thread's."""
     capture = capturing()
     if spec.cache is not None and not capture:
@@ -159,28 +166,39 @@ def default_policy(device_type: str) -> Policy:
     return Policy.default(device_type)
 
 
-def _policies(
-    outer: AutocastMode | None, device_type: str, policy: Policy | None
-) -> tuple[Policy, tuple[tuple[str, Policy], ...]]:
-    """The policy of a region for a device type, and those of all devices with it."""
+def _mode(
+    outer: AutocastMode | None, device_type: str, policy: Policy | None, cache: WeightCache | RegionCache | None
+) -> AutocastMode:
+    """The mode of a region: its policy for its device type, and what is around it for the others."""
     if outer is None:
         policy = policy or default_policy(device_type)
-        return policy, ((device_type, policy),)
-    policies = dict(outer.policies)
-    policies[device_type] = policy or policies.get(device_type) or default_policy(device_type)
-    return policies[device_type], tuple(policies.items())
+        latest = None if cache is None else cache.latest
+        if latest is not None and latest.policy is policy and _still_serves(latest):
+            return latest
+        policies = ((device_type, policy),)
+    else:
+        every = dict(outer.policies)
+        every[device_type] = policy or every.get(device_type) or default_policy(device_type)
+        policies = tuple(every.items())
+    return _mode_for(policies, cache)
 
 
-def _mode(policies: tuple[tuple[str, Policy], ...], cache: WeightCache | None) -> AutocastMode:
+def _mode_for(policies: tuple[tuple[str, Policy], ...], cache: WeightCache | RegionCache | None) -> AutocastMode:
     """The mode for these policies and this cache; made once, unless `register_op` has changed the rules since."""
     modes = _uncached_modes if cache is None else cache.modes
     mode = modes.get(policies)
-    if mode is None or mode.changes != register_changes() or mode.record is not recording.current():
+    if mode is None or not _still_serves(mode):
         self_check.once()
         if len(modes) >= 16:
             modes.clear()
         mode = modes[policies] = recording.new_mode(policies, cache)
+    if cache is not None:
+        cache.latest = mode
     return mode
+
+
+def _still_serves(mode: AutocastMode) -> bool:
+    return mode.changes == register_changes() and mode.record is recording.current()
 
 
 def push(

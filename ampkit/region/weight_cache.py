@@ -1,8 +1,8 @@
 """The cast cache: the low-precision copy of a weight, made once and used until the weight changes.
 
-What is kept: casts of float32 leaves that require grad, outside inference mode, as with torch.amp: what is cast anew
-cannot be stale. A `WeightCache` of the user's own also keeps those of frozen `nn.Parameter`s, and serves inference
-mode. Never casts of views, of activations or of tensors made in inference mode.
+What is kept: casts of float32 leaves that require grad and of frozen `nn.Parameter`s; it serves inference mode too.
+Never casts of views, of activations or of tensors made in inference mode. The cache of a region that was given none,
+`RegionCache`, keeps what torch.amp keeps: what is cast anew cannot be stale.
 
 Why an entry is the weight's cast. It answers only
 - for the very tensor it was made from: a weak reference, whose death removes the entry;
@@ -28,6 +28,7 @@ that of an earlier micro-batch comes last, so all gradients would wait in memory
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable
@@ -37,18 +38,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ampkit.policy.casting import converter
-from ampkit.region.optimizer_steps import capturing, seen, watch_for
+from ampkit.policy.casting import cast_to
+from ampkit.region.optimizer_steps import seen, watch_for
+from ampkit.region.region_cache import Ref, may_use, recorded
 from ampkit.region.reuse_cast import ReuseCast
 from ampkit.region.unseen_writes import collectives, owns_its_memory
-from ampkit.torch_internals.tensors import functorch_level, n_dispatch_modes, tracing_state
 
-__all__ = ["CacheInfo", "RegionCache", "WeightCache"]
-
-# Asked at every use of every weight: finding a name in three modules takes longer than the answer.
-_cache_enabled = torch.is_autocast_cache_enabled
-_grad_enabled = torch.is_grad_enabled
-_inference_mode = torch.is_inference_mode_enabled
+__all__ = ["CacheInfo", "WeightCache"]
 
 
 class CacheInfo(NamedTuple):
@@ -60,31 +56,24 @@ class CacheInfo(NamedTuple):
     misses: int     # casts made, each of which read and wrote the weight once
 
 
-class _Ref(weakref.ref[Any]):
-    """A weak reference to a weight, or to its storage, that knows the entry made from it."""
-
-    __slots__ = ("key",)
-    key: tuple[int, torch.dtype]
-
-
 class _Entry:
     __slots__ = ("address", "cast", "collectives", "epoch", "layout", "nbytes", "steps", "storage", "version", "weight")
 
     cast: Tensor
     nbytes: int
     epoch: int          # of the cache, when the entry was last found to be as it was
-    layout: Any         # this and the next in caches that outlive regions
-    collectives: Any
 
     def __init__(self, key: tuple[int, torch.dtype], leaf: Tensor, forget: Callable[[Any], None]) -> None:
         """What tells later whether `leaf` still has the values it has now."""
         self.version = leaf._version
         self.steps = seen.count
-        self.weight = weight = _Ref(leaf, forget)
+        self.layout = leaf.shape, leaf.stride()
+        self.collectives = collectives()
+        self.weight = weight = Ref(leaf, forget)
         weight.key = key
         if type(leaf) is Parameter or type(leaf) is Tensor:
             self.address: int | None = leaf.data_ptr()
-            self.storage: _Ref | None = _Ref(leaf.untyped_storage(), forget)
+            self.storage: Ref | None = Ref(leaf.untyped_storage(), forget)
             self.storage.key = key
         else:       # a subclass may have neither of its own
             self.address = self.storage = None
@@ -119,7 +108,7 @@ class WeightCache:
     CacheInfo(entries=0, bytes=0, hits=0, misses=0)
     """
 
-    outlives_regions = True
+    in_capture = False
 
     def __init__(self, max_bytes: int | None = None, verify: bool | int = False) -> None:
         if max_bytes is not None and (not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 0):
@@ -132,7 +121,6 @@ class WeightCache:
         self.max_bytes = max_bytes
         self.verify = verify
         self._looks_at_hits = max_bytes is not None or bool(verify)
-        self.in_capture = False     # made inside a CUDA graph capture, so its casts belong to that graph
         self._entries: dict[tuple[int, torch.dtype], _Entry] = {}      # the least recently used first, if bounded
         self._forget = _forgetting(self)
         self._lock = threading.RLock()
@@ -142,6 +130,7 @@ class WeightCache:
         self._looked_at = seen.count      # the optimizer step that outdated casts were last dropped after
         self._epoch = 0     # how often a region was entered: the first use of an entry after that looks it over
         self._in_use: list[tuple[int, torch.dtype]] = []        # what to look over when a region is left
+        self.latest: Any = None     # of the modes, the one that a region had last
         self.modes: dict[Any, Any] = {}     # the dispatch modes that casts for this cache, by policies; see `autocast`
         watch_for(self)
 
@@ -202,6 +191,10 @@ class WeightCache:
                     entry.cast = entry.cast.detach()
                 self._in_use.pop()      # last, so that an interrupt loses none
 
+    def weights(self, device_type: str, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        """What casts the weights of an operator that runs here and now."""
+        return functools.partial(cast_to(device_type, dtype).tensor, lookup=self.cast)
+
     def cast(self, leaf: Tensor, dtype: torch.dtype) -> Tensor:
         """`leaf.to(dtype)`, from the cache where the leaf is a weight that may be cached."""
         key = (id(leaf), dtype)
@@ -210,14 +203,7 @@ class WeightCache:
             if not self._keeps(leaf):
                 return leaf.to(dtype)
             entry = None
-        if (        # in place, as this runs for every weight of every operator
-            not _cache_enabled()        # by a `torch.autocast` region inside ours
-            or n_dispatch_modes() > 0           # a recording, as in the next two
-            or tracing_state() is not None
-            or functorch_level() is not None
-            or (leaf.is_cuda and capturing() != self.in_capture)
-            or (not self.outlives_regions and _inference_mode())
-        ):
+        if not may_use(leaf.is_cuda):
             return leaf.to(dtype)
         if entry is None:
             return self._make(key, leaf, dtype)
@@ -261,17 +247,14 @@ class WeightCache:
         return True
 
     def _keeps(self, leaf: Tensor) -> bool:
-        """Whether casts of a leaf are kept: never those of views and inputs, and of frozen weights only across regions.
+        """Whether casts of a leaf are kept: never those of views and inputs.
 
         Nor of tensors made in inference mode: they have no version counter, so a write to them could not be seen.
         """
         return (
             leaf.dtype is torch.float32
             and leaf.layout is torch.strided        # others have no address to tell a replaced storage by
-            and (
-                leaf.requires_grad
-                or (self.outlives_regions and isinstance(leaf, Parameter) and owns_its_memory(leaf))
-            )
+            and (leaf.requires_grad or (isinstance(leaf, Parameter) and owns_its_memory(leaf)))
             and not leaf._is_view()
             and not leaf.is_inference()
         )
@@ -281,10 +264,8 @@ class WeightCache:
         self._misses += 1
         entry = _Entry(key, leaf, self._forget)     # before the cast: a write meanwhile outdates it
         entry.epoch = self._epoch
-        if self.outlives_regions:
-            entry.layout, entry.collectives = (leaf.shape, leaf.stride()), collectives()
-            self._in_use.append(key)
-        entry.cast = made = _recorded(leaf, dtype)
+        self._in_use.append(key)
+        entry.cast = made = recorded(leaf, dtype)
         entry.nbytes = nbytes = made.nbytes
         with self._lock:
             if key in self._entries:
@@ -324,23 +305,19 @@ class WeightCache:
             self._bytes -= entry.nbytes
 
 
-class RegionCache(WeightCache):
-    """The cache of regions that were given none: empty while none is open, and keeping what torch.amp keeps."""
-
-    outlives_regions = False
-
-
 def _forgetting(cache: WeightCache) -> Callable[[Any], None]:
-    """What the weak references of a cache call when a weight or its storage dies; does not keep the cache alive."""
+    """What the weak references of a cache call when a weight or its storage dies; does not keep the cache alive.
+
+    It takes no lock, for what dies may die in a forked child, where no thread is left to let go of one. At worst it
+    removes an entry that another thread has just made anew.
+    """
     this = weakref.ref(cache)
 
-    def forget(dead: _Ref) -> None:
+    def forget(dead: Ref) -> None:
         cache = this()
-        if cache is not None:
-            with cache._lock:
-                entry = cache._entries.get(dead.key)
-                if entry is not None and (entry.weight is dead or entry.storage is dead):
-                    cache._remove(dead.key)
+        entry = None if cache is None else cache._entries.get(dead.key)
+        if cache is not None and entry is not None and (entry.weight is dead or entry.storage is dead):
+            cache._remove(dead.key)
 
     return forget
 
@@ -359,13 +336,4 @@ def _is_as_it_was(entry: _Entry) -> bool:
 def _connect(weight: Tensor, values: Tensor) -> Tensor:
     """`values` as the cast of `weight`, differentiable: autograd records the cast, nothing is copied."""
     with ReuseCast(values):
-        return _recorded(weight, values.dtype)
-
-
-def _recorded(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A cast that autograd records whatever the modes here are."""
-    convert = converter(dtype)
-    if _grad_enabled() and not _inference_mode():       # contexts that change nothing cost as much as a small cast
-        return convert(weight)
-    with torch.inference_mode(False), torch.enable_grad():
-        return convert(weight)
+        return recorded(weight, values.dtype)

@@ -18,6 +18,8 @@ def device_type_of(device: str | torch.device | None) -> str:
             f"device is {device}; expected a device type like 'cuda'. The first scale is init_scale={device}: it comes "
             "second here, as in torch.amp, where torch.cuda.amp took it first"
         )
+    if not isinstance(device, str | torch.device):
+        raise TypeError(f"device is {device!r}; expected None, a torch.device, or a device type like 'cuda'")
     return torch.device(device).type
 
 

@@ -197,13 +197,13 @@ class GradScaler(torch.amp.GradScaler):
             The norm, 0-d on the scale's device; with `groups="each"` one per group. float64 for float64 gradients, else
             float32.
 
-        Raises: as `unscale_`, but a call after it is none too many.
+        Raises: as `unscale_`, but a call after it is none too many; RuntimeError for FSDP1 without a `process_group`.
         """
         norm_type = float(norm_type)
         take_master_gradients(optimizer)
         parts = clipping.parts(optimizer, groups)
         if not self._enabled:
-            return clipping.clip_plain(parts, max_norm, norm_type, each=groups == "each")
+            return clipping.clip_plain(parts, max_norm, norm_type, process_group, each=groups == "each")
         self._check_scale_growth_tracker("clip_grad_norm_")
         record = self._iteration.record_of(optimizer)
         record.require_not_stepped("clip_grad_norm_")

@@ -13,9 +13,9 @@ from torch import Tensor
 from ampkit.gradients import kernels
 from ampkit.scaler import loss_scale as scales
 from ampkit.scaler import saved_state
-from ampkit.scaler.history import Ledger
+from ampkit.scaler.history import COUNTS, Ledger
 from ampkit.scaler.loss_scale import DynamicLossScale, LossScale, ScaleState
-from ampkit.scaler.saved_state import OWN_KEY, SavedState, usable_scale
+from ampkit.scaler.saved_state import COUNTERS, OWN_KEY, SavedState, usable_scale
 from ampkit.torch_internals.optimizers import update_scale_
 
 _DEFAULTS = (2.0**16, 2.0, 0.5, 2000)
@@ -228,13 +228,16 @@ class LiveScale:
         """torch's five entries, and "ampkit" with the whole strategy and the counts. Reads the device."""
         own: dict[str, Any] = {"version": 1, "loss_scale": scales.to_dict(self.strategy)}
         if self.scale is None or self.growth_tracker is None:
+            # All entries, before anything has happened too: distributed checkpoints load what they find here.
             scale, tracker = self.init_scale, self.init_growth_tracker
-            own["counters"], own["totals"] = dict(self.init_counters), dict(self.init_totals)
+            _, _, *counters = self.strategy.init(torch.device("cpu"), **self.init_counters)
+            own["counters"] = dict(zip(COUNTERS, (int(count) for count in counters), strict=True))
+            own["totals"] = {**dict.fromkeys(COUNTS, 0), **self.init_totals}
         else:
             state = self.state()
             own["totals"] = self.ledger.to_dict(state.scale)
             scale, tracker, *counters = torch.stack([part.double() for part in state]).tolist()
-            own["counters"] = dict(zip(ScaleState._fields[2:], map(int, counters), strict=True))
+            own["counters"] = dict(zip(COUNTERS, map(int, counters), strict=True))
         return {
             "scale": scale,
             "growth_factor": self.strategy.growth_factor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from ampkit.scaler.iteration import Iteration
 from ampkit.scaler.live_scale import LiveScale
 from ampkit.scaler.optimizer_record import OptimizerRecord
 from ampkit.scaler.shared_gradients import Part
+from ampkit.torch_internals.fsdp import is_flat
 
 Flags = dict[torch.device, Tensor]
 """For each device that holds gradients 0.0, or 1.0 where one is not finite."""
@@ -33,6 +35,7 @@ class Unscaling:
         self._iteration = iteration
         self.process_group = process_group
         self.allow_fp16 = allow_fp16
+        self._flat: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
     def inverse_scale(self) -> Tensor:
         """The inverse of the scale, which is noted as the one that this iteration uses."""
@@ -74,8 +77,7 @@ class Unscaling:
                 if gradients.duplicated:
                     _check_sums(gradients, None, found)
                 self._mark(optimizer, gradients.originals)
-        if groups or self.process_group is not None:
-            self.agree(optimizer, found, groups)
+        self.agree(optimizer, found, groups)
         return found
 
     def look(self, optimizer: Any, inv_scale: Tensor, flag: Tensor | None = None) -> Flags:
@@ -111,7 +113,13 @@ class Unscaling:
         norm_type: float,
         process_group: Any,
     ) -> list[Tensor]:
-        """Unscale unless that is done, check, and clip; returns the unscaled norm of each part that is clipped."""
+        """Unscale unless that is done, check, and clip; returns the unscaled norm of each part that is clipped.
+
+        Raises:
+            RuntimeError: shards of the first FSDP, whose norm nobody has said how to add up. Nothing has changed then.
+        """
+        if process_group is None and ranks.several() and self._is_flat(optimizer):
+            raise clipping.refusal_of_flat_shards()
         self.apply_pending_clip_factor_(record)
         ready = record.stage is OptState.READY
         if ready:
@@ -160,17 +168,27 @@ class Unscaling:
 
     def agree(self, optimizer: Any, found: Flags, groups: Sequence[Any]) -> None:
         """Let all ranks that must skip together see the same flags."""
-        if not groups and self.process_group is None:
+        also = self.process_group
+        if also is None and ranks.several() and self._is_flat(optimizer):
+            also = ranks.everyone()     # flat parameters do not say which ranks have the other parts
+        if not groups and also is None:
             return
         everyone = [*dict.fromkeys(groups)]
-        if self.process_group is not None and self.process_group not in everyone:
-            everyone.append(self.process_group)
+        if also is not None and also not in everyone:
+            everyone.append(also)
         record = self._iteration.record_of(optimizer)
         record.groups = everyone
         scale = self._live.on(next(iter(found), torch.device("cpu")))
         record.scale_range = ranks.agree(found, everyone, scale)
         if record.scale_range is not None and self._live.scale is not None:
             self._live.ledger.note_scales(record.scale_range)
+
+    def _is_flat(self, optimizer: Any) -> bool:
+        """Whether the optimizer holds shards of the first FSDP; asked of its parameters once."""
+        flat = self._flat.get(optimizer)
+        if flat is None:
+            flat = self._flat[optimizer] = any(map(is_flat, parameters(optimizer)))
+        return flat
 
     def _split(self, optimizer: Any) -> Sequence[Part]:
         records = self._iteration.records

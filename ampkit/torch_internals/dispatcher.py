@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampkit.torch_internals.lookup import missing, private, refuse
 
 __all__ = [
-    "KEY", "KEY_NAME", "TLS_NAME", "Exclude", "TorchDispatchMode", "current", "get_in_tls", "has_kernel",
-    "higher_order_fallthrough", "higher_order_ops", "is_excluded", "is_in_tls", "is_included", "is_open", "keysets",
-    "put_in_tls", "set_excluded", "set_included",
+    "KEY", "KEY_NAME", "TLS_NAME", "Exclude", "TorchDispatchMode", "autocast_key", "current", "get_in_tls",
+    "has_kernel", "higher_order_fallthrough", "higher_order_ops", "is_excluded", "is_in_tls", "is_included", "is_open",
+    "keysets", "put_in_tls", "set_excluded", "set_included",
 ]
 
 KEY_NAME = "TESTING_ONLY_GenericMode"
@@ -82,8 +82,13 @@ def keysets(device_types: tuple[str, ...]) -> tuple[Any, Any]:
     """The keys to exclude while an operator runs on what a mode has cast, and those it redispatches to uncast."""
     excluded = torch._C.DispatchKeySet(KEY)
     for device_type in device_types:
-        excluded |= torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_AUTOCAST_KEYS[device_type]))
+        excluded |= torch._C.DispatchKeySet(autocast_key(device_type))
     return excluded, _BELOW - excluded
+
+
+def autocast_key(device_type: str) -> Any:
+    """The dispatch key of torch's own autocast for a device type."""
+    return torch._C._dispatch_key_parse(_AUTOCAST_KEYS[device_type])
 
 
 def current() -> Any:

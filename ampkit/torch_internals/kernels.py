@@ -1,7 +1,12 @@
-"""Registering kernels at the regions' dispatch key, once per operator and process."""
+"""Registering kernels at the regions' dispatch key, once per operator and process.
+
+What is registered looks the operator up in the `kernels` of the thread's mode: those of its own, or `GENERAL`, the
+kernels that hand any operator to the mode's `__torch_dispatch__`.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -22,13 +27,19 @@ from ampkit.torch_internals.dispatcher import (
     higher_order_fallthrough,
     higher_order_ops,
     is_open,
+    keysets,
 )
 from ampkit.torch_internals.dynamo import dynamo_skip
 from ampkit.torch_internals.operators import OpOverload
+from ampkit.torch_internals.signatures import TENSOR, compiled, signature_of
+
+Kernel = Callable[..., Any]
 
 _NUMBERS = frozenset({int, float, bool, complex, torch.SymInt, torch.SymFloat, torch.SymBool})
 
 _libraries: dict[str, Library] = {}
+GENERAL: dict[str, Kernel] = {}         # by the operator's name
+OPERATORS: dict[str, OpOverload] = {}
 _begun: set[OpOverload] = set()         # a kernel may be there: the registration has begun
 _installed: set[OpOverload] = set()     # and has ended
 _prepared = False
@@ -59,8 +70,10 @@ def install(ops: Iterable[OpOverload]) -> None:
             if namespace not in _libraries:
                 _libraries[namespace] = Library(namespace, "IMPL")
             if op not in _begun or not has_kernel(op.name(), KEY_NAME):
+                OPERATORS[op.name()] = op
+                GENERAL[op.name()] = _general(op)
                 _begun.add(op)
-                _libraries[namespace].impl(op, _kernel(op), KEY_NAME, with_keyset=True)
+                _libraries[namespace].impl(op, _entry(op), KEY_NAME, with_keyset=True)
             _go_before_tracer(op)
             _installed.add(op)
 
@@ -89,8 +102,49 @@ def _fallthrough() -> Library:
     return library
 
 
-def _kernel(op: OpOverload) -> Callable[..., Any]:
-    """What `op` runs at the mode's key."""
+# The dispatcher gives numbers where an operator takes them for tensors; redispatch does not take those.
+_PASSING = """\
+def make(go_on, below, general, Tensor):
+    def passing(_keys, {s.params}):
+        if {numbers}:
+            return general(_keys, {s.call})
+        return go_on(_keys & below, {s.call})
+    return passing
+"""
+_ENTRY = """\
+def make(get_in_tls, name):
+    def entry(_keys, {s.params}):
+        return get_in_tls({tls!r}).kernels[name](_keys, {s.call})
+    return entry
+"""
+
+
+def _entry(op: OpOverload) -> Kernel:
+    """What `op` runs at the key: the kernel that the thread's mode has for it."""
+    signature = signature_of(op)
+    if signature is None:
+        return GENERAL[op.name()]       # no mode has another
+    return dynamo_skip(_maker(_ENTRY.format(s=signature, tls=TLS_NAME))(get_in_tls, op.name()))
+
+
+def passing(op: OpOverload, device_type: str) -> Kernel:
+    """The kernel of `op` where no rule names it, though one of another policy does: on to the keys below."""
+    signature, general = signature_of(op), GENERAL[op.name()]
+    if signature is None:
+        return general
+    tensors = [name for name, kind in signature.tensors if kind == TENSOR]
+    numbers = " or ".join(f"not isinstance({name}, Tensor)" for name in tensors) or "False"
+    make = _maker(_PASSING.format(s=signature, numbers=numbers))
+    return dynamo_skip(make(op._handle.redispatch_boxed, keysets((device_type,))[1], general, torch.Tensor))
+
+
+@functools.cache
+def _maker(text: str) -> Callable[..., Kernel]:
+    return compiled(text, "make", "<ampkit dispatch>")
+
+
+def _general(op: OpOverload) -> Kernel:
+    """The kernel of `op` that serves every rule, argument and mode."""
     slots = [n for n, argument in enumerate(op._schema.arguments) if str(argument.type) == "Tensor"]
 
     @dynamo_skip

@@ -27,7 +27,7 @@ from ampkit.torch_internals.dispatcher import (
     put_in_tls,
     set_included,
 )
-from ampkit.torch_internals.kernels import install
+from ampkit.torch_internals.kernels import GENERAL, install
 from ampkit.torch_internals.lookup import missing, refuse
 from ampkit.torch_internals.operators import OpOverload, canonical
 from ampkit.torch_internals.versions import no_regions
@@ -59,6 +59,7 @@ class _Halving:
     """Stands where an open region's mode stands, and knows one rule: `mm` in bfloat16."""
 
     def __init__(self) -> None:
+        self.kernels = GENERAL
         self.open = True        # to `current`, which is asked while operators are traced
         self.excluded_keys, self.redispatch_keys = keysets(("cpu",))
         self.met: list[OpOverload] = []

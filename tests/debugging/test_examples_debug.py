@@ -19,7 +19,10 @@ def load(name: str) -> Any:
 
 
 def test_every_debugging_example_is_run() -> None:
-    assert {path.stem for path in EXAMPLES.glob("debug_*.py")} == {"debug_hashes", "debug_nonfinite", "debug_scaler"}
+    assert {path.stem for path in EXAMPLES.glob("debug_*.py")} == {
+        "debug_hashes", "debug_monitor", "debug_nonfinite", "debug_operators", "debug_precision", "debug_scaler",
+        "debug_search",
+    }
 
 
 def test_nonfinite(capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,3 +44,28 @@ def test_scaler() -> None:
     assert healthy.skipped
     assert broken.findings[0].cause.kind == "undefined"
     assert broken.findings[0].origin.module == "1"
+
+
+def test_precision() -> None:
+    report = load("debug_precision").main()
+    assert report.gradient_error > 0.02
+    worst = max(report.operators, key=lambda one: one.amplification)
+    assert worst.op == "aten::sub.Tensor"
+    assert worst.module == "1"
+
+
+def test_search() -> None:
+    result = load("debug_search").main()
+    assert [one.name for one in result.units] == ["2.inner", "4.inner"]
+
+
+def test_monitor() -> None:
+    sample = load("debug_monitor").main().last
+    assert sample["step"] == 40
+    assert sample["lost_updates"]["0.weight"] > 0.5
+
+
+def test_operators() -> None:
+    stats = load("debug_operators").main()
+    assert {(one.parameter, *one.odd.values()) for one in stats.shapes} == {("0.weight", 250), ("3.weight", 250)}
+    assert list(stats.casts())

@@ -25,8 +25,9 @@ def load(name: str) -> Any:
 
 
 def test_every_example_is_run_by_a_test() -> None:
-    """The scaler's and the debugging tools' have test modules of their own."""
-    found = {path.stem for path in EXAMPLES.glob("*.py") if not path.stem.startswith(("scaler_", "debug_"))}
+    """Those for the scaler, the debugging tools, other loops and several ranks have test modules of their own."""
+    elsewhere = ("scaler_", "debug_", "loops_", "ranks_")
+    found = {path.stem for path in EXAMPLES.glob("*.py") if not path.stem.startswith(elsewhere)}
     assert found == set(MINE)
     scaler = {path.stem for path in EXAMPLES.glob("scaler_*.py")}
     # autocast with a scaler, clipping after unscale_, gradient penalty, several losses and optimizers

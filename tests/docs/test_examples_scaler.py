@@ -1,17 +1,15 @@
 """The scaler's examples run, and show what they say they show."""
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from tests.helpers.processes import torchrun
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-ROOT = EXAMPLES.parent
 
 
 def load(name: str) -> ModuleType:
@@ -67,20 +65,7 @@ def test_resume_from_torch() -> None:
     ],
 )
 def test_on_two_ranks(name, pattern) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    for _ in range(2):
-        ran = subprocess.run(
-            [*command, str(EXAMPLES / f"{name}.py")], capture_output=True, text=True, env=environment, timeout=100
-        )
-        if "terminate called without an active exception" not in ran.stderr:
-            break       # else torch has torn down a thread of gloo's that was running still, seen once in many runs
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    seen = dict(re.findall(pattern, ran.stdout))
-    assert set(seen) == {"0", "1"}, ran.stdout
+    printed = torchrun(EXAMPLES / f"{name}.py", ranks=2)
+    seen = dict(re.findall(pattern, printed))
+    assert set(seen) == {"0", "1"}, printed
     assert seen["0"] == seen["1"], "both ranks end alike"

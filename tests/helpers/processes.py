@@ -24,6 +24,21 @@ def fresh_python(code: str, *flags: str, cwd: Path = ROOT, path: str | None = No
     return ran.stdout
 
 
+def torchrun(script: Path, *arguments: str, ranks: int, timeout: float = 100) -> str:
+    """Run a script on gloo ranks, as a user does; return what it printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    search = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
+    environment = {**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    for _ in range(2):
+        ran = subprocess.run(
+            [*command, str(script), *arguments], capture_output=True, text=True, env=environment, timeout=timeout
+        )
+        if "terminate called without an active exception" not in ran.stderr:
+            break       # else torch has torn down a thread of gloo's that was running still, seen once in many runs
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return ran.stdout
+
+
 def loaded_after(statement: str, names: Iterable[str]) -> list[str]:
     """Which of these modules a new interpreter holds after a statement."""
     listing = fresh_python(f"{statement}\nimport json, sys\nprint(json.dumps(sorted(sys.modules)))")

@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import ampkit.optim
+from ampkit.scaler.agreement import check_ranks
 from ampkit.scaler.grad_scaler import GradScaler
 from ampkit.testing import plant_nonfinite, spoil_grad
 
@@ -85,6 +86,78 @@ def fsdp(rank: int, world: int, which: str, clip: bool = False, cls=GradScaler) 
     optimizer = OPTIMIZERS[which](model.parameters())
     spoiled = model[0].weight if rank == world - 1 else None
     return train(model, optimizer, cls("cpu"), torch.full((2, 6), float(rank)), spoiled=spoiled, clip=clip)
+
+
+def flat(rank: int, world: int, which: str, original: bool, clip: bool = False) -> dict[str, Any]:
+    """The first FSDP: gradients are shards of flat parameters, plain tensors all of them."""
+    torch.manual_seed(0)
+    model = FullyShardedDataParallel(network(), use_orig_params=original, device_id=torch.device("cpu"))
+    optimizer = OPTIMIZERS[which](model.parameters())
+    scaler = GradScaler("cpu")
+    seen: dict[str, Any] = {"scales": [], "skipped": [], "norms": [], "plain_norms": []}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.full((2, 6), float(rank + step))).square().mean()).backward()
+        if rank == 0 and step == INF_AT:
+            spoil_grad(next(param for param in model.parameters() if param.grad is not None), "inf")
+        if clip:
+            try:
+                scaler.clip_grad_norm_(optimizer, 0.1)
+            except RuntimeError as error:
+                seen["refusal"] = str(error)
+            grads = [param.grad for param in model.parameters() if param.grad is not None]
+            squares = sum((grad.double() / scaler.get_scale()).square().sum() for grad in grads) + torch.zeros(())
+            dist.all_reduce(squares)
+            seen["plain_norms"].append(float(squares.sqrt()))
+            seen["norms"].append(float(scaler.clip_grad_norm_(optimizer, 0.1, process_group=model.process_group)))
+        scaler.step(optimizer)
+        seen["skipped"].append(bool(scaler.skipped(optimizer)))
+        scaler.update()
+        seen["scales"].append(scaler.get_scale())
+    return seen
+
+
+def plain_clipping_of_shards(rank: int, world: int) -> dict[str, Any]:
+    """A disabled scaler clips as an enabled one: over the ranks it is told, and no flat shards without."""
+    scaler = GradScaler("cpu", enabled=False)
+    out: dict[str, Any] = {}
+    for order in (2.0, math.inf):
+        param = nn.Parameter(torch.zeros(2))
+        param.grad = torch.full((2,), float(rank + 1))
+        optimizer = torch.optim.SGD([param], lr=1.0)
+        norm = scaler.clip_grad_norm_(optimizer, 1.0, order, process_group=dist.group.WORLD)
+        out[f"norm {order}"] = float(norm)
+        out[f"grad {order}"] = param.grad.tolist()
+    model = FullyShardedDataParallel(network(), device_id=torch.device("cpu"))
+    model(torch.ones(2, 6)).sum().backward()
+    try:
+        scaler.clip_grad_norm_(torch.optim.SGD(model.parameters(), lr=1.0), 0.1)
+    except RuntimeError as error:
+        out["refusal"] = str(error)
+    return out
+
+
+def drifted(rank: int, world: int) -> dict[str, Any]:
+    """A parameter that DDP does not know, with an inf on one rank only."""
+    model, own = DistributedDataParallel(network()), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([*model.parameters(), own], lr=0.1)
+    scaler = GradScaler("cpu")
+    messages = []
+    for step in range(2):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2, 6)).sum() + own.sum()).backward()
+        if rank == 1 and step == 1:
+            own.grad[0] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+        try:
+            check_ranks(scaler)
+            messages.append("")
+        except RuntimeError as error:
+            messages.append(str(error))
+    check_ranks(GradScaler("cpu", enabled=False))
+    check_ranks(GradScaler("cpu"))      # never used: the same everywhere
+    return {"messages": messages}
 
 
 def tensor_parallel(rank: int, world: int, which: str, clip: bool = False) -> dict[str, Any]:
@@ -239,6 +312,14 @@ CASES: dict[int, dict[str, Any]] = {
         "fsdp_clip_ampkit": lambda r, n: fsdp(r, n, "ampkit", clip=True),
         **{f"tp_{w}": lambda r, n, w=w: tensor_parallel(r, n, w) for w in ("foreach", "fused")},
         "tp_clip": lambda r, n: tensor_parallel(r, n, "foreach", clip=True),
+        **{
+            f"flat_{w}{'_original' * original}": lambda r, n, w=w, original=original: flat(r, n, w, original)
+            for w in ("foreach", "fused", "ampkit") for original in (False, True)
+        },
+        "flat_clip": lambda r, n: flat(r, n, "foreach", False, clip=True),
+        "flat_clip_original": lambda r, n: flat(r, n, "ampkit", True, clip=True),
+        "plain_clipping": plain_clipping_of_shards,
+        "drifted": drifted,
         "pending": pending_reduction,
         **{f"hand_{w}": lambda r, n, w=w: by_hand(r, n, w) for w in ("foreach", "fused", "ampkit", "sgd_fused")},
         "hand_empty": lambda r, n: by_hand(r, n, "foreach", empty=True),

@@ -14,6 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -144,3 +145,33 @@ def test_a_lock_that_another_thread_holds_is_free_in_the_child(lock):
     finally:
         done.set()
         thread.join()
+
+
+@pytest.mark.parametrize("cache", [None, WeightCache()], ids=["no cache", "cache"])
+def test_what_dies_with_the_parents_threads_waits_for_no_lock(cache):
+    """In the child, the other threads' own data is freed before any hook of ours runs: regions open there among it."""
+    own, entered, held, done = threading.local(), threading.Event(), threading.Event(), threading.Event()
+
+    def in_region() -> None:
+        own.net, own.weights = model(), [torch.nn.Parameter(torch.ones(2, 2))]
+        with autocast("cpu", policy=Policy.default("cpu").for_modules({"1": torch.float32}), cache=cache):
+            own.net(X)
+            torch.mm(X, own.weights[0])
+            entered.set()
+            done.wait()
+
+    def hold() -> None:
+        with module_hooks._lock, nullcontext() if cache is None else cache._lock:
+            held.set()
+            done.wait()
+
+    threads = [threading.Thread(target=target) for target in (in_region, hold)]
+    try:
+        for thread, begun in zip(threads, (entered, held), strict=True):
+            thread.start()
+            assert begun.wait(10)
+        assert not in_a_child(step, seconds=10.0)
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()

@@ -12,7 +12,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 TOOLS = runpy.run_path(str(ROOT / "docs" / "make_architecture.py"))
 TEXTS: dict[str, str] = TOOLS["source_texts"]()
 GRAPH: dict[str, set[str]] = TOOLS["import_graph"](TEXTS)
-HEAVY = ("triton", "matplotlib", "rich", "sklearn", "transformers")
+HEAVY = ("triton", "matplotlib", "rich", "sklearn", "transformers", "accelerate", "lightning", "timm")
 # The two halves are used together and know nothing of one another.
 APART = (("region.autocast", "scaler.grad_scaler"), ("region.mode", "gradients.kernels"))
 
@@ -144,5 +144,6 @@ def test_the_wings_are_there_after_a_plain_import() -> None:
     fresh_python(
         "import sys, ampkit\nassert 'ampkit.debugging' not in sys.modules\n"
         "ampkit.debugging.detect_nonfinite, ampkit.testing.plant_nonfinite, ampkit.optim.AdamW, ampkit.amp.initialize\n"
+        "ampkit.integrations.__doc__\n"
         "assert not hasattr(ampkit, 'nothing')"
     )

@@ -11,7 +11,10 @@ from torch._ops import OpOverload
 
 from ampkit import Policy
 from ampkit.policy.op_table import TORCH, fold, resolve
+from ampkit.region import specialised
 from ampkit.region.mode import AutocastMode
+from ampkit.region.region_cache import RegionCache
+from ampkit.region.thread_state import thread
 from tests.helpers.op_samples import Call, difference, native, op_db_calls, region, run, run_fake
 
 pytest.importorskip("expecttest", reason="torch's test helpers import it; it is in ampkit[dev]")
@@ -103,7 +106,7 @@ def outcomes(call: Call, device: str, policy: Policy, dtype: torch.dtype) -> tup
 
 @contextlib.contextmanager
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[OpOverload]]:
-    """The operators that the mode is asked about."""
+    """The operators that the mode is asked about; each of them here, none on its own."""
     met: set[OpOverload] = set()
     prepare = AutocastMode.prepare
 
@@ -113,6 +116,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[OpOverload]]:
 
     with monkeypatch.context() as patch:
         patch.setattr(AutocastMode, "prepare", noting)
+        patch.setattr(specialised, "SPECIALISE", False)
+        patch.setattr(thread, "cache", RegionCache())       # with modes of its own
         yield met
 
 

@@ -30,7 +30,9 @@ def test_torch_lists_are_what_torch_amp_does(device: str) -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda", "mps", "xpu", "mtia"])
 def test_the_rule_of_every_operator_is_seen(device: str) -> None:
     unseen = {name for name in registered(device) if rule_of(resolve(name), device) is None}
-    assert unseen <= set(ONLY_WHERE_BUILT)
+    # Up to torch 2.12; an operator object refuses named tensors.
+    named = {name for name in unseen if "name" in name.partition(".")[2].lower()}
+    assert unseen - named <= set(ONLY_WHERE_BUILT)
     assert len(registered(device)) > 90
 
 

@@ -10,7 +10,9 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit import CacheInfo, Policy, WeightCache, autocast, clear_autocast_cache
-from ampkit.region import weight_cache
+from ampkit.region import region_cache
+from ampkit.region.region_cache import RegionCache
+from ampkit.region.thread_state import thread
 from tests.helpers.regions import BF16, FP16, FP32
 from tests.helpers.weights import X, both, weight
 
@@ -94,7 +96,7 @@ def test_weights_that_nothing_but_their_casts_keep_alive(how):
 
 def test_write_while_a_weight_is_being_cast_is_seen(monkeypatch):
     """By another thread, say, or by a hook."""
-    leaf, convert = weight(), weight_cache.converter
+    leaf, convert = weight(), region_cache.converter
 
     def written_after(dtype):
         def converted(value):
@@ -105,10 +107,10 @@ def test_write_while_a_weight_is_being_cast_is_seen(monkeypatch):
 
         return converted
 
+    monkeypatch.setattr(region_cache, "converter", written_after)
+    monkeypatch.setattr(thread, "cache", RegionCache())
     with autocast("cpu"):
-        with monkeypatch.context() as patch:
-            patch.setattr(weight_cache, "converter", written_after)
-            assert torch.mm(X, leaf)[0, 0] == 4
+        assert torch.mm(X, leaf)[0, 0] == 4
         assert torch.mm(X, leaf)[0, 0] == 8
 
 

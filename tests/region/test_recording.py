@@ -17,7 +17,7 @@ import ampkit
 from ampkit import Policy, Rule, WeightCache, autocast, record_casts
 from ampkit.region import recording, snapshot
 from ampkit.region.mode import AutocastMode
-from ampkit.region.weight_cache import RegionCache
+from ampkit.region.region_cache import RegionCache
 from ampkit.torch_internals import dispatcher
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -1,6 +1,7 @@
 """The scaler on 2 and 4 gloo ranks: they skip together and hold one scale, whoever saw the overflow."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -56,6 +57,44 @@ def test_the_norm_is_the_whole_models(results, world, name) -> None:
                 assert not math.isfinite(norm)
             else:
                 assert norm == pytest.approx(plain, rel=1e-6)
+
+
+FLAT = [name for name in CASES[2] if name.startswith("flat")]
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_flat_shards_of_the_first_fsdp_skip_together(results, name) -> None:
+    """An inf on one rank; its parameters are plain tensors with a mark."""
+    for seen in of(results, 2, name):
+        assert seen["skipped"] == [step == INF_AT for step in range(scaler_ranks.STEPS)]
+        assert seen["scales"] == [2.0**16] * INF_AT + [2.0**15] * (scaler_ranks.STEPS - INF_AT)
+
+
+@pytest.mark.parametrize("name", [name for name in FLAT if "clip" in name])
+def test_flat_shards_are_clipped_by_the_whole_norm_or_not_at_all(results, name) -> None:
+    """With a process group; without one the norm would be that of a shard."""
+    for seen in of(results, 2, name):
+        assert re.match(r"clip_grad_norm_ got shards of FullyShardedDataParallel, .* process_group=", seen["refusal"])
+        for step, (norm, plain) in enumerate(zip(seen["norms"], seen["plain_norms"], strict=True)):
+            assert norm == pytest.approx(plain, rel=1e-6) if step != INF_AT else not math.isfinite(norm)
+
+
+def test_a_disabled_scaler_clips_shards_by_the_whole_norm(results) -> None:
+    """As an enabled one does."""
+    for rank, seen in enumerate(of(results, 2, "plain_clipping")):
+        assert seen["norm 2.0"] == pytest.approx(math.sqrt(10.0))
+        assert seen["grad 2.0"] == pytest.approx([(rank + 1) / math.sqrt(10.0)] * 2, rel=1e-5)
+        assert seen["norm inf"] == 2.0
+        assert seen["grad inf"] == pytest.approx([(rank + 1) / 2] * 2, rel=1e-5)
+        assert seen["refusal"].startswith("clip_grad_norm_ got shards of FullyShardedDataParallel")
+
+
+def test_ranks_that_drift_apart_under_ddp_are_told(results) -> None:
+    """By a check that they all make; on every rank."""
+    for seen in of(results, 2, "drifted"):
+        before, after = seen["messages"]
+        assert before == ""
+        assert after.startswith("ranks have drifted apart: scale from 32768 to 65536, steps from 1 to 2, skips from 0")
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])

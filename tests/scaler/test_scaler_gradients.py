@@ -159,5 +159,7 @@ def test_marks_on_gradients_keep_nothing_alive() -> None:
 
 def test_a_scale_in_the_place_of_the_device_is_told_apart():
     """torch.cuda.amp.GradScaler took `init_scale` first."""
+    with pytest.raises(TypeError, match=r"device is \['cuda'\]; expected None, a torch.device, or a device type"):
+        GradScaler(["cuda"])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"device is 65536.0; expected .* init_scale=65536.0: it comes second"):
         GradScaler(2.0**16)

@@ -1,13 +1,16 @@
 """The scaler's state: checkpoints, pickles, and what is refused of both."""
 
 import copy
+import math
 import pickle
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from ampkit.scaler.grad_scaler import GradScaler
+from ampkit.scaler.loss_scale import DynamicLossScale, StaticLossScale
 from tests.helpers.grad_scaler import BOTH, one_parameter, started
 from tests.helpers.scaler_tools import count_reads
 
@@ -65,6 +68,25 @@ def test_the_state_survives_a_weights_only_checkpoint(tmp_path) -> None:
     saved = started().state_dict()
     torch.save(saved, tmp_path / "scaler.pt")
     assert torch.load(tmp_path / "scaler.pt", weights_only=True) == saved
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("strategy", [DynamicLossScale(hysteresis=3, tolerance=0.1), StaticLossScale(64.0)])
+def test_a_distributed_checkpoint_brings_every_count_to_a_fresh_scaler(tmp_path, strategy) -> None:
+    """It loads the entries that it finds in the scaler to load, so those are there before anything has happened."""
+    used, fresh = GradScaler("cpu", loss_scale=strategy), GradScaler("cpu", loss_scale=strategy)
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    for factor in (1.0, math.inf, math.inf, 1.0):
+        optimizer.zero_grad()
+        used.scale((param * factor).sum()).backward()
+        used.step(optimizer)
+        used.update()
+    assert used.stats().skips == 2
+    dcp.save({"scaler": used}, checkpoint_id=tmp_path / "run")
+    dcp.load({"scaler": fresh}, checkpoint_id=tmp_path / "run")
+    assert fresh.state_dict() == used.state_dict()
+    assert fresh.stats() == used.stats()
 
 
 @BOTH

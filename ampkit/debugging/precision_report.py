@@ -1,0 +1,182 @@
+"""What a step loses to low precision: by operator, by module, by gradient."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ampkit.debugging.report import plain
+
+__all__ = ["GradientError", "ModuleError", "OperatorError", "PrecisionReport"]
+
+KIND, VERSION = "ampkit.debugging.precision", "1.0"
+
+
+@dataclass(frozen=True)
+class OperatorError:
+    """One operator call. Errors are 2-norms of differences, relative to the reference's; inf where a result overflowed.
+
+    `total` is from the reference run; `local` from the same operator in the reference's dtype on the same inputs: its
+    own rounding; `propagated` is what came in with the inputs; `amplification` that over the largest error among them,
+    which was mostly made by the call with the index `error_from`, -1 without one.
+    `lost` is the share of elements that are zero and would not be, `overflowed` the share that is inf or NaN and would
+    not be, both of the operator's own making. `largest` is the largest magnitude in the reference, `norm` its 2-norm.
+    """
+
+    index: int
+    op: str
+    phase: str
+    module: str
+    path: str
+    call: int
+    file: str
+    line: int
+    backward_of: str
+    dtype: str
+    shape: tuple[int, ...]
+    total: float
+    local: float
+    propagated: float
+    amplification: float
+    error_from: int
+    lost: float
+    overflowed: float
+    largest: float
+    norm: float
+
+    def __str__(self) -> str:
+        backward = f" in backward of {self.backward_of or 'an unseen operator'}" if self.phase == "backward" else ""
+        module = f", {self.module}" if self.module else ""
+        return f"{self.op}{backward}{module}" + (f", {self.file}:{self.line}" if self.file else "")
+
+
+@dataclass(frozen=True)
+class ModuleError:
+    """A module's own operators, without those of modules in it: the worst of each, and the last total."""
+
+    module: str
+    path: str
+    phase: str
+    total: float
+    local: float
+    amplification: float
+    lost: float
+    overflowed: float
+    worst: OperatorError        # by `local`
+
+
+@dataclass(frozen=True)
+class GradientError:
+    """A parameter's gradient. `error` is relative to its own norm, `share` to the norm of all gradients together.
+
+    A gradient that is zero in exact arithmetic is all rounding, and its `error` means nothing: `share` does.
+    """
+
+    parameter: str
+    error: float
+    share: float
+    lost: float
+    overflowed: float
+    norm: float
+
+
+@dataclass
+class PrecisionReport:
+    """What `compare_precision` measured. `str` is what the terminal shows."""
+
+    reference: str
+    operators: list[OperatorError] = field(default_factory=list)
+    parameters: list[GradientError] = field(default_factory=list)
+    opaque: dict[str, str] = field(default_factory=dict)    # operators without a reference of their own, and why
+    scale: float = 1.0
+    recommended_scale: float | None = None      # the largest power of two times `scale` that overflows nowhere
+    loss: float | None = None
+    reference_loss: float | None = None
+    step: int = 0
+
+    def gradients(self) -> dict[str, GradientError]:
+        """By parameter."""
+        return {one.parameter: one for one in self.parameters}
+
+    @property
+    def gradient_error(self) -> float:
+        """Of all gradients together."""
+        return math.hypot(*(one.share for one in self.parameters))
+
+    def modules(self, phase: str | None = None) -> list[ModuleError]:
+        """By module, forward and backward apart, the worst `local` error first."""
+        groups: dict[tuple[str, str], list[OperatorError]] = {}
+        for one in self.operators:
+            if phase is None or one.phase == phase:
+                groups.setdefault((one.module, one.phase), []).append(one)
+        found = [
+            ModuleError(
+                module, some[0].path, of_phase, some[-1].total, max(one.local for one in some),
+                max(one.amplification for one in some), max(one.lost for one in some),
+                max(one.overflowed for one in some), max(some, key=lambda one: one.local),
+            )
+            for (module, of_phase), some in groups.items()
+        ]
+        return sorted(found, key=lambda one: one.local, reverse=True)
+
+    def matters(self, one: OperatorError) -> bool:
+        """Whether an operator's error reaches anything. A gradient that is zero in exact arithmetic is all error."""
+        gradients = self.scale * math.hypot(*(other.norm for other in self.parameters))
+        return one.propagated > 1e-3 and (one.phase != "backward" or one.total * one.norm > 1e-3 * gradients)
+
+    def __str__(self) -> str:
+        if not self.operators:
+            return f"no operator of step {self.step} computed in less than {self.reference}"
+        lines = [f"{self._symptom()} in step {self.step}, against the same step in {self.reference}"]
+        rounded = _worst(self.operators, lambda one: one.local)
+        if rounded is not None:
+            lines.append(f"  rounded    {rounded.local:.2g} by {rounded}, {rounded.dtype}")
+        amplified = _worst(filter(self.matters, self.operators), lambda one: one.amplification)
+        if amplified is not None and amplified.amplification > 1:
+            lines.append(
+                f"  amplified  {amplified.amplification:.3g} times, to {amplified.propagated:.2g}, by {amplified}"
+            )
+            maker = next((one for one in self.operators if one.index == amplified.error_from), None)
+            if maker is not None:
+                lines.append(f"  made       by {maker}, {maker.dtype}")
+        lost = _worst(self.operators, lambda one: one.lost)
+        if lost is not None:
+            lines.append(f"  to zero    {lost.lost:.2%} by {lost}, {lost.dtype}")
+        if self.recommended_scale is not None:
+            lines.append(f"  scale      {self.scale:g}; up to {self.recommended_scale:g} nothing overflows in backward")
+        lines += [f"  unseen     {op}: {why}" for op, why in self.opaque.items()]
+        return "\n".join(lines)
+
+    def table(self, rows: int = 20) -> str:
+        """The modules whose operators round most."""
+        head = f"{'local':>9} {'total':>9} {'amplif.':>9} {'to zero':>8}  {'phase':9} module: operator"
+        body = [
+            f"{one.local:9.2g} {one.total:9.2g} {one.amplification:9.3g} {one.lost:8.2%}  {one.phase:9} "
+            f"{one.module or '(none)'}: {one.worst.op}"
+            for one in self.modules()[:rows]
+        ]
+        return "\n".join([head, *body])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers; inf and NaN among the numbers as strings."""
+        return {"kind": KIND, "version": VERSION, **plain(asdict(self))}
+
+    def to_json(self) -> str:
+        """`to_dict` as JSON text."""
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
+
+    def _symptom(self) -> str:
+        parts = []
+        if self.parameters:
+            parts.append(f"gradients are {self.gradient_error:.2g} off")
+        if self.loss is not None and self.reference_loss is not None:
+            parts.append(f"the loss is {self.loss:.6g} for {self.reference_loss:.6g}")
+        return ", ".join(parts) or f"{len(self.operators)} operators were compared"
+
+
+def _worst(some: Iterable[OperatorError], by: Callable[[OperatorError], float]) -> OperatorError | None:
+    found = max(some, key=by, default=None)
+    return found if found is not None and by(found) > 0 else None

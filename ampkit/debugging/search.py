@@ -1,0 +1,219 @@
+"""`search_policy`: the smallest part of a model to keep in float32, by the user's own metric."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch.nn import Module
+
+from ampkit import Policy, record_casts
+from ampkit.debugging.minimise import minimal_subset
+from ampkit.debugging.precision import PrecisionComparison
+from ampkit.debugging.search_log import Evaluation, SearchLog
+from ampkit.debugging.search_units import Unit, code_of, policy_with, ranked_units, units_below
+
+__all__ = ["SearchResult", "search_policy"]
+
+Status = Literal["found", "passes already", "float32 fails", "budget spent"]
+
+
+@dataclass
+class SearchResult:
+    """What a search found. `policy` is None where nothing passes, and the policy it began with where that does."""
+
+    status: Status
+    policy: Policy | None
+    units: tuple[Unit, ...]
+    code: str                       # the line to paste
+    evaluations: list[Evaluation]
+    noise: float | None             # how far two runs in float32 are apart, where the metric is a number
+    kept: float | None              # the share of low-precision results that are now in float32, if known
+    before: Any                     # the metric under the policy it began with,
+    reference: Any                  # in float32,
+    after: Any                      # and under the policy found
+
+    def diff(self) -> str:
+        """What the policy changes, a line per rule."""
+        return "\n".join(f"+ {one.name}: float32" for one in self.units)
+
+    def __str__(self) -> str:
+        runs = "1 evaluation" if len(self.evaluations) == 1 else f"{len(self.evaluations)} evaluations"
+        before, reference, after = map(_shown, (self.before, self.reference, self.after))
+        noise = "" if self.noise is None else f", within {self.noise:.2g} of itself"
+        if self.status == "passes already":
+            return f"nothing to do: {before} passes under the policy as it is, {runs}"
+        if self.status == "float32 fails":
+            return f"inconclusive: {reference} fails in float32 too{noise}: precision is not what is wrong, {runs}"
+        lines = [f"{before} fails under the policy; float32 gives {reference}{noise}"]
+        if self.status == "budget spent":
+            lines.append(f"  change    {self.code}")
+            lines.append(f"  evidence  {after} passes with it; not minimal: the budget of {runs} is spent")
+            return "\n".join(lines)
+        n_rules = len(self.units)
+        fails = "it fails without it" if n_rules == 1 else f"it fails without any one of the {n_rules}"
+        lines += [
+            f"  needs     {', '.join(one.name for one in self.units)}"
+            + ("" if self.kept is None else f": {self.kept:.1%} of what was in low precision"),
+            f"  change    {self.code}",
+            f"  evidence  verified: {after} passes, {fails}, {runs}",
+        ]
+        return "\n".join(lines)
+
+
+def search_policy(
+    evaluate: Callable[[Policy], Any], model: Module, *, policy: Policy | None = None,
+    passes: Callable[[Any], bool] = bool, scope: Literal["modules", "operators"] = "modules",
+    max_evaluations: int = 100, log: str | Path | None = None, resume: bool = False, progress: bool | None = None,
+) -> SearchResult:
+    """The smallest set of modules, and of operators outside them, to keep in float32 so that a metric passes.
+
+    `evaluate(policy)` computes the metric from scratch, each time from the same state, in regions with that policy, and
+    `passes(metric)` says whether it is good enough. `policy` (`Policy.default` for the model's device) must fail, and
+    everything in float32 must pass; float32 is evaluated twice, for the noise. The first evaluation's first step is
+    compared with float32 operator by operator, ten times slower: those that round or overflow, or make the error that
+    grows, are tried first. The result passes, and does not without any one of its rules. `scope="operators"` looks
+    inside the modules that are found for the operators that matter.
+
+    `log` keeps every evaluation; Ctrl-C leaves it, and `resume=True` goes on from there. `progress`: show it on stderr;
+    None does on a terminal.
+    """
+    if scope not in ("modules", "operators"):
+        raise ValueError(f"scope is {scope!r}; expected 'modules' or 'operators'")
+    if not isinstance(model, Module):
+        raise TypeError(f"model is {type(model).__name__}; expected a torch.nn.Module")
+    if max_evaluations < 4:
+        raise ValueError(f"max_evaluations is {max_evaluations}; expected 4 or more: three only tell whether to search")
+    if policy is None:
+        first = next(model.parameters(), None)
+        policy = Policy.default("cpu" if first is None else first.device.type)
+    search = _Search(evaluate, model, policy, passes, max_evaluations, SearchLog(log, policy, resume=resume))
+    search.shows = sys.stderr.isatty() if progress is None else progress
+    return search.run(scope)
+
+
+class _BudgetSpent(Exception):
+    pass
+
+
+class _Search:
+    def __init__(
+        self, evaluate: Callable[[Policy], Any], model: Module, policy: Policy, passes: Callable[[Any], bool],
+        max_evaluations: int, log: SearchLog,
+    ) -> None:
+        self.model, self.policy, self.log = model, policy, log
+        self.shows = False
+        self._evaluate, self._passes, self._most = evaluate, passes, max_evaluations
+        self._answers: dict[frozenset[Unit], list[Evaluation]] = {}
+        for one in log.evaluations:
+            self._answers.setdefault(frozenset(one.units), []).append(one)
+
+    def run(self, scope: str) -> SearchResult:
+        """The protocol."""
+        before = self._current()
+        if before.passes:
+            return self._result("passes already", before)
+        everything = self.log.units
+        reference, again = self._evaluated(everything), self._evaluated(everything, anew=True)
+        if not (everything and reference.passes and again.passes):
+            return self._result("float32 fails", before, (reference, again))
+        status: Status = "found"
+        try:
+            found = self._refined(minimal_subset(everything, self._test))
+            if scope == "operators":
+                found = self._operators(found)
+        except _BudgetSpent:
+            status = "budget spent"
+            best = self.log.best
+            found = list(best.units) if best is not None else everything
+        finally:
+            self._show(end=True)
+        return self._result(status, before, (reference, again), found)
+
+    def _refined(self, found: list[Unit]) -> list[Unit]:
+        """For modules whose submodules suffice, those."""
+        for module in list(found):
+            below = units_below(module, self.log.units)
+            others = [one for one in found if one != module]
+            if below and self._test([*others, *below]):
+                found = minimal_subset([*others, *below], self._test)
+        return found
+
+    def _operators(self, found: list[Unit]) -> list[Unit]:
+        """For modules some of whose operators suffice, those."""
+        for module in list(found):
+            inside = [one for one in self.log.inside if module.covers(one) and not module.op]
+            others = [one for one in found if one != module]
+            if len(inside) > 1 and self._test([*others, *inside]):
+                found = minimal_subset([*others, *inside], self._test)
+        return found
+
+    def _test(self, units: Sequence[Unit]) -> bool:
+        return self._evaluated(units).passes
+
+    def _current(self) -> Evaluation:
+        """The metric under the policy as it is, its first step looked at."""
+        if self.log.units and frozenset() in self._answers:
+            return self._answers[frozenset()][0]
+        comparison = PrecisionComparison(self.model)
+        comparison.run.only_first_step = True
+        with record_casts() as casts, comparison:
+            made = self._run(())
+        self.log.add_units(*ranked_units(self.model, self.policy, casts, comparison.report))
+        self.log.add(made)
+        return made
+
+    def _evaluated(self, units: Sequence[Unit], *, anew: bool = False) -> Evaluation:
+        needed = tuple(one for one in units if not any(other != one and other.covers(one) for other in units))
+        answers = self._answers.setdefault(frozenset(needed), [])
+        if len(answers) <= anew:
+            if len(self.log.evaluations) >= self._most:
+                raise _BudgetSpent
+            self._show()
+            answers.append(self._run(needed))
+            self.log.add(answers[-1])
+        return answers[anew]
+
+    def _run(self, units: tuple[Unit, ...]) -> Evaluation:
+        start = time.perf_counter()
+        value = self._evaluate(policy_with(self.policy, units))
+        return Evaluation(units, value, bool(self._passes(value)), time.perf_counter() - start)
+
+    def _show(self, *, end: bool = False) -> None:
+        if self.shows:
+            done, best = len(self.log.evaluations), self.log.best
+            bar = "#" * round(20 * done / self._most)
+            line = f"\r[{bar:.<20}] {done} of at most {self._most} evaluations"
+            if best is not None:
+                line += f"; {len(best.units)} of {len(self.log.units)} suffice so far"
+            print(f"{line:<79}", end="\n" if end else "", file=sys.stderr, flush=True)
+
+    def _result(
+        self, status: Status, before: Evaluation, references: tuple[Evaluation, ...] = (), found: Sequence[Unit] = ()
+    ) -> SearchResult:
+        written = f'Policy.default("{self.policy.device_type}")'
+        if self.policy != Policy.default(self.policy.device_type):
+            written = "policy"
+        policy = self.policy if status == "passes already" else policy_with(self.policy, found) if found else None
+        shares = [self.log.shares.get(one) for one in found]
+        return SearchResult(
+            status, policy, tuple(found), code_of(found, written) if found else "", self.log.evaluations,
+            _noise(references), None if None in shares else sum(filter(None, shares)), before.value,
+            references[0].value if references else None, self._evaluated(found).value if found else before.value,
+        )
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _noise(references: tuple[Evaluation, ...]) -> float | None:
+    try:
+        first, second = (float(one.value) for one in references)
+    except (TypeError, ValueError):
+        return None
+    return abs(first - second)

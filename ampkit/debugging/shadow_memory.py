@@ -1,0 +1,145 @@
+"""What every tensor would hold had the step been computed in a wider dtype: a twin of its memory.
+
+A twin belongs to a storage, element for element, so that views and in-place writes find it where they find the
+user's values. Memory that no operator has computed anything different for has no twin: it is read as it is.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ampkit.debugging.storage_map import StorageMap
+from ampkit.torch_internals.operator_tracing import is_opaque
+
+__all__ = ["NONE", "Error", "ShadowMemory"]
+
+_SPARE = 1 << 20        # bytes of twins beyond which those of memory that is gone are looked for
+
+
+class Error(NamedTuple):
+    """How far a tensor is from its twin, relatively, and the operator call that most of it was made by."""
+
+    relative: float
+    maker: int      # its index; -1 for no error
+
+
+NONE = Error(0.0, -1)
+
+
+class _Twin:
+    """The same elements in another dtype, and how far the user's are from them."""
+
+    __slots__ = ("error", "flat", "real")
+
+    def __init__(self, flat: Tensor, real: torch.dtype) -> None:
+        self.flat = flat        # one dimension, real numbers
+        self.real = real        # the user's dtype, real for a complex one
+        self.error = NONE
+
+
+class ShadowMemory:
+    """Twins of tensors in at least `reference`, made when an operator computes them."""
+
+    def __init__(self, reference: torch.dtype) -> None:
+        self.reference = reference
+        self._twins: StorageMap[_Twin] = StorageMap()
+        self._grown, self._limit = 0, _SPARE
+
+    def wide(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of a twin: that of the tensor if it is no float, or as wide as the reference."""
+        if not (dtype.is_floating_point or dtype.is_complex):
+            return dtype
+        return self.reference if dtype.itemsize == 1 else torch.promote_types(dtype, self.reference)
+
+    def has_twin(self, tensor: Tensor) -> bool:
+        """Whether a tensor's reference values are other than its own."""
+        return self._twin(tensor) is not None
+
+    def error(self, tensor: Tensor) -> Error:
+        """What was noted when a tensor's memory was last computed."""
+        twin = self._twin(tensor)
+        return NONE if twin is None else twin.error
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """The reference values of a tensor. They may be the user's own: for reading only."""
+        twin = self._twin(tensor)
+        if twin is None:
+            return tensor if is_opaque(tensor) else tensor.detach().to(self.wide(tensor.dtype))
+        return _view_as(twin.flat, tensor)
+
+    def make_writable(self, tensor: Tensor) -> None:
+        """Give a tensor's memory a twin that may be written in place."""
+        if self._twin(tensor) is None and not is_opaque(tensor):
+            whole = _whole(tensor)
+            self._keep(tensor, whole.to(self.wide(whole.dtype), copy=True))
+
+    def write(self, tensor: Tensor, value: Tensor, error: Error, *, own: bool) -> None:
+        """Note the reference values of a new tensor; `own`: nobody else holds the memory of `value`."""
+        count = _n_elements(tensor)
+        value = value.to(self.wide(tensor.dtype))
+        if own and _fills(tensor, count) and _fills(value, count) and value.stride() == tensor.stride():
+            flat = torch.view_as_real(value) if value.is_complex() else value
+            self._keep(tensor, flat.as_strided((count,), (1,), 0))
+        else:
+            self._keep(tensor, torch.zeros(count, dtype=self.wide(_real(tensor)), device=tensor.device))
+            self.read(tensor).copy_(value)
+        self.note_error(tensor, error)
+
+    def note_error(self, tensor: Tensor, error: Error) -> None:
+        """Note how far a tensor is from its twin."""
+        twin = self._twin(tensor)
+        if twin is not None:
+            twin.error = error
+
+    def forget(self, tensor: Tensor) -> None:
+        """From here on a tensor's own values are the reference."""
+        self._twins.discard(tensor)
+
+    def _twin(self, tensor: Tensor) -> _Twin | None:
+        twin = None if is_opaque(tensor) else self._twins.get(tensor)
+        if twin is None or (twin.real is _real(tensor) and twin.flat.numel() == _n_elements(tensor)):
+            return twin
+        return None         # the memory was given another meaning, or another size
+
+    def _keep(self, tensor: Tensor, flat: Tensor) -> None:
+        self._twins.set(tensor, _Twin(flat, _real(tensor)))
+        self._grown += flat.untyped_storage().nbytes()
+        if self._grown > self._limit:
+            self._twins.forget_expired()
+            live = sum(twin.flat.untyped_storage().nbytes() for twin in self._twins.values())
+            self._grown, self._limit = 0, max(_SPARE, live // 8)
+
+
+def _real(tensor: Tensor) -> torch.dtype:
+    return tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
+
+
+def _n_elements(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes() // _real(tensor).itemsize
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """All of a tensor's memory, in one dimension of real numbers."""
+    plain = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+    return plain.as_strided((_n_elements(tensor),), (1,), 0)
+
+
+def _fills(tensor: Tensor, count: int) -> bool:
+    """Whether a tensor is all of its memory, as it lies there."""
+    return (
+        tensor.storage_offset() == 0 and _n_elements(tensor) == count
+        and tensor.numel() * (2 if tensor.is_complex() else 1) == count
+        and not tensor.is_conj() and not tensor.is_neg()
+    )
+
+
+def _view_as(flat: Tensor, tensor: Tensor) -> Tensor:
+    """A twin seen as a tensor sees the memory that it is the twin of."""
+    whole = torch.view_as_complex(flat.view(-1, 2)) if tensor.is_complex() else flat
+    view = whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+    if tensor.is_conj():
+        view = view.conj()
+    return -view if tensor.is_neg() else view

@@ -1,0 +1,131 @@
+"""Accelerate: `use_ampkit(accelerator)` before `prepare`, and the training loop stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import AutocastKwargs, DistributedType
+from torch import bfloat16, dtype, float16
+from torch.nn import Module
+
+from ampkit import GradScaler, Policy
+from ampkit import autocast as region_of
+
+__all__ = ["use_ampkit"]
+
+A = TypeVar("A", bound=Accelerator)
+_DTYPES: dict[str, dtype] = {"fp16": float16, "bf16": bfloat16}
+_ELSEWHERE = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
+
+
+def use_ampkit(accelerator: A, *, policy: Policy | None = None, scaler: GradScaler | None = None) -> A:
+    """Let an `Accelerator` cast by ampkit's regions and scale by its `GradScaler`, before `prepare`; returns it.
+
+    Its `AutocastKwargs` and `GradScalerKwargs` apply. `mixed_precision="fp16"` trains on a CPU too, where Accelerate
+    itself leaves it out. `optimizer_step_was_skipped` also sees steps that fused optimizers and `ampkit.optim` skip on
+    the device, at the price of waiting for it when asked, so that schedulers stay in step.
+
+    Args:
+        accelerator: one that has prepared nothing yet.
+        policy: what its regions cast; None: the default for its device.
+        scaler: in place of one made of `GradScalerKwargs`.
+
+    Raises (the accelerator is as it was):
+        ValueError: a `mixed_precision` other than "fp16" or "bf16", or a scaler where nothing is scaled.
+        RuntimeError: a model or optimizer has been prepared, or DeepSpeed, Megatron or XLA do the casting.
+        TypeError: something that is not an `Accelerator`, or a scaler of torch's.
+
+    >>> from accelerate import Accelerator
+    >>> accelerator = use_ampkit(Accelerator(cpu=True, mixed_precision="bf16"))
+    """
+    if not isinstance(accelerator, Accelerator):
+        raise TypeError(f"use_ampkit takes an accelerate.Accelerator; got {type(accelerator).__name__}")
+    precision = str(accelerator.mixed_precision)
+    if accelerator.distributed_type in _ELSEWHERE:
+        raise RuntimeError(f"{accelerator.distributed_type} casts and scales by itself: ampkit has no part in it")
+    if precision not in _DTYPES:
+        raise ValueError(
+            f"the accelerator has mixed_precision={precision!r}; expected 'fp16' or 'bf16'"
+            + (". Its scaler scales gradients that nothing would unscale before they are clipped: pass "
+               "mixed_precision='fp16' to the Accelerator" if scaler or accelerator.scaler else "")
+        )
+    if precision == "bf16" and (scaler is not None or accelerator.scaler is not None):
+        raise ValueError(
+            "a scaler, but mixed_precision='bf16': gradients would be clipped while they are scaled. bfloat16 has "
+            "float32's range and needs no scaler; for one, pass mixed_precision='fp16' to the Accelerator"
+        )
+    if accelerator._models or accelerator._optimizers:
+        raise RuntimeError("the accelerator has prepared models or optimizers: call use_ampkit(accelerator) before")
+    if precision == "fp16":
+        accelerator.scaler = _scaler_for(accelerator, scaler)
+    accelerator.native_amp = True
+    cls = type(accelerator)
+    if not issubclass(cls, _Methods):
+        accelerator.__class__ = type(cls.__name__, (_Methods, cls), {"__module__": cls.__module__})
+    vars(accelerator)["_ampkit_policy"] = policy
+    return accelerator
+
+
+def _scaler_for(accelerator: Accelerator, scaler: GradScaler | None) -> GradScaler:
+    if scaler is None:
+        handler = accelerator.scaler_handler
+        scaler = GradScaler(accelerator.device.type, **({} if handler is None else handler.to_kwargs()))
+    elif not isinstance(scaler, GradScaler):
+        raise TypeError(f"scaler is a {type(scaler).__module__}.{type(scaler).__name__}; expected an ampkit.GradScaler")
+    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2 and not scaler.process_group:
+        scaler.process_group = dist.group.WORLD
+    return scaler
+
+
+class _Methods(Accelerator):
+    """What changes about an accelerator. Never made by itself: accelerators get it as a base class."""
+
+    _ampkit_policy: Policy | None
+
+    def _region(self, handler: AutocastKwargs | None) -> region_of:
+        settings = {} if handler is None else handler.to_kwargs()
+        return region_of(
+            self.device.type, _DTYPES[str(self.mixed_precision)], policy=self._ampkit_policy, **settings
+        )
+
+    @contextmanager
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
+        """A region with these settings, or the accelerator's."""
+        with self._region(autocast_handler or self.autocast_handler):
+            yield
+
+    def prepare_model(self, model: Module, *args: Any, **kwargs: Any) -> Module:
+        """As Accelerate prepares it, with a region inside of Accelerate's own: the inner one has its way."""
+        if not getattr(model, "_is_accelerate_prepared", False):
+            region, forward = self._region(self.autocast_handler), model.forward
+            # bound anew where it was a method: Accelerate's unwrapping takes the function underneath and binds it
+            method = getattr(forward, "__func__", None)
+            model.forward = region(forward) if method is None else MethodType(region(method), model)
+        return super().prepare_model(model, *args, **kwargs)
+
+    def prepare_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate prepares it, and it knows whether its step was skipped."""
+        optimizer = super().prepare_optimizer(*args, **kwargs)
+        if self.scaler is not None and type(optimizer) is AcceleratedOptimizer:
+            optimizer.__class__ = _Optimizer
+        return optimizer
+
+
+class _Optimizer(AcceleratedOptimizer):
+    """Asks the scaler whether a step was taken. Accelerate asks whether `step` was called, as fused ones always are."""
+
+    scaler: GradScaler
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step left the parameters alone. Waits for the device where it alone knows."""
+        try:
+            return not self.scaler.stepped(self.optimizer)
+        except RuntimeError:    # there has been no step
+            return False

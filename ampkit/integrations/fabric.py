@@ -1,0 +1,55 @@
+"""Lightning Fabric: a precision plugin."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
+
+from ampkit import GradScaler, Policy, WeightCache, autocast
+from ampkit.integrations._precision import dtype_of, scaler_for
+
+__all__ = ["MixedPrecision"]
+
+
+class MixedPrecision(FabricMixedPrecision):
+    """Fabric's plugin of this name with ampkit's regions and scaler.
+
+    `fabric.clip_gradients` works with `fused=True` and `ampkit.optim`. Fabric raises there when an overflow makes the
+    norm infinite, unless told `error_if_nonfinite=False`: the scaler would skip that step. Save and load the plugin
+    beside the model, `fabric.save(path, {"model": model, "precision": plugin})`, for the scale to go on.
+
+    Args:
+        precision: "16-mixed" or "bf16-mixed".
+        device: the device type, as "cuda".
+        scaler: for "16-mixed"; None: `GradScaler(device)`.
+        policy: what the regions cast; None: the default for the device.
+        cache: a `WeightCache` that keeps casts between batches.
+
+    Raises as Fabric's, and TypeError for a scaler of torch's.
+
+    >>> from lightning.fabric import Fabric
+    >>> fabric = Fabric(accelerator="cpu", plugins=[MixedPrecision("bf16-mixed", "cpu")])
+    """
+
+    def __init__(
+        self,
+        precision: Literal["16-mixed", "bf16-mixed"],
+        device: str,
+        scaler: GradScaler | None = None,
+        *,
+        policy: Policy | None = None,
+        cache: WeightCache | None = None,
+    ) -> None:
+        super().__init__(precision, device, scaler_for(precision, device, scaler))
+        self.policy = policy
+        self.cache = cache
+
+    def forward_context(self) -> Any:
+        """The region of a forward."""
+        return autocast(self.device, dtype_of(self.precision), policy=self.policy, cache=self.cache)
+
+    def unscale_gradients(self, optimizer: Any) -> None:
+        """Unscale before gradients are clipped, those of fused optimizers too."""
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)

@@ -1,0 +1,128 @@
+"""Lightning's `Trainer`: precision plugins, and a callback that logs the loss scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins import MixedPrecision as LightningMixedPrecision
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
+
+from ampkit import GradScaler, Policy, WeightCache, autocast, check_ranks
+from ampkit.integrations._precision import dtype_of, scaler_for
+
+__all__ = ["MixedPrecision", "ScaleMonitor"]
+
+
+class MixedPrecision(LightningMixedPrecision):
+    """Lightning's plugin of this name with ampkit's regions and scaler.
+
+    Hooks and clipping see unscaled gradients whatever the optimizer, so that `gradient_clip_val` works with
+    `fused=True` and `ampkit.optim`, in manual optimization too. Checkpoints resume both ways with Lightning's own
+    plugin, whose name and state these are.
+
+    Args:
+        precision: "16-mixed" or "bf16-mixed".
+        device: the device type, as "cuda".
+        scaler: for "16-mixed"; None: `GradScaler(device)`.
+        policy: what the regions cast; None: the default for the device.
+        cache: a `WeightCache` that keeps casts between batches.
+
+    Raises as Lightning's, and TypeError for a scaler of torch's.
+
+    >>> from lightning import Trainer
+    >>> plugin = MixedPrecision("bf16-mixed", "cpu")
+    >>> trainer = Trainer(plugins=[plugin], accelerator="cpu", logger=False, enable_checkpointing=False)
+    """
+
+    def __init__(
+        self,
+        precision: Literal["16-mixed", "bf16-mixed"],
+        device: str,
+        scaler: GradScaler | None = None,
+        *,
+        policy: Policy | None = None,
+        cache: WeightCache | None = None,
+    ) -> None:
+        self.scaler: GradScaler | None
+        super().__init__(precision, device, scaler_for(precision, device, scaler))
+        self.policy = policy
+        self.cache = cache
+        self._without_loss = False
+
+    def autocast_context_manager(self) -> Any:
+        """The region of a step. It keeps its casts: ampkit's are sound under `torch.no_grad`."""
+        return autocast(self.device, dtype_of(self.precision), policy=self.policy, cache=self.cache)
+
+    def forward_context(self) -> Any:
+        """The same, for every kind of step."""
+        return self.autocast_context_manager()
+
+    def optimizer_step(
+        self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Run the closure, let hooks and clipping see unscaled gradients, step, and update the scale."""
+        lbfgs: Any = torch.optim.LBFGS      # which Lightning refuses in float16
+        if self.scaler is None or isinstance(optimizer, lbfgs):
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
+        result = closure()
+        if result is None and model.automatic_optimization:     # `training_step` returned None: hooks run, no more
+            self._without_loss = True
+            try:
+                self._after_closure(model, optimizer)
+            finally:
+                self._without_loss = False
+            return None
+        # manual optimization may have clipped, which unscales
+        self.scaler.unscale_(optimizer, allow_repeat=not model.automatic_optimization)
+        self._after_closure(model, optimizer)
+        output = self.scaler.step(optimizer, **kwargs)
+        self.scaler.update()
+        return output
+
+    def clip_gradients(
+        self,
+        optimizer: Any,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clip unscaled gradients, of fused optimizers too."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        if self.scaler is None:
+            Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+        elif clip_val <= 0 or self._without_loss:   # gradients of earlier batches stay scaled until a step takes them
+            return
+        elif gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            self.scaler.clip_grad_value_(optimizer, clip_val)
+        else:
+            self.scaler.clip_grad_norm_(optimizer, clip_val)
+
+
+class ScaleMonitor(Callback):
+    """Logs the loss scale and how many steps were skipped, and says where the first skips began.
+
+    `loss_scale` and `skipped_steps` are logged every `log_every_n_steps` of the trainer, at one host read; of several
+    ranks it is checked that they agree, at one more (`check_ranks`).
+    """
+
+    def __init__(self) -> None:
+        self._told = 0
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log, when that is due."""
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if not isinstance(scaler, GradScaler) or (trainer.fit_loop.total_batch_idx + 1) % trainer.log_every_n_steps:
+            return
+        check_ranks(scaler)
+        stats = scaler.stats()
+        pl_module.log_dict({"loss_scale": stats.scale, "skipped_steps": float(stats.skips)})
+        if stats.skips and not self._told:
+            rank_zero_info(f"steps have been skipped; in the last one:\n{scaler.overflow_report(pl_module)}")
+        self._told = stats.skips

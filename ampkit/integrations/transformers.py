@@ -1,0 +1,69 @@
+"""transformers: `use_ampkit(trainer)` before `train`, for `Trainer` and its subclasses, TRL's among them."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ampkit import GradScaler, Policy, check_ranks
+from ampkit.integrations import accelerate
+
+__all__ = ["use_ampkit"]
+
+T = TypeVar("T", bound=Trainer)
+
+
+def use_ampkit(trainer: T, *, policy: Policy | None = None, scaler: GradScaler | None = None) -> T:
+    """Let a `Trainer` cast by ampkit's regions and scale by its `GradScaler`; returns it. Call it before `train`.
+
+    `TrainingArguments` say what is done, as ever: `bf16=True` or `fp16=True`. Clipping, `grad_norm`, schedulers and
+    checkpoints follow; with `fp16=True` the logs also have `loss_scale` and `skipped_steps`.
+
+    Args:
+        trainer: one that has not trained yet.
+        policy: what its regions cast; None: the default for its device.
+        scaler: in place of `GradScaler(device)`, with `fp16=True`.
+
+    Raises (the trainer is as it was):
+        ValueError: neither `bf16` nor `fp16`, or a scaler without `fp16`.
+        RuntimeError: the trainer has prepared its model, or DeepSpeed or XLA do the casting.
+        TypeError: something that is not a `Trainer`, or a scaler of torch's.
+    """
+    if not isinstance(trainer, Trainer):
+        raise TypeError(f"use_ampkit takes a transformers.Trainer; got {type(trainer).__name__}")
+    args = trainer.args
+    if not args.fp16 and (scaler is not None or trainer.accelerator.scaler is not None):
+        raise ValueError(
+            "a scaler, but fp16=False: gradients would be scaled, and clipped while they are. Pass "
+            "TrainingArguments(fp16=True), or no scaler"
+        )
+    if not (args.fp16 or args.bf16):
+        raise ValueError("bf16=False and fp16=False; expected TrainingArguments(bf16=True) or fp16=True")
+    accelerate.use_ampkit(trainer.accelerator, policy=policy, scaler=scaler)
+    if args.fp16:
+        trainer.callback_handler.callbacks.insert(0, _LogScale(trainer.accelerator))    # before those that report logs
+    return trainer
+
+
+class _LogScale(TrainerCallback):
+    """Adds the loss scale and the count of skipped steps to what is logged; of several ranks, that they agree."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Called with what is about to be shown."""
+        if logs is not None and "loss" in logs:
+            check_ranks(self._accelerator.scaler)
+            stats = self._accelerator.scaler.stats()
+            seen = {"loss_scale": stats.scale, "skipped_steps": stats.skips}
+            logs.update(seen)
+            state.log_history[-1].update(seen)

@@ -1,0 +1,119 @@
+"""What an operator runs in a region, written for it: its arguments by name, its rule, and nothing else.
+
+One kernel that serves every operator loops over arguments of unknown types, which costs more than small casts do. So
+an operator with a rule gets Python of its own, made from its schema; `Policy.source` prints it. It covers plain tensors
+and parameters on one device type. All else goes to `_general`, the kernel that serves every operator: subclasses,
+numbers where a tensor is expected, a region that is disabled here, a checkpoint that has to know the region. Operators
+whose schema or rule is out of the ordinary have the general one alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ampkit.policy.casting import dtype_overload
+from ampkit.policy.rules import Rule
+from ampkit.torch_internals.operators import OpOverload
+from ampkit.torch_internals.signatures import LIST, OPTIONAL, TENSOR, Signature, compiled, signature_of
+
+__all__ = ["WORDS", "factory", "source"]
+
+# What a kernel is given: see `region.specialised`, which has them.
+WORDS = (
+    "_general", "_operator", "_is_excluded", "_set_excluded", "_top_hooks", "_dtype_of", "_weights", "_cast",
+    "_cast_up", "_alike", "_eligible", "_Tensor", "_Parameter", "_float32", "_KEY", "_AUTOCAST", "_DEVICE",
+)
+
+# The keys are set within the `try`: Ctrl-C may come right after either call.
+_KERNEL = """\
+def {s.name}(_keys, {s.params}):
+    if _is_excluded(_AUTOCAST) or _top_hooks(True) is not None:
+        return _general(_keys, {s.call})
+{body}\
+    try:
+        _set_excluded(_KEY, True)
+        _set_excluded(_AUTOCAST, True)
+        return _operator({s.call})
+    finally:
+        try:
+            _set_excluded(_KEY, False)
+        finally:
+            _set_excluded(_AUTOCAST, False)
+"""
+_LOWER = """\
+    _kind = type({tensor})
+    if _kind is _Tensor:
+        if {tensor}.dtype is not _dtype:
+            {tensor} = _cast({tensor}, _dtype)
+    elif _kind is _Parameter:
+        if {tensor}.dtype is not _dtype:
+            _weight = _weight or _weights(_dtype)
+            {tensor} = _weight({tensor})
+    {otherwise}:
+        return _general(_keys, {s.call})
+"""
+_FLOAT32 = """\
+    _kind = type({tensor})
+    if _kind is _Tensor or _kind is _Parameter:
+        if {tensor}.dtype is not _float32:
+            {tensor} = _cast_up({tensor})
+    {otherwise}:
+        return _general(_keys, {s.call})
+"""
+_PROMOTE = """\
+    if not _alike({tensors}):
+        return _general(_keys, {s.call})
+"""
+_DTYPE_ARGUMENT = """\
+    _kind = type({tensor})
+    if _kind is not _Tensor and _kind is not _Parameter:
+        return _general(_keys, {s.call})
+    if {asked} is None and _eligible({tensor}):
+        {set} = _float32
+"""
+
+
+@functools.cache
+def source(op: OpOverload, rule: Rule) -> str | None:
+    """The kernel that follows `rule` for `op`, as Python; None where the general one serves."""
+    signature = signature_of(op)
+    body = None if signature is None else _body(op, rule, signature)
+    return None if body is None else _KERNEL.format(s=signature, body=body)
+
+
+def _body(op: OpOverload, rule: Rule, s: Signature) -> str | None:
+    """What a kernel does to its arguments."""
+    kinds = {kind for _, kind in s.tensors}
+    if rule is Rule.LOWER and LIST not in kinds:
+        return "    _dtype, _weight = _dtype_of(_DEVICE), None\n" + _each(_LOWER, s)
+    if rule is Rule.FLOAT32 and LIST not in kinds:
+        return _each(_FLOAT32, s)
+    if rule is Rule.PROMOTE and OPTIONAL not in kinds:
+        return _PROMOTE.format(s=s, tensors=", ".join("*" * (kind == LIST) + name for name, kind in s.tensors))
+    if rule is Rule.FLOAT32_DTYPE_ARG and s.dtype and s.tensors[0][1] == TENSOR and dtype_overload(op) is op:
+        asked, changed = ("dtype", "dtype") if s.dtype == "dtype" else ('_kwargs.get("dtype")', '_kwargs["dtype"]')
+        return _DTYPE_ARGUMENT.format(s=s, tensor=s.tensors[0][0], asked=asked, set=changed)
+    return None
+
+
+def _each(template: str, s: Signature) -> str:
+    return "".join(
+        template.format(s=s, tensor=name, otherwise="else" if kind == TENSOR else f"elif {name} is not None")
+        for name, kind in s.tensors
+    )
+
+
+@functools.cache
+def factory(op: OpOverload, rule: Rule) -> Callable[[Mapping[str, Any]], Callable[..., Any]] | None:
+    """Makes the kernel of `source` from the things that `WORDS` names; None where there is no source."""
+    text = source(op, rule)
+    if text is None:
+        return None
+    body = "".join(f"    {line}" for line in text.splitlines(keepends=True))
+    name = text.partition("(")[0].removeprefix("def ")
+    make = compiled(
+        f"def make({', '.join(WORDS)}):\n{body}    return {name}\n", "make", f"<ampkit {op.name()} {rule.name}>"
+    )
+    return lambda words: make(**words)

@@ -1,0 +1,91 @@
+"""The kernels of a policy, one per operator, made when the operator is first called: `policy.operator_kernels` at work.
+
+They hold nothing of a region: whether it is enabled, its dtype and its cache are asked for at each call. So all modes
+with the same rules share them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ampkit.policy.casting import alike, cast_to, converter
+from ampkit.policy.operator_kernels import factory
+from ampkit.policy.policy import RuleTable
+from ampkit.torch_internals.bindings import binding
+from ampkit.torch_internals.checkpoint import top_hooks
+from ampkit.torch_internals.dispatcher import KEY, TLS_NAME, autocast_key, get_in_tls, is_excluded, set_excluded
+from ampkit.torch_internals.dynamo import dynamo_skip
+from ampkit.torch_internals.kernels import GENERAL, OPERATORS, Kernel, passing
+
+__all__ = ["kernels_for"]
+
+# False: every operator takes the general kernel. The tests compare the two.
+SPECIALISE = os.environ.get("AMPKIT_GENERAL_KERNELS", "0") != "1"
+
+
+def kernels_for(tables: tuple[tuple[str, RuleTable], ...]) -> dict[str, Kernel]:
+    """The kernels of a mode with these rules, by the operator's name. Several devices take the general ones."""
+    if len(tables) != 1 or not SPECIALISE:
+        return GENERAL
+    device_type, table = tables[0]
+    if table.kernels is None:
+        table.kernels = _Kernels(device_type, table)
+    return table.kernels
+
+
+class _Kernels(dict[str, Kernel]):
+    """An operator's own kernel where there is one for its rule, else the general one."""
+
+    def __init__(self, device_type: str, table: RuleTable) -> None:
+        super().__init__()
+        to_float32 = cast_to(device_type, torch.float32)
+        self.device_type = device_type
+        self.rules = {op.name(): rule for op, rule in table.items()}
+        self.words: dict[str, Any] = {
+            "_is_excluded": is_excluded, "_set_excluded": set_excluded, "_top_hooks": top_hooks,
+            "_dtype_of": torch.get_autocast_dtype, "_weights": _weights_on(device_type), "_cast": _cast_on(device_type),
+            "_cast_up": to_float32.tensor, "_eligible": to_float32.eligible, "_alike": alike,
+            "_Tensor": Tensor, "_Parameter": Parameter, "_float32": torch.float32,
+            "_KEY": KEY, "_AUTOCAST": autocast_key(device_type), "_DEVICE": device_type,
+        }
+
+    def __missing__(self, name: str) -> Kernel:
+        op, general, rule = OPERATORS[name], GENERAL[name], self.rules.get(name)
+        make = None if rule is None else factory(op, rule)
+        if rule is None:
+            kernel = passing(op, self.device_type)
+        elif make is None:
+            kernel = general
+        else:
+            kernel = dynamo_skip(make({**self.words, "_general": general, "_operator": binding(op)}))
+        self[name] = kernel
+        return kernel
+
+
+def _weights_on(device_type: str) -> Callable[[torch.dtype], Callable[[Tensor], Tensor]]:
+    def weights(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        """What casts weights to `dtype` in the region that is open."""
+        cache = get_in_tls(TLS_NAME).cache
+        return cast_to(device_type, dtype).tensor if cache is None else cache.weights(device_type, dtype)
+
+    return weights
+
+
+def _cast_on(device_type: str) -> Callable[[Tensor, torch.dtype], Tensor]:
+    eligible, weights = cast_to(device_type, torch.float32).eligible, _weights_on(device_type)
+
+    def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """A tensor that is not of this dtype in it, if it is eligible."""
+        if not eligible(tensor):
+            return tensor
+        if tensor.is_leaf and tensor.requires_grad:
+            return weights(dtype)(tensor)
+        return converter(dtype)(tensor)
+
+    return cast

@@ -1,0 +1,115 @@
+"""What looking costs: a training step under the debugging tools, ampkit's and others', in one run."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ampkit import autocast, debugging
+from benchmarks.case import Aim, Case, Side, WrongAnswerError
+from benchmarks.models import DecoderBlock
+
+PLAIN = "nothing"
+DETECT, SHADOW, MONITOR = "detect_nonfinite", "compare_precision", "TensorMonitor, a sampled step"
+ANOMALY, DEBUG_MODE = "torch's detect_anomaly", "torch's DebugMode"
+TRANSFORMERS = "transformers' DebugUnderflowOverflow"
+HEADS, BLOCKS, LENGTH, BATCH = 8, 4, 64, 8
+
+Around = Callable[[nn.Module], contextlib.AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched(Case):
+    """A bfloat16 step of a four-block transformer with AdamW, watched by one tool at a time."""
+
+    width: int = 256
+    family: str = "debugging"
+    base: str = PLAIN
+
+    def sides(self, device: torch.device) -> dict[str, Side]:
+        return {name: _side(around, self.width, device) for name, around in _tools().items()}
+
+    def check(self, sides: Mapping[str, Side]) -> None:
+        """Whoever watches, the step is the same to the bit."""
+        expected = sides[self.base].result()
+        for name, side in sides.items():
+            if not all(torch.equal(a, b) for a, b in zip(side.result(), expected, strict=True)):
+                raise WrongAnswerError(f"{name} changes the step that it watches")
+
+
+def _tools() -> dict[str, Around]:
+    found: dict[str, Around] = {
+        PLAIN: lambda model: contextlib.nullcontext(),
+        DETECT: lambda model: debugging.detect_nonfinite(model),
+        SHADOW: debugging.PrecisionComparison,
+        MONITOR: _monitor,
+        ANOMALY: _anomaly,
+    }
+    with contextlib.suppress(ImportError):
+        from torch.utils._debug_mode import DebugMode
+
+        found[DEBUG_MODE] = lambda model: DebugMode()
+    with contextlib.suppress(ImportError):
+        from transformers.debug_utils import DebugUnderflowOverflow
+
+        found[TRANSFORMERS] = lambda model: _transformers(DebugUnderflowOverflow, model)
+    return found
+
+
+def _anomaly(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")     # it says that it is slow
+        return torch.autograd.detect_anomaly()
+
+
+@contextlib.contextmanager
+def _monitor(model: nn.Module) -> Iterator[None]:
+    with debugging.TensorMonitor(model, every=1) as monitor:
+        yield
+        monitor.step()
+
+
+@contextlib.contextmanager
+def _transformers(detector: Callable[..., Any], model: nn.Module) -> Iterator[None]:
+    """Its hooks stay on a model for good: these are taken off by hand."""
+    detector(model)
+    yield
+    for module in model.modules():
+        module._forward_hooks.clear()
+
+
+def _side(around: Around, width: int, device: torch.device) -> Side:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(DecoderBlock(width, HEADS) for _ in range(BLOCKS))).to(device)
+    batch = torch.randn(BATCH, LENGTH, width, device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def run(calls: int) -> None:
+        for _ in range(calls):
+            with around(model):
+                with autocast(device.type, dtype=torch.bfloat16):
+                    loss = F.mse_loss(model(batch).float(), batch)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def result() -> list[Tensor]:
+        return [parameter.detach() for parameter in model.parameters()]
+
+    return Side(run, result=result)
+
+
+def cases() -> list[Case]:
+    """The width at which the promises are made, and a wider one."""
+    aims = (Aim(DETECT, 2.5, PLAIN), Aim(DETECT, 1.0, ANOMALY), Aim(SHADOW, 10.0, PLAIN), Aim(MONITOR, 2.0, PLAIN))
+    return [
+        Watched(name=f"width {width}", width=width, seconds=seconds, aims=aims, everyday=False, devices=("cpu",))
+        for width, seconds in ((256, 20.0), (512, 40.0))
+    ]

@@ -1,0 +1,63 @@
+"""`ampkit debug precision` on a script that knows nothing of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ampkit.__main__ import main
+
+SCRIPT = """
+import sys, torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scale = float(sys.argv[2])
+try:
+    for step in range(int(sys.argv[1])):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(torch.full((2, 4), 1.1 + step)).float().mean()
+        optimizer.zero_grad()
+        (loss * scale).backward()
+        optimizer.step()
+        print("step", step)
+except Exception:
+    print("swallowed")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    file = tmp_path / "train.py"
+    file.write_text(SCRIPT)
+    return str(file)
+
+
+def test_one_step_is_compared_and_the_script_ends(
+    script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "report.json"
+    assert main(["debug", "precision", "--at-step", "2", "--json", str(file), script, "9", "1"]) == 0
+    out, err = capsys.readouterr()
+    assert out.split() == ["step", "0", "step", "1"]    # the third one's optimizer has stepped, and that is all
+    assert "gradients are" in err
+    assert "in step 2, against the same step in float32" in err
+    assert "rounded" in err
+    assert f"{script}:10" in err
+    report = json.loads(file.read_text())
+    assert (report["kind"], report["version"]) == ("ampkit.debugging.precision", "1.0")
+    assert {one["parameter"] for one in report["parameters"]} == {"weight", "bias"}
+
+
+def test_an_overflow_is_a_finding(script: str) -> None:
+    assert main(["debug", "precision", script, "2", "1e6"]) == 1
+
+
+def test_a_script_that_ends_before(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["debug", "precision", "--at-step", "5", script, "2", "1"]) == 3
+    assert "the script ended before step 5: nothing was looked at" in capsys.readouterr().err
+
+
+def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["debug", "precision", str(tmp_path / "no.py")]) == 2
+    assert "is no file; expected the training script" in capsys.readouterr().err

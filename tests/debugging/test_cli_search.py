@@ -1,0 +1,84 @@
+"""`ampkit debug search` on a factory of the user's own."""
+
+from pathlib import Path
+
+import pytest
+
+from ampkit.__main__ import main
+
+FACTORY = """
+import os
+from tests.debugging.plants import PLANTS, build, error_of, passes
+
+def make():
+    plant = PLANTS[int(os.environ.get("PLANT", "1"))]
+    model, batch, _ = build(plant)
+    inner, count = error_of(model, batch, plant.dtype), 0
+
+    def evaluate(policy):
+        nonlocal count
+        count += 1
+        if count == int(os.environ.get("INTERRUPT", "0")):
+            raise KeyboardInterrupt
+        return inner(policy)
+
+    made = {"evaluate": evaluate, "model": model}
+    return made if "CHECK" in os.environ else {**made, "passes": passes(plant.dtype)}
+
+def nothing():
+    return 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / f"factory_{tmp_path.name}.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def factory(folder: Path) -> list[str]:
+    return ["debug", "search", "--factory", f"factory_{folder.name}:make"]
+
+
+def test_found(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(factory(folder)) == 1
+    out = capsys.readouterr().out
+    assert '.for_modules({"1.inner": torch.float32, "6.inner": torch.float32})' in out
+    assert "it fails without any one of the 2" in out
+    assert (folder / "ampkit-search.jsonl").is_file()
+    assert main(factory(folder)) == 2       # the log is there already
+    assert "expected a new file, or resume=True" in capsys.readouterr().err
+
+
+def test_interrupted_and_resumed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("INTERRUPT", "5")
+    assert main([*factory(folder), "--log", "a.jsonl"]) == 130
+    assert "--resume a.jsonl goes on from there" in capsys.readouterr().err
+    monkeypatch.delenv("INTERRUPT")
+    assert main([*factory(folder), "--resume", "a.jsonl"]) == 1
+    assert "6 evaluations" in capsys.readouterr().out
+
+
+def test_a_command_that_checks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHECK", "1")
+    check = "python -c 'import sys; sys.exit(not float(sys.argv[1]) < 0.02)'"
+    assert main([*factory(folder), "--check", check]) == 1
+    assert main([*factory(folder), "--check", "true", "--log", "b.jsonl"]) == 0
+    assert main([*factory(folder), "--check", "false", "--log", "c.jsonl"]) == 3
+
+
+def test_a_budget(folder: Path) -> None:
+    assert main([*factory(folder), "--max-evaluations", "4"]) == 3
+
+
+@pytest.mark.parametrize(("name", "says"), [
+    ("nosuchmodule:make", "--factory is 'nosuchmodule:make': No module named 'nosuchmodule'"),
+    ("factory_{}:other", "expected 'pkg.mod:function'"),
+    ("factory_{}:nothing", "returned 3; expected a dict with 'evaluate', 'model'"),
+])
+def test_bad_factories(name: str, says: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["debug", "search", "--factory", name.format(folder.name)]) == 2
+    assert says in capsys.readouterr().err

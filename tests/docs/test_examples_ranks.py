@@ -1,0 +1,37 @@
+"""The example on several ranks goes on with another number of them, started by torchrun as users start it."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.paths import ROOT
+from tests.helpers.processes import torchrun
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")]
+
+
+def run(how: str, folder: Path, *, ranks: int, steps: int) -> float:
+    """The last loss, after what else was printed has been looked at."""
+    script = ROOT / "examples" / "ranks_resume.py"
+    printed = torchrun(script, "--parallel", how, "--folder", str(folder), "--steps", str(steps), ranks=ranks)
+    match = re.fullmatch(rf"{how} on {ranks}, step {steps}: loss ([\d.]+), 1 skipped, scale 512\n", printed)
+    assert match, printed
+    return float(match[1])
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> float:
+    """The loss of twelve steps in one process."""
+    return run("ddp", tmp_path_factory.mktemp("one"), ranks=1, steps=12)
+
+
+@pytest.mark.parametrize(("how", "first", "then"), [("ddp", 2, 1), ("fsdp", 2, 1), ("tensor", 1, 2)])
+def test_a_run_goes_on_with_another_number_of_ranks(
+    how: str, first: int, then: int, tmp_path: Path, uninterrupted: float
+) -> None:
+    """Weights, optimizer, scale and counts: the second half ends where an uninterrupted run ends."""
+    half = run(how, tmp_path, ranks=first, steps=6)
+    assert half > 1.3 * uninterrupted
+    assert run(how, tmp_path, ranks=then, steps=12) == pytest.approx(uninterrupted, rel=1e-3)

@@ -1,0 +1,257 @@
+"""`ampkit.integrations.lightning` and `fabric` with the real library."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ampkit.optim
+from ampkit import GradScaler, Policy, WeightCache, is_autocast_enabled
+from ampkit.testing import plant_nonfinite
+
+pytest.importorskip("lightning", reason="it is in ampkit[dev]")
+# Lightning's own, about versions of torch, logging folders and the number of workers
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:lightning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:lightning"),
+]
+
+from lightning.fabric import Fabric  # noqa: E402
+from lightning.pytorch import LightningModule, Trainer  # noqa: E402
+from lightning.pytorch.plugins import MixedPrecision as LightningPrecision  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
+
+from ampkit.integrations import fabric as for_fabric  # noqa: E402
+from ampkit.integrations.lightning import MixedPrecision, ScaleMonitor  # noqa: E402
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "foreach": lambda params: torch.optim.SGD(params, lr=0.1, foreach=True),
+    "fused": lambda params: torch.optim.SGD(params, lr=0.1, fused=True),
+    "ampkit": lambda params: ampkit.optim.SGD(params, lr=0.1),
+}
+
+
+class Module(LightningModule):
+    """Notes what its hooks see."""
+
+    def __init__(self, which: str = "foreach", *, manual: bool = False, skip: int | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
+        self.which = which
+        self.automatic_optimization = not manual
+        self.skip = skip
+        self.norms: list[float] = []
+        self.dtypes: set[torch.dtype] = set()
+        self.losses: list[float] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor | None:
+        if batch_idx == self.skip:
+            return None
+        out = self.layers(batch)
+        self.dtypes.add(out.dtype)
+        loss = out.float().square().mean()
+        self.losses.append(loss.item())
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, 0.1, "norm")
+            optimizer.step()
+        return loss
+
+    def validation_step(self, batch: torch.Tensor) -> None:
+        self.dtypes.add(self.layers(batch).dtype)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        grads = [param.grad.norm() for param in self.parameters() if param.grad is not None]
+        self.norms.append(float(torch.stack(grads).norm()) if grads else 0.0)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return OPTIMIZERS[self.which](self.parameters())
+
+
+def batches() -> DataLoader[Any]:
+    inputs = torch.randn(32, 6, generator=torch.Generator().manual_seed(1))
+    return DataLoader(inputs, batch_size=4)     # pyright: ignore[reportArgumentType]
+
+
+def fit(module: Module, plugin: Any, folder: Path, *, resume: str | None = None, **settings: Any) -> Trainer:
+    settings = {"max_steps": 4, "logger": False, "enable_checkpointing": False, "gradient_clip_val": 0.1, **settings}
+    if not module.automatic_optimization:
+        del settings["gradient_clip_val"]
+    trainer = Trainer(
+        accelerator="cpu", devices=1, default_root_dir=folder, enable_progress_bar=False, enable_model_summary=False,
+        plugins=[] if plugin is None else [plugin], **settings,
+    )
+    trainer.fit(module, batches(), ckpt_path=resume, weights_only=False)
+    return trainer
+
+
+def sixteen(scale: float = 256.0, **settings: Any) -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=scale), **settings)
+
+
+def weights(module: Module) -> list[torch.Tensor]:
+    return [param.detach().clone() for param in module.parameters()]
+
+
+@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize("which", OPTIMIZERS)
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+def test_every_optimizer_clips(tmp_path: Path, which: str, precision: str, manual: bool) -> None:
+    """Hooks see unscaled gradients, and weights end where float32 training with clipping ends."""
+    true = Module(which, manual=manual)
+    fit(true, None, tmp_path)
+    ours = Module(which, manual=manual)
+    fit(ours, sixteen() if precision == "16-mixed" else MixedPrecision("bf16-mixed", "cpu"), tmp_path)
+    assert ours.dtypes == {torch.float16 if precision == "16-mixed" else torch.bfloat16}
+    if (manual, which, precision) != (True, "ampkit", "16-mixed"):      # there hooks run before the multiplication
+        assert ours.norms == pytest.approx(true.norms, rel=0.05)
+    for mine, theirs in zip(weights(ours), weights(true), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0.0, atol=2e-3)
+
+
+def test_torchs_policy_trains_as_lightning_to_the_bit(tmp_path: Path) -> None:
+    """In bfloat16 and in float16."""
+    for precision in ("bf16-mixed", "16-mixed"):
+        plain, ours = Module(), Module()
+        theirs = torch.amp.GradScaler("cpu", init_scale=256.0) if precision == "16-mixed" else None
+        mine = GradScaler("cpu", init_scale=256.0) if precision == "16-mixed" else None
+        fit(plain, LightningPrecision(precision, "cpu", theirs), tmp_path)
+        fit(ours, MixedPrecision(precision, "cpu", mine, policy=Policy.torch("cpu")), tmp_path)
+        assert ours.losses == plain.losses
+        assert all(map(torch.equal, weights(ours), weights(plain)))
+
+
+@pytest.mark.parametrize("which", OPTIMIZERS)
+def test_an_overflow_is_skipped_logged_and_named(
+    tmp_path: Path, which: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the callback, from what the scaler counted."""
+    module = Module(which)
+    plant_nonfinite(module.layers[2].weight, 2)
+    with caplog.at_level("INFO"):
+        trainer = fit(module, sixteen(), tmp_path, callbacks=[ScaleMonitor()], log_every_n_steps=1)
+    assert {name: float(value) for name, value in trainer.callback_metrics.items()} == {
+        "loss_scale": 128.0, "skipped_steps": 1.0
+    }
+    assert "layers.2.weight" in caplog.text
+
+
+def test_the_monitor_keeps_to_the_logging_interval_and_lets_bfloat16_be(tmp_path: Path) -> None:
+    """It reads the device only then."""
+    module, plugin = Module(), sixteen()
+    asked = []
+    stats = plugin.scaler.stats
+    plugin.scaler.stats = lambda: asked.append(1) or stats()        # pyright: ignore[reportAttributeAccessIssue]
+    fit(module, plugin, tmp_path, callbacks=[ScaleMonitor()], log_every_n_steps=2)
+    assert len(asked) == 2
+    trainer = fit(Module(), MixedPrecision("bf16-mixed", "cpu"), tmp_path, callbacks=[ScaleMonitor()])
+    assert "loss_scale" not in trainer.callback_metrics
+
+
+def test_accumulation_and_batches_without_a_loss(tmp_path: Path) -> None:
+    """Two batches per step; a `training_step` that returns None leaves the scaler alone."""
+    module = Module(skip=0)
+    plugin = sixteen()
+    fit(module, plugin, tmp_path, accumulate_grad_batches=2, max_steps=-1, max_epochs=1)
+    assert plugin.scaler.stats().updates == 4
+    module, plugin = Module(skip=1), sixteen()
+    fit(module, plugin, tmp_path, max_steps=-1, max_epochs=1)
+    assert plugin.scaler.stats().updates == 7
+
+
+def test_values_are_clipped_too(tmp_path: Path) -> None:
+    """`gradient_clip_algorithm="value"`."""
+    module = Module("ampkit")
+    seen: list[float] = []
+    plugin = sixteen()
+    clip = plugin.scaler.clip_grad_value_
+
+    def noted(optimizer: torch.optim.Optimizer, value: float) -> None:
+        clip(optimizer, value)
+        seen.append(max(float(param.grad.abs().max()) for param in module.parameters() if param.grad is not None))
+
+    plugin.scaler.clip_grad_value_ = noted      # pyright: ignore[reportAttributeAccessIssue]
+    fit(module, plugin, tmp_path, gradient_clip_algorithm="value", gradient_clip_val=0.01)
+    assert seen == pytest.approx([0.01] * 4)
+
+
+@pytest.mark.parametrize("ours_saves", [True, False])
+def test_checkpoints_resume_both_ways(tmp_path: Path, ours_saves: bool) -> None:
+    """A plugin's state is saved under its class's name, which is Lightning's."""
+
+    def plugin(ours: bool, scale: float) -> Any:
+        theirs = torch.amp.GradScaler("cpu", init_scale=scale)
+        return sixteen(scale) if ours else LightningPrecision("16-mixed", "cpu", theirs)
+
+    module = Module()
+    plant_nonfinite(module.layers[2].weight, 2)
+    trainer = fit(module, plugin(ours_saves, 256.0), tmp_path)
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    resumed = plugin(not ours_saves, 2.0)
+    fit(Module(), resumed, tmp_path, resume=str(tmp_path / "run.ckpt"), max_steps=5)
+    assert resumed.scaler.get_scale() == 128.0
+
+
+def test_a_cache_keeps_casts_between_batches(tmp_path: Path) -> None:
+    """Until the optimizer's step; the plugin hands it to every region."""
+    cache = WeightCache()
+    fit(Module(), sixteen(cache=cache), tmp_path, accumulate_grad_batches=2, max_steps=2)
+    assert (cache.info().hits, cache.info().misses) == (8, 8)
+
+
+def test_lbfgs_stays_refused(tmp_path: Path) -> None:
+    """By Lightning, in float16."""
+    module = Module()
+    module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())    # type: ignore[method-assign]
+    with pytest.raises(Exception, match="AMP and the LBFGS optimizer are not compatible"):
+        fit(module, sixteen(), tmp_path)
+
+
+@pytest.mark.parametrize("cls", [MixedPrecision, for_fabric.MixedPrecision])
+def test_scalers_of_torch_are_refused(cls: Any) -> None:
+    """They have none of the methods that the plugins call."""
+    with pytest.raises(TypeError, match=r"torch\.amp\.grad_scaler\.GradScaler; expected an ampkit.GradScaler"):
+        cls("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    with pytest.raises(Exception, match="does not use a scaler"):
+        cls("bf16-mixed", "cpu", GradScaler("cpu"))
+
+
+@pytest.mark.parametrize("which", OPTIMIZERS)
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+def test_fabric_clips_steps_and_resumes(tmp_path: Path, which: str, precision: Any) -> None:
+    """The norm is that of unscaled gradients; the plugin's state goes into the checkpoint."""
+    scaler = GradScaler("cpu", init_scale=256.0) if precision == "16-mixed" else None
+    plugin = for_fabric.MixedPrecision(precision, "cpu", scaler)
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    layers = Module().layers
+    seen: list[bool] = []
+    layers[0].register_forward_hook(lambda *_: seen.append(is_autocast_enabled("cpu")))
+    plain = Module().layers
+    model, optimizer = fabric.setup(layers, OPTIMIZERS[which](layers.parameters()))
+    for step, batch in enumerate(batches()):
+        optimizer.zero_grad()
+        fabric.backward(model(batch).square().mean())
+        if step == 0:
+            plain(batch).square().mean().backward()
+            true = torch.nn.utils.get_total_norm([param.grad for param in plain.parameters()])
+        if step == 2:
+            layers[0].weight.grad[0, 0] = torch.inf
+        norm = fabric.clip_gradients(model, optimizer, max_norm=0.1, error_if_nonfinite=False)
+        if step == 0:
+            torch.testing.assert_close(norm, true, rtol=0.05, atol=0.0)
+        if precision == "16-mixed" or step != 2:
+            optimizer.step()
+    assert all(seen)
+    assert all(bool(param.isfinite().all()) for param in layers.parameters())
+    fabric.save(tmp_path / "run.ckpt", {"model": model, "precision": plugin})
+    again = for_fabric.MixedPrecision(precision, "cpu")
+    fabric.load(tmp_path / "run.ckpt", {"model": model, "precision": again}, weights_only=False)
+    if scaler is not None:
+        assert again.scaler is not None
+        assert again.scaler.get_scale() == scaler.get_scale() == 128.0

@@ -1,0 +1,137 @@
+"""`ampkit.integrations.transformers` with the real Trainer: gradients are clipped as they are, scaled ones never."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ampkit import GradScaler, Policy
+from ampkit.testing import plant_nonfinite
+
+pytest.importorskip("transformers", reason="it is in ampkit[dev]")
+pytest.importorskip("accelerate", reason="it is in ampkit[dev]")
+
+from transformers import Trainer, TrainingArguments
+
+from ampkit.integrations.transformers import use_ampkit
+
+
+class Network(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 1))
+        self.dtypes: set[torch.dtype] = set()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        out = self.layers(x)
+        self.dtypes.add(out.dtype)
+        return {"loss": (out - labels).float().square().mean(), "logits": out}
+
+
+def trainer(folder: Path, model: Network | None = None, **settings: Any) -> Trainer:
+    draw = torch.Generator().manual_seed(1)
+    rows = [{"x": torch.randn(8, generator=draw), "labels": torch.ones(1)} for _ in range(64)]
+    settings = {"max_steps": 4, "save_strategy": "no", **settings}
+    args = TrainingArguments(
+        str(folder), use_cpu=True, per_device_train_batch_size=8, logging_steps=1, report_to=[], disable_tqdm=True,
+        **settings,
+    )
+    return Trainer(model or Network(), args, train_dataset=rows)
+
+
+def logged(trained: Trainer, name: str) -> list[float]:
+    return [row[name] for row in trained.state.log_history if name in row]
+
+
+def small_scale() -> GradScaler:
+    return GradScaler("cpu", init_scale=256.0)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@pytest.mark.parametrize("optimizer", ["adamw_torch", "adamw_torch_fused"])
+def test_norms_are_those_of_float32_training(
+    tmp_path: Path, precision: str, dtype: torch.dtype, optimizer: str
+) -> None:
+    """`grad_norm` and the losses, whatever the precision: nothing is clipped while it is scaled."""
+    plain = trainer(tmp_path, optim=optimizer)
+    plain.train()
+    model = Network()
+    ours = trainer(tmp_path, model, optim=optimizer, **{precision: True})
+    use_ampkit(ours, scaler=small_scale() if precision == "fp16" else None)
+    ours.train()
+    assert model.dtypes == {dtype}
+    assert logged(ours, "grad_norm") == pytest.approx(logged(plain, "grad_norm"), rel=2e-2)
+    assert logged(ours, "loss") == pytest.approx(logged(plain, "loss"), rel=2e-2)
+
+
+def test_bfloat16_with_torchs_policy_is_the_trainers_own_to_the_bit(tmp_path: Path) -> None:
+    """Losses and norms."""
+    plain, ours = trainer(tmp_path, bf16=True), trainer(tmp_path, bf16=True)
+    use_ampkit(ours, policy=Policy.torch("cpu"))
+    plain.train()
+    ours.train()
+    assert logged(ours, "loss") == logged(plain, "loss")
+    assert logged(ours, "grad_norm") == logged(plain, "grad_norm")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_torch", "adamw_torch_fused"])
+def test_a_skipped_step_is_logged_and_not_scheduled(tmp_path: Path, optimizer: str) -> None:
+    """The scale falls, the learning rate waits, the run goes on."""
+    model = Network()
+    ours = use_ampkit(trainer(tmp_path, model, fp16=True, optim=optimizer), scaler=small_scale())
+    plant_nonfinite(model.layers[0].weight, 2)
+    ours.train()
+    assert logged(ours, "loss_scale") == [256.0, 128.0, 128.0, 128.0]
+    assert logged(ours, "skipped_steps") == [0, 1, 1, 1]
+    rates = logged(ours, "learning_rate")
+    assert len(set(rates)) == 3
+    assert rates[1] == rates[2]
+
+
+def test_checkpoints_bring_the_scale_back(tmp_path: Path) -> None:
+    """The Trainer saves and loads it."""
+    model = Network()
+    ours = use_ampkit(trainer(tmp_path, model, fp16=True, save_strategy="steps", save_steps=2), scaler=small_scale())
+    plant_nonfinite(model.layers[0].weight, 1)
+    ours.train()
+    resumed = use_ampkit(trainer(tmp_path, fp16=True, max_steps=5))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.accelerator.scaler.get_scale() == 128.0
+    assert resumed.accelerator.scaler.stats().skips == 1
+
+
+def test_accumulation_unscales_once(tmp_path: Path) -> None:
+    """Two batches of eight are one of sixteen."""
+    ours = use_ampkit(
+        trainer(tmp_path, fp16=True, gradient_accumulation_steps=2, max_steps=2), scaler=small_scale()
+    )
+    ours.train()
+    plain = trainer(tmp_path, gradient_accumulation_steps=2, max_steps=2)
+    plain.train()
+    assert logged(ours, "grad_norm") == pytest.approx(logged(plain, "grad_norm"), rel=2e-2)
+    assert ours.accelerator.scaler.stats().updates == 2
+
+
+@pytest.mark.parametrize("settings", [{}, {"bf16": True}])
+def test_a_scaler_without_fp16_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """However it got there: the Trainer would clip scaled gradients."""
+    handed = trainer(tmp_path, **settings)
+    with pytest.raises(ValueError, match=r"a scaler, but fp16=False: .* Pass TrainingArguments\(fp16=True\)"):
+        use_ampkit(handed, scaler=small_scale())
+    handed.accelerator.scaler = small_scale()
+    with pytest.raises(ValueError, match="a scaler, but fp16=False"):
+        use_ampkit(handed)
+
+
+def test_other_refusals(tmp_path: Path) -> None:
+    """Each says what to do."""
+    with pytest.raises(ValueError, match=r"bf16=False and fp16=False; expected TrainingArguments\(bf16=True\)"):
+        use_ampkit(trainer(tmp_path))
+    with pytest.raises(TypeError, match=r"takes a transformers.Trainer; got Network"):
+        use_ampkit(Network())  # pyright: ignore[reportArgumentType]
+    trained = trainer(tmp_path, bf16=True, max_steps=1)
+    trained.train()
+    with pytest.raises(RuntimeError, match="has prepared models or optimizers"):
+        use_ampkit(trained)

@@ -1,0 +1,242 @@
+"""Kernels written for one operator: they do what the general kernel does, to the bit, and say what they do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ampkit import Policy, Rule, WeightCache, autocast
+from ampkit.policy.op_table import resolve
+from ampkit.policy.operator_kernels import source
+from ampkit.region import specialised
+from ampkit.region.region_cache import RegionCache
+from ampkit.region.thread_state import thread
+from ampkit.torch_internals import dispatcher
+from ampkit.torch_internals.bindings import NAMES, binding
+from ampkit.torch_internals.kernels import GENERAL, install
+from tests.helpers.op_samples import difference, op_db_calls, region, run_with_gradients
+from tests.helpers.regions import BF16, FP16, FP32
+
+POLICIES = (Policy.torch("cpu"), Policy.default("cpu"))
+
+
+@pytest.fixture
+def general(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every operator takes the general kernel, in regions with caches that are new."""
+    with monkeypatch.context() as patch:
+        patch.setattr(specialised, "SPECIALISE", False)
+        patch.setattr(thread, "cache", RegionCache())
+        yield
+
+
+class _Asked:
+    """Stands where an open region's mode stands and takes down with what an operator is called."""
+
+    def __init__(self) -> None:
+        self.open = True
+        self.excluded_keys, self.redispatch_keys = dispatcher.keysets(())
+        self.calls: list[Any] = []
+        self.kernels = GENERAL
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        self.calls.append((op, args, kwargs))
+        raise LookupError
+
+
+def _required(op: Any) -> list[Any]:
+    plain = {"int": 1, "float": 1.0, "number": 1, "bool": False, "List[int]": [1], "Tensor": torch.ones(2, 2)}
+    plain |= {"List[Tensor]": [torch.ones(2, 2)]}
+    return [
+        plain.get(str(argument.type)) for argument in op._schema.arguments
+        if not argument.kwarg_only and not argument.has_default_value()
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_binding_calls_its_operator_with_the_same_arguments(name: str) -> None:
+    """What is left out has the schema's default there too."""
+    op = resolve(name)
+    install((op,))
+    args, asked = _required(op), _Asked()
+    dispatcher.put_in_tls(dispatcher.TLS_NAME, asked)
+    dispatcher.set_included(dispatcher.KEY, True)
+    try:
+        for call in (op._op, binding(op)):
+            with pytest.raises(LookupError):
+                call(*args)
+    finally:
+        dispatcher.set_included(dispatcher.KEY, False)
+        asked.open = False
+    assert binding(op) is not op._op
+    one, other = asked.calls
+    assert one[0] is other[0] is op
+    assert str(one[1:]) == str(other[1:])
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.base)
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.filterwarnings("ignore")       # torch warns once in a process
+def test_every_sample_comes_out_the_same_in_both_ways(
+    policy: Policy, dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    calls = [call for call in op_db_calls(dtype, 2) if "empty" not in call.name]
+    want = [run_with_gradients(call, region(policy, BF16)) for call in calls]
+    request.getfixturevalue("general")
+    wrong = [
+        f"{call.name}: {found}" for call, expected in zip(calls, want, strict=True)
+        if (found := difference(expected, run_with_gradients(call, region(policy, BF16))))
+    ]
+    assert len(calls) > 900
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_general_way_can_be_forced(general: None) -> None:
+    with autocast("cpu"):
+        mode: Any = dispatcher.current()
+        assert mode.kernels is GENERAL
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is BF16
+
+
+class Mine(torch.Tensor):
+    pass
+
+
+def _calls(x: torch.Tensor, w: nn.Parameter, mixed: torch.dtype) -> list[Any]:
+    mine = x.as_subclass(Mine)
+    return [
+        torch.mm(mine, w), torch.addmm(x, x, w, beta=2), torch.mm(x.double(), x.double()), torch.matmul(x, x[0]),
+        torch.exp(mine), torch.pow(x, 2), torch.cat([x, mine]), torch.cat([x, x.bfloat16()]), torch.stack((x, w)),
+        torch.softmax(x.bfloat16(), -1), torch.softmax(x, -1, dtype=torch.float64), torch.softmax(x.double(), -1),
+        torch.sum(x.bfloat16()), torch.sum(x.bfloat16(), 1, dtype=torch.bfloat16), torch.cumsum(x.bfloat16(), 0),
+        torch.lerp(x, x.to(mixed), torch.ones(4, 4)), torch.dot(x[0], x.to(mixed)[1]),
+        nn.functional.linear(x, w), nn.functional.linear(x, w, w[0]), nn.functional.layer_norm(x, (4,), bias=w[0]),
+        nn.functional.cross_entropy(x.bfloat16(), torch.tensor([0, 1, 2, 3]), reduction="sum"),
+        nn.functional.scaled_dot_product_attention(x[None], x[None], x[None], scale=0.5),
+        nn.functional.conv2d(x[None, None], w[None, None], padding=1),
+        torch.linalg.vector_norm(x.bfloat16()), torch.rsqrt(x.half().abs() + 1),
+    ]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.base)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("cache", [None, WeightCache()], ids=["default cache", "weight cache"])
+def test_arguments_of_every_kind(
+    policy: Policy, dtype: torch.dtype, cache: WeightCache | None, request: pytest.FixtureRequest
+) -> None:
+    def results() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        x, w = torch.randn(4, 4, requires_grad=True), nn.Parameter(torch.randn(4, 4))
+        with autocast("cpu", dtype, policy=policy, cache=cache):
+            found = _calls(x, w, BF16 if policy.base == "default" else FP32)      # torch's list has no rule for these
+        sum(out.float().sum() for out in found).backward()
+        return [*found, x.grad, w.grad]
+
+    own = results()
+    request.getfixturevalue("general")
+    if cache is not None:
+        cache.modes.clear()
+    for one, other in zip(own, results(), strict=True):
+        assert type(one) is type(other)
+        assert one.dtype is other.dtype
+        assert torch.equal(one.detach(), other.detach())
+
+
+def test_an_operator_of_another_policy_goes_on_below() -> None:
+    """Both policies have kernels in this process; the one without a rule leaves the operator as torch.amp does."""
+    x = torch.randn(4, 4, dtype=BF16, requires_grad=True)
+    with autocast("cpu"):
+        assert torch.softmax(x, -1).dtype is FP32
+        assert torch.logsumexp(x, -1).dtype is FP32
+    with autocast("cpu", policy=Policy.torch("cpu")):
+        assert torch.softmax(x, -1).dtype is BF16
+        assert torch.logsumexp(x, -1).dtype is BF16
+        assert torch.einsum("ij,jk", x.float(), x.float()).dtype is BF16      # a composite: its parts meet the region
+        assert torch.pow(x, 2).grad_fn is not None
+        assert torch.rsub(x, 1).dtype is BF16
+
+
+def test_a_disabled_region_of_torch_inside_is_seen() -> None:
+    x, w = torch.ones(2, 2), nn.Parameter(torch.ones(2, 2))
+    with autocast("cpu"):
+        assert torch.mm(x, w).dtype is BF16
+        with torch.autocast("cpu", enabled=False):
+            assert torch.mm(x, w).dtype is FP32
+        with torch.autocast("cpu", FP16):
+            assert torch.mm(x, w).dtype is FP16
+        assert torch.mm(x, w).dtype is BF16
+
+
+def test_ctrl_c_after_any_call_of_a_kernel_leaves_the_keys_as_they_were() -> None:
+    """Python runs a signal's handler as a C function returns: here at every one of them."""
+    x, w = torch.ones(2, 2, requires_grad=True), nn.Parameter(torch.ones(2, 2))
+    keys = dispatcher.KEY, dispatcher.autocast_key("cpu")
+
+    def interrupted(n: int) -> bool:
+        seen = 0
+
+        def profile(frame: Any, event: str, arg: Any) -> None:
+            nonlocal seen
+            if event == "c_return" and frame.f_code.co_filename.startswith("<ampkit"):
+                seen += 1
+                if seen == n:
+                    raise KeyboardInterrupt
+
+        sys.setprofile(profile)
+        try:
+            torch.mm(x, w)
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.setprofile(None)
+        return False
+
+    with autocast("cpu"):
+        torch.mm(x, w)
+        n = 1
+        while interrupted(n):
+            assert not any(map(dispatcher.is_excluded, keys)), f"at call {n} of the kernel"
+            n += 1
+        assert n > 8
+        assert torch.mm(x, w).dtype is BF16
+
+
+def test_source_says_what_a_kernel_does() -> None:
+    policy = Policy.default("cpu").with_rules({"aten::gelu": Rule.FLOAT32})
+    text = policy.source("aten::linear")
+    assert text.startswith("def linear(_keys, input, weight, bias=None):")
+    assert "_dtype_of(_DEVICE)" in text
+    assert "return _operator(input, weight, bias)" in text
+    assert "gelu = " not in policy.source("gelu")
+    assert "_float32" in policy.source("gelu")
+
+
+@pytest.mark.parametrize(
+    ("op", "why"),
+    [
+        ("aten::relu", "'aten::relu' has no kernel of its own, a region never sees it: KEEP, no list names it"),
+        ("aten::lstm.input", "the kernel for every operator serves it: LOWER"),
+        ("aten::norm.Scalar", "the kernel for every operator serves it: FLOAT32_DTYPE_ARG"),
+    ],
+)
+def test_an_operator_without_a_kernel_of_its_own_says_why(op: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Policy.default("cpu").source(op)
+
+
+def test_what_has_a_kernel_of_its_own() -> None:
+    """All but operators with lists of tensors that are cast, and those whose `dtype` is another overload's."""
+    rules = Policy.default("cpu").rules()
+    without = {op.name() for op, rule in rules.items() if source(op, rule) is None}
+    assert len(without) < 0.1 * len(rules)
+    assert not without & {"aten::linear", "aten::softmax.int", "aten::cat", "aten::layer_norm", "aten::conv2d"}
+
+
+def test_a_traceback_shows_the_line_of_the_kernel() -> None:
+    with autocast("cpu"), pytest.raises(RuntimeError) as caught:
+        torch.mm(torch.ones(2, 3), torch.ones(2, 3))
+    assert any("return _operator(self, mat2)" in str(entry.statement) for entry in caught.traceback)
