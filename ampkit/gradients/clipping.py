@@ -96,7 +96,7 @@ def norm_and_factor(
     where `max_norm` is None. One device's plain gradients get both from one launch.
     """
     grads = gradients.by_device.get(inv_scale.device)
-    if grads is not None and type(max_norm) in (float, int) and _is_whole(gradients, across):
+    if grads is not None and isinstance(max_norm, float | int) and _is_whole(gradients, across):
         found = kernels.norm_and_clip_factor(grads, inv_scale, found_inf[inv_scale.device], norm_type, max_norm)
         if found is not None:
             return found

@@ -6,6 +6,7 @@ where users can change them. What is saved is asking of each tensor, every time,
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from operator import is_
@@ -45,7 +46,7 @@ class PlannedGroup:
     def run(self, group: dict[str, Any], names: Sequence[str] | None, options: dict[str, Any]) -> bool:
         """Step the group; False, and nothing done, where anything is not as it was planned. `names` as when planned."""
         params = group["params"]
-        if names != self._names or not same(params, self._everyone):
+        if names is None or names != self._names or not same(params, self._everyone):
             return False
         grads = [param.grad for param in params]
         types = set(map(type, grads))
@@ -90,9 +91,11 @@ class KnownState:
 class PlannedStep(ScaledStep, ABC):
     """Mixin for an optimizer whose groups are stepped by plans where one call of a kernel serves a whole group."""
 
-    state: dict[Tensor, dict[str, Any]]
+    state: Any
     _planned: dict[int, PlannedGroup]
     _known_state: KnownState
+
+    _warned = False
 
     def _forget_plans(self) -> None:
         self._planned = {}  # by number of the group
@@ -149,11 +152,23 @@ class PlannedStep(ScaledStep, ABC):
         for device, rows in by_device.items():
             here = scalars.on(device)
             triton = kernels.uses_triton(self.impl, device)
+            if not isinstance(group["lr"], Tensor) and is_capturing(device):
+                self._warn_of_frozen_lr()
             planned = self._planned_group(group, device, rows) if triton and len(by_device) == 1 else None
             if planned is not None and planned.run(group, self._names(group), self._options(group, here, device)):
                 self._planned[number] = planned
             else:
                 self._step_rows(group, device, rows, here, triton=triton)
+
+    def _warn_of_frozen_lr(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"ampkit.optim.{type(self).__name__}.step() is captured in a CUDA graph with a learning rate that is a "
+                "number: every replay will use this one, whatever a scheduler sets. Pass lr=torch.tensor(...) on the "
+                "device and change it in place.",
+                stacklevel=5,
+            )
 
     def _planned_group(self, group: dict[str, Any], device: torch.device, rows: list[Row]) -> PlannedGroup | None:
         """A plan for these rows; None where one call of a kernel does not serve all of them as they are."""
@@ -168,6 +183,11 @@ class PlannedStep(ScaledStep, ABC):
         (_, copies), = parts
         plan = self._plan(group, lists, copies)
         return None if plan is None else PlannedGroup(group, rows, states, names, copies, plan, self.impl)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched on this device now goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def same(some: Sequence[Any], others: Sequence[Any]) -> bool:

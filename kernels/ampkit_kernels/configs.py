@@ -1,7 +1,7 @@
 """How a kernel is launched: block length, warps, chunk length, programs per multiprocessor.
 
 The values were chosen from what the compiler reports for sm_80, sm_90 and sm_100 (128-bit accesses, no
-spills, four programs of eight warps resident per multiprocessor within the register file);
+spills, and from sm_90 on all programs of a grid resident at once, which the ahead-of-time check asserts);
 `benchmarks/gpu.sh` tunes them on a device and its report says what it would choose.
 """
 
@@ -9,8 +9,19 @@ from dataclasses import dataclass
 
 import torch
 
+REGISTERS, WARPS = 65536, 64  # of a multiprocessor, sm_80 to sm_100
+
 # Stands in for a GPU's multiprocessors in the interpreter: few, so that tests cross from program to program.
 INTERPRETED_MULTIPROCESSORS = 2
+
+
+def resident_programs(registers: int, num_warps: int) -> int:
+    """How many programs of a kernel a multiprocessor holds at once; registers are per thread, given out by eights.
+
+    A persistent grid of more would leave some programs waiting until others have done all of their share.
+    """
+    each = -(-registers // 8) * 8 * 32 * num_warps
+    return min(REGISTERS // each, WARPS // num_warps)
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,12 +17,16 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from ampkit_kernels.configs import resident_programs
+
 TOOLS = Path(nvidia.__file__).parent / "bin"
 # Parameter names mean the same in every kernel, so one list types them all. int64 vectors come from table sections
 # and scalars from torch, all 16-byte aligned; only some launches can rely on it, so nothing here promises it.
 TYPES = {
     "addresses": "*i64",
     "numels": "*i64",
+    "ranks": "*i64",
+    "n_full": "i32",
     "blocks": "*i64",
     "destination": "*i64",
     "n_blocks": "i32",
@@ -42,7 +46,8 @@ class Case:
     """One kernel variant, and what its machine code must look like.
 
     wide_loads, wide_stores: at least so many 128-bit global accesses (0: nothing is asked). max_registers: per thread.
-    lists_read: all of these are loaded before anything is stored, in every turn of a loop.
+    lists_read: all of these are loaded before anything is stored, in every turn of a loop. programs: of its grid that
+    a multiprocessor should hold at once, from sm_90 on (0: nothing is asked).
     """
 
     name: str
@@ -53,6 +58,7 @@ class Case:
     wide_loads: int = 0
     wide_stores: int = 0
     lists_read: int = 1
+    programs: int = 0
     types: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=lambda: {"enable_fp_fusion": False})
 
@@ -65,6 +71,7 @@ class Code:
     registers: int
     stack: int
     local: int
+    capability: int = 90
     loops: tuple[tuple[str, ...], ...] = ()
 
     def wide(self, kind: str) -> int:
@@ -104,7 +111,7 @@ def compile_case(case: Case, capability: int) -> Code:
     if found is None or not accesses:
         raise RuntimeError(f"{case.name}: cuobjdump reported no resources or no code: {report[-300:]}")
     registers, stack, local = map(int, found.groups())
-    return Code(accesses, registers, stack, local, innermost_loops(done.stdout))
+    return Code(accesses, registers, stack, local, capability, innermost_loops(done.stdout))
 
 
 def innermost_loops(sass: str) -> tuple[tuple[str, ...], ...]:
@@ -149,6 +156,11 @@ def faults(case: Case, code: Code) -> list[str]:
                 f"a load waits for a store: {n_loads} loads before the first one in a turn of a loop over "
                 f"{case.lists_read} lists: {', '.join(one_turn(loop))}"
             )
+    resident = resident_programs(code.registers, case.num_warps)
+    if code.capability >= 90 and resident < case.programs:
+        wrong.append(
+            f"{resident} programs of {code.registers} registers fit a multiprocessor, its grid has {case.programs}"
+        )
     if code.registers > case.max_registers:
         wrong.append(f"{code.registers} registers per thread, ceiling {case.max_registers}")
     return wrong

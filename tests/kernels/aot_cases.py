@@ -79,7 +79,8 @@ def unscales_into() -> Iterator[Case]:
                 "ALIGNED": aligned,
             }
             label = f"unscale_into {source}{' adding' * accumulate}{'' if aligned else ' unaligned'}"
-            kernel, config, wide = unscale_into.unscale_into_kernel, unscale_into.CONFIG, int(aligned)
+            config = unscale_into.CONFIG_ADDING if accumulate else unscale_into.CONFIG
+            kernel, wide = unscale_into.unscale_into_kernel, int(aligned)
             # Two float32 lists a word at a time keep many addresses; shorter blocks spill on sm_80 instead.
             ceiling = 80 if aligned or source != "fp32" else 128
             yield _case(label, kernel, config, constants, ceiling, wide, wide, lists_read=1 + accumulate)
@@ -175,7 +176,11 @@ def _case(
     # Coefficients have the type of the arithmetic.
     types = {"coefficients_ptr": "*fp64"} if constants.get("ACC") is tl.float64 else {}
     constants = {**constants, "BLOCK": config.block}
-    return Case(name, kernel, constants, config.num_warps, registers, loads, stores, lists_read, types, options)
+    # The scalar path for unaligned views and the largest magnitude in half precision are no reason for smaller grids.
+    usual = constants.get("ALIGNED", True) and (constants.get("ORDER") != 0 or constants["ITEMSIZE"] > 2)
+    programs = config.programs_per_multiprocessor if usual else 0
+    warps = config.num_warps
+    return Case(name, kernel, constants, warps, registers, loads, stores, lists_read, programs, types, options)
 
 
 @triton.jit

@@ -30,6 +30,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Config], 
             monkeypatch.setattr(module, "CONFIGS", dict.fromkeys((8, 4), config))
         for module in (counts, cast, unscale_into):
             monkeypatch.setattr(module, "CONFIG", config)
+        monkeypatch.setattr(unscale_into, "CONFIG_ADDING", config)
 
     use(SMALL)
     pointer_table.clear_tables()

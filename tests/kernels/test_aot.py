@@ -80,6 +80,7 @@ def test_an_unrolled_loop_is_judged_by_the_turn() -> None:
         (GOOD, {"wide_loads": 5}, "4 128-bit loads, expected at least 5"),
         (GOOD, {"wide_stores": 3}, "2 128-bit stores, expected at least 3"),
         (GOOD, {"max_registers": 59}, "60 registers per thread, ceiling 59"),
+        (GOOD, {"programs": 5}, "4 programs of 60 registers fit a multiprocessor, its grid has 5"),
         (Code(GOOD.accesses, 60, 16, 0), {}, "spills: stack 16 bytes"),
         (Code(Counter({"STL": 2}), 60, 0, 0), {}, "2 local accesses"),
         (unrolled("LLS", "LSL"), {}, "a load waits for a store: 1 loads before the first one in a turn"),

@@ -51,8 +51,10 @@ def test_entries_reach_past_two_to_the_31_elements() -> None:
 def test_chunks_shrink_for_short_lists_and_stay_powers_of_two_of_blocks() -> None:
     config = Config(block=1024, chunk=65536)
     assert tables.chunk_length(10**9, config, 528) == 65536
-    assert tables.chunk_length(25_000_000, config, 528) == 8192
+    assert tables.chunk_length(25_000_000, config, 528) == 2048
     assert tables.chunk_length(10, config, 528) == 1024
+    for total in (10**k for k in range(8, 11)):
+        assert total / tables.chunk_length(total, config, 528) >= 12 * 528
     for total in (10**k for k in range(10)):
         length = tables.chunk_length(total, config, 528)
         assert length % 1024 == 0
@@ -209,10 +211,29 @@ def test_a_written_table_holds_what_an_uploaded_one_holds(sizes: tuple[int, ...]
     written = tables._written(columns, numels, SMALL, torch.device("cpu"))
     assert torch.equal(written.addresses, uploaded.addresses)
     assert torch.equal(written.numels, uploaded.numels)
-    assert sorted(written.blocks.tolist()) == sorted(uploaded.blocks.tolist())
+    assert torch.equal(written.blocks, uploaded.blocks)
     assert (written.n_blocks, written.chunk) == (uploaded.n_blocks, uploaded.chunk)
     with pytest.raises(RuntimeError, match="cannot be refreshed"):
         written.refresh([[0]])
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_captured_and_eager_launches_have_one_order_and_the_same_bits() -> None:
+    from ampkit_kernels.triton_ops import norm
+
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(15):
+        sizes = torch.randint(1, 300, (int(torch.randint(1, 40, (), generator=generator)),), generator=generator)
+        grads = [torch.randn(int(n), generator=generator) for n in sizes]
+        columns, numels = [[t.data_ptr() for t in grads]], sizes.tolist()
+        uploaded, written = tables.table_for([grads], SMALL), tables._written(columns, numels, SMALL, grads[0].device)
+        assert torch.equal(written.blocks, uploaded.blocks)
+        partials = [torch.zeros(table.n_programs, dtype=torch.float64) for table in (uploaded, written)]
+        for table, sums in zip((uploaded, written), partials, strict=True):
+            table.launch(
+                norm.norm_kernel, torch.tensor(0.5), torch.zeros(()), sums, ORDER=2, **norm.one_list(torch.float32)
+            )
+        assert torch.equal(*partials)
 
 
 @pytest.mark.usefixtures("interpreted")

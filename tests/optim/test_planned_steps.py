@@ -429,6 +429,22 @@ def test_a_plan_serves_one_device_and_one_thread(monkeypatch: pytest.MonkeyPatch
     assert counts[0].item() == 1.0
 
 
+def test_a_learning_rate_that_a_graph_freezes_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ampkit.optim import _planned
+
+    monkeypatch.setattr(_planned, "is_capturing", lambda device: True)
+    run = Run("AdamW", True)
+    with pytest.warns(UserWarning, match=r"AdamW.step\(\) is captured .* every replay will use this one"):
+        run.step()
+    run.optimizer._forget_plans()
+    run.step()      # once: a second warning would be an error here
+    for group in run.optimizer.param_groups:
+        group["lr"] = torch.tensor(0.1)
+    tensor = AdamW([torch.nn.Parameter(torch.ones(2))], lr=torch.tensor(0.1), impl="triton")
+    tensor.param_groups[0]["params"][0].grad = torch.ones(2)
+    tensor.step()
+
+
 def test_lists_that_no_kernel_serves_whole_have_no_plan() -> None:
     lists = [[torch.zeros(4), torch.zeros(0)] for _ in range(4)]
     assert adamw_plan(*lists, [], [torch.zeros(()), torch.zeros(())], impl="triton") is None

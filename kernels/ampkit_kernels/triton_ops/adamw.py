@@ -29,14 +29,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..configs import Config
+from ..configs import Config, resident_programs
 from .chunks import chunk_extent, list_pointer, load_block, store_block
 from .coefficients import prepare
 from .entry import entry
 from .steps import Plan, Rows, rows_of
 
 CONFIGS = {
-    8: Config(block=512, chunk=32768),
+    8: Config(block=512, chunk=32768, programs_per_multiprocessor=resident_programs(72, 8)),
     4: Config(block=1024, chunk=32768),
 }  # by bytes of the arithmetic
 N_COEFFICIENTS = 8

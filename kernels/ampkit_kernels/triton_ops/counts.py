@@ -15,13 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..configs import Config
+from ..configs import Config, resident_programs
 from .chunks import chunk_bounds
 from .entry import entry
 from .launch import one_list
 from .pointer_table import table_for
 
-CONFIG = Config(block=4096)
+CONFIG = Config(block=4096, programs_per_multiprocessor=resident_programs(112, 8))
 
 
 @triton.jit

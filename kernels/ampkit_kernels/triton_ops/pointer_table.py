@@ -35,15 +35,17 @@ from .launch import on_device
 MAX_CACHED_BYTES = 64 << 20
 OVERHEAD = 16 << 10
 CHUNK_SHIFT = 32
+CHUNKS_PER_PROGRAM = 12
 
 
 def chunk_length(total: int, config: Config, n_programs: int) -> int:
-    """Elements per chunk: as long as the config allows while every program still gets about four chunks.
+    """Elements per chunk: as long as the config allows while every program still gets about twelve chunks.
 
-    The result is `config.block` times a power of two, so that few lengths occur.
+    The last chunk of one may then begin when another has ended, which costs a twelfth of the time at most. The result
+    is `config.block` times a power of two, so that few lengths occur.
     """
     chunk = config.chunk
-    while chunk > config.block and total < 4 * chunk * n_programs and chunk % (2 * config.block) == 0:
+    while chunk > config.block and total < CHUNKS_PER_PROGRAM * chunk * n_programs and chunk % (2 * config.block) == 0:
         chunk //= 2
     return chunk
 
@@ -63,6 +65,15 @@ def block_map(numels: Sequence[int], chunk: int) -> np.ndarray:
     sizes = np.minimum(lengths[tensor] - index * chunk, chunk)
     order = np.argsort(-sizes, kind="stable")
     return (index[order] << CHUNK_SHIFT) | tensor[order]
+
+
+def tail_ranks(numels: Sequence[int], chunk: int) -> list[int]:
+    """Where `block_map` has each tensor's last chunk among those shorter than `chunk`, longest first."""
+    ranks = [0] * len(numels)
+    shorter = [i for i, numel in enumerate(numels) if numel % chunk]
+    for rank, i in enumerate(sorted(shorter, key=lambda i: -(numels[i] % chunk))):
+        ranks[i] = rank
+    return ranks
 
 
 @dataclass
@@ -273,7 +284,7 @@ def _load_writer(device: torch.device) -> None:
     """Compile and load the writing kernels before a capture needs them: loading code is not allowed during one."""
     numels = torch.zeros(1, dtype=torch.int64, device=device)
     table_writer.write([1], numels)
-    table_writer.expand(numels, 1, torch.empty(1, dtype=torch.int64, device=device))
+    table_writer.expand(numels, numels, 1, 1, torch.empty(2, dtype=torch.int64, device=device))
 
 
 def _padded(n: int) -> int:
@@ -320,13 +331,15 @@ def _written(columns: list[list[int]], numels: list[int], config: Config, device
     chunk, full = _cut(numels, config, device)
     n, n_addresses = len(numels), len(columns) * len(numels)
     n_blocks = sum(-(-numel // chunk) for numel in numels)
-    memory = torch.empty(_padded(n_addresses) + _padded(n) + n_blocks, dtype=torch.int64, device=device)
+    ranks = tail_ranks(numels, chunk)
+    memory = torch.empty(_padded(n_addresses) + 2 * _padded(n) + n_blocks, dtype=torch.int64, device=device)
     addresses = memory[:n_addresses]
-    lengths = memory[_padded(n_addresses) :][:n]
-    blocks = memory[_padded(n_addresses) + _padded(n) :]
+    lengths, ranked = (memory[_padded(n_addresses) + i * _padded(n) :][:n] for i in range(2))
+    blocks = memory[_padded(n_addresses) + 2 * _padded(n) :]
     table_writer.write([address for column in columns for address in column], addresses)
     table_writer.write(numels, lengths)
-    table_writer.expand(lengths, chunk, blocks)
+    table_writer.write(ranks, ranked)
+    table_writer.expand(lengths, ranked, chunk, sum(numel // chunk for numel in numels), blocks)
     return Table(
         device=device,
         addresses=addresses,

@@ -1,12 +1,13 @@
 """Device tables written by kernels: the form that a CUDA graph can hold.
 
-Contract. `write(values, destination)` stores Python integers into an int64 device vector. `expand(numels,
-chunk, blocks)` fills the block map from the lengths on the device. Nothing is copied from host memory: the
+Contract. `write(values, destination)` stores Python integers into an int64 device vector. `expand`
+fills the block map from the lengths on the device. Nothing is copied from host memory: the
 values travel as kernel arguments, which a graph keeps with its nodes, so a replay does not depend on any
 host buffer still being there. Neither synchronises. A list of n values takes n / 32 launches, at capture
 and at every replay; an eager call uploads instead (`pointer_table`).
 
-The block map written here is in tensor order (no sorting): it holds the same entries.
+The block map written here is the one that an eager call uploads, entry by entry: its order decides which numbers a
+program adds up, and so the last bits of a norm.
 """
 
 from collections.abc import Sequence
@@ -42,23 +43,26 @@ def _write_kernel(
 
 
 @entry
-def _expand_kernel(numels, blocks, chunk, BLOCK: tl.constexpr):
-    # One program per tensor: its entries start after those of all tensors before it.
+def _expand_kernel(numels, ranks, blocks, chunk, n_full, BLOCK: tl.constexpr):
+    # One program per tensor: its full chunks follow those of all tensors before it, its tail has a rank among tails.
     tensor = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     first = tl.zeros((BLOCK,), dtype=tl.int64)
     start = 0
     while start < tensor:
         before = tl.load(numels + start + lanes, mask=start + lanes < tensor, other=0)
-        first += (before + chunk - 1) // chunk
+        first += before // chunk
         start += BLOCK
     base = tl.sum(first, axis=0)
-    count = (tl.load(numels + tensor) + chunk - 1) // chunk
+    numel = tl.load(numels + tensor)
+    count = numel // chunk
     start = 0
     while start < count:
         index = (start + lanes).to(tl.int64)
         tl.store(blocks + base + index, (index << 32) | tensor, mask=index < count)
         start += BLOCK
+    if numel > count * chunk:
+        tl.store(blocks + n_full + tl.load(ranks + tensor), (count << 32) | tensor)
 
 
 def write(values: Sequence[int], destination: Tensor) -> None:
@@ -71,9 +75,12 @@ def write(values: Sequence[int], destination: Tensor) -> None:
             _write_kernel[(1,)](destination, start, n, *part, num_warps=1, enable_fp_fusion=False)
 
 
-def expand(numels: Tensor, chunk: int, blocks: Tensor) -> None:
-    """Fill the block map for these lengths: `chunk_index << 32 | tensor_index` per chunk, in tensor order."""
+def expand(numels: Tensor, ranks: Tensor, chunk: int, n_full: int, blocks: Tensor) -> None:
+    """Fill the block map for these lengths: `chunk_index << 32 | tensor_index` per chunk.
+
+    First the `n_full` chunks that are as long as `chunk`, in tensor order, then each tensor's shorter one at its rank.
+    """
     with on_device(numels.device):
         _expand_kernel[(numels.numel(),)](
-            numels, blocks, chunk, BLOCK=_EXPAND_BLOCK, num_warps=4, enable_fp_fusion=False
+            numels, ranks, blocks, chunk, n_full, BLOCK=_EXPAND_BLOCK, num_warps=4, enable_fp_fusion=False
         )

@@ -19,13 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..configs import Config
+from ..configs import Config, resident_programs
 from .chunks import chunk_extent, list_pointer, load_block, store_block
 from .entry import entry
 from .launch import TRITON_DTYPES, accumulator, groups
 from .pointer_table import table_for
 
 CONFIG = Config(block=4096)
+CONFIG_ADDING = Config(block=4096, programs_per_multiprocessor=resident_programs(80, 8))
 
 
 @triton.jit
@@ -83,7 +84,7 @@ def unscale_into_(
     """Launch `unscale_into_kernel` once per pair of dtypes; see the module's docstring."""
     for parts, _, aligned in groups(sources, destinations):
         source, destination = (part[0].dtype for part in parts)
-        table = table_for(parts, config or CONFIG)
+        table = table_for(parts, config or (CONFIG_ADDING if accumulate else CONFIG))
         table.launch(
             unscale_into_kernel, table.n_tensors, inv_scale, found_inf, SOURCE=TRITON_DTYPES[source],
             DESTINATION=TRITON_DTYPES[destination], ACC=accumulator(torch.promote_types(source, destination)),
