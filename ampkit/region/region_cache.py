@@ -17,6 +17,7 @@ from torch.nn import Parameter
 
 from ampkit.policy.casting import cast_to, converter
 from ampkit.region.optimizer_steps import capturing, seen, watch_for
+from ampkit.torch_internals.operator_tracing import only_observed
 from ampkit.torch_internals.tensors import functorch_level, n_dispatch_modes, tracing_state
 
 __all__ = ["Ref", "RegionCache", "may_use", "recorded", "removing"]
@@ -144,7 +145,7 @@ def may_use(on_cuda: bool, in_capture: bool = False) -> bool:
     """Whether kept casts may be used here: not where something records, and only in the CUDA graph they belong to."""
     return (
         _cache_enabled()        # by a `torch.autocast` region inside ours
-        and n_dispatch_modes() == 0
+        and (n_dispatch_modes() == 0 or only_observed())
         and tracing_state() is None
         and functorch_level() is None
         and (not on_cuda or capturing() == in_capture)

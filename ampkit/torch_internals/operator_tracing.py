@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 __all__ = [
     "ObserverMode", "OpOverload", "StorageWeakRef", "current_node", "is_opaque", "next_sequence_number", "node_name",
-    "node_sequence_number", "storage_key", "without_dispatch",
+    "node_sequence_number", "only_observed", "storage_key", "without_dispatch",
 ]
 
 without_dispatch = torch._C._DisableTorchDispatch
@@ -35,6 +35,11 @@ class ObserverMode(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         """See the operators of compiled code's own runtime too."""
         return False
+
+
+def only_observed() -> bool:
+    """Whether every dispatch mode here looks on and no more: none that traces, records or makes fake tensors."""
+    return all(isinstance(mode, ObserverMode) for mode in _get_current_dispatch_mode_stack())
 
 
 def node_name(node: Any) -> str:

@@ -16,7 +16,7 @@ from ampkit import Policy, Rule, WeightCache, autocast, float32_region, record_c
 from ampkit.region import graph, module_hooks, policy_guard, recording, stack
 from ampkit.region.snapshot import Snapshot, native_state
 from ampkit.region.thread_state import thread
-from ampkit.torch_internals import dispatcher, kernels
+from ampkit.torch_internals import dispatcher, kernels, unlisted
 from tests.helpers.regions import state
 from tests.hostile.budget import rounds
 from tests.hostile.interrupts import Interrupter, Place
@@ -126,7 +126,7 @@ def everything() -> dict[str, Any]:
     key = dispatcher.KEY
     return {
         "torch's autocast state": state(),
-        "dispatcher key": (dispatcher.is_included(key), dispatcher.is_excluded(key)),
+        "dispatcher keys": (dispatcher.is_included(key), dispatcher.is_excluded(key), unlisted.is_on()),
         "mark": (thread.mark, [torch.is_autocast_enabled(device) for device in policy_guard._DEVICES]),
         "mode": dispatcher.current(),
         "module hooks": [
@@ -161,9 +161,10 @@ def clean_up(native: Any) -> None:
     mode = dispatcher.current()
     if mode is not None:        # of a recompute, which is no entry of the stack
         dispatcher.put_in_tls(dispatcher.TLS_NAME, mode.closed_copy)
-        dispatcher.set_included(dispatcher.KEY, False)
-        dispatcher.set_excluded(dispatcher.KEY, False)
-        policy_guard.write((), anew=True)
+    dispatcher.set_included(dispatcher.KEY, False)
+    dispatcher.set_excluded(dispatcher.KEY, False)
+    unlisted.include(False)
+    policy_guard.write((), anew=True)
     for watch in list(module_hooks._watches):
         watch.remove()
     del thread.followed[:], thread.modules[:]
