@@ -88,7 +88,7 @@ class Unscaling:
         take_master_gradients(optimizer)
         gradients = collect(parameters(optimizer))
         found: Flags = {}
-        _add_flags(found, gradients, torch.zeros_like(inv_scale) if flag is None else flag)
+        _add_flags(found, gradients, inv_scale, flag)
         with torch.set_grad_enabled(False):
             for device, tensors in gradients.by_device.items():
                 kernels.norm_and_check(tensors, moved(inv_scale, device), found[device])
@@ -129,7 +129,7 @@ class Unscaling:
         gradients = [self._collect(optimizer, params, self.allow_fp16, coalesce=True) for params, _ in parts]
         found = {} if ready else record.found_inf_per_device
         for part in gradients:
-            _add_flags(found, part, torch.zeros_like(inv_scale) if flag is None else flag)
+            _add_flags(found, part, inv_scale, flag)
         across = () if process_group is None else (process_group,)
         norms, factors = [], []
         for part, (_, clips) in zip(gradients, parts, strict=True):
@@ -216,8 +216,8 @@ def _check_sums(gradients: Gradients, factor: Tensor | None, found: Mapping[torc
         kernels.norm_and_check([values], by, flag)
 
 
-def _add_flags(found: Flags, gradients: Gradients, clear: Tensor) -> None:
-    """Give every device that holds gradients a clear flag, of its own: on its device `clear` itself."""
+def _add_flags(found: Flags, gradients: Gradients, scalar: Tensor, clear: Tensor | None) -> None:
+    """Give every device that holds gradients a clear flag: `clear` where there is one, else shaped like `scalar`."""
     for device in gradients.by_device:
         if device not in found:
-            found[device] = moved(clear, device)
+            found[device] = moved(torch.zeros_like(scalar) if clear is None else clear, device)
