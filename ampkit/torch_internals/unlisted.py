@@ -16,10 +16,10 @@ import torch
 from torch.library import Library
 
 from ampkit.torch_internals.dispatcher import (
+    Exclude,
     higher_order_fallthrough,
     higher_order_ops,
     is_included,
-    set_excluded,
     set_included,
 )
 from ampkit.torch_internals.lookup import missing, private, refuse
@@ -43,6 +43,7 @@ def _key() -> Any:
 
 
 _KEY = _key()
+_KEYS = None if _KEY is None else torch._C.DispatchKeySet(_KEY)
 
 
 def install(ops: Callable[[], Iterable[OpOverload]], kernel: Callable[[OpOverload], Callable[..., Any]]) -> None:
@@ -73,8 +74,5 @@ def include(on: bool) -> None:
 
 def run_past(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call an operator; neither it nor what it calls meets the fallback."""
-    try:
-        set_excluded(_KEY, True)
+    with Exclude(_KEYS):
         return op._op(*args, **kwargs)
-    finally:
-        set_excluded(_KEY, False)
