@@ -5,6 +5,10 @@ import importlib
 import os
 import sys
 
+import torch
+
+import ampkit
+
 # Name of the command -> (module with `main(argv) -> int | None`, what it does). Imported when chosen.
 COMMANDS = {
     "debug": ("ampkit.debugging.cli", "find out which operator, module and line of a script goes wrong"),
@@ -24,8 +28,16 @@ def main(argv: list[str] | None = None) -> int:
         epilog="\n".join(f"  {name:14s}{what}" for name, (_, what) in COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of those below")
-    chosen = parser.parse_args(arguments[:1]).command
+    parser.add_argument("--version", action="store_true", help="say which versions of ampkit and torch these are")
+    parser.add_argument("command", nargs="?", choices=COMMANDS, metavar="command", help="one of those below")
+    options = parser.parse_args(arguments[:1])
+    if options.version:
+        print(f"ampkit {ampkit.__version__}, torch {torch.__version__}")
+        return 0
+    if options.command is None:
+        parser.print_help()
+        return 0
+    chosen = options.command
     try:
         return importlib.import_module(COMMANDS[chosen][0]).main(arguments[1:]) or 0
     except KeyboardInterrupt:

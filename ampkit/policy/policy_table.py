@@ -2,8 +2,10 @@
 
 import argparse
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
+from ampkit.policy.operator_keys import candidates
 from ampkit.policy.policy import Policy, Rule
 
 DEVICES = ("cpu", "cuda")
@@ -56,14 +58,24 @@ def insert(document: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the table, or write it between the markers of a file."""
+    """Print the table, a list, or one operator's rules; or write the table between the markers of a file."""
     parser = argparse.ArgumentParser(
-        prog="ampkit policy-table", description="Print the default policy as a Markdown table."
+        prog="ampkit policy-table", description="Print the default policy as a Markdown table, or parts of it as text."
     )
     parser.add_argument(
         "--into", type=Path, metavar="FILE", help="write the table between the markers of this file instead"
     )
-    file = parser.parse_args(argv).into
+    parser.add_argument("--device", metavar="TYPE", help="list one device type's rules, an operator a line")
+    parser.add_argument("--op", metavar="NAME", help="only this operator's: softmax, aten::softmax.int")
+    parser.add_argument("--plain", action="store_true", help="list every operator of CPU and CUDA, without Markdown")
+    options = parser.parse_args(argv)
+    file = options.into
+    if file is None and (options.device or options.op or options.plain):
+        try:
+            print("\n".join(_lines((options.device,) if options.device else DEVICES, options.op)))
+        except ValueError as error:
+            parser.exit(2, f"ampkit policy-table: {error}\n")
+        return 0
     if file is None:
         print(render())
         return 0
@@ -72,6 +84,17 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         parser.exit(2, f"ampkit policy-table: {file}: {error}\n")
     return 0
+
+
+def _lines(devices: Sequence[str], op: str | None) -> list[str]:
+    """`device  operator  RULE` for each operator with a rule, or for one. `ValueError` if there is no such thing."""
+    found = []
+    for device in devices:
+        policy = Policy.default(device)
+        chosen = policy.rules() if op is None else candidates(op)
+        names = sorted(each.name() for each in chosen)
+        found += [f"{device:6s} {name:50s} {policy.rule_for(name).name}" for name in names]
+    return found
 
 
 def _names_by_rule(policy: Policy) -> dict[Rule, set[str]]:

@@ -75,7 +75,7 @@ def read_dict(state: Any, depth: int = 1) -> Parts:
             raise TypeError(f"{key!r} of a written policy is a list, got {short(state[key])}")
     for layer in state["rules"]:
         if not isinstance(layer, Mapping):
-            raise TypeError(f"each of the 'rules' of a written policy is a dict of operators' rules, got {short(layer)}")
+            raise TypeError(f"each of the 'rules' of a written policy is a dict, got {short(layer)}")
     modules = [_read_module_rule(item, depth) for item in state["modules"]]
     return Parts(state["base"], state["device_type"], state["rules"], modules)
 

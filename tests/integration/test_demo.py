@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import ampkit
+from ampkit import Policy
 from ampkit.__main__ import COMMANDS
 from ampkit.__main__ import main as ampkit_main
 from ampkit.demo import cli, plot, table, tasks, training
@@ -443,6 +445,25 @@ def test_commands_exist_and_are_listed(capsys: pytest.CaptureFixture[str]) -> No
     for name, (module, what) in COMMANDS.items():
         assert f"  {name:14s}{what}" in listed
         assert callable(importlib.import_module(module).main)
+
+
+def test_a_bare_command_shows_the_help_and_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ampkit_main([]) == 0
+    assert "usage: ampkit" in capsys.readouterr().out
+    assert ampkit_main(["--version"]) == 0
+    assert capsys.readouterr().out == f"ampkit {ampkit.__version__}, torch {torch.__version__}\n"
+
+
+def test_the_rules_of_one_operator_or_device_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ampkit_main(["policy-table", "--op", "softmax.int", "--device", "cuda"]) == 0
+    assert capsys.readouterr().out.split() == ["cuda", "aten::softmax.int", "FLOAT32_DTYPE_ARG"]
+    assert ampkit_main(["policy-table", "--plain"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == sum(len(Policy.default(device).rules()) for device in ("cpu", "cuda"))
+    with pytest.raises(SystemExit) as stopped:
+        ampkit_main(["policy-table", "--op", "sftmax"])
+    assert stopped.value.code == 2
+    assert "unknown operator 'sftmax'" in capsys.readouterr().err
 
 
 def test_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
