@@ -16,11 +16,13 @@ missing: list[str] = []
 
 def private(path: str) -> Any:
     """`torch.<path>`; where there is none, `refuse` in its place, and a note in `missing`."""
-    looked_up.append(path)
+    if path not in looked_up:
+        looked_up.append(path)
     try:
         return functools.reduce(getattr, path.split("."), torch)
     except AttributeError:
-        missing.append(f"torch.{path}")
+        if f"torch.{path}" not in missing:
+            missing.append(f"torch.{path}")
         return refuse
 
 

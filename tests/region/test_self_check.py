@@ -173,7 +173,8 @@ def test_where_a_name_is_missing_all_but_regions_works() -> None:
     found = dict(line.split(" | ") for line in done.stdout.splitlines())
     assert set(found) == {*lookup.looked_up, "key"}
     for path, sentence in found.items():
-        what = "dispatch key TESTING_ONLY_GenericMode" if path == "key" else f"torch.{path}"
+        keys = "dispatch key TESTING_ONLY_GenericMode, dispatch key TESTING_ONLY_GenericWrapper"
+        what = keys if path == "key" else f"torch.{path}"
         assert sentence == versions.no_regions(f"it has no {what}")
 
 
