@@ -8,6 +8,7 @@ dispatch modes.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -31,6 +32,16 @@ _NAME = "TESTING_ONLY_GenericWrapper"
 
 _libraries: list[Library] = []
 _lock = threading.RLock()
+
+
+def _forked() -> None:
+    """In a child process: the lock may be held by a thread that is not there."""
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def _key() -> Any:
