@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import Module
 
-from ampkit.policy import module_rules, operator_kernels, written
+from ampkit.policy import module_check, module_rules, operator_kernels, written
 from ampkit.policy.messages import short
 from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, Group, Rule, fold, resolve
 from ampkit.policy.operator_keys import Operator, candidates, checked_rule, key_name, overloads
@@ -153,6 +154,20 @@ class Policy:
         keys = map(module_rules.checked_key, rules)
         items = [(key, self._precision(key, value)) for key, value in zip(keys, rules.values(), strict=True)]
         return Policy(self.base, self.device_type, self.overrides, self.modules.extended(items))
+
+    def check(self, model: Module) -> module_check.ModuleCheck:
+        """Which modules each rule of `for_modules` means if `model` is the outermost module called in a region.
+
+        `str()` of it is a line for each rule; `.unused` are those that mean nothing, with the names they may have been
+        meant for. Raises `TypeError` for anything but a module.
+
+        >>> model = torch.nn.ModuleDict({"head": torch.nn.Linear(1, 1)})
+        >>> print(Policy.default("cpu").for_modules({"haed": torch.float32}).check(model))
+        'haed': torch.float32: no module; nearest: head
+        """
+        if not isinstance(model, Module):
+            raise TypeError(f"check takes a module; got {type(model).__name__}")
+        return module_check.check(self.modules, model)
 
     def _precision(self, key: module_rules.Key, value: Any) -> torch.dtype | Policy:
         """What a rule of `for_modules` says; `ValueError` naming the key if a module cannot follow it."""
