@@ -14,7 +14,7 @@ from ampkit.region.autocast import (
 )
 from ampkit.region.checkpointing import checkpoint, checkpoint_context_fn
 from ampkit.region.custom_function import custom_bwd, custom_fwd
-from ampkit.region.forward_wrapper import wrap_forward
+from ampkit.region.forward_wrapper import unwrap_forward, wrap_forward
 from ampkit.region.recording import CastRecord, RecordedCall, record_casts
 from ampkit.region.weight_cache import CacheInfo, WeightCache
 from ampkit.scaler.agreement import check_ranks
@@ -97,6 +97,7 @@ __all__ = [
     "register_promote_function",
     "scale_loss",
     "scheduler_step",
+    "unwrap_forward",
     "wrap_forward",
 ]
 

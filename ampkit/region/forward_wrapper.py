@@ -7,14 +7,19 @@ copy. Forward hooks would do without the class, but a `KeyboardInterrupt` in for
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch.nn import Module
 
+from ampkit.containers import cast_tree
+from ampkit.policy.policy import Policy
 from ampkit.region.autocast import autocast
+from ampkit.region.weight_cache import WeightCache
 
-__all__ = ["wrap_forward"]
+__all__ = ["unwrap_forward", "wrap_forward"]
 
 M = TypeVar("M", bound=Module)
 
@@ -88,10 +93,19 @@ class _Region(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    cast_outputs: torch.dtype | None = None
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """`forward` in the region."""
-        return autocast(*self.args, **self.kwargs)(forward)
+        inside, dtype = autocast(*self.args, **self.kwargs)(forward), self.cast_outputs
+        if dtype is None:
+            return inside
+
+        @functools.wraps(forward)
+        def cast(*args: Any, **kwargs: Any) -> Any:
+            return cast_tree(inside(*args, **kwargs), dtype)
+
+        return cast
 
 
 class _Wrapped(WrappedForward):
@@ -106,16 +120,31 @@ def _make(make: Callable[..., M], arguments: tuple[Any, ...], args: tuple[Any, .
     return wrap_forward(make(*arguments), *args, **kwargs)
 
 
-def wrap_forward(module: M, *args: Any, **kwargs: Any) -> M:
-    """Run `module`'s forward, from now on and in every replica and copy, inside `autocast(*args, **kwargs)`.
+def wrap_forward(
+    module: M,
+    device_type: str | None = None,
+    dtype: torch.dtype | None = None,
+    enabled: bool = True,
+    cache_enabled: bool | None = None,
+    *,
+    policy: Policy | None = None,
+    cache: WeightCache | None = None,
+    cast_outputs: torch.dtype | None = None,
+) -> M:
+    """Run `module`'s forward, from now on and in every replica and copy, inside `autocast` with these arguments.
 
     As decorating `forward` with `autocast`, for modules one cannot edit: threads of `nn.DataParallel` or
-    `parallel_apply` each enter the region themselves. Returns `module`, whose class is now a subclass of the one it
-    had. Raises `TypeError` for anything but a module, `RuntimeError` if it is wrapped already or has a forward of its
-    own that its class does not know, and what `autocast` raises.
+    `parallel_apply` each enter the region themselves. `cast_outputs`: a dtype for the floating-point tensors that
+    forward returns, in any nesting of containers; None leaves them. Returns `module`, whose class is now a subclass of
+    the one it had; `unwrap_forward` gives that back.
+
+    Raises `TypeError` for anything but a module or a dtype, `RuntimeError` if it is wrapped already or has a forward of
+    its own that its class does not know, and what `autocast` raises.
     """
     if not isinstance(module, Module):
         raise TypeError(f"wrap_forward takes an nn.Module, got {type(module).__name__}; decorate functions instead")
+    if cast_outputs is not None and not isinstance(cast_outputs, torch.dtype):
+        raise TypeError(f"cast_outputs is {cast_outputs!r}; expected a torch.dtype such as torch.float32, or None")
     cls = type(module)
     if isinstance(module, _Wrapped):
         raise RuntimeError(f"this {cls.__name__} is wrapped already; a second region would only repeat the first")
@@ -124,5 +153,23 @@ def wrap_forward(module: M, *args: Any, **kwargs: Any) -> M:
             f"this {cls.__name__} was given a forward of its own, which its class does not know; decorate that: "
             "module.forward = autocast(...)(module.forward)"
         )
-    _Wrapped.put_around(module, _Region(args, kwargs))
+    args = device_type, dtype, enabled, cache_enabled
+    _Wrapped.put_around(module, _Region(args, {"policy": policy, "cache": cache}, cast_outputs))
+    return module
+
+
+def unwrap_forward(module: M) -> M:
+    """Take away what `wrap_forward` put around `module`'s forward; replicas and copies keep theirs. Returns `module`.
+
+    Raises `TypeError` for anything but a module, `RuntimeError` where it is not wrapped, or something else that changes
+    its class (`initialize`, `half`) came after.
+    """
+    if not isinstance(module, Module):
+        raise TypeError(f"unwrap_forward takes an nn.Module, got {type(module).__name__}")
+    cls = type(module)
+    if not isinstance(module, _Wrapped):
+        raise RuntimeError(f"this {cls.__name__} is not under wrap_forward: there is nothing to take away")
+    if _Wrapped not in cls.__bases__:
+        raise RuntimeError(f"the forward of this {cls.__name__} was wrapped by something else after wrap_forward")
+    object.__setattr__(module, "__class__", module._ampkit_wrappers[_Wrapped][0])
     return module

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampkit import Policy, WeightCache, autocast, wrap_forward
+from ampkit import Policy, WeightCache, autocast, unwrap_forward, wrap_forward
 from tests.helpers.regions import BF16, FP16, FP32, state
 
 
@@ -193,3 +193,42 @@ def test_arguments_are_checked_at_once():
     with pytest.raises(TypeError, match="policy"):
         wrap_forward(model, "cpu", policy="torch")
     assert type(model) is Plain
+
+
+def test_outputs_are_cast_in_any_container():
+    class Several(nn.Module):
+        def forward(self, x):
+            y = x @ x.t()
+            return {"y": y, "more": [y, (x.long(),)]}
+
+    model = wrap_forward(Several(), "cpu", FP16, cast_outputs=FP32)
+    out = model(X)
+    assert out["y"].dtype is out["more"][0].dtype is FP32
+    assert out["more"][1][0].dtype is torch.int64
+    assert copy.deepcopy(model)(X)["y"].dtype is FP32
+    unwrap_forward(model)
+    wrap_forward(model, "cpu", FP16)
+    assert model(X)["y"].dtype is FP16
+
+
+def test_copies_and_pickles_cast_outputs_too():
+    model = wrap_forward(Plain(), "cpu", BF16, cast_outputs=FP32)
+    assert pickle.loads(pickle.dumps(model))(X).dtype is FP32
+
+
+def test_unwrapped_it_is_what_it_was():
+    model = Plain()
+    assert unwrap_forward(wrap_forward(model, "cpu", BF16)) is model
+    assert type(model) is Plain
+    assert model(X).dtype is FP32
+
+
+def test_what_cannot_be_unwrapped_or_cast_to_is_refused():
+    with pytest.raises(TypeError, match=r"unwrap_forward takes an nn.Module, got int"):
+        unwrap_forward(1)
+    with pytest.raises(RuntimeError, match="this Plain is not under wrap_forward"):
+        unwrap_forward(Plain())
+    with pytest.raises(TypeError, match=r"cast_outputs is 'float32'; expected a torch.dtype"):
+        wrap_forward(Plain(), "cpu", cast_outputs="float32")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'dtyp'"):
+        wrap_forward(Plain(), "cpu", dtyp=FP16)
