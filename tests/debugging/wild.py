@@ -31,6 +31,8 @@ class Wild(NamedTuple):
         return range(first, first + len(source))
 
 
+# Since torch 2.15 a number that is assigned is filled in; before, it was copied.
+NEWEST = parsed(torch.__version__) >= (2, 15)
 WILD: list[Wild] = []
 OVER = ("overflow", "too large", "intermediate")
 UNDEFINED, FROM_INF, CONSTANT = ("undefined",), ("from inf",), ("constant",)
@@ -150,14 +152,14 @@ def scattered_sum(x: Tensor) -> Tensor:
     return torch.zeros_like(x).index_add_(0, index, x * 0 + 30000.0).detach() + x
 
 
-@wild("aten::copy_", CONSTANT)
+@wild("aten::fill_.Scalar" if NEWEST else "aten::copy_", CONSTANT)
 def an_infinity_assigned(x: Tensor) -> Tensor:
     y = x.detach().clone()
     y[0, 0] = math.inf
     return x + y
 
 
-@wild("aten::index_put_", CONSTANT)
+@wild("aten::masked_fill_.Scalar" if NEWEST else "aten::index_put_", CONSTANT)
 def nan_where_a_mask_is_set(x: Tensor) -> Tensor:
     y = x.detach().clone()
     y[y > 0] = math.nan
