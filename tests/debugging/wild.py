@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ampkit.torch_internals.versions import parsed
+
 __all__ = ["WILD", "Wild", "step_of"]
 
 
