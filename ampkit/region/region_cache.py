@@ -20,7 +20,7 @@ from ampkit.region.optimizer_steps import capturing, seen, watch_for
 from ampkit.torch_internals.operator_tracing import only_observed
 from ampkit.torch_internals.tensors import functorch_level, n_dispatch_modes, tracing_state
 
-__all__ = ["Ref", "RegionCache", "may_use", "recorded", "removing"]
+__all__ = ["Ref", "RegionCache", "may_use", "recorded"]
 
 # Asked for every operator with a weight: finding a name in three modules takes longer than the answer.
 _cache_enabled = torch.is_autocast_cache_enabled
@@ -91,7 +91,7 @@ class RegionCache:
 def _finder(device_type: str, dtype: torch.dtype, casts: _Casts) -> Callable[[Tensor], Tensor]:
     """What casts a weight, or takes its cast from `casts`."""
     plain = cast_to(device_type, dtype)
-    get, on_device, forget, convert = casts.get, plain.on_device, removing(casts), converter(dtype)
+    get, on_device, forget, convert = casts.get, plain.on_device, _removing(casts), converter(dtype)
 
     def find(weight: Tensor) -> Tensor:
         if not weight.requires_grad:
@@ -128,7 +128,7 @@ def _finder(device_type: str, dtype: torch.dtype, casts: _Casts) -> Callable[[Te
     return find
 
 
-def removing(casts: _Casts) -> Callable[[Ref], None]:
+def _removing(casts: _Casts) -> Callable[[Ref], None]:
     """What the weak references of entries call when a weight or its storage dies; does not keep the casts alive."""
     this = weakref.ref(casts)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ampkit.policy.casting import cast_to, common_dtype, converter
+from ampkit.policy.casting import Cast, cast_to, common_dtype, converter
 from ampkit.policy.operator_kernels import factory
 from ampkit.policy.policy import RuleTable
 from ampkit.torch_internals.bindings import binding
@@ -45,11 +45,12 @@ class _Kernels(dict[str, Kernel]):
     def __init__(self, device_type: str, table: RuleTable) -> None:
         super().__init__()
         to_float32 = cast_to(device_type, torch.float32)
+        weights = _weights_on(device_type)
         self.device_type = device_type
         self.rules = {op.name(): rule for op, rule in table.items()}
         self.words: dict[str, Any] = {
             "_is_excluded": is_excluded, "_set_excluded": set_excluded, "_top_hooks": top_hooks,
-            "_dtype_of": torch.get_autocast_dtype, "_weights": _weights_on(device_type), "_cast": _cast_on(device_type),
+            "_dtype_of": torch.get_autocast_dtype, "_weights": weights, "_cast": _cast_on(to_float32, weights),
             "_cast_up": to_float32.tensor, "_eligible": to_float32.eligible, "_common_dtype": common_dtype,
             "_Tensor": Tensor, "_Parameter": Parameter, "_float32": torch.float32,
             "_KEY": KEY, "_AUTOCAST": autocast_key(device_type), "_DEVICE": device_type,
@@ -77,8 +78,10 @@ def _weights_on(device_type: str) -> Callable[[torch.dtype], Callable[[Tensor], 
     return weights
 
 
-def _cast_on(device_type: str) -> Callable[[Tensor, torch.dtype], Tensor]:
-    eligible, weights = cast_to(device_type, torch.float32).eligible, _weights_on(device_type)
+def _cast_on(
+    to_float32: Cast, weights: Callable[[torch.dtype], Callable[[Tensor], Tensor]]
+) -> Callable[[Tensor, torch.dtype], Tensor]:
+    eligible = to_float32.eligible
 
     def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """A tensor that is not of this dtype in it, if it is eligible."""

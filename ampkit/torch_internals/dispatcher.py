@@ -16,7 +16,7 @@ from ampkit.torch_internals.lookup import missing, private, refuse
 __all__ = [
     "KEY", "KEY_NAME", "TLS_NAME", "Exclude", "TorchDispatchMode", "autocast_key", "current", "get_in_tls",
     "has_kernel", "higher_order_fallthrough", "higher_order_ops", "is_excluded", "is_in_tls", "is_included", "is_open",
-    "keysets", "put_in_tls", "set_excluded", "set_included",
+    "keysets", "parsed_key", "put_in_tls", "set_excluded", "set_included",
 ]
 
 KEY_NAME = "TESTING_ONLY_GenericMode"
@@ -39,20 +39,24 @@ higher_order_ops = private("_ops._higher_order_ops")
 higher_order_fallthrough = private("_ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS")
 
 
-def _keys() -> tuple[Any, Any]:
-    """The key and the set of all below it; None for each where torch has no such key."""
-    parse, below = private("_C._dispatch_key_parse"), private("_C._dispatch_keyset_full_after")
-    if refuse in (parse, below):
-        return None, None
+def parsed_key(name: str) -> Any:
+    """The dispatch key of a name; None, and noted as missing, where torch has no such key."""
+    parse = private("_C._dispatch_key_parse")
     try:
-        key = parse(KEY_NAME)
+        return None if parse is refuse else parse(name)
     except RuntimeError:
-        missing.append(f"dispatch key {KEY_NAME}")
-        return None, None
-    return key, below(key)
+        missing.append(f"dispatch key {name}")
+        return None
 
 
-KEY, _BELOW = _keys()
+def _below(key: Any) -> Any:
+    """The set of all keys below one; None where there is no key, or no way to tell."""
+    after = private("_C._dispatch_keyset_full_after")
+    return None if key is None or after is refuse else after(key)
+
+
+KEY = parsed_key(KEY_NAME)
+_BELOW = _below(KEY)
 
 
 def _owning(stash: Callable[[str, Any], None]) -> Callable[[str, Any], None]:

@@ -21,9 +21,9 @@ from ampkit.torch_internals.dispatcher import (
     higher_order_fallthrough,
     higher_order_ops,
     is_included,
+    parsed_key,
     set_included,
 )
-from ampkit.torch_internals.lookup import missing, private, refuse
 from ampkit.torch_internals.operators import OpOverload
 
 __all__ = ["include", "install", "is_on", "run_past"]
@@ -44,16 +44,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
 
 
-def _key() -> Any:
-    parse = private("_C._dispatch_key_parse")
-    try:
-        return None if parse is refuse else parse(_NAME)
-    except RuntimeError:
-        missing.append(f"dispatch key {_NAME}")
-        return None
-
-
-_KEY = _key()
+_KEY = parsed_key(_NAME)
 _KEYS = None if _KEY is None else torch._C.DispatchKeySet(_KEY)
 
 
@@ -74,16 +65,16 @@ def install(ops: Callable[[], Iterable[OpOverload]], kernel: Callable[[OpOverloa
 
 
 def is_on() -> bool:
-    """Whether operators of this thread meet the fallback."""
+    """Whether operators of this thread meet these kernels."""
     return is_included(_KEY)
 
 
 def include(on: bool) -> None:
-    """Let operators of this thread meet the fallback, or no longer."""
+    """Let operators of this thread meet these kernels, or no longer."""
     set_included(_KEY, on)
 
 
 def run_past(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call an operator; neither it nor what it calls meets the fallback."""
+    """Call an operator; neither it nor what it calls meets these kernels."""
     with Exclude(_KEYS):
         return op._op(*args, **kwargs)
