@@ -10,7 +10,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,52 +24,69 @@ _TENSOR = {Tensor}
 
 
 class PlannedGroup:
-    """The parameters of a group that had gradients, their entries of state by name, and the kernels' plan for them.
+    """The parameters of a group that had gradients, their entries of state by name, and the kernels' plans for them.
 
-    `names` end with "step" where steps are counted. The optimizer's `KnownState` vouches for `states`.
+    One plan for rows without a copy to write, one for rows with one. `names` end with "step" where steps are counted.
+    The optimizer's `KnownState` vouches for `states`.
     """
 
     def __init__(
         self, group: dict[str, Any], rows: Sequence[Row], states: Sequence[dict[str, Any]], names: Sequence[str],
-        copies: list[Tensor] | None, plan: Any, impl: str,
+        parts: Sequence[PlannedPart], impl: str,
     ) -> None:
         self.impl = impl
-        self.device: torch.device = plan.device
+        self.device: torch.device = parts[0].plan.device
         self._everyone = list(group["params"])
         self._params = [row.param for row in rows]
         self._states = states
         self._names = names
         self._n_moments = len(names) - ("step" in names)
-        self._copies = [] if copies is None else [copies]
-        self._plan = plan
+        self._parts = parts
 
-    def run(self, group: dict[str, Any], names: Sequence[str] | None, options: dict[str, Any]) -> bool:
-        """Step the group; False, and nothing done, where anything is not as it was planned. `names` as when planned."""
+    def run(
+        self, group: dict[str, Any], names: Sequence[str] | None, options: dict[str, Any]
+    ) -> list[Tensor] | None:
+        """Step the group. Returns those stepped: fewer than have gradients where something is not as it was planned.
+
+        None: all of them are. `names` as when planned.
+        """
         params = group["params"]
         if names is None or names != self._names or not same(params, self._everyone):
-            return False
+            return []
         grads = [param.grad for param in params]
         types = set(map(type, grads))
         if types != _TENSOR:
             if not types <= {Tensor, type(None)}:
-                return False
+                return []
             params = [param for param, grad in zip(params, grads, strict=True) if grad is not None]
             grads = [grad for grad in grads if grad is not None]
         if params is not group["params"] and not same(params, self._params):
-            return False
+            return []
         if len(params) != len(self._params):
-            return False
+            return []
         states = self._states
         try:
             entries = [[state[name] for state in states] for name in names]
         except KeyError:  # an entry has been taken out
-            return False
+            return []
         n = self._n_moments
-        if not self._plan.run([params, grads, *entries[:n], *self._copies, *entries[n:]], options):
-            return False
-        # As any in-place operation would: what was saved for backward is stale now.
-        torch.autograd.graph.increment_version(params)
-        return True
+        for part, (numbers, copies, plan) in enumerate(self._parts):
+            lists = [params, grads, *entries]
+            if len(numbers) != len(params):
+                lists = [[column[i] for i in numbers] for column in lists]
+            if not plan.run([*lists[: n + 2], *copies, *lists[n + 2 :]], options):
+                return [params[i] for before in self._parts[:part] for i in before.numbers]
+            # As any in-place operation would: what was saved for backward is stale now.
+            torch.autograd.graph.increment_version(lists[0])
+        return None
+
+
+class PlannedPart(NamedTuple):
+    """Rows of a group by number, the list of their copies if there are any, and the kernels' plan."""
+
+    numbers: list[int]
+    copies: list[list[Tensor]]
+    plan: Any
 
 
 class KnownState:
@@ -124,6 +141,28 @@ class PlannedStep(ScaledStep, ABC):
         """Step rows of one device in whatever way serves them."""
 
     def _step_groups(self) -> None:
+        """Step every group, and have the casts written that sources keep."""
+        if not self._sources or torch.compiler.is_compiling():
+            if self._targets is not self._copies:
+                self._set_copies(self._copies)
+            self._step_as_planned()
+            return
+        casts = [(source, source.casts_to_write(self)) for ref in self._sources if (source := ref()) is not None]
+        targets: dict[Tensor, Tensor] = {}
+        for _, wanted in reversed(casts):
+            targets.update(wanted)
+        targets.update(self._copies)
+        before = self._targets
+        if not (same(list(targets), list(before)) and same(list(targets.values()), list(before.values()))):
+            self._forget_plans()
+        self._targets = targets
+        self._step_as_planned()
+        changed = not StepScalars.of(self).skips_on_host()
+        for source, wanted in casts:
+            written = {param: cast for param, cast in wanted.items() if targets[param] is cast}
+            source.casts_written(self, written, changed=changed)
+
+    def _step_as_planned(self) -> None:
         scalars = StepScalars.of(self)
         on_device: dict[torch.device, StepScalars] = {}
         if self._planned and not self._known_state.is_still(self.state):
@@ -131,34 +170,44 @@ class PlannedStep(ScaledStep, ABC):
         all_planned = True
         for number, group in enumerate(self.param_groups):
             planned = self._planned.get(number)
+            stepped: list[Tensor] | None = []
             if planned is not None:
                 device = planned.device
                 if device not in on_device:
                     on_device[device] = scalars.on(device)
-                if planned.impl is self.impl and planned.run(
-                    group, self._names(group), self._options(group, on_device[device], device)
-                ):
-                    continue
+                if planned.impl is self.impl:
+                    stepped = planned.run(group, self._names(group), self._options(group, on_device[device], device))
+                    if stepped is None:
+                        continue
                 del self._planned[number]
             all_planned = False
-            self._step_anew(number, group, scalars)
+            self._step_anew(number, group, scalars, stepped)
         if not all_planned:
             self._known_state.remember(self.state)
 
     @torch.no_grad()
-    def _step_anew(self, number: int, group: dict[str, Any], scalars: StepScalars) -> None:
-        """Step a group whose lists nobody knows, and plan its next steps if that can be done."""
+    def _step_anew(
+        self, number: int, group: dict[str, Any], scalars: StepScalars, stepped: list[Tensor]
+    ) -> None:
+        """Step a group whose lists nobody knows, and plan its next steps if that can be done; not those `stepped`."""
         by_device = _scaled.rows_by_device(group, type(self).__name__)
         for device, rows in by_device.items():
             here = scalars.on(device)
             triton = kernels.uses_triton(self.impl, device)
             if not isinstance(group["lr"], Tensor) and is_capturing(device):
                 self._warn_of_frozen_lr()
-            planned = self._planned_group(group, device, rows) if triton and len(by_device) == 1 else None
-            if planned is not None and planned.run(group, self._names(group), self._options(group, here, device)):
-                self._planned[number] = planned
-            else:
-                self._step_rows(group, device, rows, here, triton=triton)
+            plannable = triton and len(by_device) == 1 and not stepped
+            planned = self._planned_group(group, device, rows) if plannable else None
+            if planned is not None:
+                done = planned.run(group, self._names(group), self._options(group, here, device))
+                if done is None:
+                    self._planned[number] = planned
+                    continue
+                stepped = done
+            if stepped:
+                ids = set(map(id, stepped))
+                rows = [row for row in rows if id(row.param) not in ids]
+            self._step_rows(group, device, rows, here, triton=triton)
 
     def _warn_of_frozen_lr(self) -> None:
         if not self._warned:
@@ -171,18 +220,26 @@ class PlannedStep(ScaledStep, ABC):
             )
 
     def _planned_group(self, group: dict[str, Any], device: torch.device, rows: list[Row]) -> PlannedGroup | None:
-        """A plan for these rows; None where one call of a kernel does not serve all of them as they are."""
-        parts = list(_scaled.split_by_copy(rows, self._copies))
+        """Plans for these rows; None where one call of a kernel does not serve all that have copies, or have none."""
         names = self._names(group)
         plain = all(row.local is row.param and type(row.grad) is Tensor for row in rows)
-        if names is None or len(parts) != 1 or not plain:
+        if names is None or not plain:
             return None
         states = self._states(rows, group, device)
         entries = [[state[name] for state in states] for name in names]
-        lists = [[row.param for row in rows], [row.grad for row in rows], *entries]
-        (_, copies), = parts
-        plan = self._plan(group, lists, copies)
-        return None if plan is None else PlannedGroup(group, rows, states, names, copies, plan, self.impl)
+        columns = [[row.param for row in rows], [row.grad for row in rows], *entries]
+        parts = []
+        for with_copy in (False, True):
+            numbers = [i for i, row in enumerate(rows) if (row.param in self._targets) is with_copy]
+            if not numbers:
+                continue
+            lists = [[column[i] for i in numbers] for column in columns]
+            copies = [self._targets[param] for param in lists[0]] if with_copy else None
+            plan = self._plan(group, lists, copies)
+            if plan is None:
+                return None
+            parts.append(PlannedPart(numbers, [] if copies is None else [copies], plan))
+        return PlannedGroup(group, rows, states, names, parts, self.impl) if parts else None
 
 
 def is_capturing(device: torch.device) -> bool:

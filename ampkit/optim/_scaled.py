@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +19,13 @@ _ELEMENTS_AT_A_TIME = 1 << 24
 _ORDINARY = frozenset({Tensor, torch.nn.Parameter})
 
 
+class CastSource(Protocol):
+    """What keeps low-precision casts of parameters: a `WeightCache`."""
+
+    def casts_to_write(self, optimizer: Any) -> dict[Tensor, Tensor]: ...
+    def casts_written(self, optimizer: Any, casts: dict[Tensor, Tensor], *, changed: bool) -> None: ...
+
+
 class ScaledStep:
     """Mixin for a `torch.optim` optimizer whose step reads its scalars on the device.
 
@@ -29,13 +37,19 @@ class ScaledStep:
     _step_supports_grad_multiplier = True
     impl: str
     param_groups: list[dict[str, Any]]
-    _copies: dict[Tensor, Tensor]
+    _copies: dict[Tensor, Tensor]       # that the user wants written
+    _targets: dict[Tensor, Tensor]      # those, and the casts that sources keep, as of this step
+    _sources: list[weakref.ref[CastSource]]
 
     def _prepare(self, impl: str) -> None:
         if impl not in kernels.IMPLS:
             raise ValueError(f"unknown impl {impl!r}; expected 'auto', 'triton' or 'reference'")
         self.impl = impl
-        self._copies = {}
+        self._sources = []
+        self._set_copies({})
+
+    def _set_copies(self, copies: dict[Tensor, Tensor]) -> None:
+        self._copies = self._targets = copies
         self._forget_plans()
 
     def _forget_plans(self) -> None:
@@ -63,15 +77,22 @@ class ScaledStep:
                     f"write_copies got a copy of shape {tuple(copy.shape)} on {copy.device} for a parameter of shape "
                     f"{tuple(param.shape)} on {param.device}; expected the same: torch.empty_like(param, dtype=...)"
                 )
-        self._copies = dict(copies)
-        self._forget_plans()
+        self._set_copies(dict(copies))
+
+    def write_casts_of(self, source: CastSource) -> None:
+        """Have every step also write the casts that a `WeightCache` keeps, which asks for it in `follow`.
+
+        The source is asked at each step, and kept by a weak reference. Copies by `write_copies` come first.
+        """
+        if all(ref() is not source for ref in self._sources):
+            self._sources.append(weakref.ref(source))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickled or copied optimizer, and what `load_state_dict` of torch hands over: state and groups."""
         super().__setstate__(state)  # type: ignore[misc]
         self.__dict__.setdefault("impl", "auto")
-        self.__dict__.setdefault("_copies", {})
-        self._forget_plans()
+        self.__dict__.setdefault("_sources", [])
+        self._set_copies(self.__dict__.get("_copies", {}))
 
     def __getstate__(self) -> dict[str, Any]:
         """What pickling keeps: with torch's entries `impl`, and the tensors that `write_copies` has named."""

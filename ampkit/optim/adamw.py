@@ -148,7 +148,7 @@ class AdamW(PlannedStep, torch.optim.AdamW):
     def _step_triton(
         self, group: dict[str, Any], device: torch.device, rows: list[Row], scalars: StepScalars
     ) -> None:
-        for part, copies in _scaled.split_by_copy(rows, self._copies):
+        for part, copies in _scaled.split_by_copy(rows, self._targets):
             states = self._states(part, group, device)
             params = [row.local for row in part]
             kernels.adamw_(
@@ -198,7 +198,7 @@ class AdamW(PlannedStep, torch.optim.AdamW):
                 eps=group["eps"],
                 maximize=group["maximize"],
             )
-        for part, copies in _scaled.split_by_copy(rows, self._copies):
+        for part, copies in _scaled.split_by_copy(rows, self._targets):
             if copies is not None:
                 kernels.cast_([row.local for row in part], copies)
 

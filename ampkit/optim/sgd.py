@@ -126,7 +126,7 @@ class SGD(PlannedStep, torch.optim.SGD):
     def _step_kernel(
         self, group: dict[str, Any], device: torch.device, rows: list[Row], scalars: StepScalars
     ) -> None:
-        for part, copies in _scaled.split_by_copy(rows, self._copies):
+        for part, copies in _scaled.split_by_copy(rows, self._targets):
             params = [row.local for row in part]
             buffers, flags = self._buffers(group, device, part)
             started = torch.stack(flags) if flags else None
@@ -188,6 +188,6 @@ class SGD(PlannedStep, torch.optim.SGD):
             for state, row, before, buffer in zip(states, part, stored, buffers, strict=False):
                 if before is None:
                     state["momentum_buffer"] = _scaled.shaped_like(row.param, buffer)
-        for part, copies in _scaled.split_by_copy(rows, self._copies):
+        for part, copies in _scaled.split_by_copy(rows, self._targets):
             if copies is not None:
                 kernels.cast_([row.local for row in part], copies)

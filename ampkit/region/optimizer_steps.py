@@ -79,6 +79,11 @@ class Step:
         return weight.shape in self._shapes
 
     @functools.cached_property
+    def held(self) -> set[int]:
+        """The `id`s of all parameters."""
+        return set(map(id, _parameters(self.optimizer)))
+
+    @functools.cached_property
     def written(self) -> set[int]:
         """The `id`s of the parameters, without those that are frozen and have no gradient."""
         return set(map(id, self._written))

@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ampkit.policy.casting import cast_to
+from ampkit.region.followed_casts import FollowedCasts
 from ampkit.region.optimizer_steps import Step, seen, tell, untold, watch_for
 from ampkit.region.region_cache import Ref, may_use, recorded
 from ampkit.region.reuse_cast import ReuseCast
@@ -57,7 +58,10 @@ class CacheInfo(NamedTuple):
 
 
 class _Entry:
-    __slots__ = ("address", "cast", "collectives", "epoch", "layout", "nbytes", "steps", "storage", "version", "weight")
+    __slots__ = (
+        "address", "cast", "collectives", "epoch", "layout", "nbytes", "steps", "storage", "values", "version",
+        "weight", "writer",
+    )
 
     cast: Tensor
     nbytes: int
@@ -65,6 +69,8 @@ class _Entry:
 
     def __init__(self, key: tuple[int, torch.dtype], leaf: Tensor, forget: Callable[[Any], None]) -> None:
         """What tells later whether `leaf` still has the values it has now."""
+        self.values: Tensor | None = None       # of the cast, as an optimizer writes them
+        self.writer: int | None = None          # the `id` of the one that did, in the step that is not at its end yet
         self.version = leaf._version
         self.steps = seen.count
         self.layout = leaf.shape, leaf.stride()
@@ -123,6 +129,7 @@ class WeightCache:
         self.verify = verify
         self._looks_at_hits = max_bytes is not None or bool(verify)
         self._entries: dict[tuple[int, torch.dtype], _Entry] = {}      # the least recently used first, if bounded
+        self._followed: FollowedCasts | None = None
         self._forget = _forgetting(self)
         self._lock = threading.RLock()
         self._bytes = 0
@@ -159,6 +166,35 @@ class WeightCache:
             self._entries.clear()
             self._bytes = 0
 
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring casts of an optimizer's parameters up to date at each of its steps, in place of casting them anew.
+
+        The optimizers of `ampkit.optim` write float16 and bfloat16 casts in the launch that updates the float32
+        weights: 2 bytes more per element, no cast and no launch of its own. Casts of any other's are written together
+        when the next region is entered, in one call per device and dtype. Bits are those of a cast made anew. A cast
+        that no region has used since the last step is dropped. What is held, 2 bytes per element, stays allocated from
+        step to step. A step that is skipped leaves casts as they are. Never syncs.
+
+        A cast that is written is the one that graphs made before the step have saved: backward through such a graph
+        raises, as it does without autocast, where torch.amp and a cache that does not follow go on with the old cast.
+
+        An optimizer may be followed by several caches, a cache may follow several optimizers, and each is held by a
+        weak reference: `follow` again after a copy or pickle of either. Of an optimizer that wraps another, follow the
+        one inside, where that holds the model's own weights. Raises `TypeError` for anything but an optimizer.
+        """
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"follow takes a torch.optim.Optimizer, got {type(optimizer).__name__}; of what wraps an optimizer, "
+                "give the one inside"
+            )
+        with self._lock:
+            if self._followed is None:
+                self._followed = FollowedCasts(self._entries)
+            self._followed.add(optimizer)
+        writes = getattr(optimizer, "write_casts_of", None)
+        if writes is not None:
+            writes(self._followed)
+
     def drop_outdated(self, step: Step) -> None:
         """Drop the casts that an optimizer's step outdates; those that stay are looked over before their next use."""
         with self._lock:
@@ -168,6 +204,8 @@ class WeightCache:
                 for key, entry in self._entries.copy().items()      # weights may die on the way, and their entries go
                 if key[0] in step.written or (weight := entry.weight()) is None or step.outdates(weight)
             ]
+            if self._followed is not None:
+                outdated = self._followed.not_followed(step, outdated)
             if len(outdated) == len(self._entries):
                 self.clear()
             else:
@@ -182,6 +220,14 @@ class WeightCache:
     def enter(self) -> None:
         """A region is entered: from here on, casts are looked over before they are used again."""
         self._epoch += 1
+        if self._followed is not None and may_use(False):
+            if untold:
+                tell()
+            with self._lock:
+                n, dropped = self._followed.refresh(self._keeps)
+                self._misses += n
+                for key in dropped:
+                    self._remove(key)
 
     def leave(self) -> None:
         """A region is left: keep what the next may use, and of that the values, so that parameters can be freed."""

@@ -309,6 +309,30 @@ def test_what_becomes_of_gradients_is_seen(change: str, kind: str) -> None:
         assert torch.equal(ours, fresh)
 
 
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_second_plan_of_a_group_does_not_hold(kind: str, plans_run: list[bool]) -> None:
+    """Weights with a copy to write have a plan of their own; those of the first are not stepped twice."""
+    results = []
+    for planned in (True, False):
+        plans_run.clear()
+        run = Run(kind, planned)
+        copies = {run.params[3]: run.params[3].detach().half()}
+        run.optimizer.write_copies(copies)
+        run.step(2)
+        assert plans_run == [True] * 6
+        run.put_gradients()
+        unaligned(run)
+        run.step(gradients=False)
+        if planned:
+            assert plans_run[6:9] == [True, True, False]
+        run.step(2)
+        assert not run.errors
+        assert torch.equal(copies[run.params[3]], run.params[3].detach().half())
+        results.append(run.result())
+    for ours, fresh in zip(*results, strict=True):
+        assert torch.equal(ours, fresh)
+
+
 def test_a_sparse_gradient_is_refused_after_dense_ones() -> None:
     run = Run("AdamW", True)
     run.step(2)
