@@ -46,9 +46,9 @@ class Case:
     """One kernel variant, and what its machine code must look like.
 
     wide_loads, wide_stores: at least so many 128-bit global accesses (0: nothing is asked). max_registers: per thread.
-    lists_read: all of these are loaded before anything is stored, in every turn of a loop; of one list, which a compiler
-    knows not to overlap, most is. programs: of its grid that
-    a multiprocessor should hold at once, from sm_90 on (0: nothing is asked).
+    lists_read: all of these are loaded before anything is stored, in every turn of a loop; of a single one, which the
+    compiler knows not to overlap, most is. programs: of its grid that a multiprocessor should hold at once, from sm_90
+    on (0: nothing is asked).
     """
 
     name: str
