@@ -48,7 +48,7 @@ class _Kernels(dict[str, Kernel]):
         weights = _weights_on(device_type)
         self.device_type = device_type
         self.rules = {op.name(): rule for op, rule in table.items()}
-        self.words: dict[str, Any] = {
+        self.variables: dict[str, Any] = {
             "_is_excluded": is_excluded, "_set_excluded": set_excluded, "_top_hooks": top_hooks,
             "_dtype_of": torch.get_autocast_dtype, "_weights": weights, "_cast": _cast_on(to_float32, weights),
             "_cast_up": to_float32.tensor, "_eligible": to_float32.eligible, "_common_dtype": common_dtype,
@@ -64,7 +64,7 @@ class _Kernels(dict[str, Kernel]):
         elif make is None:
             kernel = general
         else:
-            kernel = dynamo_skip(make({**self.words, "_general": general, "_operator": binding(op)}))
+            kernel = dynamo_skip(make({**self.variables, "_general": general, "_operator": binding(op)}))
         self[name] = kernel
         return kernel
 
