@@ -52,7 +52,7 @@ class OverflowReport(tuple[Culprit, ...]):
 
 @dataclass(frozen=True)
 class Examined:
-    """Gradients counted on their devices, to be read when somebody asks.
+    """Counts of inf and NaN in gradients, on their devices until `report` reads them.
 
     `gradients` says for each gradient its parameter, the optimizer's name for it, its dtype and size; `counts` are
     int64 `[n, 2]` tensors, one per device, with the places in `gradients` that their rows belong to.
@@ -78,7 +78,7 @@ def examine(optimizer: torch.optim.Optimizer) -> Examined:
     """Count inf and NaN in every gradient of the optimizer, on the device. Reads each gradient once; never syncs."""
     gradients: list[tuple[Tensor, str, torch.dtype, int]] = []
     by_device: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
-    masters = masters_of(optimizer)  # the model has no name for those, but for their halves
+    masters = masters_of(optimizer)  # the model names their halves
     halves = {} if masters is None else dict(zip(masters.masters(), masters.halves(), strict=True))
     for name, param in named_parameters(optimizer):
         if param.grad is None:
