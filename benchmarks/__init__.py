@@ -6,6 +6,6 @@ Markdown and plots, `compare` says what got slower between two of them.
 
 import os
 
-# torch's profiler, which counts copies here, announces every start and stop; torch reads these when it is imported.
+# Silences torch's profiler, which counts copies here; torch reads these when it is imported.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
