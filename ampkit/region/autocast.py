@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 from torch.nn import Module
 
-from ampkit.forks import clear_torch_cache
 from ampkit.policy.policy import Policy
 from ampkit.region import graph_modules
 from ampkit.region.arguments import autocast_device_type, checked_spec, float32_spec
@@ -24,6 +23,7 @@ from ampkit.region.stack import depth_without, leave_down_to, leave_ended, push
 from ampkit.region.thread_state import thread
 from ampkit.region.weight_cache import WeightCache
 from ampkit.torch_internals.dynamo import dynamo_skip, tracing
+from ampkit.torch_internals.forks import clear_torch_cache
 
 __all__ = [
     "autocast", "clear_autocast_cache", "float32_region", "get_autocast_dtype", "is_autocast_enabled",

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from ampkit.forks import renewed_lock
 from ampkit.policy.module_paths import path_of
 from ampkit.policy.policy import Policy
 from ampkit.region.arguments import checked_spec, float32_spec
@@ -26,6 +25,7 @@ from ampkit.region.spec import RegionSpec
 from ampkit.region.stack import is_entered, pop, push
 from ampkit.region.thread_state import thread
 from ampkit.torch_internals.dynamo import dynamo_skip, frame_on_stack, tracing
+from ampkit.torch_internals.forks import renewed_lock
 from ampkit.torch_internals.modules import put_hooks, take_hooks
 
 _lock = renewed_lock(__name__, "_lock")     # reentrant, as a signal's handler may open a region with module rules too
