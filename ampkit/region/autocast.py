@@ -13,6 +13,7 @@ from typing import Any, Literal, ParamSpec, Self, TypeVar
 import torch
 from torch.nn import Module
 
+from ampkit.forks import clear_torch_cache
 from ampkit.policy.policy import Policy
 from ampkit.region import graph_modules
 from ampkit.region.arguments import autocast_device_type, checked_spec, float32_spec
@@ -188,4 +189,4 @@ def clear_autocast_cache() -> None:
     """Drop the weight casts of the regions open in this thread; weights are cast anew at their next use."""
     for entry in thread.regions:
         entry.cache.clear()
-    torch.clear_autocast_cache()
+    clear_torch_cache()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from ampkit.forks import renewed_lock
 from ampkit.policy.module_paths import path_of
 from ampkit.policy.policy import Policy
 from ampkit.region.arguments import checked_spec, float32_spec
@@ -28,7 +28,7 @@ from ampkit.region.thread_state import thread
 from ampkit.torch_internals.dynamo import dynamo_skip, frame_on_stack, tracing
 from ampkit.torch_internals.modules import put_hooks, take_hooks
 
-_lock = threading.RLock()       # a signal's handler may open a region with module rules while one is being opened
+_lock = renewed_lock(__name__, "_lock")     # reentrant, as a signal's handler may open a region with module rules too
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()        # of all threads; those of a thread that ends go with it
 _KEY = AROUND       # one key, where a handle has a new one each time: torch.compile guards on the keys
 
@@ -87,9 +87,7 @@ def _thread_ended() -> None:
 
 
 def _forked() -> None:
-    """In a child process: only the thread that forked is there, and the lock may be held by another."""
-    global _lock
-    _lock = threading.RLock()
+    """In a child process: only the thread that forked is there."""
     _watches.intersection_update([watch for watch in _watches if watch.followed is thread.followed])
     _place_hooks()
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn import Module
 
+from ampkit.forks import clear_torch_cache
 from ampkit.policy.policy import Policy, register_changes
 from ampkit.region import recording
 from ampkit.region.mode import AutocastMode, DispatchGuard
@@ -108,7 +109,7 @@ class Entry:
         if again:
             self._uncount_again()
         elif torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
+            clear_torch_cache()
         torch.set_autocast_enabled(self.spec.device_type, self.enabled)
         torch.set_autocast_dtype(self.spec.device_type, self.dtype)
         torch.set_autocast_cache_enabled(self.cache_flag)
@@ -138,7 +139,7 @@ class Entry:
         while now < level - 1:
             now = torch.autocast_increment_nesting()
         if now == 0:
-            torch.clear_autocast_cache()
+            clear_torch_cache()
 
 
 _uncached_modes: dict[Any, AutocastMode] = {}

@@ -8,14 +8,13 @@ dispatch modes.
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.library import Library
 
+from ampkit.forks import renewed_lock
 from ampkit.torch_internals.dispatcher import (
     Exclude,
     higher_order_fallthrough,
@@ -31,17 +30,7 @@ __all__ = ["include", "install", "is_on", "run_past"]
 _NAME = "TESTING_ONLY_GenericWrapper"
 
 _libraries: list[Library] = []
-_lock = threading.RLock()
-
-
-def _forked() -> None:
-    """In a child process: the lock may be held by a thread that is not there."""
-    global _lock
-    _lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+_lock = renewed_lock(__name__, "_lock")
 
 
 _KEY = parsed_key(_NAME)
