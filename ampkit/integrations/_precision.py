@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ampkit import GradScaler
+from ampkit.scaler.grad_scaler import GradScaler
 
 
 def dtype_of(precision: str) -> torch.dtype:

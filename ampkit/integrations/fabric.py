@@ -6,8 +6,11 @@ from typing import Any, Literal
 
 from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 
-from ampkit import GradScaler, Policy, WeightCache, autocast
 from ampkit.integrations._precision import dtype_of, scaler_for
+from ampkit.policy.policy import Policy
+from ampkit.region.autocast import autocast
+from ampkit.region.weight_cache import WeightCache
+from ampkit.scaler.grad_scaler import GradScaler
 
 __all__ = ["MixedPrecision"]
 

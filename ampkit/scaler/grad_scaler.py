@@ -11,7 +11,7 @@ attributes and override its private methods: those keep torch's names, shapes an
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -35,7 +35,7 @@ from ampkit.scaler.step_log import OnStuck, StepLog
 from ampkit.scaler.stepping import Stepping
 from ampkit.scaler.unscaling import Unscaling
 
-Outputs = TypeVar("Outputs", bound=list[Any] | tuple[Any, ...] | Mapping[Any, Any])
+Outputs = TypeVar("Outputs", bound=Iterable[Any])
 _PARTS = ("_live", "_iteration", "_unscaling", "_log", "_scaling", "_stepping")
 
 
@@ -129,8 +129,6 @@ class GradScaler(torch.amp.GradScaler):
     def scale(self, outputs: Tensor) -> Tensor: ...
     @overload
     def scale(self, outputs: Outputs) -> Outputs: ...
-    @overload
-    def scale(self, outputs: Iterable[Any]) -> Iterable[Any]: ...
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss, or every tensor in a nested list, tuple, mapping or iterator, by the scale.
 

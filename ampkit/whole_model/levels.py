@@ -204,9 +204,9 @@ def scale_loss(
 
     ::
 
-        with ampkit.scale_loss(loss, optimizer) as scaled:
+        with amp.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
-        torch.nn.utils.clip_grad_norm_(ampkit.master_params(optimizer), 1.0)
+        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
         optimizer.step()
 
     Unscaled gradients add up over several losses and micro-batches, each under its own scale. If any of them
@@ -331,7 +331,7 @@ def _session_of(optimizers: Sequence[Optimizer]) -> Session:
         if optimizer not in _sessions:
             raise RuntimeError(
                 f"this {type(optimizer).__name__} has not been through initialize; call model, optimizer = "
-                f"ampkit.initialize(model, optimizer, opt_level=...) first"
+                f"amp.initialize(model, optimizer, opt_level=...) first"
             )
     found = {id(session): session for session in (_sessions[optimizer] for optimizer in optimizers)}
     if len(found) > 1:

@@ -300,7 +300,7 @@ def test_what_half_refuses() -> None:
         half(model, keep_fp32=[nn.Linear(1, 1)])
     with pytest.raises(TypeError, match=r"keep_fp32 holds 3; expected module classes, modules or path patterns"):
         half(model, keep_fp32=[3])  # type: ignore[list-item]
-    with pytest.raises(RuntimeError, match=r"this Net has been through ampkit.half or ampkit.initialize already"):
+    with pytest.raises(RuntimeError, match=r"this Net has been through ampkit.half or amp.initialize already"):
         half(half(model))
 
 
