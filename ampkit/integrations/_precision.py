@@ -6,7 +6,10 @@ from typing import Any, Literal
 
 import torch
 
-from ampkit import GradScaler, Policy, WeightCache, autocast
+from ampkit.policy.policy import Policy
+from ampkit.region.autocast import autocast
+from ampkit.region.weight_cache import WeightCache
+from ampkit.scaler.grad_scaler import GradScaler
 
 
 def dtype_of(precision: str) -> torch.dtype:

@@ -14,8 +14,9 @@ from accelerate.utils import AutocastKwargs, DistributedType
 from torch import bfloat16, dtype, float16
 from torch.nn import Module
 
-from ampkit import GradScaler, Policy
-from ampkit import autocast as region_of
+from ampkit.policy.policy import Policy
+from ampkit.region.autocast import autocast as region_of
+from ampkit.scaler.grad_scaler import GradScaler
 
 __all__ = ["use_ampkit"]
 

@@ -13,8 +13,11 @@ from lightning.pytorch.plugins import MixedPrecision as LightningMixedPrecision
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
 
-from ampkit import GradScaler, Policy, autocast, check_ranks
 from ampkit.integrations._precision import OwnRegions, dtype_of, scaler_for
+from ampkit.policy.policy import Policy
+from ampkit.region.autocast import autocast
+from ampkit.scaler.agreement import check_ranks
+from ampkit.scaler.grad_scaler import GradScaler
 
 __all__ = ["FSDPPrecision", "MixedPrecision", "ScaleMonitor"]
 

@@ -6,8 +6,10 @@ from typing import Any, TypeVar
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ampkit import GradScaler, Policy, check_ranks
 from ampkit.integrations import accelerate
+from ampkit.policy.policy import Policy
+from ampkit.scaler.agreement import check_ranks
+from ampkit.scaler.grad_scaler import GradScaler
 
 __all__ = ["use_ampkit"]
 
