@@ -28,7 +28,7 @@ from ampkit.scaler.iteration import Iteration
 from ampkit.scaler.live_scale import LiveScale, strategy_of
 from ampkit.scaler.loss_scale import LossScale
 from ampkit.scaler.optimizer_record import OptimizerRecord
-from ampkit.scaler.overflow import OverflowReport
+from ampkit.scaler.overflow_report import OverflowReport
 from ampkit.scaler.parts import attribute_of
 from ampkit.scaler.scaling import Scaling
 from ampkit.scaler.step_log import OnStuck, StepLog
@@ -328,7 +328,7 @@ class GradScaler(torch.amp.GradScaler):
     def overflow_report(
         self, model: torch.nn.Module | None = None, *, optimizer: torch.optim.Optimizer | None = None
     ) -> OverflowReport:
-        """Which parameters held inf or NaN in the last skipped step, worst first. Reads the device.
+        """Which parameters held inf or NaN in the last skipped step, in backward's order. Reads the device.
 
         Optimizers that skip on an accelerator are examined when this is called, so call it before their gradients are
         cleared, or make the scaler with `count_every_step=True`.
