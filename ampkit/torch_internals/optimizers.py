@@ -1,4 +1,4 @@
-"""Private names for scaling and optimizers: torch's update of a scale, its operators over lists of tensors."""
+"""Private names for scaling and optimizers: torch's scale update, its foreach operators."""
 
 from __future__ import annotations
 
