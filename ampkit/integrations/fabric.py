@@ -41,7 +41,7 @@ class MixedPrecision(FabricMixedPrecision):
         device: str,
         scaler: GradScaler | None = None,
         *,
-        policy: Policy | None = None,
+        policy: Policy | str | None = None,
         cache: WeightCache | None = None,
     ) -> None:
         super().__init__(precision, device, scaler_for(precision, device, scaler))
