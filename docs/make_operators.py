@@ -20,7 +20,10 @@ its arguments as they came, and so do in-place and `out=` overloads: the caller 
 `nn.LSTM`; `Policy.with_rules({{op: rule}})` changes it.
 
 `Policy.torch(device)` is torch.amp's own list for the device. `Policy.default(device)` lays ampkit's additions on top.
-Names are ATen's, with the overload after the dot where it is not the default one.
+Names are ATen's, with the overload after the dot where it is not the default one. [The default policy](policy.md)
+is the same in one table, for CPU and CUDA.
+
+<div class="filter" data-filter></div>
 """
 
 MEANINGS = {

@@ -36,7 +36,7 @@ class OwnRegions:
         device: str,
         scaler: GradScaler | None = None,
         *,
-        policy: Policy | None = None,
+        policy: Policy | str | None = None,
         cache: WeightCache | None = None,
     ) -> None:
         super().__init__(precision, device, scaler_for(precision, device, scaler))  # type: ignore[call-arg]

@@ -125,7 +125,7 @@ class FSDPPrecision(_Steps, LightningFSDPPrecision):
         precision: Literal["16-mixed", "bf16-mixed"],
         scaler: GradScaler | None = None,
         *,
-        policy: Policy | None = None,
+        policy: Policy | str | None = None,
     ) -> None:
         if precision not in ("16-mixed", "bf16-mixed"):
             raise ValueError(f"precision is {precision!r}; expected '16-mixed' or 'bf16-mixed': others cast nothing")

@@ -16,7 +16,7 @@ __all__ = ["use_ampkit"]
 T = TypeVar("T", bound=Trainer)
 
 
-def use_ampkit(trainer: T, *, policy: Policy | None = None, scaler: GradScaler | None = None) -> T:
+def use_ampkit(trainer: T, *, policy: Policy | str | None = None, scaler: GradScaler | None = None) -> T:
     """Let a `Trainer` cast by ampkit's regions and scale by its `GradScaler`; returns it. Call it before `train`.
 
     `TrainingArguments` say what is done, as ever: `bf16=True` or `fp16=True`. Clipping, `grad_norm`, schedulers and
