@@ -23,6 +23,7 @@ from ampkit.region.stack import depth_without, leave_down_to, leave_ended, push
 from ampkit.region.thread_state import thread
 from ampkit.region.weight_cache import WeightCache
 from ampkit.torch_internals.dynamo import dynamo_skip, tracing
+from ampkit.torch_internals.forks import clear_torch_cache
 
 __all__ = [
     "autocast", "clear_autocast_cache", "float32_region", "get_autocast_dtype", "is_autocast_enabled",
@@ -185,4 +186,4 @@ def clear_autocast_cache() -> None:
     """Drop the weight casts of the regions open in this thread; weights are cast anew at their next use."""
     for entry in thread.regions:
         entry.cache.clear()
-    torch.clear_autocast_cache()
+    clear_torch_cache()

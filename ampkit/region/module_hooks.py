@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -25,10 +24,12 @@ from ampkit.region.running_modules import Called, Followed, in_force
 from ampkit.region.spec import RegionSpec
 from ampkit.region.stack import is_entered, pop, push
 from ampkit.region.thread_state import thread
+from ampkit.region.unused_patterns import warn_of_unused
 from ampkit.torch_internals.dynamo import dynamo_skip, frame_on_stack, tracing
+from ampkit.torch_internals.forks import renewed_lock
 from ampkit.torch_internals.modules import put_hooks, take_hooks
 
-_lock = threading.RLock()       # a signal's handler may open a region with module rules while one is being opened
+_lock = renewed_lock(__name__, "_lock")     # reentrant, as a signal's handler may open a region with module rules too
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()        # of all threads; those of a thread that ends go with it
 _KEY = AROUND       # one key, where a handle has a new one each time: torch.compile guards on the keys
 
@@ -44,7 +45,7 @@ class Watch:
         self.modules = thread.modules
         self.n_followed = len(self.followed)
         self.depth = len(self.modules)
-        self.region = Followed(policy, root, self.depth)
+        self.region = Followed(policy, root, self.depth, [] if root is None else [root])
         self.at_end = weakref.finalize(self, _thread_ended)     # with the region open
         self.at_end.atexit = False
         if root is None and self.followed and self.followed[-1].policy == policy:
@@ -63,6 +64,7 @@ class Watch:
         del self.modules[self.depth :]      # of modules that were interrupted; their hooks did not run
         _watches.discard(self)
         _place_hooks()
+        warn_of_unused(self.region.policy.modules, self.region.roots)
 
 
 def _place_hooks() -> None:
@@ -87,9 +89,7 @@ def _thread_ended() -> None:
 
 
 def _forked() -> None:
-    """In a child process: only the thread that forked is there, and the lock may be held by another."""
-    global _lock
-    _lock = threading.RLock()
+    """In a child process: only the thread that forked is there."""
     _watches.intersection_update([watch for watch in _watches if watch.followed is thread.followed])
     _place_hooks()
 
@@ -120,8 +120,11 @@ def _enter(module: Module, args: Any) -> None:
     if not thread.followed:
         return
     leave_interrupted()
-    policy = thread.followed[-1].policy
-    root = thread.followed[-1].start(module)
+    watched = thread.followed[-1]
+    policy = watched.policy
+    root = watched.start(module)
+    if root is module:
+        watched.roots.append(root)
     value = policy.modules.find(module, path_of(root, module)) if in_force(policy) else None
     region = None if value is None else _region(policy, value)
     try:

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
-import threading
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ import torch
 from ampkit.policy.policy import Policy, register_changes, registered
 from ampkit.region.thread_state import thread
 from ampkit.torch_internals.dynamo import compile_callbacks, forget_compiled
+from ampkit.torch_internals.forks import renewed_lock
 from ampkit.torch_internals.operators import autocast_device_types
 
 _DEVICES = ("ipu", "maia")
@@ -32,19 +31,9 @@ _DIGITS = sorted({value for value in vars(torch).values() if isinstance(value, t
 Mark = tuple[tuple[str, torch.dtype], ...]
 _EVERY: Mark = tuple((device, torch.float32) for device in _DEVICES)
 
-_marking_lock = threading.RLock()
+_marking_lock = renewed_lock(__name__, "_marking_lock")
 _marks: dict[str, Mark] = {}
 _texts: dict[Mark, str] = {}
-
-
-def _forked() -> None:
-    """In a child process: the lock may be held by a thread that is not there."""
-    global _marking_lock
-    _marking_lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
 
 
 class _Tags:

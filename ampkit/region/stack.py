@@ -27,6 +27,7 @@ from ampkit.torch_internals import self_check
 from ampkit.torch_internals.checkpoint import note_region, top_hooks
 from ampkit.torch_internals.dispatcher import current
 from ampkit.torch_internals.dynamo import frame_on_stack, tracer
+from ampkit.torch_internals.forks import clear_torch_cache
 
 
 class Watch(Protocol):
@@ -108,7 +109,7 @@ class Entry:
         if again:
             self._uncount_again()
         elif torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
+            clear_torch_cache()
         torch.set_autocast_enabled(self.spec.device_type, self.enabled)
         torch.set_autocast_dtype(self.spec.device_type, self.dtype)
         torch.set_autocast_cache_enabled(self.cache_flag)
@@ -138,7 +139,7 @@ class Entry:
         while now < level - 1:
             now = torch.autocast_increment_nesting()
         if now == 0:
-            torch.clear_autocast_cache()
+            clear_torch_cache()
 
 
 _uncached_modes: dict[Any, AutocastMode] = {}

@@ -7,8 +7,6 @@ kernels that hand any operator to the mode's `__torch_dispatch__`.
 from __future__ import annotations
 
 import functools
-import os
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -30,6 +28,7 @@ from ampkit.torch_internals.dispatcher import (
     keysets,
 )
 from ampkit.torch_internals.dynamo import dynamo_skip
+from ampkit.torch_internals.forks import renewed_lock
 from ampkit.torch_internals.operators import OpOverload
 from ampkit.torch_internals.signatures import TENSOR, compiled, signature_of
 
@@ -43,17 +42,7 @@ OPERATORS: dict[str, OpOverload] = {}
 _begun: set[OpOverload] = set()         # a kernel may be there: the registration has begun
 _installed: set[OpOverload] = set()     # and has ended
 _prepared = False
-_installing_lock = threading.RLock()
-
-
-def _forked() -> None:
-    """In a child process: the lock may be held by a thread that is not there."""
-    global _installing_lock
-    _installing_lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+_installing_lock = renewed_lock(__name__, "_installing_lock")
 
 
 def install(ops: Iterable[OpOverload]) -> None:

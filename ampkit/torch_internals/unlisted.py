@@ -8,8 +8,6 @@ dispatch modes.
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -24,6 +22,7 @@ from ampkit.torch_internals.dispatcher import (
     parsed_key,
     set_included,
 )
+from ampkit.torch_internals.forks import renewed_lock
 from ampkit.torch_internals.operators import OpOverload
 
 __all__ = ["include", "install", "is_on", "run_past"]
@@ -31,17 +30,7 @@ __all__ = ["include", "install", "is_on", "run_past"]
 _NAME = "TESTING_ONLY_GenericWrapper"
 
 _libraries: list[Library] = []
-_lock = threading.RLock()
-
-
-def _forked() -> None:
-    """In a child process: the lock may be held by a thread that is not there."""
-    global _lock
-    _lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+_lock = renewed_lock(__name__, "_lock")
 
 
 _KEY = parsed_key(_NAME)
