@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch.nn import Module
 
 from ampkit.policy import module_check, module_rules, operator_kernels, written
+from ampkit.policy.dtypes import PRECISIONS, as_dtype
+from ampkit.policy.explanations import Explanation, ModuleExplanation
 from ampkit.policy.messages import short
+from ampkit.policy.module_operators import called_operators
 from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, Group, Rule, fold, resolve
 from ampkit.policy.operator_keys import Operator, candidates, checked_rule, key_name, overloads
 from ampkit.torch_internals.operators import OpOverload, is_composite
@@ -24,19 +27,6 @@ __all__ = ["Explanation", "Policy", "Rule", "register_op"]
 
 _WHY_COMPOSITE = "no list names it; the operators that it is made of follow their own rules"
 _WHY_UNLISTED = "no list names it; it runs in the dtype of its inputs"
-_PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class Explanation(NamedTuple):
-    """The rule of one operator, and where it comes from."""
-
-    op: str
-    rule: Rule
-    layer: str      # "torch", "default", "register_op", "with_rules[0]", ... or "unlisted"
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.op}: {self.rule.name} (set by {self.layer}): {self.why}"
 
 
 class _Layer(NamedTuple):
@@ -183,8 +173,8 @@ class Policy:
                     f"{written.MOST_NESTED} deep; give modules inside others a rule by their path instead"
                 )
             return value
-        dtype = _PRECISIONS.get(value) if isinstance(value, str) else value
-        if not isinstance(dtype, torch.dtype) or dtype not in _PRECISIONS.values():
+        dtype = as_dtype(value)
+        if not isinstance(dtype, torch.dtype) or dtype not in PRECISIONS.values():
             raise ValueError(
                 f"{short(value)} is no precision for module {module_rules.describe(key)}; expected torch.float32, "
                 "torch.bfloat16, torch.float16, their names, or a Policy"
@@ -199,12 +189,25 @@ class Policy:
         """The rule `op` follows. DECOMPOSE for an unlisted composite, KEEP for any other unlisted operator."""
         return self.explain(op).rule
 
-    def explain(self, op: Operator) -> Explanation:
+    @overload
+    def explain(self, op: type[Module]) -> ModuleExplanation: ...  # pyright: ignore[reportOverlappingOverload]
+    @overload
+    def explain(self, op: Operator) -> Explanation: ...
+    def explain(self, op: Operator | type[Module]) -> Explanation | ModuleExplanation:
         """The rule `op` follows, which layer of the policy set it, and why. `str()` of it is one line.
 
-        `op` is a key as in `with_rules`. Raises `ValueError` for an unknown operator, or if its overloads follow
-        different rules.
+        `op` is a key as in `with_rules`, or a module class: then every operator that its forward calls, by its source.
+        Raises `ValueError` for an unknown operator, for overloads that follow different rules, or for a class whose
+        source cannot be read.
+
+        >>> print(Policy.torch("cpu").explain(torch.nn.Linear))
+        torch.nn.modules.linear.Linear calls
+          aten::linear: LOWER (set by torch): matrix units multiply in half precision and accumulate in float32
         """
+        if isinstance(op, type) and issubclass(op, Module):
+            listed = self.rules()
+            calls = [call for call, is_sure in called_operators(op).items() if is_sure or call in listed]
+            return ModuleExplanation(module_rules.describe(op), tuple(map(self._explain, calls)))
         answers = [self._explain(one) for one in candidates(op)]
         if len({answer.rule for answer in answers}) > 1:
             said = ", ".join(f"{answer.op} {answer.rule.name}" for answer in answers)
@@ -325,8 +328,8 @@ def register_op(op: Operator | Any, rule: Rule | str) -> None:
     call: regions respect it. Raises `TypeError` or `ValueError` for an unknown operator or rule.
     """
     value = checked_rule(rule, op)
-    for overload in overloads(getattr(op, "_opoverload", op), value):
-        _Registered.rules[overload] = value
+    for found in overloads(getattr(op, "_opoverload", op), value):
+        _Registered.rules[found] = value
     _Registered.changes += 1
 
 

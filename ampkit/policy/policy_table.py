@@ -1,4 +1,4 @@
-"""`ampkit policy-table`: the default policy as a Markdown table, so that the README cannot go stale."""
+"""`ampkit policy-table`: the default policy as a Markdown table, so that docs/policy.md cannot go stale."""
 
 import argparse
 from collections import defaultdict

@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+from ampkit.policy.dtypes import as_dtype
+from ampkit.policy.messages import short
+from ampkit.policy.op_table import TORCH
 from ampkit.policy.policy import Policy
 from ampkit.region.spec import RegionSpec
 from ampkit.region.weight_cache import WeightCache
@@ -18,6 +21,8 @@ from ampkit.torch_internals.operators import privateuse1_name
 _LOW = (torch.bfloat16, torch.float16)
 # Device types that need no parsing. Asked of torch once, since every region names one.
 _KINDS = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
+# Policies by name. One object each: a region knows the mode that it had last by the policy's identity.
+_POLICIES = {(base, kind): Policy(base, kind) for base in ("default", "torch") for kind in TORCH}
 
 
 def current_device_type() -> str:
@@ -72,7 +77,7 @@ def checked_spec(
     if dtype is None:
         dtype = torch.get_autocast_dtype(kind)
     elif not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype is {dtype!r}; expected a torch.dtype such as torch.bfloat16, or None")
+        dtype = _named_dtype(dtype)
     if not isinstance(enabled, bool):
         raise TypeError(f"enabled is {enabled!r}; expected True or False")
     if enabled:
@@ -82,10 +87,36 @@ def checked_spec(
     elif not isinstance(cache_enabled, bool):
         raise TypeError(f"cache_enabled is {cache_enabled!r}; expected True or False")
     if policy is not None and (not isinstance(policy, Policy) or policy.device_type != kind):
-        raise TypeError(f"policy is {policy!r}; expected a Policy for {kind!r}, such as Policy.default({kind!r})")
+        policy = named_policy(policy, kind)
     if cache is not None and not isinstance(cache, WeightCache):
         raise TypeError(f"cache is {cache!r}; expected a WeightCache")
     return RegionSpec(kind, dtype, enabled, cache_enabled, policy, cache, device, of_module)
+
+
+def _named_dtype(name: Any) -> torch.dtype:
+    """The dtype that a region is given by name."""
+    dtype = as_dtype(name)
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    raise (ValueError if isinstance(name, str) else TypeError)(
+        f"dtype is {short(name)}; expected a torch.dtype such as torch.bfloat16, one of 'bfloat16', 'float16' and "
+        "'float32', or None"
+    )
+
+
+def named_policy(policy: Any, kind: str) -> Policy:
+    """The policy of this name for a device type; one that is a policy for it already, as it is.
+
+    Raises `ValueError` for another name, `TypeError` for anything else.
+    """
+    if isinstance(policy, str) and (policy, kind) in _POLICIES:
+        return _POLICIES[policy, kind]
+    if isinstance(policy, Policy) and policy.device_type == kind:
+        return policy
+    raise (ValueError if isinstance(policy, str) else TypeError)(
+        f"policy is {short(policy)}; expected a Policy for {kind!r}, such as Policy.default({kind!r}), 'default' or "
+        "'torch'"
+    )
 
 
 def float32_spec(device_type: Any, policy: Any, *, of_module: bool = False) -> RegionSpec:

@@ -8,12 +8,11 @@ and a decorated function may recurse. `stack` changes and restores the state, `m
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, Self, TypeVar
 
 import torch
 from torch.nn import Module
 
-from ampkit.forks import clear_torch_cache
 from ampkit.policy.policy import Policy
 from ampkit.region import graph_modules
 from ampkit.region.arguments import autocast_device_type, checked_spec, float32_spec
@@ -24,10 +23,14 @@ from ampkit.region.stack import depth_without, leave_down_to, leave_ended, push
 from ampkit.region.thread_state import thread
 from ampkit.region.weight_cache import WeightCache
 from ampkit.torch_internals.dynamo import dynamo_skip, tracing
+from ampkit.torch_internals.forks import clear_torch_cache
 
 __all__ = [
     "autocast", "clear_autocast_cache", "float32_region", "get_autocast_dtype", "is_autocast_enabled",
 ]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class autocast:
@@ -42,11 +45,11 @@ class autocast:
     operators that need one dtype for all inputs get the widest. `Policy.explain` says what an operator does and why.
 
     `device_type`: a device type or a string like `"cuda:0"`; None is the current accelerator, else `"cpu"`.
-    `dtype`: None is the enclosing region's, else float16 on accelerators and bfloat16 on CPU.
+    `dtype`: a dtype or its name; None is the enclosing region's, else float16 on accelerators and bfloat16 on CPU.
     `enabled`: False makes a disabled region, in which nothing is cast.
     `cache_enabled`: whether the cast of a weight is kept until the outermost region is left; None is the enclosing
-    region's choice, else True. `policy`: None is the enclosing region's for this device, else
-    `Policy.default(device_type)`. `cache`: a `WeightCache` that outlives the region.
+    region's choice, else True. `policy`: a policy for the device type, "torch" or "default"; None is the enclosing
+    region's for this device, else the default. `cache`: a `WeightCache` that outlives the region.
 
     Warns and disables itself, as torch does, if the device or the dtype is not available. Raises `ValueError` or
     `TypeError` for arguments of the wrong type, `RuntimeError` for a device that has no autocast or no bfloat16, and
@@ -59,11 +62,11 @@ class autocast:
     def __init__(
         self,
         device_type: str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         enabled: bool = True,
         cache_enabled: bool | None = None,
         *,
-        policy: Policy | None = None,
+        policy: Policy | str | None = None,
         cache: WeightCache | None = None,
     ) -> None:
         if not tracing() and thread.regions:
@@ -119,7 +122,7 @@ class autocast:
         return str(self.spec)
 
     @dynamo_skip
-    def __enter__(self, root: Module | None = None) -> autocast:
+    def __enter__(self, root: Module | None = None) -> Self:
         if tracing():
             graph_modules.enter(self.spec, root)
         else:
@@ -151,7 +154,7 @@ class autocast:
 
     leave = __exit__
 
-    def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self, func: Callable[P, R]) -> Callable[P, R]:
         """`func` with its body run inside the region, also when it is a generator or a coroutine."""
         return in_region(self, func)
 
@@ -166,7 +169,7 @@ class float32_region(autocast):
     """
 
     @dynamo_skip
-    def __init__(self, device_type: str | None = None, *, policy: Policy | None = None) -> None:
+    def __init__(self, device_type: str | None = None, *, policy: Policy | str | None = None) -> None:
         if not tracing() and thread.regions:
             leave_ended(thread.regions)
         self.spec = float32_spec(device_type, policy)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.utils.checkpoint
 
@@ -18,8 +18,10 @@ from ampkit.torch_internals.dynamo import tracing
 
 __all__ = ["checkpoint", "checkpoint_context_fn"]
 
+R = TypeVar("R")
 
-def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
+
+def checkpoint(function: Callable[..., R], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> R:
     """`torch.utils.checkpoint.checkpoint`, with the region open here also open in the recompute.
 
     Enabled, dtype, policy and whether there is a cache are those of the call, whatever region backward is called in;

@@ -10,7 +10,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 from torch.autograd.function import Function
@@ -27,7 +27,18 @@ from ampkit.torch_internals.dynamo import called_while_tracing, tracing
 
 __all__ = ["custom_bwd", "custom_fwd"]
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+
+@overload
+def custom_fwd(
+    fwd: Callable[P, R], *, device_type: str | None = None, cast_inputs: torch.dtype | None = None
+) -> Callable[P, R]: ...
+@overload
+def custom_fwd(
+    *, device_type: str | None = None, cast_inputs: torch.dtype | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def custom_fwd(
     fwd: Callable[..., Any] | None = None,
     *,
@@ -70,6 +81,10 @@ def custom_fwd(
     return decorated
 
 
+@overload
+def custom_bwd(bwd: Callable[P, R], *, device_type: str | None = None) -> Callable[P, R]: ...
+@overload
+def custom_bwd(*, device_type: str | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None = None) -> Callable[..., Any]:
     """Decorator for the `backward` of an autograd function: it runs in the autocast state its forward ran in.
 

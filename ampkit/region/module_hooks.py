@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from ampkit.forks import renewed_lock
 from ampkit.policy.module_paths import path_of
 from ampkit.policy.policy import Policy
 from ampkit.region.arguments import checked_spec, float32_spec
@@ -25,7 +24,9 @@ from ampkit.region.running_modules import Called, Followed, in_force
 from ampkit.region.spec import RegionSpec
 from ampkit.region.stack import is_entered, pop, push
 from ampkit.region.thread_state import thread
+from ampkit.region.unused_patterns import warn_of_unused
 from ampkit.torch_internals.dynamo import dynamo_skip, frame_on_stack, tracing
+from ampkit.torch_internals.forks import renewed_lock
 from ampkit.torch_internals.modules import put_hooks, take_hooks
 
 _lock = renewed_lock(__name__, "_lock")     # reentrant: a signal handler may open such a region too
@@ -44,7 +45,7 @@ class Watch:
         self.modules = thread.modules
         self.n_followed = len(self.followed)
         self.depth = len(self.modules)
-        self.region = Followed(policy, root, self.depth)
+        self.region = Followed(policy, root, self.depth, [] if root is None else [root])
         self.at_end = weakref.finalize(self, _thread_ended)     # if it ends with the region open
         self.at_end.atexit = False
         if root is None and self.followed and self.followed[-1].policy == policy:
@@ -63,6 +64,7 @@ class Watch:
         del self.modules[self.depth :]      # of modules that were interrupted; their hooks did not run
         _watches.discard(self)
         _place_hooks()
+        warn_of_unused(self.region.policy.modules, self.region.roots)
 
 
 def _place_hooks() -> None:
@@ -118,8 +120,11 @@ def _enter(module: Module, args: Any) -> None:
     if not thread.followed:
         return
     leave_interrupted()
-    policy = thread.followed[-1].policy
-    root = thread.followed[-1].start(module)
+    watched = thread.followed[-1]
+    policy = watched.policy
+    root = watched.start(module)
+    if root is module:
+        watched.roots.append(root)
     value = policy.modules.find(module, path_of(root, module)) if in_force(policy) else None
     region = None if value is None else _region(policy, value)
     try:

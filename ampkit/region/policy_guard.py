@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from ampkit.forks import renewed_lock
 from ampkit.policy.policy import Policy, register_changes, registered
 from ampkit.region.thread_state import thread
 from ampkit.torch_internals.dynamo import compile_callbacks, forget_compiled
+from ampkit.torch_internals.forks import renewed_lock
 from ampkit.torch_internals.operators import autocast_device_types
 
 _DEVICES = ("ipu", "maia")

@@ -20,6 +20,7 @@ class Followed(NamedTuple):
     policy: Policy
     root: Module | None     # where paths start; None: at the outermost module called in the region
     depth: int              # how many modules were running when it was entered
+    roots: list[Module]     # the outermost modules called in it
 
     def start(self, module: Module) -> Module:
         """Where the path of `module`, which is about to run, starts."""

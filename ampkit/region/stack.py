@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 from torch.nn import Module
 
-from ampkit.forks import clear_torch_cache
 from ampkit.policy.policy import Policy, register_changes
 from ampkit.region import recording
 from ampkit.region.mode import AutocastMode, DispatchGuard
@@ -28,6 +27,7 @@ from ampkit.torch_internals import self_check
 from ampkit.torch_internals.checkpoint import note_region, top_hooks
 from ampkit.torch_internals.dispatcher import current
 from ampkit.torch_internals.dynamo import frame_on_stack, tracer
+from ampkit.torch_internals.forks import clear_torch_cache
 
 
 class Watch(Protocol):

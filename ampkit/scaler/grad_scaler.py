@@ -11,8 +11,8 @@ attributes and override its private methods: those keep torch's names, shapes an
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -28,21 +28,15 @@ from ampkit.scaler.iteration import Iteration
 from ampkit.scaler.live_scale import LiveScale, strategy_of
 from ampkit.scaler.loss_scale import LossScale
 from ampkit.scaler.optimizer_record import OptimizerRecord
-from ampkit.scaler.overflow import OverflowReport
+from ampkit.scaler.overflow_report import OverflowReport
+from ampkit.scaler.parts import attribute_of
 from ampkit.scaler.scaling import Scaling
 from ampkit.scaler.step_log import OnStuck, StepLog
 from ampkit.scaler.stepping import Stepping
 from ampkit.scaler.unscaling import Unscaling
 
+Outputs = TypeVar("Outputs", bound=Iterable[Any])
 _PARTS = ("_live", "_iteration", "_unscaling", "_log", "_scaling", "_stepping")
-
-
-def _in(part: str, name: str) -> Any:
-    """An attribute of the scaler that lives in one of its parts, by functions that Dynamo can trace."""
-    return property(
-        lambda self: getattr(getattr(self, part), name),
-        lambda self, value: setattr(getattr(self, part), name, value),
-    )
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -118,19 +112,23 @@ class GradScaler(torch.amp.GradScaler):
         self._stepping = Stepping(live, iteration, self._unscaling, self._log)
 
     # torch's private attributes, and settings that may be changed
-    _scale = _in("_live", "scale")
-    _growth_tracker = _in("_live", "growth_tracker")
-    _growth_factor = _in("_live", "growth_factor")
-    _backoff_factor = _in("_live", "backoff_factor")
-    _growth_interval = _in("_live", "growth_interval")
-    _init_scale = _in("_live", "init_scale")
-    _init_growth_tracker = _in("_live", "init_growth_tracker")
-    _per_optimizer_states = _in("_iteration", "records")
-    process_group = _in("_unscaling", "process_group")
-    allow_fp16 = _in("_unscaling", "allow_fp16")
-    on_stuck = _in("_log", "on_stuck")
-    count_every_step = _in("_log", "count_every_step")
+    _scale = attribute_of("_live", "scale")
+    _growth_tracker = attribute_of("_live", "growth_tracker")
+    _growth_factor = attribute_of("_live", "growth_factor")
+    _backoff_factor = attribute_of("_live", "backoff_factor")
+    _growth_interval = attribute_of("_live", "growth_interval")
+    _init_scale = attribute_of("_live", "init_scale")
+    _init_growth_tracker = attribute_of("_live", "init_growth_tracker")
+    _per_optimizer_states = attribute_of("_iteration", "records")
+    process_group = attribute_of("_unscaling", "process_group")
+    allow_fp16 = attribute_of("_unscaling", "allow_fp16")
+    on_stuck = attribute_of("_log", "on_stuck")
+    count_every_step = attribute_of("_log", "count_every_step")
 
+    @overload
+    def scale(self, outputs: Tensor) -> Tensor: ...
+    @overload
+    def scale(self, outputs: Outputs) -> Outputs: ...
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss, or every tensor in a nested list, tuple, mapping or iterator, by the scale.
 
@@ -230,7 +228,7 @@ class GradScaler(torch.amp.GradScaler):
         take_master_gradients(optimizer)
         clipping.clamp_(collect(parameters(optimizer)), float(clip_value))
 
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscale unless that is done, then call `optimizer.step(*args, **kwargs)` if all gradients are finite.
 
         An optimizer without gradients is left alone, and `stats().no_gradients` counts it. Amp-aware optimizers
@@ -330,7 +328,7 @@ class GradScaler(torch.amp.GradScaler):
     def overflow_report(
         self, model: torch.nn.Module | None = None, *, optimizer: torch.optim.Optimizer | None = None
     ) -> OverflowReport:
-        """Which parameters held inf or NaN in the last skipped step, worst first. Reads the device.
+        """Which parameters held inf or NaN in the last skipped step, in backward's order. Reads the device.
 
         Optimizers that skip on an accelerator are examined when this is called, so call it before their gradients are
         cleared, or make the scaler with `count_every_step=True`.

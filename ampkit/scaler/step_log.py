@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from ampkit.gradients import kernels
+from ampkit.scaler.backward_order import BackwardOrder
 from ampkit.scaler.history import Ledger, ScalerStats
 from ampkit.scaler.live_scale import LiveScale
 from ampkit.scaler.loss_scale import DynamicLossScale
 from ampkit.scaler.optimizer_record import OptimizerRecord
-from ampkit.scaler.overflow import Examined, LossScaleStuckError, OverflowReport, examine
+from ampkit.scaler.overflow import Examined, LossScaleStuckError, examine
+from ampkit.scaler.overflow_report import Counted, OverflowReport, arrange
 
 OnStuck = Literal["warn", "raise"] | Callable[[ScalerStats], None]
 
@@ -39,6 +41,7 @@ class StepLog:
         self.count_every_step = count_every_step
         self.warned: set[str] = set()
         self.alarm_due = False
+        self.order = BackwardOrder()
         self._outcomes: weakref.WeakKeyDictionary[Any, Outcome] = weakref.WeakKeyDictionary()
         self._examined: weakref.WeakKeyDictionary[Any, Examined] = weakref.WeakKeyDictionary()
 
@@ -63,6 +66,7 @@ class StepLog:
             live.ledger.note_step(found_inf)
         self._outcomes[optimizer] = Outcome(found_inf, skipped)
         self.alarm_due = skipped is None
+        self.order.wanted = bool(skipped)
         if skipped:
             mark_optimizer_step_called(optimizer)
             self._sound_alarm(float(live.on(found_inf.device)))
@@ -90,14 +94,15 @@ class StepLog:
 
     def report(self, model: torch.nn.Module | None, optimizer: Any) -> OverflowReport:
         """The culprits of the last skipped step of an optimizer; of every optimizer where it is None."""
-        found = OverflowReport()
+        found: list[Counted] = []
         for each in list(self._outcomes) if optimizer is None else [optimizer]:
             examined = self._examined.get(each)
             if examined is None and each in self._outcomes and not self.stepped(each):
                 examined = examine(each)
             if examined is not None:
-                found = found.merged(examined.report(model))
-        return found
+                found += examined.read()
+        self.order.wanted = True
+        return arrange(found, self.order.use_of, model)
 
     def stats(self) -> ScalerStats:
         """The counts so far; sounds the alarm if steps that skip on the device left it due. One host read."""

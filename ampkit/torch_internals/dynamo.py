@@ -89,6 +89,12 @@ def compile_callbacks() -> Any:
     return getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
 
 
+def has_compiled() -> bool:
+    """Whether Dynamo has code that it has compiled, in this process."""
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    return frames is not None and bool(frames.output_codes.seen)
+
+
 def forget_compiled() -> None:
     """Drop what Dynamo has compiled so far, if it is imported."""
     if "torch._dynamo" in sys.modules:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.library import Library
 
-from ampkit.forks import renewed_lock
 from ampkit.torch_internals.checkpoint import follow_reentrant
 from ampkit.torch_internals.dispatcher import (
     KEY,
@@ -29,6 +28,7 @@ from ampkit.torch_internals.dispatcher import (
     keysets,
 )
 from ampkit.torch_internals.dynamo import dynamo_skip
+from ampkit.torch_internals.forks import renewed_lock
 from ampkit.torch_internals.operators import OpOverload
 from ampkit.torch_internals.signatures import TENSOR, compiled, signature_of
 

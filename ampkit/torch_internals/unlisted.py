@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.library import Library
 
-from ampkit.forks import renewed_lock
 from ampkit.torch_internals.dispatcher import (
     Exclude,
     higher_order_fallthrough,
@@ -22,6 +21,7 @@ from ampkit.torch_internals.dispatcher import (
     parsed_key,
     set_included,
 )
+from ampkit.torch_internals.forks import renewed_lock
 from ampkit.torch_internals.operators import OpOverload
 
 __all__ = ["include", "install", "is_on", "run_past"]

@@ -83,7 +83,7 @@ def refuse_bounded(module: Module) -> None:
     """Raise `RuntimeError` for a module that has a boundary, or a forward that its class does not know."""
     if isinstance(module, _Bounded):
         raise RuntimeError(
-            f"this {type(module).__name__} has been through ampkit.half or ampkit.initialize already, and a "
+            f"this {type(module).__name__} has been through ampkit.half or amp.initialize already, and a "
             f"second conversion would only stack its casts; build the model anew, or keep the converted one"
         )
     if "forward" in vars(module):

@@ -53,7 +53,7 @@ def check_model(model: Module, *, casts_model: bool) -> None:
     name = type(model).__name__
     if isinstance(model, _WRAPPERS) or name == "FullyShardedDataParallel":
         raise RuntimeError(
-            f"the model is wrapped in {name} already; call ampkit.initialize on the bare model first, and wrap what "
+            f"the model is wrapped in {name} already; call amp.initialize on the bare model first, and wrap what "
             f"it returns: {name}(model, ...)"
         )
     if casts_model and any("FSDPModule" in [base.__name__ for base in type(m).__mro__] for m in model.modules()):

@@ -20,7 +20,7 @@ from ampkit.whole_model._level_options import LevelOptions
 from ampkit.whole_model._level_scaler import LevelScaler, either
 from ampkit.whole_model.master_weights import MasterWeights
 
-_OUTSIDE = "call backward inside `with ampkit.scale_loss(loss, optimizer) as scaled: scaled.backward()`"
+_OUTSIDE = "call backward inside `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`"
 
 
 class Session:

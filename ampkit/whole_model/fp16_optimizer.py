@@ -7,7 +7,7 @@ The interface of Apex's FP16_Optimizer, which BERT-era scripts carry: `optimizer
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from ampkit.whole_model._level_scaler import LevelScaler, either
 from ampkit.whole_model.master_weights import MasterWeights
 
 __all__ = ["FP16Optimizer"]
+
+Loss = TypeVar("Loss")
 
 _ATTEMPTS = 100
 _DYNAMIC_NAMES = {"init_scale": "init_scale", "scale_factor": "growth_factor", "scale_window": "growth_interval"}
@@ -187,7 +189,11 @@ class FP16Optimizer(torch.optim.Optimizer):
         clipping.multiply_(gradients, clipping.coefficient(norm, max_norm), found)
         return norm
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], Loss]) -> Loss: ...
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the masters and write the model's half weights, unless a gradient was not finite; move the scale.
 
         A `closure` calls `optimizer.zero_grad()` and `optimizer.backward(loss)` and returns the loss; while it

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 from ampkit.containers import REAL_FLOATS, cast, cast_tree
+from ampkit.policy.dtypes import as_dtype
 from ampkit.policy.module_rules import ModuleRules
 from ampkit.torch_internals.module_classes import BatchNorm, InstanceNorm
 from ampkit.whole_model._boundary import Boundary, put_boundary, refuse_bounded
@@ -45,9 +46,9 @@ _MIXED_BATCH_NORM_DEVICES = ("cpu", "cuda")
 
 def half(
     model: M,
-    dtype: torch.dtype = torch.float16,
+    dtype: torch.dtype | str = torch.float16,
     keep_fp32: Keep | str = BATCH_NORMS,
-    cast_outputs: torch.dtype | None = None,
+    cast_outputs: torch.dtype | str | None = None,
     *,
     in_place: bool = False,
     in_region: bool = False,
@@ -62,11 +63,11 @@ def half(
     Args:
         model: converted by copy. Buffers too large for `dtype`, such as masks of -1e9, are set to its largest
             finite value; parameters too large are an error.
-        dtype: torch.float16 or torch.bfloat16.
+        dtype: torch.float16 or torch.bfloat16, or its name.
         keep_fp32: what stays in float32, with its inputs cast up and its outputs cast back: module classes,
             modules, or path patterns as `Policy.for_modules` takes them ("blocks.*.norm").
             `ampkit.whole_model.half.NORMS` names every norm.
-        cast_outputs: a dtype for floating-point outputs; None leaves them in `dtype`.
+        cast_outputs: a dtype, or its name, for floating-point outputs; None leaves them in `dtype`.
         in_place: convert `model` itself rather than a copy.
         in_region: run forward in an `ampkit.autocast` region of `dtype`, in which float32 tensors that meet
             half weights are cast, and softmax and losses are computed in float32.
@@ -86,15 +87,16 @@ def half(
     >>> model(torch.ones(2, 4)).dtype, model[1].running_var.dtype
     (torch.bfloat16, torch.float32)
     """
-    _check(model, dtype, cast_outputs)
+    low, outputs = as_dtype(dtype), as_dtype(cast_outputs)
+    _check(model, low, outputs)
     keep = (keep_fp32,) if isinstance(keep_fp32, str) else tuple(keep_fp32)
-    plan = HalfPlan(model, dtype, keep)
+    plan = HalfPlan(model, low, keep)
     if not in_place:
         twin = copy.deepcopy(model)
-        plan = HalfPlan(twin, dtype, plan.keep_in(twin))
+        plan = HalfPlan(twin, low, plan.keep_in(twin))
         model = twin
     plan.carry_out()
-    return put_boundary(model, Boundary(dtype, cast_outputs, dtype if in_region else None))
+    return put_boundary(model, Boundary(low, outputs, low if in_region else None))
 
 
 class HalfPlan:
@@ -219,7 +221,7 @@ def _check(model: Any, dtype: Any, cast_outputs: Any) -> None:
     if not isinstance(model, Module):
         raise TypeError(f"half takes an nn.Module, got {type(model).__name__}")
     if dtype not in HALVES:
-        raise ValueError(f"dtype is {dtype!r}; expected torch.float16 or torch.bfloat16")
+        raise ValueError(f"dtype is {dtype!r}; expected torch.float16, torch.bfloat16 or one's name")
     if cast_outputs is not None and cast_outputs not in REAL_FLOATS:
-        raise ValueError(f"cast_outputs is {cast_outputs!r}; expected a dtype such as torch.float32, or None")
+        raise ValueError(f"cast_outputs is {cast_outputs!r}; expected a dtype such as torch.float32, its name, or None")
     refuse_bounded(model)

@@ -10,7 +10,7 @@ import gc
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,11 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from ampkit.policy.dtypes import as_dtype
 from ampkit.policy.policy import Policy
+from ampkit.region.arguments import named_policy
 from ampkit.region.autocast import autocast_device_type
+from ampkit.scaler.loss_scale import LossScale
 from ampkit.whole_model import _level_options
 from ampkit.whole_model._boundary import Boundary, device_type_of, put_boundary
 from ampkit.whole_model._fp32_checkpoints import Fp32Checkpoints
@@ -34,27 +37,56 @@ __all__ = [
     "amp_state_dict", "initialize", "load_amp_state_dict", "loss_scalers", "master_params", "scale_loss",
 ]
 
+Models = TypeVar("Models", bound=Module | Sequence[Module])
+Optimizers = TypeVar("Optimizers")
+
 _sessions: weakref.WeakKeyDictionary[Optimizer, Session] = weakref.WeakKeyDictionary()
 
 
+class Overrides(TypedDict, total=False):
+    """The keyword arguments of `initialize`, which says what they mean."""
+
+    dtype: torch.dtype | str | None
+    cast_model_type: torch.dtype | str | None
+    patch_torch_functions: bool | None
+    keep_batchnorm_fp32: bool | str | None
+    master_weights: bool | None
+    loss_scale: LossScale | float | str | None
+    cast_model_outputs: torch.dtype | str | None
+    num_losses: int
+    enabled: bool
+    verbosity: int
+    min_loss_scale: float | None
+    max_loss_scale: float | None
+    policy: Policy | str | None
+
+
+@overload
+def initialize(
+    models: Models, optimizers: None = None, opt_level: str = "O1", **overrides: Unpack[Overrides]
+) -> Models: ...
+@overload
+def initialize(
+    models: Models, optimizers: Optimizers, opt_level: str = "O1", **overrides: Unpack[Overrides]
+) -> tuple[Models, Optimizers]: ...
 def initialize(
     models: Any,
     optimizers: Any = None,
     opt_level: str = "O1",
     *,
-    dtype: torch.dtype | None = None,
-    cast_model_type: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
+    cast_model_type: torch.dtype | str | None = None,
     patch_torch_functions: bool | None = None,
     keep_batchnorm_fp32: bool | str | None = None,
     master_weights: bool | None = None,
-    loss_scale: Any = None,
-    cast_model_outputs: torch.dtype | None = None,
+    loss_scale: LossScale | float | str | None = None,
+    cast_model_outputs: torch.dtype | str | None = None,
     num_losses: int = 1,
     enabled: bool = True,
     verbosity: int = 1,
     min_loss_scale: float | None = None,
     max_loss_scale: float | None = 2.0**24,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
 ) -> Any:
     """Set models and optimizers up for a level of precision; returns them as they were passed.
 
@@ -66,7 +98,7 @@ def initialize(
         models: a module or a list of modules, in float32.
         optimizers: an optimizer, a list, or None for inference; they may be wrapped as by Apex's LARC.
         opt_level: "O0", "O1", "O2" or "O3".
-        dtype: the 16-bit type, torch.float16 or torch.bfloat16; None is what `autocast` takes on the device.
+        dtype: the 16-bit type, torch.float16 or torch.bfloat16, or its name; None is what `autocast` takes there.
         cast_model_type: the same for O2 and O3, by Apex's name.
         patch_torch_functions: accepted as Apex takes it (True at O1 only); nothing is patched.
         keep_batchnorm_fp32: at O2 (default True) and O3 (default False).
@@ -79,7 +111,7 @@ def initialize(
         enabled: False returns everything unchanged and makes `scale_loss` yield the loss itself.
         verbosity: 0 prints nothing; 1 prints the level and skipped steps.
         min_loss_scale, max_loss_scale: bounds of a dynamic scale.
-        policy: the operator rules of O1's region.
+        policy: the operator rules of O1's region; "torch" and "default" are names of two.
 
     Raises:
         ValueError, TypeError: an unknown level, or an override that makes no sense at it.
@@ -105,16 +137,18 @@ def initialize(
             )
     device_type = autocast_device_type(device_type_of(all_models[0]) if all_models else None)
     options = _level_options.resolve(
-        opt_level, torch.get_autocast_dtype(device_type), dtype=dtype, cast_model_type=cast_model_type,
-        patch_torch_functions=patch_torch_functions, keep_batchnorm_fp32=keep_batchnorm_fp32,
-        master_weights=master_weights, loss_scale=loss_scale, cast_model_outputs=cast_model_outputs,
+        opt_level, torch.get_autocast_dtype(device_type), dtype=as_dtype(dtype),
+        cast_model_type=as_dtype(cast_model_type), patch_torch_functions=patch_torch_functions,
+        keep_batchnorm_fp32=keep_batchnorm_fp32,
+        master_weights=master_weights, loss_scale=loss_scale, cast_model_outputs=as_dtype(cast_model_outputs),
         num_losses=num_losses, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale,
     )
     if policy is not None and not options.has_region:
         raise ValueError(f"policy makes no sense at {opt_level}, which opens no region; use opt_level 'O1'")
+    rules = None if policy is None else named_policy(policy, device_type)
     session = Session(options if enabled else None, device_type, verbosity)
     if enabled:
-        _set_up(session, options, all_models, all_optimizers, policy)
+        _set_up(session, options, all_models, all_optimizers, rules)
     for optimizer in all_optimizers:
         _sessions[optimizer] = session
     return models if optimizers is None else (models, optimizers)
@@ -170,9 +204,9 @@ def scale_loss(
 
     ::
 
-        with ampkit.scale_loss(loss, optimizer) as scaled:
+        with amp.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
-        torch.nn.utils.clip_grad_norm_(ampkit.master_params(optimizer), 1.0)
+        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
         optimizer.step()
 
     Unscaled gradients add up over several losses and micro-batches, each under its own scale. If any of them
@@ -297,7 +331,7 @@ def _session_of(optimizers: Sequence[Optimizer]) -> Session:
         if optimizer not in _sessions:
             raise RuntimeError(
                 f"this {type(optimizer).__name__} has not been through initialize; call model, optimizer = "
-                f"ampkit.initialize(model, optimizer, opt_level=...) first"
+                f"amp.initialize(model, optimizer, opt_level=...) first"
             )
     found = {id(session): session for session in (_sessions[optimizer] for optimizer in optimizers)}
     if len(found) > 1:

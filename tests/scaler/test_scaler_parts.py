@@ -24,7 +24,7 @@ from ampkit.scaler.unscaling import Unscaling
 
 PACKAGE = Path(ampkit.__file__).parent
 STANDS_ON = {
-    "torch_internals": {"forks"},
+    "torch_internals": set(),
     "gradients": {"torch_internals"},
     "optim": {"torch_internals", "gradients"},
     "scaler": {"torch_internals", "gradients"},
