@@ -1,4 +1,4 @@
-"""The kernels beside torch's operators over the gradients of whole models, timed by the GPU's own clock.
+"""The kernels compared with torch's operators on the gradients of whole models, timed by CUDA events.
 
 The jobs are those of a training script: `unscale` is `GradScaler.unscale_`'s kernel work, `unscale + clip` adds
 clipping that rewrites the gradients, `clip + AdamW` is everything from scaled gradients to parameters. Gradients that a
