@@ -286,7 +286,7 @@ class MasterWeights:
         self.drop_gradients()
 
     def _note_written(self, pairs: Sequence[_Pair]) -> None:
-        # Kernels that write by address leave the version counters, by which autograd notices changed saved tensors.
+        # Kernels that write by address do not bump version counters, by which autograd finds stale saved tensors.
         torch.autograd.graph.increment_version([_local(pair.half) for pair in pairs])
         for pair in pairs:
             pair.version = pair.half._version
