@@ -23,7 +23,8 @@ from ampkit.scaler.agreement import check_ranks
 from ampkit.scaler.grad_scaler import GradScaler
 from ampkit.scaler.history import ScalerStats
 from ampkit.scaler.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
-from ampkit.scaler.overflow import LossScaleStuckError, OverflowReport
+from ampkit.scaler.overflow import LossScaleStuckError
+from ampkit.scaler.overflow_report import OverflowReport
 from ampkit.scaler.plotting import plot_history
 from ampkit.scaler.schedulers import scheduler_step
 from ampkit.whole_model.check_half import HalfReport, check_half

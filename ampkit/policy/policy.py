@@ -2,7 +2,7 @@
 
 A policy is a stack of layers, later over earlier: torch.amp's list for the device, what ampkit adds to it,
 what `register_op` declared for the process, and each `with_rules`. It is immutable; `with_rules` and
-`for_modules` return a new one. Policies compare and hash by what they say, and travel as plain dicts.
+`for_modules` return a new one. Policies compare and hash by value, and serialise to plain dicts.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class _Layer(NamedTuple):
 
 
 class RuleTable(dict[OpOverload, Rule]):
-    """Every operator with a rule of its own. A class, so that it can be referred to weakly."""
+    """Every operator with a rule of its own. A subclass, since a plain dict cannot be weakly referenced."""
 
     kernels: Any = None     # what regions run for these rules; see `region.specialised`
 
 
 class _Registered:
-    """Rules that `register_op` declared for this process, and how often they changed."""
+    """Rules that `register_op` declared for this process, and the number of changes."""
 
     rules: dict[OpOverload, Rule] = {}
     changes = 0
@@ -52,7 +52,7 @@ class Policy:
     """The rules of a region for one device type: pass it as `autocast(policy=...)`.
 
     `Policy.default(device_type)` is what a region uses when it is given none; `Policy.torch(device_type)` is
-    torch.amp's list to the letter.
+    exactly torch.amp's list.
 
     >>> policy = Policy.default("cpu").with_rules({"aten::softmax.int": Rule.KEEP})
     >>> policy.rule_for("aten::softmax.int")
@@ -146,10 +146,10 @@ class Policy:
         return Policy(self.base, self.device_type, self.overrides, self.modules.extended(items))
 
     def check(self, model: Module) -> module_check.ModuleCheck:
-        """Which modules each rule of `for_modules` means if `model` is the outermost module called in a region.
+        """Which modules each rule of `for_modules` matches if `model` is the outermost module called in a region.
 
-        `str()` of it is a line for each rule; `.unused` are those that mean nothing, with the names they may have been
-        meant for. Raises `TypeError` for anything but a module.
+        `str()` of it is a line for each rule; `.unused` holds those that match nothing, with the closest names.
+        Raises `TypeError` for anything but a module.
 
         >>> model = torch.nn.ModuleDict({"head": torch.nn.Linear(1, 1)})
         >>> print(Policy.default("cpu").for_modules({"haed": torch.float32}).check(model))
@@ -160,7 +160,7 @@ class Policy:
         return module_check.check(self.modules, model)
 
     def _precision(self, key: module_rules.Key, value: Any) -> torch.dtype | Policy:
-        """What a rule of `for_modules` says; `ValueError` naming the key if a module cannot follow it."""
+        """The checked value of a rule of `for_modules`; `ValueError` naming the key if a module cannot follow it."""
         if isinstance(value, Policy):
             if value.device_type != self.device_type:
                 raise ValueError(
@@ -196,9 +196,9 @@ class Policy:
     def explain(self, op: Operator | type[Module]) -> Explanation | ModuleExplanation:
         """The rule `op` follows, which layer of the policy set it, and why. `str()` of it is one line.
 
-        `op` is a key as of `with_rules`, or a module's class: then all that its forward calls, as its source says.
-        Raises `ValueError` for an unknown operator, overloads that may be meant and follow different rules, or a class
-        without source.
+        `op` is a key as in `with_rules`, or a module class: then every operator that its forward calls, by its source.
+        Raises `ValueError` for an unknown operator, for overloads that follow different rules, or for a class whose
+        source cannot be read.
 
         >>> print(Policy.torch("cpu").explain(torch.nn.Linear))
         torch.nn.modules.linear.Linear calls
@@ -226,7 +226,7 @@ class Policy:
     def source(self, op: Operator) -> str:
         """The kernel that a region runs for `op`, as Python: its casts, and the call.
 
-        `op` is a key as of `with_rules`; the names with an underscore are the kernel's tools. Raises `ValueError` for
+        `op` is a key as in `with_rules`; names with a leading underscore are ampkit's own. Raises `ValueError` for
         an unknown operator, one that a region never sees, and one that is served by the kernel for every operator.
 
         >>> print(Policy.torch("cpu").source("aten::mm").splitlines()[0])
@@ -264,9 +264,9 @@ class Policy:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Policy:
-        """The policy that `to_dict` wrote. It may come from anywhere: reading it imports and runs nothing.
+        """The policy that `to_dict` wrote. Untrusted data is safe: reading it imports nothing and runs no code.
 
-        So where the policy names a module class, the module that defines the class must have been imported before.
+        A module class that the policy names must therefore have been imported before.
         Raises `TypeError` or `ValueError`, saying what is wrong, for anything that `to_dict` does not write.
         """
         return _restored(*written.read_dict(state))
@@ -303,7 +303,7 @@ class Policy:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Policy:
-        """The same policy, but that a module it names, copied before it in one `deepcopy`, stands for its copy."""
+        """The same policy, with modules that this `deepcopy` has already copied replaced by their copies."""
         modules = self.modules.copied(memo)
         return self if modules == self.modules else Policy(self.base, self.device_type, self.overrides, modules)
 
@@ -324,7 +324,7 @@ def register_op(op: Operator | Any, rule: Rule | str) -> None:
     """Give an operator of your own, or of another library, a rule in every policy of this process.
 
     `op` is an overload, a packet, a name such as `"mylib::attention"`, or what `torch.library.custom_op` returned.
-    `Policy.with_rules` still goes over it. An operator with a dtype from `torch.library.register_autocast` needs no
+    `Policy.with_rules` still overrides it. An operator with a dtype from `torch.library.register_autocast` needs no
     call: regions respect it. Raises `TypeError` or `ValueError` for an unknown operator or rule.
     """
     value = checked_rule(rule, op)
@@ -339,12 +339,12 @@ def registered() -> Mapping[OpOverload, Rule]:
 
 
 def register_changes() -> int:
-    """How often `register_op` has changed the rules of this process."""
+    """How many times `register_op` has changed the rules of this process."""
     return _Registered.changes
 
 
 def _restored(base: Any, device_type: Any, layers: Iterable[Any], modules: Iterable[tuple[Any, Any]]) -> Policy:
-    """The policy of these parts. Pickles call it, and in them classes travel as any class does."""
+    """The policy of these parts. Pickles call it; they refer to a module class by name, as to any class."""
     policy = Policy(base, device_type)
     for layer in layers:
         policy = policy.with_rules(layer)
@@ -355,7 +355,7 @@ def _restored(base: Any, device_type: Any, layers: Iterable[Any], modules: Itera
 
 @functools.lru_cache(maxsize=64)
 def _fold_layers(policy: Policy, changes: int) -> RuleTable:
-    """The table of a policy as of a number of `register_op` calls; equal policies share one."""
+    """The table of a policy after so many `register_op` calls; equal policies share one."""
     table = RuleTable()
     for layer in policy._layers():
         table.update(layer.rules)

@@ -1,6 +1,4 @@
-"""The arguments of a region: which device types, dtypes and flags make sense, and what is said when one does not.
-
-Messages and warnings follow torch's where torch has them.
+"""The arguments of a region, checked. Messages and warnings follow torch's where torch has them.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from ampkit.torch_internals.dynamo import called_while_tracing
 from ampkit.torch_internals.operators import privateuse1_name
 
 _LOW = (torch.bfloat16, torch.float16)
-# Strings that are what they name: asked of torch once, as every region gives one.
+# Device types that need no parsing. Asked of torch once, since every region names one.
 _KINDS = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
 # Policies by name. One object each: a region knows the mode that it had last by the policy's identity.
 _POLICIES = {(base, kind): Policy(base, kind) for base in ("default", "torch") for kind in TORCH}
@@ -55,7 +53,7 @@ def autocast_device_type(device_type: Any) -> str:
     return kind
 
 
-@called_while_tracing       # torch's function is a builtin that Dynamo knows in torch 2.12 and not before
+@called_while_tracing       # Dynamo traces torch's function, a builtin, only since torch 2.12
 def _has_autocast(kind: str) -> bool:
     return torch.amp.is_autocast_available(kind)
 
@@ -70,9 +68,9 @@ def checked_spec(
     *,
     of_module: bool = False,
 ) -> RegionSpec:
-    """The region that the arguments of `autocast` describe, here: None is what the enclosing region has.
+    """The region that the arguments of `autocast` describe; None means what the enclosing region has.
 
-    Warns, for the caller's caller, where the region is disabled because it cannot be had.
+    Disables the region and warns, at the line of the caller's caller, if its device or dtype is not available.
     """
     device = device_type if device_type is not None else current_device_type()
     kind = device if type(device) is str and device in _KINDS else autocast_device_type(device)
@@ -122,7 +120,7 @@ def named_policy(policy: Any, kind: str) -> Policy:
 
 
 def float32_spec(device_type: Any, policy: Any, *, of_module: bool = False) -> RegionSpec:
-    """A region that casts to float32, which torch's autocast knows on no device."""
+    """A region that casts to float32, which torch's autocast supports on no device."""
     spec = checked_spec(device_type, None, False, policy=policy, of_module=of_module)
     return RegionSpec(
         spec.device_type, torch.float32, True, spec.cache_enabled, spec.policy, None, spec.device, of_module
@@ -130,7 +128,7 @@ def float32_spec(device_type: Any, policy: Any, *, of_module: bool = False) -> R
 
 
 def _available(device: str, kind: str, dtype: torch.dtype) -> bool:
-    """Whether an enabled region can be had; warns as torch does where it cannot."""
+    """Whether a region is available for the device and dtype; warns as torch does if not."""
     if kind == "cuda" and ":" not in device:
         if torch.cuda.amp.common.amp_definitely_not_available():
             warnings.warn("CUDA is not available: autocast for it is disabled.", stacklevel=4)

@@ -1,8 +1,8 @@
 """autocast: the region in which operators run in the precision their policy says.
 
 An `autocast` object holds a checked description and nothing else, so one object may be entered again while it is open,
-and a decorated function may recurse. What an entry changes is the business of `stack`; following modules, of
-`module_hooks`; and what Dynamo traces in place of both, of `graph_modules`.
+and a decorated function may recurse. `stack` changes and restores the state, `module_hooks` tracks modules, and
+`graph_modules` is what Dynamo traces in place of both.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any, Literal, ParamSpec, Self, TypeVar
 import torch
 from torch.nn import Module
 
-from ampkit.forks import clear_torch_cache
 from ampkit.policy.policy import Policy
 from ampkit.region import graph_modules
 from ampkit.region.arguments import autocast_device_type, checked_spec, float32_spec
@@ -24,6 +23,7 @@ from ampkit.region.stack import depth_without, leave_down_to, leave_ended, push
 from ampkit.region.thread_state import thread
 from ampkit.region.weight_cache import WeightCache
 from ampkit.torch_internals.dynamo import dynamo_skip, tracing
+from ampkit.torch_internals.forks import clear_torch_cache
 
 __all__ = [
     "autocast", "clear_autocast_cache", "float32_region", "get_autocast_dtype", "is_autocast_enabled",
@@ -51,7 +51,7 @@ class autocast:
     region's choice, else True. `policy`: a policy for the device type, "torch" or "default"; None is the enclosing
     region's for this device, else the default. `cache`: a `WeightCache` that outlives the region.
 
-    Warns and disables itself as torch does where the device or the dtype is not to be had. Raises `ValueError` or
+    Warns and disables itself, as torch does, if the device or the dtype is not available. Raises `ValueError` or
     `TypeError` for arguments of the wrong type, `RuntimeError` for a device that has no autocast or no bfloat16, and
     on leaving, if an inner region is still open. Entering and leaving never sync.
     """
@@ -75,13 +75,13 @@ class autocast:
 
     @classmethod
     def of(cls, spec: RegionSpec) -> autocast:
-        """A region that was checked before."""
+        """The region of a checked spec."""
         region = cls.__new__(cls)
         region.spec = spec
         return region
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "spec" not in state:     # a pickle of a version that had no description apart from the object
+        if "spec" not in state:     # a pickle from before there were specs
             flags = state["_enabled"], state["_cache_enabled"]
             state = {
                 "spec": RegionSpec(
@@ -143,7 +143,7 @@ class autocast:
             innermost = bool(stack) and stack[-1].spec is spec and not stack[-1].exit_pending
             depth = len(stack) - 1 if innermost else depth_without(spec, stack, exc_type)
             leave_down_to(stack, depth)
-        except BaseException as error:      # an interrupt kept leaving from beginning, or cut it short
+        except BaseException as error:      # an interrupt before or during the leave
             stack, spec = thread.regions, self.spec
             if depth is None and type(error) is not RuntimeError:
                 depth = depth_without(spec, stack, exc_type)
@@ -160,12 +160,12 @@ class autocast:
 
 
 class float32_region(autocast):
-    """Region that computes everything in float32, whatever comes in: one that also casts its inputs.
+    """Region that computes everything in float32, from low-precision inputs too.
 
-    `autocast(enabled=False)` leaves low-precision tensors as they are, and they then meet float32 weights. Here they
-    are cast up where something is computed from them, by any operator of ATen. What computes nothing keeps its dtype:
-    views, conversions, writes in place or to `out=`; so do operators of other libraries that no policy lists, and in
-    what `torch.export` captures those of ATen on no list. Arguments, and use as a decorator, as of `autocast`.
+    `autocast(enabled=False)` leaves low-precision tensors as they are, and they then meet float32 weights. Here every
+    ATen operator that computes something casts them up first. Views, conversions, in-place and `out=` operators keep
+    their dtype; so do operators of other libraries that no policy lists and, under `torch.export`, unlisted operators
+    of ATen. Arguments, and use as a decorator, as for `autocast`.
     """
 
     @dynamo_skip
@@ -176,7 +176,7 @@ class float32_region(autocast):
 
 
 def is_autocast_enabled(device_type: str | None = None) -> bool:
-    """Whether autocast is on for a device type, in this thread, here. None is the current accelerator, else CPU."""
+    """Whether autocast is enabled here for a device type, in this thread. None: the current accelerator, else CPU."""
     return torch.is_autocast_enabled(autocast_device_type(device_type))
 
 

@@ -1,7 +1,7 @@
 """Activation checkpointing inside a region: the recompute sees what the forward saw.
 
-Inside a region, `torch.utils.checkpoint.checkpoint` needs nothing of this (see `torch_internals.checkpoint`), nor does
-a function decorated with `autocast`. Code that runs its own recomputation does.
+Inside a region, `torch.utils.checkpoint.checkpoint` does not need this (see `torch_internals.checkpoint`), nor does a
+function decorated with `autocast`. Code that runs its own recomputation does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def checkpoint(function: Callable[..., R], *args: Any, use_reentrant: bool = Fal
     Enabled, dtype, policy and whether there is a cache are those of the call, whatever region backward is called in;
     the keyword arguments are torch's. Never syncs.
     """
-    if not tracing():       # compiled code computes again what it has recorded, the casts too
+    if not tracing():       # compiled code recomputes the traced graph, casts included
         function = Snapshot().wrap(function)
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
 

@@ -135,7 +135,9 @@ def wrap_forward(
     """Run `module`'s forward, from now on and in every replica and copy, inside `autocast` with these arguments.
 
     As decorating `forward` with `autocast`, for modules one cannot edit: threads of `nn.DataParallel` or
-    `parallel_apply` each enter the region themselves. `cast_outputs`: a dtype, or its name, for the floating-point
+    `parallel_apply` each enter the region themselves. Each call is a region of its own, which casts every weight: in
+    `generate()` for each token. `cache=WeightCache()` keeps casts from call to call, as far as it can see that weights
+    were not written, which is why it is not the default. `cast_outputs`: a dtype, or its name, for the floating-point
     tensors that forward returns, in any nesting of containers; None leaves them. Returns `module`, whose class is now a
     subclass of the one it had; `unwrap_forward` gives that back.
 

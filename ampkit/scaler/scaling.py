@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ampkit.gradients.transfer import moved
 from ampkit.scaler.iteration import Iteration
@@ -51,6 +52,8 @@ class Scaling:
         live = self._live
         if live.scale is None:
             place(output.device)
+        if self._log.order.wanted and not is_compiling():
+            self._log.order.learn([output])
         if not live.strategy.scales_losses:
             return output
         scale = live.tensor if live.scale is None else live.scale

@@ -27,7 +27,7 @@ _thread = threading.local()
 
 
 class Boundary(NamedTuple):
-    """Casts of one module's calls; each dtype None where nothing is to be done."""
+    """Casts around one module's calls; a dtype of None means no cast, or no region."""
 
     inputs: torch.dtype | None = None
     outputs: torch.dtype | None = None
@@ -69,7 +69,7 @@ def _make(make: Callable[..., M], arguments: tuple[Any, ...], boundary: Boundary
 
 
 def put_boundary(module: M, boundary: Boundary) -> M:
-    """Have every call of `module` cross `boundary`; returns `module`, whose class is now a subclass.
+    """Put `boundary` around every call of `module`; returns `module`, whose class is now a subclass.
 
     Raises:
         RuntimeError: the module has a boundary, or a forward of its own that its class does not know.

@@ -62,7 +62,7 @@ def check_model(model: Module, *, casts_model: bool) -> None:
             f"'O1', or fully_shard's MixedPrecisionPolicy with ampkit.GradScaler"
         )
     refuse_bounded(model)
-    # A table kept in float64 makes no float64 model: .double() would have left no parameter in float32.
+    # float64 buffers are no sign of a float64 model: .double() would have converted its parameters too.
     for kind, tensors, allowed in (
         ("parameter", model.named_parameters(), (torch.float32,)),
         ("buffer", model.named_buffers(), (torch.float32, torch.float64)),

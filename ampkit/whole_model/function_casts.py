@@ -115,7 +115,7 @@ def register_promote_function(owner: Any, name: str) -> None:
 
 @contextmanager
 def disable_casts() -> Iterator[None]:
-    """Nothing is cast in here: open regions are suspended, and models at O1 enter none. Exceptions restore all.
+    """Nothing is cast in here: open regions are disabled, and models at O1 enter none. Restored on exceptions too.
 
     >>> with autocast("cpu", torch.bfloat16), disable_casts():
     ...     torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype
@@ -142,7 +142,7 @@ def _wrapped(fn: Function, call: Callable[[str, Any, Any], Any], name: str) -> F
 
 
 def _region_of(args: Any, kwargs: Any) -> str | None:
-    """The device type of the first tensor argument that lies in an open region."""
+    """The device type of the first tensor argument for whose device autocast is enabled."""
     device_types: list[str] = []
     map_tensors((args, kwargs), lambda tensor: device_types.append(tensor.device.type) or tensor)
     for device_type in dict.fromkeys(device_types):

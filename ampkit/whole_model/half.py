@@ -1,8 +1,8 @@
 """half: a model converted to float16 or bfloat16, which still takes the inputs it took before.
 
-`module.half()` converts numbers and stops there: the caller has to cast every input, batch norms lose the
-range of their statistics, a mask of -1e9 turns into -inf. Here the model casts what comes in, chosen modules
-stay in float32 with casts around them, and parameters that do not fit are found before anything changes.
+`module.half()` only converts parameters and buffers: the caller has to cast every input, batch norms lose the
+range of their statistics, a mask of -1e9 turns into -inf. Here the model casts its inputs, chosen modules stay
+in float32 with casts around them, and parameters that do not fit are found before anything changes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NORMS: tuple[type[Module], ...] = (
     nn.RMSNorm,
     nn.LocalResponseNorm,
 )
-"""Every normalisation that torch has. Others than batch norms get inputs cast up and outputs cast back."""
+"""Every normalisation that torch has. All but batch norms get inputs cast up and outputs cast back."""
 
 HALVES = (torch.float16, torch.bfloat16)
 _MIXED_BATCH_NORM_DEVICES = ("cpu", "cuda")
@@ -100,7 +100,7 @@ def half(
 
 
 class HalfPlan:
-    """Which modules of a model are converted and which kept, settled and checked before any is touched."""
+    """Which modules of a model are converted and which kept, decided and checked before any is changed."""
 
     def __init__(self, model: Module, dtype: torch.dtype, keep: tuple[Any, ...]) -> None:
         self.model = model
@@ -111,9 +111,9 @@ class HalfPlan:
         _check_keys(keep)
         used: set[int] = set()
         for path, module in model.named_modules():
-            meant_by = [index for index, key in enumerate(keep) if _means(key, module, path)]
-            used.update(meant_by)
-            if meant_by and module not in self.kept:
+            matching = [index for index, key in enumerate(keep) if _matches(key, module, path)]
+            used.update(matching)
+            if matching and module not in self.kept:
                 self.outermost.append(module)
                 self.kept.update((inner, name) for name, inner in module.named_modules(prefix=path))
         for index, key in enumerate(keep):
@@ -140,7 +140,7 @@ class HalfPlan:
         converted = cast(tensor, self.dtype)
         if converted is tensor or tensor.is_meta:
             return converted
-        # Only what rounding took to infinity is brought back: an infinity that was there stays.
+        # Only what overflowed in the conversion is clamped: an infinity that was there stays.
         grew = torch.isinf(converted) & torch.isfinite(tensor)
         return torch.where(grew, torch.sign(converted) * torch.finfo(self.dtype).max, converted)
 
@@ -171,13 +171,13 @@ class HalfPlan:
 
 
 class _Kept:
-    """The hooks on a float32 module inside a half model; they hold no state, and copies share them."""
+    """The hooks on a float32 module inside a half model. Stateless, so copies of the model share them."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
     def attach(self, module: Module) -> None:
-        """Compute `module` in float32, and hand on what it returns in the model's dtype."""
+        """Compute `module` in float32, and cast its outputs to the model's dtype."""
         module.register_forward_pre_hook(self.cast_up, with_kwargs=True)
         module.register_forward_hook(self.cast_back)
 
@@ -192,7 +192,7 @@ class _Kept:
         return cast_tree(output, self.dtype)
 
 
-def _means(key: Any, module: Module, path: str) -> bool:
+def _matches(key: Any, module: Module, path: str) -> bool:
     if isinstance(key, str):
         return ModuleRules(((key, torch.float32),)).find(module, path) is not None
     return isinstance(module, key) if isinstance(key, type) else module is key

@@ -1,7 +1,7 @@
 """Whole-model precision by level: `initialize` once, `scale_loss` around each backward.
 
 The interface of Apex amp. Nothing is patched: O1 runs forward in an autocast region, O2 and O3 convert the
-model, and steps are reached by the optimizers' own hooks. docs/levels.md compares the levels.
+model, and steps are intercepted by the optimizers' own hooks. docs/levels.md compares the levels.
 """
 
 from __future__ import annotations
@@ -96,11 +96,11 @@ def initialize(
 
     Args:
         models: a module or a list of modules, in float32.
-        optimizers: an optimizer, a list, or None for inference; LARC and its like may be around one.
+        optimizers: an optimizer, a list, or None for inference; they may be wrapped as by Apex's LARC.
         opt_level: "O0", "O1", "O2" or "O3".
         dtype: the 16-bit type, torch.float16 or torch.bfloat16, or its name; None is what `autocast` takes there.
         cast_model_type: the same for O2 and O3, by Apex's name.
-        patch_torch_functions: True is understood at O1, where Apex patched; nothing is patched.
+        patch_torch_functions: accepted as Apex takes it (True at O1 only); nothing is patched.
         keep_batchnorm_fp32: at O2 (default True) and O3 (default False).
         master_weights: at O2 (default True) and O3 (default False).
         loss_scale: "dynamic" (default at O1 and O2 with float16), a number, or a strategy such as
@@ -108,7 +108,7 @@ def initialize(
             skipped all the same, except at O0, which is left alone altogether unless it is given a scale.
         cast_model_outputs: what floating-point outputs of the models are cast to; None is float32.
         num_losses: how many losses have scales of their own; see `scale_loss`.
-        enabled: False returns everything untouched and makes `scale_loss` hand losses through.
+        enabled: False returns everything unchanged and makes `scale_loss` yield the loss itself.
         verbosity: 0 prints nothing; 1 prints the level and skipped steps.
         min_loss_scale, max_loss_scale: bounds of a dynamic scale.
         policy: the operator rules of O1's region; "torch" and "default" are names of two.
@@ -179,7 +179,7 @@ def _set_up(
         if masters is not None:
             all_masters.append(masters)
         elif options.casts_model and optimizer.state:
-            optimizer.load_state_dict(optimizer.state_dict())   # gives what it remembers the parameters' dtype
+            optimizer.load_state_dict(optimizer.state_dict())   # casts its state to the parameters' dtype
     for model in models:
         inputs = options.dtype if options.casts_model else None if options.has_region else torch.float32
         put_boundary(
@@ -214,7 +214,7 @@ def scale_loss(
     the optimizer skips on the device.
 
     Args:
-        loss: what the model's forward led to; 16-bit losses are widened first.
+        loss: the loss tensor; 16-bit ones are cast to float32 first.
         optimizers: those whose parameters this backward fills.
         loss_id: whose scale to use, below `num_losses`.
         model: accepted, because Apex has it; not used.
@@ -264,18 +264,18 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
 def loss_scalers(optimizer: Optimizer | None = None) -> tuple[LevelScaler, ...]:
     """The scalers behind the losses, for `stats()`, `history`, `skipped(optimizer)` and `overflow_report()`.
 
-    `optimizer` says whose `initialize` is meant; None is the only one. Empty where nothing is scaled.
+    `optimizer` selects the call of `initialize`; None if there was one only. Empty if nothing is scaled.
     """
-    return tuple(_session_meant(optimizer).scalers)
+    return tuple(_session_for(optimizer).scalers)
 
 
 def amp_state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:
     """The loss scales, to be saved with the model's and the optimizers' state. Reads the device.
 
     One entry per loss, in Apex's form and with what Apex does not save. Masters are in the model's state_dict.
-    `optimizer` says whose `initialize` is meant; None is the only one.
+    `optimizer` selects the call of `initialize`; None if there was one only.
     """
-    session = _session_meant(optimizer)
+    session = _session_for(optimizer)
     saved = {}
     for index, scaler in enumerate(session.scalers):
         state = scaler.state_dict()
@@ -295,7 +295,7 @@ def load_amp_state_dict(
     Raises:
         ValueError: other losses than this script's, unless `strict` is False. And as `GradScaler.load_state_dict`.
     """
-    scalers = _session_meant(optimizer).scalers
+    scalers = _session_for(optimizer).scalers
     names = [f"loss_scaler{index}" for index in range(len(scalers))]
     if strict and set(names) != set(state_dict):
         raise ValueError(
@@ -321,7 +321,7 @@ def _scaler_state(entry: Any, name: str, scaler: LevelScaler) -> Any:
     return {**now, "scale": entry["loss_scale"], "_growth_tracker": entry["unskipped"]}
 
 
-def _session_meant(optimizer: Optimizer | None) -> Session:
+def _session_for(optimizer: Optimizer | None) -> Session:
     return _session_of([] if optimizer is None else bare_optimizers(optimizer))
 
 

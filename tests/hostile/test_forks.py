@@ -19,8 +19,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from ampkit import Policy, Rule, WeightCache, autocast, forks
+from ampkit import Policy, Rule, WeightCache, autocast
 from ampkit.region import module_hooks
+from ampkit.torch_internals import forks
 from tests.hostile.budget import rounds
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
