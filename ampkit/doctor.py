@@ -1,5 +1,4 @@
-"""`ampkit doctor`: what this machine can run, which path serves which operation and why, and whether it
-works.
+"""`ampkit doctor`: what this machine can run, which path serves which operation and why, and whether it works.
 
 Prints versions, whether regions work with this torch, devices with their dtypes, and for every device the
 implementation that `impl="auto"` takes; then runs each kernel operation once on small tensors and compares with
@@ -255,7 +254,7 @@ def operators(*, as_json: bool = False) -> int:
 
 
 def _rule(rule: Rule | None) -> str:
-    return "has a rule that was not to be seen" if rule is None else rule.name
+    return "has a rule that could not be observed" if rule is None else rule.name
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -6,7 +6,10 @@ from typing import Any, Literal
 
 import torch
 
-from ampkit import GradScaler, Policy, WeightCache, autocast
+from ampkit.policy.policy import Policy
+from ampkit.region.autocast import autocast
+from ampkit.region.weight_cache import WeightCache
+from ampkit.scaler.grad_scaler import GradScaler
 
 
 def dtype_of(precision: str) -> torch.dtype:
@@ -33,7 +36,7 @@ class OwnRegions:
         device: str,
         scaler: GradScaler | None = None,
         *,
-        policy: Policy | None = None,
+        policy: Policy | str | None = None,
         cache: WeightCache | None = None,
     ) -> None:
         super().__init__(precision, device, scaler_for(precision, device, scaler))  # type: ignore[call-arg]

@@ -13,8 +13,11 @@ from lightning.pytorch.plugins import MixedPrecision as LightningMixedPrecision
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
 
-from ampkit import GradScaler, Policy, autocast, check_ranks
 from ampkit.integrations._precision import OwnRegions, dtype_of, scaler_for
+from ampkit.policy.policy import Policy
+from ampkit.region.autocast import autocast
+from ampkit.scaler.agreement import check_ranks
+from ampkit.scaler.grad_scaler import GradScaler
 
 __all__ = ["FSDPPrecision", "MixedPrecision", "ScaleMonitor"]
 
@@ -122,7 +125,7 @@ class FSDPPrecision(_Steps, LightningFSDPPrecision):
         precision: Literal["16-mixed", "bf16-mixed"],
         scaler: GradScaler | None = None,
         *,
-        policy: Policy | None = None,
+        policy: Policy | str | None = None,
     ) -> None:
         if precision not in ("16-mixed", "bf16-mixed"):
             raise ValueError(f"precision is {precision!r}; expected '16-mixed' or 'bf16-mixed': others cast nothing")

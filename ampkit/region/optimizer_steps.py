@@ -1,26 +1,34 @@
-"""The optimizer steps of this process: each outdates the casts of weights, in every cache.
+"""The optimizer steps of this process: which casts of weights each of them outdates, in every cache.
 
 Fused optimizers, and those that write through `.data`, move no version counter, so torch's hooks on every `step` tell
-of them. Both ends of a step count: one that is interrupted never reaches its second hook.
+of them, at both ends: one that is interrupted never reaches its second hook. `Step` has the rule.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import weakref
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-__all__ = ["capturing", "seen", "watch_for"]
+from ampkit.torch_internals.dynamo import called_while_tracing, object_at
+from ampkit.torch_internals.optimizers import n_step_hooks
+
+__all__ = ["Step", "capturing", "seen", "tell", "untold", "watch_for"]
+
+_OWN = ("torch.optim.", "ampkit.optim.")    # their optimizers write the parameters they hold, and nothing else
+_TELLING = "told just now"
 
 
 class Cache(Protocol):
     """What holds casts."""
 
-    def drop_outdated(self) -> None: ...
+    def drop_outdated(self, step: Step) -> None: ...
     def renew_lock(self) -> None: ...
 
 
@@ -31,14 +39,71 @@ class _Seen:
     captured = False        # a step was captured into a CUDA graph, whose replays call no hook
     watched = False
     caches: weakref.WeakSet[Any] = weakref.WeakSet()
+    optimizers: weakref.WeakSet[Any] = weakref.WeakSet()    # that have stepped, of those that write what they hold
+    compiled: list[weakref.ref[Any]] = []       # whose steps were traced
     lock = threading.RLock()        # a signal's handler may make a cache while one is being made
 
 
+class _Flags:
+    """An attribute for each optimizer whose step has begun, or was compiled, and that no cache has been told of."""
+
+
 seen = _Seen()
+_flags = _Flags()
+untold: dict[str, Any] = vars(_flags)       # not empty: call `tell` before a cache is used
+
+
+class Step:
+    """What an optimizer may have written by now; asked at either end of its step, or later where that was compiled.
+
+    An optimizer of torch's or ampkit's, with no hooks of others on its step, writes the parameters that it holds. To be
+    on the safe side a step also outdates the casts of what is written around one in ways that nobody sees: weights that
+    require grad and that no optimizer is known to hold (masters are copied to them), and frozen ones of the same shape
+    as one that was stepped (averages and targets). A step of any other optimizer outdates every cast.
+    """
+
+    def __init__(self, optimizer: Any, *, later: bool = False) -> None:
+        """`optimizer` is None where it has died. `later`: gradients may not be what they were in the step."""
+        self.optimizer = optimizer
+        self.everything = optimizer is None or not type(optimizer).__module__.startswith(_OWN) or (
+            n_step_hooks(optimizer) > 2     # ours
+        )
+        self.later = later
+
+    def outdates(self, weight: Tensor) -> bool:
+        """Whether casts of a weight that were made before are not to be used again; where not `everything` is so."""
+        if id(weight) in self.written:
+            return True
+        if weight.requires_grad:
+            return id(weight) not in self._held_by_others
+        return weight.shape in self._shapes
+
+    @functools.cached_property
+    def written(self) -> set[int]:
+        """The `id`s of the parameters, without those that are frozen and have no gradient."""
+        return set(map(id, self._written))
+
+    @functools.cached_property
+    def _written(self) -> list[Tensor]:
+        held = _parameters(self.optimizer)
+        return held if self.later else [param for param in held if param.requires_grad or param.grad is not None]
+
+    @functools.cached_property
+    def _held_by_others(self) -> set[int]:
+        others = [optimizer for optimizer in list(seen.optimizers) if optimizer is not self.optimizer]
+        return {id(param) for other in others for param in _parameters(other)}
+
+    @functools.cached_property
+    def _shapes(self) -> set[torch.Size]:
+        return {param.shape for param in self._written}
+
+
+def _parameters(optimizer: Any) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def watch_for(cache: Cache) -> None:
-    """Have `drop_outdated` of a cache called at every step, as long as the cache lives."""
+    """Have a cache told of every step, as long as it lives."""
     with seen.lock:
         if not seen.watched:
             seen.watched = True
@@ -53,21 +118,60 @@ def capturing() -> bool:
 
 
 def _begins(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Outdate every cast. Should two threads count as one here, the ends of their steps count too."""
+    """Have caches ask before they use a cast. Should two threads count as one here, the ends of their steps count."""
     seen.count += 1
+    if torch.compiler.is_compiling():
+        setattr(_flags, _flag_of(id(optimizer)), True)
+    else:
+        untold[str(id(optimizer))] = weakref.ref(optimizer)
 
 
 def _ends(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Outdate every cast, and free those held; a compiled step leaves that to their next use."""
+    """Drop what the step outdates; a compiled step leaves that to the next use of a cache, as one cut short does."""
     if torch.compiler.is_compiling():
         seen.count += 1
+        setattr(_flags, _flag_of(id(optimizer)), True)
         return
     with seen.lock:
         seen.count += 1
         seen.captured = seen.captured or capturing()
-        caches = list(seen.caches)
-    for cache in caches:
-        cache.drop_outdated()
+    step = Step(optimizer)
+    if not step.everything:
+        seen.optimizers.add(optimizer)
+    _tell(step)
+    untold.pop(str(id(optimizer)), None)
+
+
+def tell() -> None:
+    """Have every cache drop what steps have outdated that were compiled, or that have not come to their end."""
+    with seen.lock:
+        untold[_TELLING] = True     # whoever looks at a cache meanwhile waits here until all are told
+        try:
+            for flag in [flag for flag in list(untold) if flag != _TELLING]:
+                ref = untold.pop(flag)
+                try:
+                    _tell(Step((seen.compiled[int(flag)] if ref is True else ref)(), later=True))
+                except BaseException:
+                    untold[flag] = ref
+                    raise
+        finally:
+            untold.pop(_TELLING, None)
+
+
+def _tell(step: Step) -> None:
+    for cache in list(seen.caches):
+        cache.drop_outdated(step)
+
+
+@called_while_tracing
+def _flag_of(address: int) -> str:
+    """The name of the flag of an optimizer, by the optimizer's `id`: its number among those compiled."""
+    optimizer = object_at(address)
+    numbers = [n for n, ref in enumerate(seen.compiled) if ref() is optimizer]
+    if not numbers:
+        numbers = [len(seen.compiled)]
+        seen.compiled.append(weakref.ref(optimizer))
+    return str(numbers[0])
 
 
 def _after_fork() -> None:
@@ -75,6 +179,8 @@ def _after_fork() -> None:
     seen.lock = threading.RLock()
     for cache in list(seen.caches):
         cache.renew_lock()
+    if untold.pop(_TELLING, None):      # caches were being told of steps, and not all of them have been
+        _tell(Step(None))
 
 
 if hasattr(os, "register_at_fork"):

@@ -78,7 +78,9 @@ class RegionCache:
         for casts in list(self._casts.values()):
             casts.clear()
 
-    drop_outdated = clear       # an optimizer has stepped
+    def drop_outdated(self, step: Any) -> None:
+        """A step outdates every cast here: few regions are open around one, and their casts do not outlive them."""
+        self.clear()
 
     def renew_lock(self) -> None:
         """Nothing to renew in a forked child: a dict needs no lock."""

@@ -10,8 +10,8 @@ Why an entry is the weight's cast. It answers only
 - at the same address in the same memory. An address alone comes back as soon as `p.data = ...` has freed it; the
   entry therefore holds a weak reference to the storage too, and goes when that dies. A storage that lives is the only
   one at its address. Nothing is pinned: a replaced storage is freed at once, and its cast with it;
-- until an optimizer steps. Fused optimizers, and those that write through `.data`, move no version; hence the hooks.
-  Both ends of a step count: one that is interrupted never reaches its second hook.
+- until an optimizer steps that may have written the weight: `optimizer_steps.Step` has the rule. Fused optimizers, and
+  those that write through `.data`, move no version; hence the hooks.
 
 Between regions anybody may write to a weight in ways that move nothing. An entry is therefore kept past its region,
 and used in the next, only if the weight lies in memory that torch allocated and that no other tensor, array or process
@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ampkit.policy.casting import cast_to
-from ampkit.region.optimizer_steps import seen, watch_for
+from ampkit.region.optimizer_steps import Step, seen, tell, untold, watch_for
 from ampkit.region.region_cache import Ref, may_use, recorded
 from ampkit.region.reuse_cast import ReuseCast
 from ampkit.region.unseen_writes import collectives, owns_its_memory
@@ -80,9 +80,10 @@ class _Entry:
 
 
 class WeightCache:
-    """Keeps weight casts across regions until an optimizer steps: pass it as `autocast(cache=...)`.
+    """Keeps weight casts across regions until an optimizer steps that may write the weight: `autocast(cache=...)`.
 
-    With gradient accumulation each weight is then cast once per optimizer step instead of once per micro-batch.
+    With gradient accumulation each weight is then cast once per optimizer step instead of once per micro-batch, and a
+    frozen base under LoRA or a new head once. Which steps outdate what: docs/weight-cache.md.
     `max_bytes` bounds what is held (None: no bound); the least recently used casts go first. May be shared between
     threads. Holds no reference to a parameter once the region is left. Never syncs, unless it verifies.
 
@@ -127,8 +128,7 @@ class WeightCache:
         self._bytes = 0
         self._hits = 0
         self._misses = 0
-        self._looked_at = seen.count      # the optimizer step that outdated casts were last dropped after
-        self._epoch = 0     # how often a region was entered: the first use of an entry after that looks it over
+        self._epoch = 0     # regions entered, and ends of steps: the first use of an entry after that looks it over
         self._in_use: list[tuple[int, torch.dtype]] = []        # what to look over when a region is left
         self.latest: Any = None     # of the modes, the one that a region had last
         self.modes: dict[Any, Any] = {}     # the dispatch modes that casts for this cache, by policies; see `autocast`
@@ -149,7 +149,8 @@ class WeightCache:
 
     def info(self) -> CacheInfo:
         """What is held and how often it served. Casts that an optimizer step has outdated are dropped first."""
-        self.drop_outdated()
+        if untold:
+            tell()
         return CacheInfo(len(self._entries), self._bytes, self._hits, self._misses)
 
     def clear(self) -> None:
@@ -158,16 +159,20 @@ class WeightCache:
             self._entries.clear()
             self._bytes = 0
 
-    def drop_outdated(self) -> None:
-        """Drop the casts made before the latest optimizer step."""
-        steps = seen.count
-        if self._looked_at == steps:
-            return
+    def drop_outdated(self, step: Step) -> None:
+        """Drop the casts that an optimizer's step outdates; those that stay are looked over before their next use."""
         with self._lock:
-            for key, entry in list(self._entries.items()):      # a copy: what is freed on the way may be a weight
-                if entry.steps != steps:
+            self._epoch += 1
+            outdated = list(self._entries) if step.everything else [
+                key
+                for key, entry in self._entries.copy().items()      # weights may die on the way, and their entries go
+                if key[0] in step.written or (weight := entry.weight()) is None or step.outdates(weight)
+            ]
+            if len(outdated) == len(self._entries):
+                self.clear()
+            else:
+                for key in outdated:
                     self._remove(key)
-            self._looked_at = steps
 
     def renew_lock(self) -> None:
         """In a forked child: take the place of a lock that a thread of the parent may have held, amid a change."""
@@ -176,7 +181,6 @@ class WeightCache:
 
     def enter(self) -> None:
         """A region is entered: from here on, casts are looked over before they are used again."""
-        self.drop_outdated()
         self._epoch += 1
 
     def leave(self) -> None:
@@ -197,6 +201,8 @@ class WeightCache:
 
     def cast(self, leaf: Tensor, dtype: torch.dtype) -> Tensor:
         """`leaf.to(dtype)`, from the cache where the leaf is a weight that may be cached."""
+        if untold:
+            tell()
         key = (id(leaf), dtype)
         entry = self._entries.get(key)
         if entry is None or entry.weight() is not leaf:
@@ -210,7 +216,6 @@ class WeightCache:
         if (
             entry.version != leaf._version
             or (entry.address is not None and entry.address != leaf.data_ptr())
-            or entry.steps != seen.count
             or (entry.epoch != self._epoch and not self._still_holds(key, entry))
         ):
             return self._cast_anew(key, leaf, dtype)
@@ -270,6 +275,8 @@ class WeightCache:
         with self._lock:
             if key in self._entries:
                 self._remove(key)
+            if entry.steps != seen.count:       # another thread's optimizer may have written it meanwhile
+                return made
             if self.max_bytes is not None:
                 if nbytes > self.max_bytes:
                     return made

@@ -31,7 +31,7 @@ class Gradient(NamedTuple):
 
 @dataclass(frozen=True)
 class Examined:
-    """Gradients counted on their devices, to be read when somebody asks.
+    """Counts of inf and NaN in gradients, on their devices until `report` reads them.
 
     `counts` are int64 `[n, 2]` tensors, one per device, with the places in `gradients` that their rows belong to.
     """
@@ -54,7 +54,7 @@ def examine(optimizer: torch.optim.Optimizer) -> Examined:
     """Count inf and NaN in every gradient of the optimizer, on the device. Reads each gradient once; never syncs."""
     gradients: list[Gradient] = []
     by_device: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
-    masters = masters_of(optimizer)  # the model has no name for those, but for their halves
+    masters = masters_of(optimizer)  # the model names their halves
     halves = {} if masters is None else dict(zip(masters.masters(), masters.halves(), strict=True))
     for name, place, param in _parameters(optimizer):
         if param.grad is None:

@@ -31,7 +31,7 @@ class Outcome(NamedTuple):
 
 
 class StepLog:
-    """What a scaler can tell about the steps under it. `warned` are the topics that have been warned of."""
+    """What a scaler knows about its steps. `warned` holds the topics that have been warned about."""
 
     def __init__(self, live: LiveScale, *, on_stuck: OnStuck = "warn", count_every_step: bool = False) -> None:
         if on_stuck not in ("warn", "raise") and not callable(on_stuck):
@@ -62,7 +62,7 @@ class StepLog:
     def note_step(self, optimizer: Any, found_inf: Tensor, *, skipped: bool | None) -> None:
         """Remember how a step ended; `skipped` None when only the device knows. Sounds the alarm where that is due."""
         live = self._live
-        if live.scale is not None:  # else gradients under another's scale, whose steps are not counted here
+        if live.scale is not None:  # else another scaler scales them; its steps are not counted here
             live.ledger.note_step(found_inf)
         self._outcomes[optimizer] = Outcome(found_inf, skipped)
         self.alarm_due = skipped is None
@@ -105,10 +105,10 @@ class StepLog:
         return arrange(found, self.order.use_of, model)
 
     def stats(self) -> ScalerStats:
-        """The counts so far; sounds an alarm that steps on the device have left due. One host read."""
+        """The counts so far; sounds the alarm if steps that skip on the device left it due. One host read."""
         live = self._live
         if live.scale is None:
-            # nothing lives on a device yet: what a checkpoint brought is all there is
+            # not placed yet: the counts are those of a checkpoint, if any
             return Ledger(torch.device("cpu"), 0, live.init_totals).totals(torch.tensor(live.init_scale))
         stats = live.ledger.totals(live.scale)
         if self.alarm_due and stats.consecutive_skips:
@@ -136,7 +136,7 @@ class StepLog:
         return flag != 0
 
     def warn_once(self, topic: str, message: str) -> None:
-        """Warn of a topic that has not been warned of, at the line that called the package."""
+        """Warn once per topic, at the line that called the package."""
         if topic in self.warned:
             return
         self.warned.add(topic)
@@ -164,6 +164,6 @@ class StepLog:
 
 
 def mark_optimizer_step_called(optimizer: Any) -> None:
-    """Tell torch's LR schedulers that the skipped step was asked for: they warn when none has been seen."""
+    """Tell torch's LR schedulers that a skipped step was called: they warn if they have seen none."""
     if hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched"):
         optimizer._opt_called = True

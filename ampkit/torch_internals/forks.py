@@ -1,4 +1,4 @@
-"""Locks across `os.fork`: a child has those that the parent's threads held, and none of the threads."""
+"""Locks across `os.fork`: a child inherits locks that the parent's threads hold, but not the threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _forked.set()
 
 
 def renewed_lock(module: str, name: str) -> threading.RLock:
-    """A reentrant lock for a module to keep under this name, where a forked child finds a new one."""
+    """A reentrant lock for a module to keep under this name; a forked child gets a new one there."""
     _named.append((module, name))
     return threading.RLock()
 
@@ -25,8 +25,8 @@ def renewed_lock(module: str, name: str) -> threading.RLock:
 def clear_torch_cache() -> None:
     """Drop the casts that torch's own autocast holds, but not while this process forks.
 
-    torch holds a mutex of its own meanwhile, with Python's lock let go, so that another thread may fork: in the child
-    every region would then wait for it, `torch.autocast`'s too.
+    torch clears it under a mutex of its own and without the GIL, so another thread could fork meanwhile: in the child
+    every region, also of `torch.autocast`, would then deadlock on that mutex.
     """
     while True:
         try:
@@ -40,9 +40,9 @@ def clear_torch_cache() -> None:
 
 
 def _before() -> None:
-    """Keep threads from clearing, and wait for those that are: not for long, as this thread may be one.
+    """Keep threads from clearing, and wait for those that are clearing.
 
-    It is if a signal's handler forks.
+    At most 0.1 s: if a signal handler forks, this thread may be one of them.
     """
     global _forking
     _forked.clear()

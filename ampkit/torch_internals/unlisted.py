@@ -1,9 +1,8 @@
-"""A second key, for regions that compute everything in float32: there operators are met that no list names.
+"""A second dispatch key, for regions that compute everything in float32: it intercepts operators on no list.
 
-It lies right below the key of the lists, so listed operators have had their rule when they get here. Kernels are
-registered when the first such region is entered; elsewhere the key is not included and they mean nothing. A kernel for
-each operator, and no fallback for all: torch cannot call a fallback in Python for subclasses of Tensor and under
-dispatch modes.
+It is directly below the key of the lists, so listed operators have been cast when they get here. Kernels are registered
+when the first such region is entered; outside such regions the key is not included. There is a kernel per operator and
+no fallback for all: torch cannot call a Python fallback for subclasses of Tensor and under dispatch modes.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _KEYS = None if _KEY is None else torch._C.DispatchKeySet(_KEY)
 
 
 def install(ops: Callable[[], Iterable[OpOverload]], kernel: Callable[[OpOverload], Callable[..., Any]]) -> None:
-    """Have these operators call their kernel where the key is included, and all others go past; once per process."""
+    """Register kernels for these operators and a fallthrough for all others, once per process."""
     with _lock:
         if _libraries:
             return
@@ -54,16 +53,16 @@ def install(ops: Callable[[], Iterable[OpOverload]], kernel: Callable[[OpOverloa
 
 
 def is_on() -> bool:
-    """Whether operators of this thread meet these kernels."""
+    """Whether the key is included in this thread."""
     return is_included(_KEY)
 
 
 def include(on: bool) -> None:
-    """Let operators of this thread meet these kernels, or no longer."""
+    """Include the key in this thread, or remove it."""
     set_included(_KEY, on)
 
 
 def run_past(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call an operator; neither it nor what it calls meets these kernels."""
+    """Call an operator with the key excluded."""
     with Exclude(_KEYS):
         return op._op(*args, **kwargs)

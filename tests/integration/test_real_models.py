@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import ampkit
-from ampkit import Policy
+from ampkit import Policy, WeightCache, record_casts, unwrap_forward, wrap_forward
 from tests.helpers.models import CASES as CODE_CASES
 from tests.helpers.models import Case
 
@@ -241,6 +241,45 @@ def test_generation_equals_torchs(real: Real, beams: int) -> None:
     assert torch.equal(got.sequences, expected.sequences)
     assert len(got.scores) == 6
     assert all(torch.equal(one, other) for one, other in zip(got.scores, expected.scores, strict=True))
+
+
+@pytest.mark.parametrize("loaded", [False, True], ids=["built", "from_pretrained"])
+def test_generation_of_a_wrapped_model_casts_weights_once(loaded: bool, tmp_path: Path) -> None:
+    """A region per token: with a cache of its own, casts outlive them, if the weights' memory is torch's."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_layer=4, n_embd=128, n_head=4, vocab_size=1000, n_positions=128, bos_token_id=0, eos_token_id=None,
+        pad_token_id=0,
+    )
+    model = transformers.GPT2LMHeadModel(config).eval()
+    if loaded:
+        model.save_pretrained(tmp_path)
+        model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).eval()
+    ids, cache = torch.arange(8).view(1, 8), WeightCache()
+
+    def generated(**wrapping: Any) -> tuple[Tensor, float]:
+        """The tokens, and the megabytes that casts read and wrote."""
+        wrap_forward(model, "cpu", **wrapping)
+        with record_casts() as record, torch.no_grad():
+            tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
+        unwrap_forward(model)
+        return tokens, round(record.nbytes / 1e6, 1)
+
+    expected, without = generated()
+    assert without == 88.9
+    if loaded:      # from a file that it maps
+        assert generated(cache=cache)[1] == without
+        for param in model.parameters():
+            param.data = param.data.clone()
+    for n_megabytes in (6.2, 0.7):
+        tokens, moved = generated(cache=cache)
+        assert torch.equal(tokens, expected)
+        assert moved == n_megabytes
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(-1.5)
+    assert torch.equal(generated(cache=cache)[0], generated()[0])
+    assert not torch.equal(generated()[0], expected)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

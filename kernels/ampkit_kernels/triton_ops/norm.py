@@ -5,7 +5,7 @@ read. inv_scale, found_inf: one float32 element each; found_inf is set as `unsca
 element: a sum of squares that overflows sets nothing. Orders 1, 2 and inf. Result: 0-d, float64 if any
 gradient is, else float32; NaN where a value is NaN. Two stages without atomics: each program writes one
 partial (float32 lanes, float64 across programs), one program adds the partials up in order; equal lists
-give equal bits on equal devices. That program also has the factor that clips, where it is wanted. Does not synchronise.
+give equal bits on equal devices. That program also writes the clip factor, if requested. Does not synchronise.
 
 Bytes per element: one read (4 for float32); 8 bytes per program of partials.
 """
@@ -116,7 +116,7 @@ def finish_kernel(partials, n_partials, result_ptr, inv_scale_ptr, factor_ptr, m
     rounded = norm.to(result_ptr.dtype.element_ty)
     tl.store(result_ptr, rounded)
     if CLIPS:
-        # In the order of torch.nn.utils.clip_grad_norm_, whose division of a number is a product with a reciprocal.
+        # Rounded as in torch.nn.utils.clip_grad_norm_, where number / tensor is a product with the reciprocal.
         if rounded.dtype == tl.float64:
             coefficient = 1.0 / (rounded + 1e-6) * tl.full((), max_norm, tl.float64)
         else:
@@ -139,8 +139,8 @@ def norm_and_check(
 def norm_and_clip_factor(
     grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, norm_type: float, max_norm: float
 ) -> tuple[Tensor, Tensor]:
-    """As `norm_and_check`, and with it what gradients are to be multiplied by: inv_scale, and max_norm where they are
-    longer than that; 0-d float32.
+    """As `norm_and_check`, and the factor that unscales and clips: `inv_scale * min(1, max_norm / (norm + 1e-6))`, 0-d
+    float32.
     """
     return _norm(grads, inv_scale, found_inf, norm_type, max_norm, None)
 
