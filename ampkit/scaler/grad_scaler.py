@@ -129,7 +129,7 @@ class GradScaler(torch.amp.GradScaler):
     def scale(self, outputs: Tensor) -> Tensor: ...
     @overload
     def scale(self, outputs: Outputs) -> Outputs: ...
-    def scale(self, outputs: Any) -> Any:
+    def scale(self, outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  torch's are cases of it
         """Multiply a loss, or every tensor in a nested list, tuple, mapping or iterator, by the scale.
 
         A 0-d float16 or bfloat16 loss comes back as float32. Never syncs. Warns once when what it gets is detached from
