@@ -79,7 +79,7 @@ class Torch:
 
     @property
     def ok(self) -> bool:
-        """Whether ampkit can be used. The self-check decides for versions that nobody has tried."""
+        """Whether ampkit can be used. For untested versions the self-check decides."""
         return self.new_enough and self.regions == "ok"
 
 
@@ -168,7 +168,7 @@ def _sgd(device: torch.device) -> str | None:
 
 
 def _step(device: torch.device, ours: Callable[..., Any], theirs: Callable[..., Any]) -> str | None:
-    """Two steps on the device beside torch's in float64 on the CPU."""
+    """Two steps on the device, compared with torch's in float64 on the CPU."""
     grads = _lists(device)
     params = [torch.nn.Parameter(g.clone()) for g in grads]
     yardstick = [torch.nn.Parameter(g.double().cpu()) for g in grads]
@@ -197,7 +197,7 @@ def check(device: torch.device) -> list[Check]:
     for operation, run in CHECKS.items():
         try:
             fault = run(device)
-        except Exception as error:  # a doctor reports what it finds and goes on
+        except Exception as error:  # reported with the other checks
             fault = f"{type(error).__name__}: {error}"
         results.append(Check(str(device), operation, fault is None, fault or "ok"))
     return results

@@ -1,4 +1,4 @@
-"""ampkit's operator lists beside the running torch: what is new there, what is gone, and what follows another rule.
+"""ampkit's operator lists compared with the running torch: what is new there, gone, or under another rule.
 
 torch has no list to read. Its dispatcher says which operators have an autocast kernel; what that casts to is observed:
 each operator is called under torch's own autocast, and stopped when it is redispatched with its cast arguments. The
@@ -43,7 +43,7 @@ class Drift:
 
 
 def list_drift(device_type: str, groups: tuple[Group, ...] | None = None) -> Drift:
-    """`TORCH[device_type]`, or other groups, beside the operators that torch.amp casts for that device type."""
+    """`TORCH[device_type]`, or other groups, compared with the operators that torch.amp casts for that device type."""
     listed = {name: group.rule for group in groups or TORCH[device_type] for name in names(group)}
     live = registered(device_type)
     different = {}
@@ -123,7 +123,7 @@ class _Watch:
 
 
 def _arrival(op: OpOverload, device_type: str, first: torch.dtype, others: torch.dtype) -> _Arrived | Exception:
-    """How a call arrives whose first tensor has one dtype and whose others have another; or what autocast raised."""
+    """How a call is redispatched whose first tensor and other tensors have these dtypes; or what autocast raised."""
     watch = _Watch(op)
     install(watch.ops)
     put_in_tls(TLS_NAME, watch)
@@ -157,7 +157,7 @@ def _torch_autocast(device_type: str) -> Iterator[None]:
 
 
 def _arguments(op: OpOverload, device_type: str, first: torch.dtype, others: torch.dtype) -> list[Any]:
-    """Arguments of the types that an operator's schema asks for, those without a default; their values mean nothing."""
+    """Arguments of the types in an operator's schema, those without a default; their values do not matter."""
     dtypes = [first]
 
     def tensor() -> torch.Tensor:

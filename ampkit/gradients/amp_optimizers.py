@@ -88,7 +88,7 @@ def takes_grad_scaler_argument(optimizer: Any) -> bool:
 
 @contextmanager
 def attributes(optimizer: Any, **values: Tensor | None) -> Iterator[None]:
-    """Set attributes for one step. They are gone after it; if it raises, the previous ones are put back."""
+    """Set attributes for one step. They are deleted after it; if it raises, the previous ones are restored."""
     before = {name: getattr(optimizer, name, _MISSING) for name in values}
     for name, value in values.items():
         setattr(optimizer, name, value)

@@ -61,11 +61,12 @@ def clip_plain(
     clipped = [params for params, clips in parts if clips]
     if process_group is None and ranks.several() and any(is_flat(param) for params in clipped for param in params):
         raise refusal_of_flat_shards()
+    device = next((param.device for params, _ in parts for param in params), torch.device("cpu"))
     norms = []
     for params in clipped:
         norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None], norm_type)
-        if process_group is not None:   # without gradients it is on the CPU, where NCCL has no all-reduce
-            norm = ranks.total(norm.to(params[0].device), norm_type, (process_group,))
+        if process_group is not None:   # without gradients the norm is on the CPU, where NCCL has no all-reduce
+            norm = ranks.total(norm.to(device), norm_type, (process_group,))
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)  # pyright: ignore[reportArgumentType]
         norms.append(norm)
     return torch.stack(norms) if each else norms[0]

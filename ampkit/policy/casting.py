@@ -212,7 +212,7 @@ def _find_dtype(op: OpOverload) -> tuple[str, int | None] | None:
 
 
 def dtype_overload(op: OpOverload) -> OpOverload:
-    """The overload that FLOAT32_DTYPE_ARG calls in place of `op`: itself, or the one that takes `dtype` beside it."""
+    """The overload that FLOAT32_DTYPE_ARG calls in place of `op`: itself, or the one that takes `dtype` in addition."""
     return _dtype_argument(op)[0]
 
 

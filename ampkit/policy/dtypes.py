@@ -10,5 +10,5 @@ PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": t
 
 
 def as_dtype(value: Any) -> Any:
-    """The dtype of this name; anything else as it is, for the caller to take or to refuse."""
+    """The dtype of this name; anything else unchanged, for the caller to check."""
     return PRECISIONS.get(value, value) if isinstance(value, str) else value

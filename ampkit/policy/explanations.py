@@ -1,4 +1,4 @@
-"""What `Policy.explain` answers."""
+"""The results of `Policy.explain`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Which operators a module calls, read from the source of its forward: nothing is run, so a class is enough.
+"""Which operators a module calls, read from the source of its forward: no code is run, so a class is enough.
 
-Calls are followed through the module's own methods, functions beside its class, and torch's functions written in
-Python; a branch that is not taken counts too. Modules inside a module are not followed: each has a class of its own to
-ask about. A method of a tensor is known by its name alone, and so is the operator `@`.
+Calls are followed through the module's own methods, functions in its file, and torch's functions written in Python;
+branches that are not taken count too. Submodules are not followed: each has a class of its own. A tensor method is
+known by its name alone, and so is the operator `@`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ampkit.policy.operator_keys import candidates
 from ampkit.torch_internals.operators import OpOverload, OpOverloadPacket
 
 _SYMBOLS = {ast.MatMult: "matmul", ast.Pow: "pow"}
-# Functions written in Python that call operators; the last chooses between two of them.
+# Modules with Python functions that call operators; the last one's choose between two.
 _TORCHS = ("torch.nn.functional", "torch.functional", "torch._jit_internal")
-_UNKNOWN = object()     # what a name in the source stands for, where only running it would tell
+_UNKNOWN = object()     # a name whose value is known only at run time
 
 
 class _Called(NamedTuple):
     """An operator that forward calls, as the source names it."""
 
     name: str
-    by_name: bool       # a method of something, or a symbol: a tensor's, as far as the name tells
+    by_name: bool       # a method or a symbol, which may not be a tensor's
 
 
 def called_operators(cls: type[Module]) -> dict[OpOverload, bool]:
@@ -52,7 +52,7 @@ def called_operators(cls: type[Module]) -> dict[OpOverload, bool]:
 
 
 def _overloads(name: str) -> list[OpOverload]:
-    """The overloads of ATen's that compute a tensor from others and may be meant by a name."""
+    """ATen's overloads of this name that compute tensors from tensors."""
     if not isinstance(getattr(torch.ops.aten, name, None), OpOverloadPacket):
         return []
     try:
@@ -63,7 +63,7 @@ def _overloads(name: str) -> list[OpOverload]:
 
 
 def _computes(schema: Any) -> bool:
-    """Whether new tensors come of others; what writes to its arguments never has a rule."""
+    """Whether an operator computes tensors from tensors; one that writes to its arguments never has a rule."""
     return not schema.is_mutable and all(
         any("Tensor" in str(value.type) for value in values) for values in (schema.arguments, schema.returns)
     )
@@ -78,7 +78,7 @@ class _Reader:
         self.seen: set[Any] = set()
 
     def calls(self, function: Callable[..., Any]) -> Iterator[_Called]:
-        """What a function written in Python calls, and the functions that it calls in turn."""
+        """The operators that a Python function calls, directly or through other functions."""
         if function in self.seen:
             return
         self.seen.add(function)
@@ -91,7 +91,7 @@ class _Reader:
                 yield from self._called(node.func, names)
 
     def _called(self, node: ast.expr, names: dict[str, Any]) -> Iterator[_Called]:
-        """What one call means: an operator, a function to look into, or neither."""
+        """The operators of one call: an operator, those of a function, or none."""
         target = self._meaning(node, names)
         if isinstance(target, FunctionType) and self._is_followed(target):
             yield from self.calls(inspect.unwrap(target))
@@ -118,7 +118,7 @@ class _Reader:
 
 
 def _in_order(tree: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a tree as the source has them."""
+    """The nodes of a tree in source order."""
     yield tree
     for child in ast.iter_child_nodes(tree):
         yield from _in_order(child)

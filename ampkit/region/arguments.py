@@ -21,7 +21,7 @@ from ampkit.torch_internals.operators import privateuse1_name
 _LOW = (torch.bfloat16, torch.float16)
 # Device types that need no parsing. Asked of torch once, since every region names one.
 _KINDS = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
-# Policies by name. One object each: a region knows the mode that it had last by the policy's identity.
+# Policies by name. One object each: a region recognises its last mode by the policy's identity.
 _POLICIES = {(base, kind): Policy(base, kind) for base in ("default", "torch") for kind in TORCH}
 
 
@@ -94,7 +94,7 @@ def checked_spec(
 
 
 def _named_dtype(name: Any) -> torch.dtype:
-    """The dtype that a region is given by name."""
+    """The dtype of this name; raises for any other."""
     dtype = as_dtype(name)
     if isinstance(dtype, torch.dtype):
         return dtype
@@ -105,7 +105,7 @@ def _named_dtype(name: Any) -> torch.dtype:
 
 
 def named_policy(policy: Any, kind: str) -> Policy:
-    """The policy of this name for a device type; one that is a policy for it already, as it is.
+    """The policy of this name for a device type; a `Policy` for it is returned unchanged.
 
     Raises `ValueError` for another name, `TypeError` for anything else.
     """

@@ -1,4 +1,4 @@
-"""In which order backward reaches parameters: what says where an overflow began."""
+"""The order in which backward reaches parameters, which shows where an overflow began."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ampkit.torch_internals.autograd_graph import uses_of_leaves
 
 
 class Use(NamedTuple):
-    """Numbers that count up through backward: when it first and last reaches a parameter."""
+    """When backward first and last reaches a parameter, as numbers that rise through it."""
 
     first: int
     last: int
 
 
 class BackwardOrder:
-    """Learnt from the graphs of losses, which are walked once: about a microsecond per node.
+    """Read from the graphs of losses, about a microsecond per node.
 
-    `wanted` says whether the next loss should be looked at: until a step has been taken, and again after one was
-    skipped, as graphs may change. Parameters are known by weak references.
+    `wanted`: whether to read the next loss, until a step has been taken, and again after a skipped one, since graphs
+    may change. Parameters are held by weak references.
     """
 
     def __init__(self) -> None:
@@ -30,12 +30,12 @@ class BackwardOrder:
         self._uses: dict[int, tuple[weakref.ref[Tensor], Use]] = {}
 
     def learn(self, losses: Iterable[Tensor]) -> None:
-        """Note what the graphs of these losses say."""
+        """Read the graphs of these losses."""
         self._uses = {key: entry for key, entry in self._uses.items() if entry[0]() is not None}
         for key, (param, first, last) in uses_of_leaves(losses).items():
             self._uses[key] = weakref.ref(param), Use(first, last)
 
     def use_of(self, param: Tensor) -> Use | None:
-        """When backward reaches a parameter; None where no graph had it: under FSDP, in a reentrant checkpoint."""
+        """When backward reaches a parameter; None if no graph has it: under FSDP, in a reentrant checkpoint."""
         reference, use = self._uses.get(id(param), (None, None))
         return use if reference is not None and reference() is param else None

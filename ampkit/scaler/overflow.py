@@ -20,7 +20,7 @@ class LossScaleStuckError(RuntimeError):
 
 
 class Gradient(NamedTuple):
-    """One that was counted: its parameter, with the optimizer's name for it and its place there; dtype and size."""
+    """A gradient that was counted: its parameter, the optimizer's name for it and its place there; dtype and size."""
 
     param: Tensor
     name: str | None
@@ -68,7 +68,7 @@ def examine(optimizer: torch.optim.Optimizer) -> Examined:
 
 
 def _parameters(optimizer: Any) -> Iterator[tuple[str | None, str, Tensor]]:
-    """The optimizer's parameters with the names that it knows, and their places."""
+    """The optimizer's parameters, with its names for them, if any, and their places."""
     for g, group in enumerate(optimizer.param_groups):
         names = group.get("param_names") or [None] * len(group["params"])
         for i, (name, param) in enumerate(zip(names, group["params"], strict=True)):
@@ -76,7 +76,7 @@ def _parameters(optimizer: Any) -> Iterator[tuple[str | None, str, Tensor]]:
 
 
 def fp16_refusal(optimizer: Any) -> str:
-    """Why float16 gradients are not unscaled, and whose they are."""
+    """The error for float16 gradients, with the names of their parameters."""
     names = [
         name or place
         for name, place, param in _parameters(optimizer)

@@ -1,4 +1,4 @@
-"""What a skipped step looks like from its gradients: where inf or NaN began, and what lies behind."""
+"""The report on a skipped step: where in backward inf or NaN began, and where they spread."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class OverflowReport(tuple[Culprit, ...]):
         finite_down_to: the module or parameter that backward passed last before them, still finite, or that it reached
             together with them. None where nothing was finite before.
         behind: modules and parameters that went bad after them.
-        ordered_by: "backward" where a graph told the order; "registration" where the order of the parameters, reversed,
-            stands in for it: under FSDP, and when no loss went through `scale`.
+        ordered_by: "backward" if the order comes from a graph; "registration" if it is that of the parameters reversed:
+            under FSDP, and when no loss went through `scale`.
         named: False where a parameter has no name but its place in an optimizer.
     """
 
@@ -101,14 +101,14 @@ class _Reached(NamedTuple):
 
     @property
     def module(self) -> str:
-        """The path of the module; a parameter of the model itself, or one without a name, stands for itself."""
+        """The path of the module; for a parameter of the model itself or without a name, its own name."""
         return self.culprit.name.rpartition(".")[0] or self.culprit.name
 
 
 def arrange(
     counted: Iterable[Counted], use_of: Callable[[Tensor], Use | None], model: torch.nn.Module | None
 ) -> OverflowReport:
-    """The report on these gradients, finite ones among them, which come in the order of their optimizers."""
+    """The report on all gradients of a step, finite ones included, given in the order of their optimizers."""
     names = {} if model is None else {id(param): name for name, param in model.named_parameters()}
     gradients = {id(each.param): each for each in counted}
     steps = _in_backward(gradients, names, use_of)
@@ -117,13 +117,13 @@ def arrange(
         return OverflowReport()
     finite = list(takewhile(lambda step: not step.bad, steps))
     before, first = finite[-1].time if finite else _FIRST, bad[0]
-    # A shared parameter stands where it was used last. Bad from its first use on, it spoilt what came after that.
+    # A shared parameter is listed at its last use, but may have been bad since its first.
     shared = [step for step in bad if step.use and step.use.first != step.time and before < step.use.first < first.time]
     origin = list(dict.fromkeys([*shared, *(step for step in bad if step.module == first.module)]))
     beside = [step for step in steps if (step.module, step.time, step.bad) == (first.module, first.time, False)]
 
     def labels(some: Iterable[_Reached]) -> tuple[str, ...]:
-        """Modules, if all that they hold is finite, or all of it bad."""
+        """Names of modules whose gradients are all finite or all bad, else of the parameters."""
         mixed = {step.module for step in bad} & {step.module for step in steps if not step.bad}
         return tuple(dict.fromkeys(step.culprit.name if step.module in mixed else step.module for step in some))
 
@@ -140,7 +140,7 @@ def arrange(
 def _in_backward(
     gradients: dict[int, Counted], names: dict[int, str], use_of: Callable[[Tensor], Use | None]
 ) -> list[_Reached]:
-    """Gradients in backward's order. One that no graph has goes with those that are registered after it."""
+    """Gradients in backward's order. One that is in no graph goes with those registered after it."""
     places = {key: place for place, key in enumerate(names)}
     steps = []
     time = _FIRST

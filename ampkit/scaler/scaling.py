@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -90,10 +91,20 @@ def map_tensors(outputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
         raise ValueError(f"outputs must be a Tensor or an iterable of Tensors; got {type(outputs).__name__}")
     if isinstance(outputs, Mapping):
         values = {key: map_tensors(value, function) for key, value in outputs.items()}
-        return values if type(outputs) is dict else type(outputs)(values)  # pyright: ignore[reportCallIssue]
+        return values if type(outputs) is dict else _mapping_like(outputs, values)
     mapped = (map_tensors(value, function) for value in outputs)
     if hasattr(outputs, "_fields") and isinstance(outputs, tuple):
         return type(outputs)(*mapped)
     if isinstance(outputs, list | tuple):
         return type(outputs)(mapped)
     return mapped
+
+
+def _mapping_like(mapping: Any, values: dict[Any, Any]) -> Any:
+    """A mapping of the same type; one whose constructor takes no mapping (`defaultdict`) is copied and updated."""
+    try:
+        return type(mapping)(values)
+    except TypeError:
+        twin = copy.copy(mapping)
+        twin.update(values)
+        return twin

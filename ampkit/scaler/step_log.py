@@ -60,7 +60,7 @@ class StepLog:
         return not (bool(found_inf != 0) if skipped is None else skipped)
 
     def note_step(self, optimizer: Any, found_inf: Tensor, *, skipped: bool | None) -> None:
-        """Remember how a step ended; `skipped` None when only the device knows. Sounds the alarm where that is due."""
+        """Remember how a step ended; `skipped` None when only the device knows. Sounds the alarm if that is due."""
         live = self._live
         if live.scale is not None:  # else another scaler scales them; its steps are not counted here
             live.ledger.note_step(found_inf)

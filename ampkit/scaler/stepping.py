@@ -19,7 +19,7 @@ from ampkit.scaler.unscaling import Unscaling
 
 
 class Stepping:
-    """Steps optimizers whose gradients have been checked, and notes how that ended."""
+    """Steps optimizers whose gradients have been checked, and logs the outcome."""
 
     def __init__(self, live: LiveScale, iteration: Iteration, unscaling: Unscaling, log: StepLog) -> None:
         self._live = live

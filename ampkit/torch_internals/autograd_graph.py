@@ -1,4 +1,4 @@
-"""What a loss's autograd graph says before backward runs: which leaves it reaches, and when."""
+"""Which leaves a loss's autograd graph reaches, and in which order, known before backward runs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _IN_ANOTHER_FORM = frozenset(f"{name}Backward0" for name in _FORMS)
 
 
 def uses_of_leaves(losses: Iterable[Tensor], *, most_nodes: int = 200_000) -> dict[int, tuple[Tensor, int, int]]:
-    """For each leaf, by its id: the leaf, and the numbers of its first and its last use in backward, which count up.
+    """For each leaf, by its id: the leaf, and the numbers of its first and last use in backward, in rising order.
 
-    The numbers are of the nodes that compute with the leaf: a cast or a view of a weight may be older than those.
-    Numbers of one thread compare. Nothing is found in a graph of more than `most_nodes`.
+    They are negated sequence numbers of the nodes that compute with the leaf, not of its casts and views, which may be
+    older. Only numbers of one thread compare. Empty for a graph of more than `most_nodes`.
     """
     nodes: dict[Any, None] = {}         # the wrappers stay alive, so that a node is one object
     waiting = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
@@ -48,7 +48,7 @@ def _leaves(node: Any, known: dict[Any, Tensor | None]) -> Iterator[Tensor]:
 
 
 def _leaf_behind(node: Any, known: dict[Any, Tensor | None]) -> Tensor | None:
-    """The leaf of which a node is a cast or a view, if it is."""
+    """The leaf that a node casts or views; None for any other node."""
     path = []
     while node not in known:
         path.append(node)

@@ -125,17 +125,16 @@ class MasterWeights:
             found_inf: flags by device, set to 1 where a product is not finite; devices are added.
 
         Raises:
-            RuntimeError: a parameter was moved to another device than its master's.
+            RuntimeError: a parameter was moved to another device than its master's. Nothing has changed then.
         """
         self._adopt({})
         found = {} if found_inf is None else found_inf
         fresh: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
         added: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
-        for pair in self._pairs.values():
-            grad = pair.half.grad
-            if grad is None:
-                continue
+        arrived = [(pair, grad) for pair in self._pairs.values() if (grad := pair.half.grad) is not None]
+        for pair, _ in arrived:
             _check_device(pair)
+        for pair, grad in arrived:
             pair.half.grad = None
             master = pair.master
             if not _is_plain(grad) or (master.grad is not None and not _is_plain(master.grad)):

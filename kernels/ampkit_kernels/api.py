@@ -179,7 +179,7 @@ def unscale_into_(
     """Write each source times `inv_scale` into its destination, or add it with `accumulate`; check on the way.
 
     Half gradients become unscaled float32 gradients of master weights. Any pair of float dtypes; the product
-    is taken in float32 (float64 beside a float64 tensor) and rounded to the destination's dtype; a sum is
+    is taken in float32 (float64 if either tensor is float64) and rounded to the destination's dtype; a sum is
     rounded once more. `found_inf` is set to 1.0 where a product is not finite, and never cleared. Sources
     are only read, and share no memory with destinations. Never synchronises. Moves 6 bytes per float16
     element, 10 with `accumulate`.
@@ -203,7 +203,7 @@ def unscale_into_(
 
 
 def _prepared(grads: Sequence[Tensor], op: str, **scalars: Tensor) -> list[Tensor]:
-    """The list as strided real floats, once its devices and the scalars beside it have been checked."""
+    """The list as strided real floats, after checking its devices and the scalars."""
     grads = strided_floats(grads, op)
     check_one_device(grads, op)
     for name, value in scalars.items():

@@ -176,7 +176,7 @@ def is_dense(t: Tensor) -> bool:
 
 
 def check_scalar(name: str, value: Tensor, tensors: Sequence[Tensor], op: str) -> None:
-    """Refuse a device scalar that a kernel could not read or write: one fp32 element beside the tensors."""
+    """Refuse a device scalar that is not one fp32 element on the tensors' device."""
     if value.dtype != torch.float32 or value.numel() != 1:
         raise ValueError(
             f"{op}: {name} is a {value.dtype} tensor of shape {tuple(value.shape)}; "
