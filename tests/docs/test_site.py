@@ -82,6 +82,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
     """No script, style, font or picture; a link to follow is another matter."""
     loads = re.compile(
@@ -95,6 +96,7 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
     assert not found
 
 
+@pytest.mark.slow
 def test_the_search_knows_names_operators_and_examples(site: Path) -> None:
     index = (site / "search" / "search_index.json").read_text(encoding="utf-8")
     for words in ("ampkit.GradScaler.clip_grad_norm_", "scaled_dot_product_attention", "examples/scaler_basic/"):

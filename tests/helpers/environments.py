@@ -12,16 +12,17 @@ from packaging.requirements import Requirement
 
 def requirements_of(name: str) -> set[str]:
     """The names of the distributions that one needs, those that they need, and its own."""
-    found: set[str] = set()
-    pending = [name]
+    found: set[tuple[str, str]] = set()     # a name with each extra that is asked for, "" for none
+    pending = [(name, "")]
     while pending:
-        found.add(one := pending.pop())
-        for text in importlib.metadata.requires(one) or []:
-            requirement = Requirement(text)
-            is_for_this = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-            if is_for_this and requirement.name not in found:
-                pending.append(requirement.name)
-    return found
+        one, extra = pending.pop()
+        if (one, extra) in found:
+            continue
+        found.add((one, extra))
+        for requirement in map(Requirement, importlib.metadata.requires(one) or []):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                pending += [(requirement.name, wanted) for wanted in ("", *requirement.extras)]
+    return {one for one, _ in found}
 
 
 class Environment:

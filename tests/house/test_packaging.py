@@ -76,6 +76,7 @@ def test_the_wheel_works_away_from_the_sources(wheel: Path, tmp_path: Path) -> N
     assert all(Path(name).is_relative_to(tmp_path) for name in printed)
 
 
+@pytest.mark.slow
 def test_the_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
     """Installed by pip where there is nothing but what it asks for, the README's first example runs in another folder.
 
@@ -117,6 +118,7 @@ def test_the_source_archive_holds_what_the_repository_holds(unpacked: Path) -> N
     assert tracked - shipped - LEFT_OUT == set()
 
 
+@pytest.mark.slow
 def test_the_tests_run_from_the_source_archive(unpacked: Path) -> None:
     """Those that look at the files themselves, and those of the policy's words; the others need no more."""
     chosen = ["tests/house/test_form.py", "tests/house/test_workflows.py", "tests/policy/test_policy.py"]

@@ -54,11 +54,13 @@ def complaints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list
     return of
 
 
+@pytest.mark.slow
 def test_a_strict_user_has_nothing_to_mend(complaints: Callable[[str], list[Found]]) -> None:
     """Every `assert_type` holds, and no type is unknown."""
     assert complaints("training.py") == []
 
 
+@pytest.mark.slow
 def test_every_mistake_is_found(complaints: Callable[[str], list[Found]]) -> None:
     """In its line, for its reason, and nothing else."""
     expected = {

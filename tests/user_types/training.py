@@ -9,6 +9,7 @@ from typing import Any, assert_type
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler as TorchScaler
 
 import ampkit
 from ampkit import (
@@ -166,7 +167,7 @@ def train(folder: Path) -> GradScaler:
     assert_type(scaler.overflow_report(model), OverflowReport)
     assert_type(scaler.state_dict(), dict[str, Any])
     assert_type(cache.info(), CacheInfo)
-    torch_scaler: torch.amp.GradScaler = scaler
+    torch_scaler: TorchScaler = scaler
     check_ranks(scaler)
     assert_type(plot_history(scaler.history, folder / "scale.png"), Path)
     for strategy in (StaticLossScale(2.0), NoOpLossScale()):
