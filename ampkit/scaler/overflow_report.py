@@ -45,7 +45,8 @@ class OverflowReport(tuple[Culprit, ...]):
             together with them. None where nothing was finite before.
         behind: modules and parameters that went bad after them.
         ordered_by: "backward" where a graph told the order; "registration" where the order of the parameters, reversed,
-            stands in for it: under FSDP, and when no loss went through `scale`.
+            stands in for it, at the origin at least: under FSDP, in compiled code and reentrant checkpoints, and when
+            no loss went through `scale`.
         named: False where a parameter has no name but its place in an optimizer.
     """
 
@@ -132,7 +133,8 @@ def arrange(
     report.first_bad = labels(origin)
     report.finite_down_to = next(iter(labels(finite[-1:] or beside)), None)
     report.behind = labels(step for step in bad if step not in origin)
-    report.ordered_by = "backward" if any(step.use for step in steps) else "registration"
+    together = any(step.time == first.time and step.module != first.module for step in steps)
+    report.ordered_by = "registration" if together else "backward"
     report.named = all(key in names or each.name is not None for key, each in gradients.items())
     return report
 
