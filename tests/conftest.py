@@ -52,7 +52,9 @@ def _seed() -> None:
 def _patterns_are_looked_at_afresh() -> None:
     """A pattern that means no module is warned of once in a process."""
     if "ampkit.region.unused_patterns" in sys.modules:
-        sys.modules["ampkit.region.unused_patterns"]._settled.clear()
+        patterns = sys.modules["ampkit.region.unused_patterns"]
+        patterns._settled.clear()
+        patterns._seen.clear()
 
 
 @pytest.fixture(autouse=True)

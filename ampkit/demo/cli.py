@@ -43,8 +43,8 @@ def main(argv: list[str] | None = None) -> int:
     results = Results(options.seed, str(device), machine=describe_machine(device))
     print(f"fp32, torch.amp and ampkit side by side on {device}: same seed, same batches, taking turns.")
     try:
-        for name in names:
-            task, lanes = _run_task(name, device, options, results)
+        trained = [_run_task(name, device, options, results) for name in names]
+        task, lanes = trained[-1]
         results.fault = show_fault(task, lanes[-1], options.seed)
     except KeyboardInterrupt:
         words = f"what was measured until now is in {out}" if _save(results, out) else "nothing was measured yet"

@@ -42,7 +42,7 @@ def matrix_products(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 def shape_of(tensor: Tensor) -> Shape:
     """A tensor's shape in numbers; of a symbolic size its example, as asking for its value would fix it."""
-    sizes: Any = tensor.shape
+    sizes: tuple[Any, ...] = tuple(tensor.shape)
     return tuple(size if type(size) is int else size.node.hint or 0 for size in sizes)
 
 
@@ -57,10 +57,10 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> list[Matri
 
 def _matmul(a: Tensor, b: Tensor) -> list[MatrixProduct]:
     left, right = shape_of(a), shape_of(b)
-    rows, columns = left[-2] if a.dim() > 1 else 1, right[-1] if b.dim() > 1 else 1
-    if b.dim() <= 2:        # one matrix: the batch is rows
-        return [_product(prod(left[:-1]), left[-1], columns)]
-    return [_product(rows, left[-1], columns, _broadcast(left[:-2], right[:-2]))]
+    inner, columns = prod(left[-1:]), right[-1] if len(right) > 1 else 1
+    if len(right) <= 2:     # one matrix: the batch is rows
+        return [_product(prod(left[:-1]), inner, columns)]
+    return [_product(prod(left[-2:-1]), inner, columns, _broadcast(left[:-2], right[:-2]))]
 
 
 def _broadcast(a: Shape, b: Shape) -> int:

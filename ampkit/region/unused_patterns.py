@@ -20,6 +20,7 @@ from ampkit.policy.module_rules import ModuleRules
 _MOST = 1024
 _NOT_THE_USERS = ("ampkit.", "torch.", "contextlib")
 _settled: set[ModuleRules] = set()      # which have met a model, by value: a policy may be made anew in every step
+_seen: dict[int, ModuleRules] = {}      # some of them by `id`, where hashing each time would be most of the work
 
 
 def warn_of_unused(rules: ModuleRules, roots: Sequence[Module]) -> None:
@@ -27,12 +28,19 @@ def warn_of_unused(rules: ModuleRules, roots: Sequence[Module]) -> None:
 
     A module without others in it, a loss, has no paths: where only such were called, nothing is said yet.
     """
-    models = [root for root in roots if next(root.children(), None) is not None]
-    if not models or rules in _settled:
+    if _seen.get(id(rules)) is rules:
         return
-    if len(_settled) >= _MOST:
+    models = [root for root in roots if next(root.children(), None) is not None]
+    if not models:
+        return
+    known = rules in _settled
+    if len(_settled) >= _MOST or len(_seen) >= _MOST:
         _settled.clear()
-    _settled.add(rules)         # first: where warnings are errors, leaving the region is done over
+        _seen.clear()
+    _seen[id(rules)] = rules    # first: where warnings are errors, leaving the region is done over
+    _settled.add(rules)
+    if known:
+        return
     patterns = ModuleRules(tuple((key, value) for key, value in rules.items if isinstance(key, str)))
     missed = None
     for model in models:

@@ -44,8 +44,9 @@ class OverflowReport(tuple[Culprit, ...]):
         finite_down_to: the module or parameter that backward passed last before them, still finite, or that it reached
             together with them. None where nothing was finite before.
         behind: modules and parameters that went bad after them.
-        ordered_by: "backward" if the order comes from a graph; "registration" if it is that of the parameters reversed:
-            under FSDP, and when no loss went through `scale`.
+        ordered_by: "backward" if the order comes from a graph; "registration" if, at the origin at least, it is that of the
+            parameters reversed: under FSDP, in compiled code and reentrant checkpoints, and when no loss went through
+            `scale`.
         named: False where a parameter has no name but its place in an optimizer.
     """
 
@@ -132,7 +133,8 @@ def arrange(
     report.first_bad = labels(origin)
     report.finite_down_to = next(iter(labels(finite[-1:] or beside)), None)
     report.behind = labels(step for step in bad if step not in origin)
-    report.ordered_by = "backward" if any(step.use for step in steps) else "registration"
+    together = any(step.time == first.time and step.module != first.module for step in steps)
+    report.ordered_by = "registration" if together else "backward"
     report.named = all(key in names or each.name is not None for key, each in gradients.items())
     return report
 

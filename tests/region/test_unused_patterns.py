@@ -127,3 +127,4 @@ def test_what_is_remembered_is_bounded(monkeypatch):
         with pytest.warns(UserWarning, match=f"'{name}'"):
             run(rules(name), Net())
     assert len(unused_patterns._settled) <= 3
+    assert len(unused_patterns._seen) <= 3

@@ -258,6 +258,20 @@ def test_without_a_graph_the_order_of_registration_stands_in() -> None:
     )
 
 
+def test_compiled_code_is_one_step_of_backward() -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    scaler = GradScaler("cpu", 1.0)
+    for param in (*model[0].parameters(), *model[2].parameters()):
+        plant_nonfinite(param, 1)
+    step(scaler, torch.compile(model, backend="aot_eager"), optimizer, torch.ones(1, 2))
+    report = scaler.overflow_report()
+    assert (report.finite_down_to, report.first_bad, report.behind) == ("4", ("2",), ("0",))
+    assert report.ordered_by == "registration"
+    torch._dynamo.reset()
+
+
 def test_a_half_bad_module_is_named_by_its_parameters() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -271,7 +285,8 @@ def test_a_half_bad_module_is_named_by_its_parameters() -> None:
         "  behind it 1 more: 0.weight",
     ]
     assert str(scaler.overflow_report()).splitlines() == [
-        "no gradient was finite before group 0, parameter 3: it began there, or in the loss",
+        "no gradient was finite before group 0, parameter 3: it began there, or in the loss "
+        "(by the order in which parameters are registered)",     # of a weight and its bias
         "  group 0, parameter 3: 1 inf, 0 NaN of 2 (float32)",
         "  behind it 1 more: group 0, parameter 0",
         "for names call overflow_report(model), or make the optimizer with model.named_parameters()",
