@@ -9,7 +9,7 @@ STAMP := $(VENV)/.ampkit-installed
 WORKERS := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types kernels-check check soak bench matrix clean
+.PHONY: help install demo test lint types kernels-check check soak bench docs wheel matrix clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -51,6 +51,21 @@ soak: $(STAMP) ## the fuzzers of tests/hostile for an hour (SOAK_SECONDS), with 
 
 bench: $(STAMP) ## measure; see docs/performance.md
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+DOCS_STAMP := $(VENV)/.ampkit-docs-installed
+$(DOCS_STAMP): $(STAMP)
+	@echo "==> installing what builds the documentation"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -e '.[docs]'
+	@touch $@
+
+docs: $(DOCS_STAMP) ## the documentation as a site in build/site; a broken link is an error
+	@echo "==> docs"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "build/site/index.html: read it with $(BIN)/python -m http.server --directory build/site"
+
+wheel: $(STAMP) ## build the wheel, which holds both packages, and the source archive into dist/
+	@echo "==> wheel"
+	@$(BIN)/python -m hatchling build --directory dist
 
 TORCH ?=
 ENVS ?= .nox

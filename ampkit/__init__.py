@@ -1,10 +1,12 @@
 """ampkit: automatic mixed precision for PyTorch that you can read, steer and trust."""
 
 import importlib
-from typing import Any
+import warnings
+from typing import TYPE_CHECKING, Any
 
 from ampkit import amp, optim
-from ampkit.policy.policy import Explanation, Policy, Rule, register_op
+from ampkit.policy.explanations import Explanation, ModuleExplanation
+from ampkit.policy.policy import Policy, Rule, register_op
 from ampkit.region.autocast import (
     autocast,
     clear_autocast_cache,
@@ -21,30 +23,17 @@ from ampkit.scaler.agreement import check_ranks
 from ampkit.scaler.grad_scaler import GradScaler
 from ampkit.scaler.history import ScalerStats
 from ampkit.scaler.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
-from ampkit.scaler.overflow import LossScaleStuckError, OverflowReport
+from ampkit.scaler.overflow import LossScaleStuckError
+from ampkit.scaler.overflow_report import OverflowReport
 from ampkit.scaler.plotting import plot_history
 from ampkit.scaler.schedulers import scheduler_step
 from ampkit.whole_model.check_half import HalfReport, check_half
 from ampkit.whole_model.fp16_optimizer import FP16Optimizer
-from ampkit.whole_model.function_casts import (
-    disable_casts,
-    float_function,
-    half_function,
-    promote_function,
-    register_float_function,
-    register_half_function,
-    register_promote_function,
-)
 from ampkit.whole_model.half import half
-from ampkit.whole_model.levels import (
-    amp_state_dict,
-    initialize,
-    load_amp_state_dict,
-    loss_scalers,
-    master_params,
-    scale_loss,
-)
 from ampkit.whole_model.master_weights import MasterWeights
+
+if TYPE_CHECKING:
+    from ampkit import debugging, integrations, testing
 
 __version__ = "0.1.0"
 
@@ -58,6 +47,7 @@ __all__ = [
     "HalfReport",
     "LossScaleStuckError",
     "MasterWeights",
+    "ModuleExplanation",
     "NoOpLossScale",
     "OverflowReport",
     "Policy",
@@ -67,7 +57,6 @@ __all__ = [
     "StaticLossScale",
     "WeightCache",
     "amp",
-    "amp_state_dict",
     "autocast",
     "check_half",
     "check_ranks",
@@ -76,34 +65,56 @@ __all__ = [
     "clear_autocast_cache",
     "custom_bwd",
     "custom_fwd",
-    "disable_casts",
+    "debugging",
     "float32_region",
-    "float_function",
     "get_autocast_dtype",
     "half",
-    "half_function",
-    "initialize",
+    "integrations",
     "is_autocast_enabled",
-    "load_amp_state_dict",
-    "loss_scalers",
-    "master_params",
     "optim",
     "plot_history",
-    "promote_function",
     "record_casts",
-    "register_float_function",
-    "register_half_function",
     "register_op",
-    "register_promote_function",
-    "scale_loss",
     "scheduler_step",
+    "testing",
     "unwrap_forward",
     "wrap_forward",
 ]
 
+_WINGS = ("debugging", "integrations", "testing")     # imported when they are first asked for
+# Where version 0.1 had Apex's names too. To be gone in 0.2.
+_MOVED = {
+    "amp_state_dict": "state_dict",
+    "disable_casts": "disable_casts",
+    "float_function": "float_function",
+    "half_function": "half_function",
+    "initialize": "initialize",
+    "load_amp_state_dict": "load_state_dict",
+    "loss_scalers": "loss_scalers",
+    "master_params": "master_params",
+    "promote_function": "promote_function",
+    "register_float_function": "register_float_function",
+    "register_half_function": "register_half_function",
+    "register_promote_function": "register_promote_function",
+    "scale_loss": "scale_loss",
+}
 
-def __getattr__(name: str) -> Any:
-    """`ampkit.debugging`, `ampkit.integrations` and `ampkit.testing`, imported when they are first asked for."""
-    if name in ("debugging", "integrations", "testing"):
-        return importlib.import_module(f"ampkit.{name}")
-    raise AttributeError(f"module 'ampkit' has no attribute {name!r}")
+if not TYPE_CHECKING:       # which would take every name for one of these
+
+    def __getattr__(name: str) -> Any:
+        """The wings, and by their old places the names that have moved to `ampkit.amp`."""
+        if name in _WINGS:
+            return importlib.import_module(f"ampkit.{name}")
+        if name in _MOVED:
+            warnings.warn(
+                f"ampkit.{name} is ampkit.amp.{_MOVED[name]} now; the old name goes with version 0.2",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            return getattr(amp, _MOVED[name])
+        raise AttributeError(f"module 'ampkit' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """What users are meant to find."""
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

@@ -15,7 +15,7 @@ COMMANDS = {
     "demo": ("ampkit.demo.cli", "train on real data: fp32, torch.amp and ampkit side by side"),
     "doctor": ("ampkit.doctor", "say what this machine can run, and what is missing"),
     "explain": ("ampkit.debugging.explain", "say what a region does to an operator, and why"),
-    "policy-table": ("ampkit.policy.policy_table", "print the default policy as the README shows it"),
+    "policy-table": ("ampkit.policy.policy_table", "print the default policy, or one operator's rules"),
 }
 
 

@@ -1,5 +1,4 @@
-"""`ampkit doctor`: what this machine can run, which path serves which operation and why, and whether it
-works.
+"""`ampkit doctor`: what this machine can run, which path serves which operation and why, and whether it works.
 
 Prints versions, whether regions work with this torch, devices with their dtypes, and for every device the
 implementation that `impl="auto"` takes; then runs each kernel operation once on small tensors and compares with
@@ -80,7 +79,7 @@ class Torch:
 
     @property
     def ok(self) -> bool:
-        """Whether ampkit can be used. The self-check decides for versions that nobody has tried."""
+        """Whether ampkit can be used. For untested versions the self-check decides."""
         return self.new_enough and self.regions == "ok"
 
 
@@ -169,7 +168,7 @@ def _sgd(device: torch.device) -> str | None:
 
 
 def _step(device: torch.device, ours: Callable[..., Any], theirs: Callable[..., Any]) -> str | None:
-    """Two steps on the device beside torch's in float64 on the CPU."""
+    """Two steps on the device, compared with torch's in float64 on the CPU."""
     grads = _lists(device)
     params = [torch.nn.Parameter(g.clone()) for g in grads]
     yardstick = [torch.nn.Parameter(g.double().cpu()) for g in grads]
@@ -198,7 +197,7 @@ def check(device: torch.device) -> list[Check]:
     for operation, run in CHECKS.items():
         try:
             fault = run(device)
-        except Exception as error:  # a doctor reports what it finds and goes on
+        except Exception as error:  # reported with the other checks
             fault = f"{type(error).__name__}: {error}"
         results.append(Check(str(device), operation, fault is None, fault or "ok"))
     return results
@@ -255,7 +254,7 @@ def operators(*, as_json: bool = False) -> int:
 
 
 def _rule(rule: Rule | None) -> str:
-    return "has a rule that was not to be seen" if rule is None else rule.name
+    return "has a rule that could not be observed" if rule is None else rule.name
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,8 +1,8 @@
-"""ampkit's operator lists beside the running torch: what is new there, what is gone, and what follows another rule.
+"""ampkit's operator lists compared with the running torch: what is new there, gone, or under another rule.
 
-torch has no list to read. Which operators it casts stands in its dispatcher; what it casts them to is seen by calling
-each one under torch's own autocast and stopping where it arrives a second time, with what autocast has made of its
-arguments. Nothing is computed, the tensors are fake, and no device has to be there.
+torch has no list to read. Its dispatcher says which operators have an autocast kernel; what that casts to is observed:
+each operator is called under torch's own autocast, and stopped when it is redispatched with its cast arguments. The
+tensors are fake: nothing is computed, and no such device is needed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ONLY_WHERE_BUILT = {"_cudnn_rnn": "cuDNN", "miopen_rnn": "MIOpen", "get_gradient
 class Drift:
     """How ampkit's list for a device differs from what torch does there; all empty where they agree."""
 
-    new: dict[str, Rule | None] = field(default_factory=dict)               # None: torch's rule was not to be seen
+    new: dict[str, Rule | None] = field(default_factory=dict)               # None: torch's rule could not be observed
     gone: dict[str, Rule] = field(default_factory=dict)
     different: dict[str, tuple[Rule, Rule]] = field(default_factory=dict)   # ampkit's, torch's
 
@@ -43,7 +43,7 @@ class Drift:
 
 
 def list_drift(device_type: str, groups: tuple[Group, ...] | None = None) -> Drift:
-    """`TORCH[device_type]`, or other groups, beside the operators that torch.amp casts for that device type."""
+    """`TORCH[device_type]`, or other groups, compared with the operators that torch.amp casts for that device type."""
     listed = {name: group.rule for group in groups or TORCH[device_type] for name in names(group)}
     live = registered(device_type)
     different = {}
@@ -71,13 +71,13 @@ def composites() -> set[str]:
 
 
 def registered(device_type: str) -> set[str]:
-    """ATen's operators that torch.amp has a kernel for on a device type, which need not be there."""
+    """ATen's operators with a torch.amp kernel for a device type; no such device is needed."""
     every = registered_for_autocast(device_type)
     return {name.removeprefix("aten::") for name in every if name.startswith("aten::")}
 
 
 def rule_of(op: OpOverload, device_type: str) -> Rule | None:
-    """What torch.amp does with an operator on a device type; None if that was not to be seen."""
+    """What torch.amp does with an operator on a device type; None if that could not be observed."""
     half, single = torch.bfloat16, torch.float32
     with FakeTensorMode(), _torch_autocast(device_type):
         low, full, mixed = (
@@ -97,7 +97,7 @@ def rule_of(op: OpOverload, device_type: str) -> Rule | None:
 
 
 class _Arrived(BaseException):
-    """Ends a call where the operator has arrived with the arguments that autocast gives it. No error to anyone else."""
+    """Ends a call when the operator is redispatched with cast arguments. No `Exception`, so nobody catches it."""
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         self.dtypes = {tensor.dtype for tensor in casting.tensors(args)}
@@ -105,7 +105,7 @@ class _Arrived(BaseException):
 
 
 class _Watch:
-    """Stands where an open region's mode stands: lets an operator go on to torch's autocast, then stops it."""
+    """Takes the place of an open region's mode: lets an operator through to torch's autocast, then stops it."""
 
     def __init__(self, op: OpOverload) -> None:
         self.excluded_keys, self.redispatch_keys = keysets(())       # torch's autocast is not excluded
@@ -123,7 +123,7 @@ class _Watch:
 
 
 def _arrival(op: OpOverload, device_type: str, first: torch.dtype, others: torch.dtype) -> _Arrived | Exception:
-    """How a call arrives whose first tensor has one dtype and whose others have another; or what autocast raised."""
+    """How a call is redispatched whose first tensor and other tensors have these dtypes; or what autocast raised."""
     watch = _Watch(op)
     install(watch.ops)
     put_in_tls(TLS_NAME, watch)
@@ -145,7 +145,7 @@ def _arrival(op: OpOverload, device_type: str, first: torch.dtype, others: torch
 
 @contextmanager
 def _torch_autocast(device_type: str) -> Iterator[None]:
-    """torch.amp in bfloat16 for a device that need not be there; `torch.autocast` would disable itself."""
+    """torch.amp in bfloat16 without the device; `torch.autocast` would disable itself."""
     state = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     torch.set_autocast_enabled(device_type, True)
     torch.set_autocast_dtype(device_type, torch.bfloat16)
@@ -157,7 +157,7 @@ def _torch_autocast(device_type: str) -> Iterator[None]:
 
 
 def _arguments(op: OpOverload, device_type: str, first: torch.dtype, others: torch.dtype) -> list[Any]:
-    """Arguments of the types that an operator's schema asks for, those without a default; their values mean nothing."""
+    """Arguments of the types in an operator's schema, those without a default; their values do not matter."""
     dtypes = [first]
 
     def tensor() -> torch.Tensor:

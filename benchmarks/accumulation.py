@@ -1,7 +1,7 @@
 """Gradient accumulation, with all sides in one process and with a process for each; the sides take turns either way.
 
-In one process all sides share the allocator, and what one has freed serves the others. Alone, a step that allocates and
-frees large casts may have to ask the system for fresh pages every time; that cost belongs to whoever makes the casts.
+In one process all sides share the allocator, and memory that one frees serves the others. In a process of its own, a
+step that allocates and frees large casts may need fresh pages from the system every time, which is part of its cost.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.training import Training
 class Apart(Training):
     """`Training` with every side in a process of its own.
 
-    The case travels to the children, so `workload` must be picklable.
+    The case is pickled to the children, so `workload` must be picklable.
     """
 
     in_process: bool = False
@@ -71,7 +71,7 @@ def cases() -> list[Case]:
 
 
 def _serve(pipe: Connection, case: Training, way: str, device: str, threads: int) -> None:
-    """The child: answers a number by running that many steps, a name by what the side says; None ends it."""
+    """The child: a number runs that many steps, a name returns that of the side; None ends it."""
     torch.set_num_threads(threads)
     side: Side | None = None
     answers: dict[str, Callable[[Side], Any]] = {
@@ -87,7 +87,7 @@ def _serve(pipe: Connection, case: Training, way: str, device: str, threads: int
 
 
 def _dismiss(pipe: Connection, process: BaseProcess) -> None:
-    """Ask a child to end, and see that it has."""
+    """Ask a child to end, and terminate it if it does not."""
     with contextlib.suppress(OSError):      # it may have ended already
         pipe.send(None)
     pipe.close()

@@ -1,4 +1,4 @@
-"""Bytes that each job must move per element, ours and torch's: what turns a time into a bandwidth.
+"""Bytes that each job must move per element, ours and torch's, to turn times into bandwidths.
 
 Counted, not measured: every list read or written once per kernel that touches it. float32 gradients, parameters and
 moments. The tests count the kernels' own accesses in the interpreter and compare (`tests/kernels/test_bytes.py`);

@@ -1,4 +1,4 @@
-"""What a benchmark case is: one job, done in several ways, under one name."""
+"""What a benchmark case is: one named job, done in several ways."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SAME_LIST = "ampkit, torch's list"      # ampkit with `Policy.torch`: the same c
 class Side:
     """One way of doing a case's job.
 
-    `run(n)` does it n times; `before` readies it, untimed; `result` is what it came to, for `Case.check`; `facts` is
-    asked once after all timing for what is no time (peak memory, casts, launches, the final loss).
+    `run(n)` does it n times; `before` prepares it, untimed; `result` is compared by `Case.check`; `facts` is called
+    once after all timing, for what is not a time (peak memory, casts, launches, the final loss).
     """
 
     run: Run
@@ -45,7 +45,7 @@ class Aim:
 class Case(ABC):
     """A job with a name. Ratios are to the side called `base`.
 
-    `aims` is what the project wants to show. `devices` are the device types it runs on; `everyday` says whether the
+    `aims` are the project's targets. `devices` are the device types it runs on; `everyday` says whether the
     default run includes it; `seconds` bounds its timing; `sample_seconds` is how long a sample lasts at least (0: one
     call is one sample). `sides` may raise `UnavailableError`.
     """
@@ -58,7 +58,7 @@ class Case(ABC):
     aims: tuple[Aim, ...] = ()
     seconds: float = 2.0
     sample_seconds: float = 0.0
-    in_process: bool = True         # whether processor time is this process' own
+    in_process: bool = True         # whether the work runs in this process, so that its CPU time counts
     events: bool = False            # whether a GPU's own clock takes the times
     size: float | None = None       # what "cost against size" plots it over, with `size_name`
     size_name: str = ""
@@ -68,7 +68,7 @@ class Case(ABC):
         """The ways to do the job, each ready to run; the base is one of them."""
 
     def work(self) -> Work | None:
-        """The least that one call must do; None where that says nothing (overhead of Python)."""
+        """The least work of one call; None where that says nothing (Python overhead)."""
         return None
 
     def check(self, sides: Mapping[str, Side]) -> None:  # noqa: B027  most cases have nothing to compare

@@ -1,8 +1,8 @@
 """What got slower between two result files: `python -m benchmarks.compare OLD NEW [--fail]`.
 
-What is compared is each side's ratio to its base, which was measured in the same rounds: it holds across days and, with
-care, across machines of a kind. A change counts where the 20-80 % ranges do not overlap and the medians differ by more
-than a threshold.
+Compared is each side's ratio to its base, measured in the same rounds: it is comparable across days and, with care,
+across similar machines. A change counts if the 20-80 % ranges do not overlap and the medians differ by more than a
+threshold.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Change:
 
 
 def compare(old: Sequence[Row], new: Sequence[Row], threshold: float = THRESHOLD) -> list[Change]:
-    """Every side that both have, but the bases; the most slowed first."""
+    """Every side that both have, without the bases; the largest slowdown first."""
     before = {results.key(row): row for row in results.measured(old)}
     changes = []
     for row in results.measured(new):

@@ -1,7 +1,6 @@
 """What is counted rather than timed: copies, kernel launches, peak memory. Extra runs, untimed.
 
-Counted by torch's profiler, which sees everything and changes nothing; a dispatch mode would keep weight casts from
-being cached.
+Counted by torch's profiler; a dispatch mode would keep weight casts from being cached.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ Job = Callable[[], object]
 
 
 def peak_and_copies(job: Job, device: torch.device) -> dict[str, int]:
-    """`peak_bytes`: most that one call needs on top of what was held; `copies`: its `aten::copy_`, as in every cast."""
+    """`peak_bytes`: peak memory of one call above what was allocated; `copies`: its `aten::copy_` calls (casts)."""
     gc.collect()
     held = 0
     if device.type == "cuda":
@@ -46,7 +45,7 @@ def highest_sum(moves: Any) -> int:
 
 
 def launches(job: Job, device: torch.device) -> int | None:
-    """Kernels, copies and fills that one call puts on a GPU; None on a CPU and where the profiler cannot see a GPU."""
+    """Kernels, copies and fills that one call launches; None on a CPU or if the profiler sees no GPU."""
     if device.type != "cuda":
         return None
     try:
@@ -54,7 +53,7 @@ def launches(job: Job, device: torch.device) -> int | None:
             job()
             torch.cuda.synchronize(device)
         events = _events(recorded)
-    except Exception:  # the job has run many times by now, and its times are worth having without this count
+    except Exception:  # the times are worth having without this count
         return None
     return sum(
         1 for event in events if event.device_type() == DeviceType.CUDA and not event.is_user_annotation()
@@ -62,7 +61,7 @@ def launches(job: Job, device: torch.device) -> int | None:
 
 
 def _events(recorded: profile) -> list[Any]:
-    """The raw events; `key_averages` says the same and takes seconds for a long step."""
+    """The raw events: `key_averages` would take seconds for a long step."""
     if recorded.profiler is None:
         raise RuntimeError("the profiler recorded nothing")
     results: Any = recorded.profiler.kineto_results

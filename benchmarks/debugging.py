@@ -1,4 +1,4 @@
-"""What looking costs: a training step under the debugging tools, ampkit's and others', in one run."""
+"""What debugging tools cost: a training step under each of them, ampkit's and others', in one run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Watched(Case):
         return {name: _side(around, self.width, device) for name, around in _tools().items()}
 
     def check(self, sides: Mapping[str, Side]) -> None:
-        """Whoever watches, the step is the same to the bit."""
+        """Under every tool the step is the same to the bit."""
         expected = sides[self.base].result()
         for name, side in sides.items():
             if not all(torch.equal(a, b) for a, b in zip(side.result(), expected, strict=True)):
@@ -78,7 +78,7 @@ def _monitor(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _transformers(detector: Callable[..., Any], model: nn.Module) -> Iterator[None]:
-    """Its hooks stay on a model for good: these are taken off by hand."""
+    """It never removes its hooks from a model, so they are removed here."""
     detector(model)
     yield
     for module in model.modules():
@@ -107,7 +107,7 @@ def _side(around: Around, width: int, device: torch.device) -> Side:
 
 
 def cases() -> list[Case]:
-    """The width at which the promises are made, and a wider one."""
+    """The width that the aims are for, and a wider one."""
     aims = (Aim(DETECT, 2.5, PLAIN), Aim(DETECT, 1.0, ANOMALY), Aim(SHADOW, 10.0, PLAIN), Aim(MONITOR, 2.0, PLAIN))
     return [
         Watched(name=f"width {width}", width=width, seconds=seconds, aims=aims, everyday=False, devices=("cpu",))

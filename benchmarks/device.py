@@ -1,4 +1,4 @@
-"""Whether the device still answers: after an illegal access it does not, until the process has ended."""
+"""Whether the device still works: after an illegal access it does not until the process has ended."""
 
 import torch
 
@@ -6,11 +6,11 @@ LOST = 3  # exit code: start again with --resume, in a fresh process
 
 
 class DeviceLostError(RuntimeError):
-    """The device answers no more in this process; what had been found out is on disk."""
+    """The device no longer works in this process; results so far are on disk."""
 
 
 def must_answer(device: torch.device) -> None:
-    """Raise `DeviceLostError` if the device is gone. Waits for it."""
+    """Raise `DeviceLostError` if the device no longer works. Synchronises."""
     if device.type != "cuda":
         return
     try:

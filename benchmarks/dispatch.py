@@ -1,8 +1,8 @@
 """What a region costs per operator in three designs of the mode: `python -m benchmarks 'dispatch/*'`.
 
-The three are a `TorchDispatchMode` as torch has it (below autograd: it is here for its price alone, for its casts are
-not differentiated), the same mode lifted above autograd by excluding every key over it, and ampkit's, which has a
-dispatch key of its own. They stand beside torch.autocast and no region at all.
+The three are a plain `TorchDispatchMode` (below autograd, so its casts are not differentiated: it is here only for its
+cost), the same mode with every key above `Python` excluded, and ampkit's, which has a dispatch key of its own. They are
+compared with torch.autocast and with no region.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CAST = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten
 
 
 class Plain(TorchDispatchMode):
-    """A mode at the `Python` key: operators arrive taken apart, and after autograd."""
+    """A mode at the `Python` key: operators arrive decomposed, and after autograd."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Plain(TorchDispatchMode):
         return False
 
     def cast(self, value: Any) -> Any:
-        """An argument in bfloat16; that of a weight from the cache."""
+        """An argument cast to bfloat16; a weight's cast comes from the cache."""
         if not isinstance(value, Tensor) or value.dtype is not torch.float32:
             return value
         if not (value.is_leaf and value.requires_grad):
@@ -58,7 +58,7 @@ class Plain(TorchDispatchMode):
 
 
 class Excluding(Plain):
-    """The mode lifted: nothing above the `Python` key answers before it, and everything does after it."""
+    """The mode with all keys above `Python` excluded until it has cast, and then restored."""
 
     def __enter__(self) -> Excluding:
         self.before = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
@@ -122,7 +122,7 @@ OPENING = "make, enter and leave"
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatch(Case):
-    """Calls of one operator inside each design's region, or the region itself. Tensors are next to nothing."""
+    """Calls of one operator inside each design's region, or entering the region itself. Tensors are 2x2."""
 
     family: str = "dispatch"
     devices: tuple[str, ...] = ("cpu",)

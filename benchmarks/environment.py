@@ -1,4 +1,4 @@
-"""What figures depend on: machine, versions, commit; and how busy the machine was with other things."""
+"""What figures depend on: machine, versions, commit, and how busy other processes kept the machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """The facts that travel with every row of results."""
+    """The facts that every row of results carries."""
     on_gpu = device.type == "cuda"
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -61,7 +61,7 @@ def _version(package: str) -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git answers; None outside a checkout."""
+    """The output of git; None outside a checkout."""
     try:
         ran = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
     except OSError:
@@ -74,9 +74,9 @@ def _load() -> float | None:
 
 
 class Others:
-    """How many cores other processes kept busy meanwhile; `cores` is None where the system does not tell.
+    """How many cores other processes kept busy; `cores` is None where the system does not say.
 
-    The load average counts this process too and lags by a minute; this does neither.
+    Unlike the load average, this leaves this process out and does not lag.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class Others:
 
 
 def _busy_seconds() -> float | None:
-    """Seconds that all cores together have spent on anything but idling, since the system started."""
+    """Busy seconds of all cores together since the system started."""
     try:
         fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     except (OSError, ValueError, IndexError):
@@ -104,10 +104,10 @@ def _busy_seconds() -> float | None:
 
 
 def ceilings(device: torch.device) -> dict[str, float]:
-    """What this machine can do at best, measured now: memory GB/s (read and written), matrix products in GFLOP/s.
+    """The best rates of this machine, measured now: memory GB/s (read and written), matrix products in GFLOP/s.
 
-    Memory is the better of a copy and of an update in place, both of more than caches hold: on a CPU a copy first reads
-    what it is about to overwrite.
+    Memory is the better of a copy and an update in place, both larger than the caches: on a CPU a copy first reads the
+    lines that it overwrites.
     """
     on_gpu = device.type == "cuda"
     size, side = (1 << 30, 8192) if on_gpu else (1 << 28, 1024)
@@ -133,7 +133,7 @@ def ceilings(device: torch.device) -> dict[str, float]:
     for run in runs.values():
         run(2)
     warm = time.perf_counter()
-    while on_gpu and time.perf_counter() - warm < 1.0:      # an idle device has lowered its clocks
+    while on_gpu and time.perf_counter() - warm < 1.0:      # an idle device lowers its clocks
         copy(1)
         torch.cuda.synchronize(device)
     taken = in_turns(runs, clock_for(device, events=True), seconds=2.0, rounds=(5, 30))

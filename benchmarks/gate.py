@@ -1,4 +1,4 @@
-"""No figures from code that is wrong: the tests behind them run first, and a red one ends the run."""
+"""No figures from wrong code: the tests behind them run first, and a failure ends the run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 from benchmarks.environment import ROOT
 
-# What the figures rest on: the same numbers as torch.amp's, casts that are counted right, scalers that agree, and the
-# benchmarks' own arithmetic.
+# What the figures depend on: results equal to torch.amp's, gradients and clipping, and the benchmarks' own arithmetic.
 QUICK = (
     "tests/parity/test_bitwise_training.py", "tests/benchmarks", "tests/gradients/test_clipping.py",
     "tests/gradients/test_gradients.py",

@@ -1,10 +1,10 @@
-"""What the host takes to ask for a step, for unscaling, for clipping: the launches themselves are left out.
+"""Host time of a step, of unscaling and of clipping, without the launches themselves.
 
-Every side does all of its Python; what would go to a device does nothing. On ampkit's side that is the launch of a
-Triton kernel, on torch's the operator over the whole list: neither Triton's binding of arguments (some microseconds a
-launch, whatever the list) nor torch's packing of addresses in C++ is in the times, and a GPU's driver is in neither.
-Small scalar operations run for real on both sides. ampkit is made to believe that the kernels can run here, so this
-needs Triton and no GPU; tensors are short and live on the CPU.
+Every side runs all of its Python; its launches are replaced by no-ops. On ampkit's side that is the launch of a Triton
+kernel, on torch's the operator over the whole list: the times contain neither Triton's binding of arguments (some
+microseconds a launch, for any list) nor torch's packing of addresses in C++, nor a GPU's driver. Small scalar
+operations run on both sides. The checks whether kernels can run are patched, so this needs Triton and no GPU; tensors
+are short and on the CPU.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def nothing(*_: Any, **__: Any) -> None:
 
 @contextlib.contextmanager
 def without_launches(norms: list[Tensor]) -> Iterator[None]:
-    """Let nothing reach a device, on either side; `norms` is what torch's norm of a list answers."""
+    """Replace the launches of both sides; `norms` is the result of torch's norm of a list."""
     from ampkit_kernels.triton_ops.unscale import unscale_kernel
 
     def norm(*_: Any, **__: Any) -> list[Tensor]:
@@ -57,7 +57,7 @@ def without_launches(norms: list[Tensor]) -> Iterator[None]:
     def serves(_: Tensor) -> bool:
         return True
 
-    served = Served()      # plain functions, because a mock that is called takes longer than what it stands for
+    served = Served()      # plain functions, because calling a mock takes longer than the original
     with contextlib.ExitStack() as stack:
         for name in _IN_PLACE:
             stack.enter_context(mock.patch.object(torch, name, nothing))
@@ -70,7 +70,7 @@ def without_launches(norms: list[Tensor]) -> Iterator[None]:
 
 
 class Served:
-    """`ampkit_kernels`, asked for Triton: by itself it would serve tensors in host memory by torch's operators."""
+    """`ampkit_kernels` with impl="triton": by default it serves CPU tensors by torch's operators."""
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(ampkit_kernels, name)
@@ -86,7 +86,7 @@ class Served:
 
 @dataclass(frozen=True, kw_only=True)
 class Host(Case):
-    """One job on `count` parameters in `groups` parameter groups. `moving`: gradients are elsewhere each time."""
+    """One job on `count` parameters in `groups` parameter groups. `moving`: gradients have new addresses each time."""
 
     job: str
     count: int
@@ -153,7 +153,7 @@ class Host(Case):
 
         if self.job == "unscale":
             return unscale
-        rewrites = torch.optim.SGD(params, lr=1.0)   # takes no factor: clipping multiplies, as torch's does
+        rewrites = torch.optim.SGD(params, lr=1.0)   # takes no multiplier: clipping rewrites gradients
 
         def clip() -> None:
             if isinstance(scaler, GradScaler):
@@ -175,7 +175,7 @@ class Host(Case):
 
 
 def cases() -> list[Case]:
-    """Every job on lists of three lengths; and what a step must not take for granted."""
+    """Every job on lists of three lengths, and steps under harder conditions."""
 
     def case(job: str, count: int, label: str = "", **more: Any) -> Host:
         name = f"{job}, {count} parameter{'s' * (count > 1)}{label}"

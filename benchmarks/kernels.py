@@ -1,9 +1,9 @@
-"""The kernels beside torch's operators over the gradients of whole models, timed by the GPU's own clock.
+"""The kernels compared with torch's operators on the gradients of whole models, timed by CUDA events.
 
-The forms compared are those that a training script gets: `unscale` is `GradScaler.unscale_`'s kernel work, `unscale +
-clip` adds clipping that rewrites the gradients, `clip + AdamW` is the whole way from scaled gradients to parameters.
-Where a job changes the gradients they are put back before every run, untimed: a clipped list would need no clipping
-the next time. On a CPU the same cases run over small lists with PyTorch on both sides: a rehearsal.
+The jobs are those of a training script: `unscale` is `GradScaler.unscale_`'s kernel work, `unscale + clip` adds
+clipping that rewrites the gradients, `clip + AdamW` is everything from scaled gradients to parameters. Gradients that a
+job changes are restored before every run, untimed: a clipped list would need no clipping the next time. On a CPU the
+same cases run over small lists with PyTorch on both sides: a rehearsal.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ JOBS: dict[str, tuple[str, ...]] = {
 }
 IN_HALF = ("GPT-2 124M", *REHEARSAL)
 MOVING = ("GPT-2 124M", "5000 tiny", *REHEARSAL)
-# (list, job): (side, most that ampkit's time over that side's may be), for float32; stated before anything was
-# measured, for one H200.
+# (list, job): (side, upper limit of ampkit's time over that side's), for float32 on one H200; set before measuring.
 AIMS: dict[tuple[str, str], tuple[tuple[str, float], ...]] = {
     ("GPT-2 124M", "unscale"): ((TORCH_OPERATORS, 1.0),),
     ("GPT-2 1.5B", "unscale"): ((TORCH_OPERATORS, 1.0), (COPY, 1 / 0.9)),
@@ -48,7 +47,7 @@ AIMS: dict[tuple[str, str], tuple[tuple[str, float], ...]] = {
 
 
 class Material:
-    """Parameters and gradients of one list in one dtype, and what optimizers keep for them."""
+    """Parameters and gradients of one list in one dtype, and scalars for them."""
 
     def __init__(self, shapes: Sequence[Shape], device: torch.device, dtype: torch.dtype) -> None:
         generator = torch.Generator(device).manual_seed(0)
@@ -77,12 +76,12 @@ class Material:
 
 
 def norm_of_all(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What a job came to, in few numbers: the norm of each tensor."""
+    """A job's result in few numbers: the norm of each tensor."""
     return [torch.stack(torch._foreach_norm(list(tensors))).float()]
 
 
 def torch_unscale(m: Material) -> None:
-    """torch's unscaling; bfloat16, which its CUDA operator refuses, by the operators that a user has for it."""
+    """torch's unscaling; with foreach operators for bfloat16, which its CUDA operator refuses."""
     if m.grads[0].dtype is torch.bfloat16:
         finite = torch.stack(torch._foreach_norm(m.grads, float("inf"))).isfinite().all()
         m.found_inf.copy_(torch.where(finite, m.found_inf, 1.0))
@@ -198,7 +197,7 @@ def clip_adamw(m: Material, *, captured: bool = False) -> dict[str, Job]:
 
 
 def as_graph(job: Job, device: torch.device) -> Job:
-    """The job as a CUDA graph. It runs three times beside the current stream first, as capture demands."""
+    """The job as a CUDA graph. It first runs three times on a side stream, as capture requires."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -213,7 +212,7 @@ def as_graph(job: Job, device: torch.device) -> Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel(Case):
-    """One job over the gradients of one list. `moving`: at other addresses each time, as after every backward."""
+    """One job over the gradients of one list. `moving`: at new addresses each time, as after a backward."""
 
     job: str = "unscale"
     shapes: Callable[[], list[Shape]]
@@ -238,7 +237,7 @@ class Kernel(Case):
         return found
 
     def _jobs(self, m: Material) -> tuple[dict[str, Job], list[Tensor] | None]:
-        """The job in its forms, and the tensors that it writes and that can be compared."""
+        """The job's sides, and the tensors that it writes and that can be compared."""
         if self.job == "unscale":
             return unscale(m), m.grads
         if self.job == "unscale into float32":
@@ -285,7 +284,7 @@ class Kernel(Case):
             total = byte_model.TORCH_FOREACH_CLIP_ADAMW
         else:
             total = (byte_model.OURS if side == AMPKIT else byte_model.TORCH)[self.job].total
-        # The models are for float32 throughout, but for the job that is about two dtypes.
+        # The byte models are for float32, except for the job with two dtypes.
         return total if self.job == "unscale into float32" else total * self.dtype.itemsize / 4
 
     def work(self) -> Work:
@@ -311,7 +310,7 @@ class Kernel(Case):
 def cases() -> list[Case]:
     """Every job on every list: real ones on a GPU, small ones to rehearse on a CPU.
 
-    A run has minutes, so moving gradients, graphs and most of half precision are left to the lists that tell most.
+    To keep a run to minutes, moving gradients, graphs and most of half precision are measured on a few lists only.
     """
     found: list[Case] = []
     for device, lists in (("cuda", LISTS), ("cpu", REHEARSAL)):

@@ -1,4 +1,4 @@
-"""From a case to a row of results: check, warm up, time in turns, count what is counted."""
+"""From a case to a row of results: check, warm up, time in turns, collect facts."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def measure(case: Case, device: torch.device, *, effort: float = 1.0, clock: Clo
     """The row of a case. `effort` stretches or shortens the time it may take.
 
     A row is plain data: `family`, `name`, `base`, `clock` (whose time `wall` is: "host" or "events"), `rounds`, `calls`
-    per sample, `other_cores` (kept busy by other processes meanwhile), `work` (the least that a call must do), `sides`
-    (for each the spreads of `wall`, `host` and `cpu` seconds, `ratio` and `cpu_ratio` to the base, and what was
-    counted) and `aims` with what came of them.
+    per sample, `other_cores` (kept busy by other processes meanwhile), `work` (the least work of a call), `sides` (for
+    each the spreads of `wall`, `host` and `cpu` seconds, `ratio` and `cpu_ratio` to the base, and `facts`) and `aims`
+    with the ratios found.
     """
     clock = clock or clock_for(device, events=case.events)
     sides = case.sides(device)
@@ -62,7 +62,7 @@ def measure(case: Case, device: torch.device, *, effort: float = 1.0, clock: Clo
 
 
 def _times(samples: list[Sample], base: list[Sample], in_process: bool) -> dict[str, Any]:
-    """Spreads of one side's times and of their ratios to the base's; no processor time where it is another's."""
+    """Spreads of one side's times and of their ratios to the base's; no CPU time if another process does the work."""
     return {
         "wall": asdict(Spread.of([sample.wall for sample in samples])),
         "host": asdict(Spread.of([sample.host for sample in samples])),

@@ -1,6 +1,6 @@
-"""Small models of the kinds people train, with made-up data: what tests run regions over, and benchmarks at full size.
+"""Small models of common kinds, with random data: for tests of regions, and at full size for benchmarks.
 
-Nothing here knows ampkit. Every model is a plain `nn.Module`, sized by its arguments; a `Case` says how to build one,
+Nothing here imports ampkit. Every model is a plain `nn.Module`, sized by its arguments; a `Case` says how to build one,
 what to feed it and how to turn its output into a loss. Building draws from torch's global random state, so seed it.
 """
 
@@ -19,7 +19,7 @@ class Case(NamedTuple):
 
     name: str
     build: Callable[[], nn.Module]
-    batch: Callable[[], tuple[Tensor, Tensor]]          # inputs and targets, drawn afresh at every call
+    batch: Callable[[], tuple[Tensor, Tensor]]          # inputs and targets, new at every call
     loss: Callable[[Tensor, Tensor], Tensor]
 
 

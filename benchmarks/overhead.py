@@ -1,7 +1,7 @@
-"""What a region costs an operator in Python, and what opening one costs.
+"""What a region costs per operator, and what opening one costs.
 
-Tensors are tiny, so that the time is overhead and nothing else. Four ways: no region, torch's own autocast (in C++),
-ampkit, and a `TorchDispatchMode` that does nothing, which is the price of seeing operators from Python at all.
+Tensors are tiny, so that the time is overhead. Four ways: no region, torch's own autocast (in C++), ampkit, and a
+`TorchDispatchMode` that does nothing, which is the cost of seeing operators from Python at all.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _activations(device: torch.device) -> Callable[[], object]:
 def _weight(device: torch.device) -> Callable[[], object]:
     (x,) = _tensors(device, torch.bfloat16, 1)
     layer = torch.nn.Linear(8, 8, device=device)
-    # The plain call needs one dtype; there is no weight to cast in it.
+    # Without a region there is no cast, so the weight must have the input's dtype.
     plain = torch.nn.Linear(8, 8, device=device, dtype=torch.bfloat16)
 
     def call() -> object:
@@ -114,7 +114,7 @@ class Operator(Case):
         found = {}
         for name, region in regions(device.type).items():
             if name == BARE and "weight" in self.operator:
-                continue        # the call asks whether autocast is on; a bare mode casts nothing
+                continue        # the call depends on autocast being on, and a bare mode casts nothing
             call = OPERATORS[self.operator][1](device)
             found[name] = Side(repeated(call, region, grad=self.grad))
         return found
@@ -203,7 +203,7 @@ WAYS: dict[str, Callable[[Callable[[bool], Any]], Run]] = {
 
 def cases() -> list[Case]:
     """Every overhead case."""
-    # Aimed at the price of seeing every operator from Python; that an unlisted one costs nothing here is a bonus.
+    # The limit is relative to a mode that sees every operator from Python.
     unlisted = (Aim(AMPKIT, 1.35, BARE),)
     found: list[Case] = [
         Operator(name=name, operator=name, seconds=1.5, aims=unlisted if "unlisted" in name else ())

@@ -6,7 +6,7 @@ Shape = tuple[int, ...]
 
 
 def gpt2(width: int, layers: int, vocabulary: int = 50257, context: int = 1024) -> list[Shape]:
-    """Parameters of GPT-2 as its authors count them (the output layer is tied to the embedding)."""
+    """Parameters of GPT-2, the output layer tied to the embedding."""
     shapes: list[Shape] = [(vocabulary, width), (context, width)]
     for _ in range(layers):
         shapes += [(width,), (width,), (width, 3 * width), (3 * width,), (width, width), (width,)]
@@ -35,7 +35,7 @@ def resnet50() -> list[Shape]:
 
 
 def tiny(n: int = 5000) -> list[Shape]:
-    """Very many tensors of 1 to 199 elements: what launches cost when bytes cost nothing."""
+    """Very many tensors of 1 to 199 elements, where launches cost all and bytes nothing."""
     return [(1 + (37 * i) % 199,) for i in range(n)]
 
 

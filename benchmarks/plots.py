@@ -24,7 +24,7 @@ BASES = (TORCH, TORCH_OPERATORS)
 
 
 def draw(rows: Sequence[Row], folder: Path) -> list[str]:
-    """Write every plot that the rows have something for; returns the file names."""
+    """Write every plot that the rows have data for; returns the file names."""
     written = []
     for name, make in (("ratios.png", ratios), ("sizes.png", sizes), ("roofline.png", roofline)):
         figure = make(rows)

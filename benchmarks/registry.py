@@ -1,4 +1,4 @@
-"""Every case there is, and which of them a run takes."""
+"""All cases, and the selection for a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.case import Case
 
 
 def every_case() -> list[Case]:
-    """All cases, small ones first, so that an interrupted run has shown something of everything.
+    """All cases, small ones first, so that an interrupted run has covered most families.
 
     Raises `ValueError` if two cases of a family have one name: results could not be told apart.
     """

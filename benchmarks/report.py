@@ -44,7 +44,7 @@ def one_line(row: Row) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in a unit that suits them."""
+    """Seconds in a readable unit."""
     for factor, unit in ((1e6, "us"), (1e3, "ms")):
         if seconds * factor < 1000:
             return f"{seconds * factor:.3g} {unit}"
@@ -52,7 +52,7 @@ def duration(seconds: float) -> str:
 
 
 def amount(n_bytes: float) -> str:
-    """Bytes in a unit that suits them."""
+    """Bytes in a readable unit."""
     for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if n_bytes >= 2**power:
             return f"{n_bytes / 2**power:.3g} {unit}"
@@ -150,7 +150,7 @@ def _shown(row: Row) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _columns(rows: list[Row]) -> list[tuple[str, Any]]:
-    """What the rows of a family have beside times: (title, text of a side)."""
+    """The columns of a family besides times: (title, text of a side)."""
     facts = {name for row in rows for side in row["sides"].values() for name in side["facts"]}
 
     def fact(name: str, form: Any = str) -> Any:
@@ -197,7 +197,7 @@ def _cells(texts: Iterable[str]) -> str:
 
 
 def checks(folder: Path) -> str:
-    """What came of the checks whose results lie beside the figures."""
+    """The results of the checks that were saved beside the figures."""
     lines = []
     for path in sorted(folder.glob("*checks.json")):
         found: dict[str, str | None] = json.loads(path.read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
-"""Result files: a line of JSON per case, each with the environment it was measured in, written as they come.
+"""Result files: a line of JSON per case, with the environment it was measured in, written as cases finish.
 
-A run that is interrupted keeps what it had, and a single line says all that one needs to judge it.
+An interrupted run keeps its finished cases, and each line can be judged by itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _NEEDED = ("family", "name", "environment")
 
 
 def key(row: Row) -> tuple[str, str]:
-    """What tells a case from the others of a file."""
+    """What identifies a case in a file."""
     return row["family"], row["name"]
 
 
@@ -28,8 +28,8 @@ def append(path: Path, row: Row) -> None:
 def load(path: Path) -> list[Row]:
     """The rows of a file.
 
-    A last line that the end of a process cut short is left out. Raises `ValueError`, naming the line, for what is no
-    row of results, and for a file without any.
+    An incomplete last line is ignored. Raises `ValueError`, naming the line, for anything that is no row of results,
+    and for a file without rows.
     """
     rows = list(_rows(path.read_text(encoding="utf-8"), path))
     if not rows:
@@ -38,7 +38,7 @@ def load(path: Path) -> list[Row]:
 
 
 def mend(path: Path) -> None:
-    """Take a last line that was cut short off a file, so that more can be appended."""
+    """Remove an incomplete last line from a file, so that more can be appended."""
     text = path.read_text(encoding="utf-8")
     path.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")
 

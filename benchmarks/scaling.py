@@ -1,6 +1,6 @@
 """What loss scaling costs: unscale, norm, clip and step over lists of gradients, and the scaler's own Python.
 
-Before every sample the gradients are multiplied back to where they were, untimed, so that no gradient fades to zero.
+Before every sample the gradients are restored, untimed, so that they do not shrink to zero.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from benchmarks.case import AMPKIT, TORCH, Aim, Case, Side, WrongAnswerError
 from benchmarks.work import Work
 
 OWN_OPTIMIZER = "ampkit, ampkit.optim"
-SCALE = 2.0     # unscaling really multiplies, and exactly
+SCALE = 2.0     # not 1, and exact
 
 
 class Idle(torch.optim.SGD):
-    """An optimizer whose step does nothing: what is left is the scaler's own time."""
+    """An optimizer whose step does nothing, to time the scaler alone."""
 
     def step(self, closure: Any = None) -> None:
         del closure

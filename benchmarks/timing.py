@@ -1,8 +1,7 @@
-"""Timing by turns: several ways of doing one job run one after another, again and again, compared round by round.
+"""Interleaved timing: several ways of doing one job take turns, and are compared round by round.
 
-Whatever else the machine does then hits all of them, and a ratio taken within one round is free of slow drifts. Which
-side goes first rotates, so none profits from its place. Two clocks: the host's, for what a user waits for, and CUDA
-events, for what kernels alone take.
+Other load on the machine then affects all of them, and a ratio within one round is free of slow drift. The side that
+goes first rotates. Two clocks: the host's, for what a user waits for, and CUDA events, for the kernels alone.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Sample:
 
     wall: float     # until the device was done; on an `EventClock` the device's own time
     host: float     # until the call returned, which is `wall` on a CPU
-    cpu: float      # of this process' processor time, all threads: what a busy machine disturbs least
+    cpu: float      # CPU time of this process, all threads: what other load disturbs least
 
 
 class Clock(Protocol):
@@ -61,7 +60,7 @@ class Clock(Protocol):
 
 @dataclass(frozen=True)
 class HostClock:
-    """Time on the host, from an idle device to an idle device. Tests put sources of their own in."""
+    """Time on the host, from an idle device to an idle device. Tests pass clocks of their own."""
 
     wall: Callable[[], float] = time.perf_counter
     cpu: Callable[[], float] = time.process_time
@@ -86,12 +85,12 @@ class HostClock:
 class EventClock:
     """A GPU's own time, by CUDA events around the calls.
 
-    Every sample starts with caches that hold none of its data, and with the device kept busy until the host has queued
-    the calls, as it is after a backward pass. A kernel of a tenth of a millisecond would otherwise be timed as the
-    Python that launches it, which is the sample's `host`. How long the host takes is known from the sample before.
+    Every sample starts with cold caches, and with the device kept busy until the host has queued the calls, as after a
+    backward pass. Otherwise a kernel of 0.1 ms would be timed as the Python that launches it, which is the sample's
+    `host`. The previous sample says how long the host takes.
     """
 
-    warm_up = 3     # the first compiles, the second knows how long the host takes
+    warm_up = 3     # the first compiles, the second measures the host
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -105,7 +104,7 @@ class EventClock:
         """One sample of `calls` calls in a row."""
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(self.device)
-        # Read, not written: lines that were written would have to leave the cache within the time that is taken.
+        # Read, not written: write-back of dirty lines would fall into the timed interval.
         _flushed(self.device).sum()
         head_start = 1.5 * self._host.get(run, 0.0) + 1e-4
         torch.cuda._sleep(int(min(head_start, MOST_HEAD_START) * CYCLES_PER_S))

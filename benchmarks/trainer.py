@@ -1,4 +1,4 @@
-"""A trainer: one workload, trained one way, step by step as a user would write it."""
+"""A trainer: one workload, trained in one way, with a loop as a user would write it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.workloads import Batch, Workload, loss_of
 FP32 = "fp32"
 KEPT = "ampkit, WeightCache"
 OWN_OPTIMIZER = "ampkit, ampkit.optim"
-BATCHES = 4     # steps' worth of different micro-batches; then they come again
+BATCHES = 4     # steps with different micro-batches, which then repeat
 CLIP = 1.0
 
 Region = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -29,8 +29,8 @@ Region = Callable[[], contextlib.AbstractContextManager[Any]]
 class Variant:
     """How a step is put together.
 
-    `step` False leaves the optimizer out: the micro-batches alone, after which a kept cache is emptied, as the step
-    would. `run`: "eager", "compiled" (forward and loss through `torch.compile`) or "graph" (forward and backward of a
+    `step` False leaves the optimizer out; a `WeightCache` is then cleared after the micro-batches, as the step would
+    do. `run`: "eager", "compiled" (forward and loss through `torch.compile`) or "graph" (forward and backward of a
     micro-batch captured as a CUDA graph; the optimizer steps outside it).
     """
 
@@ -65,7 +65,7 @@ class Trainer:
         self.batches: list[Batch] = [(inputs.to(device), targets.to(device)) for inputs, targets in drawn]
         self.cache = WeightCache() if way == KEPT else None
         self.region = _region(way, device.type, variant.dtype, self.cache)
-        # Fused, the fastest that torch has, so that the optimizer does not drown what differs.
+        # Fused, torch's fastest, so that the optimizer does not hide the differences.
         make = ampkit.optim.AdamW if way == OWN_OPTIMIZER else torch.optim.AdamW
         self.optimizer: torch.optim.Optimizer = make(self.model.parameters(), lr=workload.lr, fused=True)
         scaled = variant.dtype is torch.float16 and way != FP32
@@ -81,7 +81,7 @@ class Trainer:
             self.micro = self._captured(device)
 
     def step(self) -> None:
-        """One optimizer step over `accumulation` micro-batches. Never syncs but where the scaler or AdamW does."""
+        """One optimizer step over `accumulation` micro-batches. Syncs only where the scaler or AdamW does."""
         count = self.variant.accumulation
         start = self.steps % BATCHES * count
         self.optimizer.zero_grad(set_to_none=self.variant.run != "graph")
@@ -116,13 +116,13 @@ class Trainer:
         return self._backward(self._forward(*batch))
 
     def _captured(self, device: torch.device) -> Callable[[Batch], Tensor]:
-        """One micro-batch as a CUDA graph, replayed on copies of each batch. Gradients stay where they are."""
+        """One micro-batch as a CUDA graph, replayed on copies of each batch. Gradients keep their addresses."""
         if device.type != "cuda":
             raise ValueError(f"a CUDA graph needs a CUDA device, got {device}; use run='eager'")
         inputs, targets = (part.clone() for part in self.batches[0])
         for param in self.model.parameters():
             param.grad = torch.zeros_like(param)
-        # Warm up beside the current stream, as capture demands, so that libraries allocate before it.
+        # Warm up on a side stream, as capture requires, so that libraries allocate before it.
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):

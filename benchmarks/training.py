@@ -29,7 +29,7 @@ class Training(Case):
     def sides(self, device: torch.device) -> dict[str, Side]:
         workload = _drawn_once(self.workload())
         if self.variant.run == "compiled":
-            torch.compiler.reset()      # every trainer compiles one function; after eight torch would run it eagerly
+            torch.compiler.reset()      # trainers share code objects; after eight recompilations torch runs one eagerly
         return {way: self.side(workload, way, device) for way in ways(self.variant, device)}
 
     def side(self, workload: Workload, way: str, device: torch.device) -> Side:
@@ -53,7 +53,7 @@ class Training(Case):
                 "parameters": sum(param.numel() for param in trainer.model.parameters()),
             }
             if self.variant.run == "eager":
-                # Gradients of the step before are freed in it; the profiler may or may not have seen them made.
+                # Otherwise the step frees gradients whose allocation the profiler may not have seen.
                 trainer.optimizer.zero_grad()
                 found |= counts.peak_and_copies(trainer.step, device)
             found["launches"] = counts.launches(trainer.step, device)
@@ -94,7 +94,7 @@ class Training(Case):
 
 
 def _drawn_once(workload: Workload) -> Workload:
-    """The workload with its micro-batches kept: all ways draw the same, and some of them are gigabytes."""
+    """The workload with its micro-batches cached: all ways use the same, and some take gigabytes."""
     kept: dict[int, list[Batch]] = {}
 
     def batches(count: int, generator: torch.Generator) -> list[Batch]:
@@ -110,7 +110,7 @@ EQUAL = (Aim(SAME_LIST, 1.0),)
 
 
 def small() -> list[Case]:
-    """Models that a CPU trains in a moment: what overhead does to them."""
+    """Models that a CPU trains in seconds, where overhead shows."""
     found: list[Case] = []
     for name, workload, variants in (
         ("digits CNN", workloads.digits, (Variant(BF16), Variant(BF16, clip=True), Variant(FP16))),
@@ -159,7 +159,7 @@ def large() -> list[Case]:
                 Variant(dtype), Variant(dtype, 8), Variant(dtype, clip=True), Variant(dtype, 8, clip=True),
                 Variant(dtype, run="compiled"), Variant(dtype, run="graph"),
             ):
-                # A run has minutes: the first four answer the questions, the rest come with --everything.
+                # To keep a run to minutes, the rest come with --everything.
                 everyday = variant in (Variant(BF16), Variant(BF16, 8), Variant(FP16, clip=True))
                 aims: tuple[Aim, ...] = ()
                 if variant.run == "eager" and variant.accumulation > 1:

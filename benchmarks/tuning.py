@@ -1,6 +1,6 @@
-"""Other launch parameters for the streaming kernels beside those they ship with, timed by the GPU's own clock.
+"""Launch parameters for the streaming kernels, compared with the shipped ones, timed by CUDA events.
 
-What to expect, written before any run: the kernels are bound by memory, so every configuration that keeps about 40 KB
+Expected, written before any run: the kernels are bound by memory, so every configuration that keeps about 40 KB
 in flight per multiprocessor should come within a few percent of the others; 1024-element blocks with 4 warps should
 lose on long lists, programs per multiprocessor above what registers allow should change nothing.
 """

@@ -24,7 +24,7 @@ WIDTH = 64
 class WeightCasts(Case):
     """A forward over `weights` matrices of 64 x 64, each used `uses` times in one region, with one row of input.
 
-    The kept cache stays valid between samples, as between the micro-batches of one optimizer step.
+    The `WeightCache` stays valid between samples, as between the micro-batches of one optimizer step.
     """
 
     weights: int = 10

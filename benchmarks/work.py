@@ -1,4 +1,4 @@
-"""Byte and FLOP models: the least that a job must move and compute, whoever does it.
+"""Byte and FLOP models: the least that any implementation of a job must move and compute.
 
 Counted, not measured. They turn a time into a position under the machine's roof: no implementation can be faster than
 the larger of FLOPs over the peak rate and bytes over the memory rate. A multiply-add counts as two FLOPs; element-wise
@@ -14,7 +14,7 @@ ADAMW_BYTES = 28        # per fp32 parameter: read weight, gradient and two mome
 
 @dataclass(frozen=True)
 class Work:
-    """What one call of a job must do at the least, and where the count comes from."""
+    """The least work of one call of a job, and where the count comes from."""
 
     flops: float
     bytes: float
@@ -27,7 +27,7 @@ def linear(rows: int, inputs: int, outputs: int) -> int:
 
 
 def attention(batch: int, length: int, width: int) -> int:
-    """FLOPs of softmax(q k^T) v over all heads together; what a causal mask saves is not taken off."""
+    """FLOPs of softmax(q k^T) v over all heads together; what a causal mask saves is not subtracted."""
     return 4 * batch * length * length * width
 
 

@@ -1,8 +1,8 @@
 """What is trained: a model at its real size, batches for it, its loss, and how much work a step is.
 
-The digits and the characters are real data, which ships with scikit-learn and Python. The others have made-up batches,
-drawn once and seen again and again: their loss falls because they learn them by heart, which is enough to see that
-every way of training gets to the same place.
+The digits and the characters are real data, which ships with scikit-learn and Python. The others have random batches,
+drawn once and repeated: their loss falls because they overfit, which is enough to see that every way of training
+reaches the same loss.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class RecurrentLanguageModel(nn.Module):
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy over samples, or over samples and places."""
+    """Mean cross entropy over samples, or over samples and positions."""
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
@@ -101,7 +101,7 @@ def gpt(name: str, width: int, blocks: int, batch: int, length: int, tokens: int
 
     def build() -> nn.Module:
         model = Decoder(tokens, width, heads, blocks, length)
-        for table in (model.embedding, model.position):     # as GPT-2; torch's unit normal drowns the blocks
+        for table in (model.embedding, model.position):     # as in GPT-2; torch's unit normal would dominate the blocks
             nn.init.normal_(table.weight, std=0.02)
         return model
 

@@ -16,10 +16,14 @@ policy about every operator that is called inside it:
 
 *Eligible* is a floating-point tensor on the region's device, float64 excepted. An operator that no list names runs on
 its arguments as they came, and so do in-place and `out=` overloads: the caller chose the dtype of what they write to.
-`Policy.explain(op)` gives the rule and the reason for one operator, `Policy.with_rules({{op: rule}})` changes it.
+`Policy.explain(op)` gives the rule and the reason for one operator, or for all that a module's class calls, such as
+`nn.LSTM`; `Policy.with_rules({{op: rule}})` changes it.
 
 `Policy.torch(device)` is torch.amp's own list for the device. `Policy.default(device)` lays ampkit's additions on top.
-Names are ATen's, with the overload after the dot where it is not the default one.
+Names are ATen's, with the overload after the dot where it is not the default one. [The default policy](policy.md)
+is the same in one table, for CPU and CUDA.
+
+<div class="filter" data-filter></div>
 """
 
 MEANINGS = {

@@ -49,6 +49,15 @@ def _seed() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _patterns_are_looked_at_afresh() -> None:
+    """A pattern that means no module is warned of once in a process."""
+    if "ampkit.region.unused_patterns" in sys.modules:
+        patterns = sys.modules["ampkit.region.unused_patterns"]
+        patterns._settled.clear()
+        patterns._seen.clear()
+
+
+@pytest.fixture(autouse=True)
 def _accelerate_starts_afresh() -> Iterator[None]:
     """Accelerate keeps its settings in the process, and refuses others; the Trainer uses it."""
     yield

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ampkit.debugging import report_file
+from ampkit.debugging import html_report, report_file
 from ampkit.debugging.detect import detect_nonfinite, rank
 from ampkit.debugging.hashes import HashLog, compare_hashes, record_hashes
 from ampkit.debugging.monitor import ScriptMonitor
@@ -75,8 +75,9 @@ def main(argv: list[str] | None = None) -> int:
     diff = tools.add_parser("diff", help="the first operator that differs between two files that hashes wrote")
     diff.add_argument("a")
     diff.add_argument("b")
-    report = tools.add_parser("report", help="show a report that --json wrote")
-    report.add_argument("file")
+    report = tools.add_parser("report", help="show reports that the tools wrote, or make them one HTML file")
+    report.add_argument("files", nargs="+")
+    report.add_argument("--html", metavar="F", help="write one file that needs nothing else, instead of text")
     merge = tools.add_parser("merge", help="the reports of several ranks, the one to blame first")
     merge.add_argument("files", nargs="+")
     options = parser.parse_args(argv)
@@ -228,7 +229,13 @@ def _write(options: Any, report: Any, of_rank: int) -> None:
 
 
 def _report(options: Any) -> int:
-    return _show([report_file.read(options.file)])
+    reports = [(name, report_file.read_any(name)) for name in options.files]
+    if options.html:
+        Path(options.html).write_text(html_report.page(reports), encoding="utf-8")
+        print(options.html)
+    else:
+        print("\n\n".join(str(report) for _, report in reports))
+    return FOUND if any(isinstance(report, NonFiniteReport) and report for _, report in reports) else CLEAN
 
 
 def _merge(options: Any) -> int:

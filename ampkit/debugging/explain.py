@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from ampkit import Policy
+from ampkit.policy.policy import Policy
 
 
 def main(argv: list[str] | None = None) -> int:

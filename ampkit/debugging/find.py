@@ -9,11 +9,12 @@ from typing import Any, Literal
 
 from torch.nn import Module
 
-from ampkit import Policy, autocast
 from ampkit.debugging.detect import detect_nonfinite
 from ampkit.debugging.policy_change import PolicyChange
 from ampkit.debugging.report import Finding, NonFiniteReport, Suggestion
 from ampkit.debugging.snapshot import Snapshot
+from ampkit.policy.policy import Policy
+from ampkit.region.autocast import autocast
 
 __all__ = ["find_nonfinite"]
 

@@ -55,6 +55,9 @@ class HashLog:
 
     calls: list[HashedCall] = field(default_factory=list)
 
+    def __str__(self) -> str:
+        return f"hashes of {len(self.calls)} results"
+
     def to_json(self) -> str:
         """As JSON text, which `from_json` reads."""
         return json.dumps({"kind": KIND, "version": VERSION, "calls": self.calls})

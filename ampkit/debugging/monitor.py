@@ -26,6 +26,8 @@ __all__ = ["ScriptMonitor", "TensorMonitor"]
 _LOW = (torch.float16, torch.bfloat16)
 _MOST_ELEMENTS = 1 << 16    # of a parameter
 
+KIND, VERSION = "ampkit.debugging.monitor", "1.0"      # of each line
+
 
 class TensorMonitor:
     """Samples a run every so many steps: headroom, underflow, updates that are lost::
@@ -161,7 +163,8 @@ class TensorMonitor:
         self.last = sample
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(plain(sample), allow_nan=False) + "\n")
+                line = {"kind": KIND, "version": VERSION, **plain(sample)}
+                file.write(json.dumps(line, allow_nan=False) + "\n")
 
     def __str__(self) -> str:
         """The last sample's worst."""

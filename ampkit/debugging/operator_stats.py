@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from ampkit import CastRecord, record_casts
 from ampkit.debugging.causes import dtype_name
 from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver
 from ampkit.debugging.operator_facts import tensors_in
 from ampkit.debugging.storage_map import StorageMap
+from ampkit.region.recording import CastRecord, record_casts
 from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque, storage_key
 
 __all__ = ["MatrixShape", "OperatorStat", "OperatorStats", "OperatorTimes", "collect_operator_stats"]

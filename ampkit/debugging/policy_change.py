@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ampkit import Policy, Rule
+from ampkit.policy.policy import Policy, Rule
 
 __all__ = ["Origin", "PolicyChange"]
 

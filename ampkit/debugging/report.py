@@ -160,7 +160,7 @@ class NonFiniteReport:
         return {"kind": KIND, "version": VERSION, **plain(asdict(self))}
 
     def to_json(self) -> str:
-        """`to_dict` as JSON text, by the schema in `ampkit/debugging/report_schema.json`."""
+        """`to_dict` as JSON text, by the schema in `ampkit/debugging/schemas`."""
         return json.dumps(self.to_dict(), indent=1, allow_nan=False)
 
 

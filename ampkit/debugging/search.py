@@ -11,11 +11,12 @@ from typing import Any, Literal
 
 from torch.nn import Module
 
-from ampkit import Policy, record_casts
 from ampkit.debugging.minimise import minimal_subset
 from ampkit.debugging.precision import PrecisionComparison
 from ampkit.debugging.search_log import Evaluation, SearchLog
 from ampkit.debugging.search_units import Unit, code_of, policy_with, ranked_units, units_below
+from ampkit.policy.policy import Policy
+from ampkit.region.recording import record_casts
 
 __all__ = ["SearchResult", "search_policy"]
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ampkit import Policy
 from ampkit.debugging.report import plain
 from ampkit.debugging.search_units import Unit
+from ampkit.policy.policy import Policy
 
 __all__ = ["Evaluation", "SearchLog"]
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn import Module
 
-from ampkit import CastRecord, Policy, Rule
 from ampkit.debugging.precision_report import OperatorError, PrecisionReport
+from ampkit.policy.policy import Policy, Rule
+from ampkit.region.recording import CastRecord
 
 __all__ = ["Unit", "code_of", "policy_with", "ranked_units", "units_below"]
 

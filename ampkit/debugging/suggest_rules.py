@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ampkit import Policy, Rule
 from ampkit.debugging.operator_stats import OperatorStats
+from ampkit.policy.policy import Policy, Rule
 
 __all__ = ["RuleSuggestions", "RuleTrial", "suggest_rules"]
 

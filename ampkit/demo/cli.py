@@ -11,12 +11,13 @@ from typing import NoReturn
 
 import torch
 
-from ampkit.demo.lanes import make_lanes
+from ampkit.demo.fault import show_fault
+from ampkit.demo.lanes import Lane, make_lanes
 from ampkit.demo.plot import draw
 from ampkit.demo.progress import open_progress
 from ampkit.demo.results import Results, describe_machine
 from ampkit.demo.table import print_table
-from ampkit.demo.tasks import TASKS
+from ampkit.demo.tasks import TASKS, Task
 from ampkit.demo.training import train
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -42,20 +43,24 @@ def main(argv: list[str] | None = None) -> int:
     results = Results(options.seed, str(device), machine=describe_machine(device))
     print(f"fp32, torch.amp and ampkit side by side on {device}: same seed, same batches, taking turns.")
     try:
-        for name in names:
-            _run_task(name, device, options, results)
+        trained = [_run_task(name, device, options, results) for name in names]
+        task, lanes = trained[-1]
+        results.fault = show_fault(task, lanes[-1], options.seed)
     except KeyboardInterrupt:
         words = f"what was measured until now is in {out}" if _save(results, out) else "nothing was measured yet"
         print(f"\ninterrupted; {words}", file=sys.stderr)
         return INTERRUPTED
     print()
     print_table(results)
+    print("", *results.fault.lines(), "", sep="\n")
     for line in _save(results, out):
         print(line)
     return 0
 
 
-def _run_task(name: str, device: torch.device, options: argparse.Namespace, results: Results) -> None:
+def _run_task(
+    name: str, device: torch.device, options: argparse.Namespace, results: Results
+) -> tuple[Task, list[Lane]]:
     print(f"\n{name}: loading data and building three copies of the model ...", flush=True)
     task = TASKS[name](device)
     chosen = options.dtype
@@ -70,6 +75,7 @@ def _run_task(name: str, device: torch.device, options: argparse.Namespace, resu
     entry.finished = True
     words = ", ".join(f"{lane.name} {lane.record.held_out:.2f}" for lane in lanes)
     print(f"{name}: {task.metric}: {words}", flush=True)
+    return task, lanes
 
 
 def _save(results: Results, out: Path) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import ampkit
+from ampkit.demo.fault import Fault
 from ampkit.demo.lanes import Lane, Record
 from ampkit.demo.tasks import Task
 
@@ -50,6 +51,7 @@ class Results:
     device: str
     tasks: list[TaskResult] = field(default_factory=list)
     machine: dict[str, Any] = field(default_factory=dict)
+    fault: Fault | None = None
 
     def add(self, task: Task, lanes: Sequence[Lane], steps: int) -> TaskResult:
         """Start a task's entry; it shares the lanes' records and so follows the training."""

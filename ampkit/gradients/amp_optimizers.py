@@ -1,4 +1,4 @@
-"""The contract with optimizers that unscale and skip by themselves, on the device: both its sides.
+"""The contract between a scaler and optimizers that unscale and skip on the device, from both sides.
 
 The contract is torch's (`_step_supports_amp_scaling`, kept by `fused=True` optimizers): the scaler sets
 `optimizer.grad_scale` and `optimizer.found_inf`, 0-d tensors, calls `step`, and deletes both. ampkit.optim adds
@@ -40,7 +40,7 @@ class StepScalars:
 
     @classmethod
     def of(cls, optimizer: Any) -> StepScalars:
-        """Those that a scaler has left on the optimizer; the names are the contract's."""
+        """The scalars that a scaler has set on the optimizer, by the contract's names."""
         return cls(
             getattr(optimizer, "found_inf", None),
             getattr(optimizer, "grad_scale", None),
@@ -48,7 +48,7 @@ class StepScalars:
         )
 
     def on(self, device: torch.device) -> StepScalars:
-        """Copies on `device`; waits only where that is the host and they are not."""
+        """The scalars on `device`; syncs only to copy them from a device to the CPU."""
         scalars = (self.found_inf, self.grad_scale, self.grad_multiplier)
         return StepScalars(*(None if scalar is None else moved(scalar, device) for scalar in scalars))
 
@@ -64,7 +64,7 @@ class StepScalars:
         return None if self.grad_scale is None else self.grad_scale.double().reciprocal().float()
 
     def factor_on_host(self) -> float:
-        """What gradients in host memory are to be multiplied by."""
+        """What CPU gradients are to be multiplied by; the scalars are on the CPU."""
         factor = 1.0
         for scalar in (self.grad_multiplier, self.inverse_scale()):
             factor *= 1.0 if scalar is None else scalar.numpy().item()
@@ -82,13 +82,13 @@ def takes_multiplier(optimizer: Any) -> bool:
 
 
 def takes_grad_scaler_argument(optimizer: Any) -> bool:
-    """Whether `step` takes the scaler itself, the contract that torch has deprecated."""
+    """Whether `step` takes the scaler itself, which torch has deprecated."""
     return "grad_scaler" in inspect.signature(optimizer.step).parameters
 
 
 @contextmanager
 def attributes(optimizer: Any, **values: Tensor | None) -> Iterator[None]:
-    """Set attributes for one step. They are gone after it; if it raises, the previous ones are put back."""
+    """Set attributes for one step. They are deleted after it; if it raises, the previous ones are restored."""
     before = {name: getattr(optimizer, name, _MISSING) for name in values}
     for name, value in values.items():
         setattr(optimizer, name, value)
@@ -107,11 +107,11 @@ def attributes(optimizer: Any, **values: Tensor | None) -> Iterator[None]:
 
 @contextmanager
 def sound_first_momentum(optimizer: Any, found_inf: Tensor) -> Iterator[None]:
-    """Keep fused SGD's momentum sound when its very first step is skipped.
+    """Keep fused SGD's momentum valid when its very first step is skipped.
 
-    torch allocates the buffers uninitialised, the kernel returns early, and the next step takes the garbage for
-    momentum. Buffers born in a skipped step are zeroed on the device; where dampening makes a zero buffer differ from
-    none at all, they are removed again, at the price of one host read in that one step.
+    torch allocates the buffers uninitialised, the kernel returns early, and the next step reads garbage as momentum.
+    Buffers allocated in a skipped step are zeroed on the device; with dampening, where a zero buffer differs from none,
+    they are removed again, at the cost of one host read in that step.
     """
     newborn = list(_without_momentum(optimizer))
     yield
@@ -130,7 +130,7 @@ def sound_first_momentum(optimizer: Any, found_inf: Tensor) -> Iterator[None]:
 
 def _without_momentum(optimizer: Any) -> Iterator[tuple[dict[str, Any], Tensor]]:
     if not isinstance(optimizer, torch.optim.SGD) or takes_multiplier(optimizer):
-        return  # ampkit.optim.SGD keeps its first momentum sound by itself
+        return  # ampkit.optim.SGD needs no help
     for group in optimizer.param_groups:
         if not group.get("fused") or not group["momentum"]:
             continue

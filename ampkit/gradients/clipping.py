@@ -22,9 +22,9 @@ from ampkit.torch_internals.fsdp import is_flat
 from ampkit.torch_internals.optimizers import foreach_clamp_max_, foreach_clamp_min_
 
 HOMOGENEOUS_ORDERS = (0.0, 1.0, 2.0, math.inf)
-"""Orders whose norm of scaled gradients, unscaled, is to the bit the norm of unscaled ones at powers of two.
+"""Orders for which norm(scale * g) / scale equals norm(g) to the bit where the scale is a power of two.
 
-Powers of other orders are rounded otherwise, and those of scaled gradients overflow early: these want `unscale_` first.
+Other orders round differently, and their powers of scaled gradients overflow early: they need `unscale_` first.
 """
 
 Part = tuple[list[Tensor], bool]
@@ -56,23 +56,24 @@ def clip_plain(
     """`torch.nn.utils.clip_grad_norm_` by parts, for a disabled scaler; over all ranks of a `process_group`.
 
     Raises:
-        RuntimeError: shards of the first FSDP without a `process_group`. Nothing has changed then.
+        RuntimeError: FSDP1 shards without a `process_group`. Nothing has changed then.
     """
     clipped = [params for params, clips in parts if clips]
     if process_group is None and ranks.several() and any(is_flat(param) for params in clipped for param in params):
         raise refusal_of_flat_shards()
+    device = next((param.device for params, _ in parts for param in params), torch.device("cpu"))
     norms = []
     for params in clipped:
         norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None], norm_type)
-        if process_group is not None:   # without gradients the norm is on the host, where groups may not reach
-            norm = ranks.total(norm.to(params[0].device), norm_type, (process_group,))
+        if process_group is not None:   # without gradients the norm is on the CPU, where NCCL has no all-reduce
+            norm = ranks.total(norm.to(device), norm_type, (process_group,))
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)  # pyright: ignore[reportArgumentType]
         norms.append(norm)
     return torch.stack(norms) if each else norms[0]
 
 
 def refusal_of_flat_shards() -> RuntimeError:
-    """Why the norm of the first FSDP's gradients cannot be taken."""
+    """The error for norms of FSDP1 gradients."""
     return RuntimeError(
         "clip_grad_norm_ got shards of FullyShardedDataParallel, which do not say whose norms to add up; expected "
         "process_group=model.process_group, or unscale_(optimizer) and model.clip_grad_norm_(max_norm)"
@@ -123,7 +124,7 @@ def total_norm(
         inv_scale: the factor, 0-d float32.
         found_inf: a flag for each device; set to 1 where a gradient is not finite.
         norm_type: the order; inf gives the largest magnitude.
-        across: process groups over which the whole vector is spread, beside what DTensor gradients tell.
+        across: process groups over which the whole vector is sharded, besides those of DTensor gradients.
 
     Returns:
         float64 when a gradient is float64 or complex128, else float32. Never syncs.
@@ -150,7 +151,7 @@ def _local_norm(
     found_inf: Mapping[torch.device, Tensor],
     norm_type: float,
 ) -> Tensor:
-    with torch.set_grad_enabled(False):  # as torch.no_grad(), at half of what entering that costs
+    with torch.set_grad_enabled(False):  # torch.no_grad() at half its cost
         norms = [
             kernels.norm_and_check(grads, moved(inv_scale, device), found_inf[device], norm_type)
             for device, grads in by_device.items()

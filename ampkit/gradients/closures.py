@@ -2,7 +2,7 @@
 
 The user's closure is written as without scaling, apart from `scaler.scale(loss).backward()`; it returns the unscaled
 loss. Each evaluation is unscaled and checked before the optimizer sees it. A non-finite evaluation leaves the
-optimizer's `step` at once and puts parameters and optimizer state back as they were before it.
+optimizer's `step` at once, and parameters and optimizer state are restored.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ def put(closure: Closure, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
 
 
 def is_finite(loss: Any) -> bool:
-    """Whether what a closure returned is a finite loss; None and other things that are no numbers pass. May sync."""
+    """Whether a closure's return value is finite; what is no number passes. Syncs for a loss on a device."""
     if isinstance(loss, Tensor):
         return bool(torch.isfinite(loss.detach()).all())
     return not isinstance(loss, int | float) or math.isfinite(loss)
 
 
 class Snapshot:
-    """Parameters and state of an optimizer, to be put back when a later evaluation is not finite.
+    """Parameters and state of an optimizer, restored when a later evaluation is not finite.
 
-    Optimizers of torch.optim other than LBFGS evaluate once and before they touch anything: nothing is copied. Others
-    cost a copy of the parameters and of the tensors in their state for the duration of the step.
+    Optimizers of torch.optim except LBFGS evaluate once, before they change anything: nothing is copied. For others it
+    holds a copy of the parameters and of the tensors in their state during the step.
     """
 
     def __init__(self, optimizer: Any) -> None:

@@ -20,7 +20,7 @@ _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64
 _ORDINARY = frozenset({Tensor, torch.nn.Parameter})
 _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 
-# An attribute getter in C: a thousand gradients are looked at in every step.
+# Runs in C: a step looks at a thousand gradients.
 _dtype_of = attrgetter("dtype")
 
 
@@ -29,9 +29,9 @@ class Gradients:
     """The gradients of some parameters.
 
     `by_device` lists every gradient's storage. `shards` lists those that are parts of a larger gradient, with the
-    process groups over which the whole is spread; they are in `by_device` too. `groups` are all process groups that a
+    process groups over which the whole is sharded; they are in `by_device` too. `groups` are all process groups that a
     DTensor parameter or gradient spans, in an order that every rank shares. `duplicated` are sparse gradients whose
-    repeated indices are yet to be added up.
+    repeated indices have not been added up. `originals` are the `.grad` tensors themselves.
     """
 
     by_device: dict[torch.device, list[Tensor]] = field(default_factory=dict)
@@ -104,7 +104,7 @@ def collect(
     if refuse_fp16 is not None and torch.float16 in dtypes:
         raise ValueError(refuse_fp16())
     if dtypes <= _FLOATS and _are_plain(params, grads):
-        if len(set(map(Tensor.get_device, grads))) == 1:  # a number for the index, -1 for the host: quick
+        if len(set(map(Tensor.get_device, grads))) == 1:  # faster than `.device`; -1 on the CPU
             return Gradients({grads[0].device: grads}, [], [], [], grads)
         found = Gradients(originals=grads)
         for grad in grads:
@@ -123,7 +123,7 @@ def collect(
 
 
 def _are_plain(params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
-    """Whether all are ordinary dense tensors that can be listed as they are: the case to be quick about."""
+    """Whether all are ordinary dense tensors that can be listed as they are: the fast path."""
     if not set(map(type, params)) <= _ORDINARY or not set(map(type, grads)) <= _ORDINARY:
         return False
     # One tensor in several places (tied by hand, listed twice) is one gradient.
@@ -131,7 +131,7 @@ def _are_plain(params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
         return False
     try:
         return all(map(Tensor.is_contiguous, grads))
-    except RuntimeError:  # compressed layouts have no such thing as contiguity
+    except RuntimeError:  # compressed layouts have no contiguity
         return False
 
 
@@ -156,7 +156,7 @@ def _collect_one(found: Gradients, param: Tensor, grad: Tensor, coalesce: bool) 
         _note_mesh(found, grad)
     if local.layout is torch.sparse_coo:
         if local is grad and (coalesce or local.dtype is torch.float16):
-            # Sums of scaled fp16 duplicates overflow easily: look at the sums, as torch does.
+            # Sums of scaled fp16 duplicates overflow easily: check the sums, as torch does.
             local = param.grad = grad.coalesce()
         elif not local.is_coalesced():
             found.duplicated.append(local)
@@ -178,7 +178,7 @@ def _collect_one(found: Gradients, param: Tensor, grad: Tensor, coalesce: bool) 
 
 
 def _writable(param: Tensor, grad: Tensor) -> Tensor:
-    """A dense gradient whose elements can be written one by one; replaces `param.grad` where it cannot."""
+    """A dense gradient without overlapping elements or lazy signs; replaces `param.grad` if it has any."""
     if grad.is_conj() or grad.is_neg():
         grad = param.grad = grad.resolve_conj().resolve_neg()
     if not grad.is_contiguous() and any(
@@ -196,7 +196,7 @@ def _local_shard(param: Tensor, grad: Any) -> tuple[Any, Tensor, tuple[Any, ...]
         settled = [Replicate() if placement.is_partial() else placement for placement in grad.placements]
         grad = param.grad = grad.redistribute(placements=settled)
     local = grad.to_local()
-    if hasattr(local, "wait"):  # the result of a collective still under way
+    if hasattr(local, "wait"):  # AsyncCollectiveTensor
         local = local.wait()
     mesh = grad.device_mesh
     groups = tuple(

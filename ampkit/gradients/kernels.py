@@ -1,7 +1,7 @@
-"""The only door to `ampkit_kernels`; opened at first use, so that importing ampkit stays light.
+"""The only module that imports `ampkit_kernels`; at first use, so that importing ampkit stays cheap.
 
-The lists handed over come from `collect`, which has already validated them: on the CPU the
-reference functions are called directly, without the public functions' checks.
+The lists come from `collect`, which has validated them: on the CPU the reference functions are called directly, without
+the public functions' checks.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ _loaded: list[Any] = []
 
 
 def flat_list(grads: Sequence[Tensor]) -> list[Tensor] | None:
-    """The gradients as a list that the kernels take without asking what is in it, for use at once.
+    """The gradients as a list that the kernels take unchecked, for immediate use.
 
-    None where they are on the CPU, in several places, of several dtypes, or anything but plain dense tensors.
+    None if they are on the CPU, on several devices, of several dtypes, or anything but plain dense tensors.
     """
     return _modules()[1].FlatList.of(grads) if grads and serves(grads[0]) else None
 
 
 def serves(tensor: Tensor) -> bool:
-    """Whether Triton's kernels serve lists beside this tensor."""
+    """Whether the Triton kernels run on this tensor's device."""
     return not tensor.is_cpu and uses_triton("auto", tensor.device)
 
 
 def inverse_scale(scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """1 / scale, a clear flag, and a copy of the scale, in one launch. For a scale that `serves` is true of."""
+    """1 / scale, a clear flag, and a copy of the scale, in one launch. Requires `serves(scale)`."""
     return _triton_ops().inverse_scale(scale)
 
 
 def norm_and_clip_factor(
     grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, norm_type: float, max_norm: float
 ) -> tuple[Tensor, Tensor] | None:
-    """`norm_and_check` with `inv_scale` times the coefficient that clips, 0-d; None where that takes more launches.
+    """`norm_and_check`, and `inv_scale` times the clip coefficient, both 0-d; None if that takes more launches.
 
-    It takes a `flat_list` beside `inv_scale`, and an order that the kernels have.
+    One launch serves a `flat_list` on the device of `inv_scale`, for orders 1, 2 and inf.
     """
     if type(grads) is not _modules()[1].FlatList or norm_type not in (1.0, 2.0, float("inf")):
         return None
@@ -47,7 +47,7 @@ def norm_and_clip_factor(
 
 
 def update_scale_(scale: Tensor, *state: Any, **rule: Any) -> None:
-    """Move the scale as a strategy has it, in one launch; see `ampkit_kernels.triton_ops.update_scale_`."""
+    """Apply a strategy's rule to the scale in one launch; see `ampkit_kernels.triton_ops.update_scale_`."""
     _triton_ops().update_scale_(scale, *state, **rule)
 
 
@@ -67,7 +67,7 @@ def multiply_(grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None 
 
 
 def nonfinite_counts(grads: Sequence[Tensor]) -> Tensor:
-    """Per tensor the number of inf and of NaN, int64 `[n, 2]`. One device; never syncs."""
+    """The numbers of inf and NaN per tensor, int64 `[n, 2]`. One device; never syncs."""
     return (_loaded or _modules())[0 if grads[0].is_cpu else 1].nonfinite_counts(grads)
 
 
@@ -109,12 +109,12 @@ def unscale_into_(
 
 
 def uses_triton(impl: str, device: torch.device) -> bool:
-    """Whether `impl` means the Triton kernels on this device; raises where it asks for what cannot run."""
+    """Whether `impl` selects the Triton kernels on this device; raises if it requests what cannot run."""
     return _modules()[1].uses_triton(impl, device)
 
 
 def why_not_triton(device: torch.device) -> str | None:
-    """None where the Triton kernels can run on this device, else the reason."""
+    """None if the Triton kernels can run on this device, else the reason."""
     return _modules()[1].why_not_triton(device)
 
 

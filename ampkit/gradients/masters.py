@@ -1,4 +1,4 @@
-"""How an optimizer with float32 master weights is known to whoever handles its gradients."""
+"""How code that handles gradients finds an optimizer's float32 master weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ATTRIBUTE = "_ampkit_masters"
 
 
 class Masters(Protocol):
-    """Master weights, as far as gradients are concerned."""
+    """What handling gradients needs of master weights."""
 
     def take_gradients_(self) -> None:
         """Move gradients that arrived at half parameters to their masters."""
@@ -36,7 +36,7 @@ def set_masters(optimizer: Any, masters: Masters) -> None:
 
 
 def take_master_gradients(optimizer: Any) -> None:
-    """Move gradients that arrived at half parameters to their masters, whose they are; for other optimizers nothing."""
+    """Move gradients that arrived at half parameters to their masters; no-op for an optimizer without masters."""
     masters: Masters | None = getattr(optimizer, _ATTRIBUTE, None)
     if masters is not None:
         masters.take_gradients_()

@@ -1,4 +1,4 @@
-"""Ranks that must skip together: found_inf as one truth for all of them, and a check that their scales agree."""
+"""Ranks that must skip together: one found_inf for all of them, and a check that their scales agree."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ampkit.gradients.transfer import moved
 
 
 def several() -> bool:
-    """Whether this process is one of several that can talk to each other."""
+    """Whether torch.distributed is initialised with more than one rank."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -64,7 +64,7 @@ def total(norm: Tensor, norm_type: float, groups: Sequence[Any]) -> Tensor:
         for group in groups:
             dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
         return norm
-    # float64: squares of float32 norms need not fit float32
+    # float64: squares of float32 norms may overflow float32
     powers = norm.double() if norm_type == 0 else norm.double() ** norm_type
     for group in groups:
         dist.all_reduce(powers, group=group)

@@ -1,4 +1,4 @@
-"""Moving device scalars without a wait where none is needed, and never without one that is."""
+"""Moving scalars between devices, with a host sync only where one is needed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on `device`; itself if it is there.
 
-    Devices order their work by themselves. The host does not: a `non_blocking` copy to it returns before the values
-    have arrived (torch lets them arrive in pinned memory), and whoever reads them at once reads garbage. So a copy to
-    the host waits for the device; every other one does not.
+    Copies between devices are ordered by their streams. A `non_blocking` copy to the CPU returns before the values have
+    arrived (torch copies into pinned memory), and reading them at once gives garbage. So a copy to the CPU syncs; every
+    other one does not.
     """
     if tensor.device == device:
         return tensor

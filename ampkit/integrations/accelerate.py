@@ -14,8 +14,9 @@ from accelerate.utils import AutocastKwargs, DistributedType
 from torch import bfloat16, dtype, float16
 from torch.nn import Module
 
-from ampkit import GradScaler, Policy
-from ampkit import autocast as region_of
+from ampkit.policy.policy import Policy
+from ampkit.region.autocast import autocast as region_of
+from ampkit.scaler.grad_scaler import GradScaler
 
 __all__ = ["use_ampkit"]
 
@@ -24,7 +25,7 @@ _DTYPES: dict[str, dtype] = {"fp16": float16, "bf16": bfloat16}
 _ELSEWHERE = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
-def use_ampkit(accelerator: A, *, policy: Policy | None = None, scaler: GradScaler | None = None) -> A:
+def use_ampkit(accelerator: A, *, policy: Policy | str | None = None, scaler: GradScaler | None = None) -> A:
     """Let an `Accelerator` cast by ampkit's regions and scale by its `GradScaler`, before `prepare`; returns it.
 
     Its `AutocastKwargs` and `GradScalerKwargs` apply. `mixed_precision="fp16"` trains on a CPU too, where Accelerate
@@ -86,7 +87,7 @@ def _scaler_for(accelerator: Accelerator, scaler: GradScaler | None) -> GradScal
 class _Methods(Accelerator):
     """What changes about an accelerator. Never made by itself: accelerators get it as a base class."""
 
-    _ampkit_policy: Policy | None
+    _ampkit_policy: Policy | str | None
 
     def _region(self, handler: AutocastKwargs | None) -> region_of:
         settings = {} if handler is None else handler.to_kwargs()

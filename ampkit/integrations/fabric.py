@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 
-from ampkit import GradScaler, Policy, WeightCache, autocast
-from ampkit.integrations._precision import dtype_of, scaler_for
+from ampkit.integrations._precision import OwnRegions
 
 __all__ = ["MixedPrecision"]
 
 
-class MixedPrecision(FabricMixedPrecision):
+class MixedPrecision(OwnRegions, FabricMixedPrecision):
     """Fabric's plugin of this name with ampkit's regions and scaler.
 
     `fabric.clip_gradients` works with `fused=True` and `ampkit.optim`. Fabric raises there when an overflow makes the
@@ -32,22 +31,9 @@ class MixedPrecision(FabricMixedPrecision):
     >>> fabric = Fabric(accelerator="cpu", plugins=[MixedPrecision("bf16-mixed", "cpu")])
     """
 
-    def __init__(
-        self,
-        precision: Literal["16-mixed", "bf16-mixed"],
-        device: str,
-        scaler: GradScaler | None = None,
-        *,
-        policy: Policy | None = None,
-        cache: WeightCache | None = None,
-    ) -> None:
-        super().__init__(precision, device, scaler_for(precision, device, scaler))
-        self.policy = policy
-        self.cache = cache
-
     def forward_context(self) -> Any:
         """The region of a forward."""
-        return autocast(self.device, dtype_of(self.precision), policy=self.policy, cache=self.cache)
+        return self.region()
 
     def unscale_gradients(self, optimizer: Any) -> None:
         """Unscale before gradients are clipped, those of fused optimizers too."""

@@ -13,8 +13,11 @@ from lightning.pytorch.plugins import MixedPrecision as LightningMixedPrecision
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
 
-from ampkit import GradScaler, Policy, WeightCache, autocast, check_ranks
-from ampkit.integrations._precision import dtype_of, scaler_for
+from ampkit.integrations._precision import OwnRegions, dtype_of, scaler_for
+from ampkit.policy.policy import Policy
+from ampkit.region.autocast import autocast
+from ampkit.scaler.agreement import check_ranks
+from ampkit.scaler.grad_scaler import GradScaler
 
 __all__ = ["FSDPPrecision", "MixedPrecision", "ScaleMonitor"]
 
@@ -70,7 +73,7 @@ class _Steps(Precision):
             self.scaler.clip_grad_norm_(optimizer, clip_val)
 
 
-class MixedPrecision(_Steps, LightningMixedPrecision):
+class MixedPrecision(_Steps, OwnRegions, LightningMixedPrecision):
     """Lightning's plugin of this name with ampkit's regions and scaler.
 
     Hooks and clipping see unscaled gradients whatever the optimizer, so that `gradient_clip_val` works with
@@ -91,22 +94,9 @@ class MixedPrecision(_Steps, LightningMixedPrecision):
     >>> trainer = Trainer(plugins=[plugin], accelerator="cpu", logger=False, enable_checkpointing=False)
     """
 
-    def __init__(
-        self,
-        precision: Literal["16-mixed", "bf16-mixed"],
-        device: str,
-        scaler: GradScaler | None = None,
-        *,
-        policy: Policy | None = None,
-        cache: WeightCache | None = None,
-    ) -> None:
-        super().__init__(precision, device, scaler_for(precision, device, scaler))
-        self.policy = policy
-        self.cache = cache
-
     def autocast_context_manager(self) -> Any:
         """The region of a step. It keeps its casts: ampkit's are sound under `torch.no_grad`."""
-        return autocast(self.device, dtype_of(self.precision), policy=self.policy, cache=self.cache)
+        return self.region()
 
     def forward_context(self) -> Any:
         """The same, for every kind of step."""
@@ -135,7 +125,7 @@ class FSDPPrecision(_Steps, LightningFSDPPrecision):
         precision: Literal["16-mixed", "bf16-mixed"],
         scaler: GradScaler | None = None,
         *,
-        policy: Policy | None = None,
+        policy: Policy | str | None = None,
     ) -> None:
         if precision not in ("16-mixed", "bf16-mixed"):
             raise ValueError(f"precision is {precision!r}; expected '16-mixed' or 'bf16-mixed': others cast nothing")

@@ -8,7 +8,7 @@ import torch
 from timm.utils import NativeScaler as TimmScaler
 from torch import Tensor
 
-from ampkit import GradScaler
+from ampkit.scaler.grad_scaler import GradScaler
 
 __all__ = ["NativeScaler"]
 

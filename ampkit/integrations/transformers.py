@@ -6,15 +6,17 @@ from typing import Any, TypeVar
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ampkit import GradScaler, Policy, check_ranks
 from ampkit.integrations import accelerate
+from ampkit.policy.policy import Policy
+from ampkit.scaler.agreement import check_ranks
+from ampkit.scaler.grad_scaler import GradScaler
 
 __all__ = ["use_ampkit"]
 
 T = TypeVar("T", bound=Trainer)
 
 
-def use_ampkit(trainer: T, *, policy: Policy | None = None, scaler: GradScaler | None = None) -> T:
+def use_ampkit(trainer: T, *, policy: Policy | str | None = None, scaler: GradScaler | None = None) -> T:
     """Let a `Trainer` cast by ampkit's regions and scale by its `GradScaler`; returns it. Call it before `train`.
 
     `TrainingArguments` say what is done, as ever: `bf16=True` or `fp16=True`. Clipping, `grad_norm`, schedulers and

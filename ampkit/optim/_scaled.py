@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from ampkit.gradients import kernels
 from ampkit.gradients.transfer import moved
 from ampkit.torch_internals.optimizers import foreach_mul
 
+Loss = TypeVar("Loss")      # what a closure returns, and `step` then
 # Gradients scaled on the host are copies, made for so many elements at a time.
 _ELEMENTS_AT_A_TIME = 1 << 24
 # Neither has a local part of its own; by type, because a failing attribute lookup costs more than the rest.

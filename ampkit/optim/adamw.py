@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from ampkit.gradients import kernels
 from ampkit.gradients.amp_optimizers import StepScalars
 from ampkit.optim import _scaled
 from ampkit.optim._planned import PlannedStep
-from ampkit.optim._scaled import Row
+from ampkit.optim._scaled import Loss, Row
 from ampkit.torch_internals.optimizers import foreach_mul
 
 _NAMES = ("exp_avg", "exp_avg_sq", "step")
@@ -82,6 +82,10 @@ class AdamW(PlannedStep, torch.optim.AdamW):
             fused=fused,
         )
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], Loss]) -> Loss: ...
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; returns the closure's loss, or None.
 

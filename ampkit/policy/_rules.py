@@ -1,4 +1,4 @@
-"""Where `Rule` was: pickles name it so."""
+"""The former home of `Rule`, by which pickles refer to it."""
 
 from ampkit.policy.rules import Group, Rule
 

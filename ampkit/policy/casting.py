@@ -1,10 +1,10 @@
 """Casting an operator's arguments: what each rule does to a tensor, a list of tensors, a dtype argument.
 
 Pure functions of their arguments: no region, no thread, no dispatcher state. A tensor is *eligible* when it is
-floating point, on the region's device and not float64 (torch.amp's definition); everything else passes as it came.
-Every function returns the very tuple or dict it was given when there is nothing to change.
+floating point, on the region's device and not float64 (torch.amp's definition); everything else passes unchanged.
+A tuple or dict in which nothing is cast is returned as the same object.
 
-Source of the rules: `Rule` in `op_table`, after ATen/autocast_mode.h.
+Source: ATen/autocast_mode.h.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def cast_to(device_type: str, dtype: torch.dtype) -> Cast:
 
 
 def converter(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """What casts a tensor to `dtype`: the quickest way that torch has."""
+    """The fastest callable that torch has for casting a tensor to `dtype`."""
     return _CONVERT.get(dtype) or (lambda tensor: tensor.to(dtype))
 
 
@@ -121,7 +121,7 @@ def is_eligible(value: Any, device_type: str) -> bool:
 
 
 def common_dtype(*values: Any) -> torch.dtype | None:
-    """The dtype of plain tensors that all have one; None for several, and where a value is anything else."""
+    """The dtype that plain tensors share; None if they have several, or if a value is not a plain tensor."""
     found = None
     for value in values:
         kind = type(value)
@@ -149,8 +149,8 @@ def tensors(args: Iterable[Any]) -> Iterator[Tensor]:
 def widest_dtype(args: Iterable[Any], device_type: str, found: torch.dtype | None = None) -> torch.dtype | None:
     """The dtype that PROMOTE casts to, whatever the order of the arguments; None if nothing is eligible.
 
-    One dtype among the eligible tensors is that dtype; several are float32, also float16 beside bfloat16,
-    where torch.amp raises. `found` is the answer for the arguments before these.
+    The dtype that all eligible tensors share, otherwise float32; also for float16 with bfloat16, where torch.amp
+    raises. `found` is the result for the arguments before these.
     """
     on_device = cast_to(device_type, torch.float32).on_device
     for value in args:
@@ -199,8 +199,8 @@ def _dtype_argument(op: OpOverload) -> tuple[OpOverload, int | None]:
 
 
 def _left_out(op: OpOverload, given: int) -> dict[str, Any]:
-    """Defaults after the first `given` parameters: the dispatcher leaves such arguments out, and the overload that
-    takes `dtype` may have no default for them."""
+    """Defaults of the parameters after the first `given`: the dispatcher omits arguments equal to their default, and
+    the overload that takes `dtype` may have no default for them."""
     return {a.name: a.default_value for a in op._schema.arguments[given:] if a.has_default_value()}
 
 
@@ -212,7 +212,7 @@ def _find_dtype(op: OpOverload) -> tuple[str, int | None] | None:
 
 
 def dtype_overload(op: OpOverload) -> OpOverload:
-    """The overload that FLOAT32_DTYPE_ARG calls in place of `op`: itself, or the one that takes `dtype` beside it."""
+    """The overload that FLOAT32_DTYPE_ARG calls in place of `op`: itself, or the one that takes `dtype` in addition."""
     return _dtype_argument(op)[0]
 
 

@@ -1,14 +1,13 @@
-"""Composite operators: written in terms of other operators, and whether autocast has a say inside them.
+"""Composite operators, which are written in terms of other operators, and whether autocast affects them.
 
 A composite (an operator with a CompositeImplicitAutograd kernel) that no list names runs its own code with the region
 active, as in torch.amp. If that code calls a listed operator, the region decides there: `einsum` ends in `bmm`,
-`cross_entropy_loss` in `log_softmax.int` and `nll_loss`. Such composites are `DECOMPOSED`, and so is every one of
-which it is not certain. `OPAQUE` are those that reach nothing any shipped list names, on any device: a region changes
-nothing about them.
+`cross_entropy_loss` in `log_softmax.int` and `nll_loss`. Such composites are `DECOMPOSED`, and so are the doubtful
+ones. `OPAQUE` are those that call no operator of any shipped list, on any device: a region changes nothing in them.
 
-Every composite of every supported torch is in exactly one of the two tables. A test walks the registry: a torch that
-brings a new one fails it by name, so that somebody decides whether a list should name it. Another test runs opaque
-ones and sees that a region stays out. An operator that a list names as well follows the list.
+Every composite of every supported torch is in exactly one of the two tables. A test walks the registry and fails on a
+composite that a new torch adds, so that somebody decides whether a list should name it. Another test runs the opaque
+ones and checks that a region changes nothing. An operator that is also on a list follows the list.
 """
 
 from typing import NamedTuple
@@ -17,7 +16,7 @@ __all__ = ["DECOMPOSED", "OPAQUE", "Composite"]
 
 
 class Composite(NamedTuple):
-    """Composite operators that are alike, and why; names and version span as in `op_table.Group`."""
+    """Composite operators that are alike, and why; names and version span as in `rules.Group`."""
 
     why: str
     ops: str

@@ -1,7 +1,7 @@
 """What ampkit's default policy lays on top of torch.amp's lists, and why.
 
-The aims, in order: whatever torch.amp runs still runs; a model gets the same dtypes on every device; what torch.amp
-leaves in half precision against its own habits, or lets its casts creep into below autograd, is put right.
+The aims, in order: whatever runs under torch.amp still runs; a model gets the same dtypes on every device; operators
+that torch.amp leaves in half precision unlike their siblings, or casts below autograd, are corrected.
 """
 
 from ampkit.policy.rules import Group, Rule
@@ -102,7 +102,7 @@ _ANY_ACCELERATOR: tuple[Group, ...] = (
     *_NO_HALF_KERNEL,
     *_EVERYWHERE,
 )
-# Which torch lists for CPU and CUDA alone.
+# torch lists it for CPU and CUDA only.
 _SQUARE_ROOT = Group(Rule.FLOAT32, _WHY_LAPACK, "linalg_matrix_sqrth", since=(2, 14))
 
 _EXTRA_CUDA: tuple[Group, ...] = (

@@ -1,4 +1,4 @@
-"""How messages show what they were given: whatever it is, however long or deep, in one line."""
+"""How messages show a value: in one line, whatever its type, length or depth."""
 
 import reprlib
 

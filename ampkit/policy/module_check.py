@@ -1,4 +1,4 @@
-"""Which modules of a model the rules of `Policy.for_modules` mean, before a step is run."""
+"""Which modules of a model the rules of `Policy.for_modules` match, before a step is run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["ModuleCheck", "RuleHits", "check"]
 
 
 class RuleHits(NamedTuple):
-    """One rule, and the modules that its key means, by their paths from the model; "" is the model itself."""
+    """One rule, and the paths of the modules that its key matches, relative to the model; "" is the model itself."""
 
     key: str                    # as it is written in code
     value: Any                  # the dtype or the policy
     modules: tuple[str, ...]
-    nearest: tuple[str, ...]    # paths that a pattern without a hit may have meant
+    nearest: tuple[str, ...]    # the closest paths, for a pattern that matches nothing
 
 
 class ModuleCheck(NamedTuple):
@@ -29,7 +29,7 @@ class ModuleCheck(NamedTuple):
 
     @property
     def unused(self) -> tuple[RuleHits, ...]:
-        """The rules that mean no module of the model."""
+        """The rules that match no module of the model."""
         return tuple(rule for rule in self.rules if not rule.modules)
 
     def __str__(self) -> str:
@@ -39,7 +39,7 @@ class ModuleCheck(NamedTuple):
 
 
 def check(rules: ModuleRules, model: Module) -> ModuleCheck:
-    """Each rule with what it means in `model`, as if that were the outermost module called."""
+    """Each rule with what it matches if `model` is the outermost module called."""
     modules = {path_of(model, module): module for module in model.modules()}
     found = []
     for key, value in rules.items:

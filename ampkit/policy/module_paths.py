@@ -1,4 +1,4 @@
-"""Names of modules as rules by module mean them."""
+"""Paths of modules, as module rules match them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _DATA_PARALLEL = (DataParallel, DistributedDataParallel)
 
 
 def path_of(root: Module, module: Module) -> str:
-    """The module's name as `root.named_modules()` gives it; its own class name, if it is not below `root`.
+    """The module's name in `root.named_modules()`; its class's name if it is not below `root`.
 
-    What torch wraps around modules to compile, checkpoint or distribute them is not counted. A module that `root`
-    holds under several names has the first of them.
+    Wrappers that torch adds to compile, checkpoint or distribute modules are left out. A module with several names
+    has the first of them.
     """
     paths = _paths.get(root)
     if paths is None or not _is_at(root, paths.get(id(module), ("?", ""))[0], module):
@@ -26,7 +26,7 @@ def path_of(root: Module, module: Module) -> str:
 
 
 def _is_at(root: Module, name: str, module: Module) -> bool:
-    """Whether `module` is still where it was when names were last looked up."""
+    """Whether `module` still has this name below `root`."""
     found: Module | None = root
     for part in name.split(".") if name else ():
         found = found._modules.get(part) if found is not None else None

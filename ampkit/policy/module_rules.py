@@ -1,6 +1,6 @@
-"""Rules by module: which rule means a module, found by instance, path or class.
+"""Rules by module: which rule a module follows, found by instance, path or class.
 
-Only keys and matching. What a rule says is the policy's to check; entering the regions is `region.module_hooks`' work.
+Only keys and matching: `policy` checks the values, `region.module_hooks` enters the regions.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ampkit.policy.messages import short
 
 
 class Instance:
-    """A module as a key, known by identity and held weakly: a policy, and what is cached for it, outlives no model.
+    """A module as a key, compared by identity and held weakly: a policy and its caches keep no model alive.
 
-    The rule of a module that is gone means nothing and hurts nothing.
+    A rule whose module was freed matches nothing.
     """
 
     __slots__ = ("module",)
 
     def __init__(self, module: Module) -> None:
-        self.module = weakref.ref(module)   # the same object for every caller while the module lives
+        self.module = weakref.ref(module)   # `ref` returns one object per live module
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Instance) and self.module is other.module
@@ -56,7 +56,7 @@ class ModuleRules:
         return hash(frozenset(self.items))
 
     def extended(self, items: Iterable[tuple[Key, Any]]) -> ModuleRules:
-        """With more rules; raises `ValueError` naming a key that is already set."""
+        """These rules and more; raises `ValueError` naming a key that is already set."""
         found = dict(self.items)
         for key, value in items:
             if key in found:
@@ -65,9 +65,9 @@ class ModuleRules:
         return ModuleRules(tuple(found.items()))
 
     def find(self, module: Module, path: str) -> Any:
-        """The value for a module at a path ("" for the outermost); None if no key means it.
+        """The value for a module at a path ("" for the outermost); None if no key matches.
 
-        Raises `ValueError` if two path patterns mean it and disagree.
+        Raises `ValueError` if two path patterns match with different values.
         """
         for key, value in self.items:
             if isinstance(key, Instance) and key.module() is module:
@@ -75,7 +75,7 @@ class ModuleRules:
         matching = [(key, value) for key, value in self.items if isinstance(key, str) and _matches(key, path)]
         if len({value for _, value in matching}) > 1:
             raise ValueError(
-                f"module {path!r} is meant by several patterns that disagree: "
+                f"module {path!r} matches several patterns that disagree: "
                 + ", ".join(f"{key!r}: {value}" for key, value in matching)
                 + "; make one of them narrower, or give the module itself as a key"
             )
@@ -88,7 +88,7 @@ class ModuleRules:
         return None
 
     def copied(self, memo: dict[int, Any]) -> ModuleRules:
-        """For a deep copy: a module that is being copied too stands for its copy, any other for itself."""
+        """For `deepcopy`: modules that it has copied are replaced by their copies, others stay."""
         return ModuleRules(tuple((_copied_key(key, memo), copy.deepcopy(value, memo)) for key, value in self.items))
 
     def describe(self) -> str:
@@ -136,9 +136,9 @@ def _copied_key(key: Key, memo: dict[int, Any]) -> Key:
 
 
 def _matches(pattern: str, path: str) -> bool:
-    """`*` within a name or for one name, `**` for any number of names; the outermost module's path, "", is for none.
+    """`*` matches a name or part of one, `**` any number of names; nothing matches "", the outermost module's path.
 
-    One pass over the pattern, whatever stars are in it: as one regular expression, some would take years.
+    One pass over the pattern: as a regular expression, patterns with many stars would backtrack exponentially.
     """
     if path == "":
         return False

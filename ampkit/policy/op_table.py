@@ -1,10 +1,9 @@
 """The operator lists: which rule each operator follows, per device type, and why.
 
 A list is a tuple of `Group`s; `fold` turns groups into `{OpOverload: Rule}` and refuses duplicates. A name that the
-running torch does not know is left out, with one warning for all lists: torch drops operators between versions, and
-the rest of a list is worth as much without them. `TORCH` is torch.amp's own list for
-each device (`torch_lists`), `DEFAULT_EXTRA` is what ampkit's default policy lays on top (`default_lists`);
-`OPAQUE` and `DECOMPOSED` classify the composite operators (`composites`).
+running torch does not know is left out, with one warning for all lists, since torch drops operators between versions.
+`TORCH` is torch.amp's own list for each device (`torch_lists`), `DEFAULT_EXTRA` is what ampkit's default policy lays
+on top (`default_lists`); `OPAQUE` and `DECOMPOSED` classify the composite operators (`composites`).
 
 Names are ATen's: ``conv2d`` is the overload ``aten::conv2d`` (``torch.ops.aten.conv2d.default``),
 ``conv2d.padding`` is that overload. In-place and ``out=`` overloads are never listed: the caller chose the
@@ -67,10 +66,10 @@ def _names(namespace: str) -> list[str]:
 def fold(groups: Iterable[Group]) -> dict[OpOverload, Rule]:
     """One layer of a policy: every operator of `groups` with its rule.
 
-    Groups outside the running torch's version span are left out, and what it lacks of ampkit's lists, with a warning.
-    Raises `ValueError` for any other name that does not exist and for an operator listed twice, `TypeError` for a
-    rule that is not a `Rule`. Layers are combined
-    by the policy, later over earlier: ``fold(TORCH["cpu"]) | fold(DEFAULT_EXTRA["cpu"])``.
+    Groups for other versions of torch are left out, and so, with a warning, are names in ampkit's lists that the
+    running torch lacks. Raises `ValueError` for any other unknown name and for an operator listed twice, `TypeError`
+    for a rule that is not a `Rule`. The policy combines layers, later over earlier:
+    ``fold(TORCH["cpu"]) | fold(DEFAULT_EXTRA["cpu"])``.
     """
     rules: dict[OpOverload, Rule] = {}
     for group in groups:
@@ -80,7 +79,7 @@ def fold(groups: Iterable[Group]) -> dict[OpOverload, Rule]:
             op = _find(name)
             if op is None and name in left_out():
                 continue
-            op = op or resolve(name)        # which says what is wrong with the name
+            op = op or resolve(name)        # raises, with the nearest names
             if op in rules:
                 raise ValueError(
                     f"operator {op.name()!r} is listed twice: as {rules[op].name} and as {group.rule.name}"
@@ -90,12 +89,12 @@ def fold(groups: Iterable[Group]) -> dict[OpOverload, Rule]:
 
 
 def names(group: Group | Composite) -> list[str]:
-    """The names of a group that it has for the running torch's version."""
+    """The names of a group; none if it is not for the running torch's version."""
     return group.ops.split() if group.since <= _torch_version() < group.until else []
 
 
 def _find(name: str) -> OpOverload | None:
-    """The operator that a name of a list means; None if this torch has none."""
+    """The operator that a list names; None if this torch does not have it."""
     base, _, overload = name.removeprefix("aten::").partition(".")
     found = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
     return None if found is None else canonical(found)
@@ -103,7 +102,7 @@ def _find(name: str) -> OpOverload | None:
 
 @functools.cache
 def left_out() -> frozenset[str]:
-    """Names of ampkit's lists that this torch does not have. Warns of them, once per process."""
+    """Names in ampkit's lists that this torch does not have. Warns about them once per process."""
     lists = (*TORCH.values(), *DEFAULT_EXTRA.values())
     missing = frozenset(name for groups in lists for group in groups for name in names(group) if _find(name) is None)
     if missing:

@@ -1,10 +1,9 @@
-"""What an operator runs in a region, written for it: its arguments by name, its rule, and nothing else.
+"""Specialised kernels: Python generated for one operator from its schema and rule; `Policy.source` prints it.
 
-One kernel that serves every operator loops over arguments of unknown types, which costs more than small casts do. So
-an operator with a rule gets Python of its own, made from its schema; `Policy.source` prints it. It covers plain tensors
-and parameters on one device type. All else goes to `_general`, the kernel that serves every operator: subclasses,
-numbers where a tensor is expected, a region that is disabled here, a checkpoint that has to know the region. Operators
-whose schema or rule is out of the ordinary have the general one alone.
+A kernel for every operator loops over arguments of unknown types, which costs more than a small cast. A specialised one
+names its arguments and covers plain tensors and parameters on one device type. Everything else goes to `_general`, the
+kernel for every operator: subclasses, numbers where a tensor is expected, a region that is disabled here, a checkpoint
+that has to know the region. Operators with an unusual schema or rule have the general kernel only.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from ampkit.policy.rules import Rule
 from ampkit.torch_internals.operators import OpOverload
 from ampkit.torch_internals.signatures import LIST, OPTIONAL, TENSOR, Signature, compiled, signature_of
 
-__all__ = ["WORDS", "factory", "source"]
+__all__ = ["FREE_VARIABLES", "factory", "source"]
 
-# What a kernel is given: see `region.specialised`, which has them.
-WORDS = (
+# Of the kernels; `region.specialised` binds them.
+FREE_VARIABLES = (
     "_general", "_operator", "_is_excluded", "_set_excluded", "_top_hooks", "_dtype_of", "_weights", "_cast",
     "_cast_up", "_common_dtype", "_eligible", "_Tensor", "_Parameter", "_float32", "_KEY", "_AUTOCAST", "_DEVICE",
 )
@@ -78,7 +77,7 @@ _DTYPE_ARGUMENT = """\
 
 @functools.cache
 def source(op: OpOverload, rule: Rule) -> str | None:
-    """The kernel that follows `rule` for `op`, as Python; None where the general one serves."""
+    """The kernel that follows `rule` for `op`, as Python source; None where the general one serves."""
     signature = signature_of(op)
     body = None if signature is None else _body(op, rule, signature)
     return None if body is None else _KERNEL.format(s=signature, body=body)
@@ -108,13 +107,12 @@ def _each(template: str, s: Signature) -> str:
 
 @functools.cache
 def factory(op: OpOverload, rule: Rule) -> Callable[[Mapping[str, Any]], Callable[..., Any]] | None:
-    """Makes the kernel of `source` from the things that `WORDS` names; None where there is no source."""
+    """Makes the kernel of `source`, given values for `FREE_VARIABLES`; None where there is no source."""
     text = source(op, rule)
     if text is None:
         return None
     body = "".join(f"    {line}" for line in text.splitlines(keepends=True))
     name = text.partition("(")[0].removeprefix("def ")
-    make = compiled(
-        f"def make({', '.join(WORDS)}):\n{body}    return {name}\n", "make", f"<ampkit {op.name()} {rule.name}>"
-    )
-    return lambda words: make(**words)
+    text = f"def make({', '.join(FREE_VARIABLES)}):\n{body}    return {name}\n"
+    make = compiled(text, "make", f"<ampkit {op.name()} {rule.name}>")
+    return lambda variables: make(**variables)

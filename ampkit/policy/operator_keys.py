@@ -27,9 +27,9 @@ from ampkit.torch_internals.operators import (
 Operator = OpOverload | OpOverloadPacket | str | Callable[..., Any]
 
 _CASTING = (Rule.LOWER, Rule.FLOAT32, Rule.FLOAT32_DTYPE_ARG, Rule.PROMOTE)
-_CALLS = {"cross_entropy": "cross_entropy_loss", "norm": "linalg_vector_norm"}     # functions by another name in ATen
-_LONGEST = 80       # of the names that are worth guessing at
-_MAKES_SUBCLASSES = ("aten::alias", "aten::detach")      # of tensors, from C++ that allows no Python in between
+_CALLS = {"cross_entropy": "cross_entropy_loss", "norm": "linalg_vector_norm"}     # functions with another name in ATen
+_LONGEST = 80       # name that near matches are looked up for
+_MAKES_SUBCLASSES = ("aten::alias", "aten::detach")      # in C++ that no Python kernel may interrupt
 
 
 def checked_rule(value: Any, op: Any) -> Rule:
@@ -70,14 +70,14 @@ def overloads(key: Any, rule: Rule) -> list[OpOverload]:
 
 
 def _writes(op: OpOverload, rule: Rule) -> bool:
-    """Whether `op` writes to an argument that `rule` may cast; running statistics are float32 and no schema tells."""
+    """Whether `op` writes to an argument that `rule` may cast: float32 running statistics too, which no schema says."""
     return op._schema.is_mutable or (
         rule is Rule.LOWER and any(argument.name == "running_mean" for argument in op._schema.arguments)
     )
 
 
 def _meant(key: Any) -> list[OpOverload]:
-    """The overloads that a key means; `ValueError` for those that no region sees."""
+    """The overloads that a key names; `ValueError` for those that no region sees."""
     if isinstance(key, OpOverload):
         found = [key]
     else:
@@ -110,7 +110,7 @@ def _named(key: Any) -> list[OpOverload]:
 
 
 def _name_of_function(function: Callable[..., Any]) -> str | None:
-    """ATen's name for a function or tensor method of torch, which as a rule is its own; None for any other."""
+    """ATen's name for a function or tensor method of torch, usually the same; None for any other function."""
     name = getattr(function, "__name__", "")
     of_torch = (getattr(function, "__module__", None) or "").partition(".")[0] == "torch"
     if not isinstance(name, str) or not name or not (of_torch or getattr(torch.Tensor, name, None) is function):
@@ -124,7 +124,7 @@ def _find_packet(name: str) -> tuple[OpOverloadPacket, str | None]:
     base, dot, overload = rest.partition(".")
     library = _library(namespace or "aten") if name.isascii() else None
     packet = getattr(library, base, None)
-    if not isinstance(packet, OpOverloadPacket):        # the library's own attributes answer to names as well
+    if not isinstance(packet, OpOverloadPacket):        # an attribute of the namespace object itself
         every = {op.split(".")[0] for op in operator_names()}
         near = difflib.get_close_matches(f"{namespace or 'aten'}::{base}"[:_LONGEST], every, n=3)
         raise ValueError(f"unknown operator {_shown(name)} in torch {torch.__version__}; nearest: {near or 'none'}")
@@ -132,7 +132,7 @@ def _find_packet(name: str) -> tuple[OpOverloadPacket, str | None]:
 
 
 def _library(namespace: str) -> Any:
-    """The operators of a library; None where there are none, as asking `torch.ops` for a name would make it one."""
+    """A library's operators; None if it has none. Plain `getattr(torch.ops, name)` would create the namespace."""
     if namespace not in vars(torch.ops):
         prefix = f"{namespace}::"
         if not any(op.startswith(prefix) for op in operator_names()):
@@ -146,7 +146,7 @@ def _shown(op: Any) -> str:
 
 
 def key_name(op: OpOverload) -> str:
-    """The key of `with_rules` that means `op` alone: ATen's name for a default overload means its whole packet."""
+    """The key of `with_rules` for `op` alone: ATen's name for a default overload stands for its whole packet."""
     alone = op._overloadname != "default" or _packet(op.overloadpacket) == [op]
     return op.name() if alone else f"{op.name()}.default"
 
@@ -159,9 +159,9 @@ def _packet(packet: OpOverloadPacket) -> list[OpOverload]:
 
 
 def candidates(op: Any) -> list[OpOverload]:
-    """The overloads that a question about `op` may mean, the default one alone where there is one.
+    """The overloads that a question about `op` may be about; only the default one if there is one.
 
-    Those for named tensors, which torch has dropped since 2.11, are not meant by a name alone.
+    Named-tensor overloads, gone from torch 2.13, count only if there are no others.
     """
     found = _meant(op)
     plain = [one for one in found if "Dimname" not in str(one._schema)] or found

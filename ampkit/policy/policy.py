@@ -2,20 +2,23 @@
 
 A policy is a stack of layers, later over earlier: torch.amp's list for the device, what ampkit adds to it,
 what `register_op` declared for the process, and each `with_rules`. It is immutable; `with_rules` and
-`for_modules` return a new one. Policies compare and hash by what they say, and travel as plain dicts.
+`for_modules` return a new one. Policies compare and hash by value, and serialise to plain dicts.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch.nn import Module
 
 from ampkit.policy import module_check, module_rules, operator_kernels, written
+from ampkit.policy.dtypes import PRECISIONS, as_dtype
+from ampkit.policy.explanations import Explanation, ModuleExplanation
 from ampkit.policy.messages import short
+from ampkit.policy.module_operators import called_operators
 from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, Group, Rule, fold, resolve
 from ampkit.policy.operator_keys import Operator, candidates, checked_rule, key_name, overloads
 from ampkit.torch_internals.operators import OpOverload, is_composite
@@ -24,19 +27,6 @@ __all__ = ["Explanation", "Policy", "Rule", "register_op"]
 
 _WHY_COMPOSITE = "no list names it; the operators that it is made of follow their own rules"
 _WHY_UNLISTED = "no list names it; it runs in the dtype of its inputs"
-_PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class Explanation(NamedTuple):
-    """The rule of one operator, and where it comes from."""
-
-    op: str
-    rule: Rule
-    layer: str      # "torch", "default", "register_op", "with_rules[0]", ... or "unlisted"
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.op}: {self.rule.name} (set by {self.layer}): {self.why}"
 
 
 class _Layer(NamedTuple):
@@ -46,13 +36,13 @@ class _Layer(NamedTuple):
 
 
 class RuleTable(dict[OpOverload, Rule]):
-    """Every operator with a rule of its own. A class, so that it can be referred to weakly."""
+    """Every operator with a rule of its own. A subclass, since a plain dict cannot be weakly referenced."""
 
     kernels: Any = None     # what regions run for these rules; see `region.specialised`
 
 
 class _Registered:
-    """Rules that `register_op` declared for this process, and how often they changed."""
+    """Rules that `register_op` declared for this process, and the number of changes."""
 
     rules: dict[OpOverload, Rule] = {}
     changes = 0
@@ -62,7 +52,7 @@ class Policy:
     """The rules of a region for one device type: pass it as `autocast(policy=...)`.
 
     `Policy.default(device_type)` is what a region uses when it is given none; `Policy.torch(device_type)` is
-    torch.amp's list to the letter.
+    exactly torch.amp's list.
 
     >>> policy = Policy.default("cpu").with_rules({"aten::softmax.int": Rule.KEEP})
     >>> policy.rule_for("aten::softmax.int")
@@ -156,10 +146,10 @@ class Policy:
         return Policy(self.base, self.device_type, self.overrides, self.modules.extended(items))
 
     def check(self, model: Module) -> module_check.ModuleCheck:
-        """Which modules each rule of `for_modules` means if `model` is the outermost module called in a region.
+        """Which modules each rule of `for_modules` matches if `model` is the outermost module called in a region.
 
-        `str()` of it is a line for each rule; `.unused` are those that mean nothing, with the names they may have been
-        meant for. Raises `TypeError` for anything but a module.
+        `str()` of it is a line for each rule; `.unused` holds those that match nothing, with the closest names.
+        Raises `TypeError` for anything but a module.
 
         >>> model = torch.nn.ModuleDict({"head": torch.nn.Linear(1, 1)})
         >>> print(Policy.default("cpu").for_modules({"haed": torch.float32}).check(model))
@@ -170,7 +160,7 @@ class Policy:
         return module_check.check(self.modules, model)
 
     def _precision(self, key: module_rules.Key, value: Any) -> torch.dtype | Policy:
-        """What a rule of `for_modules` says; `ValueError` naming the key if a module cannot follow it."""
+        """The checked value of a rule of `for_modules`; `ValueError` naming the key if a module cannot follow it."""
         if isinstance(value, Policy):
             if value.device_type != self.device_type:
                 raise ValueError(
@@ -183,8 +173,8 @@ class Policy:
                     f"{written.MOST_NESTED} deep; give modules inside others a rule by their path instead"
                 )
             return value
-        dtype = _PRECISIONS.get(value) if isinstance(value, str) else value
-        if not isinstance(dtype, torch.dtype) or dtype not in _PRECISIONS.values():
+        dtype = as_dtype(value)
+        if not isinstance(dtype, torch.dtype) or dtype not in PRECISIONS.values():
             raise ValueError(
                 f"{short(value)} is no precision for module {module_rules.describe(key)}; expected torch.float32, "
                 "torch.bfloat16, torch.float16, their names, or a Policy"
@@ -199,12 +189,25 @@ class Policy:
         """The rule `op` follows. DECOMPOSE for an unlisted composite, KEEP for any other unlisted operator."""
         return self.explain(op).rule
 
-    def explain(self, op: Operator) -> Explanation:
+    @overload
+    def explain(self, op: type[Module]) -> ModuleExplanation: ...  # pyright: ignore[reportOverlappingOverload]
+    @overload
+    def explain(self, op: Operator) -> Explanation: ...
+    def explain(self, op: Operator | type[Module]) -> Explanation | ModuleExplanation:
         """The rule `op` follows, which layer of the policy set it, and why. `str()` of it is one line.
 
-        `op` is a key as of `with_rules`. Raises `ValueError` for an unknown operator, or if overloads that it may mean
-        follow different rules.
+        `op` is a key as in `with_rules`, or a module class: then every operator that its forward calls, by its source.
+        Raises `ValueError` for an unknown operator, for overloads that follow different rules, or for a class whose
+        source cannot be read.
+
+        >>> print(Policy.torch("cpu").explain(torch.nn.Linear))
+        torch.nn.modules.linear.Linear calls
+          aten::linear: LOWER (set by torch): matrix units multiply in half precision and accumulate in float32
         """
+        if isinstance(op, type) and issubclass(op, Module):
+            listed = self.rules()
+            calls = [call for call, is_sure in called_operators(op).items() if is_sure or call in listed]
+            return ModuleExplanation(module_rules.describe(op), tuple(map(self._explain, calls)))
         answers = [self._explain(one) for one in candidates(op)]
         if len({answer.rule for answer in answers}) > 1:
             said = ", ".join(f"{answer.op} {answer.rule.name}" for answer in answers)
@@ -223,7 +226,7 @@ class Policy:
     def source(self, op: Operator) -> str:
         """The kernel that a region runs for `op`, as Python: its casts, and the call.
 
-        `op` is a key as of `with_rules`; the names with an underscore are the kernel's tools. Raises `ValueError` for
+        `op` is a key as in `with_rules`; names with a leading underscore are ampkit's own. Raises `ValueError` for
         an unknown operator, one that a region never sees, and one that is served by the kernel for every operator.
 
         >>> print(Policy.torch("cpu").source("aten::mm").splitlines()[0])
@@ -261,9 +264,9 @@ class Policy:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Policy:
-        """The policy that `to_dict` wrote. It may come from anywhere: reading it imports and runs nothing.
+        """The policy that `to_dict` wrote. Untrusted data is safe: reading it imports nothing and runs no code.
 
-        So where the policy names a module class, the module that defines the class must have been imported before.
+        A module class that the policy names must therefore have been imported before.
         Raises `TypeError` or `ValueError`, saying what is wrong, for anything that `to_dict` does not write.
         """
         return _restored(*written.read_dict(state))
@@ -300,7 +303,7 @@ class Policy:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Policy:
-        """The same policy, but that a module it names, copied before it in one `deepcopy`, stands for its copy."""
+        """The same policy, with modules that this `deepcopy` has already copied replaced by their copies."""
         modules = self.modules.copied(memo)
         return self if modules == self.modules else Policy(self.base, self.device_type, self.overrides, modules)
 
@@ -321,12 +324,12 @@ def register_op(op: Operator | Any, rule: Rule | str) -> None:
     """Give an operator of your own, or of another library, a rule in every policy of this process.
 
     `op` is an overload, a packet, a name such as `"mylib::attention"`, or what `torch.library.custom_op` returned.
-    `Policy.with_rules` still goes over it. An operator with a dtype from `torch.library.register_autocast` needs no
+    `Policy.with_rules` still overrides it. An operator with a dtype from `torch.library.register_autocast` needs no
     call: regions respect it. Raises `TypeError` or `ValueError` for an unknown operator or rule.
     """
     value = checked_rule(rule, op)
-    for overload in overloads(getattr(op, "_opoverload", op), value):
-        _Registered.rules[overload] = value
+    for found in overloads(getattr(op, "_opoverload", op), value):
+        _Registered.rules[found] = value
     _Registered.changes += 1
 
 
@@ -336,12 +339,12 @@ def registered() -> Mapping[OpOverload, Rule]:
 
 
 def register_changes() -> int:
-    """How often `register_op` has changed the rules of this process."""
+    """How many times `register_op` has changed the rules of this process."""
     return _Registered.changes
 
 
 def _restored(base: Any, device_type: Any, layers: Iterable[Any], modules: Iterable[tuple[Any, Any]]) -> Policy:
-    """The policy of these parts. Pickles call it, and in them classes travel as any class does."""
+    """The policy of these parts. Pickles call it; they refer to a module class by name, as to any class."""
     policy = Policy(base, device_type)
     for layer in layers:
         policy = policy.with_rules(layer)
@@ -352,7 +355,7 @@ def _restored(base: Any, device_type: Any, layers: Iterable[Any], modules: Itera
 
 @functools.lru_cache(maxsize=64)
 def _fold_layers(policy: Policy, changes: int) -> RuleTable:
-    """The table of a policy as of a number of `register_op` calls; equal policies share one."""
+    """The table of a policy after so many `register_op` calls; equal policies share one."""
     table = RuleTable()
     for layer in policy._layers():
         table.update(layer.rules)

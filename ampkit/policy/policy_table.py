@@ -1,4 +1,4 @@
-"""`ampkit policy-table`: the default policy as a Markdown table, so that the README cannot go stale."""
+"""`ampkit policy-table`: the default policy as a Markdown table, so that docs/policy.md cannot go stale."""
 
 import argparse
 from collections import defaultdict
@@ -27,9 +27,9 @@ UNLISTED = {
 
 
 def render() -> str:
-    """The table for CPU and CUDA: what both do alike, then what only one of them does.
+    """The table for CPU and CUDA: what both do, then what only one of them does.
 
-    Overloads share their operator's name; an operator whose overloads differ stands in several rows.
+    Overloads go by their operator's name; an operator whose overloads differ is in several rows.
     """
     by_device = {device: _names_by_rule(Policy.default(device)) for device in DEVICES}
     lines = [
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _lines(devices: Sequence[str], op: str | None) -> list[str]:
-    """`device  operator  RULE` for each operator with a rule, or for one. `ValueError` if there is no such thing."""
+    """`device  operator  RULE` for each operator with a rule, or for one. `ValueError` for an unknown one."""
     found = []
     for device in devices:
         policy = Policy.default(device)

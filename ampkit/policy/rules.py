@@ -1,4 +1,4 @@
-"""The words of an operator list: a rule, and a group of operators that follow it for one reason."""
+"""What operator lists are made of: rules, and groups of operators that share one for one reason."""
 
 from enum import Enum
 from typing import NamedTuple

@@ -1,6 +1,6 @@
 """Policies as data: a dict for JSON and checkpoints, one line of text for compiled graphs.
 
-Data may come from anywhere. Reading it imports nothing and runs nothing, and refuses what is no policy in one sentence.
+The data is untrusted: reading it imports nothing and runs no code, and raises on anything that is not a policy.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ampkit.policy.operator_keys import key_name
 from ampkit.policy.rules import Rule
 from ampkit.torch_internals.operators import OpOverload
 
-MOST_NESTED = 16        # policies within policies: reading one, and all that is asked of it, recurses
+MOST_NESTED = 16        # policies within policies: reading one recurses, and so do its methods
 _KEYS = {"base", "device_type", "rules", "modules"}
 Layer = Sequence[tuple[OpOverload, Rule]]
 
 
 class Parts(NamedTuple):
-    """What a policy is made of, as it was written: nothing in it has been checked but that it is there."""
+    """What a written policy is made of; the values are unchecked."""
 
     base: Any
     device_type: Any
@@ -33,7 +33,7 @@ class Parts(NamedTuple):
 
 
 def layer_dict(layer: Layer) -> dict[str, str]:
-    """The rules of one `with_rules` in plain words."""
+    """The rules of one `with_rules` as strings."""
     return {key_name(op): rule.value for op, rule in layer}
 
 
@@ -43,7 +43,7 @@ def layer_text(layer: Layer) -> str:
 
 
 def key_text(key: Key) -> str:
-    """A key of `for_modules` in plain words; `ValueError` for one that cannot be found again."""
+    """A key of `for_modules` as a string; `ValueError` for one that cannot be looked up again."""
     check_travels(key)
     if isinstance(key, type) and "<" in key.__qualname__:
         raise ValueError(
@@ -110,7 +110,7 @@ def _read_layer(text: str) -> dict[str, str]:
 
 
 def _read_key(text: Any) -> Any:
-    """The key that `key_text` wrote. A class is looked up where it is loaded."""
+    """The key that `key_text` wrote. A class is looked up in `sys.modules`."""
     if not isinstance(text, str):
         raise TypeError(f"a written policy names modules by path or as 'class module:name', got {short(text)}")
     if not text.startswith("class "):
@@ -134,12 +134,12 @@ def _read_key(text: Any) -> Any:
 
 
 def _names_in(holder: Any) -> Any:
-    """The names that a module or class holds, by no way that runs code of theirs; None for anything else."""
+    """The `__dict__` of a module or class, read without running its code; None for anything else."""
     if _is_a(holder, ModuleType):
         return object.__getattribute__(holder, "__dict__")      # a lazy module imports in its own `__getattribute__`
     return type.__dict__["__dict__"].__get__(holder) if _is_a(holder, type) else None
 
 
 def _is_a(value: Any, cls: type) -> bool:
-    """As `isinstance`, which asks `value` itself for its class where it is a proxy."""
+    """`isinstance` that ignores `value.__class__`, which a proxy may override."""
     return issubclass(type(value), cls)

@@ -1,9 +1,9 @@
 """Regions in float32: operators that no list names compute in float32 there too, whatever comes in.
 
-The rules of a policy cast what they list; the rest runs in the dtype of its inputs, float16 for an input that is. In a
-float32 region all of ATen's are met. What computes something new gets its float16 and bfloat16 inputs cast up. What
-does not, keeps them: views, in-place operators and those with `out=` (the dtype is that of what they write to),
-conversions, which say what they want, composites, whose parts are met in turn, and operators of other libraries.
+Elsewhere operators that no list names run in the dtype of their inputs. A float32 region intercepts all of ATen's, and
+casts float16 and bfloat16 inputs up for those that compute new values. These are left alone: views, in-place and `out=`
+operators (the destination has the dtype), conversions (the caller chose the dtype), composites (their parts are
+intercepted), and operators of other libraries.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ampkit.torch_internals.dispatcher import TLS_NAME, get_in_tls
 from ampkit.torch_internals.dynamo import dynamo_skip
 from ampkit.torch_internals.operators import OpOverload, aten_operators
 
-__all__ = ["meet", "prepare", "wanted"]
+__all__ = ["include", "prepare", "wanted"]
 
 _LOW = frozenset({torch.float16, torch.bfloat16})
-# New memory and nothing computed: a tensor of the dtype that was asked for, or of its input's.
+# Allocate or copy without computing: the result has the dtype that was asked for, or its input's.
 _COPIES = frozenset({
     "aten::_to_copy", "aten::clone", "aten::lift_fresh_copy", "aten::empty_like", "aten::new_empty",
     "aten::new_empty_strided", "aten::_pin_memory", "aten::_conj_physical", "aten::view_copy",
@@ -39,12 +39,12 @@ def wanted(device_types: Any) -> bool:
 
 
 def prepare() -> bool:
-    """Make ready to `meet` operators; returns whether those of this thread are met now."""
+    """Register the kernels, once per process; returns whether this thread has their key included."""
     unlisted.install(lambda: aten_operators(_computes), _kernel)
     return unlisted.is_on()
 
 
-meet = unlisted.include
+include = unlisted.include
 
 
 @functools.cache
@@ -53,7 +53,7 @@ def _to_float32(device_type: str) -> Cast:
 
 
 def _computes(schema: Any) -> bool:
-    """Whether an operator makes new tensors of others: no view, nothing written to, nothing converted."""
+    """Whether an operator computes new tensors from tensors: no view, mutation or conversion."""
     return (
         not schema.is_mutable
         and schema.name not in _COPIES
@@ -64,7 +64,7 @@ def _computes(schema: Any) -> bool:
 
 
 def _kernel(op: OpOverload) -> Callable[..., Any]:
-    """What an operator runs in such a region, or in one of another precision inside it."""
+    """What an operator runs in a float32 region, or in one of another precision inside it."""
 
     @dynamo_skip
     def kernel(*args: Any, **kwargs: Any) -> Any:

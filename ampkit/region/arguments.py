@@ -1,6 +1,4 @@
-"""The arguments of a region: which device types, dtypes and flags make sense, and what is said when one does not.
-
-Messages and warnings follow torch's where torch has them.
+"""The arguments of a region, checked. Messages and warnings follow torch's where torch has them.
 """
 
 from __future__ import annotations
@@ -11,6 +9,9 @@ from typing import Any
 
 import torch
 
+from ampkit.policy.dtypes import as_dtype
+from ampkit.policy.messages import short
+from ampkit.policy.op_table import TORCH
 from ampkit.policy.policy import Policy
 from ampkit.region.spec import RegionSpec
 from ampkit.region.weight_cache import WeightCache
@@ -18,8 +19,10 @@ from ampkit.torch_internals.dynamo import called_while_tracing
 from ampkit.torch_internals.operators import privateuse1_name
 
 _LOW = (torch.bfloat16, torch.float16)
-# Strings that are what they name: asked of torch once, as every region gives one.
+# Device types that need no parsing. Asked of torch once, since every region names one.
 _KINDS = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
+# Policies by name. One object each: a region recognises its last mode by the policy's identity.
+_POLICIES = {(base, kind): Policy(base, kind) for base in ("default", "torch") for kind in TORCH}
 
 
 def current_device_type() -> str:
@@ -50,7 +53,7 @@ def autocast_device_type(device_type: Any) -> str:
     return kind
 
 
-@called_while_tracing       # torch's function is a builtin that Dynamo knows in torch 2.12 and not before
+@called_while_tracing       # Dynamo traces torch's function, a builtin, only since torch 2.12
 def _has_autocast(kind: str) -> bool:
     return torch.amp.is_autocast_available(kind)
 
@@ -65,16 +68,16 @@ def checked_spec(
     *,
     of_module: bool = False,
 ) -> RegionSpec:
-    """The region that the arguments of `autocast` describe, here: None is what the enclosing region has.
+    """The region that the arguments of `autocast` describe; None means what the enclosing region has.
 
-    Warns, for the caller's caller, where the region is disabled because it cannot be had.
+    Disables the region and warns, at the line of the caller's caller, if its device or dtype is not available.
     """
     device = device_type if device_type is not None else current_device_type()
     kind = device if type(device) is str and device in _KINDS else autocast_device_type(device)
     if dtype is None:
         dtype = torch.get_autocast_dtype(kind)
     elif not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype is {dtype!r}; expected a torch.dtype such as torch.bfloat16, or None")
+        dtype = _named_dtype(dtype)
     if not isinstance(enabled, bool):
         raise TypeError(f"enabled is {enabled!r}; expected True or False")
     if enabled:
@@ -84,14 +87,40 @@ def checked_spec(
     elif not isinstance(cache_enabled, bool):
         raise TypeError(f"cache_enabled is {cache_enabled!r}; expected True or False")
     if policy is not None and (not isinstance(policy, Policy) or policy.device_type != kind):
-        raise TypeError(f"policy is {policy!r}; expected a Policy for {kind!r}, such as Policy.default({kind!r})")
+        policy = named_policy(policy, kind)
     if cache is not None and not isinstance(cache, WeightCache):
         raise TypeError(f"cache is {cache!r}; expected a WeightCache")
     return RegionSpec(kind, dtype, enabled, cache_enabled, policy, cache, device, of_module)
 
 
+def _named_dtype(name: Any) -> torch.dtype:
+    """The dtype of this name; raises for any other."""
+    dtype = as_dtype(name)
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    raise (ValueError if isinstance(name, str) else TypeError)(
+        f"dtype is {short(name)}; expected a torch.dtype such as torch.bfloat16, one of 'bfloat16', 'float16' and "
+        "'float32', or None"
+    )
+
+
+def named_policy(policy: Any, kind: str) -> Policy:
+    """The policy of this name for a device type; a `Policy` for it is returned unchanged.
+
+    Raises `ValueError` for another name, `TypeError` for anything else.
+    """
+    if isinstance(policy, str) and (policy, kind) in _POLICIES:
+        return _POLICIES[policy, kind]
+    if isinstance(policy, Policy) and policy.device_type == kind:
+        return policy
+    raise (ValueError if isinstance(policy, str) else TypeError)(
+        f"policy is {short(policy)}; expected a Policy for {kind!r}, such as Policy.default({kind!r}), 'default' or "
+        "'torch'"
+    )
+
+
 def float32_spec(device_type: Any, policy: Any, *, of_module: bool = False) -> RegionSpec:
-    """A region that casts to float32, which torch's autocast knows on no device."""
+    """A region that casts to float32, which torch's autocast supports on no device."""
     spec = checked_spec(device_type, None, False, policy=policy, of_module=of_module)
     return RegionSpec(
         spec.device_type, torch.float32, True, spec.cache_enabled, spec.policy, None, spec.device, of_module
@@ -99,7 +128,7 @@ def float32_spec(device_type: Any, policy: Any, *, of_module: bool = False) -> R
 
 
 def _available(device: str, kind: str, dtype: torch.dtype) -> bool:
-    """Whether an enabled region can be had; warns as torch does where it cannot."""
+    """Whether a region is available for the device and dtype; warns as torch does if not."""
     if kind == "cuda" and ":" not in device:
         if torch.cuda.amp.common.amp_definitely_not_available():
             warnings.warn("CUDA is not available: autocast for it is disabled.", stacklevel=4)

@@ -1,14 +1,14 @@
 """autocast: the region in which operators run in the precision their policy says.
 
 An `autocast` object holds a checked description and nothing else, so one object may be entered again while it is open,
-and a decorated function may recurse. What an entry changes is the business of `stack`; following modules, of
-`module_hooks`; and what Dynamo traces in place of both, of `graph_modules`.
+and a decorated function may recurse. `stack` changes and restores the state, `module_hooks` tracks modules, and
+`graph_modules` is what Dynamo traces in place of both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, Self, TypeVar
 
 import torch
 from torch.nn import Module
@@ -23,10 +23,14 @@ from ampkit.region.stack import depth_without, leave_down_to, leave_ended, push
 from ampkit.region.thread_state import thread
 from ampkit.region.weight_cache import WeightCache
 from ampkit.torch_internals.dynamo import dynamo_skip, tracing
+from ampkit.torch_internals.forks import clear_torch_cache
 
 __all__ = [
     "autocast", "clear_autocast_cache", "float32_region", "get_autocast_dtype", "is_autocast_enabled",
 ]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class autocast:
@@ -41,13 +45,13 @@ class autocast:
     operators that need one dtype for all inputs get the widest. `Policy.explain` says what an operator does and why.
 
     `device_type`: a device type or a string like `"cuda:0"`; None is the current accelerator, else `"cpu"`.
-    `dtype`: None is the enclosing region's, else float16 on accelerators and bfloat16 on CPU.
+    `dtype`: a dtype or its name; None is the enclosing region's, else float16 on accelerators and bfloat16 on CPU.
     `enabled`: False makes a disabled region, in which nothing is cast.
     `cache_enabled`: whether the cast of a weight is kept until the outermost region is left; None is the enclosing
-    region's choice, else True. `policy`: None is the enclosing region's for this device, else
-    `Policy.default(device_type)`. `cache`: a `WeightCache` that outlives the region.
+    region's choice, else True. `policy`: a policy for the device type, "torch" or "default"; None is the enclosing
+    region's for this device, else the default. `cache`: a `WeightCache` that outlives the region.
 
-    Warns and disables itself as torch does where the device or the dtype is not to be had. Raises `ValueError` or
+    Warns and disables itself, as torch does, if the device or the dtype is not available. Raises `ValueError` or
     `TypeError` for arguments of the wrong type, `RuntimeError` for a device that has no autocast or no bfloat16, and
     on leaving, if an inner region is still open. Entering and leaving never sync.
     """
@@ -58,11 +62,11 @@ class autocast:
     def __init__(
         self,
         device_type: str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         enabled: bool = True,
         cache_enabled: bool | None = None,
         *,
-        policy: Policy | None = None,
+        policy: Policy | str | None = None,
         cache: WeightCache | None = None,
     ) -> None:
         if not tracing() and thread.regions:
@@ -71,13 +75,13 @@ class autocast:
 
     @classmethod
     def of(cls, spec: RegionSpec) -> autocast:
-        """A region that was checked before."""
+        """The region of a checked spec."""
         region = cls.__new__(cls)
         region.spec = spec
         return region
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "spec" not in state:     # a pickle of a version that had no description apart from the object
+        if "spec" not in state:     # a pickle from before there were specs
             flags = state["_enabled"], state["_cache_enabled"]
             state = {
                 "spec": RegionSpec(
@@ -118,7 +122,7 @@ class autocast:
         return str(self.spec)
 
     @dynamo_skip
-    def __enter__(self, root: Module | None = None) -> autocast:
+    def __enter__(self, root: Module | None = None) -> Self:
         if tracing():
             graph_modules.enter(self.spec, root)
         else:
@@ -139,7 +143,7 @@ class autocast:
             innermost = bool(stack) and stack[-1].spec is spec and not stack[-1].exit_pending
             depth = len(stack) - 1 if innermost else depth_without(spec, stack, exc_type)
             leave_down_to(stack, depth)
-        except BaseException as error:      # an interrupt kept leaving from beginning, or cut it short
+        except BaseException as error:      # an interrupt before or during the leave
             stack, spec = thread.regions, self.spec
             if depth is None and type(error) is not RuntimeError:
                 depth = depth_without(spec, stack, exc_type)
@@ -150,29 +154,29 @@ class autocast:
 
     leave = __exit__
 
-    def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self, func: Callable[P, R]) -> Callable[P, R]:
         """`func` with its body run inside the region, also when it is a generator or a coroutine."""
         return in_region(self, func)
 
 
 class float32_region(autocast):
-    """Region that computes everything in float32, whatever comes in: one that also casts its inputs.
+    """Region that computes everything in float32, from low-precision inputs too.
 
-    `autocast(enabled=False)` leaves low-precision tensors as they are, and they then meet float32 weights. Here they
-    are cast up where something is computed from them, by any operator of ATen. What computes nothing keeps its dtype:
-    views, conversions, writes in place or to `out=`; so do operators of other libraries that no policy lists, and in
-    what `torch.export` captures those of ATen on no list. Arguments, and use as a decorator, as of `autocast`.
+    `autocast(enabled=False)` leaves low-precision tensors as they are, and they then meet float32 weights. Here every
+    ATen operator that computes something casts them up first. Views, conversions, in-place and `out=` operators keep
+    their dtype; so do operators of other libraries that no policy lists and, under `torch.export`, unlisted operators
+    of ATen. Arguments, and use as a decorator, as for `autocast`.
     """
 
     @dynamo_skip
-    def __init__(self, device_type: str | None = None, *, policy: Policy | None = None) -> None:
+    def __init__(self, device_type: str | None = None, *, policy: Policy | str | None = None) -> None:
         if not tracing() and thread.regions:
             leave_ended(thread.regions)
         self.spec = float32_spec(device_type, policy)
 
 
 def is_autocast_enabled(device_type: str | None = None) -> bool:
-    """Whether autocast is on for a device type, in this thread, here. None is the current accelerator, else CPU."""
+    """Whether autocast is enabled here for a device type, in this thread. None: the current accelerator, else CPU."""
     return torch.is_autocast_enabled(autocast_device_type(device_type))
 
 
@@ -185,4 +189,4 @@ def clear_autocast_cache() -> None:
     """Drop the weight casts of the regions open in this thread; weights are cast anew at their next use."""
     for entry in thread.regions:
         entry.cache.clear()
-    torch.clear_autocast_cache()
+    clear_torch_cache()

@@ -10,7 +10,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 from torch.autograd.function import Function
@@ -27,7 +27,18 @@ from ampkit.torch_internals.dynamo import called_while_tracing, tracing
 
 __all__ = ["custom_bwd", "custom_fwd"]
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+
+@overload
+def custom_fwd(
+    fwd: Callable[P, R], *, device_type: str | None = None, cast_inputs: torch.dtype | None = None
+) -> Callable[P, R]: ...
+@overload
+def custom_fwd(
+    *, device_type: str | None = None, cast_inputs: torch.dtype | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def custom_fwd(
     fwd: Callable[..., Any] | None = None,
     *,
@@ -70,10 +81,14 @@ def custom_fwd(
     return decorated
 
 
+@overload
+def custom_bwd(bwd: Callable[P, R], *, device_type: str | None = None) -> Callable[P, R]: ...
+@overload
+def custom_bwd(*, device_type: str | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None = None) -> Callable[..., Any]:
     """Decorator for the `backward` of an autograd function: it runs in the autocast state its forward ran in.
 
-    That state goes over whatever region backward was called in. Raises `AttributeError` in backward if `forward` has
+    That state overrides the region that backward was called in. Raises `AttributeError` in backward if `forward` has
     no `custom_fwd`, `ValueError` for a device type that is no string.
     """
     if bwd is None:
@@ -116,7 +131,7 @@ _torch_policy = functools.cache(Policy.torch)
 
 
 def _await_setup_context(fwd: Callable[..., Any], state: RegionSpec) -> None:
-    """Leave `state` for the `setup_context` that torch calls right after this forward, which gets the ctx."""
+    """Hand `state` to the `setup_context` that torch calls right after this forward, since only that gets the ctx."""
     thread.forward = state
     for cls in _applied(sys._getframe(2), fwd):
         if not hasattr(cls.setup_context, "_ampkit_wraps"):
@@ -124,7 +139,7 @@ def _await_setup_context(fwd: Callable[..., Any], state: RegionSpec) -> None:
 
 
 def _applied(frame: FrameType | None, fwd: Callable[..., Any]) -> list[type[Function]]:
-    """The function that is being applied; since torch 2.15, where no frame tells, all that have this forward."""
+    """The `Function` being applied; since torch 2.15, where no frame shows it, all that have this forward."""
     while frame is not None:
         cls = frame.f_locals.get("cls") or frame.f_locals.get("autograd_function")
         if isinstance(cls, type) and issubclass(cls, Function) and _forward_is(cls, fwd):
@@ -154,7 +169,7 @@ def _take_state(setup_context: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cast(value: Any, kind: str, dtype: torch.dtype) -> Any:
-    """Eligible tensors cast, containers rebuilt in their own type; strings, bytes, arrays and the rest untouched."""
+    """Eligible tensors cast, containers rebuilt in their own type; strings, bytes, arrays and the rest as they are."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if is_eligible(value, kind) else value
     if isinstance(value, Mapping):

@@ -18,7 +18,7 @@ from ampkit.region.spec import RegionSpec
 
 
 class Region(AbstractContextManager[Any], Protocol):
-    """What an `autocast` is to a decorator."""
+    """What the decorator needs of an `autocast`."""
 
     spec: RegionSpec
 
@@ -55,7 +55,7 @@ def _plain(region: Region, func: Callable[..., Any]) -> Any:
         policy = region.spec.policy
         if policy is not None and policy.modules and args and isinstance(args[0], Module):
             root = args[0]      # a module's own forward: its children's paths count from it
-        region.enter(root)      # not `with`: torch.compile follows no context manager that was made outside its trace
+        region.enter(root)      # not `with`: torch.compile traces no context manager that was made outside
         try:
             return func(*args, **kwargs)
         finally:

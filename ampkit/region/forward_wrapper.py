@@ -15,6 +15,7 @@ import torch
 from torch.nn import Module
 
 from ampkit.containers import cast_tree
+from ampkit.policy.dtypes import as_dtype
 from ampkit.policy.policy import Policy
 from ampkit.region.autocast import autocast
 from ampkit.region.weight_cache import WeightCache
@@ -123,30 +124,33 @@ def _make(make: Callable[..., M], arguments: tuple[Any, ...], args: tuple[Any, .
 def wrap_forward(
     module: M,
     device_type: str | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     enabled: bool = True,
     cache_enabled: bool | None = None,
     *,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     cache: WeightCache | None = None,
-    cast_outputs: torch.dtype | None = None,
+    cast_outputs: torch.dtype | str | None = None,
 ) -> M:
     """Run `module`'s forward, from now on and in every replica and copy, inside `autocast` with these arguments.
 
     As decorating `forward` with `autocast`, for modules one cannot edit: threads of `nn.DataParallel` or
     `parallel_apply` each enter the region themselves. Each call is a region of its own, which casts every weight: in
     `generate()` for each token. `cache=WeightCache()` keeps casts from call to call, as far as it can see that weights
-    were not written, which is why it is not the default. `cast_outputs`: a dtype for the floating-point tensors that
-    forward returns, in any nesting of containers; None leaves them. Returns `module`, whose class is now a subclass of
-    the one it had; `unwrap_forward` gives that back.
+    were not written, which is why it is not the default. `cast_outputs`: a dtype, or its name, for the floating-point
+    tensors that forward returns, in any nesting of containers; None leaves them. Returns `module`, whose class is now a
+    subclass of the one it had; `unwrap_forward` gives that back.
 
-    Raises `TypeError` for anything but a module or a dtype, `RuntimeError` if it is wrapped already or has a forward of
-    its own that its class does not know, and what `autocast` raises.
+    Raises `TypeError` for anything but a module or a dtype, `ValueError` for an unknown name, `RuntimeError` if it is
+    wrapped already or has a forward of its own that its class does not know, and what `autocast` raises.
     """
     if not isinstance(module, Module):
         raise TypeError(f"wrap_forward takes an nn.Module, got {type(module).__name__}; decorate functions instead")
-    if cast_outputs is not None and not isinstance(cast_outputs, torch.dtype):
-        raise TypeError(f"cast_outputs is {cast_outputs!r}; expected a torch.dtype such as torch.float32, or None")
+    outputs = as_dtype(cast_outputs)
+    if outputs is not None and not isinstance(outputs, torch.dtype):
+        raise (ValueError if isinstance(outputs, str) else TypeError)(
+            f"cast_outputs is {outputs!r}; expected a torch.dtype such as torch.float32, its name, or None"
+        )
     cls = type(module)
     if isinstance(module, _Wrapped):
         raise RuntimeError(f"this {cls.__name__} is wrapped already; a second region would only repeat the first")
@@ -156,7 +160,7 @@ def wrap_forward(
             "module.forward = autocast(...)(module.forward)"
         )
     args = device_type, dtype, enabled, cache_enabled
-    _Wrapped.put_around(module, _Region(args, {"policy": policy, "cache": cache}, cast_outputs))
+    _Wrapped.put_around(module, _Region(args, {"policy": policy, "cache": cache}, outputs))
     return module
 
 

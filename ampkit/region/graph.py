@@ -1,11 +1,11 @@
 """Regions inside `torch.compile`: what Dynamo traces in place of the eager region.
 
-Dynamo cannot follow the dispatcher state that a region changes, so a traced region calls two functions that Dynamo
-puts into the graph as they are, and also runs while it traces. Whoever runs the graph after that (AOTAutograd to trace
-it, `backend="eager"` for real, `torch.export`) opens and closes the region where the user's code did, and casts what
-the region's policy casts, no more and no less. What AOTAutograd hands to inductor holds casts and no region.
+Dynamo cannot trace changes of dispatcher state, so a traced region calls two functions that Dynamo puts into the graph
+as they are, and also runs while it traces. Whatever runs the graph afterwards (AOTAutograd to trace it,
+`backend="eager"`, `torch.export`) opens and closes the region where the user's code did, and casts exactly what the
+region's policy casts. The graph that AOTAutograd hands to inductor holds casts and no region.
 
-A region that is open around a compiled call is another matter: see `policy_guard`.
+For a region that is open around a compiled call, see `policy_guard`.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def enter_region(
 ) -> None:
     """Open a region given by constants, as a graph holds them: `rules` is a `Policy.text`.
 
-    `changes` is how often `register_op` had been called: as a constant of the graph it makes Dynamo trace anew.
+    `changes` counts calls of `register_op`: a constant in the graph, so that Dynamo retraces after another call.
     """
     stack = thread.regions
     leave_ended(stack)
     tracing_in = tracer()
-    if tracing_in is not None:      # which has to close the regions that it leaves open where it fails or stops
+    if tracing_in is not None:      # it must close the regions that it leaves open if it fails or stops
         at_end_of_trace(tracing_in, functools.partial(leave_down_to, stack, len(stack)))
     caller = sys._getframe(1)
     spec = _spec(device_type, dtype, enabled, cache_enabled, rules)
@@ -59,12 +59,12 @@ def leave_region() -> None:
 
 @functools.lru_cache(maxsize=256)
 def _spec(device_type: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool, rules: str | None) -> RegionSpec:
-    """The region these constants mean. It was checked, and warned about, when the user made it."""
+    """The region these constants describe. It was checked, with its warnings, when the user made it."""
     policy = None if rules is None else Policy.from_text(rules)
     return RegionSpec(device_type, dtype, enabled, cache_enabled, policy)
 
 
-@called_while_tracing       # so that it runs when Dynamo, which takes seconds to import, is there
+@called_while_tracing       # so not before Dynamo is imported, which takes seconds
 def _let_in_graphs() -> bool:
     put_in_graphs(enter_region)
     put_in_graphs(leave_region)

@@ -1,9 +1,8 @@
 """`Policy.for_modules` inside `torch.compile`: hooks that Dynamo can trace.
 
-Dynamo traces the hooks of the modules it inlines, also hooks that traced code has just put in place. What a module's
-rule is, they ask of ordinary Python code, which Dynamo calls once, while it traces and with the regions entered so far
-open, and whose answer it keeps for as long as it meets the same module objects. All state here is undone by the time
-the trace ends.
+Dynamo traces the hooks of the modules it inlines, also hooks that traced code has just registered. They look a module's
+rule up in Python code that Dynamo calls while it traces, with the regions entered so far open; Dynamo keeps the result
+as a constant and guards on the module objects. All state here is undone by the time the trace ends.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ _KEY: Any = "ampkit.compiled"
 
 
 class Watch:
-    """The module rules that hold where the trace has got to."""
+    """The module rules in force at the current point of the trace."""
 
     def __init__(self, policy: Policy | None, root: Module | None, inside: tuple[int, ...] = ()) -> None:
         self.policy = policy        # of a traced region; None: of the region around the compiled call
-        self.inside = inside        # the way from there to the policy in force: positions of rules that are policies
+        self.inside = inside        # positions of the rules that lead from there to the nested policy in force
         self.root = root
         self.outermost: Module | None = None    # paths count from it where `root` is None
 
     def rule(self, module: Module) -> str | None:
-        """What `rule_name` says of a module that is running."""
+        """The `rule_name` of a running module."""
         root = self.outermost if self.root is None else self.root
         return _rule_name(_address(self.policy), self.inside, id(root), id(module), _following())
 
     def within(self, position: str) -> Watch:
-        """What holds inside a module whose rule came from there; "" if the rule is a dtype."""
+        """The watch inside a module with the rule at `position`; "" for a rule that is a dtype."""
         if position == "":
             return self
         watch = Watch(self.policy, self.root, (*self.inside, int(position)))
@@ -78,9 +77,9 @@ def leave(region: RegionSpec) -> None:
 
 
 def _leave_modules(n_watches: int) -> None:
-    """Leave the modules with a rule that the trace has entered since there were so many watches.
+    """Leave the modules with a rule whose watches come after the first `n_watches`.
 
-    More than one where an exception ended a module: Dynamo runs no hooks then.
+    There are several if an exception ended a module: Dynamo runs no hooks then.
     """
     while len(_watches) > n_watches:
         _watches.pop()
@@ -88,7 +87,7 @@ def _leave_modules(n_watches: int) -> None:
 
 
 def _has_rules(region: RegionSpec) -> bool:
-    # Not `bool(...modules)`: Dynamo learnt to trace that of an object with `__bool__` after torch 2.11.
+    # Not `bool(...modules)`: Dynamo traces `__bool__` of a user-defined object only since torch 2.12.
     return region.policy is not None and len(region.policy.modules.items) > 0
 
 
@@ -108,7 +107,7 @@ def _install() -> None:
         put_hooks(_KEY, before, after)
 
 
-AROUND: Any = "ampkit"      # the key of the hooks of a region that is really open; they call these in a trace
+AROUND: Any = "ampkit"      # key of the eager regions' hooks, which call `before` and `after` in a trace
 
 
 def before(module: Module, args: Any) -> None:
@@ -137,9 +136,9 @@ def after(module: Module, args: Any, output: Any) -> None:
 
 
 def rule_name(policy: Policy, inside: tuple[int, ...], root: Module, module: Module) -> str | None:
-    """The rule of a module as a constant that Dynamo can keep; None if the module has no rule.
+    """The rule of a module as a constant for Dynamo; None if the module has no rule.
 
-    That is the device type, a dtype or "", the position of the rule among the policy's or "", and a `Policy.text`.
+    `device type|dtype or ""|position of a rule that is a policy, or ""|Policy.text`.
     """
     for position in inside:
         policy = policy.modules.items[position][1]
@@ -158,7 +157,7 @@ def _rule_name(
 ) -> str | None:
     root, module = object_at(root_id), object_at(module_id)
     policy = None if policy_id == 0 else object_at(policy_id)
-    if policy_id != 0 and not hasattr(policy, "modules"):      # an object of Dynamo's
+    if policy_id != 0 and not hasattr(policy, "modules"):      # a stand-in of Dynamo's
         raise NotImplementedError(
             "a policy with module rules was made in the function that is compiled; call for_modules outside of it"
         )

@@ -1,16 +1,16 @@
-"""The dispatch mode that autocast rests on, lifted above autograd.
+"""The dispatch mode behind autocast, at a key above autograd.
 
 A `TorchDispatchMode` usually sits at the dispatch key `Python`, below autograd: a cast made there is not
 differentiated, and `linear` arrives as `t` + `addmm`. This one is put at a key above autograd, above functorch and
-above torch's own autocast: an operator meets it whole and first, and what it does is differentiated, vmapped and
-traced as if the casts had been written by hand.
+above torch's own autocast: it sees an operator first and before decomposition, and its casts are differentiated,
+vmapped and traced as if they had been written by hand.
 
 The key is `TESTING_ONLY_GenericMode`, which torch defines and no build of torch uses. A kernel is registered there for
-each operator that some policy lists; every other operator falls through in C++, at no cost, also into composites,
-whose parts meet the mode again. The key is included only while a region is open, so the registrations mean nothing
-outside. Because the mode does not need torch's autocast keys excluded, the region's state *is* torch's own autocast
-state: `torch.is_autocast_enabled(...)`, `torch.autocast(enabled=False)` in a library, activation checkpointing and
-operators with `register_autocast` all see it. docs/architecture.md has the measurements behind this.
+each operator that some policy lists; for every other operator the key is a fallthrough, at no cost, also for
+composites, whose parts are dispatched through the key again. The key is included only while a region is open, so the
+registrations mean nothing outside. Because the mode does not need torch's autocast keys excluded, the region's state
+*is* torch's own autocast state: `torch.is_autocast_enabled(...)`, `torch.autocast(enabled=False)` in a library,
+activation checkpointing and operators with `register_autocast` all see it. docs/architecture.md has the measurements.
 
 The open region is kept in torch's thread-local store, which autograd hands to its worker threads: backward meets the
 mode of whoever called backward, as with torch.amp.
@@ -52,24 +52,24 @@ from ampkit.torch_internals.operators import OpOverload
 
 _NO_ARGUMENTS: Mapping[str, Any] = {}
 
-# Used for every listed operator: finding these by way of their modules and classes takes longer than asking them.
+# Used for every listed operator: looking these up through their modules would take longer than the calls.
 _enabled, _dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
 _LOWER, _DECOMPOSE = Rule.LOWER, Rule.DECOMPOSE
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 
-_installed: weakref.WeakValueDictionary[int, RuleTable] = weakref.WeakValueDictionary()     # that have their kernels
+_installed: weakref.WeakValueDictionary[int, RuleTable] = weakref.WeakValueDictionary()     # with their kernels
 
 
 class AutocastMode(TorchDispatchMode):
     """What an open region does to operators: one policy per device type, and a weight cache.
 
-    Nothing in it changes, so regions with the same policies and cache share one. Whether a device's autocast is enabled
-    and its dtype are read from torch at every operator, so a `torch.autocast` region inside, of any library, is
-    respected. `DispatchGuard` puts it at its key; it refuses the place where `with` would put it, below autograd.
+    Immutable, so regions with the same policies and cache share one. Whether a device's autocast is enabled, and its
+    dtype, are read from torch at every operator, so a `torch.autocast` region inside, of any library, is respected.
+    `DispatchGuard` puts it at its key; `with` raises, since it would put the mode below autograd.
     """
 
-    record: Any = None      # where the calls are noted, while a record is being taken; see `recording`
+    record: Any = None      # where calls are recorded, if they are; see `recording`
 
     def __init__(self, policies: tuple[tuple[str, Policy], ...], cache: WeightCache | RegionCache | None) -> None:
         super().__init__()
@@ -90,10 +90,10 @@ class AutocastMode(TorchDispatchMode):
 
     @functools.cached_property
     def closed_copy(self) -> AutocastMode:
-        """The mode as it stays in the thread when its region has been left, with none around it.
+        """The mode that stays in TLS after the outermost region is left.
 
-        Backward of `torch.cond` and its kind computes the forward again under the dispatcher keys that forward saw,
-        the mode's key among them, wherever it is called.
+        Backward of `torch.cond` and other higher-order operators recomputes the forward under the dispatch keys that
+        it saw, the mode's key among them, wherever backward is called.
         """
         mode = AutocastMode(self.policies, None)
         mode.open = False
@@ -112,9 +112,9 @@ class AutocastMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Cast what the policy casts, and call `func` with neither this mode nor torch's autocast in the way.
+        """Cast what the policy casts, and call `func` with this mode's key and torch's autocast keys excluded.
 
-        NotImplemented if no rule in force names `func`: the operator then goes on as if the mode were not there.
+        NotImplemented if no rule in force names `func`: the operator is then redispatched below the mode's key.
         """
         call = self.prepare(func, args, _NO_ARGUMENTS if kwargs is None else kwargs)
         if call is None:
@@ -126,7 +126,7 @@ class AutocastMode(TorchDispatchMode):
             return run(*args, **kwargs)
 
     def prepare(self, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call | None:
-        """The call to make in place of `op(*args, **kwargs)`; None to go on as if the mode were not there."""
+        """The call to make in place of `op(*args, **kwargs)`; None if no rule in force names `op`."""
         if len(self.tables) == 1:
             device, table = self.tables[0]
             rule = table.get(op)
@@ -163,7 +163,7 @@ class AutocastMode(TorchDispatchMode):
             dtype = casting.widest_dtype(args, device)
             if kwargs:
                 dtype = casting.widest_dtype(kwargs.values(), device, dtype)
-            # Any other is the one dtype of them all: nothing to cast, but in a region that computes all in float32.
+            # Any other dtype is common to all: nothing to cast, except in a region that computes all in float32.
             if dtype is torch.float32 or (dtype is not None and _dtype_of(device) is torch.float32):
                 cast = casting.cast_to(device, torch.float32)
                 args, kwargs = cast.args(args), cast.kwargs(kwargs)
@@ -175,20 +175,20 @@ class AutocastMode(TorchDispatchMode):
 
 
 class DispatchGuard:
-    """One entry of a mode into this thread's dispatcher state, and what to put back on leaving.
+    """Puts a mode into this thread's dispatcher state, and restores that state on leaving.
 
-    Made before anything changes, and everything is put back as a value: `leave` undoes an `enter` that an exception has
-    cut short, and called again completes a `leave` that one has cut short.
+    The state is recorded before anything changes and restored as values: `leave` also undoes an `enter`, or completes a
+    `leave`, that an exception cut short.
     """
 
-    __slots__ = ("active", "excluded", "included", "mark", "met", "mode", "previous")
+    __slots__ = ("active", "excluded", "included", "mark", "mode", "previous", "unlisted_included")
 
     def __init__(
         self, mode: AutocastMode, previous: AutocastMode | None, *, active: bool, everything: bool = False
     ) -> None:
-        """`mode` is to come in place of `previous`, the `current` one. With `active` False operators go past it.
+        """`mode` replaces `previous`, the `current` one. With `active` False its key is excluded.
 
-        `everything`: it meets the operators that no list names as well.
+        `everything`: operators that no list names are intercepted as well.
         """
         self.mode = mode
         self.previous = previous
@@ -196,18 +196,18 @@ class DispatchGuard:
         self.included = is_included(KEY)
         self.excluded = is_excluded(KEY)      # inside a disabled region, or inside an operator
         self.mark = thread.mark
-        self.met: bool | None = all_float32.prepare() if everything else None
+        self.unlisted_included: bool | None = all_float32.prepare() if everything else None
 
     def enter(self) -> None:
-        """Make the mode the thread's."""
+        """Put the mode into TLS and include its key."""
         put_in_tls(TLS_NAME, self.mode)
         policy_guard.write(self.mode.mark if self.active else ())
         if self.active and not self.included:
             set_included(KEY, True)
         if self.excluded is self.active:
             set_excluded(KEY, not self.active)
-        if self.met is False:
-            all_float32.meet(True)
+        if self.unlisted_included is False:
+            all_float32.include(True)
 
     def leave(self, *, again: bool = False) -> None:
         """Restore the state found on entry; `again` after `enter` or `leave` was cut short."""
@@ -215,8 +215,8 @@ class DispatchGuard:
             set_included(KEY, self.included)
         if again or self.excluded is self.active:
             set_excluded(KEY, self.excluded)
-        if self.met is not None:
-            all_float32.meet(self.met)
+        if self.unlisted_included is not None:
+            all_float32.include(self.unlisted_included)
         policy_guard.write(self.mark, anew=again)
         put_in_tls(TLS_NAME, self.previous or self.mode.closed_copy)
 

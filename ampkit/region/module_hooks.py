@@ -1,7 +1,7 @@
 """Entering the regions that `Policy.for_modules` asks for, as modules run.
 
-Global forward hooks, in place only while a region whose policy has module rules is open. They follow which module runs
-inside which, name each by its path from the outermost one, and enter a region of the module's own around its forward.
+Global forward hooks, registered only while a region whose policy has module rules is open. They track which module runs
+inside which, find each one's path from the outermost, and enter a region around its forward if a rule matches.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -25,18 +24,20 @@ from ampkit.region.running_modules import Called, Followed, in_force
 from ampkit.region.spec import RegionSpec
 from ampkit.region.stack import is_entered, pop, push
 from ampkit.region.thread_state import thread
+from ampkit.region.unused_patterns import warn_of_unused
 from ampkit.torch_internals.dynamo import dynamo_skip, frame_on_stack, tracing
+from ampkit.torch_internals.forks import renewed_lock
 from ampkit.torch_internals.modules import put_hooks, take_hooks
 
-_lock = threading.RLock()       # a signal's handler may open a region with module rules while one is being opened
-_watches: weakref.WeakSet[Watch] = weakref.WeakSet()        # of all threads; those of a thread that ends go with it
-_KEY = AROUND       # one key, where a handle has a new one each time: torch.compile guards on the keys
+_lock = renewed_lock(__name__, "_lock")     # reentrant: a signal handler may open such a region too
+_watches: weakref.WeakSet[Watch] = weakref.WeakSet()        # of all threads; freed with their thread
+_KEY = AROUND       # constant, unlike a RemovableHandle's id: torch.compile guards on hook keys
 
 
 class Watch:
-    """One region with module rules to be open, `begin` to `remove`; the hooks are there while any is.
+    """An open region with module rules, from `begin` to `remove`; the hooks are registered while there is any.
 
-    Paths count from `root`; from the outermost module called in the region where that is None.
+    Paths count from `root`; if that is None, from the outermost module called in the region.
     """
 
     def __init__(self, policy: Policy, root: Module | None) -> None:
@@ -44,40 +45,41 @@ class Watch:
         self.modules = thread.modules
         self.n_followed = len(self.followed)
         self.depth = len(self.modules)
-        self.region = Followed(policy, root, self.depth)
-        self.at_end = weakref.finalize(self, _thread_ended)     # with the region open
+        self.region = Followed(policy, root, self.depth, [] if root is None else [root])
+        self.at_end = weakref.finalize(self, _thread_ended)     # if it ends with the region open
         self.at_end.atexit = False
         if root is None and self.followed and self.followed[-1].policy == policy:
-            self.region = self.followed[-1]     # a region inside that has this policy from outside
+            self.region = self.followed[-1]     # a nested region that inherits the policy
 
     def begin(self) -> None:
-        """Follow the modules that run in this thread."""
+        """Start to track the modules that run in this thread."""
         self.followed.append(self.region)
         _watches.add(self)
         _place_hooks()
 
     def remove(self) -> None:
-        """Stop watching. Once more, it completes a `begin` or `remove` that was cut short."""
+        """Stop; also completes a `begin` or `remove` that was cut short."""
         self.at_end.detach()
         del self.followed[self.n_followed :]
         del self.modules[self.depth :]      # of modules that were interrupted; their hooks did not run
         _watches.discard(self)
         _place_hooks()
+        warn_of_unused(self.region.policy.modules, self.region.roots)
 
 
 def _place_hooks() -> None:
-    """Put the hooks where torch looks for them, or take them away: are there regions to watch?"""
+    """Register the global hooks if there is a region to watch, else remove them."""
     with _lock:
-        if any(_watches):       # one that has just died may still be counted
+        if any(_watches):       # `len` may still count one that was just freed
             put_hooks(_KEY, _enter, _leave, always=True)
         else:
             take_hooks(_KEY, always=True)
 
 
 def _thread_ended() -> None:
-    """Take hooks away that nobody needs, unless the lock is held: the holder or the next region will.
+    """Remove hooks that no region needs, unless the lock is held: then its holder or the next region does.
 
-    Nothing that dies may wait. A thread's data dies in a forked child as well, where no thread is left to let go.
+    A finalizer must not block. This one also runs in a forked child, where no thread is left to release the lock.
     """
     if _lock.acquire(blocking=False):
         try:
@@ -87,9 +89,7 @@ def _thread_ended() -> None:
 
 
 def _forked() -> None:
-    """In a child process: only the thread that forked is there, and the lock may be held by another."""
-    global _lock
-    _lock = threading.RLock()
+    """In a forked child: only the thread that forked exists there."""
     _watches.intersection_update([watch for watch in _watches if watch.followed is thread.followed])
     _place_hooks()
 
@@ -99,7 +99,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def watch_again() -> Callable[[], Watch | None]:
-    """Watches for a recompute of what runs here: modules are followed there as here, by paths from the same module."""
+    """Makes the `Watch` for a recompute of what runs here, with paths from the same root."""
     if not thread.followed:
         return _no_watch
     found = thread.followed[-1]
@@ -120,8 +120,11 @@ def _enter(module: Module, args: Any) -> None:
     if not thread.followed:
         return
     leave_interrupted()
-    policy = thread.followed[-1].policy
-    root = thread.followed[-1].start(module)
+    watched = thread.followed[-1]
+    policy = watched.policy
+    root = watched.start(module)
+    if root is module:
+        watched.roots.append(root)
     value = policy.modules.find(module, path_of(root, module)) if in_force(policy) else None
     region = None if value is None else _region(policy, value)
     try:
@@ -135,7 +138,7 @@ def _enter(module: Module, args: Any) -> None:
 
 
 def leave_interrupted() -> None:
-    """Leave the modules that were called last and ended by an exception that runs no hooks, `KeyboardInterrupt`."""
+    """Leave the innermost modules whose call ended without running hooks, as with `KeyboardInterrupt`."""
     followed = thread.followed
     if not followed:
         return
@@ -151,15 +154,15 @@ def _leave(module: Module, args: Any, output: Any) -> None:
         return
     if module not in [called.module for called in thread.modules]:
         return      # it was entered before the region was
-    while _leave_last() is not module:      # a module inside it was interrupted by what runs no hooks
+    while _leave_last() is not module:      # a module inside it ended without running hooks
         pass
 
 
 def _leave_last() -> Module:
-    """Note the end of the module that was called last, and leave the region that was entered for it."""
+    """Drop the innermost module, and leave the region that was entered for it."""
     depth = len(thread.modules) - 1
     called = thread.modules[depth]
-    if called.region is not None and is_entered(called.region):     # it may be left already: by an interrupt
+    if called.region is not None and is_entered(called.region):     # an interrupt may have left it
         pop(called.region)
     del thread.modules[depth:]
     return called.module

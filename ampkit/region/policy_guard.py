@@ -1,22 +1,19 @@
-"""What tells compiled code of one region from that of another: a mark in torch's own autocast state.
+"""A Dynamo guard on the policy: a mark in torch's own autocast state, on which Dynamo guards already.
 
-A function that is compiled, and called inside a region, is traced with the region's casts. Dynamo runs its code again
-only while torch's autocast state is what it was: enabled or not and dtype, for each device type. Two regions that
-differ in policy alone would look the same to it, and to AOTAutograd's cache on disk. So a region whose policy is not
-torch.amp's list writes down which policy it is: as the autocast dtype of device types that torch still lists and
-that no build of torch can run, one dtype standing for one digit. Nothing is cast by that; torch's guards do the rest,
-in C++, at the price of two calls when a region is entered.
+A function that is compiled, and called inside a region, is traced with the region's casts. Dynamo guards on enabled and
+dtype of torch's autocast for each device type. Two regions that differ in policy alone would look the same to these
+guards, and to AOTAutograd's cache on disk. So a region whose policy is not torch.amp's list encodes its policy as the
+autocast dtype of device types that torch still lists and that no build of torch can run, one dtype per digit. Nothing
+is cast by that; torch's guards check it in C++. Entering a region costs two calls more.
 
-A mark has room for about two thousand policies, so the cache on disk, which other processes share, is also given
-the policy in full, through `torch.compiler.config.cache_key_tag`, while Dynamo compiles.
+There are about two thousand marks, so the cache on disk, which other processes share, is also given the full policy,
+through `torch.compiler.config.cache_key_tag`, while Dynamo compiles.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import os
-import threading
 from typing import Any
 
 import torch
@@ -24,6 +21,7 @@ import torch
 from ampkit.policy.policy import Policy, register_changes, registered
 from ampkit.region.thread_state import thread
 from ampkit.torch_internals.dynamo import compile_callbacks, forget_compiled
+from ampkit.torch_internals.forks import renewed_lock
 from ampkit.torch_internals.operators import autocast_device_types
 
 _DEVICES = ("ipu", "maia")
@@ -32,19 +30,9 @@ _DIGITS = sorted({value for value in vars(torch).values() if isinstance(value, t
 Mark = tuple[tuple[str, torch.dtype], ...]
 _EVERY: Mark = tuple((device, torch.float32) for device in _DEVICES)
 
-_marking_lock = threading.RLock()
+_marking_lock = renewed_lock(__name__, "_marking_lock")
 _marks: dict[str, Mark] = {}
 _texts: dict[Mark, str] = {}
-
-
-def _forked() -> None:
-    """In a child process: the lock may be held by a thread that is not there."""
-    global _marking_lock
-    _marking_lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
 
 
 class _Tags:
@@ -54,13 +42,13 @@ class _Tags:
 
 
 def mark_of(policies: tuple[tuple[str, Policy], ...]) -> Mark:
-    """The mark of a region with these policies: empty for torch.amp's own list, else unlike any other's here."""
+    """The mark of a region with these policies: empty for torch.amp's own list, else unique in this process."""
     return _mark_of(policies, register_changes())
 
 
 @functools.lru_cache(maxsize=64)     # every recompute of a checkpoint asks, and a policy's text may be long
 def _mark_of(policies: tuple[tuple[str, Policy], ...], changes: int) -> Mark:
-    """The mark as of a number of `register_op` calls."""
+    """The mark after so many `register_op` calls."""
     text = repr(policies)
     if registered():
         text += repr(sorted((op.name(), rule.value) for op, rule in registered().items()))
@@ -85,13 +73,13 @@ def _short_mark(policies: tuple[tuple[str, Policy], ...]) -> Mark | None:
 
 
 def _free_mark(text: str) -> Mark:
-    """A mark that no other policy of this process has; the same in every process, unless another policy was first."""
+    """A mark that no other policy of this process has; the same in every process unless another took it first."""
     room = len(_DIGITS) ** 2
     if len(_texts) >= room:
         _marks.clear()
         _texts.clear()
         _mark_of.cache_clear()
-        forget_compiled()       # what was compiled under the old marks must not answer to the new ones
+        forget_compiled()       # code compiled under an old mark must not match a new one
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
     while True:
         first, second = divmod(number % room, len(_DIGITS))
@@ -102,7 +90,7 @@ def _free_mark(text: str) -> Mark:
 
 
 def write(mark: Mark, *, anew: bool = False) -> None:
-    """Make `mark` the mark of this thread; `anew` where an exception may have cut short the writing of another."""
+    """Set this thread's mark; `anew` if an exception may have cut an earlier write short."""
     before = thread.mark
     if anew or (mark is not before and mark != before):
         if anew:
@@ -118,10 +106,10 @@ def write(mark: Mark, *, anew: bool = False) -> None:
 
 
 def _watch() -> None:
-    """Ask Dynamo, if it is there, to say when it begins and ends to compile. `torch._dynamo.reset` makes it forget."""
+    """Register for the start and end of compilation if Dynamo is imported; `torch._dynamo.reset` drops callbacks."""
     handler = compile_callbacks()
     if handler is not None and _tag not in handler.start_callbacks:     # None also while another thread imports it
-        handler.register_end_callback(_untag)       # first: a start that was never ended would tag all that follows
+        handler.register_end_callback(_untag)       # first: without it, a start would tag all later compilations
         handler.register_start_callback(_tag)
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from itertools import groupby
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,11 +24,13 @@ from ampkit.policy import casting
 from ampkit.policy.module_paths import path_of
 from ampkit.policy.op_table import Rule
 from ampkit.policy.policy import Policy
+from ampkit.region.cast_record import CastRecord, RecordedCall
+from ampkit.region.matrix_products import matrix_products, shape_of
 from ampkit.region.mode import AutocastMode
 from ampkit.region.region_cache import RegionCache
 from ampkit.region.restoring import Restoring
 from ampkit.region.weight_cache import WeightCache
-from ampkit.torch_internals.dynamo import TracingContext
+from ampkit.torch_internals.dynamo import TracingContext, has_compiled
 from ampkit.torch_internals.kernels import GENERAL
 from ampkit.torch_internals.modules import CALL
 from ampkit.torch_internals.operators import OpOverload
@@ -38,62 +39,6 @@ __all__ = ["CastRecord", "RecordedCall", "record_casts"]
 
 _LIBRARIES = tuple(f"{Path(str(package.__file__)).parent}/" for package in (torch, sys.modules["ampkit"]))
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-_HEADER = ("calls", "operator", "rule, set by", "module", "operands", "computed in", "casts", "cached", "MB")
-_FLUSH_RIGHT = frozenset({"calls", "casts", "cached", "MB"})
-
-
-class RecordedCall(NamedTuple):
-    """One call of an operator that a rule names."""
-
-    op: str                             # "aten::linear"
-    rule: Rule
-    layer: str                          # of the policy, that set the rule: "torch", "default", "with_rules[0]", ...
-    why: str
-    module: str                         # path from the outermost module, a class for that one itself; "" outside any
-    line: str                           # of the user's code: "model.py:67"
-    operands: tuple[torch.dtype, ...]   # of the tensors given, lists looked into
-    computed_in: tuple[torch.dtype, ...]    # of the tensors the operator got, or the `dtype` that it was asked for
-    casts: int                          # copies made for this call
-    cached: int                         # casts of weights that were there already
-    nbytes: int                         # read and written by the casts made
-
-
-class CastRecord:
-    """What `record_casts` noted; prints as a table, the calls that cast most first."""
-
-    def __init__(self) -> None:
-        self.calls: list[RecordedCall] = []
-
-    @property
-    def casts(self) -> int:
-        """Copies made."""
-        return sum(call.casts for call in self.calls)
-
-    @property
-    def cached(self) -> int:
-        """Casts of weights that were there already."""
-        return sum(call.cached for call in self.calls)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes read and written by the copies."""
-        return sum(call.nbytes for call in self.calls)
-
-    def __str__(self) -> str:
-        if not self.calls:
-            return "no operator with a rule was called in a region that was entered while recording"
-        rows = [_HEADER, *(_row(calls) for calls in _alike(self.calls))]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(
-                cell.rjust(width) if name in _FLUSH_RIGHT else cell.ljust(width)
-                for name, cell, width in zip(_HEADER, row, widths, strict=True)
-            ).rstrip()
-            for row in rows
-        ]
-        calls = "1 call" if len(self.calls) == 1 else f"{len(self.calls)} calls"
-        total = f"{calls}, {self.casts} casts made ({self.nbytes / 1e6:.3f} MB read and written), "
-        return "\n".join([*lines, f"{total}{self.cached} taken from the cache"])
 
 
 class record_casts(Restoring[CastRecord], contextlib.ContextDecorator):
@@ -122,6 +67,8 @@ class record_casts(Restoring[CastRecord], contextlib.ContextDecorator):
 
     def restore(self, *, again: bool) -> None:
         _taken[:] = [record for record in _taken if record is not self.taken]      # not always the last: threads
+        if not self.taken.calls:
+            self.taken.compiled = self.taken.compiled or has_compiled()
 
 
 _taken: list[CastRecord] = []
@@ -148,19 +95,28 @@ class _RecordingMode(AutocastMode):
         self.kernels = GENERAL
         self.record = record
         self.reused = _Reused()
+        self.results = _Results()
         if cache is not None:
             self.lookup = functools.partial(_look_up, cache, self.reused)
 
     def prepare(self, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self.reused.casts = []
         call = super().prepare(op, args, kwargs)
-        if call is not None and TracingContext.try_get() is None:
-            self.record.calls.append(self._noted(op, (*args, *kwargs.values()), (*call[1], *call[2].values())))
+        if call is not None:
+            if TracingContext.try_get() is None:
+                noted = self._noted(op, args, kwargs, (*call[1], *call[2].values()))
+                self.record.calls.append(noted)
+                if _is_raised(noted):
+                    call = functools.partial(_noting_results, call[0], self.results, noted), call[1], call[2]
+            else:
+                self.record.compiled = True
         self.reused.casts = []
         return call
 
-    def _noted(self, op: OpOverload, given: tuple[Any, ...], got: tuple[Any, ...]) -> RecordedCall:
-        before, after = list(casting.tensors(given)), list(casting.tensors(got))
+    def _noted(
+        self, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], got: tuple[Any, ...]
+    ) -> RecordedCall:
+        before, after = list(casting.tensors((*args, *kwargs.values()))), list(casting.tensors(got))
         cast = [(old, new) for old, new in zip(before, after, strict=True) if old is not new]
         made = [(old, new) for old, new in cast if not any(new is kept for kept in self.reused.casts)]
         policy = next(
@@ -173,9 +129,16 @@ class _RecordingMode(AutocastMode):
         _, rule, layer, why = policy.explain(op)
         asked = tuple(value for value in got if rule is Rule.FLOAT32_DTYPE_ARG and isinstance(value, torch.dtype))
         module, line = _whereabouts(sys._getframe(1))
+        undone = [
+            (maker, _nbytes(old) + _nbytes(new))
+            for old, new in made
+            if new.dtype.itemsize == 2 and (maker := self.results.maker_of(old)) is not None
+        ]
         return RecordedCall(
             op.name(), rule, layer, why, module, line, _dtypes(before), asked or _dtypes(after),
             len(made), len(cast) - len(made), sum(_nbytes(old) + _nbytes(new) for old, new in made),
+            tuple(map(shape_of, before)), matrix_products(op.name(), args, kwargs),
+            undone[0][0] if undone else None, sum(nbytes for _, nbytes in undone),
         )
 
 
@@ -184,6 +147,39 @@ class _Reused(threading.local):
 
     def __init__(self) -> None:
         self.casts: list[Tensor] = []
+
+
+class _Results:
+    """Results of operators that were cast up to float32, for as long as they live, with the calls that made them."""
+
+    def __init__(self) -> None:
+        self._makers: dict[int, tuple[weakref.ref[Tensor], RecordedCall]] = {}
+
+    def note(self, tensor: Tensor, call: RecordedCall) -> None:
+        """A call has made this tensor."""
+        key = id(tensor)
+        self._makers[key] = weakref.ref(tensor, lambda _: self._makers.pop(key, None)), call
+
+    def maker_of(self, tensor: Tensor) -> RecordedCall | None:
+        """The call that made a tensor, or the one that it is a view of."""
+        for each in (tensor, tensor._base):
+            reference, call = self._makers.get(id(each), (None, None))
+            if reference is not None and reference() is each:
+                return call
+        return None
+
+
+def _is_raised(call: RecordedCall) -> bool:
+    """Whether an operator was given 16 bits and computes in float32."""
+    return torch.float32 in call.computed_in and any(dtype.itemsize == 2 for dtype in call.operands)
+
+
+def _noting_results(run: Callable[..., Any], results: _Results, call: RecordedCall, *args: Any, **kwargs: Any) -> Any:
+    """The operator itself, whose results are noted."""
+    result = run(*args, **kwargs)
+    for tensor in casting.tensors(result if isinstance(result, tuple | list) else (result,)):
+        results.note(tensor, call)
+    return result
 
 
 def _look_up(cache: WeightCache | RegionCache, reused: _Reused, leaf: Tensor, dtype: torch.dtype) -> Tensor:
@@ -225,33 +221,3 @@ def _nbytes(tensor: Tensor) -> int:
 
 def _dtypes(tensors: Sequence[Tensor]) -> tuple[torch.dtype, ...]:
     return tuple(tensor.dtype for tensor in tensors)
-
-
-def _row(calls: Sequence[RecordedCall]) -> tuple[str, ...]:
-    """The cells of calls that differ in numbers only."""
-    first = calls[0]
-    casts, cached, nbytes = (sum(numbers) for numbers in zip(*(call[-3:] for call in calls), strict=True))
-    return (
-        str(len(calls)), first.op, f"{first.rule.name}, {first.layer}", _pattern(first.module), _named(first.operands),
-        _named(first.computed_in), str(casts), str(cached), f"{nbytes / 1e6:.3f}",
-    )
-
-
-def _alike(calls: Sequence[RecordedCall]) -> list[list[RecordedCall]]:
-    """Calls in groups that share a row of the table: modules that differ in numbers only, `blocks.0` and `blocks.1`."""
-    groups: dict[Any, list[RecordedCall]] = {}
-    for call in calls:
-        key = (call.op, call.rule, call.layer, _pattern(call.module), call.operands, call.computed_in)
-        groups.setdefault(key, []).append(call)
-    return sorted(groups.values(), key=lambda group: -sum(call.nbytes for call in group))
-
-
-def _pattern(path: str) -> str:
-    """A module's path as a key of `Policy.for_modules` that means its likes too."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
-
-
-def _named(dtypes: Sequence[torch.dtype]) -> str:
-    """`float32 x2, bfloat16`"""
-    runs = [(str(dtype).removeprefix("torch."), len(list(run))) for dtype, run in groupby(dtypes)]
-    return ", ".join(name if count == 1 else f"{name} x{count}" for name, count in runs)

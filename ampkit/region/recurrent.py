@@ -58,7 +58,7 @@ def flatten_weights(op: Any, args: tuple[Any, ...]) -> None:
 
 
 def _acceptable(weights: Any) -> bool:
-    """Whether cuDNN takes them, and whether they may be moved: casts, not the model's own weights."""
+    """Whether cuDNN accepts them, and they may be moved: casts, not the model's own weights."""
     first = weights[0]
     return (
         torch.backends.cudnn.is_acceptable(first)

@@ -1,7 +1,7 @@
 """Context managers that an interrupt cannot leave half entered or half left.
 
 `KeyboardInterrupt` can be raised between any two instructions. What a context changes is therefore recorded before it
-is changed, and put back as values: putting it back once more does no harm and completes what was cut short.
+is changed, and restored as values: restoring is idempotent, and repeating it completes what was cut short.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Restoring(Generic[T]):
         raise NotImplementedError
 
     def restore(self, *, again: bool) -> None:
-        """Put back what was noted; `again` if a `change` or a `restore` was cut short before."""
+        """Restore what was noted; `again` if a `change` or a `restore` was cut short before."""
         raise NotImplementedError
 
     def __enter__(self) -> T:

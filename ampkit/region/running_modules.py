@@ -20,6 +20,7 @@ class Followed(NamedTuple):
     policy: Policy
     root: Module | None     # where paths start; None: at the outermost module called in the region
     depth: int              # how many modules were running when it was entered
+    roots: list[Module]     # the outermost modules called in it
 
     def start(self, module: Module) -> Module:
         """Where the path of `module`, which is about to run, starts."""
@@ -29,15 +30,15 @@ class Followed(NamedTuple):
 
 
 class Called(NamedTuple):
-    """A module that runs."""
+    """A running module."""
 
     module: Module
     region: RegionSpec | None   # entered for it, if any
-    call: FrameType             # runs its hooks and its forward
+    call: FrameType             # the frame that runs its hooks and its forward
 
 
 def in_force(policy: Policy) -> bool:
-    """Whether the region with `policy` is what operators meet here: no disabled one inside it, nor another policy."""
+    """Whether operators here follow `policy`: no disabled region or one with another policy is inside its own."""
     mode = current()
     return (
         mode is not None

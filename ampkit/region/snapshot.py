@@ -1,4 +1,4 @@
-"""The autocast state of a moment, to be brought back elsewhere: in a recompute, or in another thread."""
+"""The autocast state at one moment, to be restored elsewhere: in a recompute, or in another thread."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ampkit.region.thread_state import thread
 from ampkit.torch_internals import checkpoint
 from ampkit.torch_internals.dispatcher import current
 
-NativeState = Sequence[tuple[str, bool, torch.dtype]]       # of torch: device type, enabled, dtype
+NativeState = Sequence[tuple[str, bool, torch.dtype]]       # torch's own: device type, enabled, dtype
 
 
 def native_state(device_types: Iterable[str]) -> NativeState:
@@ -31,10 +31,9 @@ def native_state(device_types: Iterable[str]) -> NativeState:
 
 
 class reentered(Restoring[None]):
-    """A context for a recompute: regions with these policies, a cache of its own, and modules followed by `watch`.
+    """A context for a recompute: regions with these policies, a cache of its own, and modules tracked by `watch`.
 
-    `native` is the state of torch's to go with it; flags and dtypes that it leaves out are the caller's to restore,
-    around it.
+    `native` is the state of torch's own autocast to restore; the caller restores what it leaves out.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class reentered(Restoring[None]):
         module_hooks.leave_interrupted()
         if self.watching is not None:
             self.watching.remove()
-        leave_ended(thread.regions)      # a recompute ends with an exception when it has what backward needs
+        leave_ended(thread.regions)      # an early stop of the recompute is an exception
         self.guard.leave(again=again)
         _set_native(self.found)
 
@@ -86,7 +85,7 @@ def _set_native(states: NativeState) -> None:
 
 
 class Snapshot:
-    """The autocast state of this thread at this moment, to be restored elsewhere: another thread, or a recompute."""
+    """The autocast state of the calling thread when this is made, to be restored in a recompute or another thread."""
 
     def __init__(self) -> None:
         mode = current()
@@ -96,7 +95,7 @@ class Snapshot:
         self.watch = module_hooks.watch_again()
 
     def restored(self) -> reentered:
-        """A context in which the state is as it was; weights are cast into a cache of its own."""
+        """A context that restores the state; it has a weight cache of its own."""
         return reentered(self.policies, cached=self.cached, watch=self.watch, native=self.native)
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:

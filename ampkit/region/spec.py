@@ -1,4 +1,4 @@
-"""What a region is, once its arguments were checked."""
+"""What a region is, once its arguments have been checked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RegionSpec(NamedTuple):
     cache_enabled: bool
     policy: Policy | None = None        # None: the enclosing region's, else the default
     cache: WeightCache | None = None    # one that outlives the region
-    device: str | None = None           # as the user called it, if otherwise: "cuda:0"
+    device: str | None = None           # as the user wrote it, if different: "cuda:0"
     of_module: bool = False             # entered by a rule of `Policy.for_modules`, around one module
 
     def __str__(self) -> str:

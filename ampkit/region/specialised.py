@@ -1,7 +1,7 @@
-"""The kernels of a policy, one per operator, made when the operator is first called: `policy.operator_kernels` at work.
+"""The kernels of a policy, one per operator, made from `policy.operator_kernels` when the operator is first called.
 
-They hold nothing of a region: whether it is enabled, its dtype and its cache are asked for at each call. So all modes
-with the same rules share them.
+They hold no state of a region: whether it is enabled, its dtype and its cache are read at each call. So all modes with
+the same rules share them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SPECIALISE = os.environ.get("AMPKIT_GENERAL_KERNELS", "0") != "1"
 
 
 def kernels_for(tables: tuple[tuple[str, RuleTable], ...]) -> dict[str, Kernel]:
-    """The kernels of a mode with these rules, by the operator's name. Several devices take the general ones."""
+    """The kernels of a mode with these rules, by operator name. A mode for several devices has the general ones."""
     if len(tables) != 1 or not SPECIALISE:
         return GENERAL
     device_type, table = tables[0]
@@ -48,7 +48,7 @@ class _Kernels(dict[str, Kernel]):
         weights = _weights_on(device_type)
         self.device_type = device_type
         self.rules = {op.name(): rule for op, rule in table.items()}
-        self.words: dict[str, Any] = {
+        self.variables: dict[str, Any] = {
             "_is_excluded": is_excluded, "_set_excluded": set_excluded, "_top_hooks": top_hooks,
             "_dtype_of": torch.get_autocast_dtype, "_weights": weights, "_cast": _cast_on(to_float32, weights),
             "_cast_up": to_float32.tensor, "_eligible": to_float32.eligible, "_common_dtype": common_dtype,
@@ -64,14 +64,14 @@ class _Kernels(dict[str, Kernel]):
         elif make is None:
             kernel = general
         else:
-            kernel = dynamo_skip(make({**self.words, "_general": general, "_operator": binding(op)}))
+            kernel = dynamo_skip(make({**self.variables, "_general": general, "_operator": binding(op)}))
         self[name] = kernel
         return kernel
 
 
 def _weights_on(device_type: str) -> Callable[[torch.dtype], Callable[[Tensor], Tensor]]:
     def weights(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-        """What casts weights to `dtype` in the region that is open."""
+        """The function that casts weights to `dtype` in the open region."""
         cache = get_in_tls(TLS_NAME).cache
         return cast_to(device_type, dtype).tensor if cache is None else cache.weights(device_type, dtype)
 
@@ -84,7 +84,7 @@ def _cast_on(
     eligible = to_float32.eligible
 
     def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """A tensor that is not of this dtype in it, if it is eligible."""
+        """A tensor of another dtype cast to `dtype`, if it is eligible."""
         if not eligible(tensor):
             return tensor
         if tensor.is_leaf and tensor.requires_grad:

@@ -1,8 +1,8 @@
-"""The open regions of a thread: a stack of entries, each of which knows what to put back.
+"""The open regions of a thread: a stack of entries, each of which records the state to restore.
 
 An entry writes torch's own autocast state (enabled, dtype, cache flag) as `torch.autocast` does, and puts a mode above
-it. What it changes is recorded before it is changed and put back as values: putting it back once more completes what an
-interrupt has cut short.
+it. What it changes is recorded first and restored as values. Restoring is therefore idempotent, and repeating it
+completes an enter or a leave that an interrupt cut short.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from ampkit.torch_internals import self_check
 from ampkit.torch_internals.checkpoint import note_region, top_hooks
 from ampkit.torch_internals.dispatcher import current
 from ampkit.torch_internals.dynamo import frame_on_stack, tracer
+from ampkit.torch_internals.forks import clear_torch_cache
 
 
 class Watch(Protocol):
-    """What follows the modules that run while a region with module rules is open."""
+    """Tracks which modules run while a region with module rules is open."""
 
     def __init__(self, policy: Policy, root: Module | None) -> None: ...
     def begin(self) -> None: ...
@@ -38,10 +39,10 @@ class Watch(Protocol):
 
 
 class Entry:
-    """A region that is open: what entering it changed, and what to put back.
+    """An open region: what entering it changes, and the state to restore.
 
-    Made before it changes anything, and put back as values: `leave` undoes an `enter` that an exception has cut short,
-    an interrupt or an error, and completes a `leave` that was cut short.
+    The state is recorded before anything changes, so `leave` also undoes an `enter` that an exception cut short, and
+    completes a `leave` that was cut short.
     """
 
     __slots__ = (
@@ -62,10 +63,10 @@ class Entry:
         if top_hooks(True) is not None:
             note_region(outer)
         self.spec = spec
-        self.frame = frame              # of the compiled graph that enters it, whose call an exception may end
+        self.frame = frame              # of the compiled graph that enters it; an exception may end that call
         self.exit_pending = False       # to be left as soon as nothing is open inside it
-        self.complete = False           # entered to the end, and leaving it has not begun
-        self.leaving: FrameType | None = None   # the call of `leave`, while there is one
+        self.complete = False           # `enter` has ended, and `leave` has not begun
+        self.leaving: FrameType | None = None   # of `leave`, while it runs
         self.enabled = torch.is_autocast_enabled(device_type)
         self.dtype = torch.get_autocast_dtype(device_type)
         self.cache_flag = torch.is_autocast_cache_enabled()
@@ -82,7 +83,7 @@ class Entry:
         self.guard = DispatchGuard(mode, outer, active=active, everything=in_float32)
 
     def enter(self) -> None:
-        """Make the region the thread's."""
+        """Make this the innermost region of the thread."""
         spec = self.spec
         if self.entered_cache is not None:
             self.entered_cache.enter()
@@ -98,7 +99,7 @@ class Entry:
         self.complete = True
 
     def leave(self, *, last: bool) -> None:
-        """Put back what was found on entry."""
+        """Restore the state found on entry."""
         self.leaving = sys._getframe()
         again = not self.complete
         self.exit_pending = True        # if this is cut short, the next region that is entered or left completes it
@@ -108,7 +109,7 @@ class Entry:
         if again:
             self._uncount_again()
         elif torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
+            clear_torch_cache()
         torch.set_autocast_enabled(self.spec.device_type, self.enabled)
         torch.set_autocast_dtype(self.spec.device_type, self.dtype)
         torch.set_autocast_cache_enabled(self.cache_flag)
@@ -121,14 +122,14 @@ class Entry:
         self.leaving = None
 
     def is_overdue(self) -> bool:
-        """Whether it is to be left now: its exit is pending, and not being made further down this thread's stack.
+        """Whether to leave it now: its exit is pending, and no `leave` of it runs further down this thread's stack.
 
-        It is where a signal's handler, or what is freed on leaving, opens a region of its own.
+        One does if a signal handler, or a finalizer that leaving triggers, opens a region of its own.
         """
         return self.exit_pending and (self.leaving is None or not frame_on_stack(self.leaving))
 
     def _uncount_again(self) -> None:
-        """Take the region out of torch's count, where it may not be in it, or no longer."""
+        """Take the region out of torch's nesting count; an interrupt may have come before or after it was counted."""
         level = thread.levels.get(self)
         if level is None:
             return
@@ -138,14 +139,14 @@ class Entry:
         while now < level - 1:
             now = torch.autocast_increment_nesting()
         if now == 0:
-            torch.clear_autocast_cache()
+            clear_torch_cache()
 
 
 _uncached_modes: dict[Any, AutocastMode] = {}
 
 
 def _cache_for(spec: RegionSpec, stack: list[Entry]) -> WeightCache | RegionCache:
-    """The cache of an entry: its own if it was given one, else the enclosing region's, else the thread's."""
+    """The cache of an entry: the one it was given, else the enclosing region's, else the thread's."""
     capture = capturing()
     if spec.cache is not None and not capture:
         return spec.cache
@@ -163,14 +164,14 @@ def _cache_for(spec: RegionSpec, stack: list[Entry]) -> WeightCache | RegionCach
 
 @functools.cache
 def default_policy(device_type: str) -> Policy:
-    """The policy of a region that was given none; one object for each device type."""
+    """The policy of a region that was given none; one object per device type."""
     return Policy.default(device_type)
 
 
 def _mode(
     outer: AutocastMode | None, device_type: str, policy: Policy | None, cache: WeightCache | RegionCache | None
 ) -> AutocastMode:
-    """The mode of a region: its policy for its device type, and what is around it for the others."""
+    """The mode of a region: its policy for its device type, the enclosing mode's for the others."""
     if outer is None:
         policy = policy or default_policy(device_type)
         latest = None if cache is None else cache.latest
@@ -185,7 +186,7 @@ def _mode(
 
 
 def _mode_for(policies: tuple[tuple[str, Policy], ...], cache: WeightCache | RegionCache | None) -> AutocastMode:
-    """The mode for these policies and this cache; made once, unless `register_op` has changed the rules since."""
+    """The mode for these policies and this cache; made once, and again after `register_op` has changed the rules."""
     modes = _uncached_modes if cache is None else cache.modes
     mode = modes.get(policies)
     if mode is None or not _still_serves(mode):
@@ -210,7 +211,7 @@ def push(
 ) -> None:
     """Enter a region; `frame` is that of the compiled graph that enters it, if one does.
 
-    Modules are followed by a `watch` if there is a rule for one; their paths count from `root` where one is given.
+    If the policy has module rules, a `watch` tracks modules; their paths count from `root` if it is given.
     """
     stack = thread.regions
     if stack:
@@ -226,10 +227,10 @@ def push(
 
 
 def leave_down_to(stack: list[Entry], depth: int) -> None:
-    """Leave the innermost regions of this thread until so many are open, and then those whose exit is pending."""
+    """Leave the innermost regions of this thread until `depth` are open, then those whose exit is pending."""
     try:
         _leave_all(stack, depth)
-    except BaseException:       # an interrupt: what it has cut short is done over
+    except BaseException:       # an interrupt: complete what it cut short
         _leave_all(stack, depth)
         raise
 
@@ -243,7 +244,7 @@ def _leave_all(stack: list[Entry], depth: int) -> None:
 
 
 def leave_ended(stack: list[Entry]) -> None:
-    """Leave the innermost regions whose exit is pending, or that a graph entered whose call an exception ended."""
+    """Leave the innermost regions whose exit is pending, or whose compiled graph an exception has ended."""
     while stack:
         frame = stack[-1].frame
         if not stack[-1].is_overdue() and (frame is None or frame_on_stack(frame) or tracer() is not None):
@@ -252,22 +253,22 @@ def leave_ended(stack: list[Entry]) -> None:
 
 
 def pop(spec: RegionSpec) -> None:
-    """Leave a region, which must be the innermost open one of this thread; modules' inside it do not count."""
+    """Leave a region, which must be the innermost open one of this thread, apart from modules' regions inside it."""
     stack = thread.regions
     leave_down_to(stack, depth_without(spec, stack))
 
 
 def is_entered(spec: RegionSpec) -> bool:
     """Whether a region was entered in this thread, and not left."""
-    # No generator: Python says nothing of an interrupt in one that it closes.
+    # A list: Python swallows an interrupt that is raised in a generator while it is closed.
     return id(spec) in [id(entry.spec) for entry in thread.regions]
 
 
 def depth_without(spec: RegionSpec, stack: list[Entry], exc_type: type[BaseException] | None = None) -> int:
-    """How many regions are open once one is left, with those inside it that have to go with it.
+    """How many regions stay open when `spec` is left, together with regions inside it whose own exit did not run.
 
-    Those are of modules, whose forward was interrupted; and any, where an interrupt ends the region, which may have hit
-    the leaving of theirs. `RuntimeError` for a region that is not open, or not the innermost.
+    Those are regions of modules, whose forward was interrupted; and any region, if an interrupt ends `spec`: it may
+    have cut their exit short. Raises `RuntimeError` for a region that is not open, or not the innermost.
     """
     leave_ended(stack)
     depth = len(stack) - 1

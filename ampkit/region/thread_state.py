@@ -17,7 +17,7 @@ class ThreadState(threading.local):
         # Entry -> its level in torch's count of open regions. Looking an entry up the first time counts it: one
         # instruction, so an interrupt comes before or after it, and whether an entry is counted is never in doubt.
         self.levels: defaultdict[Any, int] = defaultdict(torch.autocast_increment_nesting)
-        self.cache: Any = None              # of those that were given none; empty while none is open
+        self.cache: Any = None              # of regions that were given none; empty while none is open
         self.mark: tuple[tuple[str, torch.dtype], ...] = ()     # in torch's autocast state; see `policy_guard`
         self.followed: list[Any] = []       # the open regions with module rules; see `running_modules`
         self.modules: list[Any] = []        # the modules that run in them

@@ -1,4 +1,4 @@
-"""Where `wrap_forward` was: pickles of wrapped modules name it so."""
+"""The former home of `wrap_forward`, by which pickles of wrapped modules refer to it."""
 
 from ampkit.region.forward_wrapper import _make, wrap_forward
 

@@ -1,4 +1,4 @@
-"""The name under which pickles of scalers from version 0.1 look for the default of a dict; nothing else is here."""
+"""The name by which pickles of scalers from version 0.1 refer to the default factory of a dict."""
 
 from ampkit.scaler.optimizer_record import OptimizerRecord as fresh_optimizer_state
 

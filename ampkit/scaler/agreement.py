@@ -1,4 +1,4 @@
-"""A check that ranks whose gradients are reduced by somebody else still train one model."""
+"""A check that data-parallel ranks have not drifted apart."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _COMPARED = ("scale", "updates", "steps", "skips")
 
 
 def check_ranks(scaler: GradScaler, process_group: Any = None) -> None:
-    """Raise where ranks hold different loss scales or have stepped differently often. Every rank has to call it.
+    """Raise if ranks hold different loss scales or have taken different numbers of steps. Every rank must call it.
 
     Under DDP all ranks see the same gradients, and the scaler exchanges nothing. They still drift apart when one of
     them loads another state, or steps parameters that DDP does not know. Call it now and then, after `update`: it costs
-    an all-reduce of eight numbers and one host read. In a single process, and for a disabled scaler, nothing happens.
+    an all-reduce of eight numbers and two host reads. No-op in a single process and for a disabled scaler.
 
     Args:
         scaler: the scaler of this rank.

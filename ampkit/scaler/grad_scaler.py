@@ -11,8 +11,8 @@ attributes and override its private methods: those keep torch's names, shapes an
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -28,21 +28,15 @@ from ampkit.scaler.iteration import Iteration
 from ampkit.scaler.live_scale import LiveScale, strategy_of
 from ampkit.scaler.loss_scale import LossScale
 from ampkit.scaler.optimizer_record import OptimizerRecord
-from ampkit.scaler.overflow import OverflowReport
+from ampkit.scaler.overflow_report import OverflowReport
+from ampkit.scaler.parts import attribute_of
 from ampkit.scaler.scaling import Scaling
 from ampkit.scaler.step_log import OnStuck, StepLog
 from ampkit.scaler.stepping import Stepping
 from ampkit.scaler.unscaling import Unscaling
 
+Outputs = TypeVar("Outputs", bound=Iterable[Any])
 _PARTS = ("_live", "_iteration", "_unscaling", "_log", "_scaling", "_stepping")
-
-
-def _in(part: str, name: str) -> Any:
-    """An attribute of the scaler that lives in one of its parts, by functions that Dynamo can trace."""
-    return property(
-        lambda self: getattr(getattr(self, part), name),
-        lambda self, value: setattr(getattr(self, part), name, value),
-    )
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -59,7 +53,7 @@ class GradScaler(torch.amp.GradScaler):
         enabled: False turns every method into a pass-through.
         loss_scale: a strategy in place of the four numbers above: `DynamicLossScale` with bounds, hysteresis or
             tolerance, `StaticLossScale`, `NoOpLossScale`.
-        process_group: ranks that must skip together although each sees other gradients (sharded by hand, pipelined).
+        process_group: ranks that must skip together although each has other gradients (sharded by hand, pipelined).
             DDP and DTensor gradients (FSDP2, tensor parallel) need nothing.
         allow_fp16: unscale float16 gradients too, for optimizers that keep float32 master weights.
         on_stuck: when gradients overflow at a scale that can hardly fall further (`DynamicLossScale.stuck_scale`):
@@ -118,20 +112,24 @@ class GradScaler(torch.amp.GradScaler):
         self._stepping = Stepping(live, iteration, self._unscaling, self._log)
 
     # torch's private attributes, and settings that may be changed
-    _scale = _in("_live", "scale")
-    _growth_tracker = _in("_live", "growth_tracker")
-    _growth_factor = _in("_live", "growth_factor")
-    _backoff_factor = _in("_live", "backoff_factor")
-    _growth_interval = _in("_live", "growth_interval")
-    _init_scale = _in("_live", "init_scale")
-    _init_growth_tracker = _in("_live", "init_growth_tracker")
-    _per_optimizer_states = _in("_iteration", "records")
-    process_group = _in("_unscaling", "process_group")
-    allow_fp16 = _in("_unscaling", "allow_fp16")
-    on_stuck = _in("_log", "on_stuck")
-    count_every_step = _in("_log", "count_every_step")
+    _scale = attribute_of("_live", "scale")
+    _growth_tracker = attribute_of("_live", "growth_tracker")
+    _growth_factor = attribute_of("_live", "growth_factor")
+    _backoff_factor = attribute_of("_live", "backoff_factor")
+    _growth_interval = attribute_of("_live", "growth_interval")
+    _init_scale = attribute_of("_live", "init_scale")
+    _init_growth_tracker = attribute_of("_live", "init_growth_tracker")
+    _per_optimizer_states = attribute_of("_iteration", "records")
+    process_group = attribute_of("_unscaling", "process_group")
+    allow_fp16 = attribute_of("_unscaling", "allow_fp16")
+    on_stuck = attribute_of("_log", "on_stuck")
+    count_every_step = attribute_of("_log", "count_every_step")
 
-    def scale(self, outputs: Any) -> Any:
+    @overload
+    def scale(self, outputs: Tensor) -> Tensor: ...
+    @overload
+    def scale(self, outputs: Outputs) -> Outputs: ...
+    def scale(self, outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  torch's are cases of it
         """Multiply a loss, or every tensor in a nested list, tuple, mapping or iterator, by the scale.
 
         A 0-d float16 or bfloat16 loss comes back as float32. Never syncs. Warns once when what it gets is detached from
@@ -140,12 +138,12 @@ class GradScaler(torch.amp.GradScaler):
         return self._scaling.scale(outputs, self._lazy_init_scale_growth_tracker) if self._enabled else outputs
 
     def unscale_(self, optimizer: torch.optim.Optimizer, *, allow_repeat: bool = False) -> None:
-        """Divide the optimizer's gradients by the scale, in place, and look for inf and NaN. Never syncs.
+        """Multiply the optimizer's gradients by 1 / scale, in place, and check them for inf and NaN. Never syncs.
 
         Optional before `step`, for code that reads or changes gradients in between. Call it once per iteration, after
-        the last backward; with `allow_repeat` a second call does nothing instead of raising. Sparse, complex, expanded,
-        non-contiguous and DTensor gradients are served; a gradient shared with an optimizer that has been unscaled this
-        iteration is not divided again.
+        the last backward; with `allow_repeat` a second call does nothing instead of raising. Gradients may be sparse,
+        complex, expanded, non-contiguous or DTensors; one shared with an optimizer that was unscaled in this iteration
+        is not unscaled again.
 
         Raises:
             AssertionError: nothing has been scaled yet.
@@ -181,9 +179,9 @@ class GradScaler(torch.amp.GradScaler):
     ) -> Tensor:
         """Unscale, check and clip the optimizer's gradients together; returns their unscaled norm. Never syncs.
 
-        Stands for `unscale_` and `torch.nn.utils.clip_grad_norm_`, at two passes over the gradients instead of three
-        reads and two writes. After `unscale_` it only clips. Where a gradient is not finite nothing is multiplied: the
-        step will be skipped. Gradients of optimizers that take a multiplier (`ampkit.optim`) stay scaled until then.
+        Replaces `unscale_` and `torch.nn.utils.clip_grad_norm_`, with two reads and one write of the gradients instead
+        of three and two. After `unscale_` it only clips. If a gradient is not finite nothing is multiplied: the step
+        will be skipped. Gradients of optimizers that take a multiplier (`ampkit.optim`) stay scaled until the step.
 
         Args:
             max_norm: the largest norm to let pass.
@@ -197,7 +195,7 @@ class GradScaler(torch.amp.GradScaler):
             The norm, 0-d on the scale's device; with `groups="each"` one per group. float64 for float64 gradients, else
             float32.
 
-        Raises: as `unscale_`, but a call after it is none too many; RuntimeError for FSDP1 without a `process_group`.
+        Raises as `unscale_`, but may be called after it; RuntimeError for FSDP1 without a `process_group`.
         """
         norm_type = float(norm_type)
         take_master_gradients(optimizer)
@@ -230,7 +228,7 @@ class GradScaler(torch.amp.GradScaler):
         take_master_gradients(optimizer)
         clipping.clamp_(collect(parameters(optimizer)), float(clip_value))
 
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscale unless that is done, then call `optimizer.step(*args, **kwargs)` if all gradients are finite.
 
         An optimizer without gradients is left alone, and `stats().no_gradients` counts it. Amp-aware optimizers
@@ -270,7 +268,7 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
-        """Look for inf and NaN in gradients that stay scaled; the flags are what `unscale_` would find."""
+        """Check gradients that stay scaled for inf and NaN; the flags are those that `unscale_` would set."""
         self._check_scale_growth_tracker("_check_inf_per_device")
         record = self._iteration.record_of(optimizer)
         record.found_inf_per_device = self._unscaling.look(optimizer, *self._unscaling.inverse_and_flag())
@@ -278,12 +276,12 @@ class GradScaler(torch.amp.GradScaler):
 
     def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
         record = OptimizerRecord.of(optimizer_state)
-        if not record.found_inf_per_device:  # never from `step`: as torch's, nothing found is no inf
+        if not record.found_inf_per_device:  # not reached from `step`; as in torch, no flags mean no inf
             return optimizer.step(*args, **kwargs)
         return self._stepping.on_host(optimizer, record, args, kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Let the scale answer what the iteration's checks found, and make every optimizer READY. Never syncs.
+        """Adjust the scale to the found_inf flags of the iteration, and make every optimizer READY. Never syncs.
 
         Args:
             new_scale: a scale to use from now on, kept within the strategy's bounds: a positive number, or a 1-element
@@ -304,9 +302,9 @@ class GradScaler(torch.amp.GradScaler):
     def skipped(self, optimizer: torch.optim.Optimizer) -> Tensor:
         """Whether the last `step(optimizer)` left the parameters alone, as a 0-d bool tensor on the device.
 
-        True after inf or NaN, and after a step that found no gradients. Right for every optimizer, fused ones included;
-        `if scaler.skipped(optimizer):` is where a host would wait. False when the scaler is disabled. Raises
-        RuntimeError where `step` has not been called with this optimizer.
+        True after inf or NaN, and after a step that found no gradients; valid for every optimizer, fused ones included.
+        Never syncs, unlike `if scaler.skipped(optimizer):`. False when the scaler is disabled. Raises RuntimeError if
+        `step` has not been called with this optimizer.
         """
         return self._log.outcome_of(optimizer).found_inf != 0 if self._enabled else torch.zeros((), dtype=torch.bool)
 
@@ -330,7 +328,7 @@ class GradScaler(torch.amp.GradScaler):
     def overflow_report(
         self, model: torch.nn.Module | None = None, *, optimizer: torch.optim.Optimizer | None = None
     ) -> OverflowReport:
-        """Which parameters held inf or NaN in the last skipped step, worst first. Reads the device.
+        """Which parameters held inf or NaN in the last skipped step, in backward's order. Reads the device.
 
         Optimizers that skip on an accelerator are examined when this is called, so call it before their gradients are
         cleared, or make the scaler with `count_every_step=True`.
@@ -355,8 +353,8 @@ class GradScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` of this class or of torch.amp.GradScaler returned; nothing happens when disabled.
 
-        The saved factors win over the constructor's, as in torch. Entries that belong to another kind of strategy than
-        this scaler's are left aside with a warning. Unknown entries are named in a warning.
+        The saved factors override the constructor's, as in torch. Entries of another kind of strategy than this
+        scaler's, and unknown entries, are ignored with a warning.
 
         Raises (nothing has been loaded then):
             RuntimeError: an empty dict, as a disabled scaler saves it.
@@ -388,7 +386,7 @@ class GradScaler(torch.amp.GradScaler):
         self._log.warned, self._log.alarm_due = rest.pop("_warned"), rest.pop("_alarm_due")
         self.__dict__.update(rest)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> GradScaler:  # which process groups do not survive
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradScaler:  # process groups cannot be copied
         group, self.process_group = self.process_group, None
         try:
             state = copy.deepcopy(self.__getstate__(), memo)

@@ -1,7 +1,7 @@
-"""What a scaler did, counted on the device and read when somebody asks.
+"""What a scaler did, counted on the device and read on request.
 
-`Ledger` notes a few 0-d tensors per update and sums them up in blocks, so that an update costs one tiny copy and no
-host synchronisation. Reading (`Ledger.totals`, `Ledger.rows`) is the only place that waits for a device.
+`Ledger` notes a few 0-d tensors per update and sums them up in blocks, so that an update costs one small copy and no
+host sync. Only reading (`Ledger.totals`, `Ledger.to_dict`, `Ledger.rows`) waits for the device.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ COUNTS = frozenset({*_COUNTED, "no_gradients"})
 
 
 class _Notes:
-    """What is noted and not yet summed up: flags of steps; scale, flag and norm of updates."""
+    """What is not yet summed up: flags of steps; scale, flag and norm of updates."""
 
     def __init__(self) -> None:
         self.steps: list[Tensor] = []

@@ -19,9 +19,9 @@ from ampkit.scaler.shared_gradients import SharedGradients
 class Iteration:
     """The current iteration.
 
-    `records` has torch's shape, a dict by `id(optimizer)`, whose place one of other code's may take; `norm` is the
-    largest norm that was clipped, `scale_used` a copy of the scale that gradients were unscaled by and `inv_scale` its
-    inverse, each None where there is none; `scale_calls` counts calls of `scale`.
+    `records` is torch's dict by `id(optimizer)`, which other code may replace; `norm` is the largest norm that was
+    clipped, `scale_used` a copy of the scale that gradients were unscaled by and `inv_scale` its inverse, each None if
+    there is none; `scale_calls` counts calls of `scale`.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Iteration:
         self.begin()
 
     def begin(self) -> None:
-        """Begin the next one. Its `records` are a new dict, as in torch: who holds the old one keeps what it saw."""
+        """Begin the next one. `records` becomes a new dict, as in torch; the old one stays valid for who holds it."""
         self.records: MutableMapping[int, Any] = defaultdict(OptimizerRecord)
         self.shared.losses = []
         self.norm: Tensor | None = None
@@ -54,7 +54,7 @@ class Iteration:
         self.norm = norm if self.norm is None else torch.maximum(self.norm, norm.to(self.norm))
 
     def advance(self, live: LiveScale) -> None:
-        """Let the scale answer what the checks have found.
+        """Update the scale from the flags of the checks.
 
         Raises:
             AssertionError: nothing has been checked, unscaled or stepped.

@@ -32,7 +32,7 @@ class Loadable(NamedTuple):
 def strategy_of(
     given: LossScale | None, plain: tuple[float, float, float, int], *, validate: bool = True
 ) -> LossScale:
-    """The strategy that a scaler was made with, as such or as torch's four numbers; these are not checked on demand.
+    """The strategy that a scaler was made with, given as such or as torch's four numbers, checked if `validate`.
 
     Raises:
         ValueError: both, or a number out of range. AssertionError: growth_factor <= 1 or backoff_factor >= 1, as torch.
@@ -47,7 +47,7 @@ def strategy_of(
     if not validate:  # torch checks nothing when disabled, so neither must we
         return DynamicLossScale()
     _, growth_factor, backoff_factor, _ = plain
-    # torch raises AssertionError here; code that catches it keeps working
+    # AssertionError as in torch, so that code that catches it keeps working
     if not growth_factor > 1.0:
         raise AssertionError(f"The growth factor must be > 1.0; got {growth_factor}.")
     if not backoff_factor < 1.0:
@@ -77,7 +77,7 @@ class LiveScale:
         self._ledger: Ledger | None = None
 
     def place(self, device: torch.device) -> Tensor:
-        """Begin to live on `device`; returns the scale."""
+        """Create the state on `device`; returns the scale."""
         if self.growth_tracker is not None:
             raise AssertionError("_growth_tracker initialized before _scale")
         state = self.strategy.init(
@@ -113,13 +113,13 @@ class LiveScale:
         return self._ledger
 
     def on(self, device: torch.device) -> Tensor:
-        """The scale where it lives; before it lives anywhere, the first one on `device`."""
+        """The scale; before it is placed, a copy of the first one on `device`."""
         return torch.full((), self.init_scale, dtype=torch.float32, device=device) if self.scale is None else self.scale
 
     def inverse(self) -> tuple[Tensor, Tensor | None]:
         """1 / scale, rounded once from double where the device has it, and a copy of the scale if one was made.
 
-        Pure: for a strategy that scales no losses 1, whatever the scale.
+        Pure. For a strategy that does not scale losses it is 1, whatever the scale.
         """
         scale = self.tensor if self.scale is None else self.scale
         if not self.strategy.scales_losses:
@@ -140,10 +140,10 @@ class LiveScale:
     def advance(
         self, found_inf: Tensor, norm: Tensor | None, scale_used: Tensor | None, *, known_finite: bool = False
     ) -> None:
-        """Let the strategy answer one update, in place and without a sync, and note it in the ledger.
+        """Apply the strategy's rule for one update, in place and without a sync, and note it in the ledger.
 
-        `scale_used` is a copy of the scale that the iteration used, if there is one; `known_finite` says that the host
-        knows that nothing has overflowed.
+        `scale_used` is a copy of the scale that the iteration used, if there is one; `known_finite`: the host has seen
+        that nothing overflowed.
         """
         ledger, rule, scale, tracker = self.ledger, self.strategy, self.scale, self.growth_tracker
         if scale is None or tracker is None:
@@ -172,7 +172,7 @@ class LiveScale:
             ledger.fold(scale)
 
     def set(self, new_scale: Any, device_type: str) -> None:
-        """Put the scale where the user wants it; a tensor that holds no usable scale changes nothing."""
+        """Set the scale, kept within the strategy's bounds; a tensor that holds no usable scale changes nothing."""
         state, ledger, rule = self.state(), self.ledger, self.strategy
         if isinstance(new_scale, Tensor):
             if new_scale.device.type not in (device_type, state.scale.device.type):
@@ -187,7 +187,7 @@ class LiveScale:
             wanted = torch.full_like(state.scale, min(max(value, rule.min_scale), rule.max_scale))
         else:
             raise AssertionError(_bad_scale(type(new_scale).__name__))
-        # What was noted so far must not read this change as growth or backoff.
+        # The history must not count this change as growth or backoff.
         ledger.note_update(state.scale.clone(), torch.zeros_like(state.scale), None)
         ledger.fold(state.scale)
         state.scale.copy_(wanted)
@@ -228,7 +228,7 @@ class LiveScale:
         """torch's five entries, and "ampkit" with the whole strategy and the counts. Reads the device."""
         own: dict[str, Any] = {"version": 1, "loss_scale": scales.to_dict(self.strategy)}
         if self.scale is None or self.growth_tracker is None:
-            # All entries, before anything has happened too: distributed checkpoints load what they find here.
+            # All entries even before first use: torch.distributed.checkpoint loads only entries that it finds here.
             scale, tracker = self.init_scale, self.init_growth_tracker
             _, _, *counters = self.strategy.init(torch.device("cpu"), **self.init_counters)
             own["counters"] = dict(zip(COUNTERS, (int(count) for count in counters), strict=True))
@@ -248,7 +248,7 @@ class LiveScale:
         }
 
     def loadable(self, state_dict: Any) -> Loadable:
-        """What `state_dict` would make of this scale; raises and warns for `load_state_dict`, and changes nothing."""
+        """`state_dict` checked, with the errors and warnings of `load_state_dict`; changes nothing."""
         saved = saved_state.read(state_dict)
         if saved.unknown:
             warnings.warn(f"ignored unknown entries in the scaler's state dict: {saved.unknown}", stacklevel=3)
@@ -277,7 +277,7 @@ class LiveScale:
         )
 
     def take_over(self, new: Loadable) -> None:
-        """Go on from a saved state; tensors keep their addresses."""
+        """Continue from a saved state; tensors keep their addresses."""
         saved = new.saved
         self.strategy = new.strategy
         self.init_scale = new.scale

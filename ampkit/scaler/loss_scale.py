@@ -1,4 +1,4 @@
-"""Loss-scale strategies: how a scale answers an overflow, as pure arithmetic on tensors.
+"""Loss-scale strategies: how a scale reacts to overflow, as pure arithmetic on tensors.
 
 A strategy is a frozen description; what changes from step to step is a `ScaleState` of 0-d tensors. `next_state` maps
 one state to the next without reading a value, so nothing here waits for a device. `GradScaler` owns a state and writes
@@ -42,8 +42,8 @@ class ScaleState(NamedTuple):
     window_overflows: Tensor
 
 
-def _settle_numbers(strategy: DynamicLossScale | StaticLossScale) -> None:
-    """Refuse fields that are no numbers, or not whole ones where those are called for; make the rest Python's own."""
+def _to_python_numbers(strategy: DynamicLossScale | StaticLossScale) -> None:
+    """Convert the fields to Python numbers; `TypeError` for one that is no number, or no integer where one is due."""
     for each in fields(strategy):
         given = getattr(strategy, each.name)
         if each.type == "str":
@@ -101,7 +101,7 @@ class DynamicLossScale:
     scales_losses: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _settle_numbers(self)
+        _to_python_numbers(self)
         if not 1.0 <= self.growth_factor <= sys.float_info.max:
             raise ValueError(f"growth_factor is {self.growth_factor}; expected a finite number of 1 or more")
         if not 0.0 < self.backoff_factor <= 1.0:
@@ -175,7 +175,7 @@ class DynamicLossScale:
 
 @dataclass(frozen=True)
 class StaticLossScale:
-    """One scale for good; overflowing steps are still skipped.
+    """A constant scale; overflowing steps are still skipped.
 
     Args:
         scale: the scale, positive and finite in float32.
@@ -202,7 +202,7 @@ class StaticLossScale:
     is_plain: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _settle_numbers(self)
+        _to_python_numbers(self)
         if not SMALLEST_SCALE <= self.scale <= LARGEST_SCALE:
             raise ValueError(
                 f"scale is {self.scale}; expected a number from {SMALLEST_SCALE:.3g} to {LARGEST_SCALE:.3g}"
@@ -225,9 +225,9 @@ class StaticLossScale:
 
 @dataclass(frozen=True)
 class NoOpLossScale(StaticLossScale):
-    """No scaling: losses pass untouched, and steps with non-finite gradients are still skipped.
+    """No scaling: losses are returned unchanged; steps with non-finite gradients are still skipped.
 
-    The guard that bfloat16 and float32 training can use alone.
+    For bfloat16 and float32 training, which need only the skipping.
 
     >>> NoOpLossScale().init_scale
     1.0
@@ -239,7 +239,7 @@ class NoOpLossScale(StaticLossScale):
     scales_losses: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        _settle_numbers(self)
+        _to_python_numbers(self)
         if self.scale != 1.0:
             raise ValueError(f"scale is {self.scale}; expected 1.0: use StaticLossScale({self.scale}) to scale")
 

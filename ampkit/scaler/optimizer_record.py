@@ -17,25 +17,24 @@ _TORCH_KEYS = ("stage", "found_inf_per_device")
 
 @dataclass(eq=False)
 class OptimizerRecord:
-    """An optimizer's gradients in this iteration. torch's two entries are also there under its names for them.
+    """What is known of an optimizer's gradients in this iteration. torch's two entries are also there by key.
 
     Attributes:
         stage: READY at first, UNSCALED after unscaling or clipping, STEPPED after the step.
         found_inf_per_device: a flag per device that held gradients, nonzero where one was not finite.
-        optimizer: the optimizer, None until the scaler has met it.
+        optimizer: the optimizer, None until the scaler has seen it.
         groups: process groups whose ranks must skip together.
-        scale_range: lowest and highest scale among these ranks, None where nobody has asked.
-        pending_clip_factor: what clipping has left for `step` to multiply gradients by.
-        residual_inv_scale: what a stepped optimizer's gradients would still have to be multiplied by to be unscaled;
-            None when nothing.
+        scale_range: lowest and highest scale among these ranks, None if they have not been compared.
+        pending_clip_factor: what `step` has still to multiply gradients by, to unscale and clip them.
+        residual_inv_scale: the factor that still unscales a stepped optimizer's gradients; None if they are unscaled.
         known_finite: the host has seen the flags clear.
-        mark: left on this optimizer's gradients, in case another one shares them; see `SharedGradients`.
-        versions: of the marked gradients, when the last backward pass began.
+        mark: set on this optimizer's gradients, in case another one shares them; see `SharedGradients`.
+        versions: version counters of the marked gradients when the last backward pass began.
     """
 
     stage: OptState = OptState.READY
     found_inf_per_device: dict[torch.device, Tensor] = field(default_factory=dict)
-    # Not set until there is something to say: a record is made in every iteration.
+    # Not arguments: a record is made in every iteration, mostly without these.
     optimizer: Any = field(default=None, init=False)
     groups: Sequence[Any] = field(default=(), init=False)
     scale_range: Tensor | None = field(default=None, init=False)
@@ -82,7 +81,7 @@ class OptimizerRecord:
         return ranks.combined(flags, flags[0].device if scale is None else scale.device)
 
     def add_found_inf(self, found: Mapping[torch.device, Tensor]) -> None:
-        """Raise flags that a further check has raised."""
+        """Set the flags that a further check has set."""
         before = self.found_inf_per_device
         self.found_inf_per_device = {
             **before,

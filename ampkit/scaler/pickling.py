@@ -11,14 +11,14 @@ from ampkit.scaler.step_log import StepLog
 from ampkit.scaler.unscaling import Unscaling
 
 _ITERATION = ("_per_optimizer_states", "_norm", "_scale_calls", "_losses", "_scale_used")
-"""What version 0.1 kept of an iteration, which the other side of a pickle begins anew."""
+"""What version 0.1 pickled of an iteration; ignored on loading."""
 
 
 _SETTINGS = ("process_group", "allow_fp16", "on_stuck", "count_every_step")
 
 
 def require_picklable(iteration: Iteration, unscaling: Unscaling) -> None:
-    """Refuse to pickle what would be lost, and what cannot be."""
+    """Raise for state that a pickle would lose, and for a process group."""
     if iteration.records:
         raise AssertionError(
             "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end after "

@@ -19,7 +19,7 @@ OWN_KEY = "ampkit"
 COUNTERS = ScaleState._fields[2:]
 _VERSION = 1
 _INT64 = 2**63 - 1
-# Counts go on from here, as int32 on the device and as int64: half of the range, or what float64 holds, leaves room.
+# Counting continues from these, in int32 and int64 on the device: half of the range, or float64's, leaves room.
 _MOST_IN_A_ROW = 2**30
 _MOST_IN_TOTAL = 2**53
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ampkit.gradients.transfer import moved
 from ampkit.scaler.iteration import Iteration
@@ -51,6 +53,8 @@ class Scaling:
         live = self._live
         if live.scale is None:
             place(output.device)
+        if self._log.order.wanted and not is_compiling():
+            self._log.order.learn([output])
         if not live.strategy.scales_losses:
             return output
         scale = live.tensor if live.scale is None else live.scale
@@ -87,10 +91,20 @@ def map_tensors(outputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
         raise ValueError(f"outputs must be a Tensor or an iterable of Tensors; got {type(outputs).__name__}")
     if isinstance(outputs, Mapping):
         values = {key: map_tensors(value, function) for key, value in outputs.items()}
-        return values if type(outputs) is dict else type(outputs)(values)  # pyright: ignore[reportCallIssue]
+        return values if type(outputs) is dict else _mapping_like(outputs, values)
     mapped = (map_tensors(value, function) for value in outputs)
     if hasattr(outputs, "_fields") and isinstance(outputs, tuple):
         return type(outputs)(*mapped)
     if isinstance(outputs, list | tuple):
         return type(outputs)(mapped)
     return mapped
+
+
+def _mapping_like(mapping: Any, values: dict[Any, Any]) -> Any:
+    """A mapping of the same type; one whose constructor takes no mapping (`defaultdict`) is copied and updated."""
+    try:
+        return type(mapping)(values)
+    except TypeError:
+        twin = copy.copy(mapping)
+        twin.update(values)
+        return twin

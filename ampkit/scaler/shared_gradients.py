@@ -1,4 +1,4 @@
-"""Gradients that two optimizers share: each is unscaled once, and anew when a backward pass has made it anew."""
+"""Gradients that two optimizers share: each is unscaled once, and again after another backward pass."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _MARK = "_ampkit_unscaled_for"
 
 
 Part = tuple[list[Tensor], OptimizerRecord | None]
-"""Parameters of an optimizer, and for whom their gradients were unscaled before; None where for nobody."""
+"""Parameters of an optimizer, and the record of the other optimizer that unscaled their gradients, if any."""
 
 
 class SharedGradients:
-    """Knows which gradients have been unscaled in this iteration, by marks that it leaves on them.
+    """Knows which gradients have been unscaled in this iteration, by marks on them.
 
-    A shared gradient has been made anew when a backward pass may have run since and its version says that something was
-    written; either alone is no proof: users clip gradients, and losses reach some of them. So versions are kept when a
-    pass is about to run: at the next `scale`, or when the backward of a loss that was scaled earlier begins.
+    A shared gradient holds scaled values again if a backward pass may have run since and its version counter changed.
+    Neither alone is proof: users clip gradients, and a loss reaches only some of them. So version counters are noted
+    when a pass may begin: at the next `scale`, or when the backward of a loss that was scaled earlier begins.
     `losses` are scaled losses, whose backward may run at any time.
     """
 
@@ -31,7 +31,7 @@ class SharedGradients:
         self.losses: list[weakref.ref[Tensor]] = []
 
     def split(self, optimizer: Any, params: list[Tensor], records: Mapping[int, Any]) -> list[Part]:
-        """The optimizer's parameters, those that nobody has unscaled first, then others by whom they were."""
+        """The optimizer's parameters: first those not unscaled yet, then the others by who unscaled them."""
         others = {
             record.mark: record
             for record in _own(records)
@@ -44,7 +44,7 @@ class SharedGradients:
             if mark in others:
                 versions = others[mark].versions
                 if versions is not None and versions.get(id(grad), grad._version) != grad._version:
-                    mark = None  # made anew
+                    mark = None  # scaled values again
             parts.setdefault(mark, []).append(param)
         fresh = [param for mark, marked in parts.items() if mark not in others for param in marked]
         return [(fresh, None), *((marked, others[mark]) for mark, marked in parts.items() if mark in others)]
@@ -52,9 +52,9 @@ class SharedGradients:
     def mark(
         self, record: OptimizerRecord, grads: Sequence[Tensor], before_backward: Callable[[Tensor], None]
     ) -> None:
-        """Leave on each gradient whose it is now, in case another optimizer shares it.
+        """Mark gradients that this optimizer has unscaled, in case another one shares them.
 
-        `before_backward`, which keeps versions, is called when the backward of a loss begins that was scaled before.
+        `before_backward`, which notes versions, is called when the backward of a loss that was scaled before begins.
         """
         mark = record.mark
         if mark is None:
@@ -69,7 +69,7 @@ class SharedGradients:
             setattr(grad, _MARK, mark)
 
     def keep_versions(self, records: Mapping[int, Any]) -> None:
-        """Keep the versions of all marked gradients, unless they have been kept: a backward pass may follow."""
+        """Note the version counters of all marked gradients, unless noted already: a backward pass may follow."""
         for record in _own(records):
             if record.mark is not None and record.versions is None:
                 grads = (param.grad for group in record.optimizer.param_groups for param in group["params"])
@@ -79,5 +79,5 @@ class SharedGradients:
 
 
 def _own(records: Mapping[int, Any]) -> list[OptimizerRecord]:
-    """The records, without dicts that code which knows torch's scaler has put among them."""
+    """The records, without dicts that other code has put among them."""
     return [record for record in records.values() if type(record) is OptimizerRecord]

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from ampkit.gradients import kernels
+from ampkit.scaler.backward_order import BackwardOrder
 from ampkit.scaler.history import Ledger, ScalerStats
 from ampkit.scaler.live_scale import LiveScale
 from ampkit.scaler.loss_scale import DynamicLossScale
 from ampkit.scaler.optimizer_record import OptimizerRecord
-from ampkit.scaler.overflow import Examined, LossScaleStuckError, OverflowReport, examine
+from ampkit.scaler.overflow import Examined, LossScaleStuckError, examine
+from ampkit.scaler.overflow_report import Counted, OverflowReport, arrange
 
 OnStuck = Literal["warn", "raise"] | Callable[[ScalerStats], None]
 
@@ -29,7 +31,7 @@ class Outcome(NamedTuple):
 
 
 class StepLog:
-    """What a scaler can tell about the steps under it. `warned` are the topics that have been warned of."""
+    """What a scaler knows about its steps. `warned` holds the topics that have been warned about."""
 
     def __init__(self, live: LiveScale, *, on_stuck: OnStuck = "warn", count_every_step: bool = False) -> None:
         if on_stuck not in ("warn", "raise") and not callable(on_stuck):
@@ -39,6 +41,7 @@ class StepLog:
         self.count_every_step = count_every_step
         self.warned: set[str] = set()
         self.alarm_due = False
+        self.order = BackwardOrder()
         self._outcomes: weakref.WeakKeyDictionary[Any, Outcome] = weakref.WeakKeyDictionary()
         self._examined: weakref.WeakKeyDictionary[Any, Examined] = weakref.WeakKeyDictionary()
 
@@ -57,12 +60,13 @@ class StepLog:
         return not (bool(found_inf != 0) if skipped is None else skipped)
 
     def note_step(self, optimizer: Any, found_inf: Tensor, *, skipped: bool | None) -> None:
-        """Remember how a step ended; `skipped` None when only the device knows. Sounds the alarm where that is due."""
+        """Remember how a step ended; `skipped` None when only the device knows. Sounds the alarm if that is due."""
         live = self._live
-        if live.scale is not None:  # else gradients under another's scale, whose steps are not counted here
+        if live.scale is not None:  # else another scaler scales them; its steps are not counted here
             live.ledger.note_step(found_inf)
         self._outcomes[optimizer] = Outcome(found_inf, skipped)
         self.alarm_due = skipped is None
+        self.order.wanted = bool(skipped)
         if skipped:
             mark_optimizer_step_called(optimizer)
             self._sound_alarm(float(live.on(found_inf.device)))
@@ -90,20 +94,21 @@ class StepLog:
 
     def report(self, model: torch.nn.Module | None, optimizer: Any) -> OverflowReport:
         """The culprits of the last skipped step of an optimizer; of every optimizer where it is None."""
-        found = OverflowReport()
+        found: list[Counted] = []
         for each in list(self._outcomes) if optimizer is None else [optimizer]:
             examined = self._examined.get(each)
             if examined is None and each in self._outcomes and not self.stepped(each):
                 examined = examine(each)
             if examined is not None:
-                found = found.merged(examined.report(model))
-        return found
+                found += examined.read()
+        self.order.wanted = True
+        return arrange(found, self.order.use_of, model)
 
     def stats(self) -> ScalerStats:
-        """The counts so far; sounds an alarm that steps on the device have left due. One host read."""
+        """The counts so far; sounds the alarm if steps that skip on the device left it due. One host read."""
         live = self._live
         if live.scale is None:
-            # nothing lives on a device yet: what a checkpoint brought is all there is
+            # not placed yet: the counts are those of a checkpoint, if any
             return Ledger(torch.device("cpu"), 0, live.init_totals).totals(torch.tensor(live.init_scale))
         stats = live.ledger.totals(live.scale)
         if self.alarm_due and stats.consecutive_skips:
@@ -131,7 +136,7 @@ class StepLog:
         return flag != 0
 
     def warn_once(self, topic: str, message: str) -> None:
-        """Warn of a topic that has not been warned of, at the line that called the package."""
+        """Warn once per topic, at the line that called the package."""
         if topic in self.warned:
             return
         self.warned.add(topic)
@@ -159,6 +164,6 @@ class StepLog:
 
 
 def mark_optimizer_step_called(optimizer: Any) -> None:
-    """Tell torch's LR schedulers that the skipped step was asked for: they warn when none has been seen."""
+    """Tell torch's LR schedulers that a skipped step was called: they warn if they have seen none."""
     if hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched"):
         optimizer._opt_called = True

@@ -19,7 +19,7 @@ from ampkit.scaler.unscaling import Unscaling
 
 
 class Stepping:
-    """Steps optimizers whose gradients have been checked, and notes how that ended."""
+    """Steps optimizers whose gradients have been checked, and logs the outcome."""
 
     def __init__(self, live: LiveScale, iteration: Iteration, unscaling: Unscaling, log: StepLog) -> None:
         self._live = live
@@ -28,7 +28,7 @@ class Stepping:
         self._log = log
 
     def on_host(self, optimizer: Any, record: OptimizerRecord, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Step an ordinary optimizer, or not: the one place where the host reads a flag."""
+        """Step an ordinary optimizer unless its flag is set. One host read."""
         found_inf = record.found_inf(self._live.scale)
         skip = self._log.read_flag(record, found_inf)
         if skip:
@@ -39,7 +39,7 @@ class Stepping:
         return result
 
     def on_device(self, optimizer: Any, record: OptimizerRecord, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Step an optimizer that skips on the device by itself."""
+        """Step an optimizer that skips on the device by itself. Never syncs."""
         found_inf = record.found_inf(self._live.scale)
         preset = getattr(optimizer, "grad_scale", None)
         grad_scale = preset
@@ -75,7 +75,7 @@ class Stepping:
         return result
 
     def _residual_inv_scale(self, optimizer: Any, found_inf: Tensor) -> Tensor:
-        """What this optimizer's gradients would still have to be multiplied by after a step on the device.
+        """The factor that still unscales this optimizer's gradients after a step on the device.
 
         torch's fused kernels write the unscaled gradients back unless they skip; those that take a multiplier never
         write gradients.
@@ -99,7 +99,7 @@ class Stepping:
         """Step an optimizer that evaluates the loss itself, with `unscale` for each evaluation; see `closures`."""
         live, log = self._live, self._log
         if self._iteration.scale_calls and record.stage is OptState.READY:
-            # a first backward outside the closure, as SAM has it
+            # a first backward outside the closure, as with SAM
             unscale(optimizer)
         if record.found_inf_per_device and log.read_flag(record, record.found_inf(live.scale)):
             return self._abandoned(optimizer, record)
@@ -114,7 +114,7 @@ class Stepping:
             if self._iteration.scale_calls > calls:
                 record.stage = OptState.READY
                 unscale(optimizer)
-            else:  # the closure did without the scaler: nothing to divide, still to be checked
+            else:  # the closure did not scale: nothing to unscale, still to be checked
                 self._unscaling.check_unscaled(optimizer)
             self._reject_loss(record, loss)
             if log.read_flag(record, record.found_inf(live.scale)):

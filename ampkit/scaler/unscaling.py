@@ -1,4 +1,4 @@
-"""Unscaling an optimizer's gradients, looking for inf and NaN in them, clipping them."""
+"""Unscaling an optimizer's gradients, checking them for inf and NaN, clipping them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Flags = dict[torch.device, Tensor]
 
 
 class Unscaling:
-    """The checks of an iteration under a scale. `process_group` are ranks that must skip together."""
+    """Unscales and checks gradients under a scale. `process_group` are ranks that must skip together."""
 
     def __init__(
         self, live: LiveScale, iteration: Iteration, *, process_group: Any = None, allow_fp16: bool = False
@@ -38,11 +38,11 @@ class Unscaling:
         self._flat: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
     def inverse_scale(self) -> Tensor:
-        """The inverse of the scale, which is noted as the one that this iteration uses."""
+        """1 / scale, noted in the iteration."""
         return self.inverse_and_flag()[0]
 
     def inverse_and_flag(self) -> tuple[Tensor, Tensor]:
-        """`inverse_scale`, and a clear flag beside it."""
+        """`inverse_scale`, and a clear flag on its device."""
         inv_scale, flag, used = self._live.inverse_and_flag()
         if used is not None:
             self._iteration.scale_used = used
@@ -50,15 +50,15 @@ class Unscaling:
         return inv_scale, flag
 
     def unscale_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, *, allow_fp16: bool) -> Flags:
-        """Multiply gradients by `inv_scale`, in place, and return a flag per device; `found_inf` is its device's.
+        """Multiply gradients by `inv_scale`, in place; returns a flag per device, `found_inf` for its own device.
 
-        Gradients that have been unscaled for another optimizer are not divided again. Never syncs.
+        Gradients that another optimizer has unscaled are not unscaled again. Never syncs.
         """
         take_master_gradients(optimizer)
         scales_losses = self._live.strategy.scales_losses
         found: Flags = {}
         groups: list[Any] = []
-        with torch.set_grad_enabled(False):  # as torch.no_grad(), at half of what entering that costs
+        with torch.set_grad_enabled(False):  # torch.no_grad() at half its cost
             for params, owner in self._split(optimizer):
                 factor = inv_scale if scales_losses else None
                 if owner is not None:
@@ -83,7 +83,7 @@ class Unscaling:
     def look(self, optimizer: Any, inv_scale: Tensor, flag: Tensor | None = None) -> Flags:
         """Flags by device for gradients that would be multiplied by `inv_scale`; nothing is written. Never syncs.
 
-        `flag` is a clear one beside `inv_scale`.
+        `flag` is a clear one on the device of `inv_scale`.
         """
         take_master_gradients(optimizer)
         gradients = collect(parameters(optimizer))
@@ -99,7 +99,7 @@ class Unscaling:
         return found
 
     def check_unscaled(self, optimizer: Any) -> None:
-        """Look for inf and NaN in gradients that were never scaled."""
+        """Check gradients that were never scaled for inf and NaN."""
         record = self._iteration.record_of(optimizer)
         record.found_inf_per_device = self.look(optimizer, torch.ones_like(self._live.tensor))
         record.stage = OptState.UNSCALED
@@ -116,7 +116,7 @@ class Unscaling:
         """Unscale unless that is done, check, and clip; returns the unscaled norm of each part that is clipped.
 
         Raises:
-            RuntimeError: shards of the first FSDP, whose norm nobody has said how to add up. Nothing has changed then.
+            RuntimeError: FSDP1 shards without a `process_group`. Nothing has changed then.
         """
         if process_group is None and ranks.several() and self._is_flat(optimizer):
             raise clipping.refusal_of_flat_shards()
@@ -150,7 +150,7 @@ class Unscaling:
         return [norm for norm, (_, clips) in zip(norms, parts, strict=True) if clips]
 
     def apply_pending_clip_factor_(self, record: OptimizerRecord) -> None:
-        """Multiply now what clipping had left for the optimizer's `step`."""
+        """Apply now the factor that clipping had left for the optimizer's `step`."""
         factor, record.pending_clip_factor = record.pending_clip_factor, None
         if factor is None:
             return
@@ -167,7 +167,7 @@ class Unscaling:
         return len(self._split(optimizer)) > 1
 
     def agree(self, optimizer: Any, found: Flags, groups: Sequence[Any]) -> None:
-        """Let all ranks that must skip together see the same flags."""
+        """Make flags the same on all ranks that must skip together."""
         also = self.process_group
         if also is None and ranks.several() and self._is_flat(optimizer):
             also = ranks.everyone()     # flat parameters do not say which ranks have the other parts
@@ -184,7 +184,7 @@ class Unscaling:
             self._live.ledger.note_scales(record.scale_range)
 
     def _is_flat(self, optimizer: Any) -> bool:
-        """Whether the optimizer holds shards of the first FSDP; asked of its parameters once."""
+        """Whether the optimizer holds FSDP1 shards; looked up once per optimizer."""
         flat = self._flat.get(optimizer)
         if flat is None:
             flat = self._flat[optimizer] = any(map(is_flat, parameters(optimizer)))
@@ -201,7 +201,7 @@ class Unscaling:
         return collect(params, None if allow_fp16 else lambda: overflow.fp16_refusal(optimizer), coalesce=coalesce)
 
     def _mark(self, optimizer: Any, grads: Sequence[Tensor]) -> None:
-        # Unscaled by itself, for nobody who has a record: nothing that is to be told from another optimizer's.
+        # Without a record of the scaler's, gradients were unscaled by a direct call: there is nothing to share.
         record = self._iteration.records.get(id(optimizer))
         if type(record) is OptimizerRecord:
             record.optimizer = optimizer
@@ -209,7 +209,7 @@ class Unscaling:
 
 
 def _check_sums(gradients: Gradients, factor: Tensor | None, found: Mapping[torch.device, Tensor]) -> None:
-    """Look at sparse gradients as their repeated indices add up, times `factor`."""
+    """Check the sums over repeated indices of sparse gradients, times `factor`."""
     for values in summed_duplicates(gradients.duplicated):
         flag = found[values.device]
         by = torch.ones_like(flag) if factor is None else moved(factor, flag.device)

@@ -1,1 +1,1 @@
-"""The names that torch does not promise: every module that takes one takes it from here."""
+"""The private names of torch: every module that uses one imports it from here."""

@@ -1,4 +1,4 @@
-"""The functions by which torch's Python calls operators: quicker than the operator's object, which parses by schema."""
+"""torch's Python bindings of operators: faster to call than the `OpOverload`, which parses arguments by schema."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NAMES = {f"aten::{name}" for name in NAMES}
 
 
 def binding(op: OpOverload) -> Callable[..., Any]:
-    """What calls `op` with the arguments of its schema."""
+    """The fastest callable for `op`, given the arguments of its schema in order."""
     if op.name() in _NAMES:
         base = op._schema.name.removeprefix("aten::")
         for module in ("_nn", "_VariableFunctions"):

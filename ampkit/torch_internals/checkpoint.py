@@ -1,10 +1,9 @@
 """Regions and `torch.utils.checkpoint`: what is recomputed in backward is recomputed under the same region.
 
-torch's checkpoint remembers torch's own autocast state and nothing of a policy or a cache. While its non-reentrant
-form runs a checkpointed function it installs hooks for saved tensors that belong to a frame, and the frame holds the
-function to call again. When a region casts inside such a frame, the frame's function is wrapped, once, to enter the
-same region. The reentrant form is an autograd function that offers no such hold: its `forward` is replaced, for the
-process, by one that wraps the function it leaves for backward in the same way.
+torch's checkpoint saves torch's own autocast state, but neither policy nor cache. Its non-reentrant form installs
+saved-tensor hooks that belong to a frame, which holds the function to recompute. When a region casts inside such a
+frame, that function is wrapped, once, to enter the same region. The reentrant form is an autograd function without
+such hooks: its `forward` is replaced, for the process, by one that wraps the function it keeps for backward.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def note_region(mode: Any) -> None:
 
 
 def follow_reentrant(current: Callable[[], Any]) -> None:
-    """Have the reentrant checkpoint recompute under the mode its forward ran in, which `current` tells."""
+    """Have the reentrant checkpoint recompute under the mode its forward ran in, which `current` returns."""
     forward = CheckpointFunction.forward
     if hasattr(forward, "_ampkit_wraps"):
         return
@@ -56,7 +55,7 @@ def follow_reentrant(current: Callable[[], Any]) -> None:
 
 
 def _frame_of(hook: Any) -> Any:
-    """The checkpoint frame behind a pack hook; None if the hook is someone else's."""
+    """The checkpoint frame behind a pack hook; None if the hook is not checkpoint's."""
     if not getattr(hook, "__qualname__", "").startswith("_checkpoint_hook."):
         return None
     for cell in hook.__closure__ or ():

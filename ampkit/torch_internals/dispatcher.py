@@ -1,4 +1,4 @@
-"""What regions take of torch's dispatcher: the key above autograd, the guard, and the thread-local store."""
+"""What regions use of torch's dispatcher: the key above autograd, guards, and the thread-local store (TLS)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ higher_order_fallthrough = private("_ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DI
 
 
 def parsed_key(name: str) -> Any:
-    """The dispatch key of a name; None, and noted as missing, where torch has no such key."""
+    """The dispatch key of this name; None, and noted as missing, if torch has no such key."""
     parse = private("_C._dispatch_key_parse")
     try:
         return None if parse is refuse else parse(name)
@@ -50,7 +50,7 @@ def parsed_key(name: str) -> Any:
 
 
 def _below(key: Any) -> Any:
-    """The set of all keys below one; None where there is no key, or no way to tell."""
+    """The set of all keys below `key`; None without a key, or without torch's function for it."""
     after = private("_C._dispatch_keyset_full_after")
     return None if key is None or after is refuse else after(key)
 
@@ -83,7 +83,7 @@ put_in_tls = _stash if _stash is refuse else _owning(_stash)
 
 @functools.cache
 def keysets(device_types: tuple[str, ...]) -> tuple[Any, Any]:
-    """The keys to exclude while an operator runs on what a mode has cast, and those it redispatches to uncast."""
+    """The keys to exclude while an operator runs on cast arguments, and those to redispatch to without casts."""
     excluded = torch._C.DispatchKeySet(KEY)
     for device_type in device_types:
         excluded |= torch._C.DispatchKeySet(autocast_key(device_type))
@@ -102,5 +102,5 @@ def current() -> Any:
 
 
 def is_open() -> bool:
-    """Whether operators meet the mode here: a region is open, and no disabled one is inside it."""
+    """Whether operators reach the mode here: a region is open, and no disabled one is inside it."""
     return is_included(KEY) and not is_excluded(KEY)

@@ -1,4 +1,4 @@
-"""What regions take of `torch.compile`'s front end: being skipped, being asked, being put into graphs."""
+"""What regions use of Dynamo: functions to skip, to call while tracing, and to put into graphs."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _Strategy = private("_C._dynamo.eval_frame._FrameExecStrategy")
 _set_strategy = private("_C._dynamo.eval_frame.set_code_exec_strategy")
 TracingContext = private("_guards.TracingContext")
 
-# Whether Dynamo is tracing the call. A name of our own for torch's function: a wrapper would cost every region twice.
+# Whether Dynamo is tracing the call. An alias, not a wrapper, which would cost every region two calls.
 tracing = torch.compiler.is_dynamo_compiling
 
 
 def dynamo_skip(function: F) -> F:
     """Decorator: Dynamo traces `function` into its caller, but compiles neither it nor what it calls by itself.
 
-    Where a graph breaks inside a region, Dynamo goes on frame by frame; entering, casting and leaving are no frames
-    to compile.
+    After a graph break inside a region, Dynamo resumes frame by frame, and must not compile entering, casting and
+    leaving.
     """
     if refuse not in (_Action, _Strategy, _set_strategy):
         _set_strategy(function.__code__, _Strategy(_Action.SKIP, _Action.SKIP))
@@ -36,7 +36,7 @@ def dynamo_skip(function: F) -> F:
 
 
 def called_while_tracing(function: F) -> F:
-    """Decorator: Dynamo calls `function` while it traces, with constants, and keeps the answer."""
+    """Decorator: Dynamo calls `function` while it traces, with constants, and keeps the result as a constant."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
@@ -50,8 +50,8 @@ def put_in_graphs(function: Callable[..., None]) -> None:
 def object_at(address: int) -> Any:
     """The object with this `id`, for a function that Dynamo calls while it traces.
 
-    In torch 2.11 Dynamo hands such a function constants and nothing else. An object's `id` is one, for as long as the
-    guard that Dynamo sets on it holds; whoever is being traced keeps the object alive.
+    In torch 2.11 Dynamo passes only constants to such a function. An object's `id` is one while Dynamo's guard on it
+    holds; the code being traced keeps the object alive.
     """
     return ctypes.cast(address, ctypes.py_object).value
 
@@ -63,20 +63,20 @@ def tracer() -> Any:
 
 
 def at_end_of_trace(translator: Any, call: Callable[[], None]) -> None:
-    """Have a trace that fails, stops or ends make a call."""
+    """Make a call when the trace ends, fails or stops."""
     translator.output.add_cleanup_hook(call)
 
 
 def runs_a_graph(frame: FrameType) -> bool:
-    """Whether a frame is the call of a graph, in Python that torch has written."""
+    """Whether a frame runs the generated code of an FX graph."""
     return frame.f_code.co_filename.startswith("<eval_with_key>")
 
 
 def frame_on_stack(frame: FrameType) -> bool:
-    """Whether the call with this frame is still going on, in this thread; if not, it may have ended by an exception.
+    """Whether a frame is still on this thread's stack; if not, an exception may have ended its call.
 
-    Two things close a region by being called and have no `finally`: a graph that `torch.compile(backend="eager")` runs,
-    and the hooks of a module, which an exception that is no `Exception` (`KeyboardInterrupt`) skips.
+    Two places leave a region without a `finally`: a graph that `torch.compile(backend="eager")` runs, and module hooks,
+    which an exception that is no `Exception` (`KeyboardInterrupt`) skips.
     """
     at: FrameType | None = sys._getframe(1)
     while at is not None and at is not frame:
@@ -85,11 +85,17 @@ def frame_on_stack(frame: FrameType) -> bool:
 
 
 def compile_callbacks() -> Any:
-    """Where Dynamo looks up whom to tell that it begins and ends to compile; None while it is not imported."""
+    """Dynamo's registry of callbacks for start and end of compilation; None while Dynamo is not imported."""
     return getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
 
 
+def has_compiled() -> bool:
+    """Whether Dynamo has code that it has compiled, in this process."""
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    return frames is not None and bool(frames.output_codes.seen)
+
+
 def forget_compiled() -> None:
-    """Drop what Dynamo has compiled so far, if it is there."""
+    """Drop what Dynamo has compiled so far, if it is imported."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()

@@ -1,14 +1,12 @@
 """Registering kernels at the regions' dispatch key, once per operator and process.
 
-What is registered looks the operator up in the `kernels` of the thread's mode: those of its own, or `GENERAL`, the
-kernels that hand any operator to the mode's `__torch_dispatch__`.
+The registered kernel looks the operator up in the `kernels` of the thread's mode: specialised ones, or those of
+`GENERAL`, which hand any operator to the mode's `__torch_dispatch__`.
 """
 
 from __future__ import annotations
 
 import functools
-import os
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -30,6 +28,7 @@ from ampkit.torch_internals.dispatcher import (
     keysets,
 )
 from ampkit.torch_internals.dynamo import dynamo_skip
+from ampkit.torch_internals.forks import renewed_lock
 from ampkit.torch_internals.operators import OpOverload
 from ampkit.torch_internals.signatures import TENSOR, compiled, signature_of
 
@@ -43,21 +42,11 @@ OPERATORS: dict[str, OpOverload] = {}
 _begun: set[OpOverload] = set()         # a kernel may be there: the registration has begun
 _installed: set[OpOverload] = set()     # and has ended
 _prepared = False
-_installing_lock = threading.RLock()
-
-
-def _forked() -> None:
-    """In a child process: the lock may be held by a thread that is not there."""
-    global _installing_lock
-    _installing_lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+_installing_lock = renewed_lock(__name__, "_installing_lock")
 
 
 def install(ops: Iterable[OpOverload]) -> None:
-    """Register the mode's kernel for operators that have none yet; what an interrupt cuts short, once more."""
+    """Register a kernel for operators that have none yet. Can be repeated after an interrupt."""
     missing = [op for op in ops if op not in _installed]
     if not missing:
         return
@@ -79,7 +68,7 @@ def install(ops: Iterable[OpOverload]) -> None:
 
 
 def _prepare() -> None:
-    """What the first kernel of a process needs around it. Each part can be repeated."""
+    """Set up what the first kernel of a process needs. Each part can be repeated."""
     global _prepared
     if not _prepared:
         if "_" not in _libraries:
@@ -90,7 +79,7 @@ def _prepare() -> None:
 
 
 def _fallthrough() -> Library:
-    """Have operators without a kernel of ours go past the key."""
+    """Make the key a fallthrough for operators without a kernel of ours."""
     library = Library("_", "IMPL")
     try:
         library.fallback(torch.library.fallthrough_kernel, KEY_NAME)
@@ -102,7 +91,7 @@ def _fallthrough() -> Library:
     return library
 
 
-# The dispatcher gives numbers where an operator takes them for tensors; redispatch does not take those.
+# The dispatcher passes numbers in the place of tensors (`x + 1`), which redispatch does not accept.
 _PASSING = """\
 def make(go_on, below, general, Tensor):
     def passing(_keys, {s.params}):
@@ -120,7 +109,7 @@ def make(get_in_tls, name):
 
 
 def _entry(op: OpOverload) -> Kernel:
-    """What `op` runs at the key: the kernel that the thread's mode has for it."""
+    """The kernel registered for `op`: it calls the one that the thread's mode has for it."""
     signature = signature_of(op)
     if signature is None:
         return GENERAL[op.name()]       # no mode has another
@@ -128,7 +117,7 @@ def _entry(op: OpOverload) -> Kernel:
 
 
 def passing(op: OpOverload, device_type: str) -> Kernel:
-    """The kernel of `op` where no rule names it, though one of another policy does: on to the keys below."""
+    """The kernel of `op` under a policy that does not name it, where another does: it redispatches below the key."""
     signature, general = signature_of(op), GENERAL[op.name()]
     if signature is None:
         return general
@@ -144,7 +133,7 @@ def _maker(text: str) -> Callable[..., Kernel]:
 
 
 def _general(op: OpOverload) -> Kernel:
-    """The kernel of `op` that serves every rule, argument and mode."""
+    """The kernel of `op` for any rule, argument and mode."""
     slots = [n for n, argument in enumerate(op._schema.arguments) if str(argument.type) == "Tensor"]
 
     @dynamo_skip
@@ -154,7 +143,7 @@ def _general(op: OpOverload) -> Kernel:
         if result is not NotImplemented:
             return result
         if any(type(args[slot]) in _NUMBERS for slot in slots if slot < len(args)):
-            with Exclude(mode.excluded_keys):     # `x + 1`: redispatch takes no number for a tensor
+            with Exclude(mode.excluded_keys):     # a number in the place of a tensor: see _PASSING
                 return op._op(*args, **kwargs)
         return op.redispatch(keyset & mode.redispatch_keys, *args, **kwargs)
 
@@ -162,10 +151,10 @@ def _general(op: OpOverload) -> Kernel:
 
 
 def _go_before_tracer(op: OpOverload) -> None:
-    """Have pre-dispatch tracing (`torch.export`) record what the mode makes of `op`, not `op` as it was called.
+    """Have pre-dispatch tracing (`torch.export`) record the casts and the call, not `op` as it was called.
 
-    That tracer sits at the one key above the mode's. It is a Python mode that `OpOverload._get_dispatch` looks up at
-    every call; for operators with a kernel of ours the look-up is asked here first.
+    That tracer is at the one key above the mode's. It is a Python mode that `OpOverload._get_dispatch` looks up at
+    every call; for operators with a kernel of ours that look-up goes through this one.
     """
     look_up = op._get_dispatch
 
@@ -187,7 +176,7 @@ def _go_before_tracer(op: OpOverload) -> None:
 
 
 def _let_higher_order_ops_through() -> None:
-    """`torch.cond` and its kind dispatch in Python and know nothing of fallbacks: tell them to skip the key."""
+    """Higher-order operators (`torch.cond`) dispatch in Python, without fallbacks: give each a fallthrough."""
     for op in higher_order_ops.values():
         op.fallthrough(KEY)
     if KEY not in higher_order_fallthrough:

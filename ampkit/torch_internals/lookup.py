@@ -1,4 +1,4 @@
-"""Looking up a name that torch does not promise, so that one that is missing spoils regions and nothing else."""
+"""Looking up private names of torch, so that a missing one breaks regions and nothing else."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 from ampkit.torch_internals.versions import no_regions
 
-# All that was looked up, and what of it this torch lacks.
+# The names that were looked up, and those that this torch lacks.
 looked_up: list[str] = []
 missing: list[str] = []
 
 
 def private(path: str) -> Any:
-    """`torch.<path>`; where there is none, `refuse` in its place, and a note in `missing`."""
+    """`torch.<path>`; `refuse` if there is none, with a note in `missing`."""
     if path not in looked_up:
         looked_up.append(path)
     try:

@@ -1,4 +1,4 @@
-"""The hooks that torch calls around every module's forward, and how to tell a module's call."""
+"""torch's global module hooks, and the code object of a module's call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def has_hooks(key: Any) -> bool:
 
 
 def put_hooks(key: Any, before: Callable[..., None], after: Callable[..., None], *, always: bool = False) -> None:
-    """Have every module call `before` and `after`, the latter also where the forward raises, with `always`."""
+    """Register `before` and `after` around every forward; with `always`, `after` also runs if the forward raises."""
     _tables._global_forward_pre_hooks[key] = before
     _tables._global_forward_hooks[key] = after
     if always:
@@ -25,7 +25,7 @@ def put_hooks(key: Any, before: Callable[..., None], after: Callable[..., None],
 
 
 def take_hooks(key: Any, *, always: bool = False) -> None:
-    """Have it call them no more. Somebody may have cleared torch's tables meanwhile."""
+    """Remove them. Other code may have cleared torch's tables meanwhile."""
     _tables._global_forward_pre_hooks.pop(key, None)
     _tables._global_forward_hooks.pop(key, None)
     if always:

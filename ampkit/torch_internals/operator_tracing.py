@@ -1,4 +1,4 @@
-"""What a dispatch mode below autograd asks torch: the mode itself, the node that runs, who owns a tensor's memory."""
+"""What a dispatch mode below autograd needs of torch: modes, the running autograd node, storage identity."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = [
 
 without_dispatch = torch._C._DisableTorchDispatch
 current_node = torch._C._current_autograd_node
-# Of the next node that this thread makes: autograd makes an operator's node before the operator reaches a mode.
+# Of the next node that this thread makes. An operator's node is made before the operator reaches a mode.
 next_sequence_number = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class ObserverMode(TorchDispatchMode):
-    """A dispatch mode for uncompiled code: without the guards against Dynamo, which cost more than a look at a tensor.
+    """A dispatch mode without torch's guards against Dynamo, which cost more than looking at a tensor.
 
-    Used where compiled functions run eagerly.
+    For use where compiled functions run eagerly.
     """
 
     @classmethod
@@ -38,22 +38,22 @@ class ObserverMode(TorchDispatchMode):
 
 
 def only_observed() -> bool:
-    """Whether every dispatch mode here looks on and no more: none that traces, records or makes fake tensors."""
+    """Whether every dispatch mode here only observes: none traces, records or makes fake tensors."""
     return all(isinstance(mode, ObserverMode) for mode in _get_current_dispatch_mode_stack())
 
 
 def node_name(node: Any) -> str:
-    """What an autograd node is called. That of a custom function is its `ctx`, on which users store what they like."""
+    """The name of an autograd node, by its type: a custom function's node is its `ctx`, with the user's attributes."""
     return type(node).name(node)
 
 
 def node_sequence_number(node: Any) -> int:
-    """The number of an autograd node; a forward operator whose node it is noted the same one."""
+    """The sequence number of an autograd node: what `next_sequence_number` gave in its forward operator."""
     return type(node)._sequence_nr(node)
 
 
 def storage_key(tensor: Tensor) -> int:
-    """The identity of a tensor's memory: views have one in common. Free to be reused once the memory is gone."""
+    """The identity of a tensor's storage, shared by its views. May be reused once the storage is freed."""
     return tensor.untyped_storage()._cdata
 
 

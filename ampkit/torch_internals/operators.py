@@ -1,4 +1,4 @@
-"""What policies and regions ask torch's registries: operators, their kernels, and device types with autocast."""
+"""What policies and regions need of torch's registries: operators, kernels, device types with autocast."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _canonical: dict[str, OpOverload] = {}
 
 
 def canonical(op: OpOverload) -> OpOverload:
-    """The one object that stands for an operator of ATen here; an operator of another library is what it is.
+    """The one `OpOverload` for an operator of ATen; operators of other libraries are returned as they are.
 
-    Threads that look an operator up at once, for the first time in the process, may each get an object of their own
-    from torch, and those are not equal. The first that is asked about stands for all, in `torch.ops` too.
+    Threads that look an operator up for the first time at the same moment may get distinct objects from torch, which
+    compare unequal. The first one seen here replaces the others, in `torch.ops` too.
     """
     if op.namespace != "aten":
         return op
@@ -39,7 +39,7 @@ def operator_names() -> list[str]:
 
 
 def aten_operators(wanted: Callable[[Any], bool]) -> Iterator[OpOverload]:
-    """The operators of ATen whose schema is `wanted` and that are not composites."""
+    """The operators of ATen that are not composites and whose schema is `wanted`."""
     dispatched = set(operator_names())
     for schema in torch._C._jit_get_all_schemas():
         name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
@@ -62,12 +62,12 @@ def composite_names() -> list[str]:
 
 
 def registered_for_autocast(device_type: str) -> list[str]:
-    """The names of the operators that torch.amp has a kernel for on a device type, which need not be there."""
+    """The names of operators with a torch.amp kernel for a device type; no such device is needed."""
     return torch._C._dispatch_get_registrations_for_dispatch_key(_autocast_key(device_type))
 
 
 def meets_autocast(tensor: torch.Tensor, device_type: str) -> bool:
-    """Whether a call with a tensor meets torch.amp. Fake ones of MAIA do not: torch has no such device to pretend."""
+    """Whether a call with this tensor dispatches to torch.amp. Calls with fake MAIA tensors do not."""
     return torch._C._dispatch_keys(tensor).has(torch._C._dispatch_key_parse(_autocast_key(device_type)))
 
 
@@ -93,5 +93,5 @@ def autocast_device_types() -> list[str]:
 
 
 def privateuse1_name() -> str:
-    """What the backend that torch calls `privateuseone` calls itself."""
+    """The name that the `privateuseone` backend was given."""
     return torch._C._get_privateuse1_backend_name()

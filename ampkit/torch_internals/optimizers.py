@@ -1,11 +1,11 @@
-"""Private names for scaling and optimizers: torch's update of a scale, its operators over lists of tensors."""
+"""Private names for scaling and optimizers: torch's scale update, its foreach operators."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch.optim import optimizer as _optimizer
+import torch.optim.optimizer as _optimizer
 
 update_scale_ = torch._amp_update_scale_
 """torch.amp's rule for the next scale, as one kernel: bit for bit what its `GradScaler.update` computes."""

@@ -1,11 +1,10 @@
-"""Whether regions work with the running torch, tried once per process on a product of two by two.
+"""Whether regions work with the running torch, tried once per process on a 2x2 matrix product.
 
-A region rests on names that torch does not promise, and on what they do. Which versions they did it in is known; the
-check decides for all others, and for builds of torch that differ from its releases.
+A region depends on private names of torch, and on what they do. For supported releases that is tested; the check
+decides for all other versions, and for builds of torch that differ from its releases.
 
-It runs in a thread of its own, because the first region may be made by a tracer or under somebody's modes, and a new
-thread has neither. It runs no backward: a process in which one has run cannot fork another that runs one. It calls
-the nodes that backward would call.
+It runs in a thread of its own, because the first region may be made in a trace or under other modes, and a new thread
+has neither. It calls autograd nodes itself and runs no backward: after one, a forked child could not run another.
 """
 
 from __future__ import annotations
@@ -56,16 +55,16 @@ def fault() -> str | None:
 
 
 class _Halving:
-    """Stands where an open region's mode stands, and knows one rule: `mm` in bfloat16."""
+    """Takes the place of an open region's mode, with one rule: `mm` in bfloat16."""
 
     def __init__(self) -> None:
         self.kernels = GENERAL
-        self.open = True        # to `current`, which is asked while operators are traced
+        self.open = True        # for `current`, which is called while operators are traced
         self.excluded_keys, self.redispatch_keys = keysets(("cpu",))
-        self.met: list[OpOverload] = []
+        self.seen: list[OpOverload] = []
 
     def __torch_dispatch__(self, op: OpOverload, _: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        self.met.append(op)
+        self.seen.append(op)
         if op is not _MM:
             return NotImplemented
         with Exclude(self.excluded_keys):
@@ -75,7 +74,7 @@ class _Halving:
 def _try() -> str | None:
     try:
         return _tried()
-    except Exception as error:      # whatever it is, it is what a region would have come to
+    except Exception as error:      # a region would have raised it too
         return f"{type(error).__name__}: {error}"
 
 
@@ -90,7 +89,7 @@ def _tried() -> str | None:
         set_included(KEY, False)
     if (is_included(KEY), is_excluded(KEY)) != before:
         return "a region that is left stays in the thread"
-    if mode.met[:1] != [_MM]:
+    if mode.seen[:1] != [_MM]:
         return "an operator with a rule does not reach the region"
     if negated.dtype is not torch.float32 or negated.grad_fn is None:
         return "an operator without a rule does not go past the region"

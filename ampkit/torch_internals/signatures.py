@@ -1,4 +1,4 @@
-"""An operator's schema as the parameters of a Python function, for functions that are written for one operator."""
+"""An operator's schema as the parameters of a Python function, for kernels generated per operator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TENSOR, OPTIONAL, LIST = "Tensor", "Optional[Tensor]", "List[Tensor]"
 
 
 class Signature(NamedTuple):
-    """How a function takes an operator's arguments from the dispatcher, and hands them on."""
+    """How a generated kernel takes an operator's arguments from the dispatcher, and passes them on."""
 
     name: str
     params: str
@@ -27,10 +27,10 @@ class Signature(NamedTuple):
 
 @functools.cache
 def signature_of(op: OpOverload) -> Signature | None:
-    """None where a tensor comes by keyword, in an optional list, or with a default that is not None.
+    """None if a tensor comes by keyword or in an optional list, or if a named parameter has a default other than None.
 
-    The dispatcher leaves out defaults at the end. Parameters up to the last that may matter to a rule, a tensor or the
-    dtype, have names; those after it pass through as `_rest`.
+    The dispatcher omits trailing defaults. Parameters up to the last that may matter to a rule, a tensor or the dtype,
+    have names; those after it pass through as `_rest`.
     """
     positional = [argument for argument in op._schema.arguments if not argument.kwarg_only]
     by_keyword = op._schema.arguments[len(positional) :]

@@ -1,4 +1,4 @@
-"""What the weight cache asks torch at every use of a weight, and of its memory; the layout of recurrent weights."""
+"""What the weight cache needs of torch: tracing state, storages, collectives; the layout of recurrent weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _use_count: Callable[[int], int] = private("_C._storage_Use_Count")
 
 
 def use_count(storage: torch.UntypedStorage) -> int:
-    """How many tensors have a storage, and one for its Python object."""
+    """References to a storage: one per tensor that uses it, and one for its Python object."""
     return _use_count(storage._cdata)
 
 
@@ -26,7 +26,7 @@ def process_groups(c10d: Any) -> Any:
 
 
 def n_collectives(group: Any) -> int:
-    """How many collectives of a group this process has begun; `RuntimeError` if its backend does not count."""
+    """How many collectives of a group this process has started; `RuntimeError` if its backend does not count."""
     return group._get_sequence_number_for_group()
 
 

@@ -1,15 +1,12 @@
-"""A second key, for regions that compute everything in float32: there operators are met that no list names.
+"""A second dispatch key, for regions that compute everything in float32: it intercepts operators on no list.
 
-It lies right below the key of the lists, so listed operators have had their rule when they get here. Kernels are
-registered when the first such region is entered; elsewhere the key is not included and they mean nothing. A kernel for
-each operator, and no fallback for all: torch cannot call a fallback in Python for subclasses of Tensor and under
-dispatch modes.
+It is directly below the key of the lists, so listed operators have been cast when they get here. Kernels are registered
+when the first such region is entered; outside such regions the key is not included. There is a kernel per operator and
+no fallback for all: torch cannot call a Python fallback for subclasses of Tensor and under dispatch modes.
 """
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -24,6 +21,7 @@ from ampkit.torch_internals.dispatcher import (
     parsed_key,
     set_included,
 )
+from ampkit.torch_internals.forks import renewed_lock
 from ampkit.torch_internals.operators import OpOverload
 
 __all__ = ["include", "install", "is_on", "run_past"]
@@ -31,17 +29,7 @@ __all__ = ["include", "install", "is_on", "run_past"]
 _NAME = "TESTING_ONLY_GenericWrapper"
 
 _libraries: list[Library] = []
-_lock = threading.RLock()
-
-
-def _forked() -> None:
-    """In a child process: the lock may be held by a thread that is not there."""
-    global _lock
-    _lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+_lock = renewed_lock(__name__, "_lock")
 
 
 _KEY = parsed_key(_NAME)
@@ -49,7 +37,7 @@ _KEYS = None if _KEY is None else torch._C.DispatchKeySet(_KEY)
 
 
 def install(ops: Callable[[], Iterable[OpOverload]], kernel: Callable[[OpOverload], Callable[..., Any]]) -> None:
-    """Have these operators call their kernel where the key is included, and all others go past; once per process."""
+    """Register kernels for these operators and a fallthrough for all others, once per process."""
     with _lock:
         if _libraries:
             return
@@ -65,16 +53,16 @@ def install(ops: Callable[[], Iterable[OpOverload]], kernel: Callable[[OpOverloa
 
 
 def is_on() -> bool:
-    """Whether operators of this thread meet these kernels."""
+    """Whether the key is included in this thread."""
     return is_included(_KEY)
 
 
 def include(on: bool) -> None:
-    """Let operators of this thread meet these kernels, or no longer."""
+    """Include the key in this thread, or remove it."""
     set_included(_KEY, on)
 
 
 def run_past(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call an operator; neither it nor what it calls meets these kernels."""
+    """Call an operator with the key excluded."""
     with Exclude(_KEYS):
         return op._op(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The versions of torch that ampkit is tested with, in one place, and what to say of any other."""
+"""The versions of torch that ampkit is tested with, and the error for a torch that regions do not work with."""
 
 import torch
 
@@ -18,7 +18,7 @@ def parsed(version: str) -> tuple[int, int]:
 
 
 def no_regions(fault: str) -> str:
-    """The sentence of an error about a torch that regions do not work with."""
+    """The message of an error about a torch that regions do not work with."""
     return (
         f"ampkit's regions do not work with torch {torch.__version__}: {fault}. Supported are {SUPPORTED}; to get one: "
         f"{INSTALL}. Policies and the GradScaler need no region and work with this torch too"

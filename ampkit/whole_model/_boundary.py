@@ -27,7 +27,7 @@ _thread = threading.local()
 
 
 class Boundary(NamedTuple):
-    """Casts of one module's calls; each dtype None where nothing is to be done."""
+    """Casts around one module's calls; a dtype of None means no cast, or no region."""
 
     inputs: torch.dtype | None = None
     outputs: torch.dtype | None = None
@@ -69,7 +69,7 @@ def _make(make: Callable[..., M], arguments: tuple[Any, ...], boundary: Boundary
 
 
 def put_boundary(module: M, boundary: Boundary) -> M:
-    """Have every call of `module` cross `boundary`; returns `module`, whose class is now a subclass.
+    """Put `boundary` around every call of `module`; returns `module`, whose class is now a subclass.
 
     Raises:
         RuntimeError: the module has a boundary, or a forward of its own that its class does not know.
@@ -83,7 +83,7 @@ def refuse_bounded(module: Module) -> None:
     """Raise `RuntimeError` for a module that has a boundary, or a forward that its class does not know."""
     if isinstance(module, _Bounded):
         raise RuntimeError(
-            f"this {type(module).__name__} has been through ampkit.half or ampkit.initialize already, and a "
+            f"this {type(module).__name__} has been through ampkit.half or amp.initialize already, and a "
             f"second conversion would only stack its casts; build the model anew, or keep the converted one"
         )
     if "forward" in vars(module):

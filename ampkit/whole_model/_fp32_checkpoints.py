@@ -31,7 +31,7 @@ class Fp32Checkpoints:
 
     def attach(self, model: Module) -> None:
         """Save and load in float32 from now on, also through a wrapper such as DDP."""
-        model.register_state_dict_post_hook(functools.partial(Fp32Checkpoints.save, self))  # torch marks it
+        model.register_state_dict_post_hook(functools.partial(Fp32Checkpoints.save, self))  # torch marks the hook
         model.register_load_state_dict_pre_hook(self.load)
 
     def master_of(self, param: Tensor) -> Tensor | None:
@@ -60,7 +60,7 @@ class Fp32Checkpoints:
             state_dict[prefix + name] = widened[id(tensor)]
 
     def load(self, model: Module, state_dict: dict[str, Any], prefix: str, *report: Any) -> None:
-        """load_state_dict hook: masters take the checkpoint's digits before the model rounds them."""
+        """load_state_dict hook: masters take the checkpoint's float32 values before the model rounds them."""
         for name, param in model.named_parameters(remove_duplicate=False):
             master, saved = self.master_of(param), state_dict.get(prefix + name)
             if master is not None and isinstance(saved, Tensor) and saved.shape == master.shape:

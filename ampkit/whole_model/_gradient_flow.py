@@ -1,8 +1,8 @@
 """Gradients of one optimizer around a scaled backward, where some may have been unscaled before.
 
 Each backward under a loss scale must meet empty `.grad`s, or scaled values would be added to unscaled ones.
-`stash_unscaled` sets aside what is there, `unscale_and_merge` unscales what has come, in master weights where there are
-any, and adds what was set aside.
+`stash_unscaled` sets aside what is there; `unscale_and_merge` unscales the new gradients, in master weights if there
+are any, and adds what was set aside.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class GradientFlow:
         return [param for param in self.params() if id(param) not in masters]
 
     def has_pending(self) -> bool:
-        """Whether backward has left a gradient that has not been settled, or that nothing was scaled for."""
+        """Whether any parameter that backward fills holds a gradient."""
         halves = [] if self.masters is None else self.masters.halves()
         return any(param.grad is not None for param in (*self.own_params(), *halves))
 
@@ -52,12 +52,12 @@ class GradientFlow:
                 param.grad = None
 
     def restore(self) -> None:
-        """Forget what backward has left, and put back what was set aside."""
+        """Drop what backward has left, and restore what was set aside."""
         for param in (*self.own_params(), *([] if self.masters is None else self.masters.halves())):
             param.grad = self._stashed.pop(param, None)
 
     def forget(self) -> None:
-        """Forget what was set aside."""
+        """Drop what was set aside."""
         self._stashed.clear()
 
     @torch.no_grad()

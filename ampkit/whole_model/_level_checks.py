@@ -53,7 +53,7 @@ def check_model(model: Module, *, casts_model: bool) -> None:
     name = type(model).__name__
     if isinstance(model, _WRAPPERS) or name == "FullyShardedDataParallel":
         raise RuntimeError(
-            f"the model is wrapped in {name} already; call ampkit.initialize on the bare model first, and wrap what "
+            f"the model is wrapped in {name} already; call amp.initialize on the bare model first, and wrap what "
             f"it returns: {name}(model, ...)"
         )
     if casts_model and any("FSDPModule" in [base.__name__ for base in type(m).__mro__] for m in model.modules()):
@@ -62,7 +62,7 @@ def check_model(model: Module, *, casts_model: bool) -> None:
             f"'O1', or fully_shard's MixedPrecisionPolicy with ampkit.GradScaler"
         )
     refuse_bounded(model)
-    # A table kept in float64 makes no float64 model: .double() would have left no parameter in float32.
+    # float64 buffers are no sign of a float64 model: .double() would have converted its parameters too.
     for kind, tensors, allowed in (
         ("parameter", model.named_parameters(), (torch.float32,)),
         ("buffer", model.named_buffers(), (torch.float32, torch.float64)),

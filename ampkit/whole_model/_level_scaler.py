@@ -35,14 +35,14 @@ class LevelScaler(GradScaler):
         return record.found_inf(self._live.scale) if record.found_inf_per_device else None
 
     def take_all(self, flows: Sequence[GradientFlow]) -> list[Tensor | None]:
-        """`take` for several optimizers, after which the scale answers; a flag for each."""
+        """`take` for several optimizers, then `update`; returns a flag for each."""
         flags = [self.take(flow) for flow in flows]
         self.update()
         self.updates += 1
         return flags
 
     def loadable(self, state_dict: Any) -> Callable[[], None]:
-        """Check a saved state; returns what loads it, which cannot fail, so that several are loaded or none."""
+        """Check a saved state; returns a function that loads it and cannot fail, so that several load or none does."""
         if not self._enabled:
             return lambda: None
         new = self._live.loadable(state_dict)

@@ -1,7 +1,7 @@
 """What one `initialize` has set up, and what happens at each backward and step under it.
 
-Steps are reached by the public hooks of `torch.optim.Optimizer`. For a step whose gradients are not finite all of them
-are set to None, which makes torch's optimizers a no-op; amp-aware ones get the flag instead and skip on the device.
+Steps are intercepted by the public hooks of `torch.optim.Optimizer`. If a gradient is not finite, all are set to None
+for the step, which makes torch's optimizers a no-op; amp-aware ones get the flag instead and skip on the device.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ampkit.whole_model._level_options import LevelOptions
 from ampkit.whole_model._level_scaler import LevelScaler, either
 from ampkit.whole_model.master_weights import MasterWeights
 
-_OUTSIDE = "call backward inside `with ampkit.scale_loss(loss, optimizer) as scaled: scaled.backward()`"
+_OUTSIDE = "call backward inside `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`"
 
 
 class Session:
-    """One call of `initialize`: its options, its loss scales, and where each optimizer stands."""
+    """One call of `initialize`: its options, its loss scales, and the state of each optimizer."""
 
     def __init__(self, options: LevelOptions | None, device_type: str, verbosity: int) -> None:
         self.options = options
         self.verbosity = verbosity
         self.scalers: list[LevelScaler] = []
-        # The optimizer's hooks keep its state alive: a session that did would keep the optimizer alive as well.
+        # Weak: the optimizer's hooks own its state, and a reference from here would keep the optimizer alive.
         self._states: weakref.WeakValueDictionary[int, OptimizerState] = weakref.WeakValueDictionary()
         if options is not None and options.loss_scale is not None:
             self.scalers = [
@@ -41,11 +41,11 @@ class Session:
 
     @property
     def scales(self) -> bool:
-        """Whether losses and gradients are touched at all."""
+        """Whether losses are scaled and gradients checked."""
         return bool(self.scalers)
 
     def follow(self, optimizer: Optimizer, *, master_values: Mapping[Tensor, Tensor] | None) -> MasterWeights | None:
-        """Take part in this optimizer's steps from now on, with masters if there are values for them."""
+        """Hook into this optimizer's steps, with master weights if there are values for them."""
         state = self._states[id(optimizer)] = OptimizerState(optimizer, self)
         # Before the masters' hooks: a step that is refused has not moved any gradient.
         optimizer.register_step_pre_hook(state.before_step)
@@ -55,11 +55,11 @@ class Session:
         return state.flow.masters
 
     def state(self, optimizer: Optimizer) -> OptimizerState:
-        """Where an optimizer stands."""
+        """The state of an optimizer."""
         return self._states[id(optimizer)]
 
     def scaler(self, loss_id: Any) -> LevelScaler:
-        """The scale of a loss. Raises `IndexError` for one that there is not."""
+        """The scaler of a loss. Raises `IndexError` for an unknown `loss_id`."""
         if isinstance(loss_id, bool) or not isinstance(loss_id, int) or not 0 <= loss_id < len(self.scalers):
             raise IndexError(
                 f"loss_id is {loss_id!r}, and there are scales for {len(self.scalers)} losses; expected 0 to "
@@ -68,7 +68,7 @@ class Session:
         return self.scalers[loss_id]
 
     def unscale_and_update(self, optimizers: Sequence[Optimizer], scaler: LevelScaler) -> None:
-        """After a backward: unscale what it has left at these optimizers, and move the scale on."""
+        """After a backward: unscale the gradients of these optimizers, and update the scale."""
         states = [self.state(optimizer) for optimizer in optimizers]
         for state, flag in zip(states, scaler.take_all([state.flow for state in states]), strict=True):
             state.flag = either(state.flag, flag)
@@ -78,7 +78,7 @@ class Session:
 
 
 class OptimizerState:
-    """Where one optimizer stands between backward and step."""
+    """The state of one optimizer between backward and step."""
 
     def __init__(self, optimizer: Optimizer, session: Session) -> None:
         self.flow = GradientFlow(optimizer)
@@ -87,7 +87,7 @@ class OptimizerState:
         self.flag: Tensor | None = None
         self.scaler: LevelScaler | None = None
         self.unscaled = False
-        self.delayed: tuple[LevelScaler, int] | None = None     # whose scale, and which of its scales
+        self.delayed: tuple[LevelScaler, int] | None = None     # the scaler, and its number of updates then
         self._set_to_none: list[tuple[Tensor, Tensor]] = []
         self._handed_over = contextlib.ExitStack()
 
@@ -114,7 +114,7 @@ class OptimizerState:
         self.flow.stash_unscaled()
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Optimizer hook: refuse a step that cannot be right, and set gradients to None where one is not finite."""
+        """Optimizer hook: raise for a step that cannot be right, and set gradients to None if one is not finite."""
         self._handed_over.close()       # left over if the last step raised
         if not self.scales:
             return
@@ -139,7 +139,7 @@ class OptimizerState:
             self._set_gradients_to_none(scaler)
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Optimizer hook: put back gradients that were set to None."""
+        """Optimizer hook: restore gradients that were set to None."""
         self._handed_over.close()
         masters = set() if self.flow.masters is None else {id(m) for m in self.flow.masters.masters()}
         for param, grad in self._set_to_none:

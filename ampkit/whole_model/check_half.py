@@ -1,85 +1,27 @@
 """check_half: what converting a model to half precision does to its numbers, module by module.
 
-A float32 copy and a half copy run on the same sample. Each module's error is split in two: what has come down
-to its output in all, and what it has added itself, found by giving its float32 twin the very inputs that the
-half one had. The second says which layer to keep in float32.
+A float32 copy and a half copy run on the same sample (`half_comparison`); what is worth keeping is found by trying it.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 
-from ampkit.containers import REAL_FLOATS, cast_tree, map_tensors
+from ampkit.containers import REAL_FLOATS
 from ampkit.whole_model.half import BATCH_NORMS, Keep, half
+from ampkit.whole_model.half_comparison import Comparison, Found
+from ampkit.whole_model.half_report import HalfReport, ModuleError
 
 __all__ = ["HalfReport", "ModuleError", "check_half"]
 
-_TOO_LARGE = 4.0        # own errors above so many units of the dtype's precision are more than rounding
-
-
-@dataclass
-class ModuleError:
-    """One module in half precision beside its float32 twin.
-
-    `error` is the relative L2 error of its outputs, `own_error` the part that the module itself adds (None for
-    modules made of others), `overflows` how many output elements are inf or NaN where float32's are finite,
-    `underflow` the share of nonzero outputs that became 0, `largest` the largest finite float32 magnitude.
-    """
-
-    path: str
-    kind: str
-    error: float = 0.0
-    own_error: float | None = None
-    overflows: int = 0
-    underflow: float = 0.0
-    largest: float = 0.0
-
-
-@dataclass
-class HalfReport:
-    """What `check_half` found. `str()` is a table, the most harmful modules first.
-
-    `modules` are in the order they ran; `output` is the whole model. `unfit` names parameters whose values the
-    dtype cannot hold: their modules were kept in float32 for this run. `too_large` names modules whose outputs
-    it cannot carry. `keep` is what to add to `keep_fp32`: modules around those, modules whose own error is far
-    above rounding, and the owners of `unfit`. For what is `too_large` with nothing around it, use bfloat16.
-    """
-
-    dtype: torch.dtype
-    modules: list[ModuleError]
-    output: ModuleError
-    unfit: list[str] = field(default_factory=list)
-    too_large: list[str] = field(default_factory=list)
-    keep: list[str] = field(default_factory=list)
-
-    @property
-    def overflows(self) -> bool:
-        """Whether any output of the model is inf or NaN where float32's is finite."""
-        return self.output.overflows > 0
-
-    def __str__(self) -> str:
-        name = str(self.dtype).removeprefix("torch.")
-        lines = [f"{name}: output error {self.output.error:.2e}, {self.output.overflows} overflows"]
-        worst = sorted(self.modules, key=lambda m: (-m.overflows, -(m.own_error or 0.0), -m.error))
-        width = max((len(m.path) for m in worst), default=6)
-        lines.append(f"{'module':<{width}}  {'own error':>9}  {'error':>9}  {'largest':>9}  overflows  underflow")
-        for m in worst:
-            own = "" if m.own_error is None else f"{m.own_error:.2e}"
-            numbers = f"{own:>9}  {m.error:>9.2e}  {m.largest:>9.3g}  {m.overflows:>9}  {m.underflow:>9.1%}"
-            lines.append(f"{m.path:<{width}}  {numbers}")
-        if self.unfit:
-            lines.append(f"parameters that {name} cannot hold: {', '.join(self.unfit)}")
-        if self.too_large:
-            lines.append(f"outputs that {name} cannot carry: {', '.join(self.too_large)}")
-        lines.append(f"worth keeping in float32: {', '.join(self.keep) or 'nothing'}")
-        return "\n".join(lines)
+_HELPS = 2 / 3          # of the error that is left when that share of the model no longer rounds
+_AS_GOOD = 1.25         # a part in place of the whole: so many times its error
 
 
 def check_half(
@@ -89,6 +31,7 @@ def check_half(
     keep_fp32: Keep | str = BATCH_NORMS,
     *,
     in_region: bool = False,
+    trials: int = 100,
 ) -> HalfReport:
     """Run copies of a float32 model in float32 and in half on a sample, in eval mode, and compare every module.
 
@@ -96,14 +39,13 @@ def check_half(
         model: stays as it is.
         sample: what to call it with: a tuple of positional arguments, a mapping of keyword arguments, or one.
         dtype, keep_fp32, in_region: as of `half`.
+        trials: how many forwards finding out what is worth keeping may take at most; 0: do not try.
 
     Returns:
         A `HalfReport`; print it, or call `half` with its `keep` added to `keep_fp32`.
 
     Raises:
-        What `half` raises, apart from parameters that do not fit: they are reported.
-
-    What lies behind an overflow cannot be judged; call it again with `keep` added to `keep_fp32`.
+        What `half` raises, apart from parameters that do not fit: they are reported. ValueError: negative `trials`.
 
     Reads the device, and holds the outputs of every module in float32.
 
@@ -111,6 +53,8 @@ def check_half(
     >>> report.overflows, report.keep
     (False, [])
     """
+    if trials < 0:
+        raise ValueError(f"trials is {trials}; expected how many forwards may be run to find what to keep, or 0")
     args, kwargs = _arguments(sample)
     plain = copy.deepcopy(model).eval()
     keep = (keep_fp32,) if isinstance(keep_fp32, str) else tuple(keep_fp32)
@@ -118,119 +62,84 @@ def check_half(
     owners = {name: name.rpartition(".")[0] for name in unfit}
     halved = half(model, dtype, _in(model, (*keep, *(model.get_submodule(path) for path in owners.values()))),
                   in_region=in_region).eval()
-    wanted = _Recorder(plain)
-    with torch.no_grad(), wanted:
-        expected = plain(*args, **kwargs)
-    got = _Comparer(halved, plain, wanted.outputs)
-    with torch.no_grad(), got:
-        output = halved(*args, **kwargs)
-    modules = list(got.errors.values())
-    whole = got.compare(ModuleError("", type(model).__name__), output, expected)
-    too_large = _too_large(modules, dtype)
-    keep_more = _worth_keeping(modules, too_large, dtype) + [path for path in owners.values() if path]
-    return HalfReport(dtype, modules, whole, unfit, too_large, list(dict.fromkeys(keep_more)))
+    comparison = Comparison(plain, halved, dtype, args, kwargs)
+    first = comparison.found()
+    report = HalfReport(dtype, list(first.modules.values()), first.output, unfit, _too_large(first, dtype))
+    keep_more, error = _kept_for_range(comparison, first, dtype)
+    if error > torch.finfo(dtype).eps or not math.isfinite(error):
+        error = _keep_what_helps(comparison, first, keep_more, error, trials)
+    report.keep = list(dict.fromkeys([*keep_more, *(path for path in owners.values() if path)]))
+    report.kept_error = error if keep_more else None
+    return report
 
 
-class _Recorder:
-    """Every module's outputs, by path and call."""
-
-    def __init__(self, model: Module) -> None:
-        self.model = model
-        self.outputs: dict[str, list[Any]] = {}
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> None:
-        for path, module in self.model.named_modules():
-            if path:
-                self._handles.append(module.register_forward_hook(self._hook(path), with_kwargs=True))
-
-    def __exit__(self, *error: Any) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _hook(self, path: str) -> Any:
-        def hook(module: Module, args: Any, kwargs: Any, output: Any) -> None:
-            self.outputs.setdefault(path, []).append(map_tensors(output, Tensor.clone))
-
-        return hook
-
-
-class _Comparer(_Recorder):
-    """Compares every module's outputs with those of its float32 twin as they come."""
-
-    def __init__(self, model: Module, plain: Module, wanted: dict[str, list[Any]]) -> None:
-        super().__init__(model)
-        self.plain = plain
-        self.wanted = wanted
-        self.errors: dict[str, ModuleError] = {}
-        self._calls: dict[str, int] = {}
-
-    def _hook(self, path: str) -> Any:
-        twin = self.plain.get_submodule(path)
-
-        def hook(module: Module, args: Any, kwargs: Any, output: Any) -> None:
-            call = self._calls.get(path, 0)
-            self._calls[path] = call + 1
-            wanted = self.wanted.get(path, [])
-            if call >= len(wanted):
-                return      # the half run took another turn than the float32 one
-            error = self.errors.setdefault(path, ModuleError(path, type(twin).__name__))
-            self.compare(error, output, wanted[call])
-            if next(module.children(), None) is None:
-                local = twin.forward(*cast_tree(args, torch.float32), **cast_tree(kwargs, torch.float32))
-                own = self.compare(ModuleError(path, ""), output, local).error
-                error.own_error = max(error.own_error or 0.0, own)
-
-        return hook
-
-    def compare(self, error: ModuleError, output: Any, wanted: Any) -> ModuleError:
-        """Note the worst of several calls in `error`."""
-        pairs = [
-            (a.double(), b.double())
-            for a, b in zip(_floats(output), _floats(wanted), strict=False)
-            if a.shape == b.shape and b.numel()
-        ]
-        if not pairs:
-            return error
-        a, b = (torch.cat([pair[i].reshape(-1) for pair in pairs]) for i in (0, 1))
-        good = torch.isfinite(b)
-        broken = good & ~torch.isfinite(a)
-        both = good & ~broken
-        distance, size = (a - b)[both].norm(), b[both].norm()
-        nonzero = both & (b != 0)
-        error.error = max(error.error, float(distance / size) if size > 0 else float(distance))
-        error.overflows = max(error.overflows, int(broken.sum()))
-        lost = float((a[nonzero] == 0).double().mean()) if bool(nonzero.any()) else 0.0
-        error.underflow = max(error.underflow, lost)
-        error.largest = max(error.largest, float(b[good].abs().max()) if bool(good.any()) else 0.0)
-        return error
-
-
-def _floats(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tensors(value, lambda tensor: found.append(tensor) or tensor)
-    return [tensor for tensor in found if tensor.dtype in REAL_FLOATS]
-
-
-def _too_large(modules: list[ModuleError], dtype: torch.dtype) -> list[str]:
-    """Leaves whose float32 outputs `dtype` cannot carry; those after them that break as well are not at fault."""
+def _too_large(found: Found, dtype: torch.dtype) -> list[str]:
+    """Modules that make what `dtype` cannot carry; those after them that break as well are not at fault."""
     limit = torch.finfo(dtype).max
-    return [m.path for m in modules if m.own_error is not None and m.overflows and m.largest > limit]
+    return [path for path, module in found.modules.items() if module.own_overflows and module.largest > limit]
 
 
-def _worth_keeping(modules: list[ModuleError], too_large: list[str], dtype: torch.dtype) -> list[str]:
-    """What to keep in float32. A module hands on `dtype` even when kept, so for an output too large for that it is
-    the nearest enclosing module whose own output is not."""
-    by_path = {m.path: m for m in modules}
-    found = []
-    for path in too_large:
-        while path and by_path[path].largest > torch.finfo(dtype).max:
-            path = path.rpartition(".")[0]
-        if path:
-            found.append(path)
-    limit = _TOO_LARGE * torch.finfo(dtype).eps
-    inexact = [m for m in modules if m.path not in too_large and (m.own_error or 0.0) > limit]
-    return found + [m.path for m in sorted(inexact, key=lambda m: -(m.own_error or 0.0))]
+def _kept_for_range(comparison: Comparison, found: Found, dtype: torch.dtype) -> tuple[list[str], float]:
+    """What to keep so that no inf or NaN is made, with the output's error then.
+
+    A module hands on `dtype` even when kept, so for an output too large for that it is the nearest enclosing module
+    whose own output is not. What lies behind shows once that is kept.
+    """
+    keep: list[str] = []
+    limit = torch.finfo(dtype).max
+    while True:
+        more = []
+        for path in [path for path, module in found.modules.items() if module.own_overflows]:
+            while path and found.modules[path].largest > limit:
+                path = path.rpartition(".")[0]
+                while path and path not in found.modules:      # a container that is not called
+                    path = path.rpartition(".")[0]
+            if path and path not in keep:
+                more.append(path)
+        if not more:
+            return keep, found.output.error
+        keep += dict.fromkeys(more)
+        found = comparison.found(keep)
+
+
+def _keep_what_helps(comparison: Comparison, found: Found, keep: list[str], error: float, trials: int) -> float:
+    """Add to `keep` the modules that cut the output's error by more than their share, one by one; returns what is left.
+
+    Of roundings that add up like random numbers, a share `s` of the modules makes the share `sqrt(s)` of the error. A
+    module is worth keeping if at most two thirds are left of what would be without it by that rule.
+    """
+    spent = 0
+
+    def tried(path: str) -> float:
+        nonlocal spent
+        spent += 1
+        left = comparison.error((*keep, path))
+        return math.inf if math.isnan(left) else left
+
+    def fair(path: str) -> float:
+        share = found.share(path)
+        return math.sqrt(1 - share) if share < 1 or path in found.called_by else 1.0    # all that there is: no rule
+
+    eps = torch.finfo(comparison.dtype).eps
+    error = math.inf if math.isnan(error) else error
+    while error > eps and spent < trials:
+        left: dict[str, float] = {}
+        for path in found.parts(""):
+            if spent < trials and path not in keep and fair(path):
+                left[path] = tried(path)
+        worth = {path: value for path, value in left.items() if value <= _HELPS * error * fair(path)}
+        if not worth:
+            break
+        best = min(worth, key=lambda path: worth[path] / fair(path))
+        error = worth[best]
+        while spent < trials:
+            inside = {path: tried(path) for path in found.called_by.get(best, ())}
+            if not inside or min(inside.values()) > _AS_GOOD * error:
+                break
+            best = min(inside, key=lambda path: inside[path])
+            error = inside[best]
+        keep.append(best)
+    return error
 
 
 def _unfit_parameters(model: Module, dtype: torch.dtype, keep: tuple[Any, ...]) -> list[str]:

@@ -7,7 +7,7 @@ The interface of Apex's FP16_Optimizer, which BERT-era scripts carry: `optimizer
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from ampkit.whole_model._level_scaler import LevelScaler, either
 from ampkit.whole_model.master_weights import MasterWeights
 
 __all__ = ["FP16Optimizer"]
+
+Loss = TypeVar("Loss")
 
 _ATTEMPTS = 100
 _DYNAMIC_NAMES = {"init_scale": "init_scale", "scale_factor": "growth_factor", "scale_window": "growth_interval"}
@@ -38,8 +40,8 @@ class FP16Optimizer(torch.optim.Optimizer):
             optimizer.clip_master_grads(1.0)
             optimizer.step()
 
-    Learning-rate schedulers and code that reads or writes `param_groups` take it for the optimizer it wraps.
-    Use that one no more by itself.
+    Learning-rate schedulers and code that reads or writes `param_groups` can use it in place of the optimizer it
+    wraps, which must no longer be used directly.
 
     Args:
         optimizer: a `torch.optim.Optimizer` over the model's parameters, in any groups; `ampkit.optim` writes
@@ -187,7 +189,11 @@ class FP16Optimizer(torch.optim.Optimizer):
         clipping.multiply_(gradients, clipping.coefficient(norm, max_norm), found)
         return norm
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], Loss]) -> Loss: ...
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the masters and write the model's half weights, unless a gradient was not finite; move the scale.
 
         A `closure` calls `optimizer.zero_grad()` and `optimizer.backward(loss)` and returns the loss; while it
@@ -208,7 +214,7 @@ class FP16Optimizer(torch.optim.Optimizer):
         self._unscaled = False
         result = self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.masters.drop_gradients()       # where the step was skipped they are still there
+        self.masters.drop_gradients()       # a skipped step has left them
         if self.verbose and self.overflow:
             print(f"ampkit: gradients overflowed, step skipped; the loss scale is {self.loss_scale:g} now")
         return result
@@ -277,7 +283,7 @@ class FP16Optimizer(torch.optim.Optimizer):
 
 
 def _dynamic(args: Mapping[str, Any]) -> DynamicLossScale:
-    # Apex's numbers: a first scale that is surely too large, found out in the first steps.
+    # Apex's defaults: the first scale is too large on purpose, and falls in the first steps.
     known = {"init_scale": 2.0**32, "growth_interval": 1000, "max_scale": LARGEST_SCALE}
     given = {_DYNAMIC_NAMES.get(name, name): value for name, value in args.items()}
     unknown = sorted(set(given) - set(DynamicLossScale.__dataclass_fields__))

@@ -11,7 +11,7 @@ import functools
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,9 +30,11 @@ __all__ = [
 ]
 
 Function = Callable[..., Any]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def half_function(fn: Function) -> Function:
+def half_function(fn: Callable[P, R]) -> Callable[P, R]:
     """`fn` with its tensor arguments cast to the region's dtype, containers looked into; for use as a decorator.
 
     Outside a region it is called as it is. Raises `TypeError` for what is no function.
@@ -45,39 +47,45 @@ def half_function(fn: Function) -> Function:
     tensor([2.], dtype=torch.bfloat16)
     """
 
+    function: Function = fn
+
     def call(device_type: str, args: Any, kwargs: Any) -> Any:
         dtype = torch.get_autocast_dtype(device_type)
-        return fn(*_cast(args, device_type, dtype), **_cast(kwargs, device_type, dtype))
+        return function(*_cast(args, device_type, dtype), **_cast(kwargs, device_type, dtype))
 
     return _wrapped(fn, call, "half_function")
 
 
-def float_function(fn: Function) -> Function:
+def float_function(fn: Callable[P, R]) -> Callable[P, R]:
     """`fn` computed in float32: its tensor arguments are cast up, and so is what operators inside it are given.
 
     Outside a region it is called as it is. Raises `TypeError` for what is no function.
     """
 
+    function: Function = fn
+
     def call(device_type: str, args: Any, kwargs: Any) -> Any:
         with float32_region(device_type):
-            return fn(*_cast(args, device_type, torch.float32), **_cast(kwargs, device_type, torch.float32))
+            return function(*_cast(args, device_type, torch.float32), **_cast(kwargs, device_type, torch.float32))
 
     return _wrapped(fn, call, "float_function")
 
 
-def promote_function(fn: Function) -> Function:
+def promote_function(fn: Callable[P, R]) -> Callable[P, R]:
     """`fn` with its tensor arguments cast to the widest dtype among them.
 
     Outside a region it is called as it is. Raises `TypeError` for what is no function.
     """
+
+    function: Function = fn
 
     def call(device_type: str, args: Any, kwargs: Any) -> Any:
         found: list[Tensor] = []
         map_tensors((args, kwargs), lambda tensor: found.append(tensor) or tensor)
         dtype = casting.widest_dtype(found, device_type)
         if dtype is None:
-            return fn(*args, **kwargs)
-        return fn(*_cast(args, device_type, dtype), **_cast(kwargs, device_type, dtype))
+            return function(*args, **kwargs)
+        return function(*_cast(args, device_type, dtype), **_cast(kwargs, device_type, dtype))
 
     return _wrapped(fn, call, "promote_function")
 
@@ -107,7 +115,7 @@ def register_promote_function(owner: Any, name: str) -> None:
 
 @contextmanager
 def disable_casts() -> Iterator[None]:
-    """Nothing is cast in here: open regions are suspended, and models at O1 enter none. Exceptions restore all.
+    """Nothing is cast in here: open regions are disabled, and models at O1 enter none. Restored on exceptions too.
 
     >>> with autocast("cpu", torch.bfloat16), disable_casts():
     ...     torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype
@@ -134,7 +142,7 @@ def _wrapped(fn: Function, call: Callable[[str, Any, Any], Any], name: str) -> F
 
 
 def _region_of(args: Any, kwargs: Any) -> str | None:
-    """The device type of the first tensor argument that lies in an open region."""
+    """The device type of the first tensor argument for whose device autocast is enabled."""
     device_types: list[str] = []
     map_tensors((args, kwargs), lambda tensor: device_types.append(tensor.device.type) or tensor)
     for device_type in dict.fromkeys(device_types):

@@ -1,8 +1,8 @@
 """half: a model converted to float16 or bfloat16, which still takes the inputs it took before.
 
-`module.half()` converts numbers and stops there: the caller has to cast every input, batch norms lose the
-range of their statistics, a mask of -1e9 turns into -inf. Here the model casts what comes in, chosen modules
-stay in float32 with casts around them, and parameters that do not fit are found before anything changes.
+`module.half()` only converts parameters and buffers: the caller has to cast every input, batch norms lose the
+range of their statistics, a mask of -1e9 turns into -inf. Here the model casts its inputs, chosen modules stay
+in float32 with casts around them, and parameters that do not fit are found before anything changes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 from ampkit.containers import REAL_FLOATS, cast, cast_tree
+from ampkit.policy.dtypes import as_dtype
 from ampkit.policy.module_rules import ModuleRules
 from ampkit.torch_internals.module_classes import BatchNorm, InstanceNorm
 from ampkit.whole_model._boundary import Boundary, put_boundary, refuse_bounded
@@ -37,7 +38,7 @@ NORMS: tuple[type[Module], ...] = (
     nn.RMSNorm,
     nn.LocalResponseNorm,
 )
-"""Every normalisation that torch has. Others than batch norms get inputs cast up and outputs cast back."""
+"""Every normalisation that torch has. All but batch norms get inputs cast up and outputs cast back."""
 
 HALVES = (torch.float16, torch.bfloat16)
 _MIXED_BATCH_NORM_DEVICES = ("cpu", "cuda")
@@ -45,9 +46,9 @@ _MIXED_BATCH_NORM_DEVICES = ("cpu", "cuda")
 
 def half(
     model: M,
-    dtype: torch.dtype = torch.float16,
+    dtype: torch.dtype | str = torch.float16,
     keep_fp32: Keep | str = BATCH_NORMS,
-    cast_outputs: torch.dtype | None = None,
+    cast_outputs: torch.dtype | str | None = None,
     *,
     in_place: bool = False,
     in_region: bool = False,
@@ -62,11 +63,11 @@ def half(
     Args:
         model: converted by copy. Buffers too large for `dtype`, such as masks of -1e9, are set to its largest
             finite value; parameters too large are an error.
-        dtype: torch.float16 or torch.bfloat16.
+        dtype: torch.float16 or torch.bfloat16, or its name.
         keep_fp32: what stays in float32, with its inputs cast up and its outputs cast back: module classes,
             modules, or path patterns as `Policy.for_modules` takes them ("blocks.*.norm").
             `ampkit.whole_model.half.NORMS` names every norm.
-        cast_outputs: a dtype for floating-point outputs; None leaves them in `dtype`.
+        cast_outputs: a dtype, or its name, for floating-point outputs; None leaves them in `dtype`.
         in_place: convert `model` itself rather than a copy.
         in_region: run forward in an `ampkit.autocast` region of `dtype`, in which float32 tensors that meet
             half weights are cast, and softmax and losses are computed in float32.
@@ -86,19 +87,20 @@ def half(
     >>> model(torch.ones(2, 4)).dtype, model[1].running_var.dtype
     (torch.bfloat16, torch.float32)
     """
-    _check(model, dtype, cast_outputs)
+    low, outputs = as_dtype(dtype), as_dtype(cast_outputs)
+    _check(model, low, outputs)
     keep = (keep_fp32,) if isinstance(keep_fp32, str) else tuple(keep_fp32)
-    plan = HalfPlan(model, dtype, keep)
+    plan = HalfPlan(model, low, keep)
     if not in_place:
         twin = copy.deepcopy(model)
-        plan = HalfPlan(twin, dtype, plan.keep_in(twin))
+        plan = HalfPlan(twin, low, plan.keep_in(twin))
         model = twin
     plan.carry_out()
-    return put_boundary(model, Boundary(dtype, cast_outputs, dtype if in_region else None))
+    return put_boundary(model, Boundary(low, outputs, low if in_region else None))
 
 
 class HalfPlan:
-    """Which modules of a model are converted and which kept, settled and checked before any is touched."""
+    """Which modules of a model are converted and which kept, decided and checked before any is changed."""
 
     def __init__(self, model: Module, dtype: torch.dtype, keep: tuple[Any, ...]) -> None:
         self.model = model
@@ -109,9 +111,9 @@ class HalfPlan:
         _check_keys(keep)
         used: set[int] = set()
         for path, module in model.named_modules():
-            meant_by = [index for index, key in enumerate(keep) if _means(key, module, path)]
-            used.update(meant_by)
-            if meant_by and module not in self.kept:
+            matching = [index for index, key in enumerate(keep) if _matches(key, module, path)]
+            used.update(matching)
+            if matching and module not in self.kept:
                 self.outermost.append(module)
                 self.kept.update((inner, name) for name, inner in module.named_modules(prefix=path))
         for index, key in enumerate(keep):
@@ -138,7 +140,7 @@ class HalfPlan:
         converted = cast(tensor, self.dtype)
         if converted is tensor or tensor.is_meta:
             return converted
-        # Only what rounding took to infinity is brought back: an infinity that was there stays.
+        # Only what overflowed in the conversion is clamped: an infinity that was there stays.
         grew = torch.isinf(converted) & torch.isfinite(tensor)
         return torch.where(grew, torch.sign(converted) * torch.finfo(self.dtype).max, converted)
 
@@ -169,13 +171,13 @@ class HalfPlan:
 
 
 class _Kept:
-    """The hooks on a float32 module inside a half model; they hold no state, and copies share them."""
+    """The hooks on a float32 module inside a half model. Stateless, so copies of the model share them."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
     def attach(self, module: Module) -> None:
-        """Compute `module` in float32, and hand on what it returns in the model's dtype."""
+        """Compute `module` in float32, and cast its outputs to the model's dtype."""
         module.register_forward_pre_hook(self.cast_up, with_kwargs=True)
         module.register_forward_hook(self.cast_back)
 
@@ -190,7 +192,7 @@ class _Kept:
         return cast_tree(output, self.dtype)
 
 
-def _means(key: Any, module: Module, path: str) -> bool:
+def _matches(key: Any, module: Module, path: str) -> bool:
     if isinstance(key, str):
         return ModuleRules(((key, torch.float32),)).find(module, path) is not None
     return isinstance(module, key) if isinstance(key, type) else module is key
@@ -219,7 +221,7 @@ def _check(model: Any, dtype: Any, cast_outputs: Any) -> None:
     if not isinstance(model, Module):
         raise TypeError(f"half takes an nn.Module, got {type(model).__name__}")
     if dtype not in HALVES:
-        raise ValueError(f"dtype is {dtype!r}; expected torch.float16 or torch.bfloat16")
+        raise ValueError(f"dtype is {dtype!r}; expected torch.float16, torch.bfloat16 or one's name")
     if cast_outputs is not None and cast_outputs not in REAL_FLOATS:
-        raise ValueError(f"cast_outputs is {cast_outputs!r}; expected a dtype such as torch.float32, or None")
+        raise ValueError(f"cast_outputs is {cast_outputs!r}; expected a dtype such as torch.float32, its name, or None")
     refuse_bounded(model)

@@ -1,7 +1,7 @@
 """Whole-model precision by level: `initialize` once, `scale_loss` around each backward.
 
 The interface of Apex amp. Nothing is patched: O1 runs forward in an autocast region, O2 and O3 convert the
-model, and steps are reached by the optimizers' own hooks. docs/levels.md compares the levels.
+model, and steps are intercepted by the optimizers' own hooks. docs/levels.md compares the levels.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import gc
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,11 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from ampkit.policy.dtypes import as_dtype
 from ampkit.policy.policy import Policy
+from ampkit.region.arguments import named_policy
 from ampkit.region.autocast import autocast_device_type
+from ampkit.scaler.loss_scale import LossScale
 from ampkit.whole_model import _level_options
 from ampkit.whole_model._boundary import Boundary, device_type_of, put_boundary
 from ampkit.whole_model._fp32_checkpoints import Fp32Checkpoints
@@ -34,27 +37,56 @@ __all__ = [
     "amp_state_dict", "initialize", "load_amp_state_dict", "loss_scalers", "master_params", "scale_loss",
 ]
 
+Models = TypeVar("Models", bound=Module | Sequence[Module])
+Optimizers = TypeVar("Optimizers")
+
 _sessions: weakref.WeakKeyDictionary[Optimizer, Session] = weakref.WeakKeyDictionary()
 
 
+class Overrides(TypedDict, total=False):
+    """The keyword arguments of `initialize`, which says what they mean."""
+
+    dtype: torch.dtype | str | None
+    cast_model_type: torch.dtype | str | None
+    patch_torch_functions: bool | None
+    keep_batchnorm_fp32: bool | str | None
+    master_weights: bool | None
+    loss_scale: LossScale | float | str | None
+    cast_model_outputs: torch.dtype | str | None
+    num_losses: int
+    enabled: bool
+    verbosity: int
+    min_loss_scale: float | None
+    max_loss_scale: float | None
+    policy: Policy | str | None
+
+
+@overload
+def initialize(
+    models: Models, optimizers: None = None, opt_level: str = "O1", **overrides: Unpack[Overrides]
+) -> Models: ...
+@overload
+def initialize(
+    models: Models, optimizers: Optimizers, opt_level: str = "O1", **overrides: Unpack[Overrides]
+) -> tuple[Models, Optimizers]: ...
 def initialize(
     models: Any,
     optimizers: Any = None,
     opt_level: str = "O1",
     *,
-    dtype: torch.dtype | None = None,
-    cast_model_type: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
+    cast_model_type: torch.dtype | str | None = None,
     patch_torch_functions: bool | None = None,
     keep_batchnorm_fp32: bool | str | None = None,
     master_weights: bool | None = None,
-    loss_scale: Any = None,
-    cast_model_outputs: torch.dtype | None = None,
+    loss_scale: LossScale | float | str | None = None,
+    cast_model_outputs: torch.dtype | str | None = None,
     num_losses: int = 1,
     enabled: bool = True,
     verbosity: int = 1,
     min_loss_scale: float | None = None,
     max_loss_scale: float | None = 2.0**24,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
 ) -> Any:
     """Set models and optimizers up for a level of precision; returns them as they were passed.
 
@@ -64,11 +96,11 @@ def initialize(
 
     Args:
         models: a module or a list of modules, in float32.
-        optimizers: an optimizer, a list, or None for inference; LARC and its like may be around one.
+        optimizers: an optimizer, a list, or None for inference; they may be wrapped as by Apex's LARC.
         opt_level: "O0", "O1", "O2" or "O3".
-        dtype: the 16-bit type, torch.float16 or torch.bfloat16; None is what `autocast` takes on the device.
+        dtype: the 16-bit type, torch.float16 or torch.bfloat16, or its name; None is what `autocast` takes there.
         cast_model_type: the same for O2 and O3, by Apex's name.
-        patch_torch_functions: True is understood at O1, where Apex patched; nothing is patched.
+        patch_torch_functions: accepted as Apex takes it (True at O1 only); nothing is patched.
         keep_batchnorm_fp32: at O2 (default True) and O3 (default False).
         master_weights: at O2 (default True) and O3 (default False).
         loss_scale: "dynamic" (default at O1 and O2 with float16), a number, or a strategy such as
@@ -76,10 +108,10 @@ def initialize(
             skipped all the same, except at O0, which is left alone altogether unless it is given a scale.
         cast_model_outputs: what floating-point outputs of the models are cast to; None is float32.
         num_losses: how many losses have scales of their own; see `scale_loss`.
-        enabled: False returns everything untouched and makes `scale_loss` hand losses through.
+        enabled: False returns everything unchanged and makes `scale_loss` yield the loss itself.
         verbosity: 0 prints nothing; 1 prints the level and skipped steps.
         min_loss_scale, max_loss_scale: bounds of a dynamic scale.
-        policy: the operator rules of O1's region.
+        policy: the operator rules of O1's region; "torch" and "default" are names of two.
 
     Raises:
         ValueError, TypeError: an unknown level, or an override that makes no sense at it.
@@ -105,16 +137,18 @@ def initialize(
             )
     device_type = autocast_device_type(device_type_of(all_models[0]) if all_models else None)
     options = _level_options.resolve(
-        opt_level, torch.get_autocast_dtype(device_type), dtype=dtype, cast_model_type=cast_model_type,
-        patch_torch_functions=patch_torch_functions, keep_batchnorm_fp32=keep_batchnorm_fp32,
-        master_weights=master_weights, loss_scale=loss_scale, cast_model_outputs=cast_model_outputs,
+        opt_level, torch.get_autocast_dtype(device_type), dtype=as_dtype(dtype),
+        cast_model_type=as_dtype(cast_model_type), patch_torch_functions=patch_torch_functions,
+        keep_batchnorm_fp32=keep_batchnorm_fp32,
+        master_weights=master_weights, loss_scale=loss_scale, cast_model_outputs=as_dtype(cast_model_outputs),
         num_losses=num_losses, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale,
     )
     if policy is not None and not options.has_region:
         raise ValueError(f"policy makes no sense at {opt_level}, which opens no region; use opt_level 'O1'")
+    rules = None if policy is None else named_policy(policy, device_type)
     session = Session(options if enabled else None, device_type, verbosity)
     if enabled:
-        _set_up(session, options, all_models, all_optimizers, policy)
+        _set_up(session, options, all_models, all_optimizers, rules)
     for optimizer in all_optimizers:
         _sessions[optimizer] = session
     return models if optimizers is None else (models, optimizers)
@@ -145,7 +179,7 @@ def _set_up(
         if masters is not None:
             all_masters.append(masters)
         elif options.casts_model and optimizer.state:
-            optimizer.load_state_dict(optimizer.state_dict())   # gives what it remembers the parameters' dtype
+            optimizer.load_state_dict(optimizer.state_dict())   # casts its state to the parameters' dtype
     for model in models:
         inputs = options.dtype if options.casts_model else None if options.has_region else torch.float32
         put_boundary(
@@ -170,9 +204,9 @@ def scale_loss(
 
     ::
 
-        with ampkit.scale_loss(loss, optimizer) as scaled:
+        with amp.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
-        torch.nn.utils.clip_grad_norm_(ampkit.master_params(optimizer), 1.0)
+        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
         optimizer.step()
 
     Unscaled gradients add up over several losses and micro-batches, each under its own scale. If any of them
@@ -180,7 +214,7 @@ def scale_loss(
     the optimizer skips on the device.
 
     Args:
-        loss: what the model's forward led to; 16-bit losses are widened first.
+        loss: the loss tensor; 16-bit ones are cast to float32 first.
         optimizers: those whose parameters this backward fills.
         loss_id: whose scale to use, below `num_losses`.
         model: accepted, because Apex has it; not used.
@@ -230,18 +264,18 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
 def loss_scalers(optimizer: Optimizer | None = None) -> tuple[LevelScaler, ...]:
     """The scalers behind the losses, for `stats()`, `history`, `skipped(optimizer)` and `overflow_report()`.
 
-    `optimizer` says whose `initialize` is meant; None is the only one. Empty where nothing is scaled.
+    `optimizer` selects the call of `initialize`; None if there was one only. Empty if nothing is scaled.
     """
-    return tuple(_session_meant(optimizer).scalers)
+    return tuple(_session_for(optimizer).scalers)
 
 
 def amp_state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:
     """The loss scales, to be saved with the model's and the optimizers' state. Reads the device.
 
     One entry per loss, in Apex's form and with what Apex does not save. Masters are in the model's state_dict.
-    `optimizer` says whose `initialize` is meant; None is the only one.
+    `optimizer` selects the call of `initialize`; None if there was one only.
     """
-    session = _session_meant(optimizer)
+    session = _session_for(optimizer)
     saved = {}
     for index, scaler in enumerate(session.scalers):
         state = scaler.state_dict()
@@ -261,7 +295,7 @@ def load_amp_state_dict(
     Raises:
         ValueError: other losses than this script's, unless `strict` is False. And as `GradScaler.load_state_dict`.
     """
-    scalers = _session_meant(optimizer).scalers
+    scalers = _session_for(optimizer).scalers
     names = [f"loss_scaler{index}" for index in range(len(scalers))]
     if strict and set(names) != set(state_dict):
         raise ValueError(
@@ -287,7 +321,7 @@ def _scaler_state(entry: Any, name: str, scaler: LevelScaler) -> Any:
     return {**now, "scale": entry["loss_scale"], "_growth_tracker": entry["unskipped"]}
 
 
-def _session_meant(optimizer: Optimizer | None) -> Session:
+def _session_for(optimizer: Optimizer | None) -> Session:
     return _session_of([] if optimizer is None else bare_optimizers(optimizer))
 
 
@@ -297,7 +331,7 @@ def _session_of(optimizers: Sequence[Optimizer]) -> Session:
         if optimizer not in _sessions:
             raise RuntimeError(
                 f"this {type(optimizer).__name__} has not been through initialize; call model, optimizer = "
-                f"ampkit.initialize(model, optimizer, opt_level=...) first"
+                f"amp.initialize(model, optimizer, opt_level=...) first"
             )
     found = {id(session): session for session in (_sessions[optimizer] for optimizer in optimizers)}
     if len(found) > 1:

@@ -3,8 +3,8 @@
 A half weight near 1 moves in steps of 2**-11 (float16) or 2**-8 (bfloat16); updates below half a step vanish
 when they are added to it. So the optimizer steps float32 masters, and the model gets them rounded
 (Micikevicius et al. 2018, section 3.1). Gradients arrive at the half parameters and are taken to the masters
-in one pass: widened, unscaled, checked. Then the optimizer, clipping and schedulers work on float32 tensors
-and need to know nothing.
+in one pass: widened, unscaled, checked. The optimizer, clipping and schedulers work on float32 tensors,
+unchanged.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class MasterWeights:
 
     From then on `optimizer.param_groups` holds the masters, and `loss.backward(); optimizer.step()` works as
     before: `step` takes the gradients that have arrived, updates the masters, writes them to the model (in
-    the same launch for `ampkit.optim` on CUDA) and drops the masters' gradients. Closures are followed.
+    the same launch for `ampkit.optim` on CUDA) and drops the masters' gradients. Closures work too.
     `optimizer.zero_grad()` clears both sides. float32 parameters stay as they are. Half parameters that join
     later, by `add_param_group` or `requires_grad_(True)`, get masters in the next step; frozen ones get none.
 
     With `ampkit.GradScaler` nothing changes. With another scaler, call `take_gradients_()` after backward, so
     that it finds float32 gradients.
 
-    A half weight that was changed from outside (a checkpoint loaded, a pruning mask) is followed: where it is
-    no longer its master rounded, the master takes its value. Changes through `.data` are not seen.
+    If a half weight is changed from outside (a checkpoint loaded, a pruning mask), its master takes the value
+    wherever it no longer rounds to it. Changes through `.data` are not seen.
 
     Args:
         optimizer: a `torch.optim.Optimizer` over the model's parameters; its state moves to the masters.
@@ -125,17 +125,16 @@ class MasterWeights:
             found_inf: flags by device, set to 1 where a product is not finite; devices are added.
 
         Raises:
-            RuntimeError: a parameter was moved to another device than its master's.
+            RuntimeError: a parameter was moved to another device than its master's. Nothing has changed then.
         """
         self._adopt({})
         found = {} if found_inf is None else found_inf
         fresh: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
         added: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
-        for pair in self._pairs.values():
-            grad = pair.half.grad
-            if grad is None:
-                continue
+        arrived = [(pair, grad) for pair in self._pairs.values() if (grad := pair.half.grad) is not None]
+        for pair, _ in arrived:
             _check_device(pair)
+        for pair, grad in arrived:
             pair.half.grad = None
             master = pair.master
             if not _is_plain(grad) or (master.grad is not None and not _is_plain(master.grad)):
@@ -163,7 +162,7 @@ class MasterWeights:
         self._note_written(pairs)
 
     def drop_gradients(self) -> None:
-        """Let go of the masters' gradients, as each step does."""
+        """Set the masters' gradients to None, as each step does."""
         for pair in self._pairs.values():
             pair.master.grad = None
 
@@ -190,7 +189,7 @@ class MasterWeights:
         self.loadable(state_dict)()
 
     def loadable(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
-        """Check a saved state as `load_state_dict` does; returns what loads it."""
+        """Check a saved state as `load_state_dict` does; returns a function that loads it."""
         if "masters" not in state_dict:
             raise KeyError(f"no 'masters' in this state dict, which has {sorted(map(str, state_dict))}")
         self._adopt({})
@@ -287,7 +286,7 @@ class MasterWeights:
         self.drop_gradients()
 
     def _note_written(self, pairs: Sequence[_Pair]) -> None:
-        # A kernel that writes by address leaves no trace for autograd, which must not use what it saved before.
+        # Kernels that write by address do not bump version counters, by which autograd finds stale saved tensors.
         torch.autograd.graph.increment_version([_local(pair.half) for pair in pairs])
         for pair in pairs:
             pair.version = pair.half._version
@@ -313,7 +312,7 @@ def _scalars(
 
 
 def _take_one(master: Parameter, grad: Any, inv_scale: Tensor | None, found: dict[torch.device, Tensor]) -> None:
-    """A sparse or distributed gradient, by itself."""
+    """Take one sparse or DTensor gradient."""
     placements = getattr(master, "placements", None)
     if placements is not None and grad.placements != placements:
         grad = grad.redistribute(placements=placements)
@@ -328,7 +327,7 @@ def _take_one(master: Parameter, grad: Any, inv_scale: Tensor | None, found: dic
 
 
 def _move_state(optimizer: torch.optim.Optimizer, param: Tensor, master: Parameter) -> None:
-    """What the optimizer remembers of a half parameter, kept for its master in float32."""
+    """Move the optimizer's state for a half parameter to its master, in float32."""
     if param not in optimizer.state:
         return
     optimizer.state[master] = {

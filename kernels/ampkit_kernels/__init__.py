@@ -1,5 +1,4 @@
-"""Multi-tensor operations for mixed precision: one launch where PyTorch makes many, and no host
-synchronisation.
+"""Multi-tensor operations for mixed precision: one launch where PyTorch makes many, and no host sync.
 
 Every function takes lists of tensors on one device, device scalars as one-element float32 tensors, and a
 keyword `impl`: `"auto"` (Triton on CUDA devices that can run it, PyTorch elsewhere), `"triton"` (raises

@@ -1,8 +1,7 @@
 """The public operations: validate, choose an implementation, hand over.
 
-What each function promises is written here once; how a kernel keeps the promise is written in its own module in
-`triton_ops`. A `FlatList` has been looked at: it goes to the kernels without a question, and with it the scalars, which
-have to be what the function says.
+Each function's contract is written here; the kernels' own are in the modules of `triton_ops`. A `FlatList` goes to the
+kernels unchecked, and so do the scalars beside it, which must be as documented.
 """
 
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, i
     (possible only for `inv_scale` above 1, a loss scale below 1). `found_inf` is never cleared. Gradients
     may be float32, float16, bfloat16, float64, complex (as their real views) or sparse COO (their stored
     values), contiguous or not; expanded ones are multiplied once. `inv_scale` and `found_inf` are one
-    float32 element each, beside the gradients. Never synchronises. Moves 8 bytes per float32 element.
+    float32 element each, on the gradients' device. Never synchronises. Moves 8 bytes per float32 element.
 
     Raises TypeError for integer tensors and DTensors, ValueError for mixed devices and tensors whose elements
     overlap. Follows torch's `_amp_foreach_non_finite_check_and_unscale_`.
@@ -56,7 +55,7 @@ def norm_and_check(
 
     Returns a 0-d tensor on the gradients' device: float64 when any gradient is float64 or complex128, else
     float32. `found_inf` is set to 1.0 exactly as `unscale_` would set it: a finite gradient whose squares
-    overflow is no overflow. Where they do overflow float32 the Triton path returns inf, the CPU path adds
+    overflow sets nothing. Where they do overflow float32 the Triton path returns inf, the CPU path adds
     them up again in float64. The same list on the same device gives the same bits every time, captured in a
     CUDA graph or not. An empty list has norm 0. Triton serves orders 1, 2 and inf, PyTorch any. Never
     synchronises. Moves 4 bytes per float32 element.
@@ -88,7 +87,7 @@ def _norm_and_check(
         for ops, (part,), _ in served(impl, "norm_and_check", grads)
     ]
     if not norms:
-        return reference.norm_and_check(grads, inv_scale, found_inf, norm_type)  # that of no elements
+        return reference.norm_and_check(grads, inv_scale, found_inf, norm_type)  # no elements: 0
     if len(norms) == 1:
         return norms[0]
     wide = torch.promote_types(norms[0].dtype, norms[1].dtype)
@@ -124,7 +123,7 @@ def multiply_(
 def nonfinite_counts(grads: Sequence[Tensor], *, impl: str = "auto") -> Tensor:
     """How many elements of each tensor are inf and how many are NaN: int64 `[len(grads), 2]` on their device.
 
-    Meant for the report after a skipped step. Complex tensors count their real and imaginary parts apart.
+    Meant for the report after a skipped step. Complex tensors count their real and imaginary parts separately.
     Never synchronises. Moves 4 bytes per float32 element.
 
     >>> import torch
@@ -180,7 +179,7 @@ def unscale_into_(
     """Write each source times `inv_scale` into its destination, or add it with `accumulate`; check on the way.
 
     Half gradients become unscaled float32 gradients of master weights. Any pair of float dtypes; the product
-    is taken in float32 (float64 beside a float64 tensor) and rounded to the destination's dtype; a sum is
+    is taken in float32 (float64 if either tensor is float64) and rounded to the destination's dtype; a sum is
     rounded once more. `found_inf` is set to 1.0 where a product is not finite, and never cleared. Sources
     are only read, and share no memory with destinations. Never synchronises. Moves 6 bytes per float16
     element, 10 with `accumulate`.
@@ -204,7 +203,7 @@ def unscale_into_(
 
 
 def _prepared(grads: Sequence[Tensor], op: str, **scalars: Tensor) -> list[Tensor]:
-    """The list as strided real floats, once its devices and the scalars beside it have been checked."""
+    """The list as strided real floats, after checking its devices and the scalars."""
     grads = strided_floats(grads, op)
     check_one_device(grads, op)
     for name, value in scalars.items():

@@ -16,9 +16,9 @@ INTERPRETED_MULTIPROCESSORS = 2
 
 
 def resident_programs(registers: int, num_warps: int) -> int:
-    """How many programs of a kernel a multiprocessor holds at once; registers are per thread, given out by eights.
+    """How many programs of a kernel a multiprocessor holds at once; registers are per thread, allocated in eights.
 
-    A persistent grid of more would leave some programs waiting until others have done all of their share.
+    In a larger persistent grid some programs would wait until others have finished their whole share.
     """
     each = -(-registers // 8) * 8 * 32 * num_warps
     return min(REGISTERS // each, WARPS // num_warps)
@@ -26,7 +26,7 @@ def resident_programs(registers: int, num_warps: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Config:
-    """Launch parameters of one kernel. Looked up in every launch, so two of them are equal only if they are one.
+    """Launch parameters of one kernel. Compared by identity, because every launch uses it in a cache key.
 
     block: elements that a program handles at a time; a power of two, at least 16.
     num_warps: warps per program.

@@ -75,7 +75,7 @@ def why_not_triton(device: torch.device) -> str | None:
 def uses_triton(impl: str, device: torch.device) -> bool:
     """Whether a call with this `impl` on this device goes to Triton; raises when an explicit request cannot be met."""
     if impl == "auto":
-        # The interpreter is for tests: on the CPU nobody is served by it unasked.
+        # The interpreter is for tests: "auto" never selects it.
         return device.type == "cuda" and why_not_triton(device) is None
     if impl == "triton":
         reason = why_not_triton(device)
@@ -90,11 +90,11 @@ def uses_triton(impl: str, device: torch.device) -> bool:
 def served(
     impl: str, op: str, *lists: Sequence[Tensor], torch_ops: ModuleType = reference, keep_empty: bool = False
 ) -> list[tuple[ModuleType, Sequence[Sequence[Tensor]], Sequence[int]]]:
-    """Who serves which rows of parallel lists: (implementation, its part of each list, indices of its rows) for each.
+    """Which implementation serves which rows of parallel lists: (implementation, its part of each list, row indices).
 
     An implementation is a module that has the operation under its public name: `triton_ops` for the rows that a kernel
-    can address as flat memory, where `impl` and the device allow it, and `torch_ops` for the others. Beside Triton,
-    rows without elements go to nobody, or with `keep_empty` to `torch_ops`.
+    can address as flat memory, where `impl` and the device allow it, and `torch_ops` for the others. With Triton,
+    rows without elements are dropped, or with `keep_empty` go to `torch_ops`.
     """
     n = len(lists[0])
     if not n:

@@ -1,10 +1,8 @@
-"""Every operation of this package in plain PyTorch: the CPU path, and the oracle that the Triton kernels
-answer to.
+"""Every operation of this package in plain PyTorch: the CPU path, and the oracle for the Triton kernels.
 
-Nothing here reads a value from a device. On the CPU, where a value lies in memory that Python can see,
-branches are taken on the host (through NumPy, so that a watcher counting `.item()` calls sees none); on any
-other device the same decisions are made with tensor arithmetic. The functions take lists as
-`tensors.strided_floats` gives them; the public names in `ampkit_kernels` validate first.
+Nothing here syncs. On the CPU branches are taken on the host (values are read through NumPy, so that tests
+that count `.item()` calls see none); on any other device the same decisions are made with tensor arithmetic.
+The functions take lists as `tensors.strided_floats` gives them; the public names in `ampkit_kernels` validate.
 """
 
 from collections.abc import Sequence
@@ -71,15 +69,15 @@ def norm_and_check(
 ) -> Tensor:
     """Norm of grads * inv_scale without writing them; see `ampkit_kernels.norm_and_check`.
 
-    A finite norm (of any order above 0) proves that every element was finite, so the exact look at each
-    element is only taken when the norm is not.
+    A finite norm (of any order above 0) proves that every element was finite, so each element is
+    only checked when the norm is not.
     """
     out_dtype = torch.float64 if torch.float64 in set(map(_DTYPE, grads)) else torch.float32
     filled: Sequence[Tensor] = list(filter(Tensor.numel, grads))
     if not filled:
         return torch.zeros((), dtype=out_dtype, device=inv_scale.device)
     if 0 < norm_type < INF:
-        # torch.nn.utils.clip_grad_norm_ adds up a zero for each empty gradient: it changes which others meet first.
+        # torch.nn.utils.clip_grad_norm_ adds a zero for each empty gradient, which changes the order of summation.
         filled = grads
     factor = (inv_scale if inv_scale.ndim == 0 else inv_scale.reshape(())) if norm_type != 0 else 1.0
     raw = _total(filled, norm_type, out_dtype)
@@ -192,8 +190,7 @@ def nonfinite_counts(grads: Sequence[Tensor]) -> Tensor:
 
 
 def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
-    """Copy with conversion; see `ampkit_kernels.cast_`. Grouped by dtype pair, which keeps torch's fast
-    path."""
+    """Copy with conversion; see `ampkit_kernels.cast_`. Grouped by dtype pair, for torch's fast path."""
     pairs: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for source, destination in zip(sources, destinations, strict=True):
         group = pairs.setdefault((source.dtype, destination.dtype), ([], []))

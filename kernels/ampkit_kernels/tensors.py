@@ -1,8 +1,7 @@
-"""What a list of tensors is, before any kernel sees it: plain strided storage of floating-point numbers.
+"""Lists of tensors as kernels take them: plain strided storage of floating-point numbers.
 
 Sparse COO tensors stand for their values, complex tensors for their real views, expanded tensors for the
-elements that they repeat. Everything here looks at metadata only: nothing is launched, nothing is read from
-a device.
+elements that they repeat. Everything here looks at metadata only: no launch, no host sync.
 """
 
 from collections.abc import Sequence
@@ -20,10 +19,10 @@ _SHAPE, _NBYTES = attrgetter("shape"), attrgetter("nbytes")
 
 
 class FlatList(list[Tensor]):
-    """A list that has been looked at: what every operation here asks of a list is known and not asked again.
+    """A checked list, which no operation here checks again.
 
     Plain contiguous float tensors of one dtype on one device, each with elements and memory of its own. `addresses` and
-    `sizes`, in bytes, are those of the moment, so it is for use at once: not to be changed, not to be kept.
+    `sizes`, in bytes, are a snapshot: use the list at once, and neither change nor keep it.
     """
 
     addresses: list[int]
@@ -31,9 +30,9 @@ class FlatList(list[Tensor]):
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> "FlatList | None":
-        """The tensors as such a list; None where they are not."""
+        """The tensors as such a list; None if they do not qualify."""
         # Sets over mapped accessors are the cheapest way to look at a thousand tensors. Layouts that are not strided
-        # have no contiguity: that call raises, and so does asking some of them for an address.
+        # have no contiguity, and some no address: those calls raise.
         try:
             if (
                 not set(map(type, tensors)) <= _PLAIN
@@ -72,7 +71,7 @@ def strided_floats(tensors: Sequence[Tensor], op: str) -> list[Tensor]:
     """
     if type(tensors) is FlatList:
         return tensors
-    # The usual list needs nothing, and sets over mapped accessors are the cheapest way to see it.
+    # The usual list needs no change, and sets over mapped accessors are the cheapest way to see that.
     if (
         set(map(type, tensors)) <= _PLAIN
         and set(map(_DTYPE, tensors)) <= FLOATS
@@ -153,8 +152,7 @@ def written_in_place(tensors: Sequence[Tensor], op: str) -> list[Tensor]:
 
 
 def may_overlap(t: Tensor) -> bool:
-    """Whether two indices could name one element: strides sorted by size must each clear what lies below
-    them."""
+    """Whether two indices may name one element: each stride must exceed the reach of all smaller ones."""
     if t.is_contiguous():
         return False
     reach = 0
@@ -178,7 +176,7 @@ def is_dense(t: Tensor) -> bool:
 
 
 def check_scalar(name: str, value: Tensor, tensors: Sequence[Tensor], op: str) -> None:
-    """Refuse a device scalar that a kernel could not read or write: one fp32 element beside the tensors."""
+    """Refuse a device scalar that is not one fp32 element on the tensors' device."""
     if value.dtype != torch.float32 or value.numel() != 1:
         raise ValueError(
             f"{op}: {name} is a {value.dtype} tensor of shape {tuple(value.shape)}; "

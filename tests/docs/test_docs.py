@@ -16,7 +16,12 @@ from ampkit.policy import policy_table
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
-DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / ".github" / "CONTRIBUTING.md"]
+DOCUMENTS = [
+    README,
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / ".github" / "CONTRIBUTING.md",
+    *sorted((ROOT / "benchmarks" / "results").glob("*/report.md")),
+]
 
 # A block that cannot run here says why: `<!-- not run: needs two GPUs -->` on the line before its fence.
 BLOCK = re.compile(
@@ -121,11 +126,13 @@ def test_the_doctest_runner_can_fail(capsys: pytest.CaptureFixture[str]) -> None
     assert "Expected:\n    3" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the README shows torch 2.13's lists")
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the page shows torch 2.13's lists")
 def test_the_policy_table_is_current() -> None:
-    """The README's table is what the policies say."""
-    text = README.read_text(encoding="utf-8")
-    assert policy_table.insert(text) == text, "run: python -m ampkit policy-table --into README.md"
+    """The page's table is what the policies say, and the README counts its operators."""
+    text = (ROOT / "docs" / "policy.md").read_text(encoding="utf-8")
+    assert policy_table.insert(text) == text, "run: python -m ampkit policy-table --into docs/policy.md"
+    named = {op.overloadpacket.__name__ for device in ("cpu", "cuda") for op in ampkit.Policy.default(device).rules()}
+    assert f"names {len(named)} operators" in README.read_text(encoding="utf-8")
 
 
 def test_the_policy_table_shows_every_rule_and_differs_by_device() -> None:

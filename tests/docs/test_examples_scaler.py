@@ -44,7 +44,8 @@ def test_clipping(tmp_path, capsys) -> None:
     scaler = load("scaler_clipping").main(picture=tmp_path / "run.png")
     assert (tmp_path / "run.png").stat().st_size > 5000
     assert scaler.stats().skips >= 1
-    assert "step 6 was skipped:\n2.weight: 0 inf, 1 NaN of 32 (float32)" in capsys.readouterr().out
+    said = "step 6 was skipped:\nfinite down to 2.bias; first bad: 2.weight\n  2.weight: 0 inf, 1 NaN of 32 (float32)"
+    assert said in capsys.readouterr().out
 
 
 def test_gan() -> None:

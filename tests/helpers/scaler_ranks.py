@@ -128,6 +128,9 @@ def plain_clipping_of_shards(rank: int, world: int) -> dict[str, Any]:
         norm = scaler.clip_grad_norm_(optimizer, 1.0, order, process_group=dist.group.WORLD)
         out[f"norm {order}"] = float(norm)
         out[f"grad {order}"] = param.grad.tolist()
+    optimizer = torch.optim.SGD([{"params": []}, {"params": [param]}], lr=1.0)
+    norms = scaler.clip_grad_norm_(optimizer, 1.0, groups="each", process_group=dist.group.WORLD)
+    out["with an empty group"] = norms.tolist()
     model = FullyShardedDataParallel(network(), device_id=torch.device("cpu"))
     model(torch.ones(2, 6)).sum().backward()
     try:

@@ -21,6 +21,7 @@ import torch
 
 from ampkit import Policy, Rule, WeightCache, autocast
 from ampkit.region import module_hooks
+from ampkit.torch_internals import forks
 from tests.hostile.budget import rounds
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
@@ -146,6 +147,45 @@ def test_a_lock_that_another_thread_holds_is_free_in_the_child(lock):
     finally:
         done.set()
         thread.join()
+
+
+def test_no_child_is_forked_while_torchs_cache_is_cleared(monkeypatch):
+    """torch clears it under a mutex of its own, and without Python's lock: a child would have the mutex, locked."""
+    mutex, inside, stop = threading.Lock(), threading.Event(), threading.Event()
+
+    def clear() -> None:
+        with mutex:
+            inside.set()
+            time.sleep(0.02)
+
+    def loop() -> None:
+        while not stop.is_set():
+            with autocast("cpu"):
+                pass
+
+    monkeypatch.setattr(torch, "clear_autocast_cache", clear)
+    thread = threading.Thread(target=loop)
+    thread.start()
+    try:
+        for _ in range(5):
+            inside.clear()
+            assert inside.wait(10)
+            assert not in_a_child(clear, seconds=5.0)
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_a_thread_that_forks_while_it_clears_torchs_cache_goes_on(monkeypatch):
+    results: list[str] = []
+
+    def clear() -> None:
+        monkeypatch.undo()
+        results.append(in_a_child(step))
+
+    monkeypatch.setattr(torch, "clear_autocast_cache", clear)
+    forks.clear_torch_cache()
+    assert results == [""]
 
 
 @pytest.mark.parametrize("cache", [None, WeightCache()], ids=["no cache", "cache"])

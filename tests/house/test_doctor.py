@@ -113,7 +113,7 @@ def test_operators_names_what_differs(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert """
 cuda          differs
   new        mm: torch LOWER
-  new        mv: torch has a rule that was not to be seen
+  new        mv: torch has a rule that could not be observed
   gone       cholesky: listed as FLOAT32
   different  exp: listed as LOWER, torch FLOAT32
 mps           as listed

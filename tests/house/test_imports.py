@@ -5,6 +5,7 @@ from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
+import ampkit
 from tests.helpers.paths import ROOT
 from tests.helpers.processes import fresh_python, loaded_after
 
@@ -142,8 +143,34 @@ def test_the_light_import_check_can_fail() -> None:
 def test_the_wings_are_there_after_a_plain_import() -> None:
     """And are not imported before they are asked for."""
     fresh_python(
-        "import sys, ampkit\nassert 'ampkit.debugging' not in sys.modules\n"
+        "import sys, ampkit\nassert {'debugging', 'integrations', 'testing'} <= set(dir(ampkit))\n"
+        "assert not {'ampkit.debugging', 'ampkit.integrations', 'ampkit.testing'} & set(sys.modules)\n"
         "ampkit.debugging.detect_nonfinite, ampkit.testing.plant_nonfinite, ampkit.optim.AdamW, ampkit.amp.initialize\n"
-        "ampkit.integrations.__doc__\n"
-        "assert not hasattr(ampkit, 'nothing')"
+        "assert dir(ampkit.integrations)[-5:] == ['accelerate', 'fabric', 'lightning', 'timm', 'transformers']\n"
+        "assert 'ampkit.integrations.timm' not in sys.modules\n"
+        "assert not hasattr(ampkit, 'nothing') and not hasattr(ampkit.integrations, 'nothing')"
     )
+
+
+def test_an_integration_is_imported_by_asking_for_it() -> None:
+    """With the library that it is for."""
+    pytest.importorskip("accelerate", reason="it is in ampkit[dev]")
+    fresh_python("import ampkit\nampkit.integrations.accelerate.use_ampkit")
+
+
+def test_what_dir_shows_is_there() -> None:
+    """And nothing of the machinery behind it."""
+    assert [name for name in dir(ampkit) if not hasattr(ampkit, name)] == []
+    assert {name for name in dir(ampkit) if not name.startswith("__")} == set(ampkit.__all__)
+    assert set(ampkit.amp.__all__) & set(ampkit.__all__) == set()
+
+
+@pytest.mark.parametrize(("old", "new"), vars(ampkit)["_MOVED"].items())
+def test_a_name_that_has_moved_says_where_to(old: str, new: str) -> None:
+    """It still works; the warning names the line that asked for it."""
+    with pytest.warns(DeprecationWarning, match=rf"ampkit\.{old} is ampkit\.amp\.{new} now; .* version 0\.2") as caught:
+        assert getattr(ampkit, old) is getattr(ampkit.amp, new)
+    assert caught[0].filename == __file__
+    with pytest.warns(DeprecationWarning, match=old) as caught:
+        exec(compile(f"from ampkit import {old}", "script.py", "exec"), {})
+    assert {warning.filename for warning in caught} == {"script.py"}

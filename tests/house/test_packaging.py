@@ -1,12 +1,15 @@
 """What users install: one wheel with both packages, which works away from the checkout."""
 
+import os
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.environments import Environment, requirements_of
 from tests.helpers.paths import ROOT
 from tests.helpers.processes import fresh_python
 
@@ -23,13 +26,29 @@ def test_the_checkout_shadows_no_other_package() -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `make wheel` leaves in `dist/`."""
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "hatchling", "build", "--directory", str(folder)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert "-m hatchling build --directory dist\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
     """The wheel as users install it."""
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr
-    return next(folder.glob("*.whl"))
+    return next(built.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def unpacked(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source archive, unpacked."""
+    folder = tmp_path_factory.mktemp("source")
+    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+        archive.extractall(folder, filter="data")
+    return next(folder.iterdir())
 
 
 def test_the_wheel_holds_both_packages_and_nothing_else(wheel: Path) -> None:
@@ -55,3 +74,58 @@ def test_the_wheel_works_away_from_the_sources(wheel: Path, tmp_path: Path) -> N
     code = "import ampkit, ampkit_kernels\nprint(ampkit.__file__, ampkit_kernels.__file__)"
     printed = fresh_python(code, cwd=tmp_path, path=str(tmp_path)).split()
     assert all(Path(name).is_relative_to(tmp_path) for name in printed)
+
+
+@pytest.mark.slow
+def test_the_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
+    """Installed by pip where there is nothing but what it asks for, the README's first example runs in another folder.
+
+    torch, triton and numpy, with what these need, are linked in from here: to install them would take minutes.
+    """
+    environment = Environment(tmp_path / "environment")
+    environment.link(requirements_of("torch") | requirements_of("triton") | requirements_of("numpy"))
+    assert "Successfully installed ampkit" in environment.install(wheel)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    example = (ROOT / "README.md").read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
+    (elsewhere / "train.py").write_text(f"{example}\nimport ampkit\nprint(scaler.stats().steps, ampkit.__file__)\n")
+    steps, file = environment.run("python", "-W", "error", "train.py", cwd=elsewhere).split()
+    assert steps == "20"
+    assert Path(file).is_relative_to(environment.packages)
+    assert environment.run("ampkit", "--version", cwd=elsewhere).startswith("ampkit ")
+    assert "FLOAT32" in environment.run("ampkit", "policy-table", "--op", "softmax", cwd=elsewhere)
+
+
+def test_an_environment_that_lacks_a_requirement_is_refused(wheel: Path, tmp_path: Path) -> None:
+    """The environment above has what it was given, and pip asks for what the wheel says it needs."""
+    environment = Environment(tmp_path / "environment")
+    environment.link(requirements_of("triton") | requirements_of("numpy"))
+    with pytest.raises(AssertionError, match="No matching distribution found for torch"):
+        environment.install(wheel)
+
+
+# Of no use without a repository.
+LEFT_OUT = {".gitignore"}
+
+
+def test_the_source_archive_holds_what_the_repository_holds(unpacked: Path) -> None:
+    """Tests and documentation included."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    tracked = {name for name in listing.stdout.split("\0") if name and (ROOT / name).is_file()}
+    shipped = {path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*") if path.is_file()}
+    assert tracked - shipped - LEFT_OUT == set()
+
+
+@pytest.mark.slow
+def test_the_tests_run_from_the_source_archive(unpacked: Path) -> None:
+    """Those that look at the files themselves, and those of the policy's words; the others need no more."""
+    chosen = ["tests/house/test_form.py", "tests/house/test_workflows.py", "tests/policy/test_policy.py"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *chosen],
+        cwd=unpacked, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""},
+    )
+    assert ran.returncode == 0, ran.stdout
+    assert " passed" in ran.stdout
+    assert not (unpacked / ".git").exists()

@@ -76,8 +76,8 @@ def test_levels(saved, objects) -> None:
     model, optimizer = amp.initialize(model, optimizer, "O2", dtype=torch.float16, num_losses=2, verbosity=0)
     model.load_state_dict(saved["level_model"])
     optimizer.load_state_dict(saved["level_optimizer"])
-    ampkit.load_amp_state_dict(saved["amp"], optimizer)
-    assert ampkit.amp_state_dict(optimizer) == saved["amp"]
+    ampkit.amp.load_state_dict(saved["amp"], optimizer)
+    assert ampkit.amp.state_dict(optimizer) == saved["amp"]
     assert all(torch.equal(value, saved["level_model"][name]) for name, value in model.state_dict().items())
 
 

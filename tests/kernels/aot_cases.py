@@ -104,7 +104,7 @@ def adamw_steps() -> Iterator[Case]:
         # Four elements per thread: 16 bytes where the list is fp32, 8 where it is half.
         wide = 0 if not aligned or param in ("fp16", "bf16") else 3
         # Word by word, all that is loaded before the first store wants an address each.
-        ceiling = 128 if param == "fp64" else 64 if aligned or not amsgrad else 96
+        ceiling = 128 if param == "fp64" else 64 if aligned else 96 if amsgrad else 80
         config = adamw.CONFIGS[8 if param == "fp64" else 4]
         label += "" if aligned else " unaligned"
         yield _case(label, adamw.adamw_kernel, config, constants, ceiling, wide, wide, lists_read=4 + amsgrad)

@@ -74,6 +74,11 @@ def test_an_unrolled_loop_is_judged_by_the_turn() -> None:
     assert faults(case(lists_read=2), unrolled("LLLSSLLLSSLLLSS", "LL", "S", "")) == []
 
 
+def test_of_one_list_most_is_loaded_first() -> None:
+    assert faults(case(), unrolled("LLLSLSSS")) == []
+    assert len(faults(case(lists_read=2), unrolled("LLLSLSSS"))) == 1
+
+
 @pytest.mark.parametrize(
     ("code", "expected", "text"),
     [

@@ -25,8 +25,9 @@ def test_modules_compiled_one_by_one_in_a_region_with_module_rules() -> None:
     """`module.compile()` inside an eager model: paths still count from the model."""
     net, x = nn.Sequential(nn.Linear(8, 8), Net()), torch.randn(5, 8)
     policy = TORCH.for_modules({"1.norm": "float32", "1.last": torch.float16, "last": "float32"})
-    with autocast("cpu", policy=policy):
-        wanted = net(x)
+    with pytest.warns(UserWarning, match="the pattern 'last' .* means no module of Sequential, .*; nearest: 1.last"):
+        with autocast("cpu", policy=policy):
+            wanted = net(x)
     net[1].compile(backend="aot_eager", fullgraph=True)
     with autocast("cpu", policy=policy), torch.no_grad():
         got = net(x)

@@ -23,7 +23,7 @@ from tests.helpers.regions import FP16, FP32, state
 
 
 def test_two_patterns_that_disagree():
-    with pytest.raises(ValueError, match=r"'blocks.0.attn' is meant by several patterns that disagree: "
+    with pytest.raises(ValueError, match=r"'blocks.0.attn' matches several patterns that disagree: "
                                          r"'blocks.\*.attn': torch.float32, 'blocks.0.\*': torch.float16; make one"):
         dtypes(Model(), rules({"blocks.*.attn": FP32, "blocks.0.*": FP16}))
     assert not nn.modules.module._global_forward_pre_hooks

@@ -31,12 +31,16 @@ from tests.helpers.regions import BF16, FP16, FP32, state
         ("**.head", {"head"}),
         ("blocks.**.mlp", {"blocks.0.mlp", "blocks.1.mlp"}),
         ("blocks.**", ALL - {"head"}),
-        ("mlp", set()),
-        ("Head", set()),
     ],
 )
 def test_paths(pattern, meant):
     assert dtypes(Model(), rules({pattern: FP32})) == only(*meant)
+
+
+@pytest.mark.parametrize("pattern", ["mlp", "Head"])
+def test_paths_that_there_are_not(pattern):
+    with pytest.warns(UserWarning, match=f"the pattern '{pattern}' of for_modules means no module of Model"):
+        assert dtypes(Model(), rules({pattern: FP32})) == only()
 
 
 def test_classes():
@@ -76,8 +80,10 @@ def test_policy_for_a_module():
     keeps = Policy.default("cpu").with_rules({"aten::linear": "keep"})
     assert dtypes(Model(), rules({"head": keeps})) == only("head")
     inner = keeps.for_modules({"mlp": FP16}).with_rules({"aten::linear": "lower"})
-    assert dtypes(Model(), rules({"blocks.0": inner})) == only(), "its paths count from the outermost module as well"
-    inner = inner.for_modules({"blocks.0.attn": FP16})
+    with pytest.warns(UserWarning, match="the pattern 'mlp' of for_modules means no module of Model"):
+        found = dtypes(Model(), rules({"blocks.0": inner}))
+    assert found == only(), "its paths count from the outermost module as well"
+    inner = keeps.for_modules({"blocks.0.attn": FP16}).with_rules({"aten::linear": "lower"})
     assert dtypes(Model(), rules({"blocks.0": inner})) == only() | {"blocks.0.attn": FP16}
 
 
@@ -306,6 +312,6 @@ def test_inner_region_with_other_rules_counts_paths_from_the_outermost_module_ca
             with autocast("cpu", policy=rules({"0": FP16})):
                 return self.layers(x)
 
-    for outer in (Policy.default("cpu"), rules({"head": FP32})):
+    for outer in (Policy.default("cpu"), rules({nn.LayerNorm: FP32})):
         with autocast("cpu", policy=outer):
             assert Opens()(X).dtype is FP16

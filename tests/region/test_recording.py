@@ -44,6 +44,7 @@ def net():
 
 
 X = torch.ones(2, 8)
+NOTHING = "no operator with a rule was called in a region that was entered while recording"
 
 
 def copies(run):
@@ -68,6 +69,9 @@ def test_calls_in_order_with_rule_place_and_reason(net):
     assert (norm.rule, norm.layer) == (Rule.LOWER, "with_rules[0]")
     assert (linear.operands, linear.computed_in, linear.casts) == ((FP32,) * 3, (BF16,) * 3, 3)
     assert linear.nbytes == 6 * (16 + 64 + 8)
+    assert linear.shapes == ((2, 8), (8, 8), (8,))
+    assert linear.flops == 2 * 2 * 8 * 8
+    assert (norm.flops, norm.products) == (0, ())
     assert (second.operands, second.casts) == ((BF16, FP32, FP32), 2)
     assert (softmax.operands, softmax.computed_in, softmax.casts) == ((BF16,), (FP32,), 0)
     assert linear.line.startswith("test_recording.py:")
@@ -125,18 +129,28 @@ def test_table(net):
     with record_casts() as record, autocast("cpu"):
         net(torch.ones(1000, 8))
     assert str(record) == textwrap.dedent("""\
-        calls  operator           rule, set by                module      operands              computed in  casts  cached     MB
-            2  aten::linear       LOWER, torch                blocks.*.*  float32 x3            bfloat16 x3      6       0  0.097
-            2  aten::layer_norm   FLOAT32, default            blocks.*.*  bfloat16, float32 x2  float32 x3       2       0  0.096
-            1  aten::linear       LOWER, torch                head        float32 x3            bfloat16 x3      3       0  0.048
+        calls  operator           rule, set by                module      operands              computed in  casts  cached     MB  MFLOP
+            2  aten::linear       LOWER, torch                blocks.*.0  float32 x3            bfloat16 x3      6       0  0.097  0.256
+            2  aten::layer_norm   FLOAT32, default            blocks.*.1  bfloat16, float32 x2  float32 x3       2       0  0.096
+            1  aten::linear       LOWER, torch                head        float32 x3            bfloat16 x3      3       0  0.048  0.064
             1  aten::softmax.int  FLOAT32_DTYPE_ARG, default  Net         bfloat16              float32          0       0  0.000
         6 calls, 11 casts made (0.241 MB read and written), 0 taken from the cache""")  # noqa: E501
 
 
-def test_nothing_recorded_says_why():
+def test_one_path_is_shown_as_it_is():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    with record_casts() as record, autocast("cpu"):
+        model(torch.ones(1, 2))
+    first, second = str(record).splitlines()[1:3]
+    assert first.split()[4] == "0"
+    assert second.split()[4] == "2"
+
+
+def test_nothing_recorded_says_why(monkeypatch):
+    monkeypatch.setattr(recording, "has_compiled", lambda: False)   # by another test of this process
     with record_casts() as record:
         torch.mm(X, X.T)
-    assert str(record) == "no operator with a rule was called in a region that was entered while recording"
+    assert str(record) == NOTHING
 
 
 def test_only_regions_entered_inside_and_plain_modes_after(net):
@@ -238,6 +252,24 @@ def test_compiled_code_is_recorded_where_it_runs(net, backend, calls):
         with record_casts() as record, autocast("cpu"):
             compiled(X)
         assert len(record.calls) == calls
+        assert str(record).startswith(f"{NOTHING}\ncompiled code runs operators unseen: record the") == (calls == 0)
+    with torch.compiler.set_stance("force_eager"), record_casts() as record, autocast("cpu"):
+        compiled(X)
+    assert len(record.calls) == 6
+    assert not record.compiled
+    torch._dynamo.reset()
+    with record_casts() as record:
+        pass
+    assert str(record) == NOTHING
+
+
+def test_a_step_that_is_compiled_in_part_says_so(net):
+    torch._dynamo.reset()
+    compiled = torch.compile(net.head, backend="aot_eager")
+    with torch.no_grad(), record_casts() as record, autocast("cpu"):
+        compiled(net.blocks[0](X))
+    assert [call.op for call in record.calls] == ["aten::linear", "aten::layer_norm"]
+    assert str(record).splitlines()[-1].startswith("compiled code runs operators unseen")
     torch._dynamo.reset()
 
 

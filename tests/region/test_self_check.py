@@ -52,7 +52,7 @@ def answer(cast: Callable[[torch.Tensor], torch.Tensor], *, note: bool = True) -
     """A stand-in for what the check's mode does to `mm`."""
     def __torch_dispatch__(self: Any, op: Any, types: Any, args: tuple[torch.Tensor, ...], kwargs: Any) -> Any:
         if note:
-            self.met.append(op)
+            self.seen.append(op)
         if op is not torch.ops.aten.mm.default:
             return NotImplemented
         with dispatcher.Exclude(self.excluded_keys):

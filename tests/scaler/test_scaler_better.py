@@ -4,7 +4,7 @@ Each test here runs against torch's scaler too, which must fail it: the day it p
 """
 
 import math
-from collections import namedtuple
+from collections import defaultdict, namedtuple
 
 import pytest
 import torch
@@ -187,6 +187,15 @@ def test_mappings_and_named_tuples_of_outputs(cls) -> None:
     scaled = started(cls, 2.0).scale({"x": one, "y": Pair(one, [one])})
     assert type(scaled["y"]) is Pair
     assert (scaled["x"].item(), scaled["y"].a.item(), scaled["y"].b[0].item()) == (2.0, 2.0, 2.0)
+
+
+@BETTER
+def test_mappings_that_are_not_made_from_a_dict_keep_their_type(cls) -> None:
+    outputs = defaultdict(list, x=torch.ones((), requires_grad=True))
+    scaled = started(cls, 2.0).scale(outputs)
+    assert type(scaled) is defaultdict
+    assert scaled.default_factory is list
+    assert (scaled["x"].item(), outputs["x"].item()) == (2.0, 1.0)
 
 
 @BETTER

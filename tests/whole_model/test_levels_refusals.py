@@ -139,7 +139,7 @@ def test_models_that_are_refused() -> None:
     model.register_buffer("mask", torch.zeros(2, dtype=torch.bfloat16))
     with pytest.raises(RuntimeError, match=r"buffer mask is torch.bfloat16"):
         initialize(model)
-    with pytest.raises(RuntimeError, match=r"wrapped in DataParallel already; call ampkit.initialize on the bare"):
+    with pytest.raises(RuntimeError, match=r"wrapped in DataParallel already; call amp.initialize on the bare"):
         initialize(nn.DataParallel(make()))
     model = make()
     with pytest.raises(ValueError, match="models holds one object twice"):
@@ -239,7 +239,7 @@ def test_saved_scales_load_all_or_none() -> None:
 
 def test_initialize_twice_is_refused() -> None:
     model, optimizer = set_up("O1")
-    with pytest.raises(RuntimeError, match=r"this Net has been through ampkit.half or ampkit.initialize already"):
+    with pytest.raises(RuntimeError, match=r"this Net has been through ampkit.half or amp.initialize already"):
         initialize(model)
     with pytest.raises(RuntimeError, match="this SGD has been through initialize already; call it once"):
         initialize(make(), optimizer)

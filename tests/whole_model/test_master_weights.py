@@ -348,11 +348,13 @@ def test_what_is_refused() -> None:
     moved = model_of()
     optimizer = torch.optim.SGD(moved.parameters(), lr=0.1)
     masters = MasterWeights(optimizer)
-    for pair in masters._pairs.values():        # as if the model had gone elsewhere without them
-        pair.master = nn.Parameter(pair.master.detach().to("meta"))
     loss_of(moved, inputs(1)[0]).backward()
+    first, *_, last = masters._pairs.values()
+    last.master = nn.Parameter(last.master.detach().to("meta"))     # as if that part of the model had been moved
     with pytest.raises(RuntimeError, match=r"is on cpu, its float32 master on meta; move the model before"):
-        optimizer.step()
+        masters.take_gradients_()
+    assert first.half.grad is not None, "nothing has changed"
+    assert first.master.grad is None
 
 
 def test_zero_grad_clears_both_sides() -> None:

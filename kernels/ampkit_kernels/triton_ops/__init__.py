@@ -3,8 +3,8 @@
 Each launcher has the signature of the function of the same name in `reference` or `reference_optimizers`, and takes
 what `dispatch.served` hands it: tensors that are dense, on one device, and not empty. `adamw_plan` and `sgd_plan` keep
 what launching found out, for lists that are stepped again and again. `inverse_scale`, `norm_and_clip_factor` and
-`update_scale_` spare a scaler launches that PyTorch needs for a few numbers; there is nothing to spare elsewhere, so
-nothing stands for them in `reference`.
+`update_scale_` save a scaler the launches that PyTorch needs for single numbers; on the CPU there are none to save, so
+`reference` has no counterparts.
 """
 
 from .adamw import adamw_, adamw_plan

@@ -1,7 +1,7 @@
 """How an optimizer's hyperparameters reach its kernel: one row of coefficients per tensor, written on the device.
 
-A small kernel per optimizer (`prepare_kernel`) computes the rows in float64, from numbers that travel as arguments and
-from device scalars that may be there or not: a learning rate, factors on the gradient, `found_inf`.
+A small kernel per optimizer (`prepare_kernel`) computes the rows in float64, from kernel arguments and from optional
+device scalars: a learning rate, factors on the gradient, `found_inf`.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ def prepare(
     found_inf: Tensor | None,
     **arguments: Any,
 ) -> None:
-    """Launch a `prepare_kernel` for `n` rows of coefficients, with what all of these kernels take, and `arguments`.
+    """Launch a `prepare_kernel` for `n` rows of coefficients, with the arguments that all of them share, and others.
 
     The pointer of a scalar that is absent is not read.
     """

@@ -3,7 +3,7 @@
 Contract. grads: dense CUDA tensors of any float dtype at any element-aligned address, none empty; only
 read. Result: int64 [n, 2], columns inf and NaN. Integer atomics, one or two per chunk that holds any, so
 the counts are exact and the same every time. Does not synchronise. Launched after a skipped step, for the
-report of who overflowed.
+overflow report.
 
 Bytes per element: one read (4 for float32).
 """

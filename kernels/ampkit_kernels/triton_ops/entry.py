@@ -13,7 +13,7 @@ def entry(function: Callable[..., None]) -> Any:
 
     Triton would otherwise look at every integer and address for divisibility by 16 and compile another variant for
     each pattern: host time in every call, and a compilation in the middle of a CUDA graph capture, where loading code
-    is not allowed. Nothing is lost: the wide accesses rest on promises made inside the kernels.
+    is not allowed. Nothing is lost: the kernels state the alignment that wide accesses need (`tl.multiple_of`).
     """
     parameters = inspect.signature(function).parameters.values()
     names = [parameter.name for parameter in parameters if parameter.annotation is not tl.constexpr]

@@ -5,7 +5,7 @@ read. inv_scale, found_inf: one float32 element each; found_inf is set as `unsca
 element: a sum of squares that overflows sets nothing. Orders 1, 2 and inf. Result: 0-d, float64 if any
 gradient is, else float32; NaN where a value is NaN. Two stages without atomics: each program writes one
 partial (float32 lanes, float64 across programs), one program adds the partials up in order; equal lists
-give equal bits on equal devices. That program also has the factor that clips, where it is wanted. Does not synchronise.
+give equal bits on equal devices. That program also writes the clip factor, if requested. Does not synchronise.
 
 Bytes per element: one read (4 for float32); 8 bytes per program of partials.
 """
@@ -24,9 +24,12 @@ from .entry import entry
 from .launch import on_device, one_list
 from .pointer_table import table_for
 
-CONFIGS = {  # by bytes per element; half precision loads two blocks before it adds them up
-    8: Config(block=2048), 4: Config(block=4096),
-    2: Config(block=2048, num_warps=4, programs_per_multiprocessor=resident_programs(64, 4)),
+# By bytes per element. Grids that every compiler's registers leave room for keep 40 to 48 KiB in flight per
+# multiprocessor; half precision loads two blocks before it adds them up.
+CONFIGS = {
+    8: Config(block=2048, programs_per_multiprocessor=resident_programs(72, 8)),
+    4: Config(block=4096, programs_per_multiprocessor=resident_programs(72, 8)),
+    2: Config(block=2048, num_warps=4, programs_per_multiprocessor=resident_programs(96, 4)),
 }
 _CODES = {1.0: 1, 2.0: 2, float("inf"): 0}
 _FINISH_BLOCK = 1024
@@ -113,7 +116,7 @@ def finish_kernel(partials, n_partials, result_ptr, inv_scale_ptr, factor_ptr, m
     rounded = norm.to(result_ptr.dtype.element_ty)
     tl.store(result_ptr, rounded)
     if CLIPS:
-        # In the order of torch.nn.utils.clip_grad_norm_, whose division of a number is a product with a reciprocal.
+        # Rounded as in torch.nn.utils.clip_grad_norm_, where number / tensor is a product with the reciprocal.
         if rounded.dtype == tl.float64:
             coefficient = 1.0 / (rounded + 1e-6) * tl.full((), max_norm, tl.float64)
         else:
@@ -136,8 +139,8 @@ def norm_and_check(
 def norm_and_clip_factor(
     grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, norm_type: float, max_norm: float
 ) -> tuple[Tensor, Tensor]:
-    """As `norm_and_check`, and with it what gradients are to be multiplied by: inv_scale, and max_norm where they are
-    longer than that; 0-d float32.
+    """As `norm_and_check`, and the factor that unscales and clips: `inv_scale * min(1, max_norm / (norm + 1e-6))`, 0-d
+    float32.
     """
     return _norm(grads, inv_scale, found_inf, norm_type, max_norm, None)
 

@@ -31,7 +31,7 @@ from . import table_writer
 from .launch import on_device
 
 # Tables are kept up to this much memory: thousands for small lists, such as one of a parameter group each, and some
-# hundreds for the longest. OVERHEAD stands for what a table takes beside its numbers.
+# hundreds for the longest. OVERHEAD is what a table takes besides its numbers.
 MAX_CACHED_BYTES = 64 << 20
 OVERHEAD = 16 << 10
 CHUNK_SHIFT = 32
@@ -41,8 +41,8 @@ CHUNKS_PER_PROGRAM = 12
 def chunk_length(total: int, config: Config, n_programs: int) -> int:
     """Elements per chunk: as long as the config allows while every program still gets about twelve chunks.
 
-    The last chunk of one may then begin when another has ended, which costs a twelfth of the time at most. The result
-    is `config.block` times a power of two, so that few lengths occur.
+    One program may start its last chunk when another has finished, which costs a twelfth of the time at most. The
+    result is `config.block` times a power of two, so that few lengths occur.
     """
     chunk = config.chunk
     while chunk > config.block and total < CHUNKS_PER_PROGRAM * chunk * n_programs and chunk % (2 * config.block) == 0:
@@ -53,8 +53,8 @@ def chunk_length(total: int, config: Config, n_programs: int) -> int:
 def block_map(numels: Sequence[int], chunk: int) -> np.ndarray:
     """One int64 per chunk, `chunk_index << 32 | tensor_index`; the longest chunks first.
 
-    Programs take entries in a stride, so the sorting deals long chunks out evenly and leaves the short
-    ones, of which a list of small tensors is made, to fill up at the end. Tensors without elements get no
+    Programs take entries in a stride, so sorting spreads long chunks evenly over programs and leaves the
+    short ones to fill up at the end. Tensors without elements get no
     entry.
     """
     lengths = np.asarray(numels, dtype=np.int64)
@@ -96,7 +96,7 @@ class Table:
     upload: "Upload | None"
 
     def launch(self, kernel: Any, *arguments: Any, enable_fp_fusion: bool = False, **constants: Any) -> None:
-        """Launch a kernel that walks the table: what is common to all of them comes from here, the rest is given.
+        """Launch a kernel that walks the table, with the arguments that all such kernels share, then `arguments`.
 
         `enable_fp_fusion`: whether a product and a sum may become one instruction that rounds once, unlike the CPU's.
         """
@@ -131,7 +131,7 @@ class Table:
 
     @property
     def n_bytes(self) -> int:
-        """Memory that the table stands for in the cache."""
+        """Memory that the cache counts for the table."""
         return OVERHEAD + 8 * (3 * self.addresses.numel() + self.n_tensors + self.n_blocks)
 
 
@@ -206,7 +206,7 @@ _lock = threading.Lock()
 
 
 def _forked() -> None:
-    """In a child process: the lock may be held by a thread that is not there."""
+    """In a forked child: a thread that does not exist there may hold the lock."""
     global _lock
     _lock = threading.Lock()
 
@@ -254,7 +254,7 @@ def place(device: torch.device) -> tuple[torch.device, int, int]:
 
 
 def _keep(key: tuple, table: Table) -> None:
-    """Put a table into the cache; those that were used longest ago leave it when it is full."""
+    """Put a table into the cache, which evicts the least recently used."""
     global _cached_bytes
     with _lock:
         before = _tables.get(key)
@@ -288,8 +288,7 @@ def _load_writer(device: torch.device) -> None:
 
 
 def _padded(n: int) -> int:
-    """Rounded up to whole 16-byte units, so that sections of one buffer stay equally aligned for the
-    compiler."""
+    """Rounded up to whole 16-byte units, so that sections of one buffer are equally aligned."""
     return n + n % 2
 
 

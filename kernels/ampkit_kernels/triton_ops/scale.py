@@ -54,7 +54,7 @@ def update_kernel(scale_ptr, tracker_ptr, left_ptr, updates_ptr, overflows_ptr, 
         scale = tl.where(backs_off, shrunk, tl.where(grows, grown, scale))
     else:
         scale = tl.where(backs_off, shrunk, tl.where(grows, grown, scale))
-        scale = tl.minimum(tl.maximum(scale, lowest), highest)  # where somebody has put it beyond its bounds
+        scale = tl.minimum(tl.maximum(scale, lowest), highest)  # it may have been set out of bounds
     tl.store(scale_ptr, scale)
     tl.store(tracker_ptr, tl.where(overflow | grows, 0, finite_run))
 
@@ -83,8 +83,8 @@ def update_scale_(
     refills_when_clean: bool = False,
     tolerance: float = 0.0,
 ) -> None:
-    """Let the scale answer one update. `counters` are overflows left to forgive, updates and overflows since the last
-    change of the scale; None where the rule is torch's, with bounds. The strategy is `DynamicLossScale`'s.
+    """Update the scale by `DynamicLossScale`'s rule. `counters` are `hysteresis_left`, `window_updates` and
+    `window_overflows` of its `ScaleState`; None where the rule is torch's, with bounds.
     """
     left, updates, overflows = (growth_tracker,) * 3 if counters is None else counters
     with on_device(scale.device):

@@ -1,10 +1,9 @@
-"""What the optimizers' launchers share: rows that one launch steps, and plans for lists that stay what they are.
+"""What the optimizers' launchers share: rows that one launch steps, and plans for lists that stay the same.
 
-A step over a thousand parameters spends most of its host time on finding out what its lists are. A `Plan` is what was
-found, with the tables that it needs. At the next step it asks again only for what decides whether a kernel may touch
-the memory: dtype, size and contiguity of parameters and gradients, that the other lists hold the same objects of the
-same size, and where everything lies. New addresses are sent; anything else that differs makes the plan useless, and the
-lists have to be validated as for the first time.
+A step over a thousand parameters spends most of its host time examining its lists. A `Plan` keeps the result, with the
+tables that it needs. The next step checks only what decides whether a kernel may touch the memory: dtype, size and
+contiguity of parameters and gradients, that the other lists hold the same objects of the same size, and all addresses.
+New addresses are sent; any other difference invalidates the plan, and the lists are validated as for the first time.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -73,7 +72,7 @@ def rows_of(
 
 
 class Plan:
-    """Parallel lists of one step, as they were found to be, and the launches that serve them; see the module.
+    """What is known of the parallel lists of a step, and the launches that serve them; see the module.
 
     Belongs to the device, stream and thread that it was made for. `launch` is called with each `Rows` and the options
     of `run`.
@@ -106,10 +105,10 @@ class Plan:
         self._single = [i for i, t in enumerate(lists[1]) if t.numel() == 1]
 
     def run(self, lists: Sequence[Sequence[Tensor]], options: Mapping[str, Any]) -> bool:
-        """Step these lists; False, and nothing done, where they are not those of the plan or this is no place for it.
+        """Step these lists; False, with nothing done, if they differ, in another stream or thread, or under capture.
 
-        The lists are those that the plan was made of, in the same order and the steps last, as they are now: plain
-        tensors, which the caller has seen to. Under graph capture there is no place for a plan.
+        The lists come in the order that the plan was made with, the steps last. The caller has checked that they are
+        plain tensors.
         """
         if is_capturing(self.device) or place(self.device) != self._place:
             return False
@@ -132,11 +131,11 @@ class Plan:
         return True
 
     def _are_alike(self, lists: Sequence[Sequence[Tensor]]) -> bool:
-        """Whether the lists are the planned ones, as far as can be seen without asking where they lie."""
+        """Whether the lists are the planned ones, addresses aside."""
         if list(map(len, lists)) != self._lengths:
             return False
         params, grads, *kept = lists
-        # What else it takes for parameters and gradients to be read as they were, whatever has become of them.
+        # Parameters and gradients may be other objects, if they have the same dtype, size and layout.
         for dtypes, sizes, tensors in zip(self._dtypes, self._sizes, (params, grads), strict=False):
             if (
                 list(map(_DTYPE, tensors)) != dtypes
@@ -145,7 +144,7 @@ class Plan:
                 or (self._strides and not self._have_strides(tensors))
             ):
                 return False
-        # Of the others, the same objects will do: at other addresses they are looked at as closely.
+        # The others must be the same objects; `_may_lie_at` checks those that have moved as closely.
         for known, tensors in zip(self._kept, kept, strict=True):
             if not all(map(is_, known, tensors)):
                 return False
@@ -158,7 +157,7 @@ class Plan:
         return all(tensors[i].stride() == stride for i, stride in self._strides)
 
     def _may_lie_at(self, columns: list[list[int]], lists: Sequence[Sequence[Tensor]]) -> bool:
-        """Whether lists that have moved are where the planned launches can reach them, and still what they were."""
+        """Whether lists at new addresses are on the planned device, otherwise unchanged, and aligned as planned."""
         index = lists[0][0].get_device()
         still_aligned = self._aligned is None
         for column, (addresses, before) in enumerate(zip(columns, self._addresses, strict=True)):

@@ -1,0 +1,219 @@
+"""What `record_casts` noted: calls, and what they come to: by kind, misaligned sizes, casts that undo each other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import groupby
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from ampkit.policy.rules import Rule
+from ampkit.region.matrix_products import MatrixProduct
+
+__all__ = ["CastRecord", "MisalignedProduct", "RecordedCall", "RoundTrip"]
+
+T = TypeVar("T")
+
+_HEADER = ("calls", "operator", "rule, set by", "module", "operands", "computed in", "casts", "cached", "MB", "MFLOP")
+_FLUSH_RIGHT = frozenset({"calls", "casts", "cached", "MB", "MFLOP"})
+
+
+class RecordedCall(NamedTuple):
+    """One call of an operator that a rule names."""
+
+    op: str                             # "aten::linear"
+    rule: Rule
+    layer: str                          # of the policy, that set the rule: "torch", "default", "with_rules[0]", ...
+    why: str
+    module: str                         # path from the outermost module, a class for that one itself; "" outside any
+    line: str                           # of the user's code: "model.py:67"
+    operands: tuple[torch.dtype, ...]   # of the tensors given, lists looked into
+    computed_in: tuple[torch.dtype, ...]    # of the tensors the operator got, or the `dtype` that it was asked for
+    casts: int                          # copies made for this call
+    cached: int                         # casts of weights that were there already
+    nbytes: int                         # read and written by the casts made
+    shapes: tuple[tuple[int, ...], ...] = ()        # of the tensors given
+    products: tuple[MatrixProduct, ...] = ()        # that the operator is, if it is any
+    undoes: RecordedCall | None = None  # an earlier one, cast up, whose float32 result is cast down for this one
+    undoing: int = 0                    # the bytes of that cast, among `nbytes`
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of its matrix products, as `torch.utils.flop_counter` counts them."""
+        return sum(product.flops for product in self.products)
+
+
+class MisalignedProduct(NamedTuple):
+    """Matrix products with a dimension that is no multiple of what was asked for."""
+
+    op: str
+    module: str
+    sizes: dict[str, int]
+    odd: dict[str, int]         # those of `sizes` to change
+    calls: int
+    flops: int
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{name} {size}" for name, size in self.sizes.items())
+        return f"{', '.join(self.odd)} of {self.op} in {self.module or 'no module'} ({sizes}), {_times(self.calls)}"
+
+
+class RoundTrip(NamedTuple):
+    """An operator computed in float32 from less, whose result the next one casts down again."""
+
+    up: str             # the operators
+    down: str
+    up_module: str
+    down_module: str
+    calls: int
+    nbytes: int         # read and written by the casts up and those of the results down
+
+    def __str__(self) -> str:
+        up, down = (f"{op} in {module or 'no module'}" for op, module in (
+            (self.up, self.up_module), (self.down, self.down_module)
+        ))
+        cost = f"{_times(self.calls)}, {self.nbytes / 1e6:.3f} MB"
+        return f"{up} is cast up, and its result down again for {down}: {cost}"
+
+
+class CastRecord:
+    """What `record_casts` noted; prints as a table, the calls that cast most first.
+
+    `compiled` is True where compiled code may have run operators unseen: `torch.compile` traced a region meanwhile, or
+    nothing was recorded in a process that has compiled something.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[RecordedCall] = []
+        self.compiled = False
+
+    @property
+    def casts(self) -> int:
+        """Copies made."""
+        return sum(call.casts for call in self.calls)
+
+    @property
+    def cached(self) -> int:
+        """Casts of weights that were there already."""
+        return sum(call.cached for call in self.calls)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes read and written by the copies."""
+        return sum(call.nbytes for call in self.calls)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the matrix products."""
+        return sum(call.flops for call in self.calls)
+
+    def misaligned(self, multiple: int = 8) -> list[MisalignedProduct]:
+        """Matrix products in 16 bits with a dimension that is no multiple of `multiple`, the largest first.
+
+        Tensor cores take 8 elements of 16 bits at once; what is left over is padded or computed without them.
+        """
+        if multiple < 1:
+            raise ValueError(f"multiple is {multiple}; expected how many elements are taken at once, such as 8")
+        found = [
+            (call, product)
+            for call in self.calls
+            for product in call.products
+            if call.computed_in[0].itemsize == 2 and product.odd(multiple)
+        ]
+        groups = _grouped(found, lambda pair: (pair[0].op, _pattern(pair[0].module), pair[1].sizes))
+        products = [
+            MisalignedProduct(
+                some[0][0].op, _path([call.module for call, _ in some]), dict(some[0][1].sizes),
+                some[0][1].odd(multiple), len(some), sum(product.flops for _, product in some),
+            )
+            for some in groups
+        ]
+        return sorted(products, key=lambda product: -product.flops)
+
+    def round_trips(self) -> list[RoundTrip]:
+        """Casts up right before casts down, the most bytes first: what a rule "keep" for the first operator saves."""
+        pairs = [(call.undoes, call) for call in self.calls if call.undoes is not None]
+        groups = _grouped(pairs, lambda pair: (*(call.op for call in pair), *(_pattern(call.module) for call in pair)))
+        trips = [
+            RoundTrip(
+                some[0][0].op, some[0][1].op, _path([up.module for up, _ in some]),
+                _path([down.module for _, down in some]), len(some), sum(up.nbytes + down.undoing for up, down in some),
+            )
+            for some in groups
+        ]
+        return sorted(trips, key=lambda trip: -trip.nbytes)
+
+    def __str__(self) -> str:
+        lines = self._table() if self.calls else [
+            "no operator with a rule was called in a region that was entered while recording"
+        ]
+        if self.compiled:
+            lines.append(
+                "compiled code runs operators unseen: record the step before it is compiled, or under "
+                'torch.compiler.set_stance("force_eager")'
+            )
+        return "\n".join(lines)
+
+    def _table(self) -> list[str]:
+        rows = [_HEADER, *(_row(calls) for calls in _alike(self.calls))]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(
+                cell.rjust(width) if name in _FLUSH_RIGHT else cell.ljust(width)
+                for name, cell, width in zip(_HEADER, row, widths, strict=True)
+            ).rstrip()
+            for row in rows
+        ]
+        total = f"{_times(len(self.calls))}, {self.casts} casts made ({self.nbytes / 1e6:.3f} MB read and written), "
+        return [*lines, f"{total}{self.cached} taken from the cache"]
+
+
+def _row(calls: Sequence[RecordedCall]) -> tuple[str, ...]:
+    """The cells of calls that differ in numbers only."""
+    first = calls[0]
+    numbers = ((each.casts, each.cached, each.nbytes, each.flops) for each in calls)
+    casts, cached, nbytes, flops = map(sum, zip(*numbers, strict=True))
+    return (
+        str(len(calls)), first.op, f"{first.rule.name}, {first.layer}", _path([call.module for call in calls]),
+        _named(first.operands), _named(first.computed_in), str(casts), str(cached), f"{nbytes / 1e6:.3f}",
+        f"{flops / 1e6:.3f}" if first.products else "",
+    )
+
+
+def _alike(calls: Sequence[RecordedCall]) -> list[list[RecordedCall]]:
+    """Calls in groups that share a row of the table: modules that differ in numbers only, `blocks.0` and `blocks.1`."""
+    groups = _grouped(
+        calls,
+        lambda call: (call.op, call.rule, call.layer, _pattern(call.module), call.operands, call.computed_in),
+    )
+    return sorted(groups, key=lambda group: -sum(call.nbytes for call in group))
+
+
+def _grouped(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
+    groups: dict[Hashable, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.values())
+
+
+def _path(paths: Sequence[str]) -> str:
+    """Modules' paths, alike but for numbers, as one key of `Policy.for_modules`: a star where the numbers differ."""
+    parts = (set(names) for names in zip(*(path.split(".") for path in paths), strict=True))
+    return ".".join(names.pop() if len(names) == 1 else "*" for names in parts)
+
+
+def _pattern(path: str) -> str:
+    """A module's path with a star for every number."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
+
+
+def _named(dtypes: Sequence[torch.dtype]) -> str:
+    """`float32 x2, bfloat16`"""
+    runs = [(str(dtype).removeprefix("torch."), len(list(run))) for dtype, run in groupby(dtypes)]
+    return ", ".join(name if count == 1 else f"{name} x{count}" for name, count in runs)
+
+
+def _times(calls: int) -> str:
+    return "1 call" if calls == 1 else f"{calls} calls"

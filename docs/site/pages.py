@@ -1,0 +1,97 @@
+"""What mkdocs adds to the files of `docs/`: the pages that lie elsewhere in the repository, and links to them.
+
+The README is the site's first page; an example is a page of its own. Links are written for readers of the repository;
+here they lead to the site's pages. A link to a file that is no page is left as it is, and `mkdocs build --strict` ends
+with an error that names it.
+"""
+
+import ast
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+LINK = re.compile(r"(?P<head>\[[^\]]*\]\()(?P<target>[^)#\s]+)(?P<tail>(?:#[^)\s]*)?\))")
+CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+
+
+def repository_pages() -> dict[str, str]:
+    """The site's page for each file of the repository that is one and lies outside `docs/`."""
+    pages = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", ".github/CONTRIBUTING.md": "contributing.md"}
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        pages[f"examples/{path.name}"] = f"examples/{path.stem}.md"
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*/report.md")):
+        report = path.relative_to(ROOT).as_posix()
+        pages[report] = report
+    return pages
+
+
+PAGES = repository_pages()
+SOURCES = {page: source for source, page in PAGES.items()}
+
+
+def relinked(text: str, page: str) -> str:
+    """A page's Markdown with the links that lead out of `docs/` led to the pages that stand for what they name."""
+    folder = posixpath.dirname(SOURCES.get(page, f"docs/{page}"))
+
+    def to_page(found: re.Match[str]) -> str:
+        if "://" in found["target"]:
+            return found[0]
+        source = posixpath.normpath(posixpath.join(folder, found["target"]))
+        named = "examples.md" if source == "examples" else PAGES.get(source, source.removeprefix("docs/"))
+        if named == source and source not in PAGES:
+            return found[0]
+        return f"{found['head']}{posixpath.relpath(named, posixpath.dirname(page) or '.')}{found['tail']}"
+
+    pieces, end = [], 0
+    for code in CODE.finditer(text):
+        pieces += [LINK.sub(to_page, text[end : code.start()]), code[0]]
+        end = code.end()
+    return "".join([*pieces, LINK.sub(to_page, text[end:])])
+
+
+def example_page(path: Path) -> str:
+    """An example as Markdown: what its docstring says, how to run it, its code."""
+    code = path.read_text(encoding="utf-8")
+    module = ast.parse(code)
+    about = ast.get_docstring(module) or ""
+    rest = "\n".join(code.splitlines()[module.body[0].end_lineno or 0 :]).strip()
+    return f"# {path.stem}\n\n{about}\n\n`python examples/{path.name}`\n\n```python\n{rest}\n```\n"
+
+
+def example_list() -> str:
+    """The page that names every example."""
+    lines = ["# Examples\n", "Each runs as it is, from the repository's folder, also without a GPU.\n"]
+    lines += ["| script | what it shows |", "| --- | --- |"]
+    for source, page in PAGES.items():
+        if source.startswith("examples/"):
+            about = ast.get_docstring(ast.parse((ROOT / source).read_text(encoding="utf-8"))) or ""
+            first = about.partition("\n\n")[0].replace("\n", " ")
+            lines.append(f"| [{Path(source).stem}]({page}) | {first} |")
+    return "\n".join(lines) + "\n"
+
+
+def content_of(source: str) -> str:
+    """What the page of a file says."""
+    path = ROOT / source
+    return example_page(path) if path.suffix == ".py" else path.read_text(encoding="utf-8")
+
+
+def on_files(files: Any, *, config: Any) -> Any:
+    """Called by mkdocs with the files of `docs/`."""
+    from mkdocs.structure.files import File, InclusionLevel
+
+    for source, page in PAGES.items():
+        file = File.generated(config, page, content=content_of(source))
+        file.inclusion = InclusionLevel.INCLUDED if "/" not in page else InclusionLevel.NOT_IN_NAV
+        files.append(file)
+    files.append(File.generated(config, "examples.md", content=example_list()))
+    for picture in (ROOT / "benchmarks" / "results").glob("*/*.png"):
+        files.append(File.generated(config, picture.relative_to(ROOT).as_posix(), abs_src_path=str(picture)))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
+    """Called by mkdocs with each page before it is rendered."""
+    return relinked(markdown, page.file.src_uri)

@@ -1,0 +1,278 @@
+"""check_half: whose error it is, in which order, and what keeping a module in float32 is worth."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ampkit import check_half
+from ampkit.whole_model.half import half
+from tests.whole_model.test_half import Net, sample
+
+
+class Square(nn.Module):
+    """Goes beyond float16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 1000.0).square()
+
+
+class Shift(nn.Module):
+    """Loses what half precision cannot hold beside a large number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + 500.0) - 500.0
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(6, 6), Square(), nn.LayerNorm(6))
+    return nn.Sequential(nn.Linear(6, 6), inner, Shift(), nn.Linear(6, 2))
+
+
+def test_the_report_names_what_overflows_and_what_loses_digits() -> None:
+    model, x = network(), torch.randn(8, 6)
+    report = check_half(model, x)
+    rows = {m.path: m for m in report.modules}
+    assert set(rows) == {"0", "1", "1.0", "1.1", "1.2", "2", "3"}
+    assert report.too_large == ["1.1"]
+    assert report.keep == ["1", "2"]      # what lies behind an overflow shows once that is kept
+    assert report.overflows
+    assert math.isnan(rows["1.2"].error)
+    assert (rows["1.1"].error, rows["1.1"].own_error) == (math.inf, math.inf)
+    assert rows["1.2"].own_error == rows["1"].own_error == 0.0
+    assert rows["1.1"].overflows > 0
+    assert rows["1.1"].largest > 65504
+    assert rows["0"].overflows == 0
+    assert rows["0"].own_error < 1e-3
+    text = str(report).splitlines()
+    assert text[1] == "inf or NaN begins in 1.1"
+    assert [line.split()[0] for line in text[3:-2]] == ["0", "1.0", "1.1", "1.2", "1", "2", "3", "(output)"]
+    assert text[-2] == "outputs that float16 cannot carry: 1.1"
+    assert text[-1].startswith("worth keeping in float32: 1, 2 (output error nan -> ")
+    best = check_half(model, x, keep_fp32=report.keep)
+    assert best.output.error == report.kept_error
+    assert best.keep == []
+    assert best.output.error < 2e-3
+
+
+def test_errors_are_what_they_are_said_to_be() -> None:
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)), torch.randn(8, 6)
+    model.requires_grad_(False)
+    report = check_half(model, (x,), torch.bfloat16)
+    low = half(model, torch.bfloat16)
+    first, second = low[0](x.bfloat16()), low(x)
+    wanted = model[0](x)
+    by_hand = float((first.double() - wanted.double()).norm() / wanted.double().norm())
+    assert report.modules[0].error == pytest.approx(by_hand, rel=1e-6)
+    local = model[1](first.float()).double()
+    by_hand = float((second.double() - local).norm() / local.norm())
+    assert report.modules[1].own_error == pytest.approx(by_hand, rel=1e-6)
+    assert report.output.error == report.modules[1].error
+    assert report.output.own_error == 0.0
+    assert report.output.largest == pytest.approx(float(model(x).abs().max()))
+
+
+def test_underflow_and_parameters_that_do_not_fit() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    with torch.no_grad():
+        model[0].weight.fill_(1e-9)
+        model[1].weight.fill_(1e5)
+    report = check_half(model, torch.ones(1, 4))
+    assert report.modules[0].underflow == 1.0
+    assert report.unfit == ["1.weight"]
+    assert "1" in report.keep
+    assert "parameters that float16 cannot hold: 1.weight" in str(report)
+    assert check_half(model, torch.ones(1, 4), torch.bfloat16).unfit == []
+
+
+def test_check_half_leaves_the_model_alone_and_takes_any_sample() -> None:
+    model = Net().train()
+    before = copy.deepcopy(model.state_dict())
+    report = check_half(model, {"batch": sample()}, torch.bfloat16, in_region=True)
+    assert report.output.error < 0.1
+    assert model.training
+    assert type(model) is Net
+    assert not any(m._forward_hooks for m in model.modules())
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+
+
+def test_a_module_called_twice_is_reported_at_its_worst() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = Shift()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.shift(self.shift(x * 0.0) + x)
+
+    report = check_half(Twice(), torch.randn(16))
+    assert report.keep == ["shift"]
+    assert report.output.overflows == 0
+    assert F.relu(torch.tensor(report.modules[0].own_error or 0.0)) > 0.01
+
+
+class Attention(nn.Module):
+    """Whose scores are far from zero, where half precision has few digits for what tells them apart."""
+
+    def __init__(self, width: int, shift: float) -> None:
+        super().__init__()
+        self.qkv, self.out, self.shift = nn.Linear(width, 3 * width), nn.Linear(width, width), shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.out((q @ k.mT + self.shift).softmax(-1) @ v)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, shift: float) -> None:
+        super().__init__()
+        self.n1, self.attn = nn.LayerNorm(width), Attention(width, shift)
+        self.n2, self.mlp = nn.LayerNorm(width), nn.Sequential(nn.Linear(width, 32), nn.GELU(), nn.Linear(32, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.n1(x))
+        return x + self.mlp(self.n2(x))
+
+
+class Transformer(nn.Module):
+    def __init__(self, shifts: tuple[float, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(16, shift) for shift in shifts)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("where", range(3))
+def test_an_attention_that_helps_is_proposed_and_its_operators_are_charged_to_it(where: int, dtype) -> None:
+    shifts = [0.0, 0.0, 0.0]
+    shifts[where] = 300.0 if dtype is torch.bfloat16 else 3000.0
+    model, x = Transformer(tuple(shifts)), torch.randn(4, 12, 16)
+    report = check_half(model, x, dtype)
+    largest = max(report.modules, key=lambda module: module.own_error)
+    assert largest.path == f"blocks.{where}.attn"
+    assert report.keep == [f"blocks.{where}.attn"]
+    assert report.kept_error < report.output.error * 2 / 3
+    kept = check_half(model, x, dtype, keep_fp32=report.keep)
+    assert kept.output.error == pytest.approx(report.kept_error, rel=1e-6)     # the proposal is what half makes of it
+    assert check_half(model, x, dtype, trials=0).keep == []
+
+
+def test_where_all_round_alike_nothing_is_proposed() -> None:
+    report = check_half(Transformer((0.0, 0.0, 0.0)), torch.randn(4, 12, 16), torch.bfloat16)
+    assert report.keep == []
+    assert report.kept_error is None
+    assert str(report).endswith("worth keeping in float32: nothing")
+
+
+class Wide(nn.Module):
+    """An operator between two modules goes beyond float16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second((self.first(x) * 1e4).square() / 1e8)
+
+
+def test_an_overflow_between_modules_is_charged_to_the_one_that_calls_them() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Wide(), nn.LayerNorm(4))
+    report = check_half(model, torch.randn(3, 4))
+    rows = {module.path: module for module in report.modules}
+    assert [path for path, row in rows.items() if row.own_overflows] == ["1"]
+    assert math.isnan(rows["1.second"].error) or math.isinf(rows["1.second"].error)
+    assert (rows["1.second"].own_error, rows["1.second"].own_overflows) == (0.0, 0)
+    assert "inf or NaN begins in 1\n" in str(report)
+    assert report.too_large == []       # what it returns fits
+    assert report.keep == ["1"]
+    assert report.kept_error < 1e-2
+
+
+class Outside(nn.Module):
+    """All that goes wrong is in the model's own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.inner(x) + 500.0) - 500.0
+
+
+def test_operators_outside_all_modules_are_the_models_own() -> None:
+    report = check_half(Outside(), torch.randn(8, 4))
+    assert report.output.own_error > 10 * report.modules[0].own_error
+    assert report.keep == []
+
+
+def test_own_errors_in_a_region_are_beside_float32() -> None:
+    x = torch.randn(4, 12, 16)
+    report = check_half(Transformer((0.0,)), x, torch.bfloat16, in_region=True)
+    assert all(1e-4 < module.own_error < 1e-2 for module in report.modules if module.kind == "Linear")
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, seen: list[Tensor]) -> Tensor:
+        seen.append(x.add_(1.0))
+        if len(seen) > 1:
+            raise RuntimeError("called twice with one list")
+        return self.inner(x)
+
+
+def test_a_forward_that_writes_to_its_inputs_is_run_again_on_what_it_was_given() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = InPlace()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(x * 1.0, [])
+
+    report = check_half(Outer(), torch.ones(2, 4), torch.bfloat16)
+    assert report.modules[1].path == "block"
+    assert report.modules[1].own_error == 0.0
+
+
+def test_a_forward_that_runs_only_once_has_no_error_of_its_own() -> None:
+    class Once(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls > 1:
+                raise RuntimeError("once")
+            return x * 2
+
+    report = check_half(nn.Sequential(Once(), nn.Linear(4, 4)), torch.ones(2, 4))
+    assert report.modules[0].own_error is None
+    assert report.modules[1].own_error is not None
+
+
+def test_trials_are_bounded(monkeypatch) -> None:
+    from ampkit.whole_model.half_comparison import Comparison
+
+    tried: list[tuple[str, ...]] = []
+    measure = Comparison.error
+    monkeypatch.setattr(Comparison, "error", lambda self, keep: tried.append(tuple(keep)) or measure(self, keep))
+    model, x = Transformer((0.0, 300.0, 0.0)), torch.randn(4, 12, 16)
+    check_half(model, x, torch.bfloat16, trials=3)
+    assert tried == [("blocks.0",), ("blocks.1",), ("blocks.2",)]
+    with pytest.raises(ValueError, match=r"trials is -1; expected how many forwards"):
+        check_half(model, x, trials=-1)
