@@ -44,9 +44,9 @@ class OverflowReport(tuple[Culprit, ...]):
         finite_down_to: the module or parameter that backward passed last before them, still finite, or that it reached
             together with them. None where nothing was finite before.
         behind: modules and parameters that went bad after them.
-        ordered_by: "backward" if the order comes from a graph; "registration" if, at the origin at least, it is that of the
-            parameters reversed: under FSDP, in compiled code and reentrant checkpoints, and when no loss went through
-            `scale`.
+        ordered_by: "backward" if the order comes from a graph; "registration" if, at the origin at least, it is that of
+            the parameters reversed: under FSDP, in compiled code and reentrant checkpoints, and when no loss went
+            through `scale`.
         named: False where a parameter has no name but its place in an optimizer.
     """
 
