@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampkit.region.optimizer_steps import Step, seen
+from ampkit.region.optimizer_steps import Step, capturing, seen
 from ampkit.region.unseen_writes import collectives
 from ampkit.torch_internals.optimizers import foreach_copy_
 
@@ -58,9 +58,12 @@ class FollowedCasts:
     def casts_to_write(self, optimizer: Any) -> dict[Tensor, Tensor]:
         """Casts that an optimizer is about to write, by weight: right as of now, for the step may be skipped.
 
-        Where it is interrupted, caches are told of the step before they are used.
+        Where it is interrupted, caches are told of the step before they are used. None while a CUDA graph is captured:
+        its replays would go on writing where a cast was.
         """
         found: dict[Tensor, Tensor] = {}
+        if capturing():
+            return found
         held = {id(param) for group in optimizer.param_groups for param in group["params"] if param.grad is not None}
         for key, entry in list(self._entries.items()):
             weight = entry.weight() if key[0] in held else None

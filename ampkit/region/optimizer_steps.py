@@ -7,6 +7,7 @@ of them, at both ends: one that is interrupted never reaches its second hook. `S
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import threading
 import weakref
@@ -36,7 +37,7 @@ class _Seen:
     """What has been seen of optimizers since the first cache was made."""
 
     count = 0               # steps begun, and steps ended
-    captured = False        # a step was captured into a CUDA graph, whose replays call no hook
+    captured = False        # a step was, or may have been, captured into a CUDA graph, whose replays call no hook
     watched = False
     caches: weakref.WeakSet[Any] = weakref.WeakSet()
     optimizers: weakref.WeakSet[Any] = weakref.WeakSet()    # that have stepped, of those that write what they hold
@@ -112,6 +113,7 @@ def watch_for(cache: Cache) -> None:
     with seen.lock:
         if not seen.watched:
             seen.watched = True
+            seen.captured = _graph_exists()
             register_optimizer_step_pre_hook(_begins)
             register_optimizer_step_post_hook(_ends)
         seen.caches.add(cache)
@@ -120,6 +122,14 @@ def watch_for(cache: Cache) -> None:
 def capturing() -> bool:
     """Whether the current CUDA stream is being captured into a graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _graph_exists() -> bool:
+    """Whether there is a CUDA graph, which may hold a step; asked once, for those captured from now on are seen."""
+    if not torch.cuda.is_initialized():
+        return False
+    graph = torch.cuda.CUDAGraph
+    return any(issubclass(kind, graph) for kind in set(map(type, gc.get_objects())))
 
 
 def _begins(optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -13,12 +13,13 @@ Why an entry is the weight's cast. It answers only
 - until an optimizer steps that may have written the weight: `optimizer_steps.Step` has the rule. Fused optimizers, and
   those that write through `.data`, move no version; hence the hooks.
 
-Between regions anybody may write to a weight in ways that move nothing. An entry is therefore kept past its region,
-and used in the next, only if the weight lies in memory that torch allocated and that no other tensor, array or process
+Between regions anybody may write to a weight in ways that move nothing. An entry is therefore kept past its region, and
+used in the next, only if the weight lies in memory that torch allocated and that no other tensor, array or process
 shares, in the layout it had; if no collective of `torch.distributed` has run since; and if no optimizer step was ever
-captured into a CUDA graph, since replays call no hook. So weights that FSDP, ZeRO or flat buffers fill are cast anew in
-each region. An entry is looked over when the region that used it is left, and at its first use in the next: what a
-region does not use costs it nothing. What remains unseen is listed at `WeightCache`, whose `verify` finds it.
+captured into a CUDA graph, since replays call no hook; a graph that is older than the first cache may hold one. So
+weights that FSDP, ZeRO or flat buffers fill are cast anew in each region. An entry is looked over when the region that
+used it is left, and at its first use in the next: what a region does not use costs it nothing. What remains unseen is
+listed at `WeightCache`, whose `verify` finds it.
 
 Casts are made with grad mode on and inference mode off, so that one entry serves `no_grad`, `inference_mode` and
 training alike and gradients flow. Between regions an entry is kept without its autograd history, and gets a new one at
@@ -98,7 +99,7 @@ class WeightCache:
     - writes in place through an alias that is gone before the next use: `p.data.copy_(average)`, `.numpy()`, DLPack,
       `p.untyped_storage()`, `torch.ops.aten._unsafe_view`, or under `torch.autograd._unsafe_preserve_version_counter`;
     - fused updates without an optimizer: `torch.optim.adam.adam(fused=True)`, `torch._fused_sgd_`;
-    - a kernel of your own, or a CUDA graph captured before the first region or `WeightCache`;
+    - a kernel of your own;
     - `torch.distributed.recv` over NCCL, collectives that do not go through `torch.distributed`, and asynchronous ones
       between whose start and end the weight was cast;
     - another process that has the weight's CUDA memory;

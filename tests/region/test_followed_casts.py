@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 import ampkit.optim
 from ampkit import CacheInfo, GradScaler, WeightCache, autocast
+from ampkit.region import followed_casts, optimizer_steps
 from tests.helpers.regions import BF16, FP16
 from tests.helpers.weights import WritesThroughData
 
@@ -405,6 +406,23 @@ def test_closure_that_opens_regions(kind: str) -> None:
     for _ in range(4):
         optimizer.step(closure)
     assert_right(cache)
+
+
+def test_step_that_is_captured_into_a_graph_writes_no_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its replays would write to their memory for ever, whoever has it then; and from then on none is kept."""
+    model, cache = model_of(), WeightCache(verify=True)
+    optimizer = ampkit.optim.AdamW(model.parameters(), lr=0.1)
+    cache.follow(optimizer)
+    assert train(model, optimizer, cache, 2) == [4, 0]
+    monkeypatch.setattr(optimizer_steps.seen, "captured", False)
+    with monkeypatch.context() as patch:
+        for module in (optimizer_steps, followed_casts):
+            patch.setattr(module, "capturing", lambda: True)
+        before = {key: entry.cast.detach().clone() for key, entry in cache._entries.items()}
+        train(model, optimizer, cache, 1)
+        for key, entry in cache._entries.items():
+            assert torch.equal(entry.cast.detach(), before[key])
+    assert train(model, optimizer, cache, 2) == [8, 4]
 
 
 def test_compiled_step() -> None:

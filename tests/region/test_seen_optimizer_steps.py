@@ -355,6 +355,25 @@ def test_interrupt_while_caches_are_told_drops_every_cast(monkeypatch: pytest.Mo
     assert casts.cache.info().entries == 0
 
 
+def test_graph_captured_before_anybody_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may hold a step, whose replays call no hook: nothing is kept from region to region."""
+
+    class Graph:
+        """Of a GPU that is not there."""
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for name in ("register_optimizer_step_pre_hook", "register_optimizer_step_post_hook"):
+        monkeypatch.setattr(optimizer_steps, name, lambda hook: None)
+    leaf, graphs = weight(), []
+    for expected in ([], [0]):
+        monkeypatch.setattr(optimizer_steps.seen, "watched", False)
+        monkeypatch.setattr(optimizer_steps.seen, "captured", False)
+        assert Casts(leaf).made() == expected
+        graphs.append(Graph())
+
+
 def test_copies_of_an_optimizer_are_optimizers_of_their_own() -> None:
     leaf = weight()
     optimizer = torch.optim.SGD([leaf], lr=1.0, fused=True)
