@@ -143,7 +143,10 @@ def _general(op: OpOverload) -> Kernel:
         if result is not NotImplemented:
             return result
         if any(type(args[slot]) in _NUMBERS for slot in slots if slot < len(args)):
-            with Exclude(mode.excluded_keys):     # a number in the place of a tensor: see _PASSING
+            # A number in the place of a tensor: see _PASSING. Where no list has `op`, torch has no autocast kernel for
+            # it either, and torch's key must stay: without it autocast counts as disabled for the kernels of `unlisted`.
+            listed = any(op in table for _, table in mode.tables)
+            with Exclude(mode.excluded_keys if listed else keysets(())[0]):
                 return op._op(*args, **kwargs)
         return op.redispatch(keyset & mode.redispatch_keys, *args, **kwargs)
 

@@ -214,14 +214,17 @@ def test_an_interrupt_leaves_nothing_behind(scene):
     scene()
     fresh, policy, n = everything(), later_policy(), events(scene, HERE)
     found: dict[Place | None, Any] = {}
-    done = 0
+    done = beyond = 0
     for rng in rounds(scene.__name__, share=1 / len(SCENES)):
         done += 1
         place, left = interrupt(scene, HERE, rng.randrange(1, n + 1), fresh)
         assert later_policy() == policy, place
-        if left:
+        if place is None and left == {"exception": "None"}:
+            beyond += 1     # a weak reference's callback was counted that did not run this time
+        elif left:
             found[place] = left
-    print(f"{scene.__name__}: {done} interrupts at {n} places, {len(found)} left something")
+    print(f"{scene.__name__}: {done} interrupts at {n} places, {len(found)} left something, {beyond} came to the end")
+    assert beyond <= 1 + done // 10
     wrong = {str(place): left for place, left in found.items() if place is None or not at_an_edge(place)}
     assert not wrong
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ampkit import Policy, autocast, float32_region, record_casts
+from ampkit import Policy, Rule, autocast, float32_region, record_casts
 from ampkit.torch_internals import unlisted
 from tests.helpers.regions import BF16, FP16, FP32
 
@@ -70,6 +70,19 @@ def test_operators_compute_in_float32(name: str, dtype: torch.dtype) -> None:
     (gradient,) = torch.autograd.grad(got.sum(), h)
     assert gradient.dtype is dtype
     torch.testing.assert_close(gradient, torch.autograd.grad(want.sum(), h)[0])
+
+
+@pytest.mark.parametrize("op", ["mul", "add", "sub", "div"])
+def test_operators_that_another_policy_lists_compute_in_float32(op: str) -> None:
+    """They have a kernel from then on, which passes on what this region's policy does not list: numbers as well."""
+    h, call = low(FP16), getattr(torch, op)
+    with autocast("cpu", policy=Policy.default("cpu").with_rules({f"aten::{op}.Tensor": Rule.LOWER})):
+        assert call(h, 2).dtype is BF16
+    with float32_region("cpu"):
+        assert call(h, 2).dtype is call(h, h).dtype is FP32
+        assert torch.equal(call(h, 2), call(h.float(), 2))
+        with autocast("cpu", enabled=False):
+            assert call(h, 2).dtype is FP16
 
 
 @pytest.mark.parametrize("name", AS_THEY_ARE)
