@@ -35,7 +35,7 @@ class Cell:
 def page(reports: Sequence[tuple[str, Report]]) -> str:
     """One page with a section for each report, given with the names of their files."""
     sections = [_section(number, name, report) for number, (name, report) in enumerate(reports, 1)]
-    titles = [_title(report) for _, report in reports]
+    titles = [_SECTIONS[type(report)][0] for _, report in reports]
     links = "".join(
         f'<li><a href="#section-{number}">{escape(title if titles.count(title) == 1 else f"{title}, {name}")}</a></li>'
         for number, (title, (name, _)) in enumerate(zip(titles, reports, strict=True), 1)
@@ -51,23 +51,12 @@ def page(reports: Sequence[tuple[str, Report]]) -> str:
     )
 
 
-def _title(report: Report) -> str:
-    titles: dict[type, str] = {
-        NonFiniteReport: "inf and NaN", PrecisionReport: "precision", OperatorStats: "operators", HashLog: "hashes",
-        MonitorLog: "monitor", SearchLines: "search",
-    }
-    return titles[type(report)]
-
-
 def _section(number: int, name: str, report: Report) -> str:
-    bodies: dict[type, Callable[[Any], Iterator[str]]] = {
-        NonFiniteReport: _nonfinite, PrecisionReport: _precision, OperatorStats: _operators, HashLog: _hashes,
-        MonitorLog: _monitor, SearchLines: _search,
-    }
-    body = "\n".join(bodies[type(report)](report))
-    title = escape(_title(report))
+    title, lines = _SECTIONS[type(report)]
+    body = "\n".join(lines(report))
     return (
-        f'<section id="section-{number}">\n<h2>{title}</h2>\n<p class="file">{escape(name)}</p>\n{body}\n</section>\n'
+        f'<section id="section-{number}">\n<h2>{escape(title)}</h2>\n<p class="file">{escape(name)}</p>\n{body}\n'
+        "</section>\n"
     )
 
 
@@ -128,20 +117,16 @@ def _precision(report: PrecisionReport) -> Iterator[str]:
 
 def _operators(report: OperatorStats) -> Iterator[str]:
     whole = report.seconds or 1.0
-    groups: dict[tuple[str, str], list[Any]] = {}
-    for one in report.operators:
-        groups.setdefault((one.op, one.dtype), []).append(one)
-    slowest = sorted(groups.items(), key=lambda item: -sum(one.seconds for one in item[1]))
-    calls = sum(one.calls for one in report.operators)
+    slowest = report.by_operator()
+    calls = sum(one.calls for one in slowest)
     yield f"<p>{report.seconds * 1e3:.3g} ms in {_count(calls, 'operator call')}</p>"
     yield f"<h3>operators, the slowest first{_of(slowest)}</h3>"
     yield _table(("time", "operator", "dtype", "calls", "MB"), (
         (
-            _bar(sum(one.seconds for one in some) / whole), Cell(op, "name"), Cell(dtype),
-            Cell(sum(one.calls for one in some), "number"),
-            Cell(f"{sum(one.nbytes for one in some) / 1e6:.3f}", "number"),
+            _bar(one.seconds / whole), Cell(one.op, "name"), Cell(one.dtype), Cell(one.calls, "number"),
+            Cell(f"{one.nbytes / 1e6:.3f}", "number"),
         )
-        for (op, dtype), some in slowest[:_ROWS]
+        for one in slowest[:_ROWS]
     ))
     casts = list(report.casts().items())
     if casts:
@@ -233,6 +218,16 @@ def _search(report: SearchLines) -> Iterator[str]:
         rows.append((Cell(number, "number"), Cell(value, "number"), passes, Cell(f"{one['seconds']:.3g}", "number"),
                      Cell(named(one["float32"]), "name long"), one is report.best))
     yield _table(("", "metric", "", "seconds", "in float32"), (row[:-1] for row in rows), [row[-1] for row in rows])
+
+
+_SECTIONS: dict[type, tuple[str, Callable[[Any], Iterator[str]]]] = {
+    NonFiniteReport: ("inf and NaN", _nonfinite),
+    PrecisionReport: ("precision", _precision),
+    OperatorStats: ("operators", _operators),
+    HashLog: ("hashes", _hashes),
+    MonitorLog: ("monitor", _monitor),
+    SearchLines: ("search", _search),
+}
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[Cell]], marked: Sequence[bool] = ()) -> str:

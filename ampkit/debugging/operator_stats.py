@@ -75,6 +75,17 @@ class OperatorStats:
         """In all operators."""
         return sum(one.seconds for one in self.operators)
 
+    def by_operator(self) -> list[OperatorStat]:
+        """Sums over modules and phases, which are "" then, for each operator and dtype; the slowest first."""
+        sums = [
+            OperatorStat(
+                op, dtype, "", "", sum(one.calls for one in some), sum(one.nbytes for one in some),
+                sum(one.seconds for one in some),
+            )
+            for (op, dtype), some in _groups(self.operators, "op", "dtype")
+        ]
+        return sorted(sums, key=lambda one: -one.seconds)
+
     def by_dtype(self) -> dict[str, float]:
         """The share of the time, by dtype."""
         whole = self.seconds or 1.0
@@ -95,14 +106,10 @@ class OperatorStats:
         """The slowest operators, over all modules; the modules that cast most; shapes to change."""
         whole = self.seconds or 1.0
         lines = [f"{'time':>6} {'calls':>6} {'MB':>9}  {'dtype':9} operator"]
-        grouped = sorted(
-            (([*some], key) for key, some in _groups(self.operators, "op", "dtype")),
-            key=lambda item: -sum(one.seconds for one in item[0]),
-        )
-        for some, (op, dtype) in grouped[:rows]:
-            calls, nbytes = sum(one.calls for one in some), sum(one.nbytes for one in some)
-            share = sum(one.seconds for one in some) / whole
-            lines.append(f"{share:6.1%} {calls:6d} {nbytes / 1e6:9.3f}  {dtype:9} {op}")
+        for one in self.by_operator()[:rows]:
+            lines.append(
+                f"{one.seconds / whole:6.1%} {one.calls:6d} {one.nbytes / 1e6:9.3f}  {one.dtype:9} {one.op}"
+            )
         casts = list(self.casts().items())
         if casts:
             most = (f"{nbytes / 1e6:.3f} MB in {name or '(none)'}" for name, nbytes in casts[:3])

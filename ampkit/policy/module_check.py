@@ -21,6 +21,11 @@ class RuleHits(NamedTuple):
     modules: tuple[str, ...]
     nearest: tuple[str, ...]    # the closest paths, for a pattern that matches nothing
 
+    @property
+    def hint(self) -> str:
+        """The closest paths, to go on a sentence with; "" where there are none."""
+        return f"; nearest: {', '.join(self.nearest)}" if self.nearest else ""
+
 
 class ModuleCheck(NamedTuple):
     """What `Policy.check` found; prints a line for each rule."""
@@ -53,5 +58,4 @@ def check(rules: ModuleRules, model: Module) -> ModuleCheck:
 def _line(rule: RuleHits) -> str:
     if rule.modules:
         return f"{rule.key}: {rule.value!r}: " + ", ".join(path or "the model itself" for path in rule.modules)
-    near = f"; nearest: {', '.join(rule.nearest)}" if rule.nearest else ""
-    return f"{rule.key}: {rule.value!r}: no module{near}"
+    return f"{rule.key}: {rule.value!r}: no module{rule.hint}"

@@ -22,7 +22,7 @@ _LOW = (torch.bfloat16, torch.float16)
 # Device types that need no parsing. Asked of torch once, since every region names one.
 _KINDS = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
 # Policies by name. One object each: a region recognises its last mode by the policy's identity.
-_POLICIES = {(base, kind): Policy(base, kind) for base in ("default", "torch") for kind in TORCH}
+NAMED_POLICIES = {(base, kind): Policy(base, kind) for base in ("default", "torch") for kind in TORCH}
 
 
 def current_device_type() -> str:
@@ -109,8 +109,8 @@ def named_policy(policy: Any, kind: str) -> Policy:
 
     Raises `ValueError` for another name, `TypeError` for anything else.
     """
-    if isinstance(policy, str) and (policy, kind) in _POLICIES:
-        return _POLICIES[policy, kind]
+    if isinstance(policy, str) and (policy, kind) in NAMED_POLICIES:
+        return NAMED_POLICIES[policy, kind]
     if isinstance(policy, Policy) and policy.device_type == kind:
         return policy
     raise (ValueError if isinstance(policy, str) else TypeError)(

@@ -71,10 +71,8 @@ class Step:
         )
         self.later = later
 
-    def outdates(self, weight: Tensor) -> bool:
-        """Whether casts of a weight that were made before are not to be used again; where not `everything` is so."""
-        if id(weight) in self.written:
-            return True
+    def outdates_unwritten(self, weight: Tensor) -> bool:
+        """Whether casts of a weight that is not `written` are not to be used again either."""
         if weight.requires_grad:
             return id(weight) not in self._held_by_others
         return weight.shape in self._shapes

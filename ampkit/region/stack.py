@@ -7,7 +7,6 @@ completes an enter or a leave that an interrupt cut short.
 
 from __future__ import annotations
 
-import functools
 import sys
 from types import FrameType
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ from torch.nn import Module
 
 from ampkit.policy.policy import Policy, register_changes
 from ampkit.region import recording
+from ampkit.region.arguments import NAMED_POLICIES
 from ampkit.region.mode import AutocastMode, DispatchGuard
 from ampkit.region.optimizer_steps import capturing
 from ampkit.region.region_cache import RegionCache
@@ -162,25 +162,19 @@ def _cache_for(spec: RegionSpec, stack: list[Entry]) -> WeightCache | RegionCach
     return cache
 
 
-@functools.cache
-def default_policy(device_type: str) -> Policy:
-    """The policy of a region that was given none; one object per device type."""
-    return Policy.default(device_type)
-
-
 def _mode(
     outer: AutocastMode | None, device_type: str, policy: Policy | None, cache: WeightCache | RegionCache | None
 ) -> AutocastMode:
     """The mode of a region: its policy for its device type, the enclosing mode's for the others."""
     if outer is None:
-        policy = policy or default_policy(device_type)
+        policy = policy or NAMED_POLICIES["default", device_type]
         latest = None if cache is None else cache.latest
         if latest is not None and latest.policy is policy and _still_serves(latest):
             return latest
         policies = ((device_type, policy),)
     else:
         every = dict(outer.policies)
-        every[device_type] = policy or every.get(device_type) or default_policy(device_type)
+        every[device_type] = policy or every.get(device_type) or NAMED_POLICIES["default", device_type]
         policies = tuple(every.items())
     return _mode_for(policies, cache)
 

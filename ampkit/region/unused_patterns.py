@@ -8,17 +8,16 @@ often meant for any model, the latter cannot be misspelt.
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Sequence
 
 from torch.nn import Module
 
 from ampkit.policy.module_check import check
 from ampkit.policy.module_rules import ModuleRules
+from ampkit.user_warnings import warn_user
 
 _MOST = 1024
-_NOT_THE_USERS = ("ampkit.", "torch.", "contextlib")
+_PASSING = ("torch.", "contextlib")      # between a region and the line that leaves it
 _settled: set[ModuleRules] = set()      # which have met a model, by value: a policy may be made anew in every step
 _seen: dict[int, ModuleRules] = {}      # some of them by `id`, where hashing each time would be most of the work
 
@@ -48,16 +47,8 @@ def warn_of_unused(rules: ModuleRules, roots: Sequence[Module]) -> None:
         missed = found if missed is None else {key: rule for key, rule in missed.items() if key in found}
     names = ", ".join(dict.fromkeys(type(model).__name__ for model in models))
     for rule in (missed or {}).values():
-        near = f"; nearest: {', '.join(rule.nearest)}" if rule.nearest else ""
-        _warn(
-            f"the pattern {rule.key} of for_modules means no module of {names}, called in this region{near}. Paths "
-            "count from the outermost module called; policy.check(model) says what each pattern means"
+        warn_user(
+            f"the pattern {rule.key} of for_modules means no module of {names}, called in this region{rule.hint}. "
+            "Paths count from the outermost module called; policy.check(model) says what each pattern means",
+            _PASSING,
         )
-
-
-def _warn(message: str) -> None:
-    """Warn at the line that left the region."""
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_NOT_THE_USERS):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)

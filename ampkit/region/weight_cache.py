@@ -203,7 +203,7 @@ class WeightCache:
             outdated = list(self._entries) if step.everything else [
                 key
                 for key, entry in self._entries.copy().items()      # weights may die on the way, and their entries go
-                if key[0] in step.written or (weight := entry.weight()) is None or step.outdates(weight)
+                if key[0] in step.written or (weight := entry.weight()) is None or step.outdates_unwritten(weight)
             ]
             if self._followed is not None:
                 outdated = self._followed.not_followed(step, outdated)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -19,6 +17,7 @@ from ampkit.scaler.loss_scale import DynamicLossScale
 from ampkit.scaler.optimizer_record import OptimizerRecord
 from ampkit.scaler.overflow import Examined, LossScaleStuckError, examine
 from ampkit.scaler.overflow_report import Counted, OverflowReport, arrange
+from ampkit.user_warnings import warn_user
 
 OnStuck = Literal["warn", "raise"] | Callable[[ScalerStats], None]
 
@@ -140,10 +139,7 @@ class StepLog:
         if topic in self.warned:
             return
         self.warned.add(topic)
-        level, frame = 1, sys._getframe()
-        while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("ampkit."):
-            level, frame = level + 1, frame.f_back
-        warnings.warn(message, stacklevel=level)
+        warn_user(message)
 
     def _sound_alarm(self, scale: float) -> None:
         """Call `on_stuck` when a step overflowed at a scale that can hardly fall further."""

@@ -35,6 +35,23 @@ def uses(region, leaf, times: int = 3, **kwargs) -> int:
     return copies(run)
 
 
+def orders_of_arrival(model, cache, after=lambda: None) -> list[list[str]]:
+    """In which order backward reaches layers and their weights' gradients: of torch.autocast's region, then of three of
+    ours with this cache. `after` is called behind each backward."""
+    arrived, orders = [], []
+    for n, layer in enumerate(model):
+        layer.weight.register_post_accumulate_grad_hook(lambda _, n=n: arrived.append(f"weight {n}"))
+        layer.register_full_backward_hook(lambda *_, n=n: arrived.append(f"layer {n}"))
+    for region in (lambda: torch.autocast("cpu"), *[lambda: autocast("cpu", cache=cache)] * 3):
+        with region():
+            loss = model(torch.ones(2, 4, requires_grad=True)).sum()
+        arrived.clear()
+        loss.backward()
+        orders.append(list(arrived))
+        after()
+    return orders
+
+
 WRITES = {
     "in place": lambda p: p.detach().fill_(2.0),
     "no_grad": lambda p: torch.no_grad()(lambda: p.fill_(2.0))(),

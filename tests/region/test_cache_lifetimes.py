@@ -14,23 +14,14 @@ from ampkit.region import region_cache
 from ampkit.region.region_cache import RegionCache
 from ampkit.region.thread_state import thread
 from tests.helpers.regions import BF16, FP16, FP32
-from tests.helpers.weights import X, both, weight
+from tests.helpers.weights import X, both, orders_of_arrival, weight
 
 
 def test_gradients_arrive_as_backward_passes_the_layers_in_every_micro_batch():
     """DDP sends them while backward goes on, and memory is freed. A cast's place in backward is that of its making."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    arrived = []
-    for n, layer in enumerate(model):
-        layer.weight.register_post_accumulate_grad_hook(lambda _, n=n: arrived.append(f"weight {n}"))
-        layer.register_full_backward_hook(lambda *_, n=n: arrived.append(f"layer {n}"))
-    cache, orders = WeightCache(), []
-    for region in (lambda: torch.autocast("cpu"), *[lambda: autocast("cpu", cache=cache)] * 3):
-        with region():
-            loss = model(torch.ones(2, 4, requires_grad=True)).sum()
-        arrived.clear()
-        loss.backward()
-        orders.append(list(arrived))
+    cache = WeightCache()
+    orders = orders_of_arrival(model, cache)
     assert orders[0].index("weight 2") < orders[0].index("layer 1") < orders[0].index("weight 0")
     assert orders[1:] == [orders[0]] * 3
     assert cache.info().misses == 6

@@ -17,7 +17,7 @@ import ampkit.optim
 from ampkit import CacheInfo, GradScaler, WeightCache, autocast
 from ampkit.region import followed_casts, optimizer_steps
 from tests.helpers.regions import BF16, FP16
-from tests.helpers.weights import WritesThroughData
+from tests.helpers.weights import WritesThroughData, orders_of_arrival
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "ampkit AdamW": lambda params: ampkit.optim.AdamW(params, lr=0.1),
@@ -187,20 +187,10 @@ def test_hook_that_writes_after_the_optimizer_has(kind: str) -> None:
 @every_optimizer
 def test_gradients_arrive_in_the_order_of_torchs(kind: str) -> None:
     """Each region has autograd nodes of its own."""
-    model, cache, orders = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), WeightCache(), []
-    arrived: list[str] = []
-    for n, layer in enumerate(model):
-        layer.weight.register_post_accumulate_grad_hook(lambda _, n=n: arrived.append(f"weight {n}"))
-        layer.register_full_backward_hook(lambda *_, n=n: arrived.append(f"layer {n}"))
+    model, cache = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), WeightCache()
     optimizer = OPTIMIZERS[kind](model.parameters())
     cache.follow(optimizer)
-    for region in (lambda: torch.autocast("cpu"), *[lambda: autocast("cpu", cache=cache)] * 3):
-        with region():
-            loss = model(torch.ones(2, 4, requires_grad=True)).sum()
-        arrived.clear()
-        loss.backward()
-        orders.append(list(arrived))
-        optimizer.step()
+    orders = orders_of_arrival(model, cache, after=optimizer.step)
     assert orders[1:] == [orders[0]] * 3
 
 

@@ -349,7 +349,7 @@ def test_interrupt_while_caches_are_told_drops_every_cast(monkeypatch: pytest.Mo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(optimizer_steps.Step, "outdates", interrupt)
+        patch.setattr(optimizer_steps.Step, "outdates_unwritten", interrupt)
         with pytest.raises(KeyboardInterrupt):
             stepped(optimizer)
     assert casts.cache.info().entries == 0

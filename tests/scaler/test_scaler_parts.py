@@ -27,7 +27,7 @@ STANDS_ON = {
     "torch_internals": set(),
     "gradients": {"torch_internals"},
     "optim": {"torch_internals", "gradients"},
-    "scaler": {"torch_internals", "gradients"},
+    "scaler": {"torch_internals", "gradients", "user_warnings"},
 }
 CPU = torch.device("cpu")
 
