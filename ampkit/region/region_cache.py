@@ -75,7 +75,7 @@ class RegionCache:
 
     def clear(self) -> None:
         """Drop every cast."""
-        for casts in list(self._casts.values()):
+        for casts in tuple(self._casts.values()):
             casts.clear()
 
     def drop_outdated(self, step: Any) -> None:
