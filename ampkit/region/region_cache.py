@@ -78,6 +78,10 @@ class RegionCache:
         for casts in tuple(self._casts.values()):
             casts.clear()
 
+    def is_empty(self) -> bool:
+        """Whether there is no cast."""
+        return not any(self._casts.values())
+
     def drop_outdated(self, step: Any) -> None:
         """A step outdates every cast here: few regions are open around one, and their casts do not outlive them."""
         self.clear()

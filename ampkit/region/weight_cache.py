@@ -196,6 +196,10 @@ class WeightCache:
         if writes is not None:
             writes(self._followed)
 
+    def is_empty(self) -> bool:
+        """Whether there is no cast."""
+        return not self._entries
+
     def drop_outdated(self, step: Step) -> None:
         """Drop the casts that an optimizer's step outdates; those that stay are looked over before their next use."""
         with self._lock:
