@@ -1,6 +1,9 @@
 """What an iteration launches where Triton serves the device, counted; and that fewer launches compute the same."""
 
+import contextlib
+import math
 import os
+from collections import Counter
 from collections.abc import Iterator
 from unittest import mock
 
@@ -8,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampkit import DynamicLossScale, GradScaler
+from ampkit import DynamicLossScale, GradScaler, StaticLossScale
 from ampkit.gradients import clipping, kernels
 from ampkit.optim import AdamW
 
@@ -18,6 +21,12 @@ pytestmark = [
 ]
 # Operators that launch nothing on a GPU: new memory, views, and what the profiler notes.
 FREE = ("aten.empty", "aten.slice", "aten.unbind", "aten.detach", "aten.select", "aten.lift_fresh", "profiler.")
+# Where it is asked whether a graph is being captured.
+CAPTURING = (
+    "ampkit_kernels.triton_ops.pointer_table.is_capturing", "ampkit_kernels.triton_ops.steps.is_capturing",
+    "ampkit_kernels.optimizer_api.is_capturing", "ampkit.optim._planned.is_capturing",
+    "ampkit.scaler.history._is_capturing",
+)
 
 
 class Launches(TorchDispatchMode):
@@ -66,11 +75,14 @@ def launches() -> Iterator[Launches]:
         yield counted
 
 
-def training(strategy: DynamicLossScale | None = None) -> tuple[GradScaler, AdamW, list[torch.nn.Parameter]]:
+def training(
+    strategy: DynamicLossScale | StaticLossScale | None = None, **options: int
+) -> tuple[GradScaler, AdamW, list[torch.nn.Parameter]]:
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((5, 3), (300,), (1,))]
-    scaler = GradScaler("cpu", 1024.0) if strategy is None else GradScaler("cpu", loss_scale=strategy)
-    return scaler, AdamW(params, impl="triton"), params
+    given = {"init_scale": 1024.0} if strategy is None else {"loss_scale": strategy}
+    scaler = GradScaler("cpu", **given, **options)
+    return scaler, AdamW(params, torch.tensor(1e-3), impl="triton"), params
 
 
 def iterate(scaler: GradScaler, optimizer: AdamW, params: list[torch.nn.Parameter], seed: int, *, clip: bool) -> None:
@@ -181,3 +193,78 @@ def test_an_update_in_one_launch_follows_the_strategy(launches) -> None:
             )
             compared = 2 if rule.is_plain else 5      # torch's rule has no counters to move
             assert [value.item() for value in ours[:compared]] == [value.item() for value in theirs[:compared]], rule
+
+
+@contextlib.contextmanager
+def capturing() -> Iterator[None]:
+    """As in a CUDA graph's capture, except that what is launched runs at once, as in a replay."""
+    with contextlib.ExitStack() as stack:
+        for where in CAPTURING:
+            stack.enter_context(mock.patch(where, return_value=True))
+        yield
+
+
+def captured(launches: Launches, count: int, *, unscale: bool = False) -> Counter[str]:
+    """What a captured iteration launches, over `count` parameters whose gradients are the graph's own."""
+    params = [torch.nn.Parameter(torch.ones(1 + i % 7)) for i in range(count)]
+    scaler = GradScaler("cpu", 1024.0)
+    optimizer = AdamW(params, torch.tensor(1e-3), impl="triton")
+    for graph in (contextlib.nullcontext, contextlib.nullcontext, capturing):
+        scaler.scale(torch.ones((), requires_grad=True))
+        for param in params:
+            param.grad = torch.full_like(param, 3.0)
+        launches.names.clear()
+        with graph(), launches:
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.clip_grad_norm_(optimizer, 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+    return Counter(launches.names)
+
+
+def test_a_captured_update_is_counted_in_one_launch(launches) -> None:
+    found = captured(launches, 3)
+    tables = ("_write_kernel", "_expand_kernel")
+    assert [name for name in found if name not in tables] == [
+        "inverse_kernel", "norm_kernel", "finish_kernel", "prepare_kernel", "adamw_kernel", "update_kernel",
+        "tally_kernel",
+    ]
+
+
+def test_the_kernel_that_counts_is_loaded_by_the_first_update(launches) -> None:
+    """Loading one is not allowed in a capture, and later updates are summed up many at a time."""
+    scaler, optimizer, params = training()
+    for seed in range(2):
+        launches.names.clear()
+        iterate(scaler, optimizer, params, seed, clip=True)
+        assert launches.names.count("tally_kernel") == (1 if seed == 0 else 0)
+    assert (scaler.stats().updates, len(scaler.history)) == (2, 2)
+
+
+@pytest.mark.parametrize("strategy", [
+    None, DynamicLossScale(64.0, hysteresis=2, growth_interval=2), StaticLossScale(64.0),
+], ids=["plain", "hysteresis", "static"])
+@pytest.mark.parametrize("history_size", [0, 5])
+def test_counting_in_one_launch_gives_the_same_counts(launches, strategy, history_size) -> None:
+    """Beside the operators that the launch stands for, with no, one and several steps between updates."""
+    results = []
+    for fused in (True, False):
+        scaler, optimizer, params = training(strategy, history_size=history_size)
+        other = AdamW([torch.nn.Parameter(torch.ones(2))], torch.tensor(1e-3), impl="triton")
+        with mock.patch.object(kernels, "serves", lambda tensor, fused=fused: fused), capturing():
+            for seed in range(8):
+                if seed in (3, 6):
+                    other.param_groups[0]["params"][0].grad = torch.full((2,), math.nan if seed == 6 else 1.0)
+                    scaler.step(other)
+                if seed in (4, 7):      # an update without a step
+                    scaler.scale(torch.ones((), requires_grad=True))
+                    params[0].grad = torch.full_like(params[0], math.inf if seed == 7 else 1.0)
+                    scaler.unscale_(optimizer)
+                    scaler.update()
+                    continue
+                iterate(scaler, optimizer, params, seed, clip=True)
+        results.append((scaler.stats(), scaler.state_dict(), scaler.history))
+    ours, theirs = results
+    assert ours == theirs
+    assert (ours[0].updates, ours[0].steps, ours[0].skips, ours[0].overflows) == (8, 6, 2, 3)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ..configs import Config
+from ..dispatch import is_capturing
 from ..tensors import addresses_of, sizes_of
 from . import table_writer
 from .launch import on_device
@@ -240,11 +241,6 @@ def table_for(lists: Sequence[Sequence[Tensor]], config: Config) -> Table:
         _keep(key, table)
     table.refresh(columns)
     return table
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Whether what is launched on this device now goes into a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def place(device: torch.device) -> tuple[torch.device, int, int]:
