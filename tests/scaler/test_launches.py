@@ -30,11 +30,12 @@ CAPTURING = (
 
 
 class Launches(TorchDispatchMode):
-    """Kernels by name, operators, and "upload" for a copy of addresses."""
+    """Kernels by name, operators, and "upload" for a copy of addresses. Kernels that are `left_out` do not run."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self.left_out: frozenset[str] = frozenset()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = str(func)
@@ -56,10 +57,13 @@ def launches() -> Iterator[Launches]:
     launcher = type(unscale_kernel).__getitem__
 
     def noted(kernel, grid):
-        counted.names.append(kernel.fn.__name__)
+        name = kernel.fn.__name__
+        counted.names.append(name)
         launch = launcher(kernel, grid)
 
         def run(*args, **options):
+            if name in counted.left_out:
+                return None
             with torch._C._DisableTorchDispatch():      # the interpreter computes with NumPy and copies
                 return launch(*args, **options)
 
@@ -85,11 +89,15 @@ def training(
     return scaler, AdamW(params, torch.tensor(1e-3), impl="triton"), params
 
 
-def iterate(scaler: GradScaler, optimizer: AdamW, params: list[torch.nn.Parameter], seed: int, *, clip: bool) -> None:
+def iterate(
+    scaler: GradScaler, optimizer: AdamW, params: list[torch.nn.Parameter], seed: int, *, clip: bool,
+    into: list[torch.Tensor] | None = None,
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     scaler.scale(torch.ones((), requires_grad=True))
-    for param in params:
-        param.grad = torch.randn(param.shape, generator=generator) * 1024.0
+    for i, param in enumerate(params):
+        grad = torch.randn(param.shape, generator=generator) * 1024.0
+        param.grad = grad if into is None else into[i].copy_(grad)
     if seed == 2:
         params[1].grad[7] = float("inf")
     if clip:
@@ -204,15 +212,17 @@ def capturing() -> Iterator[None]:
         yield
 
 
-def captured(launches: Launches, count: int, *, unscale: bool = False) -> Counter[str]:
-    """What a captured iteration launches, over `count` parameters whose gradients are the graph's own."""
+def captured(launches: Launches, count: int, *, unscale: bool = False, keep: bool = False) -> list[str]:
+    """What a captured iteration launches for `count` parameters. Their gradients are the graph's own unless `keep`."""
+    launches.left_out = frozenset({"_write_kernel", "unscale_kernel", "norm_kernel", "adamw_kernel"})
     params = [torch.nn.Parameter(torch.ones(1 + i % 7)) for i in range(count)]
     scaler = GradScaler("cpu", 1024.0)
     optimizer = AdamW(params, torch.tensor(1e-3), impl="triton")
     for graph in (contextlib.nullcontext, contextlib.nullcontext, capturing):
         scaler.scale(torch.ones((), requires_grad=True))
         for param in params:
-            param.grad = torch.full_like(param, 3.0)
+            if param.grad is None or not keep:
+                param.grad = torch.full_like(param, 3.0)
         launches.names.clear()
         with graph(), launches:
             if unscale:
@@ -220,16 +230,45 @@ def captured(launches: Launches, count: int, *, unscale: bool = False) -> Counte
             scaler.clip_grad_norm_(optimizer, 0.5)
             scaler.step(optimizer)
             scaler.update()
-    return Counter(launches.names)
+    return launches.names
 
 
-def test_a_captured_update_is_counted_in_one_launch(launches) -> None:
-    found = captured(launches, 3)
-    tables = ("_write_kernel", "_expand_kernel")
-    assert [name for name in found if name not in tables] == [
+def test_a_captured_iteration_over_gradients_that_stay_takes_seven_launches(launches) -> None:
+    assert captured(launches, 150, keep=True) == [
         "inverse_kernel", "norm_kernel", "finish_kernel", "prepare_kernel", "adamw_kernel", "update_kernel",
         "tally_kernel",
     ]
+
+
+@pytest.mark.parametrize(("count", "unscale", "launched"), [(150, False, 12), (150, True, 16), (1000, False, 24)])
+def test_a_captured_iteration_writes_addresses_of_the_graphs_own_gradients_alone(
+    launches, count: int, unscale: bool, launched: int
+) -> None:
+    """128 at a time for each table, and one copy of those that the step has besides."""
+    names = captured(launches, count, unscale=unscale)
+    assert len(names) == launched
+    found = Counter(names)
+    assert found["_write_kernel"] == (2 + unscale) * -(-count // 128)
+    assert (found["upload"], found["_expand_kernel"]) == (1, 0)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_captured_iterations_leave_the_same_bits(launches, keep: bool) -> None:
+    """Beside the same iterations, launched one by one; eager ones after a capture go by the plan made before it."""
+    results = []
+    for graph in (capturing, contextlib.nullcontext):
+        scaler, optimizer, params = training()
+        grads = [torch.zeros_like(param) for param in params]
+        plans = []
+        for seed in range(9):
+            with graph() if seed in (3, 4, 7) else contextlib.nullcontext():
+                iterate(scaler, optimizer, params, seed, clip=True, into=grads if keep else None)
+            plans.append(optimizer._planned[0])
+        assert plans == [plans[0]] * 9
+        results.append((scaler.stats(), [param.detach() for param in params]))
+    ours, theirs = results
+    assert ours[0] == theirs[0]
+    assert all(torch.equal(p, q) for p, q in zip(ours[1], theirs[1], strict=True))
 
 
 def test_the_kernel_that_counts_is_loaded_by_the_first_update(launches) -> None:
