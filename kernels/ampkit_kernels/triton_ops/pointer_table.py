@@ -158,8 +158,8 @@ class Table:
         return True
 
     def holds(self, columns: list[list[int]]) -> set[int]:
-        """Which of these columns the device is known to have here, if as many columns as these have arrived."""
-        if self.arriving is not None or len(columns) != len(self.sent):
+        """Which of these columns, if they are as many as were sent, the first copy had and none has sent again."""
+        if len(columns) != len(self.sent):
             return set()
         return {i for i, column in enumerate(columns) if column == self.sent[i] and i not in self.moved}
 
@@ -334,7 +334,10 @@ def _captured(columns: list[list[int]], numels: list[int], config: Config, devic
 def _known(
     columns: list[list[int]], numels: list[int], config: Config, device: torch.device
 ) -> tuple[Table | None, set[int]]:
-    """Of what this thread has sent for these lengths, the table with most of these columns; and which it has."""
+    """Of the tables that this thread has sent for these lengths, and the device has, one with most of these columns.
+
+    And which of the columns it has.
+    """
     with _lock:
         tables = list(_uploaded)
     thread = threading.get_ident()
