@@ -51,6 +51,11 @@ def update_scale_(scale: Tensor, *state: Any, **rule: Any) -> None:
     _triton_ops().update_scale_(scale, *state, **rule)
 
 
+def tally_update_(totals: Tensor, *update: Any) -> None:
+    """Count one update of a scaler in one launch; see `ampkit_kernels.triton_ops.tally_update_`."""
+    _triton_ops().tally_update_(totals, *update)
+
+
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
     """`grads *= inv_scale`; sets `found_inf` to 1 where a value is not finite. One device; never syncs."""
     (_loaded or _modules())[0 if inv_scale.is_cpu else 1].unscale_(grads, inv_scale, found_inf)

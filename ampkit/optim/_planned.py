@@ -179,7 +179,8 @@ class PlannedStep(ScaledStep, ABC):
                     stepped = planned.run(group, self._names(group), self._options(group, on_device[device], device))
                     if stepped is None:
                         continue
-                del self._planned[number]
+                if not is_capturing(device):    # a capture steps another way, and reads what the plan has sent
+                    del self._planned[number]
             all_planned = False
             self._step_anew(number, group, scalars, stepped)
         if not all_planned:
@@ -194,7 +195,7 @@ class PlannedStep(ScaledStep, ABC):
         for device, rows in by_device.items():
             here = scalars.on(device)
             triton = kernels.uses_triton(self.impl, device)
-            if not isinstance(group["lr"], Tensor) and is_capturing(device):
+            if is_on_host(group["lr"], device) and is_capturing(device):
                 self._warn_of_frozen_lr()
             plannable = triton and len(by_device) == 1 and not stepped
             planned = self._planned_group(group, device, rows) if plannable else None
@@ -213,9 +214,9 @@ class PlannedStep(ScaledStep, ABC):
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"ampkit.optim.{type(self).__name__}.step() is captured in a CUDA graph with a learning rate that is a "
-                "number: every replay will use this one, whatever a scheduler sets. Pass lr=torch.tensor(...) on the "
-                "device and change it in place.",
+                f"ampkit.optim.{type(self).__name__}.step() is captured in a CUDA graph with a learning rate that the "
+                "host holds: every replay will use this one, whatever a scheduler sets. Pass lr=torch.tensor(...) on "
+                "the device and change it in place.",
                 stacklevel=5,
             )
 
@@ -240,6 +241,11 @@ class PlannedStep(ScaledStep, ABC):
                 return None
             parts.append(PlannedPart(numbers, [] if copies is None else [copies], plan))
         return PlannedGroup(group, rows, states, names, parts, self.impl) if parts else None
+
+
+def is_on_host(lr: float | Tensor, device: torch.device) -> bool:
+    """Whether a learning rate reaches the kernels of `device` as a number: it is one, or a tensor on the CPU."""
+    return not isinstance(lr, Tensor) or (lr.is_cpu and device.type != "cpu")
 
 
 def is_capturing(device: torch.device) -> bool:

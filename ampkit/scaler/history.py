@@ -1,18 +1,22 @@
 """What a scaler did, counted on the device and read on request.
 
 `Ledger` notes a few 0-d tensors per update and sums them up in blocks, so that an update costs one small copy and no
-host sync. Only reading (`Ledger.totals`, `Ledger.to_dict`, `Ledger.rows`) waits for the device.
+host sync; an update that is summed up by itself, as every replay of a CUDA graph does, is one launch. Only reading
+(`Ledger.totals`, `Ledger.to_dict`, `Ledger.rows`) waits for the device.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ampkit.gradients import kernels
 
 _BLOCK = 256
 """Updates between two foldings: a few launches spread over this many iterations."""
@@ -57,12 +61,16 @@ COUNTS = frozenset({*_COUNTED, "no_gradients"})
 """The names under which `Ledger.to_dict` saves its counts."""
 
 
+_Update = tuple[Tensor, Tensor, Tensor | None]
+"""The scale that an iteration used, its flag, and its gradient norm if known."""
+
+
 class _Notes:
-    """What is not yet summed up: flags of steps; scale, flag and norm of updates."""
+    """What is not yet summed up: flags of steps, and updates."""
 
     def __init__(self) -> None:
         self.steps: list[Tensor] = []
-        self.updates: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        self.updates: list[_Update] = []
 
 
 class Ledger:
@@ -86,6 +94,7 @@ class Ledger:
         self._no_gradients = int(saved.get("no_gradients", 0))
         self._notes, self._captured = _Notes(), _Notes()
         self._has_graph = False
+        self._has_updates = False
         self._history_size = history_size
         self._blocks: deque[tuple[Tensor, list[bool]]] = deque()
         self._kept = 0
@@ -109,13 +118,14 @@ class Ledger:
     def note_update(self, scale: Tensor, found_inf: Tensor, norm: Tensor | None) -> bool:
         """One update: a copy of the scale that the iteration used, its flag, its gradient norm if known.
 
-        Returns whether to `fold` once the scale has moved: when a block is full, and always under CUDA graph capture
-        and after it.
+        Returns whether to `fold` once the scale has moved: when a block is full, always under CUDA graph capture and
+        after it, and at once where a kernel does it, which has to be loaded before a capture.
         """
         notes = self._notes_beside(scale)
         notes.updates.append((scale, found_inf, norm))
         self._has_graph = self._has_graph or notes is self._captured
-        return self._has_graph or len(notes.updates) >= _BLOCK
+        first, self._has_updates = not self._has_updates, True
+        return self._has_graph or (first and kernels.serves(scale)) or len(notes.updates) >= _BLOCK
 
     def _notes_beside(self, tensor: Tensor) -> _Notes:
         return self._captured if _is_capturing(tensor) else self._notes
@@ -127,18 +137,31 @@ class Ledger:
             notes, self._captured = self._captured, _Notes()
         else:
             notes, self._notes = self._notes, _Notes()
+        if len(notes.updates) != 1 or not self._tally(notes, scale):
+            self._sum_up(notes, scale)
+        if notes.updates and self._history_size and not capturing:
+            self._keep(notes.updates)
+
+    def _tally(self, notes: _Notes, scale: Tensor) -> bool:
+        """Add one update to the totals, in one launch; False, with nothing done, where no kernel serves that."""
+        used, flag, _ = notes.updates[0]
+        if not kernels.serves(scale) or any(
+            each.dtype is not torch.float32 or each.device != scale.device for each in (scale, used, flag, *notes.steps)
+        ):
+            return False
+        kernels.tally_update_(self._totals, used, scale, flag, notes.steps)
+        return True
+
+    def _sum_up(self, notes: _Notes, scale: Tensor) -> None:
+        """Add any number of steps and updates to the totals, with torch's operators."""
         if notes.steps:
             self._totals[_AT["attempts"]] += len(notes.steps)
             self._totals[_AT["skips"]] += (torch.stack(notes.steps) != 0).sum()
         n = len(notes.updates)
         if not n:
             return
-        scales, flags, norms = zip(*notes.updates, strict=True)
-        # copies come as float32 or float64; one conversion of the block is cheaper than one of each
-        alike = len(set(map(_dtype_of, scales))) == 1
-        before = torch.stack(scales if alike else [used.float() for used in scales]).float()
+        before, overflow = _stacked(notes.updates)
         after = torch.cat((before[1:], scale.detach().reshape(1)))
-        overflow = torch.stack(flags) != 0
         # position (from 1) of the last clean update; 0 when there is none
         last_clean = (torch.arange(1, n + 1, device=overflow.device) * ~overflow).max()
         run = self._totals[_AT["consecutive_skips"]]
@@ -147,14 +170,13 @@ class Ledger:
         self._totals[_AT["overflows"]] += overflow.sum()
         self._totals[_AT["growths"]] += (after > before).sum()
         self._totals[_AT["backoffs"]] += (after < before).sum()
-        if self._history_size and not capturing:
-            unknown = before[0]
-            filled = torch.stack([unknown if norm is None else norm.to(before) for norm in norms])
-            self._keep(torch.stack((before, overflow.float(), filled), dim=1), [norm is not None for norm in norms])
 
-    def _keep(self, block: Tensor, clipped: list[bool]) -> None:
-        self._blocks.append((block, clipped))
-        self._kept += len(clipped)
+    def _keep(self, updates: Sequence[_Update]) -> None:
+        before, overflow = _stacked(updates)
+        norms = [norm for _, _, norm in updates]
+        filled = torch.stack([before[0] if norm is None else norm.to(before) for norm in norms])
+        self._blocks.append((torch.stack((before, overflow.float(), filled), dim=1), [n is not None for n in norms]))
+        self._kept += len(norms)
         while self._kept - len(self._blocks[0][1]) >= self._history_size:
             self._kept -= len(self._blocks.popleft()[1])
 
@@ -198,6 +220,15 @@ class Ledger:
             for i, ((used, flag, norm), known) in enumerate(zip(values, clipped, strict=True))
         ]
         return rows[-self._history_size :]
+
+
+def _stacked(updates: Sequence[_Update]) -> tuple[Tensor, Tensor]:
+    """The scales that updates used, in float32, and whether each overflowed."""
+    scales, flags, _ = zip(*updates, strict=True)
+    # copies come as float32 or float64; one conversion of the block is cheaper than one of each
+    alike = len(set(map(_dtype_of, scales))) == 1
+    before = torch.stack(scales if alike else [used.float() for used in scales]).float()
+    return before, torch.stack(flags) != 0
 
 
 def _is_capturing(scale: Tensor) -> bool:

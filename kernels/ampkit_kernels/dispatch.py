@@ -87,6 +87,11 @@ def uses_triton(impl: str, device: torch.device) -> bool:
     raise ValueError(f"unknown impl {impl!r}; expected 'auto', 'triton' or 'reference'")
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched on this device now goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def served(
     impl: str, op: str, *lists: Sequence[Tensor], torch_ops: ModuleType = reference, keep_empty: bool = False
 ) -> list[tuple[ModuleType, Sequence[Sequence[Tensor]], Sequence[int]]]:

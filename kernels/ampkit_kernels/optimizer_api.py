@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import reference_optimizers
-from .dispatch import pick, served
+from .dispatch import is_capturing, pick, served
 from .tensors import check_one_device, check_parallel, check_scalar, resolved, strided_floats
 
 
@@ -193,7 +193,7 @@ def _planner(
 
     None also under graph capture, when nothing may be sent to the device that a replay would not send again.
     """
-    if lists["params"] and lists["params"][0].is_cuda and torch.cuda.is_current_stream_capturing():
+    if lists["params"] and is_capturing(lists["params"][0].device):
         return None
     given = lists if copies is None else {**lists, "copies": copies}
     prepared = _prepared(op, given, None, None, None)

@@ -38,6 +38,8 @@ TYPES = {
     "partials": "*fp64",
     "counts": "*i64",
     "n_partials": "i32",
+    "totals_ptr": "*i64",
+    "n_steps": "i32",
 }
 
 

@@ -165,6 +165,7 @@ def small_kernels() -> Iterator[Case]:
     for counted, clean in ((False, False), (True, False), (True, True)):
         constants = {"COUNTS": counted, "REFILLS_WHEN_CLEAN": clean}
         yield Case(f"update scale {counted} {clean}", scale.update_kernel, constants, 1, 64, types=counters)
+    yield Case("tally", scale.tally_kernel, {}, 1, 32)
     yield Case("table write", table_writer._write_kernel, {}, 1, 64)
     yield Case("table expand", table_writer._expand_kernel, {"BLOCK": 1024}, 4, 64)
 

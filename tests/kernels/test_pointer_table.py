@@ -1,4 +1,4 @@
-"""Tables: the cut of the work, what is sent and when, and the form that a CUDA graph can hold."""
+"""Tables: the cut of the work, what is sent and when."""
 
 import threading
 
@@ -200,54 +200,6 @@ def test_two_buffers_in_turn_and_never_one_in_flight() -> None:
     upload.send(np.array([3, 3]), destination)
     upload.send(np.array([4, 4]), destination)  # both busy: a fresh one, not a wait
     assert len(FakeSlot.made) == 3
-
-
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("sizes", [(1,), (5, 5000, 64, 65, 16), tuple(range(1, 70))])
-def test_a_written_table_holds_what_an_uploaded_one_holds(sizes: tuple[int, ...]) -> None:
-    lists = [[torch.zeros(n) for n in sizes] for _ in range(2)]
-    columns, numels = [[t.data_ptr() for t in tensors] for tensors in lists], list(sizes)
-    uploaded = tables.table_for(lists, SMALL)
-    written = tables._written(columns, numels, SMALL, torch.device("cpu"))
-    assert torch.equal(written.addresses, uploaded.addresses)
-    assert torch.equal(written.numels, uploaded.numels)
-    assert torch.equal(written.blocks, uploaded.blocks)
-    assert (written.n_blocks, written.chunk) == (uploaded.n_blocks, uploaded.chunk)
-    with pytest.raises(RuntimeError, match="cannot be refreshed"):
-        written.refresh([[0]])
-
-
-@pytest.mark.usefixtures("interpreted")
-def test_captured_and_eager_launches_have_one_order_and_the_same_bits() -> None:
-    from ampkit_kernels.triton_ops import norm
-
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(15):
-        sizes = torch.randint(1, 300, (int(torch.randint(1, 40, (), generator=generator)),), generator=generator)
-        grads = [torch.randn(int(n), generator=generator) for n in sizes]
-        columns, numels = [[t.data_ptr() for t in grads]], sizes.tolist()
-        uploaded, written = tables.table_for([grads], SMALL), tables._written(columns, numels, SMALL, grads[0].device)
-        assert torch.equal(written.blocks, uploaded.blocks)
-        partials = [torch.zeros(table.n_programs, dtype=torch.float64) for table in (uploaded, written)]
-        for table, sums in zip((uploaded, written), partials, strict=True):
-            table.launch(
-                norm.norm_kernel, torch.tensor(0.5), torch.zeros(()), sums, ORDER=2, **norm.one_list(torch.float32)
-            )
-        assert torch.equal(*partials)
-
-
-@pytest.mark.usefixtures("interpreted")
-def test_kernels_run_from_a_written_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ampkit_kernels.triton_ops import unscale
-
-    def written(lists, config):
-        columns = [[t.data_ptr() for t in tensors] for tensors in lists]
-        return tables._written(columns, [t.numel() for t in lists[0]], config, torch.device("cpu"))
-
-    monkeypatch.setattr(unscale, "table_for", written)
-    grads = [torch.ones(n) for n in (1, 700, 33)]
-    unscale.unscale_(grads, torch.tensor(0.5), torch.tensor(0.0), SMALL)
-    assert all(torch.equal(g, torch.full_like(g, 0.5)) for g in grads)
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -469,6 +469,15 @@ def test_a_learning_rate_that_a_graph_freezes_is_warned_of_once(monkeypatch: pyt
     tensor.step()
 
 
+def test_a_learning_rate_on_the_host_is_frozen_though_it_is_a_tensor() -> None:
+    from ampkit.optim._planned import is_on_host
+
+    device = torch.device("meta")
+    rates = (0.1, torch.tensor(0.1), torch.tensor(0.1, device=device))
+    assert [is_on_host(lr, device) for lr in rates] == [True, True, False]
+    assert [is_on_host(lr, torch.device("cpu")) for lr in rates[:2]] == [True, False]
+
+
 def test_lists_that_no_kernel_serves_whole_have_no_plan() -> None:
     lists = [[torch.zeros(4), torch.zeros(0)] for _ in range(4)]
     assert adamw_plan(*lists, [], [torch.zeros(()), torch.zeros(())], impl="triton") is None

@@ -1,6 +1,9 @@
 """What an iteration launches where Triton serves the device, counted; and that fewer launches compute the same."""
 
+import contextlib
+import math
 import os
+from collections import Counter
 from collections.abc import Iterator
 from unittest import mock
 
@@ -8,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampkit import DynamicLossScale, GradScaler
+from ampkit import DynamicLossScale, GradScaler, StaticLossScale
 from ampkit.gradients import clipping, kernels
 from ampkit.optim import AdamW
 
@@ -18,14 +21,21 @@ pytestmark = [
 ]
 # Operators that launch nothing on a GPU: new memory, views, and what the profiler notes.
 FREE = ("aten.empty", "aten.slice", "aten.unbind", "aten.detach", "aten.select", "aten.lift_fresh", "profiler.")
+# Where it is asked whether a graph is being captured.
+CAPTURING = (
+    "ampkit_kernels.triton_ops.pointer_table.is_capturing", "ampkit_kernels.triton_ops.steps.is_capturing",
+    "ampkit_kernels.optimizer_api.is_capturing", "ampkit.optim._planned.is_capturing",
+    "ampkit.scaler.history._is_capturing",
+)
 
 
 class Launches(TorchDispatchMode):
-    """Kernels by name, operators, and "upload" for a copy of addresses."""
+    """Kernels by name, operators, and "upload" for a copy of addresses. Kernels that are `left_out` do not run."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self.left_out: frozenset[str] = frozenset()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = str(func)
@@ -47,10 +57,13 @@ def launches() -> Iterator[Launches]:
     launcher = type(unscale_kernel).__getitem__
 
     def noted(kernel, grid):
-        counted.names.append(kernel.fn.__name__)
+        name = kernel.fn.__name__
+        counted.names.append(name)
         launch = launcher(kernel, grid)
 
         def run(*args, **options):
+            if name in counted.left_out:
+                return None
             with torch._C._DisableTorchDispatch():      # the interpreter computes with NumPy and copies
                 return launch(*args, **options)
 
@@ -66,18 +79,25 @@ def launches() -> Iterator[Launches]:
         yield counted
 
 
-def training(strategy: DynamicLossScale | None = None) -> tuple[GradScaler, AdamW, list[torch.nn.Parameter]]:
+def training(
+    strategy: DynamicLossScale | StaticLossScale | None = None, **options: int
+) -> tuple[GradScaler, AdamW, list[torch.nn.Parameter]]:
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((5, 3), (300,), (1,))]
-    scaler = GradScaler("cpu", 1024.0) if strategy is None else GradScaler("cpu", loss_scale=strategy)
-    return scaler, AdamW(params, impl="triton"), params
+    given = {"init_scale": 1024.0} if strategy is None else {"loss_scale": strategy}
+    scaler = GradScaler("cpu", **given, **options)
+    return scaler, AdamW(params, torch.tensor(1e-3), impl="triton"), params
 
 
-def iterate(scaler: GradScaler, optimizer: AdamW, params: list[torch.nn.Parameter], seed: int, *, clip: bool) -> None:
+def iterate(
+    scaler: GradScaler, optimizer: AdamW, params: list[torch.nn.Parameter], seed: int, *, clip: bool,
+    into: list[torch.Tensor] | None = None,
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     scaler.scale(torch.ones((), requires_grad=True))
-    for param in params:
-        param.grad = torch.randn(param.shape, generator=generator) * 1024.0
+    for i, param in enumerate(params):
+        grad = torch.randn(param.shape, generator=generator) * 1024.0
+        param.grad = grad if into is None else into[i].copy_(grad)
     if seed == 2:
         params[1].grad[7] = float("inf")
     if clip:
@@ -181,3 +201,109 @@ def test_an_update_in_one_launch_follows_the_strategy(launches) -> None:
             )
             compared = 2 if rule.is_plain else 5      # torch's rule has no counters to move
             assert [value.item() for value in ours[:compared]] == [value.item() for value in theirs[:compared]], rule
+
+
+@contextlib.contextmanager
+def capturing() -> Iterator[None]:
+    """As in a CUDA graph's capture, except that what is launched runs at once, as in a replay."""
+    with contextlib.ExitStack() as stack:
+        for where in CAPTURING:
+            stack.enter_context(mock.patch(where, return_value=True))
+        yield
+
+
+def captured(launches: Launches, count: int, *, unscale: bool = False, keep: bool = False) -> list[str]:
+    """What a captured iteration launches for `count` parameters. Their gradients are the graph's own unless `keep`."""
+    launches.left_out = frozenset({"_write_kernel", "unscale_kernel", "norm_kernel", "adamw_kernel"})
+    params = [torch.nn.Parameter(torch.ones(1 + i % 7)) for i in range(count)]
+    scaler = GradScaler("cpu", 1024.0)
+    optimizer = AdamW(params, torch.tensor(1e-3), impl="triton")
+    for graph in (contextlib.nullcontext, contextlib.nullcontext, capturing):
+        scaler.scale(torch.ones((), requires_grad=True))
+        for param in params:
+            if param.grad is None or not keep:
+                param.grad = torch.full_like(param, 3.0)
+        launches.names.clear()
+        with graph(), launches:
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.clip_grad_norm_(optimizer, 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+    return launches.names
+
+
+def test_a_captured_iteration_over_gradients_that_stay_takes_seven_launches(launches) -> None:
+    assert captured(launches, 150, keep=True) == [
+        "inverse_kernel", "norm_kernel", "finish_kernel", "prepare_kernel", "adamw_kernel", "update_kernel",
+        "tally_kernel",
+    ]
+
+
+@pytest.mark.parametrize(("count", "unscale", "launched"), [(150, False, 12), (150, True, 16), (1000, False, 24)])
+def test_a_captured_iteration_writes_addresses_of_the_graphs_own_gradients_alone(
+    launches, count: int, unscale: bool, launched: int
+) -> None:
+    """128 at a time for each table, and one copy of those that the step has besides."""
+    names = captured(launches, count, unscale=unscale)
+    assert len(names) == launched
+    found = Counter(names)
+    assert found["_write_kernel"] == (2 + unscale) * -(-count // 128)
+    assert (found["upload"], found["_expand_kernel"]) == (1, 0)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_captured_iterations_leave_the_same_bits(launches, keep: bool) -> None:
+    """Beside the same iterations, launched one by one; eager ones after a capture go by the plan made before it."""
+    results = []
+    for graph in (capturing, contextlib.nullcontext):
+        scaler, optimizer, params = training()
+        grads = [torch.zeros_like(param) for param in params]
+        plans = []
+        for seed in range(9):
+            with graph() if seed in (3, 4, 7) else contextlib.nullcontext():
+                iterate(scaler, optimizer, params, seed, clip=True, into=grads if keep else None)
+            plans.append(optimizer._planned[0])
+        assert plans == [plans[0]] * 9
+        results.append((scaler.stats(), [param.detach() for param in params]))
+    ours, theirs = results
+    assert ours[0] == theirs[0]
+    assert all(torch.equal(p, q) for p, q in zip(ours[1], theirs[1], strict=True))
+
+
+def test_the_kernel_that_counts_is_loaded_by_the_first_update(launches) -> None:
+    """Loading one is not allowed in a capture, and later updates are summed up many at a time."""
+    scaler, optimizer, params = training()
+    for seed in range(2):
+        launches.names.clear()
+        iterate(scaler, optimizer, params, seed, clip=True)
+        assert launches.names.count("tally_kernel") == (1 if seed == 0 else 0)
+    assert (scaler.stats().updates, len(scaler.history)) == (2, 2)
+
+
+@pytest.mark.parametrize("strategy", [
+    None, DynamicLossScale(64.0, hysteresis=2, growth_interval=2), StaticLossScale(64.0),
+], ids=["plain", "hysteresis", "static"])
+@pytest.mark.parametrize("history_size", [0, 5])
+def test_counting_in_one_launch_gives_the_same_counts(launches, strategy, history_size) -> None:
+    """Beside the operators that the launch stands for, with no, one and several steps between updates."""
+    results = []
+    for fused in (True, False):
+        scaler, optimizer, params = training(strategy, history_size=history_size)
+        other = AdamW([torch.nn.Parameter(torch.ones(2))], torch.tensor(1e-3), impl="triton")
+        with mock.patch.object(kernels, "serves", lambda tensor, fused=fused: fused), capturing():
+            for seed in range(8):
+                if seed in (3, 6):
+                    other.param_groups[0]["params"][0].grad = torch.full((2,), math.nan if seed == 6 else 1.0)
+                    scaler.step(other)
+                if seed in (4, 7):      # an update without a step
+                    scaler.scale(torch.ones((), requires_grad=True))
+                    params[0].grad = torch.full_like(params[0], math.inf if seed == 7 else 1.0)
+                    scaler.unscale_(optimizer)
+                    scaler.update()
+                    continue
+                iterate(scaler, optimizer, params, seed, clip=True)
+        results.append((scaler.stats(), scaler.state_dict(), scaler.history))
+    ours, theirs = results
+    assert ours == theirs
+    assert (ours[0].updates, ours[0].steps, ours[0].skips, ours[0].overflows) == (8, 6, 2, 3)

@@ -9,26 +9,33 @@ never consulted.
 
 A table belongs to one device, stream and thread, so that what one of them sends cannot overtake what
 another has launched. Eager uploads go through pinned host memory, two buffers in turn, never blocking.
-While a CUDA graph is being captured nothing is uploaded and nothing is cached: the table is written by
-kernels (`table_writer`).
+
+While a CUDA graph is being captured nothing is uploaded, for a copy would be part of the graph, and read
+host memory again at every replay. What eager calls have sent for the same lengths, and the device is known to
+have, is read where it lies; only columns that are elsewhere (most often gradients in the graph's own memory) are
+written by kernels at every replay (`table_writer`). What graphs read is never written again, and is kept for
+good, because nothing says when a graph is gone.
 """
 
 import functools
 import os
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..configs import Config
+from ..dispatch import is_capturing
 from ..tensors import addresses_of, sizes_of
 from . import table_writer
 from .launch import on_device
+from .upload import HostSlot, PinnedSlot, Slot, Upload
 
 # Tables are kept up to this much memory: thousands for small lists, such as one of a parameter group each, and some
 # hundreds for the longest. OVERHEAD is what a table takes besides its numbers.
@@ -76,24 +83,32 @@ def tail_ranks(numels: Sequence[int], chunk: int) -> list[int]:
     return ranks
 
 
-@dataclass
+@dataclass(eq=False)
 class Table:
     """The device side of one list of rows; see the module's docstring.
 
     addresses: int64 [n_lists * n_tensors], list by list. numels: int64 [n_tensors]. blocks: int64 [n_blocks].
+    lengths: `numels` on the host. sent: the columns of `addresses` on the host.
+    arriving: the buffer of the first copy, which has every column, until a launch finds that the device has it.
+    moved: columns sent again since. captured: columns that graphs read.
     """
 
     device: torch.device
     addresses: Tensor
     numels: Tensor
     blocks: Tensor
+    lengths: list[int]
     n_tensors: int
     n_blocks: int
     chunk: int
     config: Config
     n_programs: int
-    sent: list[list[int]]
-    upload: "Upload | None"
+    upload: Upload | None
+    sent: list[list[int]] = field(default_factory=list)
+    arriving: Slot | None = None
+    moved: set[int] = field(default_factory=set)
+    captured: set[int] = field(default_factory=set)
+    thread: int = field(default_factory=threading.get_ident)
 
     def launch(self, kernel: Any, *arguments: Any, enable_fp_fusion: bool = False, **constants: Any) -> None:
         """Launch a kernel that walks the table, with the arguments that all such kernels share, then `arguments`.
@@ -101,6 +116,8 @@ class Table:
         `enable_fp_fusion`: whether a product and a sum may become one instruction that rounds once, unlike the CPU's.
         """
         config = self.config
+        if self.arriving is not None and not self.arriving.busy():
+            self.arriving = None
         with on_device(self.device):
             kernel[(self.n_programs,)](
                 self.addresses, self.numels, self.blocks, self.n_blocks, self.chunk // config.block, *arguments,
@@ -110,24 +127,41 @@ class Table:
     def refresh(self, columns: list[list[int]]) -> bool:
         """Send the addresses that differ from what the device holds; True if any did.
 
-        One copy: of the columns from the first that differs to the last, which is most often the gradients' alone.
+        One copy: of the columns from the first that differs to the last, which is most often the gradients' alone. If a
+        graph reads one of these, it keeps the memory, and all columns are sent to other memory.
         """
         if columns == self.sent:
             return False
         if self.upload is None:
             raise RuntimeError("a table written under graph capture cannot be refreshed")
         first, last = 0, len(columns)
-        if self.sent:
+        anew = not self.sent
+        if not anew:
             while columns[first] == self.sent[first]:
                 first += 1
             while columns[last - 1] == self.sent[last - 1]:
                 last -= 1
+            if self.captured and not self.captured.isdisjoint(range(first, last)):
+                anew, first, last = True, 0, len(columns)
+                with torch.inference_mode(False):
+                    self.addresses = torch.empty_like(self.addresses)
+                self.captured, self.moved = set(), set()
         n = self.n_tensors
         values = np.array(columns[first:last], dtype=np.int64).ravel()
         with on_device(self.device):
-            self.upload.send(values, self.addresses[first * n : last * n])
+            slot = self.upload.send(values, self.addresses[first * n : last * n])
+        if anew:
+            self.arriving = slot
+        else:
+            self.moved.update(range(first, last))
         self.sent = columns
         return True
+
+    def holds(self, columns: list[list[int]]) -> set[int]:
+        """Which of these columns, if they are as many as were sent, the first copy had and none has sent again."""
+        if len(columns) != len(self.sent):
+            return set()
+        return {i for i, column in enumerate(columns) if column == self.sent[i] and i not in self.moved}
 
     @property
     def n_bytes(self) -> int:
@@ -135,73 +169,10 @@ class Table:
         return OVERHEAD + 8 * (3 * self.addresses.numel() + self.n_tensors + self.n_blocks)
 
 
-class Slot(Protocol):
-    """Host memory that an upload reads from."""
-
-    def busy(self) -> bool: ...
-    def copy_to(self, values: np.ndarray, destination: Tensor) -> None: ...
-
-
-class PinnedSlot:
-    """Pinned memory, and the event after which the device has read it."""
-
-    def __init__(self, n: int) -> None:
-        # The device is named because torch.set_default_device may have put another in its place.
-        self.memory = torch.empty(n, dtype=torch.int64, device="cpu", pin_memory=True)
-        self.event = torch.cuda.Event()
-
-    def busy(self) -> bool:
-        """Whether the last copy out of this memory may still be under way."""
-        return not self.event.query()
-
-    def copy_to(self, values: np.ndarray, destination: Tensor) -> None:
-        """Stage the values and start copying them, on the current stream, without waiting."""
-        n = len(values)
-        self.memory.numpy()[:n] = values
-        destination.copy_(self.memory[:n], non_blocking=True)
-        self.event.record(torch.cuda.current_stream(destination.device))
-
-
-class HostSlot:
-    """The interpreter's stand-in: the destination is host memory already."""
-
-    def __init__(self, n: int) -> None:
-        del n
-
-    def busy(self) -> bool:
-        """Never: the copy is done when it returns."""
-        return False
-
-    def copy_to(self, values: np.ndarray, destination: Tensor) -> None:
-        """Copy at once."""
-        destination.copy_(torch.from_numpy(values))
-
-
-class Upload:
-    """Double-buffered sending: memory that the device may still be reading is never written.
-
-    When both buffers are busy the older one is let go (PyTorch's pinned allocator keeps it until the copy
-    has run) and a fresh one takes its place, so that the host never waits.
-    """
-
-    def __init__(self, n: int, make_slot: Callable[[int], Slot]) -> None:
-        self._n = n
-        self._make_slot = make_slot
-        self._slots: list[Slot | None] = [None, None]
-        self._turn = 0
-
-    def send(self, values: np.ndarray, destination: Tensor) -> None:
-        """Copy `values`, at most as many as the buffers hold, into `destination`, in stream order."""
-        slot = self._slots[self._turn]
-        if slot is None or slot.busy():
-            slot = self._make_slot(self._n)
-            self._slots[self._turn] = slot
-        slot.copy_to(values, destination)
-        self._turn = 1 - self._turn
-
-
 _tables: OrderedDict[tuple, Table] = OrderedDict()
 _cached_bytes = 0
+_uploaded: weakref.WeakSet[Table] = weakref.WeakSet()   # also those that are kept elsewhere
+_read_by_graphs: dict[int, Tensor] = {}                 # by address
 _lock = threading.Lock()
 
 
@@ -227,7 +198,7 @@ def table_for(lists: Sequence[Sequence[Tensor]], config: Config) -> Table:
             return table_for(lists, config)
     columns = list(map(addresses_of, lists))
     if is_capturing(device):
-        return _written(columns, list(map(Tensor.numel, lists[0])), config, device)
+        return _captured(columns, list(map(Tensor.numel, lists[0])), config, device)
     dtypes = tuple([tensors[0].dtype for tensors in lists])
     # With the dtype, bytes say as much as elements, and are quicker to ask for.
     key = (*place(device), config, dtypes, tuple(sizes_of(lists[0])))
@@ -240,11 +211,6 @@ def table_for(lists: Sequence[Sequence[Tensor]], config: Config) -> Table:
         _keep(key, table)
     table.refresh(columns)
     return table
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Whether what is launched on this device now goes into a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def place(device: torch.device) -> tuple[torch.device, int, int]:
@@ -266,7 +232,7 @@ def _keep(key: tuple, table: Table) -> None:
 
 
 def clear_tables() -> None:
-    """Forget every cached table and free its memory."""
+    """Forget every cached table and free its memory, unless a graph reads it."""
     global _cached_bytes
     with _lock:
         _tables.clear()
@@ -310,45 +276,88 @@ def uploaded(n_lists: int, numels: list[int], config: Config, device: torch.devi
     memory = torch.empty(_padded(n_addresses) + len(static), dtype=torch.int64, device=device)
     rest = memory[_padded(n_addresses) :]
     make_slot(len(static)).copy_to(static, rest)
-    return Table(
+    table = Table(
         device=device,
         addresses=memory[:n_addresses],
         numels=rest[:n],
         blocks=rest[_padded(n) :],
+        lengths=numels,
         n_tensors=n,
         n_blocks=len(blocks),
         chunk=chunk,
         config=config,
         n_programs=min(full, len(blocks)),
-        sent=[],
         upload=Upload(n_addresses, make_slot),
     )
+    with _lock:
+        _uploaded.add(table)
+    return table
 
 
-def _written(columns: list[list[int]], numels: list[int], config: Config, device: torch.device) -> Table:
-    """A table whose every value is a kernel argument recorded in the graph being captured."""
+def _captured(columns: list[list[int]], numels: list[int], config: Config, device: torch.device) -> Table:
+    """A table for the graph being captured. What it has to write itself are kernel arguments, stored in the graph."""
     chunk, full = _cut(numels, config, device)
-    n, n_addresses = len(numels), len(columns) * len(numels)
-    n_blocks = sum(-(-numel // chunk) for numel in numels)
-    ranks = tail_ranks(numels, chunk)
-    memory = torch.empty(_padded(n_addresses) + 2 * _padded(n) + n_blocks, dtype=torch.int64, device=device)
-    addresses = memory[:n_addresses]
-    lengths, ranked = (memory[_padded(n_addresses) + i * _padded(n) :][:n] for i in range(2))
-    blocks = memory[_padded(n_addresses) + 2 * _padded(n) :]
-    table_writer.write([address for column in columns for address in column], addresses)
-    table_writer.write(numels, lengths)
-    table_writer.write(ranks, ranked)
-    table_writer.expand(lengths, ranked, chunk, sum(numel // chunk for numel in numels), blocks)
+    n, n_blocks = len(numels), sum(-(-numel // chunk) for numel in numels)
+    known, held = _known(columns, numels, config, device)
+    if known is None:
+        lengths, blocks = _written_map(numels, chunk, n_blocks, device)
+    else:
+        lengths, blocks = known.numels, known.blocks
+        known.captured |= held
+        for memory in (blocks, known.addresses) if held else (blocks,):
+            _read_by_graphs[memory.data_ptr()] = memory
+    missing = [i for i in range(len(columns)) if i not in held]
+    if known is not None and not missing:
+        addresses = known.addresses
+    else:
+        addresses = torch.empty(len(columns) * n, dtype=torch.int64, device=device)
+        if known is not None and held:
+            addresses.copy_(known.addresses)
+        first, last = missing[0], missing[-1] + 1
+        table_writer.write([a for column in columns[first:last] for a in column], addresses[first * n : last * n])
     return Table(
         device=device,
         addresses=addresses,
         numels=lengths,
         blocks=blocks,
+        lengths=numels,
         n_tensors=n,
         n_blocks=n_blocks,
         chunk=chunk,
         config=config,
         n_programs=min(full, n_blocks),
-        sent=columns,
         upload=None,
+        sent=columns,
     )
+
+
+def _known(
+    columns: list[list[int]], numels: list[int], config: Config, device: torch.device
+) -> tuple[Table | None, set[int]]:
+    """Of the tables that this thread has sent for these lengths, and the device has, one with most of these columns.
+
+    And which of the columns it has.
+    """
+    with _lock:
+        tables = list(_uploaded)
+    thread = threading.get_ident()
+    best, held = None, set[int]()
+    for table in tables:
+        if (
+            table.config is config and table.device == device and table.thread == thread
+            and table.arriving is None and table.sent and table.lengths == numels
+        ):
+            here = table.holds(columns)
+            if best is None or len(here) > len(held):
+                best, held = table, here
+    return best, held
+
+
+def _written_map(numels: list[int], chunk: int, n_blocks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Lengths and block map, written by kernels."""
+    n = len(numels)
+    memory = torch.empty(2 * _padded(n) + n_blocks, dtype=torch.int64, device=device)
+    lengths, ranks, blocks = memory[:n], memory[_padded(n) :][:n], memory[2 * _padded(n) :]
+    table_writer.write([*numels, *[0] * (_padded(n) - n), *tail_ranks(numels, chunk)], memory[: _padded(n) + n])
+    table_writer.expand(lengths, ranks, chunk, sum(numel // chunk for numel in numels), blocks)
+    return lengths, blocks

@@ -1,11 +1,13 @@
-"""What a gradient scaler computes with single numbers, in one launch each: its inverse scale, and the next scale.
+"""What a gradient scaler computes with single numbers, in one launch each: inverse scale, next scale, counts.
 
 Contract. scale: one float32 element; growth_tracker and counters: one int32 element each; found_inf: one float32
 element; all on one CUDA device. `inverse_scale` reads the scale and returns new memory. `update_scale_` writes the
 state in place, as torch's `_amp_update_scale_` does: products with the scale are taken in float64 and rounded once, a
-growth that would reach inf is dropped. Neither synchronises. torch takes four operators for the first and, with
-hysteresis, about fifty for the second.
+growth that would reach inf is dropped. `tally_update_` adds one update to int64 totals. None synchronises. torch takes
+four operators for the first, with hysteresis about fifty for the second, and some thirty for the third.
 """
+
+from collections.abc import Sequence
 
 import torch
 import triton.language as tl
@@ -59,6 +61,24 @@ def update_kernel(scale_ptr, tracker_ptr, left_ptr, updates_ptr, overflows_ptr, 
     tl.store(tracker_ptr, tl.where(overflow | grows, 0, finite_run))
 
 
+@entry
+def tally_kernel(totals_ptr, used_ptr, scale_ptr, found_inf_ptr, steps_ptr, n_steps):
+    used, scale = tl.load(used_ptr), tl.load(scale_ptr)
+    overflow = (tl.load(found_inf_ptr) != 0.0).to(tl.int64)
+    run, skips = tl.load(totals_ptr + 2), tl.load(totals_ptr + 6)
+    step = 0
+    while step < n_steps:
+        skips += (tl.load(steps_ptr + step) != 0.0).to(tl.int64)
+        step += 1
+    tl.store(totals_ptr, tl.load(totals_ptr) + 1)
+    tl.store(totals_ptr + 1, tl.load(totals_ptr + 1) + overflow)
+    tl.store(totals_ptr + 2, tl.where(overflow != 0, run + 1, 0))
+    tl.store(totals_ptr + 3, tl.load(totals_ptr + 3) + (scale > used).to(tl.int64))
+    tl.store(totals_ptr + 4, tl.load(totals_ptr + 4) + (scale < used).to(tl.int64))
+    tl.store(totals_ptr + 5, tl.load(totals_ptr + 5) + n_steps)
+    tl.store(totals_ptr + 6, skips)
+
+
 def inverse_scale(scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """1 / scale, a clear flag, and a copy of the scale: 0-d float32 tensors in one piece of memory."""
     result = torch.empty(3, dtype=torch.float32, device=scale.device)
@@ -92,4 +112,17 @@ def update_scale_(
             scale, growth_tracker, left, updates, overflows, found_inf, growth_factor, backoff_factor, growth_interval,
             min_scale, max_scale, hysteresis, tolerance, COUNTS=counters is not None,
             REFILLS_WHEN_CLEAN=refills_when_clean, num_warps=1, enable_fp_fusion=False,
+        )
+
+
+def tally_update_(totals: Tensor, used: Tensor, scale: Tensor, found_inf: Tensor, steps: Sequence[Tensor]) -> None:
+    """Add one update to `totals`, which begin with updates, overflows, overflows since the last clean update, growths,
+    backoffs, steps tried, steps skipped.
+
+    `used` and `scale` are the scale before and after it, `steps` the flags of its steps, one float32 element each.
+    """
+    flags = torch.stack(list(steps)) if len(steps) > 1 else steps[0] if steps else found_inf
+    with on_device(totals.device):
+        tally_kernel[(1,)](
+            totals, used, scale, found_inf, flags, len(steps), num_warps=1, enable_fp_fusion=False,
         )

@@ -16,9 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..configs import Config
+from ..dispatch import is_capturing
 from ..tensors import ALIGNMENT, all_aligned
 from .launch import TRITON_DTYPES, accumulator, groups, on_device
-from .pointer_table import Table, is_capturing, place, table_for, uploaded
+from .pointer_table import Table, place, table_for, uploaded
 
 _DTYPE, _NBYTES = attrgetter("dtype"), attrgetter("nbytes")
 _PARAMS_AND_GRADS = 2
