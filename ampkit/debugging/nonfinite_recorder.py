@@ -82,10 +82,9 @@ class NonfiniteRecorder(OperatorObserver):
         written = facts.written(args, kwargs) if facts.mutable else []
         if written and facts.overwrites:
             given = [one for one in given if not any(one is other for other in written)]
-        arguments = before = (args, kwargs)
+        kept: dict[int, Tensor] = {}        # what is written, as it was before
         if written and self.now and not facts.overwrites and not facts.communicates:
             kept = {id(tensor): tensor.clone() for tensor in written}
-            before = map_tensors(before, lambda tensor: kept.get(id(tensor), tensor))
         writers = [] if facts.shape_only else self._writers_of(given)
         result = func(*args, **kwargs)
         if facts.name == "aten::ones_like" and given[0].numel() == 1 and given[0].requires_grad:
@@ -107,10 +106,15 @@ class NonfiniteRecorder(OperatorObserver):
             self.records[record.index] = record
             self.seen[record.index] = self._seen(call, outputs[0])
         elif self.now:
-            values = given if before is arguments else tensors_in(before)
-            self._look(record, call, func, before, list(zip(values, given, writers, strict=False)), outputs)
+            mark(record, [extremes(one) for one in outputs])
+            if record.broken:
+                before = map_tensors((args, kwargs), lambda one: kept.get(id(one), one)) if kept else (args, kwargs)
+                inputs = [(kept.get(id(one), one), one, some) for one, some in zip(given, writers, strict=False)]
+                self._look(record, call, func, before, inputs, outputs)
+            elif read:
+                self.records[record.index] = record     # it absorbs something
         else:
-            if not given or asks_for_nonfinite(before):
+            if not given or asks_for_nonfinite((args, kwargs)):
                 record.source = "constant"
             self._leave_for_later(record, self._seen(call, outputs[0]), outputs)
         return result
@@ -230,12 +234,7 @@ class NonfiniteRecorder(OperatorObserver):
         self, record: Record, call: OperatorCall, func: OpOverload, before: Any,
         given: list[tuple[Tensor, Tensor, tuple[int, ...] | None]], outputs: list[Tensor],
     ) -> None:
-        """Read the result; if it is broken, also the inputs as they were `before`, to tell whose fault it is."""
-        mark(record, [extremes(one) for one in outputs])
-        if not record.broken:
-            if record.inputs:
-                self.records[record.index] = record     # it absorbs something
-            return
+        """The result is broken: read the inputs as they were `before`, to tell whose fault it is."""
         self.records[record.index] = record
         seen = self.seen[record.index] = self._seen(call, outputs[0])
         self._note_parameter(record, seen, outputs)
