@@ -67,6 +67,7 @@ class NonfiniteRecorder(OperatorObserver):
         self.on_scaler: Callable[[torch.amp.GradScaler], object] | None = None      # before it changes
         self._on_step = on_step
         self._writers: StorageMap[tuple[int, ...]] = StorageMap()
+        self._literals: StorageMap[Place] = StorageMap()
         self._pending: list[tuple[Record, Seen, list[tuple[Tensor, Tensor]]]] = []
         self._next = 0
         self._begun_step = False    # an operator of it has run; a scaler's update after the last one is none
@@ -118,6 +119,9 @@ class NonfiniteRecorder(OperatorObserver):
                 record.source = "constant"
             self._leave_for_later(record, self._seen(call, outputs[0]), outputs)
         return result
+
+    def literal(self, tensor: Tensor, place: Place) -> None:
+        self._literals.set(tensor, place)
 
     def step_ended(self, optimizer: Any) -> None:
         self.end_step()
@@ -216,6 +220,9 @@ class NonfiniteRecorder(OperatorObserver):
         seen = self._seen(None, tensor)
         seen.target = self.name_of(tensor)
         seen.cause = Cause("arrived", "it was there before the step")
+        literal = self._literals.get(tensor)
+        if literal is not None:
+            seen.place, seen.cause = literal, Cause("arrived", "inf or NaN is among the numbers that it is made of")
         if self.now:
             mark(record, [extremes(tensor)])
             self.records[record.index] = record

@@ -125,18 +125,22 @@ class OperatorObserver(ObserverMode):
         """Run an operator and look at it."""
         return func(*args, **kwargs)
 
+    def literal(self, tensor: Tensor, place: Place) -> None:
+        """A tensor has been made of Python's numbers."""
+
     def step_ended(self, optimizer: Any) -> None:
         """An optimizer has stepped."""
 
     def place(self, call: OperatorCall) -> Place:
-        """Where a call belongs. For a backward operator whose forward was not seen, where it was called from."""
+        """Where a call belongs. Of a backward operator the line is its forward's where torch runs it, and its own where
+        code of the user's does: a hook, or a custom function's `backward`."""
         line = call.caller.line()
         if call.phase != "backward":
             return Place(call.module, line, None)
         forward = self.forward_of(call)
         if forward is None:
             return Place(call.module, line, "")
-        return Place(forward.module, forward.caller.line() or line, forward.op)
+        return Place(forward.module, (forward.caller.line() if call.caller.outside else line) or line, forward.op)
 
     def forward_of(self, call: OperatorCall) -> OperatorCall | None:
         """The forward operator that a backward operator belongs to; of a custom function, its first one."""
@@ -157,6 +161,8 @@ class OperatorObserver(ObserverMode):
         if facts.is_view:
             if moved:
                 self._note_forward(number, self._describe(facts, 3))
+            if facts.literal:
+                self.literal(args[0], Place(self.modules.current(), find_caller(2).line(), None))
             return func(*args, **kwargs)
         call = self._describe(facts, 3)
         if call.caller.printing:
@@ -195,9 +201,11 @@ class OperatorObserver(ObserverMode):
         call.phase = "recompute" if call.caller.recompute else "backward"
         call.node = node_name(node)
         call.backward_number = node_sequence_number(node)
-        if call.phase == "recompute" and call.caller.code is None:
-            forward = self.forward_of(call)     # the stack leads to backward(), not to who called the checkpoint
-            call.caller = call.caller if forward is None else forward.caller
+        forward = self.forward_of(call) if call.phase == "recompute" else None
+        if forward is not None:
+            call.module = call.module or forward.module     # a function that a module checkpoints is none itself
+            if call.caller.code is None:
+                call.caller = forward.caller    # the stack leads to backward(), not to who called the checkpoint
         return call
 
     def _note_forward(self, number: int, call: OperatorCall) -> None:
