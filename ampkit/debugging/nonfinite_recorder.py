@@ -70,15 +70,13 @@ class NonfiniteRecorder(OperatorObserver):
         self._literals: StorageMap[Place] = StorageMap()
         self._pending: list[tuple[Record, Seen, list[tuple[Tensor, Tensor]]]] = []
         self._next = 0
-        self._begun_step = False    # an operator of it has run; a scaler's update after the last one is none
-        self._backward_seen = self._scaler_seen = False
+        self._begun_step = False    # it computes: a loss that is printed after the last one begins none
 
     def observe(
         self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         facts = call.facts
         self._follow_step(call)
-        self._begun_step |= call.phase != "scaler"
         given = tensors_in((args, kwargs) if kwargs else args)
         written = facts.written(args, kwargs) if facts.mutable else []
         if written and facts.overwrites:
@@ -137,7 +135,6 @@ class NonfiniteRecorder(OperatorObserver):
             self.records.clear()
             self.seen.clear()
             self.scale = None
-            self._backward_seen = self._scaler_seen = False
             self._begun_step = False
 
     @property
@@ -159,20 +156,19 @@ class NonfiniteRecorder(OperatorObserver):
     # --- the course of a step
 
     def _follow_step(self, call: OperatorCall) -> None:
-        """Notice the scaler, and the end of a step that it skipped: no optimizer says so."""
-        if call.phase == "scaler":
-            if self.scale is None:
-                scaler = running_scaler()
-                if scaler is not None and scaler.is_enabled():
-                    self.scale = scaler.get_scale()
-                    if self.on_scaler is not None:
-                        self.on_scaler(scaler)
-            self._scaler_seen = self._backward_seen
-        elif call.phase == "backward":
-            self._backward_seen = True
-        elif self._scaler_seen and call.phase == "forward" and call.module is not None:
+        """Notice the scaler, and the end of a step that it skipped."""
+        if self.was_skipped(call):
             self.end_step()
             self.next_step()
+        if call.phase == "scaler" and (self.scale is None or call.caller.scaling):
+            scaler = running_scaler()
+            if scaler is not None and scaler.is_enabled():
+                if self.scale is None and self.on_scaler is not None:
+                    self.on_scaler(scaler)
+                self.scale = scaler.get_scale()
+        self._begun_step |= call.phase == "backward" or (
+            call.phase == "forward" and (call.module is not None or self.step == 0)
+        )
 
     def _note_loss(self, loss: Tensor) -> None:
         for index in self._writers.get(loss) or ():

@@ -88,6 +88,7 @@ class OperatorObserver(ObserverMode):
         self.step = 0               # steps that have ended
         self.count = 0              # operators seen
         self._optimizer: Any = None
+        self._backward_seen = self._unscaled = False
         self._forward: dict[int, OperatorCall] = {}         # by sequence number, this step's and the last one's
         self._forward_before: dict[int, OperatorCall] = {}
         self._thread = _Thread()
@@ -234,9 +235,18 @@ class OperatorObserver(ObserverMode):
         if not self.begun and self.step == self.first_step:
             self._begin(self._open)
 
+    def was_skipped(self, call: OperatorCall) -> bool:
+        """Whether a scaler has skipped the step before this call: no optimizer says so. To be asked at each call."""
+        if call.phase == "scaler":
+            self._unscaled |= self._backward_seen and not call.caller.scaling
+        elif call.phase == "backward":
+            self._backward_seen = True
+        return self._unscaled and call.phase == "forward" and call.module is not None
+
     def next_step(self) -> None:
         """Count anew; the operators of the step before last are forgotten."""
         self.step += 1
+        self._backward_seen = self._unscaled = False
         self.modules.new_step()
         self._forward_before, self._forward = self._forward, {}
 

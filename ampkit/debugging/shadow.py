@@ -75,19 +75,23 @@ class ShadowRun(OperatorObserver):
         self.loss: tuple[float, float] | None = None        # the user's, and its reference, as backward was given it
         self.only_first_step = False            # of several: from its end on operators just run
         self.finished = False
-        self._backward_seen = False
+        self._new_gradients = False
         self._on_gradients = on_gradients
         self._on_step = on_step
 
     def observe(
         self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if not self.finished and self.was_skipped(call):
+            self.memory = ShadowMemory(self.memory.reference)       # its own scale would not have been halved
+            self.step_ended(None)
+            self.next_step()
         if self.finished:
             return func(*args, **kwargs)
         facts = call.facts
         if call.phase == "scaler":
-            self._meet_scaler()
-        self._backward_seen |= call.phase == "backward"
+            self._meet_scaler(scaling=call.caller.scaling)
+        self._new_gradients |= call.phase == "backward"
         given = tensors_in((args, kwargs))
         written = facts.written(args, kwargs) if facts.mutable else []
         for one in (*written, *facts.possibly_written(args, kwargs)):
@@ -201,13 +205,13 @@ class ShadowRun(OperatorObserver):
             with without_dispatch():
                 self._on_gradients(self)
 
-    def _meet_scaler(self) -> None:
+    def _meet_scaler(self, *, scaling: bool) -> None:
         """Note its scale; it may skip the step, and then nobody else says that gradients are ready."""
-        scaler = running_scaler() if self.scale is None else None
+        scaler = running_scaler() if self.scale is None or scaling else None
         if scaler is not None and scaler.is_enabled():
             self.scale = scaler.get_scale()
-        if self._backward_seen:
-            self._backward_seen = False
+        if self._new_gradients and not scaling:
+            self._new_gradients = False
             self._on_gradients(self)
 
     def _is_low(self, tensor: Tensor) -> bool:

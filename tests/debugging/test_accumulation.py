@@ -1,0 +1,107 @@
+"""Steps of several backward passes under a scaler: where they end, and what a scaler is left to skip."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ampkit import GradScaler, autocast
+from ampkit.debugging import compare_precision, detect_nonfinite
+from ampkit.debugging.precision import PrecisionComparison
+
+SCALERS = [GradScaler, torch.amp.GradScaler]
+
+
+class Training:
+    """A loop that accumulates gradients, and prints its loss as loops do."""
+
+    def __init__(self, cls: Any, scale: float) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.scaler = cls("cpu", init_scale=scale)
+        self.batch = torch.randn(8, 16)
+
+    def run(self, steps: int, micro: int, unscale: bool = False) -> None:
+        for _ in range(steps):
+            for _ in range(micro):
+                with autocast("cpu", dtype=torch.float16):
+                    loss = self.model(self.batch).float().square().mean()
+                self.scaler.scale(loss).backward()
+            if unscale:
+                self.scaler.unscale_(self.optimizer)
+                nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad()
+            float(loss.detach())
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("micro", [1, 2, 4])
+@pytest.mark.parametrize("cls", SCALERS)
+def test_steps_are_counted(cls: Any, micro: int, unscale: bool) -> None:
+    training = Training(cls, 16.0)
+    with detect_nonfinite(training.model) as report:
+        training.run(5, micro, unscale)
+    assert report.steps == 5
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("micro", [1, 2, 4])
+@pytest.mark.parametrize("cls", SCALERS)
+def test_what_a_scaler_skips_is_no_finding(cls: Any, micro: int, unscale: bool) -> None:
+    training = Training(cls, 2.0**22)
+    with detect_nonfinite(training.model, on_found="record") as report:
+        training.run(12, micro, unscale)
+    skips = 22 - math.log2(training.scaler.get_scale())
+    assert skips > 1
+    assert not report, str(report)
+    assert report.skipped[0].step == 0
+    assert max(one.step for one in report.skipped) < skips
+    assert report.skipped[0].scale == 2.0**22
+    assert report.steps == 12
+
+
+@pytest.mark.parametrize("micro", [1, 4])
+@pytest.mark.parametrize("cls", SCALERS)
+def test_after_a_skipped_step_the_reference_has_the_users_scale(cls: Any, micro: int) -> None:
+    """The reference overflows nowhere, and its own scale would not have been halved."""
+    training = Training(cls, 2.0**22)
+    report = compare_precision(lambda: training.run(8, micro), training.model)
+    assert training.scaler.get_scale() < 2.0**22, "nothing was skipped"
+    assert report.loss == pytest.approx(report.reference_loss, rel=1e-2)
+    assert report.gradient_error < 1e-2
+
+
+@pytest.mark.parametrize("micro", [1, 4])
+@pytest.mark.parametrize("cls", SCALERS)
+def test_a_skipped_step_ends(cls: Any, micro: int) -> None:
+    """With its gradients, which overflowed; the next one is not looked at."""
+    ended: list[bool] = []
+    training = Training(cls, 2.0**40)
+    comparison = PrecisionComparison(training.model, on_step=lambda: ended.append(True))
+    comparison.run.only_first_step = True
+    with comparison as report:
+        training.run(2, micro)
+    assert len(ended) == 1
+    assert report.gradient_error == float("inf")
+    assert report.scale == 2.0**40
+
+
+def test_functions_without_modules_have_steps_too() -> None:
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    losses: list[Tensor] = []
+    with detect_nonfinite() as report:
+        for _ in range(3):
+            loss = (weight * 2).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            losses.append(loss.detach() * 0.5)
+    assert report.steps == 3
