@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ampkit import GradScaler, autocast
 from ampkit.debugging import compare_precision, detect_nonfinite
 from ampkit.debugging.precision import PrecisionComparison
+from ampkit.debugging.shadow import ShadowRun
 
 SCALERS = [GradScaler, torch.amp.GradScaler]
 
@@ -76,6 +77,29 @@ def test_after_a_skipped_step_the_reference_has_the_users_scale(cls: Any, micro:
     assert training.scaler.get_scale() < 2.0**22, "nothing was skipped"
     assert report.loss == pytest.approx(report.reference_loss, rel=1e-2)
     assert report.gradient_error < 1e-2
+    assert report.scale == training.scaler.get_scale()      # of the last step
+
+
+@pytest.mark.parametrize("cls", SCALERS)
+def test_a_scale_that_has_grown_is_the_one_that_is_told(cls: Any) -> None:
+    training = Training(cls, 2.0**15)
+    training.scaler.set_growth_interval(1)
+    scales = []
+    with detect_nonfinite(training.model, on_found="record") as report:
+        for _ in range(10):
+            scales.append(training.scaler.get_scale())
+            training.run(1, 1)
+    first = report.skipped[0]
+    assert first.step > 0
+    assert first.scale == scales[first.step]
+
+
+@pytest.mark.parametrize("cls", SCALERS)
+def test_gradients_are_ready_when_the_last_micro_batch_is_done(cls: Any) -> None:
+    training, ready = Training(cls, 16.0), []
+    with ShadowRun(training.model, torch.float32, lambda run: ready.append(run.count)):
+        training.run(1, 4)
+    assert len(ready) == 2      # scaled, and unscaled
 
 
 @pytest.mark.parametrize("micro", [1, 4])
