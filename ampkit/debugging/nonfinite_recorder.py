@@ -70,6 +70,7 @@ class NonfiniteRecorder(OperatorObserver):
         self._literals: StorageMap[Place] = StorageMap()
         self._pending: list[tuple[Record, Seen, list[tuple[Tensor, Tensor]]]] = []
         self._next = 0
+        self._left: set[int] = set()    # what was broken in a step that a scaler skipped
         self._begun_step = False    # it computes: a loss that is printed after the last one begins none
 
     def observe(
@@ -104,7 +105,10 @@ class NonfiniteRecorder(OperatorObserver):
             record.source = "uninitialised" if facts.uninitialised else "received"
             self.records[record.index] = record
             self.seen[record.index] = self._seen(call, outputs[0])
-        elif self.now:
+            return result
+        if self._left and any(index in self._left for some in writers for index in some or ()):
+            record.source = "skipped"       # should it be broken
+        if self.now:
             mark(record, [extremes(one) for one in outputs])
             if record.broken:
                 before = map_tensors((args, kwargs), lambda one: kept.get(id(one), one)) if kept else (args, kwargs)
@@ -124,9 +128,11 @@ class NonfiniteRecorder(OperatorObserver):
     def step_ended(self, optimizer: Any) -> None:
         self.end_step()
 
-    def end_step(self) -> None:
+    def end_step(self, *, skipped: bool = False) -> None:
         """Have the step judged, and forget it."""
         self._read_pending()
+        if skipped:
+            self._left = {index for index, record in self.records.items() if record.broken}
         try:
             if any(record.broken for record in self.records.values()):
                 self._note_gradients()
@@ -158,7 +164,7 @@ class NonfiniteRecorder(OperatorObserver):
     def _follow_step(self, call: OperatorCall) -> None:
         """Notice the scaler, and the end of a step that it skipped."""
         if self.was_skipped(call):
-            self.end_step()
+            self.end_step(skipped=True)
             self.next_step()
         if call.phase == "scaler" and (self.scale is None or call.caller.scaling):
             scaler = running_scaler()
@@ -241,6 +247,8 @@ class NonfiniteRecorder(OperatorObserver):
         self.records[record.index] = record
         seen = self.seen[record.index] = self._seen(call, outputs[0])
         self._note_parameter(record, seen, outputs)
+        if record.source == "skipped":
+            return
         if asks_for_nonfinite(before) or any(self._is_number(*one) for one in given):
             record.source, seen.cause = "constant", CONSTANT
             return
@@ -283,7 +291,7 @@ class NonfiniteRecorder(OperatorObserver):
             return ()
         for record in records:
             if record.source in ("uninitialised", "received"):
-                mark(record, [(low, high)])
+                self._mark_unread(record, low, high)
                 return (record.index,)
         latest = self._writers.get(tensor)
         arrived = self._arrive(tensor)
@@ -292,6 +300,12 @@ class NonfiniteRecorder(OperatorObserver):
         if latest is not None and reader in latest:
             self._writers.set(tensor, latest)       # the call wrote it in place: what is there now is the call's
         return arrived
+
+    def _mark_unread(self, record: Record, low: float, high: float) -> None:
+        """Note what memory that was not looked at turned out to hold: what was sent broken is not of another rank."""
+        mark(record, [(low, high)])
+        if any(index in self.records and self.records[index].broken for index in record.inputs):
+            record.source = None
 
     def _leave_for_later(self, record: Record, seen: Seen, tensors: list[Tensor]) -> None:
         self.records[record.index] = record
@@ -333,7 +347,7 @@ class NonfiniteRecorder(OperatorObserver):
                 continue
             received = [self.records[index] for index in record.inputs if self.records[index].source == "received"]
             for one in received:
-                mark(one, [(math.nan, math.nan)])
+                self._mark_unread(one, math.nan, math.nan)
             record.source = None if received else "made"
         self._pending.clear()
         read = {index for record in self.records.values() if record.broken for index in (record.index, *record.inputs)}

@@ -117,6 +117,39 @@ def test_a_skipped_step_ends(cls: Any, micro: int) -> None:
     assert report.scale == 2.0**40
 
 
+@pytest.mark.parametrize("check", ["now", "deferred"])
+@pytest.mark.parametrize("cls", SCALERS)
+def test_gradients_of_a_skipped_step_that_others_add_to(cls: Any, check: Any) -> None:
+    """A discriminator's step is skipped; the generator's backward adds to its gradients, which nobody takes."""
+    torch.manual_seed(0)
+    generator, judge = nn.Linear(8, 8), nn.Linear(8, 1)
+    optimizers = [torch.optim.Adam(one.parameters()) for one in (judge, generator)]
+    scaler = cls("cpu", init_scale=2.0**20)
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            for optimizer, factor in zip(optimizers, (1.0, 3e4), strict=True):
+                with autocast("cpu", dtype=torch.float16):
+                    loss = judge(generator(torch.randn(4, 8))).float().mean() * factor
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+                scaler.step(optimizer)
+            scaler.update()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+
+    with detect_nonfinite(None, check, on_found="record") as report:
+        run(14)
+    assert report.skipped
+    assert not report, str(report)
+    with torch.no_grad():
+        judge.weight.fill_(float("nan"))
+    with detect_nonfinite(None, check, on_found="record") as report:
+        run(1)
+    assert report
+
+
 def test_functions_without_modules_have_steps_too() -> None:
     weight = nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([weight], lr=0.1)
