@@ -81,6 +81,7 @@ class AutocastMode(TorchDispatchMode):
         self.lookup = None if cache is None else cache.cast
         self.tables = tuple((device, policy.rules()) for device, policy in policies)
         self.kernels = kernels_for(self.tables)
+        self.has_module_rules = any(policy.modules for _, policy in policies)
         self.mark = policy_guard.mark_of(policies)
         self.excluded_keys, self.redispatch_keys = keysets(tuple(device for device, _ in policies))
         for _, table in self.tables:

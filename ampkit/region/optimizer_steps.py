@@ -29,8 +29,29 @@ _TELLING = "told just now"
 class Cache(Protocol):
     """What holds casts."""
 
+    def is_empty(self) -> bool: ...
     def drop_outdated(self, step: Step) -> None: ...
     def renew_lock(self) -> None: ...
+
+
+class _Living:
+    """Objects for as long as they live. Every step of every optimizer adds and lists some: a `WeakSet` takes longer."""
+
+    def __init__(self) -> None:
+        self._refs: dict[int, weakref.ref[Any]] = {}
+
+    def __contains__(self, item: Any) -> bool:
+        ref = self._refs.get(id(item))
+        return ref is not None and ref() is item
+
+    def add(self, item: Any) -> None:
+        if item not in self:
+            key = id(item)
+            # No Python in the callback, in which an interrupt would be lost. The dead reference is `pop`'s default.
+            self._refs[key] = weakref.ref(item, functools.partial(self._refs.pop, key))
+
+    def all(self) -> list[Any]:
+        return [item for ref in list(self._refs.values()) if (item := ref()) is not None]
 
 
 class _Seen:
@@ -39,8 +60,8 @@ class _Seen:
     count = 0               # steps begun, and steps ended
     captured = False        # a step was, or may have been, captured into a CUDA graph, whose replays call no hook
     watched = False
-    caches: weakref.WeakSet[Any] = weakref.WeakSet()
-    optimizers: weakref.WeakSet[Any] = weakref.WeakSet()    # that have stepped, of those that write what they hold
+    caches = _Living()
+    optimizers = _Living()      # that have stepped, of those that write what they hold
     compiled: list[weakref.ref[Any]] = []       # whose steps were traced
     lock = threading.RLock()        # a signal's handler may make a cache while one is being made
 
@@ -94,7 +115,7 @@ class Step:
 
     @functools.cached_property
     def _held_by_others(self) -> set[int]:
-        others = [optimizer for optimizer in list(seen.optimizers) if optimizer is not self.optimizer]
+        others = [optimizer for optimizer in seen.optimizers.all() if optimizer is not self.optimizer]
         return {id(param) for other in others for param in _parameters(other)}
 
     @functools.cached_property
@@ -148,10 +169,9 @@ def _ends(optimizer: Any, args: Any, kwargs: Any) -> None:
     with seen.lock:
         seen.count += 1
         seen.captured = seen.captured or capturing()
-    step = Step(optimizer)
-    if not step.everything:
+    if optimizer not in seen.optimizers and not Step(optimizer).everything:
         seen.optimizers.add(optimizer)
-    _tell(step)
+    _tell(optimizer)
     untold.pop(str(id(optimizer)), None)
 
 
@@ -163,7 +183,7 @@ def tell() -> None:
             for flag in [flag for flag in list(untold) if flag != _TELLING]:
                 ref = untold.pop(flag)
                 try:
-                    _tell(Step((seen.compiled[int(flag)] if ref is True else ref)(), later=True))
+                    _tell((seen.compiled[int(flag)] if ref is True else ref)(), later=True)
                 except BaseException:
                     untold[flag] = ref
                     raise
@@ -171,9 +191,13 @@ def tell() -> None:
             untold.pop(_TELLING, None)
 
 
-def _tell(step: Step) -> None:
-    for cache in list(seen.caches):
-        cache.drop_outdated(step)
+def _tell(optimizer: Any, *, later: bool = False) -> None:
+    """Have caches drop what a step of this optimizer outdates."""
+    step = None
+    for cache in seen.caches.all():
+        if not cache.is_empty():
+            step = step or Step(optimizer, later=later)
+            cache.drop_outdated(step)
 
 
 @called_while_tracing
@@ -190,10 +214,10 @@ def _flag_of(address: int) -> str:
 def _after_fork() -> None:
     """In a forked child: a thread of the parent may have held any lock, and is gone from the child with it."""
     seen.lock = threading.RLock()
-    for cache in list(seen.caches):
+    for cache in seen.caches.all():
         cache.renew_lock()
     if untold.pop(_TELLING, None):      # caches were being told of steps, and not all of them have been
-        _tell(Step(None))
+        _tell(None)
 
 
 if hasattr(os, "register_at_fork"):

@@ -24,6 +24,8 @@ from ampkit.torch_internals.dynamo import compile_callbacks, forget_compiled
 from ampkit.torch_internals.forks import renewed_lock
 from ampkit.torch_internals.operators import autocast_device_types
 
+_set_enabled = torch.set_autocast_enabled
+
 _DEVICES = ("ipu", "maia")
 _DIGITS = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 
@@ -93,13 +95,17 @@ def write(mark: Mark, *, anew: bool = False) -> None:
     """Set this thread's mark; `anew` if an exception may have cut an earlier write short."""
     before = thread.mark
     if anew or (mark is not before and mark != before):
+        digits = thread.digits
         if anew:
             before = _EVERY
+            digits.clear()
         for device, _ in before:
-            torch.set_autocast_enabled(device, False)
+            _set_enabled(device, False)
         for device, digit in mark:
-            torch.set_autocast_dtype(device, digit)
-            torch.set_autocast_enabled(device, True)
+            if digits.get(device) is not digit:     # torch keeps a disabled device's
+                torch.set_autocast_dtype(device, digit)
+                digits[device] = digit
+            _set_enabled(device, True)
         thread.mark = mark
     if mark:
         _watch()

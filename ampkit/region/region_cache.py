@@ -20,7 +20,7 @@ from ampkit.region.optimizer_steps import capturing, seen, watch_for
 from ampkit.torch_internals.operator_tracing import only_observed
 from ampkit.torch_internals.tensors import functorch_level, n_dispatch_modes, tracing_state
 
-__all__ = ["Ref", "RegionCache", "may_use", "recorded"]
+__all__ = ["Ref", "RegionCache", "may_use", "recorded", "records"]
 
 # Asked for every operator with a weight: finding a name in three modules takes longer than the answer.
 _cache_enabled = torch.is_autocast_cache_enabled
@@ -75,8 +75,12 @@ class RegionCache:
 
     def clear(self) -> None:
         """Drop every cast."""
-        for casts in list(self._casts.values()):
+        for casts in tuple(self._casts.values()):
             casts.clear()
+
+    def is_empty(self) -> bool:
+        """Whether there is no cast."""
+        return not any(self._casts.values())
 
     def drop_outdated(self, step: Any) -> None:
         """A step outdates every cast here: few regions are open around one, and their casts do not outlive them."""
@@ -154,10 +158,15 @@ def may_use(on_cuda: bool, in_capture: bool = False) -> bool:
     )
 
 
+def records() -> bool:
+    """Whether autograd records here."""
+    return _grad_enabled() and not _inference_mode()
+
+
 def recorded(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """A cast that autograd records whatever the modes here are."""
     convert = converter(dtype)
-    if _grad_enabled() and not _inference_mode():       # contexts that change nothing cost as much as a small cast
+    if records():       # contexts that change nothing cost as much as a small cast
         return convert(weight)
     with torch.inference_mode(False), torch.enable_grad():
         return convert(weight)

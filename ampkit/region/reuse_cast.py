@@ -7,26 +7,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampkit.torch_internals.dispatcher import TorchDispatchMode
+from ampkit.policy.casting import converter
+from ampkit.torch_internals.tensors import n_dispatch_modes, pop_dispatch_mode, push_dispatch_mode
 
-__all__ = ["ReuseCast"]
+__all__ = ["connected"]
+
+_COPY = torch.ops.aten._to_copy.default
 
 
-class ReuseCast(TorchDispatchMode):
-    """Answers the one copy that autograd asks for below it with values that exist already.
+class _Answer:
+    """Stands among the dispatch modes, below autograd, and answers the one copy with values that exist already."""
 
-    What it answers has their version counter: where they are written later, every graph that has saved them is stale.
-    """
+    __slots__ = ("values",)
 
     def __init__(self, values: Tensor) -> None:
-        super().__init__()
-        self.answer = values.detach()       # here, above autograd: what is detached below it counts for itself
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
+        self.values = values
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._to_copy.default:
-            return self.answer
-        return func(*args, **(kwargs or {}))
+        return self.values if func is _COPY else func(*args, **(kwargs or {}))
+
+
+def connected(weight: Tensor, values: Tensor) -> Tensor:
+    """`values` as the cast of `weight`, differentiable: autograd records the cast, nothing is copied.
+
+    For use where autograd records. It has the version counter of `values`: where they are written later, every graph
+    that has saved it is stale.
+    """
+    answer = _Answer(values.detach())       # here, above autograd: what is detached below it counts for itself
+    depth = n_dispatch_modes()
+    try:        # a mode's own `with` would take half of the time
+        push_dispatch_mode(answer)
+        return converter(values.dtype)(weight)
+    finally:
+        while n_dispatch_modes() > depth:
+            pop_dispatch_mode(None)

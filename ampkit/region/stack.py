@@ -74,8 +74,11 @@ class Entry:
         first = cache is spec.cache and all(outside.cache is not cache for outside in stack)
         self.entered_cache = spec.cache if first else None
         mode = _mode(outer, device_type, spec.policy, cache if spec.cache_enabled else None)
-        policy = mode.policy or dict(mode.policies)[device_type]
-        self.watch = watch(policy, root) if watch is not None and spec.enabled and policy.modules else None
+        self.watch = None
+        if mode.has_module_rules and watch is not None and spec.enabled:
+            policy = dict(mode.policies)[device_type]
+            if policy.modules:
+                self.watch = watch(policy, root)
         active = spec.enabled or any(
             torch.is_autocast_enabled(other) for other, _ in mode.policies if other != device_type
         )

@@ -19,6 +19,7 @@ class ThreadState(threading.local):
         self.levels: defaultdict[Any, int] = defaultdict(torch.autocast_increment_nesting)
         self.cache: Any = None              # of regions that were given none; empty while none is open
         self.mark: tuple[tuple[str, torch.dtype], ...] = ()     # in torch's autocast state; see `policy_guard`
+        self.digits: dict[str, torch.dtype] = {}    # last written of a mark, open or closed
         self.followed: list[Any] = []       # the open regions with module rules; see `running_modules`
         self.modules: list[Any] = []        # the modules that run in them
         self.forward: Any = None            # the autocast state of the function whose forward has just run

@@ -42,8 +42,8 @@ from torch.nn import Parameter
 from ampkit.policy.casting import cast_to
 from ampkit.region.followed_casts import FollowedCasts
 from ampkit.region.optimizer_steps import Step, seen, tell, untold, watch_for
-from ampkit.region.region_cache import Ref, may_use, recorded
-from ampkit.region.reuse_cast import ReuseCast
+from ampkit.region.region_cache import Ref, may_use, recorded, records
+from ampkit.region.reuse_cast import connected
 from ampkit.region.unseen_writes import collectives, owns_its_memory
 
 __all__ = ["CacheInfo", "WeightCache"]
@@ -137,7 +137,7 @@ class WeightCache:
         self._hits = 0
         self._misses = 0
         self._epoch = 0     # regions entered, and ends of steps: the first use of an entry after that looks it over
-        self._in_use: list[tuple[int, torch.dtype]] = []        # what to look over when a region is left
+        self._in_use: dict[tuple[int, torch.dtype], None] = {}      # what to look over when a region is left
         self.latest: Any = None     # of the modes, the one that a region had last
         self.modes: dict[Any, Any] = {}     # the dispatch modes that casts for this cache, by policies; see `autocast`
         watch_for(self)
@@ -196,6 +196,10 @@ class WeightCache:
         if writes is not None:
             writes(self._followed)
 
+    def is_empty(self) -> bool:
+        """Whether there is no cast."""
+        return not self._entries
+
     def drop_outdated(self, step: Step) -> None:
         """Drop the casts that an optimizer's step outdates; those that stay are looked over before their next use."""
         with self._lock:
@@ -233,14 +237,13 @@ class WeightCache:
     def leave(self) -> None:
         """A region is left: keep what the next may use, and of that the values, so that parameters can be freed."""
         with self._lock:
-            while self._in_use:
-                key = self._in_use[-1]
+            for key in list(self._in_use):
                 entry = self._entries.get(key)
                 if entry is not None and not _is_as_it_was(entry):
                     self._remove(key)
                 elif entry is not None and entry.cast.requires_grad:
                     entry.cast = entry.cast.detach()
-                self._in_use.pop()      # last, so that an interrupt loses none
+                self._in_use.pop(key, None)     # last, so that an interrupt loses none
 
     def weights(self, device_type: str, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         """What casts the weights of an operator that runs here and now."""
@@ -267,11 +270,12 @@ class WeightCache:
         ):
             return self._cast_anew(key, leaf, dtype)
         cast = entry.cast
-        if cast.requires_grad is not leaf.requires_grad:    # kept from an earlier region, or frozen or unfrozen since
+        # Kept from an earlier region, or frozen or unfrozen since; without grad mode nobody asks for a history.
+        if cast.requires_grad is not leaf.requires_grad and (cast.requires_grad or records()):
             if not self._keeps(leaf):
                 return leaf.to(dtype)
-            cast = entry.cast = _connect(leaf, cast) if leaf.requires_grad else cast.detach()
-            self._in_use.append(key)
+            cast = entry.cast = connected(leaf, cast) if leaf.requires_grad else cast.detach()
+            self._in_use[key] = None
         if self._looks_at_hits:
             if self.verify:
                 self._compare(key, leaf, cast)
@@ -294,7 +298,7 @@ class WeightCache:
         """Whether nobody can have written unseen since an earlier region: the first use after entering one asks."""
         if not _is_as_it_was(entry) or entry.collectives != collectives():
             return False
-        self._in_use.append(key)
+        self._in_use[key] = None
         entry.epoch = self._epoch
         return True
 
@@ -316,7 +320,7 @@ class WeightCache:
         self._misses += 1
         entry = _Entry(key, leaf, self._forget)     # before the cast: a write meanwhile outdates it
         entry.epoch = self._epoch
-        self._in_use.append(key)
+        self._in_use[key] = None
         entry.cast = made = recorded(leaf, dtype)
         entry.nbytes = nbytes = made.nbytes
         with self._lock:
@@ -385,9 +389,3 @@ def _is_as_it_was(entry: _Entry) -> bool:
         and (weight.shape, weight.stride()) == entry.layout
         and owns_its_memory(weight)
     )
-
-
-def _connect(weight: Tensor, values: Tensor) -> Tensor:
-    """`values` as the cast of `weight`, differentiable: autograd records the cast, nothing is copied."""
-    with ReuseCast(values):
-        return recorded(weight, values.dtype)

@@ -109,6 +109,24 @@ def test_gradients_flow_through_a_kept_cast():
     assert cache.info() == CacheInfo(1, 32, 2, 1)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_kept_cast_has_a_history_where_autograd_records_and_nowhere_else(mode):
+    """Also where one region trains after it has evaluated. Without grad mode the history would be most of the work."""
+    leaf, cache = weight(), WeightCache()
+    with autocast("cpu", cache=cache):
+        torch.mm(X, leaf)
+    with autocast("cpu", cache=cache):
+        with mode():
+            kept = cache.cast(leaf, BF16)
+        again = cache.cast(leaf, BF16)
+        torch.mm(X, leaf).sum().backward()
+    assert cache.info().misses == 1
+    assert kept.grad_fn is None
+    assert again.grad_fn is not None
+    assert again.data_ptr() == kept.data_ptr()
+    assert torch.equal(leaf.grad, torch.full((4, 4), 2.0))
+
+
 def test_kept_casts_of_two_dtypes():
     leaf, cache = weight(), WeightCache()
     for _ in range(2):

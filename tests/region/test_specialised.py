@@ -34,6 +34,15 @@ def general(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Operators take the kernels written for them, also where AMPKIT_GENERAL_KERNELS forces the general one."""
+    with monkeypatch.context() as patch:
+        patch.setattr(specialised, "SPECIALISE", True)
+        patch.setattr(thread, "cache", RegionCache())
+        yield
+
+
 class _Asked:
     """Stands where an open region's mode stands and takes down with what an operator is called."""
 
@@ -171,7 +180,7 @@ def test_a_disabled_region_of_torch_inside_is_seen() -> None:
         assert torch.mm(x, w).dtype is BF16
 
 
-def test_ctrl_c_after_any_call_of_a_kernel_leaves_the_keys_as_they_were() -> None:
+def test_ctrl_c_after_any_call_of_a_kernel_leaves_the_keys_as_they_were(written: None) -> None:
     """Python runs a signal's handler as a C function returns: here at every one of them."""
     x, w = torch.ones(2, 2, requires_grad=True), nn.Parameter(torch.ones(2, 2))
     keys = dispatcher.KEY, dispatcher.autocast_key("cpu")
@@ -236,7 +245,7 @@ def test_what_has_a_kernel_of_its_own() -> None:
     assert not without & {"aten::linear", "aten::softmax.int", "aten::cat", "aten::layer_norm", "aten::conv2d"}
 
 
-def test_a_traceback_shows_the_line_of_the_kernel() -> None:
+def test_a_traceback_shows_the_line_of_the_kernel(written: None) -> None:
     with autocast("cpu"), pytest.raises(RuntimeError) as caught:
         torch.mm(torch.ones(2, 3), torch.ones(2, 3))
     assert any("return _operator(self, mat2)" in str(entry.statement) for entry in caught.traceback)
