@@ -82,7 +82,7 @@ def checked_spec(
         dtype = _named_dtype(dtype)
     if not isinstance(enabled, bool):
         raise TypeError(f"enabled is {enabled!r}; expected True or False")
-    if enabled:
+    if enabled and not (kind == "cpu" and dtype in _LOW):
         enabled = _available(device, kind, dtype)
     if cache_enabled is None:
         cache_enabled = torch.is_autocast_cache_enabled()
