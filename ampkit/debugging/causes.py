@@ -7,7 +7,7 @@ talk to other processes or that need memory in a form of their own are not run a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,9 +99,10 @@ def find_cause(
     if facts.uninitialised:
         return Cause("uninitialised", "memory that nothing was written to")
     broken = [one for one in inputs if not one.finite]
-    if not inputs and any(one.is_floating_point() and not one.numel() for one in tensors_in((args, kwargs))):
+    tensors = tensors_in((args, kwargs))
+    if not inputs and any(one.is_floating_point() and not one.numel() for one in tensors):
         return Cause("undefined", "undefined in any precision: there are no elements to compute it of")
-    if not inputs or (not broken and asks_for_nonfinite((args, kwargs))):
+    if not broken and asks_for_nonfinite((args, kwargs)):
         return CONSTANT
     if broken and not any(one.nan for one in broken):
         return Cause("from inf", "an inf comes in, and inf - inf, 0 * inf or inf / inf is NaN in any precision")
@@ -116,14 +117,14 @@ def find_cause(
 
 def run_in_float64(
     func: OpOverload, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any],
-    nudged: bool = False,
+    change: Callable[[Tensor], Tensor] = lambda wide: wide,
 ) -> list[Tensor]:
-    """The results of an operator on float64 copies of its inputs; `nudged`: each a little smaller, and no zeros."""
+    """The results of an operator on float64 copies of its inputs, changed by `change`."""
     def widened(value: Tensor) -> Tensor:
         if value.dtype not in _LOW and not value.is_floating_point():
             return value.clone()
         wide = value.detach().to(torch.complex128 if value.is_complex() else torch.float64, copy=True)
-        return wide.mul_(1 - 1e-6).masked_fill_(wide == 0, 1e-150) if nudged else wide
+        return change(wide)
 
     wide_args, wide_kwargs = other_arguments(
         func, args, kwargs, widened, lambda dtype: torch.float64 if dtype in _LOW else dtype
@@ -166,9 +167,17 @@ def _compare(
 
 
 def _is_pole(func: OpOverload, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an exact value makes the result infinite (1/0, log 0, atanh 1) rather than its size (exp 1000)."""
+    """Whether an exact value makes the result infinite (1/0, log 0, atanh 1) rather than its size (exp 1000).
+
+    Values that are a little off are none of a pole's; values that are almost zero are not large.
+    """
+    def is_finite(change: Callable[[Tensor], Tensor]) -> bool:
+        return all(bool(torch.isfinite(one).all()) for one in run_in_float64(func, facts, args, kwargs, change))
+
     try:
-        return all(bool(torch.isfinite(one).all()) for one in run_in_float64(func, facts, args, kwargs, nudged=True))
+        return is_finite(lambda wide: wide.mul_(1 - 1e-6).masked_fill_(wide == 0, 1e-150)) or not is_finite(
+            lambda wide: wide.mul_(1e-40)
+        )
     except Exception:
         return False
 

@@ -38,14 +38,14 @@ def main(argv: list[str] | None = None) -> int:
     tools = parser.add_subparsers(dest="tool", required=True, metavar="tool")
     nonfinite = tools.add_parser("nonfinite", help="where inf and NaN come from in a training script")
     nonfinite.add_argument("--from-step", type=_count, default=0, metavar="N", help="look after N optimizer steps")
-    nonfinite.add_argument("--json", metavar="F", help="write the report; {rank} in the name is the rank")
+    _add_files(nonfinite)
     nonfinite.add_argument("--keep-going", action="store_true", help="do not stop at the first finding")
     nonfinite.add_argument("script")
     nonfinite.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
     precision = tools.add_parser("precision", help="what one step of a training script loses to low precision")
     precision.add_argument("--at-step", type=_count, default=0, metavar="N", help="the step after N optimizer steps")
     precision.add_argument("--reference", choices=("float32", "float64"), default="float32")
-    precision.add_argument("--json", metavar="F", help="write the report; {rank} in the name is the rank")
+    _add_files(precision)
     precision.add_argument("script")
     precision.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
     monitor = tools.add_parser("monitor", help="headroom, underflow and lost updates, on a step now and then")
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     log.add_argument("--resume", metavar="F", help="go on from a log")
     operators = tools.add_parser("operators", help="where the time and the bytes of a step go")
     operators.add_argument("--at-step", type=_count, default=1, metavar="N", help="the step after N optimizer steps")
-    operators.add_argument("--json", metavar="F", help="write all of it; {rank} in the name is the rank")
+    _add_files(operators)
     operators.add_argument("script")
     operators.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
     hashes = tools.add_parser("hashes", help="hashes of every result of one step, for diff")
@@ -89,6 +89,14 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"ampkit debug: {error}", file=sys.stderr)
         return BAD_INPUT
+    except Exception:
+        traceback.print_exc()       # of a factory's metric; 1 would say that something was found
+        return INCONCLUSIVE
+
+
+def _add_files(tool: argparse.ArgumentParser) -> None:
+    tool.add_argument("--json", metavar="F", help="write the report; {rank} in the name is the rank")
+    tool.add_argument("--html", metavar="F", help="write it as one HTML file that needs nothing else")
 
 
 def _nonfinite(options: Any) -> int:
@@ -98,7 +106,7 @@ def _nonfinite(options: Any) -> int:
     report = detect.report
     print(f"\n{report}", file=sys.stderr)
     _write(options, report, report.rank)
-    return ended.code(found=bool(report), looked=report.operators > 0, step=options.from_step)
+    return ended.code(found=bool(report), looked=report.steps > 0, step=options.from_step)
 
 
 def _precision(options: Any) -> int:
@@ -170,6 +178,8 @@ def _search(options: Any) -> int:
 def _made_by(factory: str) -> dict[str, Any]:
     """What a factory, given as `pkg.mod:make`, returns."""
     module, _, name = factory.partition(":")
+    if not name:
+        raise ValueError(f"--factory is {factory!r}; expected 'pkg.mod:function'")      # importing it may do anything
     sys.path.insert(0, str(Path.cwd()))
     try:
         make = getattr(importlib.import_module(module), name)
@@ -197,7 +207,8 @@ class _Ended(NamedTuple):
         if found:
             return FOUND
         if not looked:
-            print(f"ampkit debug: the script ended before step {step}: nothing was looked at", file=sys.stderr)
+            print(f"ampkit debug: the script ended before step {step}: nothing was looked at. Until then steps that a "
+                  "scaler skips do not count", file=sys.stderr)
             return INCONCLUSIVE
         if self.exit_code:
             print(f"ampkit debug: the script itself ended with exit code {self.exit_code}", file=sys.stderr)
@@ -209,6 +220,10 @@ def _run(options: Any, tool: AbstractContextManager[Any]) -> _Ended:
     """Run the user's script under a tool."""
     if not Path(options.script).is_file():
         raise FileNotFoundError(f"{options.script} is no file; expected the training script, then its own arguments")
+    for name in ("json", "html", "out"):
+        file = getattr(options, name, None)
+        if file and not Path(file).parent.is_dir():
+            raise FileNotFoundError(f"--{name} is {file}; expected a file in a folder that is there")
     code, interrupted = 0, False
     try:
         with tool:
@@ -226,6 +241,9 @@ def _run(options: Any, tool: AbstractContextManager[Any]) -> _Ended:
 def _write(options: Any, report: Any, of_rank: int) -> None:
     if options.json:
         Path(options.json.replace("{rank}", str(of_rank))).write_text(report.to_json(), encoding="utf-8")
+    if getattr(options, "html", None):
+        page = html_report.page([(options.script, report)])
+        Path(options.html.replace("{rank}", str(of_rank))).write_text(page, encoding="utf-8")
 
 
 def _report(options: Any) -> int:

@@ -67,25 +67,24 @@ class NonfiniteRecorder(OperatorObserver):
         self.on_scaler: Callable[[torch.amp.GradScaler], object] | None = None      # before it changes
         self._on_step = on_step
         self._writers: StorageMap[tuple[int, ...]] = StorageMap()
+        self._literals: StorageMap[Place] = StorageMap()
         self._pending: list[tuple[Record, Seen, list[tuple[Tensor, Tensor]]]] = []
         self._next = 0
-        self._begun_step = False    # an operator of it has run; a scaler's update after the last one is none
-        self._backward_seen = self._scaler_seen = False
+        self._left: set[int] = set()    # what was broken in a step that a scaler skipped
+        self._begun_step = False    # it computes: a loss that is printed after the last one begins none
 
     def observe(
         self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         facts = call.facts
         self._follow_step(call)
-        self._begun_step |= call.phase != "scaler"
         given = tensors_in((args, kwargs) if kwargs else args)
         written = facts.written(args, kwargs) if facts.mutable else []
         if written and facts.overwrites:
             given = [one for one in given if not any(one is other for other in written)]
-        arguments = before = (args, kwargs)
+        kept: dict[int, Tensor] = {}        # what is written, as it was before
         if written and self.now and not facts.overwrites and not facts.communicates:
             kept = {id(tensor): tensor.clone() for tensor in written}
-            before = map_tensors(before, lambda tensor: kept.get(id(tensor), tensor))
         writers = [] if facts.shape_only else self._writers_of(given)
         result = func(*args, **kwargs)
         if facts.name == "aten::ones_like" and given[0].numel() == 1 and given[0].requires_grad:
@@ -106,21 +105,34 @@ class NonfiniteRecorder(OperatorObserver):
             record.source = "uninitialised" if facts.uninitialised else "received"
             self.records[record.index] = record
             self.seen[record.index] = self._seen(call, outputs[0])
-        elif self.now:
-            values = given if before is arguments else tensors_in(before)
-            self._look(record, call, func, before, list(zip(values, given, writers, strict=False)), outputs)
+            return result
+        if self._left and any(index in self._left for some in writers for index in some or ()):
+            record.source = "skipped"       # should it be broken
+        if self.now:
+            mark(record, [extremes(one) for one in outputs])
+            if record.broken:
+                before = map_tensors((args, kwargs), lambda one: kept.get(id(one), one)) if kept else (args, kwargs)
+                inputs = [(kept.get(id(one), one), one, some) for one, some in zip(given, writers, strict=False)]
+                self._look(record, call, func, before, inputs, outputs)
+            elif read:
+                self.records[record.index] = record     # it absorbs something
         else:
-            if not given or asks_for_nonfinite(before):
+            if not given or asks_for_nonfinite((args, kwargs)):
                 record.source = "constant"
             self._leave_for_later(record, self._seen(call, outputs[0]), outputs)
         return result
 
+    def literal(self, tensor: Tensor, place: Place) -> None:
+        self._literals.set(tensor, place)
+
     def step_ended(self, optimizer: Any) -> None:
         self.end_step()
 
-    def end_step(self) -> None:
+    def end_step(self, *, skipped: bool = False) -> None:
         """Have the step judged, and forget it."""
         self._read_pending()
+        if skipped:
+            self._left = {index for index, record in self.records.items() if record.broken}
         try:
             if any(record.broken for record in self.records.values()):
                 self._note_gradients()
@@ -129,7 +141,6 @@ class NonfiniteRecorder(OperatorObserver):
             self.records.clear()
             self.seen.clear()
             self.scale = None
-            self._backward_seen = self._scaler_seen = False
             self._begun_step = False
 
     @property
@@ -151,20 +162,19 @@ class NonfiniteRecorder(OperatorObserver):
     # --- the course of a step
 
     def _follow_step(self, call: OperatorCall) -> None:
-        """Notice the scaler, and the end of a step that it skipped: no optimizer says so."""
-        if call.phase == "scaler":
-            if self.scale is None:
-                scaler = running_scaler()
-                if scaler is not None and scaler.is_enabled():
-                    self.scale = scaler.get_scale()
-                    if self.on_scaler is not None:
-                        self.on_scaler(scaler)
-            self._scaler_seen = self._backward_seen
-        elif call.phase == "backward":
-            self._backward_seen = True
-        elif self._scaler_seen and call.phase == "forward" and call.module is not None:
-            self.end_step()
+        """Notice the scaler, and the end of a step that it skipped."""
+        if self.was_skipped(call):
+            self.end_step(skipped=True)
             self.next_step()
+        if call.phase == "scaler" and (self.scale is None or call.caller.scaling):
+            scaler = running_scaler()
+            if scaler is not None and scaler.is_enabled():
+                if self.scale is None and self.on_scaler is not None:
+                    self.on_scaler(scaler)
+                self.scale = scaler.get_scale()
+        self._begun_step |= call.phase == "backward" or (
+            call.phase == "forward" and (call.module is not None or self.step == 0)
+        )
 
     def _note_loss(self, loss: Tensor) -> None:
         for index in self._writers.get(loss) or ():
@@ -212,6 +222,9 @@ class NonfiniteRecorder(OperatorObserver):
         seen = self._seen(None, tensor)
         seen.target = self.name_of(tensor)
         seen.cause = Cause("arrived", "it was there before the step")
+        literal = self._literals.get(tensor)
+        if literal is not None:
+            seen.place, seen.cause = literal, Cause("arrived", "inf or NaN is among the numbers that it is made of")
         if self.now:
             mark(record, [extremes(tensor)])
             self.records[record.index] = record
@@ -230,15 +243,12 @@ class NonfiniteRecorder(OperatorObserver):
         self, record: Record, call: OperatorCall, func: OpOverload, before: Any,
         given: list[tuple[Tensor, Tensor, tuple[int, ...] | None]], outputs: list[Tensor],
     ) -> None:
-        """Read the result; if it is broken, also the inputs as they were `before`, to tell whose fault it is."""
-        mark(record, [extremes(one) for one in outputs])
-        if not record.broken:
-            if record.inputs:
-                self.records[record.index] = record     # it absorbs something
-            return
+        """The result is broken: read the inputs as they were `before`, to tell whose fault it is."""
         self.records[record.index] = record
         seen = self.seen[record.index] = self._seen(call, outputs[0])
         self._note_parameter(record, seen, outputs)
+        if record.source == "skipped":
+            return
         if asks_for_nonfinite(before) or any(self._is_number(*one) for one in given):
             record.source, seen.cause = "constant", CONSTANT
             return
@@ -281,7 +291,7 @@ class NonfiniteRecorder(OperatorObserver):
             return ()
         for record in records:
             if record.source in ("uninitialised", "received"):
-                mark(record, [(low, high)])
+                self._mark_unread(record, low, high)
                 return (record.index,)
         latest = self._writers.get(tensor)
         arrived = self._arrive(tensor)
@@ -290,6 +300,12 @@ class NonfiniteRecorder(OperatorObserver):
         if latest is not None and reader in latest:
             self._writers.set(tensor, latest)       # the call wrote it in place: what is there now is the call's
         return arrived
+
+    def _mark_unread(self, record: Record, low: float, high: float) -> None:
+        """Note what memory that was not looked at turned out to hold: what was sent broken is not of another rank."""
+        mark(record, [(low, high)])
+        if any(index in self.records and self.records[index].broken for index in record.inputs):
+            record.source = None
 
     def _leave_for_later(self, record: Record, seen: Seen, tensors: list[Tensor]) -> None:
         self.records[record.index] = record
@@ -331,7 +347,7 @@ class NonfiniteRecorder(OperatorObserver):
                 continue
             received = [self.records[index] for index in record.inputs if self.records[index].source == "received"]
             for one in received:
-                mark(one, [(math.nan, math.nan)])
+                self._mark_unread(one, math.nan, math.nan)
             record.source = None if received else "made"
         self._pending.clear()
         read = {index for record in self.records.values() if record.broken for index in (record.index, *record.inputs)}

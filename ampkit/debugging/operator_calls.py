@@ -88,6 +88,7 @@ class OperatorObserver(ObserverMode):
         self.step = 0               # steps that have ended
         self.count = 0              # operators seen
         self._optimizer: Any = None
+        self._backward_seen = self._unscaled = False
         self._forward: dict[int, OperatorCall] = {}         # by sequence number, this step's and the last one's
         self._forward_before: dict[int, OperatorCall] = {}
         self._thread = _Thread()
@@ -125,18 +126,22 @@ class OperatorObserver(ObserverMode):
         """Run an operator and look at it."""
         return func(*args, **kwargs)
 
+    def literal(self, tensor: Tensor, place: Place) -> None:
+        """A tensor has been made of Python's numbers."""
+
     def step_ended(self, optimizer: Any) -> None:
         """An optimizer has stepped."""
 
     def place(self, call: OperatorCall) -> Place:
-        """Where a call belongs. For a backward operator whose forward was not seen, where it was called from."""
+        """Where a call belongs. Of a backward operator the line is its forward's where torch runs it, and its own where
+        code of the user's does: a hook, or a custom function's `backward`."""
         line = call.caller.line()
         if call.phase != "backward":
             return Place(call.module, line, None)
         forward = self.forward_of(call)
         if forward is None:
             return Place(call.module, line, "")
-        return Place(forward.module, forward.caller.line() or line, forward.op)
+        return Place(forward.module, (forward.caller.line() if call.caller.outside else line) or line, forward.op)
 
     def forward_of(self, call: OperatorCall) -> OperatorCall | None:
         """The forward operator that a backward operator belongs to; of a custom function, its first one."""
@@ -157,6 +162,8 @@ class OperatorObserver(ObserverMode):
         if facts.is_view:
             if moved:
                 self._note_forward(number, self._describe(facts, 3))
+            if facts.literal:
+                self.literal(args[0], Place(self.modules.current(), find_caller(2).line(), None))
             return func(*args, **kwargs)
         call = self._describe(facts, 3)
         if call.caller.printing:
@@ -195,9 +202,11 @@ class OperatorObserver(ObserverMode):
         call.phase = "recompute" if call.caller.recompute else "backward"
         call.node = node_name(node)
         call.backward_number = node_sequence_number(node)
-        if call.phase == "recompute" and call.caller.code is None:
-            forward = self.forward_of(call)     # the stack leads to backward(), not to who called the checkpoint
-            call.caller = call.caller if forward is None else forward.caller
+        forward = self.forward_of(call) if call.phase == "recompute" else None
+        if forward is not None:
+            call.module = call.module or forward.module     # a function that a module checkpoints is none itself
+            if call.caller.code is None:
+                call.caller = forward.caller    # the stack leads to backward(), not to who called the checkpoint
         return call
 
     def _note_forward(self, number: int, call: OperatorCall) -> None:
@@ -226,9 +235,18 @@ class OperatorObserver(ObserverMode):
         if not self.begun and self.step == self.first_step:
             self._begin(self._open)
 
+    def was_skipped(self, call: OperatorCall) -> bool:
+        """Whether a scaler has skipped the step before this call: no optimizer says so. To be asked at each call."""
+        if call.phase == "scaler":
+            self._unscaled |= self._backward_seen and not call.caller.scaling
+        elif call.phase == "backward":
+            self._backward_seen = True
+        return self._unscaled and call.phase == "forward" and call.module is not None
+
     def next_step(self) -> None:
         """Count anew; the operators of the step before last are forgotten."""
         self.step += 1
+        self._backward_seen = self._unscaled = False
         self.modules.new_step()
         self._forward_before, self._forward = self._forward, {}
 

@@ -30,8 +30,8 @@ class OperatorFacts:
     """One operator overload, described."""
 
     __slots__ = (
-        "communicates", "composite", "is_view", "mutable", "name", "opaque_state", "overwrites", "random", "shape_only",
-        "undeclared_writes", "uninitialised", "writes",
+        "communicates", "composite", "is_view", "literal", "mutable", "name", "opaque_state", "overwrites", "random",
+        "shape_only", "undeclared_writes", "uninitialised", "writes",
     )
 
     def __init__(self, op: OpOverload) -> None:
@@ -43,6 +43,7 @@ class OperatorFacts:
         self.is_view: bool = (
             op.is_view or base in _UNSAFE_VIEWS or self.name.startswith("profiler::")
         ) and not self.mutable
+        self.literal = self.name == "aten::lift_fresh"      # `torch.tensor` of a list ends in it
         self.uninitialised = self.name in _UNINITIALISED
         self.random = torch.Tag.nondeterministic_seeded in op.tags
         self.shape_only = base.endswith(_SHAPE_ONLY)

@@ -17,6 +17,7 @@ from ampkit.debugging.causes import dtype_name
 from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver
 from ampkit.debugging.operator_facts import tensors_in
 from ampkit.debugging.storage_map import StorageMap
+from ampkit.region.matrix_products import factors, matrix_products
 from ampkit.region.recording import CastRecord, record_casts
 from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque, storage_key
 
@@ -24,8 +25,6 @@ __all__ = ["MatrixShape", "OperatorStat", "OperatorStats", "OperatorTimes", "col
 
 KIND, VERSION = "ampkit.debugging.operators", "1.0"
 _LOW = (torch.float16, torch.bfloat16)
-# Places of the two factors.
-_PRODUCTS = {"aten::mm": (0, 1), "aten::bmm": (0, 1), "aten::addmm": (1, 2), "aten::baddbmm": (1, 2)}
 _ALIGNED = 8        # elements of 16 bits: what tensor cores take at once
 
 
@@ -44,8 +43,8 @@ class OperatorStat:
 
 @dataclass
 class MatrixShape:
-    """Matrix products (or convolutions, by channels) of the forward in 16 bits with a dimension that is no multiple of
-    8; `parameter` is the weight among the factors, "" without one."""
+    """Matrix products of the forward in 16 bits with a dimension that is no multiple of 8; of convolutions the channels
+    of a group count. `parameter` is the weight among the factors, "" without one."""
 
     op: str
     module: str
@@ -181,29 +180,24 @@ class OperatorTimes(OperatorObserver):
             if name:
                 self._weights.set(made[0], name)
         elif call.phase == "forward" and floats and floats[0].dtype in _LOW:
-            self._note_shape(call.op, module, args, seconds)
+            self._note_shapes(call.op, module, args, kwargs, dtype, seconds)
         return result
 
-    def _note_shape(self, op: str, module: str, args: tuple[Any, ...], seconds: float) -> None:
-        if op in _PRODUCTS:
-            left, right = (args[place] for place in _PRODUCTS[op])
-            sizes = {"rows": left.shape[-2], "inner": left.shape[-1], "columns": right.shape[-1]}
-            factors = (left, right)
-        elif op == "aten::convolution":
-            sizes = {"in": args[1].shape[1], "out": args[1].shape[0]}
-            factors = (args[1],)
-        else:
-            return
-        if not any(size % _ALIGNED for size in sizes.values()):
-            return
-        parameter = next(filter(None, map(self._weight, factors)), "")
-        key = (op, module, parameter, *sizes.values())
-        shape = self._shapes.get(key)
-        if shape is None:
-            shape = self._shapes[key] = MatrixShape(op, module, parameter, dtype_name(factors[0].dtype), sizes)
-            self.stats.shapes.append(shape)
-        shape.calls += 1
-        shape.seconds += seconds
+    def _note_shapes(
+        self, op: str, module: str, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: str, seconds: float
+    ) -> None:
+        for product in matrix_products(op, args, kwargs):
+            if not product.odd(_ALIGNED):
+                continue
+            given = (one for one in factors(op, args) if isinstance(one, Tensor))
+            parameter = next(filter(None, map(self._weight, given)), "")
+            key = (op, module, parameter, product.sizes)
+            shape = self._shapes.get(key)
+            if shape is None:
+                shape = self._shapes[key] = MatrixShape(op, module, parameter, dtype, dict(product.sizes))
+                self.stats.shapes.append(shape)
+            shape.calls += 1
+            shape.seconds += seconds
 
     def _weight(self, tensor: Tensor) -> str:
         """The parameter that a tensor is, or is a cast of."""

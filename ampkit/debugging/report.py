@@ -26,7 +26,8 @@ class NonFiniteError(FloatingPointError):
 
 @dataclass(frozen=True)
 class Operation:
-    """One operator call, or (`op` "") a tensor that was there before. For backward, place and line of its forward."""
+    """One operator call, or (`op` "") a tensor that was there before. Of backward the place is its forward's, but the
+    line where code of the user's runs in it."""
 
     index: int              # in the order of execution; -1 for a tensor
     op: str

@@ -75,20 +75,27 @@ class ShadowRun(OperatorObserver):
         self.loss: tuple[float, float] | None = None        # the user's, and its reference, as backward was given it
         self.only_first_step = False            # of several: from its end on operators just run
         self.finished = False
-        self._backward_seen = False
+        self._new_gradients = False
         self._on_gradients = on_gradients
         self._on_step = on_step
 
     def observe(
         self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if not self.finished and self.was_skipped(call):
+            self.memory = ShadowMemory(self.memory.reference)       # its own scale would not have been halved
+            self.step_ended(None)
+            self.next_step()
         if self.finished:
             return func(*args, **kwargs)
         facts = call.facts
         if call.phase == "scaler":
-            self._meet_scaler()
-        self._backward_seen |= call.phase == "backward"
+            self._meet_scaler(scaling=call.caller.scaling)
+        self._new_gradients |= call.phase == "backward"
         given = tensors_in((args, kwargs))
+        written = facts.written(args, kwargs) if facts.mutable else []
+        for one in (*written, *facts.possibly_written(args, kwargs)):
+            self.memory.before_write(one)
         low = any(map(self._is_low, given)) or (bool(given) and self._asks_for_low((*args, *kwargs.values())))
         if not low and not any(map(self.memory.has_twin, given)):
             return func(*args, **kwargs)        # nothing differs here
@@ -96,7 +103,6 @@ class ShadowRun(OperatorObserver):
             # The gradient that backward starts with.
             scale = self.scale or 1.0
             self.loss = float(given[0].detach()) / scale, float(self.memory.read(given[0])) / scale
-        written = facts.written(args, kwargs) if facts.mutable else []
         refusal = "the optimizer" if call.phase == "optimizer" else _why_not(facts, func, args, kwargs, given)
         if refusal:
             result = func(*args, **kwargs)
@@ -123,32 +129,35 @@ class ShadowRun(OperatorObserver):
         def widened(tensor: Tensor) -> Tensor:
             return tensor.detach().to(memory.wide(tensor.dtype), copy=id(tensor) in changes)
 
+        cast = call.op == "aten::_to_copy"
         twins = other_arguments(func, args, kwargs, memory.read, memory.wide)
         own = other_arguments(func, args, kwargs, widened, memory.wide) if low else None
         result = func(*args, **kwargs)
         results = _results(call.facts, result, args, kwargs)
         with torch.no_grad():
             try:
-                references = _results(call.facts, func(*twins[0], **twins[1]), *twins)
-                if own is None:
-                    locals_ = references
-                elif call.op == "aten::_to_copy":
-                    locals_ = [own[0][0]]
-                else:
-                    locals_ = _results(call.facts, func(*own[0], **own[1]), *own)
+                locals_ = None
+                if own is not None:
+                    locals_ = [own[0][0]] if cast else _results(call.facts, func(*own[0], **own[1]), *own)
+                own = None      # what is held from here on is the most that a step needs
+                shared = cast and memory.share(results[0], args[0])
+                references = [memory.read(results[0])] if shared else _results(
+                    call.facts, func(*twins[0], **twins[1]), *twins
+                )
                 _check_shapes(results, references)
             except Exception as error:      # kernels say in many ways that they do not take a wider dtype
                 self.opaque[call.op] = str(error).splitlines()[0][:100]
                 for one in results:
                     memory.forget(one)
                 return result
-            if call.op == "aten::_to_copy" and not self._is_low(results[0]):
+            taken = {storage_key(one) for one in tensors_in(twins) if not is_opaque(one)}
+            del twins
+            if cast and not self._is_low(results[0]):
                 errors = [incoming]     # from a narrower dtype: nothing happens
             else:
-                errors = self._measure(call, results, references, None if own is None else locals_, incoming)
-            taken = {storage_key(one) for one in tensors_in(twins) if not is_opaque(one)}
+                errors = self._measure(call, results, references, locals_, incoming)
             for one, reference, error in zip(results, references, errors, strict=True):
-                if id(one) in changes:
+                if shared or id(one) in changes:
                     memory.note_error(one, error)
                 else:
                     memory.write(one, reference, error, own=storage_key(reference) not in taken)
@@ -161,14 +170,13 @@ class ShadowRun(OperatorObserver):
     ) -> list[Error]:
         """Note how far a call's results are from the reference. Returns the error of each."""
         chosen = [i for i, one in enumerate(results) if one.numel() and (one.is_floating_point() or one.is_complex())]
-        wide = {i: results[i].to(references[i].dtype) for i in chosen}
-        totals = {i: deviation(wide[i], references[i]) for i in chosen}
+        totals = {i: deviation(results[i], references[i]) for i in chosen}
         maker = incoming.maker
         if chosen:
             total = _sum(totals.values())
             local, propagated = Deviation(0.0, total.norm, 0, 0, total.numel), total
             if locals_ is not None:
-                local = _sum(deviation(wide[i], locals_[i], count_lost=self._is_low(results[i])) for i in chosen)
+                local = _sum(deviation(results[i], locals_[i], count_lost=self._is_low(results[i])) for i in chosen)
             if locals_ is not None and (local.error or local.broken):
                 propagated = _sum(deviation(locals_[i], references[i]) for i in chosen)
             if local.relative > propagated.relative / 2:
@@ -197,13 +205,13 @@ class ShadowRun(OperatorObserver):
             with without_dispatch():
                 self._on_gradients(self)
 
-    def _meet_scaler(self) -> None:
+    def _meet_scaler(self, *, scaling: bool) -> None:
         """Note its scale; it may skip the step, and then nobody else says that gradients are ready."""
-        scaler = running_scaler() if self.scale is None else None
+        scaler = running_scaler() if self.scale is None or scaling else None
         if scaler is not None and scaler.is_enabled():
             self.scale = scaler.get_scale()
-        if self._backward_seen:
-            self._backward_seen = False
+        if self._new_gradients and not scaling:
+            self._new_gradients = False
             self._on_gradients(self)
 
     def _is_low(self, tensor: Tensor) -> bool:
@@ -250,7 +258,6 @@ def _check_shapes(results: list[Tensor], references: list[Tensor]) -> None:
 
 def deviation(value: Tensor, reference: Tensor, *, count_lost: bool = False) -> Deviation:
     """How far `value` is from `reference`; `lost` stays 0 unless it is asked for."""
-    value = value.to(reference.dtype)
     if value.is_complex():
         value, reference = torch.view_as_real(value), torch.view_as_real(reference)
     value, reference = value.reshape(-1), reference.reshape(-1)
@@ -258,7 +265,8 @@ def deviation(value: Tensor, reference: Tensor, *, count_lost: bool = False) -> 
     lost = 0
     if count_lost and int(torch.count_nonzero(value)) < count:
         lost = int(((value == 0) & (reference != 0)).sum())
-    difference = value - reference
+    same = value.dtype is reference.dtype
+    difference = value - reference if same else value.to(reference.dtype).sub_(reference)
     error, norm = math.sqrt(torch.dot(difference, difference)), math.sqrt(torch.dot(reference, reference))
     if math.isfinite(error) and math.isfinite(norm):
         return Deviation(error, norm, lost, 0, count)

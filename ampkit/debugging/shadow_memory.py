@@ -1,18 +1,20 @@
 """What every tensor would hold had the step been computed in a wider dtype: a twin of its memory.
 
 A twin belongs to a storage, element for element, so that views and in-place writes find it where they find the
-user's values. Memory that no operator has computed anything different for has no twin: it is read as it is.
+user's values. Memory that no operator has computed anything different for has no twin: it is read as it is. Casts copy
+nothing here: before and after, the reference values are the same, and lie in one memory until somebody writes there.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from ampkit.debugging.storage_map import StorageMap
-from ampkit.torch_internals.operator_tracing import is_opaque
+from ampkit.torch_internals.operator_tracing import is_opaque, storage_key
 
 __all__ = ["NONE", "Error", "ShadowMemory"]
 
@@ -32,12 +34,17 @@ NONE = Error(0.0, -1)
 class _Twin:
     """The same elements in another dtype, and how far the user's are from them."""
 
-    __slots__ = ("error", "flat", "real")
+    __slots__ = ("__weakref__", "error", "flat", "real", "shared")
 
     def __init__(self, flat: Tensor, real: torch.dtype) -> None:
         self.flat = flat        # one dimension, real numbers
         self.real = real        # the user's dtype, real for a complex one
+        self.shared = False     # whether `flat` may be others' memory too: a twin's, or the user's own
         self.error = NONE
+
+    def is_gone(self) -> bool:
+        """Whether it shared memory that the user has freed since."""
+        return self.shared and self.flat.untyped_storage().nbytes() < self.flat.nbytes
 
 
 class ShadowMemory:
@@ -46,6 +53,7 @@ class ShadowMemory:
     def __init__(self, reference: torch.dtype) -> None:
         self.reference = reference
         self._twins: StorageMap[_Twin] = StorageMap()
+        self._sharing: dict[int, WeakSet[_Twin]] = {}       # by the memory that they share
         self._grown, self._limit = 0, _SPARE
 
     def wide(self, dtype: torch.dtype) -> torch.dtype:
@@ -72,9 +80,41 @@ class ShadowMemory:
 
     def make_writable(self, tensor: Tensor) -> None:
         """Give a tensor's memory a twin that may be written in place."""
-        if self._twin(tensor) is None and not is_opaque(tensor):
+        twin = self._twin(tensor)
+        if twin is not None and twin.shared:
+            self._sharing[storage_key(twin.flat)].discard(twin)
+            twin.flat, twin.shared = twin.flat.clone(), False
+        elif twin is None and not is_opaque(tensor):
             whole = _whole(tensor)
             self._keep(tensor, whole.to(self.wide(whole.dtype), copy=True))
+
+    def before_write(self, tensor: Tensor) -> None:
+        """The user's values of a tensor are about to change: twins in their memory move to a copy."""
+        sharing = self._sharing.pop(storage_key(tensor), None) if self._sharing and not is_opaque(tensor) else None
+        one = next(iter(sharing), None) if sharing else None
+        if sharing and one is not None:
+            copy = one.flat.new_empty(0) if one.is_gone() else one.flat.clone()
+            for twin in sharing:
+                twin.flat = copy
+            self._sharing[storage_key(copy)] = sharing
+
+    def share(self, tensor: Tensor, source: Tensor) -> bool:
+        """Let a new tensor, a cast of `source`, have its reference values in the same memory; False if it cannot."""
+        if is_opaque(source) or not source.is_floating_point() or not tensor.is_floating_point():
+            return False
+        if source.device != tensor.device or source.stride() != tensor.stride():
+            return False
+        twin = self._twin(source)
+        if twin is None and torch.distributed.is_available() and torch.distributed.is_initialized():
+            return False        # FSDP frees parameters, and fills their memory again, out of sight
+        flat = _whole(source) if twin is None else twin.flat
+        if flat.dtype is not self.wide(tensor.dtype) or not _fills(tensor, flat.numel()):
+            return False
+        for one in (self._keep(tensor, flat), twin):
+            if one is not None:
+                one.shared = True
+                self._sharing.setdefault(storage_key(flat), WeakSet()).add(one)
+        return True
 
     def write(self, tensor: Tensor, value: Tensor, error: Error, *, own: bool) -> None:
         """Note the reference values of a new tensor; `own`: nobody else holds the memory of `value`."""
@@ -100,17 +140,22 @@ class ShadowMemory:
 
     def _twin(self, tensor: Tensor) -> _Twin | None:
         twin = None if is_opaque(tensor) else self._twins.get(tensor)
-        if twin is None or (twin.real is _real(tensor) and twin.flat.numel() == _n_elements(tensor)):
+        if twin is None or (
+            twin.real is _real(tensor) and twin.flat.numel() == _n_elements(tensor) and not twin.is_gone()
+        ):
             return twin
         return None         # the memory was given another meaning, or another size
 
-    def _keep(self, tensor: Tensor, flat: Tensor) -> None:
-        self._twins.set(tensor, _Twin(flat, _real(tensor)))
+    def _keep(self, tensor: Tensor, flat: Tensor) -> _Twin:
+        made = _Twin(flat, _real(tensor))
+        self._twins.set(tensor, made)
         self._grown += flat.untyped_storage().nbytes()
         if self._grown > self._limit:
             self._twins.forget_expired()
+            self._sharing = {key: twins for key, twins in self._sharing.items() if twins}
             live = sum(twin.flat.untyped_storage().nbytes() for twin in self._twins.values())
-            self._grown, self._limit = 0, max(_SPARE, live // 8)
+            self._grown, self._limit = 0, max(_SPARE, live // 32)
+        return made
 
 
 def _real(tensor: Tensor) -> torch.dtype:

@@ -67,7 +67,9 @@ class Caller(NamedTuple):
     instruction: int
     printing: bool
     scaler: bool
+    scaling: bool               # it is a loss that the scaler scales, and no gradient that it looks at
     recompute: bool
+    outside: bool               # it called backward, and is not itself what backward runs
 
     def line(self) -> SourceLine | None:
         """Where in the user's code; None if there is none."""
@@ -83,7 +85,7 @@ def find_caller(depth: int, *, recompute: bool = False) -> Caller:
     """The innermost user frame, from `depth` frames up; with `recompute`, also whether a checkpoint runs it again."""
     frame = sys._getframe(depth)
     code, instruction = None, 0
-    printing = scaler = False
+    printing = scaler = scaling = outside = False
     while frame is not None:
         name = frame.f_code.co_filename
         kind = _files.get(name)
@@ -98,16 +100,18 @@ def find_caller(depth: int, *, recompute: bool = False) -> Caller:
                 break
         elif code is None and kind is _File.SCALER:
             scaler = True
+            scaling |= frame.f_code.co_name == "scale"
         elif code is None and kind is _File.PRINTING:
             printing = True
         elif recompute and kind is _File.RECOMPUTE:
-            return Caller(code, instruction, printing, scaler, recompute=True)
-        elif recompute and kind is _File.BACKWARD:
+            return Caller(code, instruction, printing, scaler, scaling, recompute=True, outside=outside)
+        elif kind is _File.BACKWARD:
             recompute = False
             if code is not None:
                 break
+            outside = True
         frame = frame.f_back
-    return Caller(code, instruction, printing, scaler, recompute=False)
+    return Caller(code, instruction, printing, scaler, scaling, recompute=False, outside=outside)
 
 
 def _classify(name: str) -> _File:

@@ -17,6 +17,8 @@ def suggest(finding: Finding) -> Suggestion:
     """The change that a finding asks for, untried."""
     origin, cause = finding.origin, finding.cause
     if cause.kind == "arrived":
+        if origin.line:
+            return Suggestion("none: look at the numbers that the line is given", True, "it computes nothing")
         what = f"{finding.parameter!r}" if finding.parameter else "the data"
         return Suggestion(f"none in this step: look at what wrote {what} before it", True, "broken before it is used")
     if cause.kind == "received":
@@ -40,6 +42,8 @@ def suggest(finding: Finding) -> Suggestion:
     change = PolicyChange(finding.device).extended(origin) if low and cause.kind != "constant" else None
     if change is not None:
         return Suggestion(change.code, False, _UNTRIED, change=change)
+    if cause.kind == "unknown":
+        return Suggestion("none is known: find_nonfinite(step, model) looks for the cause", False, "nothing was tried")
     if cause.kind in ("undefined", "from inf"):
         return Suggestion("guard the operator: clamp its inputs, or mask them out", True, "float64 does not help")
     return Suggestion("scale the values down before it", cause.kind == "too large", f"{origin.dtype} is not enough")

@@ -14,7 +14,8 @@ from typing import Literal
 
 __all__ = ["Record", "Trace", "trace"]
 
-Source = Literal["made", "from inf", "constant", "arrived", "received", "uninitialised"]
+# "skipped": a scaler has met it, and it is still in a gradient.
+Source = Literal["made", "from inf", "constant", "arrived", "received", "uninitialised", "skipped"]
 
 
 @dataclass(slots=True)
@@ -75,7 +76,7 @@ def trace(records: Mapping[int, Record], *, complete: bool = True) -> list[Trace
     traces: list[Trace] = []
     # A constant is to blame where it reaches a loss, a gradient or a parameter, and nothing else explains it.
     for record in sorted(broken.values(), key=lambda one: (one.source == "constant", one.index)):
-        if record.source is None or (record.source == "constant" and traces):
+        if record.source in (None, "skipped") or (record.source == "constant" and traces):
             continue
         if record.source == "from inf" and not _only_constants(record, broken):
             continue        # the inf has an origin of its own

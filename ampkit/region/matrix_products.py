@@ -1,7 +1,7 @@
 """Which matrix products an operator is: their sizes and floating-point operations, from the shapes it is called with.
 
-Operators as regions meet them, before they are taken apart: `linear` and not `addmm`. FLOPs are counted as
-`torch.utils.flop_counter` counts what they are taken apart into: two for each multiplication, none for anything else.
+Operators as regions meet them, before they are taken apart (`linear`), and as kernels do (`addmm`). FLOPs are counted
+as `torch.utils.flop_counter` counts what they are taken apart into: two for a multiplication, none for anything else.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["MatrixProduct", "matrix_products", "shape_of"]
+__all__ = ["MatrixProduct", "factors", "matrix_products", "shape_of"]
 
 Shape = tuple[int, ...]
 
@@ -24,20 +24,32 @@ class MatrixProduct(NamedTuple):
     flops: int
 
     def odd(self, multiple: int) -> dict[str, int]:
-        """The dimensions that are no multiple of it."""
+        """The dimensions that are no multiple of it; none of a product with a vector, which no padding helps."""
+        if any(size == 1 for _, size in self.sizes):
+            return {}
         return {name: size for name, size in self.sizes if size % multiple}
 
 
 def matrix_products(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[MatrixProduct, ...]:
     """The products in a call of an operator ("aten::linear"); none where it is no product, or one not known here."""
-    name = op.removeprefix("aten::")
-    find = _PRODUCTS.get(name) or _PRODUCTS.get(name.partition(".")[0])
+    find = _how(op)
     if find is None:
         return ()
     try:
         return tuple(find(*args, **kwargs))
     except (TypeError, ValueError, IndexError, AttributeError):     # the call is refused when it is made: not here
         return ()
+
+
+def factors(op: str, args: Sequence[Any]) -> Sequence[Any]:
+    """The two arguments that an operator multiplies, of those that are products of two; without what it adds."""
+    first = int(_how(op) in (_added, _summed))
+    return args[first:first + 2]
+
+
+def _how(op: str) -> Callable[..., list[MatrixProduct]] | None:
+    name = op.removeprefix("aten::")
+    return _PRODUCTS.get(name) or _PRODUCTS.get(name.partition(".")[0])
 
 
 def shape_of(tensor: Tensor) -> Shape:

@@ -27,6 +27,9 @@ def make():
 
 def nothing():
     return 3
+
+def wrong():
+    return {**make(), "evaluate": lambda policy: 1 / 0}
 """
 
 
@@ -74,7 +77,13 @@ def test_a_budget(folder: Path) -> None:
     assert main([*factory(folder), "--max-evaluations", "4"]) == 3
 
 
+def test_a_metric_that_raises_is_inconclusive(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["debug", "search", "--factory", f"factory_{folder.name}:wrong"]) == 3
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("name", "says"), [
+    ("factory_{}", "expected 'pkg.mod:function'"),
     ("nosuchmodule:make", "--factory is 'nosuchmodule:make': No module named 'nosuchmodule'"),
     ("factory_{}:other", "expected 'pkg.mod:function'"),
     ("factory_{}:nothing", "returned 3; expected a dict with 'evaluate', 'model'"),

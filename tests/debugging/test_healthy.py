@@ -106,6 +106,58 @@ def missing(y: Tensor) -> Tensor:
     return y * torch.nanmean(gaps)
 
 
+def online_softmax(y: Tensor) -> Tensor:
+    """Attention in blocks, as a fused kernel does it: the running maximum begins at -inf."""
+    y = y.float()
+    best, total, out = torch.full(y.shape[:2], -INF), torch.zeros(y.shape[:2]), torch.zeros_like(y)
+    for block in y.split(2, 1):
+        scores = y @ block.transpose(-1, -2)
+        new = torch.maximum(best, scores.amax(-1))
+        weights, old = (scores - new[..., None]).exp(), (best - new).exp()
+        total = total * old + weights.sum(-1)
+        out = out * old[..., None] + weights @ block
+        best = new
+    return out / total[..., None]
+
+
+def forbidden_transitions(y: Tensor) -> Tensor:
+    """The forward pass of a conditional random field."""
+    transitions = torch.zeros(WIDTH, WIDTH)
+    transitions[3] = -INF
+    alpha = torch.full((y.shape[0], WIDTH), -INF)
+    alpha[:, 0] = 0
+    for t in range(y.shape[1]):
+        alpha = torch.logsumexp(alpha[:, :, None] + transitions, 1) + y[:, t].float()
+    return alpha.logsumexp(-1)
+
+
+def impossible_alignment(y: Tensor) -> Tensor:
+    lengths = torch.full((y.shape[0],), LENGTH)
+    targets = torch.ones(y.shape[0], LENGTH, dtype=torch.int64)
+    return F.ctc_loss(y.float().log_softmax(-1).transpose(0, 1), targets, lengths, lengths, zero_infinity=True)
+
+
+def beams(y: Tensor) -> Tensor:
+    with torch.no_grad():
+        scores = torch.full((y.shape[0], 3), -INF)
+        scores[:, 0] = 0
+        for t in range(3):
+            scores = (scores[:, :, None] + y[:, t].float().log_softmax(-1)[:, None]).flatten(1).topk(3)[0]
+    return y
+
+
+def labels_with_gaps(y: Tensor) -> Tensor:
+    labels = torch.zeros_like(y)
+    labels[0] = math.nan
+    there = ~labels.isnan()
+    return (y - torch.where(there, labels, 0.0)) * there
+
+
+def restricted_choice(y: Tensor) -> Tensor:
+    chosen = torch.distributions.Categorical(logits=y.float().masked_fill(torch.arange(WIDTH) > 9, -INF))
+    return chosen.log_prob(chosen.sample())
+
+
 FUNCTIONS: dict[str, Callable[[], nn.Module]] = {
     "masked_fill": lambda: Attention(lambda s: s.masked_fill(MASK, -INF)),
     "masked_fill by a tensor": lambda: Attention(lambda s: s.masked_fill(MASK, torch.tensor(-INF, dtype=s.dtype))),
@@ -133,6 +185,15 @@ FUNCTIONS: dict[str, Callable[[], nn.Module]] = {
     "norm": lambda: Function(lambda y: F.normalize(y.float())),
     "log_softmax of a mask": lambda: Function(lambda y: y.masked_fill(torch.arange(WIDTH) == 2, -INF)
                                               .log_softmax(-1)[..., 3:]),
+    "softmax in blocks": lambda: Function(online_softmax),
+    "random field": lambda: Function(forbidden_transitions),
+    "ctc without an alignment": lambda: Function(impossible_alignment),
+    "beam search": lambda: Function(beams),
+    "labels with gaps": lambda: Function(labels_with_gaps),
+    "categorical": lambda: Function(restricted_choice),
+    "greatest of a group": lambda: Function(lambda y: torch.full((3, WIDTH), -INF).scatter_reduce(
+        0, (torch.arange(LENGTH) % 3)[:, None].expand(LENGTH, WIDTH), y[0].float(), "amax")),
+    "inf sorted last": lambda: Function(lambda y: y.float().masked_fill(y < 0, INF).sort(-1)[0].clamp(max=1.0)),
     "checkpoint": lambda: Function(lambda y: checkpoint(
         lambda z: (1 / (1 + (-60 * z.detach()).half().exp()) + z), y, use_reentrant=False)),    # type: ignore[arg-type]
     "reentrant checkpoint": lambda: Function(lambda y: checkpoint(in_place_mask, y, use_reentrant=True)),   # type: ignore[arg-type]

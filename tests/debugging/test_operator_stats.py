@@ -54,6 +54,46 @@ def test_shapes_that_are_no_multiples_of_eight_name_the_parameter() -> None:
     assert stats.shapes == []       # float32: nothing to align
 
 
+@pytest.mark.parametrize(("layer", "odd"), [
+    (nn.Conv2d(16, 24, 3, groups=2), {"out": 12}),
+    (nn.Conv2d(24, 16, 3, groups=2), {"in": 12}),
+    (nn.ConvTranspose2d(16, 20, 3), {"out": 20}),
+    (nn.ConvTranspose2d(12, 16, 3), {"in": 12}),
+    (nn.ConvTranspose2d(16, 24, 3, groups=2), {"out": 12}),
+    (nn.ConvTranspose2d(24, 16, 3, groups=2), {"in": 12}),
+])
+def test_channels_of_a_convolution_are_those_of_a_group(layer: nn.Conv2d, odd: dict[str, int]) -> None:
+    """What one matrix product of it has, whichever way round the weight lies; as `record_casts` counts them."""
+    x = torch.randn(2, layer.in_channels, 8, 8)
+    found = stats_of(layer, x)
+    assert [(one.parameter, one.odd) for one in found.shapes] == [("weight", odd)]
+    assert [one.odd for one in found.rules.misaligned(8)] == [odd]
+
+
+def test_the_weight_is_named_and_not_what_is_added() -> None:
+    class Added(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.residual, self.left = nn.Parameter(torch.ones(8, 12)), nn.Parameter(torch.ones(8, 16))
+            self.vector = nn.Parameter(torch.ones(12))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.addmm(self.residual, self.left, x) @ self.vector
+
+    found = stats_of(Added(), torch.randn(16, 12)).shapes
+    assert [(one.op, one.parameter, one.sizes) for one in found] == [
+        ("aten::addmm", "left", {"rows": 8, "inner": 16, "columns": 12}),
+    ]       # and no product with a vector
+
+
+def test_products_with_vectors_are_not_to_be_changed() -> None:
+    """Depthwise convolutions, and layers with one output: no padding helps them."""
+    assert stats_of(nn.Conv2d(12, 12, 3, groups=12), torch.randn(2, 12, 8, 8)).shapes == []
+    found = stats_of(nn.Linear(12, 1), torch.randn(8, 12))
+    assert found.shapes == []
+    assert found.rules.misaligned(8) == []
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_results_are_the_same_to_the_bit(name: str) -> None:
 

@@ -29,4 +29,5 @@ def test_the_rank_to_blame(culprit: int, tmp_path: Path) -> None:
     assert made.findings[0].origin.op == "aten::reciprocal"
     assert made.findings[0].cause.kind == "undefined"
     assert received.findings[0].cause.kind == "received"
+    assert not any(one.cause.kind == "received" for one in made.findings)       # what it sent was broken
     assert "rank " in str(received)

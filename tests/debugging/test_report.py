@@ -148,6 +148,36 @@ def test_debug_nonfinite(script: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "no.py is no file; expected the training script" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arguments", [
+    ["nonfinite", "--json"], ["nonfinite", "--html"], ["precision", "--json"], ["operators", "--html"],
+    ["monitor", "--out"], ["hashes", "--json"],
+])
+def test_a_folder_that_is_not_there_is_told_before_the_script_runs(
+    arguments: list[str], script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(tmp_path / "none" / "f")
+    assert main(["debug", *arguments, file, script, "9"]) == 2
+    printed = capsys.readouterr()
+    assert printed.err == f"ampkit debug: {arguments[1]} is {file}; expected a file in a folder that is there\n"
+    assert printed.out == ""
+
+
+@pytest.mark.parametrize(("tool", "code"), [("nonfinite", 1), ("precision", 0), ("operators", 0)])
+def test_a_report_as_a_page(tool: str, code: int, script: str, tmp_path: Path) -> None:
+    assert main(["debug", tool, "--html", str(tmp_path / "r{rank}.html"), script, "2"]) == code
+    page = (tmp_path / "r0.html").read_text()
+    assert page.startswith("<!DOCTYPE html>")
+    assert "train.py" in page
+
+
+def test_only_a_step_that_computes_was_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a loop prints after its last step is none."""
+    file = tmp_path / "s.py"
+    file.write_text(SCRIPT + "print(float(loss.detach()) + float(torch.ones(2).mean()))")
+    assert main(["debug", "nonfinite", "--from-step", "4", str(file), "9"]) == 3
+    assert "ended before step 4: nothing was looked at. Until then steps that a scaler" in capsys.readouterr().err
+
+
 def test_a_script_that_ends_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An exit code, an error and Ctrl-C of the script's own."""
     for body, code, says in (

@@ -1,0 +1,164 @@
+"""Steps of several backward passes under a scaler: where they end, and what a scaler is left to skip."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ampkit import GradScaler, autocast
+from ampkit.debugging import compare_precision, detect_nonfinite
+from ampkit.debugging.precision import PrecisionComparison
+from ampkit.debugging.shadow import ShadowRun
+
+SCALERS = [GradScaler, torch.amp.GradScaler]
+
+
+class Training:
+    """A loop that accumulates gradients, and prints its loss as loops do."""
+
+    def __init__(self, cls: Any, scale: float) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.scaler = cls("cpu", init_scale=scale)
+        self.batch = torch.randn(8, 16)
+
+    def run(self, steps: int, micro: int, unscale: bool = False) -> None:
+        for _ in range(steps):
+            for _ in range(micro):
+                with autocast("cpu", dtype=torch.float16):
+                    loss = self.model(self.batch).float().square().mean()
+                self.scaler.scale(loss).backward()
+            if unscale:
+                self.scaler.unscale_(self.optimizer)
+                nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad()
+            float(loss.detach())
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("micro", [1, 2, 4])
+@pytest.mark.parametrize("cls", SCALERS)
+def test_steps_are_counted(cls: Any, micro: int, unscale: bool) -> None:
+    training = Training(cls, 16.0)
+    with detect_nonfinite(training.model) as report:
+        training.run(5, micro, unscale)
+    assert report.steps == 5
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("micro", [1, 2, 4])
+@pytest.mark.parametrize("cls", SCALERS)
+def test_what_a_scaler_skips_is_no_finding(cls: Any, micro: int, unscale: bool) -> None:
+    training = Training(cls, 2.0**22)
+    with detect_nonfinite(training.model, on_found="record") as report:
+        training.run(12, micro, unscale)
+    skips = 22 - math.log2(training.scaler.get_scale())
+    assert skips > 1
+    assert not report, str(report)
+    assert report.skipped[0].step == 0
+    assert max(one.step for one in report.skipped) < skips
+    assert report.skipped[0].scale == 2.0**22
+    assert report.steps == 12
+
+
+@pytest.mark.parametrize("micro", [1, 4])
+@pytest.mark.parametrize("cls", SCALERS)
+def test_after_a_skipped_step_the_reference_has_the_users_scale(cls: Any, micro: int) -> None:
+    """The reference overflows nowhere, and its own scale would not have been halved."""
+    training = Training(cls, 2.0**22)
+    report = compare_precision(lambda: training.run(8, micro), training.model)
+    assert training.scaler.get_scale() < 2.0**22, "nothing was skipped"
+    assert report.loss == pytest.approx(report.reference_loss, rel=1e-2)
+    assert report.gradient_error < 1e-2
+    assert report.scale == training.scaler.get_scale()      # of the last step
+
+
+@pytest.mark.parametrize("cls", SCALERS)
+def test_a_scale_that_has_grown_is_the_one_that_is_told(cls: Any) -> None:
+    training = Training(cls, 2.0**15)
+    training.scaler.set_growth_interval(1)
+    scales = []
+    with detect_nonfinite(training.model, on_found="record") as report:
+        for _ in range(10):
+            scales.append(training.scaler.get_scale())
+            training.run(1, 1)
+    first = report.skipped[0]
+    assert first.step > 0
+    assert first.scale == scales[first.step]
+
+
+@pytest.mark.parametrize("cls", SCALERS)
+def test_gradients_are_ready_when_the_last_micro_batch_is_done(cls: Any) -> None:
+    training, ready = Training(cls, 16.0), []
+    with ShadowRun(training.model, torch.float32, lambda run: ready.append(run.count)):
+        training.run(1, 4)
+    assert len(ready) == 2      # scaled, and unscaled
+
+
+@pytest.mark.parametrize("micro", [1, 4])
+@pytest.mark.parametrize("cls", SCALERS)
+def test_a_skipped_step_ends(cls: Any, micro: int) -> None:
+    """With its gradients, which overflowed; the next one is not looked at."""
+    ended: list[bool] = []
+    training = Training(cls, 2.0**40)
+    comparison = PrecisionComparison(training.model, on_step=lambda: ended.append(True))
+    comparison.run.only_first_step = True
+    with comparison as report:
+        training.run(2, micro)
+    assert len(ended) == 1
+    assert report.gradient_error == float("inf")
+    assert report.scale == 2.0**40
+
+
+@pytest.mark.parametrize("check", ["now", "deferred"])
+@pytest.mark.parametrize("cls", SCALERS)
+def test_gradients_of_a_skipped_step_that_others_add_to(cls: Any, check: Any) -> None:
+    """A discriminator's step is skipped; the generator's backward adds to its gradients, which nobody takes."""
+    torch.manual_seed(0)
+    generator, judge = nn.Linear(8, 8), nn.Linear(8, 1)
+    optimizers = [torch.optim.Adam(one.parameters()) for one in (judge, generator)]
+    scaler = cls("cpu", init_scale=2.0**20)
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            for optimizer, factor in zip(optimizers, (1.0, 3e4), strict=True):
+                with autocast("cpu", dtype=torch.float16):
+                    loss = judge(generator(torch.randn(4, 8))).float().mean() * factor
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+                scaler.step(optimizer)
+            scaler.update()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+
+    with detect_nonfinite(None, check, on_found="record") as report:
+        run(14)
+    assert report.skipped
+    assert not report, str(report)
+    with torch.no_grad():
+        judge.weight.fill_(float("nan"))
+    with detect_nonfinite(None, check, on_found="record") as report:
+        run(1)
+    assert report
+
+
+def test_functions_without_modules_have_steps_too() -> None:
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    losses: list[Tensor] = []
+    with detect_nonfinite() as report:
+        for _ in range(3):
+            loss = (weight * 2).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            losses.append(loss.detach() * 0.5)
+    assert report.steps == 3
