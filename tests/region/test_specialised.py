@@ -25,22 +25,24 @@ from tests.helpers.regions import BF16, FP16, FP32
 POLICIES = (Policy.torch("cpu"), Policy.default("cpu"))
 
 
-@pytest.fixture
-def general(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every operator takes the general kernel, in regions with caches that are new."""
+def _kernels(monkeypatch: pytest.MonkeyPatch, *, written: bool) -> Iterator[None]:
+    """Which kernels operators take in here, in regions with caches that are new."""
     with monkeypatch.context() as patch:
-        patch.setattr(specialised, "SPECIALISE", False)
+        patch.setattr(specialised, "SPECIALISE", written)
         patch.setattr(thread, "cache", RegionCache())
         yield
+
+
+@pytest.fixture
+def general(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every operator takes the general kernel."""
+    yield from _kernels(monkeypatch, written=False)
 
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Operators take the kernels written for them, also where AMPKIT_GENERAL_KERNELS forces the general one."""
-    with monkeypatch.context() as patch:
-        patch.setattr(specialised, "SPECIALISE", True)
-        patch.setattr(thread, "cache", RegionCache())
-        yield
+    yield from _kernels(monkeypatch, written=True)
 
 
 class _Asked:
