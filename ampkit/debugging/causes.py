@@ -99,8 +99,7 @@ def find_cause(
     if facts.uninitialised:
         return Cause("uninitialised", "memory that nothing was written to")
     broken = [one for one in inputs if not one.finite]
-    tensors = tensors_in((args, kwargs))
-    if not inputs and any(one.is_floating_point() and not one.numel() for one in tensors):
+    if not inputs and any(one.is_floating_point() and not one.numel() for one in tensors_in((args, kwargs))):
         return Cause("undefined", "undefined in any precision: there are no elements to compute it of")
     if not broken and asks_for_nonfinite((args, kwargs)):
         return CONSTANT

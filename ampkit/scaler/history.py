@@ -137,10 +137,17 @@ class Ledger:
             notes, self._captured = self._captured, _Notes()
         else:
             notes, self._notes = self._notes, _Notes()
-        if len(notes.updates) != 1 or not self._tally(notes, scale):
-            self._sum_up(notes, scale)
-        if notes.updates and self._history_size and not capturing:
-            self._keep(notes.updates)
+        tallied = len(notes.updates) == 1 and self._tally(notes, scale)
+        keeps = self._history_size > 0 and not capturing
+        if notes.steps and not tallied:
+            self._totals[_AT["attempts"]] += len(notes.steps)
+            self._totals[_AT["skips"]] += (torch.stack(notes.steps) != 0).sum()
+        if notes.updates and (keeps or not tallied):
+            before, overflow = _stacked(notes.updates)
+            if not tallied:
+                self._sum_up(before, overflow, scale)
+            if keeps:
+                self._keep(before, overflow, [norm for _, _, norm in notes.updates])
 
     def _tally(self, notes: _Notes, scale: Tensor) -> bool:
         """Add one update to the totals, in one launch; False, with nothing done, where no kernel serves that."""
@@ -152,15 +159,9 @@ class Ledger:
         kernels.tally_update_(self._totals, used, scale, flag, notes.steps)
         return True
 
-    def _sum_up(self, notes: _Notes, scale: Tensor) -> None:
-        """Add any number of steps and updates to the totals, with torch's operators."""
-        if notes.steps:
-            self._totals[_AT["attempts"]] += len(notes.steps)
-            self._totals[_AT["skips"]] += (torch.stack(notes.steps) != 0).sum()
-        n = len(notes.updates)
-        if not n:
-            return
-        before, overflow = _stacked(notes.updates)
+    def _sum_up(self, before: Tensor, overflow: Tensor, scale: Tensor) -> None:
+        """Add any number of updates to the totals, with torch's operators."""
+        n = len(before)
         after = torch.cat((before[1:], scale.detach().reshape(1)))
         # position (from 1) of the last clean update; 0 when there is none
         last_clean = (torch.arange(1, n + 1, device=overflow.device) * ~overflow).max()
@@ -171,9 +172,7 @@ class Ledger:
         self._totals[_AT["growths"]] += (after > before).sum()
         self._totals[_AT["backoffs"]] += (after < before).sum()
 
-    def _keep(self, updates: Sequence[_Update]) -> None:
-        before, overflow = _stacked(updates)
-        norms = [norm for _, _, norm in updates]
+    def _keep(self, before: Tensor, overflow: Tensor, norms: Sequence[Tensor | None]) -> None:
         filled = torch.stack([before[0] if norm is None else norm.to(before) for norm in norms])
         self._blocks.append((torch.stack((before, overflow.float(), filled), dim=1), [n is not None for n in norms]))
         self._kept += len(norms)
