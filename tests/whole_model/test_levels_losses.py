@@ -202,7 +202,7 @@ class Pair(nn.Module):
 def pair(opt_level: str, optimizer_of: Callable[..., torch.optim.Optimizer], **options: object) -> tuple[Pair, list]:
     torch.manual_seed(0)
     model = Pair()
-    towers, optimizers = initialize(
+    _, optimizers = initialize(
         [model.fine, model.wild], [optimizer_of(model.fine), optimizer_of(model.wild)], opt_level,
         dtype=torch.float16, verbosity=0, **options,  # type: ignore[arg-type]
     )
