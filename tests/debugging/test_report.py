@@ -150,12 +150,14 @@ def test_debug_nonfinite(script: str, tmp_path: Path, capsys: pytest.CaptureFixt
     ("raise KeyboardInterrupt", 130, "the script was interrupted"),
 ])
 def test_a_script_that_does_not_run_to_its_end_is_inconclusive(
-    tool: str, body: str, code: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tool: str, body: str, code: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """In the text, the file and the exit code, and again when the file is shown."""
+    """In the text, the file and the exit code, and again when the file is shown. It may go to another folder."""
+    monkeypatch.chdir(tmp_path)
     script, file = tmp_path / "s.py", tmp_path / "r.json"
     script.write_text(f"import os, torch\nos.chdir('/')\ntorch.ones(1).exp()\n{body}\n")
-    assert main(["debug", tool, "--json", str(file), str(script)]) == code
+    assert main(["debug", tool, "--json", "r.json", str(script)]) == code
     assert f"inconclusive: {says}" in capsys.readouterr().out
     assert json.loads(file.read_text())["status"] == "inconclusive"
     assert main(["debug", "report", str(file)]) == 3
