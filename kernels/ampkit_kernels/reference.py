@@ -20,6 +20,11 @@ _DTYPE = attrgetter("dtype")
 _ELEMENTS_PER_THREAD = 1 << 23
 
 
+def is_on_host(scalar: Tensor) -> bool:
+    """Whether `host_value` can read the scalar: not on a device, nor in a FakeTensor, which holds no number."""
+    return scalar.is_cpu and type(scalar) is Tensor
+
+
 def host_value(scalar: Tensor) -> float:
     """The number in a one-element CPU tensor, read from memory: no dispatch, nothing to wait for."""
     return scalar.numpy().item()
@@ -41,7 +46,7 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
     if not grads:
         return
     grads = written_in_place(grads, "unscale_")
-    if inv_scale.is_cpu:
+    if is_on_host(inv_scale):
         # torch's CPU operator takes mixed dtypes in one call. Only a factor above 1 can make inf of a finite value.
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
         if host_value(inv_scale) <= 1.0:
@@ -81,7 +86,7 @@ def norm_and_check(
         filled = grads
     factor = (inv_scale if inv_scale.ndim == 0 else inv_scale.reshape(())) if norm_type != 0 else 1.0
     raw = _total(filled, norm_type, out_dtype)
-    if raw.device.type == "cpu":
+    if is_on_host(raw):
         inv = host_value(inv_scale)
         norm = raw * factor
         if norm_type > 0 and _is_finite(host_value(norm)) and inv <= 1.0:
@@ -170,7 +175,7 @@ def multiply_(grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None 
     if not grads:
         return
     grads = written_in_place(grads, "multiply_")
-    if factor.is_cpu:
+    if is_on_host(factor):
         if host_value(factor) == 1.0 or (found_inf is not None and host_value(found_inf) != 0.0):
             return
         # By the tensor: torch takes several times longer over a number, with the same bits.
