@@ -199,12 +199,3 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["debug", "nonfinite", "--from-step", "-1", "train.py"])
     assert "'-1' is no number of steps" in capsys.readouterr().err
-
-
-def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "softmax", "--device", "cuda"]) == 0
-    assert "aten::softmax.int: FLOAT32_DTYPE_ARG (set by torch)" in capsys.readouterr().out
-    assert main(["explain", "nosuch"]) == 2
-    assert "no operator 'aten::nosuch'" in capsys.readouterr().err
-    assert main(["explain", "mm", "--device", "toaster"]) == 2
-    assert "no operator lists for device type 'toaster'" in capsys.readouterr().err
