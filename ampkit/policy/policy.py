@@ -118,17 +118,7 @@ class Policy:
         Raises `TypeError` or `ValueError`, naming the operator, for an unknown operator or rule, an operator named
         twice, and a rule that the operator cannot follow.
         """
-        if not isinstance(rules, Mapping):
-            raise TypeError(f"with_rules takes a dict of operator to Rule, got {type(rules).__name__}")
-        layer: dict[OpOverload, Rule] = {}
-        for key, value in rules.items():
-            rule = checked_rule(value, key)
-            for op in overloads(key, rule):
-                if op in layer:
-                    raise ValueError(f"operator '{op.name()}' is named twice, as {layer[op].name} and as {rule.name}")
-                layer[op] = rule
-        ordered = tuple(sorted(layer.items(), key=lambda item: item[0].name()))
-        return Policy(self.base, self.device_type, (*self.overrides, ordered), self.modules)
+        return Policy(self.base, self.device_type, (*self.overrides, _checked_layer(rules)), self.modules)
 
     def for_modules(self, rules: Mapping[Any, Any]) -> Policy:
         """A policy that computes some modules in another precision.
@@ -141,8 +131,12 @@ class Policy:
         """
         if not isinstance(rules, Mapping):
             raise TypeError(f"for_modules takes a dict of module to dtype or policy, got {type(rules).__name__}")
-        keys = map(module_rules.checked_key, rules)
-        items = [(key, self._precision(key, value)) for key, value in zip(keys, rules.values(), strict=True)]
+        return self._with_modules(rules.items())
+
+    def _with_modules(self, rules: Iterable[tuple[Any, Any]]) -> Policy:
+        """The policy with these rules of `for_modules` added, checked."""
+        keys = [(module_rules.checked_key(key), value) for key, value in rules]
+        items = [(key, self._precision(key, value)) for key, value in keys]
         return Policy(self.base, self.device_type, self.overrides, self.modules.extended(items))
 
     def check(self, model: Module) -> module_check.ModuleCheck:
@@ -345,12 +339,24 @@ def register_changes() -> int:
 
 def _restored(base: Any, device_type: Any, layers: Iterable[Any], modules: Iterable[tuple[Any, Any]]) -> Policy:
     """The policy of these parts. Pickles call it; they refer to a module class by name, as to any class."""
-    policy = Policy(base, device_type)
-    for layer in layers:
-        policy = policy.with_rules(layer)
-    for key, value in modules:
-        policy = policy.for_modules({key: _restored(*value) if isinstance(value, written.Parts) else value})
-    return policy
+    policy = Policy(base, device_type, tuple(map(_checked_layer, layers)))
+    return policy._with_modules(
+        (key, _restored(*value) if isinstance(value, written.Parts) else value) for key, value in modules
+    )
+
+
+def _checked_layer(rules: Any) -> tuple[tuple[OpOverload, Rule], ...]:
+    """The layer that `with_rules` adds: every operator that its keys mean, in order of its name."""
+    if not isinstance(rules, Mapping):
+        raise TypeError(f"with_rules takes a dict of operator to Rule, got {type(rules).__name__}")
+    layer: dict[OpOverload, Rule] = {}
+    for key, value in rules.items():
+        rule = checked_rule(value, key)
+        for op in overloads(key, rule):
+            if op in layer:
+                raise ValueError(f"operator '{op.name()}' is named twice, as {layer[op].name} and as {rule.name}")
+            layer[op] = rule
+    return tuple(sorted(layer.items(), key=lambda item: item[0].name()))
 
 
 @functools.lru_cache(maxsize=64)

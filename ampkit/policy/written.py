@@ -19,6 +19,7 @@ from ampkit.policy.rules import Rule
 from ampkit.torch_internals.operators import OpOverload
 
 MOST_NESTED = 16        # policies within policies: reading one recurses, and so do its methods
+MOST_RULES = 20_000     # in all: policies may share their parts, so that a short pickle says endlessly many
 _KEYS = {"base", "device_type", "rules", "modules"}
 Layer = Sequence[tuple[OpOverload, Rule]]
 
@@ -61,8 +62,9 @@ def check_travels(key: Key) -> None:
         )
 
 
-def read_dict(state: Any, depth: int = 1) -> Parts:
-    """What `Policy.to_dict` wrote."""
+def read_dict(state: Any, depth: int = 1, counter: list[int] | None = None) -> Parts:
+    """What `Policy.to_dict` wrote; `counter` holds how many rules and layers the policies around it have."""
+    counter = [0] if counter is None else counter
     if not isinstance(state, Mapping):
         raise TypeError(f"a written policy is a dict, as to_dict gives it; got {short(state)}")
     if set(state) != _KEYS:
@@ -76,15 +78,18 @@ def read_dict(state: Any, depth: int = 1) -> Parts:
     for layer in state["rules"]:
         if not isinstance(layer, Mapping):
             raise TypeError(f"each of the 'rules' of a written policy is a dict, got {short(layer)}")
-    modules = [_read_module_rule(item, depth) for item in state["modules"]]
+    counter[0] += len(state["modules"]) + sum(1 + len(layer) for layer in state["rules"])
+    if counter[0] > MOST_RULES:
+        raise ValueError(f"not a policy: it holds more than {MOST_RULES} rules and layers of rules")
+    modules = [_read_module_rule(item, depth, counter) for item in state["modules"]]
     return Parts(state["base"], state["device_type"], state["rules"], modules)
 
 
-def _read_module_rule(item: Any, depth: int) -> tuple[Any, Any]:
+def _read_module_rule(item: Any, depth: int, counter: list[int]) -> tuple[Any, Any]:
     if not isinstance(item, (list, tuple)) or len(item) != 2:
         raise TypeError(f"a module rule of a written policy is a list of a module and its rule, got {short(item)}")
     key, value = item
-    return _read_key(key), value if isinstance(value, str) else read_dict(value, depth + 1)
+    return _read_key(key), value if isinstance(value, str) else read_dict(value, depth + 1, counter)
 
 
 def read_text(text: Any) -> Parts:
@@ -93,6 +98,8 @@ def read_text(text: Any) -> Parts:
         raise TypeError(f"the text of a policy is a str, got {short(text)}")
     base, _, rest = text.partition("|")
     device_type, *layers = rest.split("|")
+    if text.count(",") + len(layers) > MOST_RULES:
+        raise ValueError(f"the text of a policy holds more than {MOST_RULES} rules and layers of rules")
     return Parts(base, device_type, [_read_layer(layer) for layer in layers])
 
 

@@ -53,7 +53,7 @@ class LevelScaler(GradScaler):
         self._log.note_step(optimizer, found_inf, skipped=self._log.examine(optimizer, found_inf, skipped=skipped))
 
 
-def either(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """One flag for two, on the first's device; None where there is neither."""
-    flags = [flag for flag in (first, second) if flag is not None]
-    return ranks.combined(flags, flags[0].device) if flags else None
+def either(*flags: Tensor | None) -> Tensor | None:
+    """One flag for several, set if any is, on the device of the first; None where all are."""
+    given = [flag for flag in flags if flag is not None]
+    return ranks.combined(given, given[0].device) if given else None

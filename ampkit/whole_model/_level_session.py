@@ -68,9 +68,14 @@ class Session:
         return self.scalers[loss_id]
 
     def unscale_and_update(self, optimizers: Sequence[Optimizer], scaler: LevelScaler) -> None:
-        """After a backward: unscale the gradients of these optimizers, and update the scale."""
+        """After a backward: unscale the gradients of these optimizers, and update the scale.
+
+        A gradient that is not finite skips the next step of all of them, as in Apex: networks that are trained by one
+        loss step together or not at all.
+        """
         states = [self.state(optimizer) for optimizer in optimizers]
-        for state, flag in zip(states, scaler.take_all([state.flow for state in states]), strict=True):
+        flag = either(*scaler.take_all([state.flow for state in states]))
+        for state in states:
             state.flag = either(state.flag, flag)
             state.scaler = scaler
             state.unscaled = True

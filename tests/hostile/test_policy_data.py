@@ -22,6 +22,7 @@ from torch import nn
 
 from ampkit import Policy, Rule, autocast
 from ampkit.policy.op_table import TORCH
+from ampkit.policy.operator_keys import key_name
 from ampkit.policy.policy import _restored, registered
 
 SECONDS = float(os.environ.get("AMPKIT_SOAK_SECONDS", 0))
@@ -178,6 +179,62 @@ def keeps(policy: Policy) -> None:
     if policy.device_type == "cpu":
         with autocast("cpu", policy=policy):
             pass
+
+
+def n_calls(function: Callable[[], Any]) -> int:
+    """How many calls, of Python and of C, a call makes."""
+    count = 0
+
+    def profile(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+LARGE = {
+    "layers": lambda n: {"rules": [{"aten::gelu": "keep"}] * n},
+    "empty layers": lambda n: {"rules": [{}] * n},
+    "operators": lambda n: {"rules": [dict.fromkeys(list(map(key_name, Policy.torch("cuda").rules()))[:n], "keep")]},
+    "modules": lambda n: {"modules": [[f"a{i}", "float32"] for i in range(n)]},
+    "policies": lambda n: {"modules": [[f"a{i}", Policy.torch("cpu").to_dict()] for i in range(n)]},
+}
+
+
+@pytest.mark.parametrize("part", LARGE)
+def test_reading_takes_time_by_its_length(part: str) -> None:
+    def work(n: int) -> int:
+        state = {**Policy.torch("cpu").to_dict(), **LARGE[part](n)}
+        return n_calls(lambda: Policy.from_dict(state))
+
+    work(10)
+    assert work(300) < 3.5 * work(100)
+
+
+@pytest.mark.timeout(30)
+def test_the_longest_policy_is_read_in_a_moment() -> None:
+    state = {**Policy.torch("cpu").to_dict(), "modules": [[f"a{i}", "float32"] for i in range(20_000)]}
+    assert Policy.from_dict(state).to_dict() == state
+
+
+def test_policies_that_share_their_parts_have_an_end() -> None:
+    """A pickle of sixteen short dicts may mean more policies than any machine can hold."""
+    state = Policy.torch("cpu").to_dict()
+    for _ in range(15):
+        state = {**state, "modules": [[name, state] for name in "abcdefghij"]}
+    with pytest.raises(ValueError, match="not a policy: it holds more than 20000 rules and layers of rules"):
+        Policy.from_dict(state)
+    for part in ({"rules": [{}] * 20_001}, {"modules": [["a", "float32"]] * 20_001}):
+        with pytest.raises(ValueError, match="more than 20000 rules"):
+            Policy.from_dict({**Policy.torch("cpu").to_dict(), **part})
+    with pytest.raises(ValueError, match="more than 20000 rules"):
+        Policy.from_text("torch|cpu" + "|" * 20_001)
 
 
 @drawn(valid)

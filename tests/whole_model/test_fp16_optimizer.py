@@ -79,6 +79,23 @@ def test_it_is_a_scaler_and_masters_to_the_bit(dtype: torch.dtype, make: Callabl
     assert (stats.steps, stats.skips, stats.growths) == (11, 1, 2)
 
 
+@pytest.mark.parametrize("delay", [False, True])
+def test_an_overflow_in_one_of_two_models_leaves_both(delay: bool) -> None:
+    """Two models in one optimizer step together, or not at all, whichever backward overflowed."""
+    models = [model_of(), model_of()]
+    optimizer = FP16Optimizer(torch.optim.SGD([p for m in models for p in m.parameters()], 0.1), 16.0)
+    x, y = batches(1)[0]
+    for bad in (0, 1):
+        before = [p.clone() for p in optimizer.masters.masters()]
+        for index, model in enumerate(models):
+            loss = loss_of(model, x, y) * (torch.inf if index == bad else 1.0)
+            optimizer.backward(loss, update_master_grads=not (delay and index == 0))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.overflow
+        assert all(torch.equal(a, b) for a, b in zip(before, optimizer.masters.masters(), strict=True))
+
+
 @pytest.mark.parametrize("loss_scale", ["0", "128", "1"])
 def test_scripts_with_a_loss_scale_option(loss_scale: str) -> None:
     """`--fp16 --loss_scale 0` is dynamic, a power of two static, as BERT's scripts have it, in both spellings."""
