@@ -81,8 +81,8 @@ class AutocastMode(TorchDispatchMode):
         self.lookup = None if cache is None else cache.cast
         self.tables = tuple((device, policy.rules()) for device, policy in policies)
         self.kernels = kernels_for(self.tables)
-        # Transforms of `torch.func` take some operators apart. torch's list is followed where torch.amp follows it, after
-        # them; ampkit's before them, so that `vmap` over models is the loop over models.
+        # Transforms of `torch.func` decompose some operators. torch's list is followed after them, as torch.amp does,
+        # ampkit's before them, so that `vmap` over models is the loop over models.
         self.as_torch = {policy.base for _, policy in policies} == {"torch"}
         self.has_module_rules = any(policy.modules for _, policy in policies)
         self.mark = policy_guard.mark_of(policies)

@@ -122,11 +122,10 @@ def test_cuda_that_emulates_bfloat16_is_warned_of_once(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     assert emulates_bfloat16()
     with pytest.warns(UserWarning, match=r"Tesla T4 .*emulates.*torch\.float16.*GradScaler") as caught:
-        made = autocast("cuda", BF16)
-        autocast("cuda", BF16)
+        made = [autocast("cuda", BF16) for _ in range(2)]
     assert len(caught) == 1
     assert caught[0].filename == __file__
-    assert made.fast_dtype is BF16
+    assert made[1].fast_dtype is BF16
     autocast("cuda", FP16)
 
 
