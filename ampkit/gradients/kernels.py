@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampkit.gradients.transfer import host_value_or_none as host_value_or_none
+
 IMPLS = ("auto", "triton", "reference")
 _loaded: list[Any] = []
 
@@ -136,8 +138,3 @@ def _triton_ops() -> Any:
     from ampkit_kernels import triton_ops
 
     return triton_ops
-
-
-def host_value_or_none(value: Tensor) -> float | None:
-    """The number in a one-element tensor if the host can see it without waiting for a device, else None."""
-    return value.numpy().item() if value.is_cpu else None

@@ -16,3 +16,8 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device == device:
         return tensor
     return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def host_value_or_none(value: Tensor) -> float | None:
+    """The number in a one-element tensor if the host can see it without waiting for a device, else None."""
+    return value.numpy().item() if value.is_cpu and type(value) is Tensor else None  # a FakeTensor holds no number

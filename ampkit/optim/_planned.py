@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampkit.gradients import kernels
+import ampkit_kernels as kernels
 from ampkit.gradients.amp_optimizers import StepScalars
 from ampkit.optim import _scaled
 from ampkit.optim._scaled import Row, ScaledStep

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ampkit.gradients import kernels
-from ampkit.gradients.transfer import moved
+import ampkit_kernels as kernels
+from ampkit.gradients.transfer import host_value_or_none, moved
 from ampkit.torch_internals.optimizers import foreach_mul
 
 Loss = TypeVar("Loss")      # what a closure returns, and `step` then
@@ -216,7 +216,7 @@ def lr_for_kernel(lr: float | Tensor, device: torch.device) -> float | Tensor:
     """The learning rate as a kernel takes it: a tensor on the device, or a number."""
     if not isinstance(lr, Tensor):
         return lr
-    value = kernels.host_value_or_none(lr.detach())
+    value = host_value_or_none(lr.detach())
     return moved(lr, device) if value is None else value
 
 

@@ -32,7 +32,7 @@ def check_ranks(scaler: GradScaler, process_group: Any = None) -> None:
     if not scaler.is_enabled() or not ranks.several():
         return
     stats = scaler.stats()
-    mine = torch.tensor([float(getattr(stats, name)) for name in _COMPARED], dtype=torch.float64)
+    mine = torch.tensor([float(getattr(stats, name)) for name in _COMPARED], dtype=torch.float64, device="cpu")
     scale = scaler._live.scale
     message = torch.cat((mine, -mine)).to("cpu" if scale is None else scale.device)
     dist.all_reduce(message, dist.ReduceOp.MAX, group=process_group)

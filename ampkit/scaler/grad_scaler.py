@@ -119,7 +119,7 @@ class GradScaler(torch.amp.GradScaler):
     _growth_interval = attribute_of("_live", "growth_interval")
     _init_scale = attribute_of("_live", "init_scale")
     _init_growth_tracker = attribute_of("_live", "init_growth_tracker")
-    _per_optimizer_states = attribute_of("_iteration", "records")
+    _per_optimizer_states = attribute_of("_iteration", "states")
     process_group = attribute_of("_unscaling", "process_group")
     allow_fp16 = attribute_of("_unscaling", "allow_fp16")
     on_stuck = attribute_of("_log", "on_stuck")
@@ -157,8 +157,9 @@ class GradScaler(torch.amp.GradScaler):
         if allow_repeat and record.stage is OptState.UNSCALED:
             self._unscaling.apply_pending_clip_factor_(record)
             return
-        if record.stage is not OptState.READY:
+        if record.stage in (OptState.UNSCALED, OptState.STEPPED):   # other code sets stages of its own: torch goes on
             raise record.refusal_to_unscale()
+        record.pending_clip_factor = record.residual_inv_scale = None   # of before other code made it READY again
         inv_scale, found_inf = self._unscaling.inverse_and_flag()
         record.found_inf_per_device = self._unscale_grads_(optimizer, inv_scale, found_inf, self._unscaling.allow_fp16)
         record.stage = OptState.UNSCALED
@@ -263,7 +264,7 @@ class GradScaler(torch.amp.GradScaler):
             return self._stepping.nothing_to_do(optimizer, record)
         if on_device:
             return self._stepping.on_device(optimizer, record, args, kwargs)
-        result = self._maybe_opt_step(optimizer, record, *args, **kwargs)
+        result = self._maybe_opt_step(optimizer, record.state, *args, **kwargs)
         record.stage = OptState.STEPPED
         return result
 
@@ -275,9 +276,10 @@ class GradScaler(torch.amp.GradScaler):
         return record.found_inf_per_device
 
     def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
-        record = OptimizerRecord.of(optimizer_state)
-        if not record.found_inf_per_device:  # not reached from `step`; as in torch, no flags mean no inf
+        if not optimizer_state["found_inf_per_device"]:  # not reached from `step`; as in torch, no flags mean no inf
             return optimizer.step(*args, **kwargs)
+        known = self._iteration.records.get(id(optimizer))
+        record = known if known is not None and known.state is optimizer_state else OptimizerRecord(optimizer_state)
         return self._stepping.on_host(optimizer, record, args, kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -298,6 +300,7 @@ class GradScaler(torch.amp.GradScaler):
         else:
             self._iteration.advance(self._live)
         self._iteration.begin()
+        self._log.order.begin()
 
     def skipped(self, optimizer: torch.optim.Optimizer) -> Tensor:
         """Whether the last `step(optimizer)` left the parameters alone, as a 0-d bool tensor on the device.
@@ -306,7 +309,9 @@ class GradScaler(torch.amp.GradScaler):
         Never syncs, unlike `if scaler.skipped(optimizer):`. False when the scaler is disabled. Raises RuntimeError if
         `step` has not been called with this optimizer.
         """
-        return self._log.outcome_of(optimizer).found_inf != 0 if self._enabled else torch.zeros((), dtype=torch.bool)
+        if not self._enabled:
+            return torch.zeros((), dtype=torch.bool, device="cpu")
+        return self._log.outcome_of(optimizer).found_inf != 0
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the last `step(optimizer)` was taken, as a Python value: the opposite of `skipped`.

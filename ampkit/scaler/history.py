@@ -90,7 +90,7 @@ class Ledger:
     def __init__(self, device: torch.device, history_size: int, saved: dict[str, int] | None = None) -> None:
         saved = saved or {}
         start = [int(saved.get(name, 0)) for name in _COUNTED]
-        self._totals = torch.tensor(start, dtype=torch.int64).to(device)
+        self._totals = torch.tensor(start, dtype=torch.int64, device="cpu").to(device)
         self._no_gradients = int(saved.get("no_gradients", 0))
         self._notes, self._captured = _Notes(), _Notes()
         self._has_graph = False

@@ -12,16 +12,20 @@ from torch.amp.grad_scaler import OptState
 
 from ampkit.gradients import ranks
 
-_TORCH_KEYS = ("stage", "found_inf_per_device")
+
+def fresh_state() -> dict[str, Any]:
+    """An optimizer's state at the beginning of an iteration, as torch's scaler makes it."""
+    return {"stage": OptState.READY, "found_inf_per_device": {}}
 
 
 @dataclass(eq=False)
 class OptimizerRecord:
-    """What is known of an optimizer's gradients in this iteration. torch's two entries are also there by key.
+    """What is known of an optimizer's gradients in this iteration, beside torch's two entries, which are in `state`.
 
     Attributes:
-        stage: READY at first, UNSCALED after unscaling or clipping, STEPPED after the step.
-        found_inf_per_device: a flag per device that held gradients, nonzero where one was not finite.
+        state: torch's dict with "stage" (READY at first, UNSCALED after unscaling or clipping, STEPPED after the step)
+            and "found_inf_per_device" (a flag per device that held gradients, nonzero where one was not finite). Other
+            code may hold it, and may have made it.
         optimizer: the optimizer, None until the scaler has seen it.
         groups: process groups whose ranks must skip together.
         scale_range: lowest and highest scale among these ranks, None if they have not been compared.
@@ -32,8 +36,7 @@ class OptimizerRecord:
         versions: version counters of the marked gradients when the last backward pass began.
     """
 
-    stage: OptState = OptState.READY
-    found_inf_per_device: dict[torch.device, Tensor] = field(default_factory=dict)
+    state: Any = field(default_factory=fresh_state)
     # Not arguments: a record is made in every iteration, mostly without these.
     optimizer: Any = field(default=None, init=False)
     groups: Sequence[Any] = field(default=(), init=False)
@@ -44,12 +47,23 @@ class OptimizerRecord:
     mark: object | None = field(default=None, init=False)
     versions: dict[int, int] | None = field(default=None, init=False)
 
-    @classmethod
-    def of(cls, state: OptimizerRecord | Mapping[str, Any]) -> OptimizerRecord:
-        """The record itself, or one made of torch's two entries, as code that knows torch's scaler makes them."""
-        if isinstance(state, OptimizerRecord):
-            return state
-        return cls(state.get("stage", OptState.READY), state["found_inf_per_device"])
+    @property
+    def stage(self) -> OptState:
+        """torch's entry of this name."""
+        return self.state["stage"]
+
+    @stage.setter
+    def stage(self, stage: OptState) -> None:
+        self.state["stage"] = stage
+
+    @property
+    def found_inf_per_device(self) -> dict[torch.device, Tensor]:
+        """torch's entry of this name."""
+        return self.state["found_inf_per_device"]
+
+    @found_inf_per_device.setter
+    def found_inf_per_device(self, found: dict[torch.device, Tensor]) -> None:
+        self.state["found_inf_per_device"] = found
 
     def refusal_to_unscale(self) -> RuntimeError:
         """Why an optimizer that is not READY cannot be unscaled."""
@@ -88,17 +102,3 @@ class OptimizerRecord:
             **{device: torch.maximum(before[device], flag) if device in before else flag
                for device, flag in found.items()},
         }
-
-    def __getitem__(self, key: str) -> Any:
-        if key not in _TORCH_KEYS:
-            raise KeyError(key)
-        return getattr(self, key)
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        if key not in _TORCH_KEYS:
-            raise KeyError(f"{key!r} is no entry of torch's; expected one of {_TORCH_KEYS}")
-        setattr(self, key, value)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """torch's entry of this name, or `default` for any other name."""
-        return getattr(self, key) if key in _TORCH_KEYS else default

@@ -19,7 +19,7 @@ _SETTINGS = ("process_group", "allow_fp16", "on_stuck", "count_every_step")
 
 def require_picklable(iteration: Iteration, unscaling: Unscaling) -> None:
     """Raise for state that a pickle would lose, and for a process group."""
-    if iteration.records:
+    if iteration.states:
         raise AssertionError(
             "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end after "
             "scaler.update(): what is known about this iteration's gradients would be lost."

@@ -30,11 +30,11 @@ class SharedGradients:
     def __init__(self) -> None:
         self.losses: list[weakref.ref[Tensor]] = []
 
-    def split(self, optimizer: Any, params: list[Tensor], records: Mapping[int, Any]) -> list[Part]:
+    def split(self, optimizer: Any, params: list[Tensor], records: Mapping[int, OptimizerRecord]) -> list[Part]:
         """The optimizer's parameters: first those not unscaled yet, then the others by who unscaled them."""
         others = {
             record.mark: record
-            for record in _own(records)
+            for record in records.values()
             if record.mark is not None and record.stage is not OptState.READY and record.optimizer is not optimizer
         }
         parts: dict[object, list[Tensor]] = {}
@@ -68,16 +68,11 @@ class SharedGradients:
         for grad in grads:
             setattr(grad, _MARK, mark)
 
-    def keep_versions(self, records: Mapping[int, Any]) -> None:
+    def keep_versions(self, records: Mapping[int, OptimizerRecord]) -> None:
         """Note the version counters of all marked gradients, unless noted already: a backward pass may follow."""
-        for record in _own(records):
+        for record in records.values():
             if record.mark is not None and record.versions is None:
                 grads = (param.grad for group in record.optimizer.param_groups for param in group["params"])
                 record.versions = {
                     id(grad): grad._version for grad in grads if getattr(grad, _MARK, None) is record.mark
                 }
-
-
-def _own(records: Mapping[int, Any]) -> list[OptimizerRecord]:
-    """The records, without dicts that other code has put among them."""
-    return [record for record in records.values() if type(record) is OptimizerRecord]

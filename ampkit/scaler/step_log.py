@@ -22,11 +22,18 @@ from ampkit.user_warnings import warn_user
 OnStuck = Literal["warn", "raise"] | Callable[[ScalerStats], None]
 
 
+_IDLE_STEPS = 3
+"""Steps without gradients, from an optimizer's first step on, that are followed by a warning."""
+
+
 class Outcome(NamedTuple):
-    """How an optimizer's last step ended: the flag, and what the host knows of it (None: not yet)."""
+    """How an optimizer's last step ended: the flag, and what the host knows of it (None: not yet); and how many steps
+    there were if none of them found a gradient, else 0.
+    """
 
     found_inf: Tensor
     skipped: bool | None
+    idle_steps: int = 0
 
 
 class StepLog:
@@ -55,7 +62,7 @@ class StepLog:
 
     def stepped(self, optimizer: Any) -> bool:
         """Whether the optimizer's last step was taken; waits for the device where it alone knows."""
-        found_inf, skipped = self.outcome_of(optimizer)
+        found_inf, skipped, _ = self.outcome_of(optimizer)
         return not (bool(found_inf != 0) if skipped is None else skipped)
 
     def note_step(self, optimizer: Any, found_inf: Tensor, *, skipped: bool | None) -> None:
@@ -63,17 +70,27 @@ class StepLog:
         live = self._live
         if live.scale is not None:  # else another scaler scales them; its steps are not counted here
             live.ledger.note_step(found_inf)
+        self.order.note_step(first=optimizer not in self._outcomes, skipped=bool(skipped))
         self._outcomes[optimizer] = Outcome(found_inf, skipped)
         self.alarm_due = skipped is None
-        self.order.wanted = bool(skipped)
         if skipped:
             mark_optimizer_step_called(optimizer)
             self._sound_alarm(float(live.on(found_inf.device)))
 
     def note_no_gradients(self, optimizer: Any) -> None:
-        """Remember a step that found nothing to do."""
+        """Remember a step that found nothing to do; warn of an optimizer that has never found a gradient."""
         self._live.ledger.note_no_gradients()
-        self._outcomes[optimizer] = Outcome(torch.ones_like(self._live.tensor), True)
+        before = self._outcomes.get(optimizer)
+        idle_steps = 1 if before is None else before.idle_steps + (before.idle_steps > 0)
+        self._outcomes[optimizer] = Outcome(torch.ones_like(self._live.tensor), True, idle_steps)
+        if idle_steps == _IDLE_STEPS:
+            self.warn_once(
+                "idle",
+                f"{type(optimizer).__name__} has found no gradients in its first {idle_steps} steps; its parameters "
+                "stay as they are. Expected gradients from backward() of a scaled loss: the optimizer may hold "
+                "parameters of another model, or parameters that are frozen or were replaced; the loss may be detached "
+                "from them; zero_grad() may be called between backward() and step().",
+            )
         self._examined.pop(optimizer, None)
         mark_optimizer_step_called(optimizer)
 
@@ -82,7 +99,8 @@ class StepLog:
         after it. Returns `skipped`, or where that was None the flag as far as the host can see it.
         """
         if skipped is None and found_inf.is_cpu:
-            skipped = kernels.host_value_or_none(found_inf) != 0
+            flag = kernels.host_value_or_none(found_inf)
+            skipped = None if flag is None else flag != 0
         if skipped or (skipped is None and self.count_every_step):
             self._examined[optimizer] = examined = examine(optimizer)
             for _, counts in examined.counts if self._live.scale is not None else ():
@@ -108,7 +126,7 @@ class StepLog:
         live = self._live
         if live.scale is None:
             # not placed yet: the counts are those of a checkpoint, if any
-            return Ledger(torch.device("cpu"), 0, live.init_totals).totals(torch.tensor(live.init_scale))
+            return Ledger(torch.device("cpu"), 0, live.init_totals).totals(torch.tensor(live.init_scale, device="cpu"))
         stats = live.ledger.totals(live.scale)
         if self.alarm_due and stats.consecutive_skips:
             self.alarm_due = False

@@ -203,8 +203,7 @@ class Unscaling:
     def _mark(self, optimizer: Any, grads: Sequence[Tensor]) -> None:
         # Without a record of the scaler's, gradients were unscaled by a direct call: there is nothing to share.
         record = self._iteration.records.get(id(optimizer))
-        if type(record) is OptimizerRecord:
-            record.optimizer = optimizer
+        if record is not None:
             self._iteration.shared.mark(record, grads, self._iteration.keep_versions)
 
 

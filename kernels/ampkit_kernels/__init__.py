@@ -6,20 +6,26 @@ keyword `impl`: `"auto"` (Triton on CUDA devices that can run it, PyTorch elsewh
 Importing this package does not import Triton.
 """
 
+from . import reference
 from .api import cast_, multiply_, nonfinite_counts, norm_and_check, unscale_, unscale_into_
-from .dispatch import TritonUnavailable, uses_triton, why_not_triton
+from .configs import is_capturing
+from .dispatch import IMPLS, TritonUnavailable, backend, uses_triton, why_not_triton
 from .optimizer_api import adamw_, adamw_plan, sgd_, sgd_plan
 from .tensors import FlatList
 
 __all__ = [
+    "IMPLS",
     "FlatList",
     "TritonUnavailable",
     "adamw_",
     "adamw_plan",
+    "backend",
     "cast_",
+    "is_capturing",
     "multiply_",
     "nonfinite_counts",
     "norm_and_check",
+    "reference",
     "sgd_",
     "sgd_plan",
     "unscale_",

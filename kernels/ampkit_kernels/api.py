@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .dispatch import served, triton_ops, uses_triton
-from .tensors import FlatList, check_one_device, check_parallel, check_scalar, resolved, strided_floats
-
-KERNEL_NORMS = (1.0, 2.0, float("inf"))  # orders that the Triton kernel takes
+from .dispatch import select
+from .tensors import check_one_device, check_parallel, check_scalar, resolved, strided_floats
 
 
+@torch.no_grad()
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, impl: str = "auto") -> None:
     """Multiply gradients by `inv_scale` in place and set `found_inf` to 1.0 where a value is not finite.
 
@@ -34,15 +33,11 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, i
     >>> grads[0], found_inf
     (tensor([1., 2.]), tensor(0.))
     """
-    if type(grads) is FlatList and uses_triton(impl, inv_scale.device):
-        triton_ops().unscale_(grads, inv_scale, found_inf)
-        return
-    with torch.no_grad():
-        grads = _prepared(grads, "unscale_", inv_scale=inv_scale, found_inf=found_inf)
-        for ops, (part,), _ in served(impl, "unscale_", grads):
-            ops.unscale_(part, inv_scale, found_inf)
+    grads = _prepared(grads, "unscale_", inv_scale=inv_scale, found_inf=found_inf)
+    select(impl, inv_scale.device).unscale_(grads, inv_scale, found_inf)
 
 
+@torch.no_grad()
 def norm_and_check(
     grads: Sequence[Tensor],
     inv_scale: Tensor,
@@ -64,36 +59,11 @@ def norm_and_check(
     >>> norm_and_check([torch.tensor([3.0]), torch.tensor([4.0])], torch.tensor(1.0), torch.zeros(()))
     tensor(5.)
     """
-    norm_type = float(norm_type)
-    if type(grads) is FlatList and norm_type in KERNEL_NORMS and uses_triton(impl, inv_scale.device):
-        return triton_ops().norm_and_check(grads, inv_scale, found_inf, norm_type)
-    with torch.no_grad():
-        return _norm_and_check(grads, inv_scale, found_inf, norm_type, impl)
-
-
-def _norm_and_check(
-    grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, norm_type: float, impl: str
-) -> Tensor:
     grads = _prepared(grads, "norm_and_check", inv_scale=inv_scale, found_inf=found_inf)
-    if norm_type not in KERNEL_NORMS and grads and uses_triton(impl, grads[0].device):
-        if impl == "triton":
-            raise ValueError(
-                f"norm_and_check: impl='triton' got norm_type {norm_type}; expected one of {KERNEL_NORMS}: "
-                f"use impl='auto' for other orders"
-            )
-        impl = "reference"
-    norms = [
-        ops.norm_and_check(part, inv_scale, found_inf, norm_type)
-        for ops, (part,), _ in served(impl, "norm_and_check", grads)
-    ]
-    if not norms:
-        return reference.norm_and_check(grads, inv_scale, found_inf, norm_type)  # no elements: 0
-    if len(norms) == 1:
-        return norms[0]
-    wide = torch.promote_types(norms[0].dtype, norms[1].dtype)
-    return torch.linalg.vector_norm(torch.stack([norm.to(wide) for norm in norms]), norm_type)
+    return select(impl, inv_scale.device).norm_and_check(grads, inv_scale, found_inf, float(norm_type))
 
 
+@torch.no_grad()
 def multiply_(
     grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None, *, impl: str = "auto"
 ) -> None:
@@ -109,14 +79,9 @@ def multiply_(
     >>> grads[0]
     tensor([0.5000])
     """
-    if type(grads) is FlatList and uses_triton(impl, factor.device):
-        triton_ops().multiply_(grads, factor, found_inf)
-        return
     scalars = {"factor": factor} if found_inf is None else {"factor": factor, "found_inf": found_inf}
-    with torch.no_grad():
-        grads = _prepared(grads, "multiply_", **scalars)
-        for ops, (part,), _ in served(impl, "multiply_", grads):
-            ops.multiply_(part, factor, found_inf)
+    grads = _prepared(grads, "multiply_", **scalars)
+    select(impl, factor.device).multiply_(grads, factor, found_inf)
 
 
 @torch.no_grad()
@@ -132,16 +97,7 @@ def nonfinite_counts(grads: Sequence[Tensor], *, impl: str = "auto") -> Tensor:
             [0, 1]])
     """
     grads = _prepared(grads, "nonfinite_counts")
-    if not grads:
-        return reference.nonfinite_counts(grads)
-    result = torch.zeros((len(grads), 2), dtype=torch.int64, device=grads[0].device)
-    for ops, (part,), rows in served(impl, "nonfinite_counts", grads):
-        counts = ops.nonfinite_counts(part)
-        if len(rows) == len(grads):
-            return counts
-        for i, row in zip(rows, counts, strict=True):
-            result[i] = row
-    return result
+    return (select(impl, grads[0].device) if grads else reference).nonfinite_counts(grads)
 
 
 @torch.no_grad()
@@ -162,8 +118,8 @@ def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor], *, impl: st
     sources, destinations = strided_floats(resolved(sources), "cast_"), strided_floats(destinations, "cast_")
     check_parallel("cast_", sources=sources, destinations=destinations)
     check_one_device([*sources, *destinations], "cast_")
-    for ops, parts, _ in served(impl, "cast_", sources, destinations):
-        ops.cast_(*parts)
+    if sources:
+        select(impl, sources[0].device).cast_(sources, destinations)
 
 
 @torch.no_grad()
@@ -198,8 +154,7 @@ def unscale_into_(
     check_one_device([*sources, *destinations], op)
     for name, value in (("inv_scale", inv_scale), ("found_inf", found_inf)):
         check_scalar(name, value, sources, op)
-    for ops, parts, _ in served(impl, op, sources, destinations):
-        ops.unscale_into_(*parts, inv_scale, found_inf, accumulate)
+    select(impl, inv_scale.device).unscale_into_(sources, destinations, inv_scale, found_inf, accumulate=accumulate)
 
 
 def _prepared(grads: Sequence[Tensor], op: str, **scalars: Tensor) -> list[Tensor]:

@@ -55,3 +55,8 @@ def multiprocessors(device: torch.device) -> int:
     if device.type == "cpu":
         return INTERPRETED_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched on this device now goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

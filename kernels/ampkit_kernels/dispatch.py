@@ -5,17 +5,14 @@ Triton is imported here at first use, never when the package is imported.
 """
 
 import functools
-import importlib
 import importlib.util
 import os
-from collections.abc import Sequence
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from . import reference
-from .tensors import FlatList, is_dense
 
 IMPLS = ("auto", "triton", "reference")
 MINIMUM_CAPABILITY = (8, 0)
@@ -87,74 +84,34 @@ def uses_triton(impl: str, device: torch.device) -> bool:
     raise ValueError(f"unknown impl {impl!r}; expected 'auto', 'triton' or 'reference'")
 
 
-def is_capturing(device: torch.device) -> bool:
-    """Whether what is launched on this device now goes into a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+def select(impl: str, device: torch.device) -> ModuleType:
+    """The module whose functions compute on this device: `triton_ops` or `reference`, which have the same names."""
+    if not uses_triton(impl, device):
+        return reference
+    from . import triton_ops
+
+    return triton_ops
 
 
-def served(
-    impl: str, op: str, *lists: Sequence[Tensor], torch_ops: ModuleType = reference, keep_empty: bool = False
-) -> list[tuple[ModuleType, Sequence[Sequence[Tensor]], Sequence[int]]]:
-    """Which implementation serves which rows of parallel lists: (implementation, its part of each list, row indices).
+_backends: dict[torch.device, ModuleType] = {}
 
-    An implementation is a module that has the operation under its public name: `triton_ops` for the rows that a kernel
-    can address as flat memory, where `impl` and the device allow it, and `torch_ops` for the others. With Triton,
-    rows without elements are dropped, or with `keep_empty` go to `torch_ops`.
+
+def backend(tensor: Tensor) -> ModuleType:
+    """The module whose functions compute on this tensor's device: `triton_ops` where Triton runs, else `reference`.
+
+    Both have `unscale_`, `norm_and_check`, `multiply_`, `nonfinite_counts`, `cast_`, `unscale_into_`, `adamw_` and
+    `sgd_`, with the arguments of the functions of this package's top level, without `impl`, and check none of them: the
+    caller passes lists of strided float tensors on one device, and scalars of one float32 element there. The answer is
+    remembered by device. Triton is imported when the first tensor on a CUDA device that it serves is asked about.
+
+    >>> import torch
+    >>> backend(torch.ones(2)).__name__
+    'ampkit_kernels.reference'
     """
-    n = len(lists[0])
-    if not n:
-        return []
-    if not uses_triton(impl, lists[0][0].device):
-        return [(torch_ops, lists, range(n))]
-    if type(lists[0]) is FlatList and len(lists) == 1:
-        return [(triton_ops(), lists, range(n))]
-    flat, other = split(impl, op, *lists)
-    if len(flat) == n:
-        return [(triton_ops(), lists, flat)]
-    if keep_empty and len(flat) + len(other) < n:
-        other += [i for i, t in enumerate(lists[0]) if not t.numel()]
-    return [
-        (ops, [pick(tensors, rows) for tensors in lists], rows)
-        for ops, rows in ((triton_ops(), flat), (torch_ops, other)) if rows
-    ]
-
-
-@functools.cache
-def triton_ops() -> ModuleType:
-    """The operations as kernels, imported when they are first wanted."""
-    return importlib.import_module(".triton_ops", __package__)
-
-
-def split(impl: str, op: str, *lists: Sequence[Tensor]) -> tuple[list[int], list[int]]:
-    """Indices that a kernel can address as flat memory, and indices left to PyTorch.
-
-    A row of parallel lists is flat when every tensor in it is dense and all have the same strides. Rows
-    without elements are in neither. With `impl="triton"` a row that is not flat raises instead.
-    """
-    if all(all(map(Tensor.is_contiguous, tensors)) and all(map(Tensor.numel, tensors)) for tensors in lists):
-        return list(range(len(lists[0]))), []
-    flat: list[int] = []
-    other: list[int] = []
-    for i, row in enumerate(zip(*lists, strict=True)):
-        first = row[0]
-        if first.numel() == 0:
-            continue
-        if all(t.is_contiguous() for t in row) or (
-            is_dense(first) and all(t.stride() == first.stride() for t in row)
-        ):
-            flat.append(i)
-        else:
-            other.append(i)
-    if other and impl == "triton":
-        strides = [tuple(tensors[other[0]].stride()) for tensors in lists]
-        raise ValueError(
-            f"{op}: impl='triton' needs dense tensors with the same strides across lists; tensor {other[0]} "
-            f"has strides {strides}: use impl='auto', which leaves such tensors to PyTorch, "
-            f"or pass tensor.contiguous()"
-        )
-    return flat, other
-
-
-def pick(tensors: Sequence[Tensor], indices: Sequence[int]) -> list[Tensor]:
-    """The tensors at these indices."""
-    return list(tensors) if len(indices) == len(tensors) else [tensors[i] for i in indices]
+    if tensor.is_cpu:
+        return reference
+    device = tensor.device
+    found = _backends.get(device)
+    if found is None:
+        found = _backends[device] = select("auto", device)
+    return found

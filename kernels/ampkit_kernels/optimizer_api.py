@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import reference_optimizers
-from .dispatch import is_capturing, pick, served
+from . import reference
+from .configs import is_capturing
+from .dispatch import select, uses_triton
 from .tensors import check_one_device, check_parallel, check_scalar, resolved, strided_floats
 
 
@@ -61,14 +62,14 @@ def adamw_(
         lists["copies"] = copies
     lists = _prepared(op, lists, multiplier, grad_scale, found_inf)
     _check_steps(op, steps, len(params))
-    for ops, parts, rows in served(impl, op, *lists.values(), torch_ops=reference_optimizers, keep_empty=True):
-        if ops is not reference_optimizers:
-            check_one_device([lists["params"][0], *steps], op)
-        part = {"max_exp_avg_sqs": (), "copies": None, **dict(zip(lists, parts, strict=True))}
-        ops.adamw_(
-            **part, steps=pick(steps, rows), lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
-            amsgrad=amsgrad, maximize=maximize, multiplier=multiplier, grad_scale=grad_scale, found_inf=found_inf,
-        )
+    ops = select(impl, params[0].device) if params else reference
+    if ops is not reference:
+        check_one_device([lists["params"][0], *steps], op)
+    parts = {"max_exp_avg_sqs": (), "copies": None, **lists}
+    ops.adamw_(
+        **parts, steps=steps, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
+        amsgrad=amsgrad, maximize=maximize, multiplier=multiplier, grad_scale=grad_scale, found_inf=found_inf,
+    )
 
 
 @torch.no_grad()
@@ -118,18 +119,11 @@ def sgd_(
         )
     if nesterov and (momentum <= 0 or dampening != 0):
         raise ValueError(f"{op}: nesterov needs momentum > 0 and dampening 0, got {momentum} and {dampening}")
-    for ops, parts, rows in served(impl, op, *lists.values(), torch_ops=reference_optimizers, keep_empty=True):
-        part = {"momentum_buffers": (), "copies": None, **dict(zip(lists, parts, strict=True))}
-        whole = len(rows) == len(params)
-        # Tensor by tensor: an index that is a list would be copied from the host, and waited for.
-        flags = started if started is None or whole else torch.stack([started[i] for i in rows])
-        ops.sgd_(
-            **part, started=flags, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay,
-            nesterov=nesterov, maximize=maximize, multiplier=multiplier, grad_scale=grad_scale, found_inf=found_inf,
-        )
-        if started is not None and flags is not None and flags is not started:
-            for i, flag in zip(rows, flags, strict=True):
-                started[i] = flag
+    parts = {"momentum_buffers": (), "copies": None, **lists}
+    (select(impl, params[0].device) if params else reference).sgd_(
+        **parts, started=started, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay,
+        nesterov=nesterov, maximize=maximize, multiplier=multiplier, grad_scale=grad_scale, found_inf=found_inf,
+    )
 
 
 @torch.no_grad()
@@ -198,12 +192,15 @@ def _planner(
     given = lists if copies is None else {**lists, "copies": copies}
     prepared = _prepared(op, given, None, None, None)
     as_given = all(a is b for name in given for a, b in zip(given[name], prepared[name], strict=True))
-    rows = served(impl, op, *prepared.values(), torch_ops=reference_optimizers) if as_given else []
-    if len(rows) != 1 or rows[0][0] is reference_optimizers or len(rows[0][2]) != len(lists["params"]):
+    if not lists["params"] or not as_given or not uses_triton(impl, lists["params"][0].device):
+        return None
+    from .triton_ops.launch import flat_rows
+
+    if len(flat_rows(*prepared.values())[0]) != len(lists["params"]):
         return None
     _check_steps(op, steps, len(lists["params"]) if op == "adamw_" else 0)
     check_one_device([lists["params"][0], *steps], op)
-    return rows[0][0]
+    return select(impl, lists["params"][0].device)
 
 
 def _check_steps(op: str, steps: Sequence[Tensor], n: int) -> None:

@@ -20,6 +20,11 @@ _DTYPE = attrgetter("dtype")
 _ELEMENTS_PER_THREAD = 1 << 23
 
 
+def is_on_host(scalar: Tensor) -> bool:
+    """Whether `host_value` can read the scalar: not on a device, nor in a FakeTensor, which holds no number."""
+    return scalar.is_cpu and type(scalar) is Tensor
+
+
 def host_value(scalar: Tensor) -> float:
     """The number in a one-element CPU tensor, read from memory: no dispatch, nothing to wait for."""
     return scalar.numpy().item()
@@ -29,7 +34,7 @@ def largest_magnitudes(tensors: Sequence[Tensor]) -> Tensor:
     """Per tensor max |x| as one fp64 vector; NaN wins, then inf. Empty tensors count 0."""
     filled = [t for t in tensors if t.numel()]
     if not filled:
-        return torch.zeros(1, dtype=torch.float64, device=tensors[0].device if tensors else None)
+        return torch.zeros(1, dtype=torch.float64, device=tensors[0].device if tensors else "cpu")
     if filled[0].device.type == "cpu":  # where the infinity norm is twenty times slower than two extremes
         return torch.stack([torch.stack(torch.aminmax(t)).abs().amax().double() for t in filled])
     parts = [torch.stack(torch._foreach_norm(group, INF)).double() for group in by_dtype(filled)]
@@ -41,7 +46,7 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
     if not grads:
         return
     grads = written_in_place(grads, "unscale_")
-    if inv_scale.is_cpu:
+    if is_on_host(inv_scale):
         # torch's CPU operator takes mixed dtypes in one call. Only a factor above 1 can make inf of a finite value.
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
         if host_value(inv_scale) <= 1.0:
@@ -81,7 +86,7 @@ def norm_and_check(
         filled = grads
     factor = (inv_scale if inv_scale.ndim == 0 else inv_scale.reshape(())) if norm_type != 0 else 1.0
     raw = _total(filled, norm_type, out_dtype)
-    if raw.device.type == "cpu":
+    if is_on_host(raw):
         inv = host_value(inv_scale)
         norm = raw * factor
         if norm_type > 0 and _is_finite(host_value(norm)) and inv <= 1.0:
@@ -170,7 +175,7 @@ def multiply_(grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None 
     if not grads:
         return
     grads = written_in_place(grads, "multiply_")
-    if factor.is_cpu:
+    if is_on_host(factor):
         if host_value(factor) == 1.0 or (found_inf is not None and host_value(found_inf) != 0.0):
             return
         # By the tensor: torch takes several times longer over a number, with the same bits.
@@ -184,11 +189,12 @@ def multiply_(grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None 
 
 def nonfinite_counts(grads: Sequence[Tensor]) -> Tensor:
     """Counts of inf and NaN per tensor; see `ampkit_kernels.nonfinite_counts`."""
-    device = grads[0].device if grads else None
+    device = grads[0].device if grads else "cpu"
     rows = [torch.stack((torch.isinf(g).sum(), torch.isnan(g).sum())) for g in grads]
     return torch.stack(rows) if rows else torch.zeros((0, 2), dtype=torch.int64, device=device)
 
 
+@torch.no_grad()
 def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
     """Copy with conversion; see `ampkit_kernels.cast_`. Grouped by dtype pair, for torch's fast path."""
     pairs: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
@@ -200,12 +206,14 @@ def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
         torch._foreach_copy_(group_destinations, group_sources)
 
 
+@torch.no_grad()
 def unscale_into_(
     sources: Sequence[Tensor],
     destinations: Sequence[Tensor],
     inv_scale: Tensor,
     found_inf: Tensor,
-    accumulate: bool,
+    *,
+    accumulate: bool = False,
 ) -> None:
     """Multiply into other tensors and flag non-finite values; see `ampkit_kernels.unscale_into_`."""
     wide = [torch.promote_types(s.dtype, d.dtype) for s, d in zip(sources, destinations, strict=True)]
@@ -225,3 +233,146 @@ def unscale_into_(
         torch._foreach_add_(list(destinations), products)
     elif not same:
         cast_(products, destinations)
+
+
+@torch.no_grad()
+def adamw_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    max_exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    *,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    amsgrad: bool = False,
+    maximize: bool = False,
+    multiplier: Tensor | None = None,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    copies: Sequence[Tensor] | None = None,
+) -> None:
+    """One AdamW step in fp32 (fp64 for fp64 parameters), rounded once per stored value; see
+    `ampkit_kernels.adamw_`.
+
+    The operations and their order are those of `torch.optim.AdamW(foreach=False)`, so that fp32 and fp64
+    results are equal to it bit for bit on the CPU.
+    """
+    if _skips_on_host(found_inf):
+        return
+    skip = _device_flag(found_inf)
+    for i, (p, grad, m, v, step) in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True)):
+        acc = torch.float64 if p.dtype is torch.float64 else torch.float32
+        count, rate = _count_and_rate(step, lr)
+        step_size = _scalar(rate / (1 - beta1**count), p, acc)
+        correction = _scalar((1 - beta2**count) ** 0.5, p, acc)
+        g = _incoming(grad, acc, maximize, multiplier, grad_scale)
+        new_p = p.to(acc) if weight_decay == 0 else p.to(acc) * _scalar(1 - rate * weight_decay, p, acc)
+        new_m = torch.lerp(m.to(acc), g, 1 - beta1)
+        new_v = torch.addcmul(v.to(acc) * beta2, g, g, value=1 - beta2)
+        stored = [(m, new_m), (v, new_v), (step, step + 1)]
+        if amsgrad:
+            second = torch.maximum(max_exp_avg_sqs[i].to(acc), new_v)
+            stored.append((max_exp_avg_sqs[i], second))
+        else:
+            second = new_v
+        new_p = new_p - step_size * new_m / (second.sqrt() / correction + eps)
+        _store(p, new_p, stored, copies[i] if copies else None, skip)
+
+
+@torch.no_grad()
+def sgd_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor],
+    *,
+    lr: float | Tensor,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    maximize: bool = False,
+    started: Tensor | None = None,
+    multiplier: Tensor | None = None,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    copies: Sequence[Tensor] | None = None,
+) -> None:
+    """One SGD step in fp32 (fp64 for fp64 parameters), rounded once per stored value; see
+    `ampkit_kernels.sgd_`.
+
+    The operations and their order are those of `torch.optim.SGD(foreach=False)`.
+    """
+    if _skips_on_host(found_inf):
+        return
+    skip = _device_flag(found_inf)
+    for i, (p, grad) in enumerate(zip(params, grads, strict=True)):
+        acc = torch.float64 if p.dtype is torch.float64 else torch.float32
+        g = _incoming(grad, acc, maximize, multiplier, grad_scale)
+        if weight_decay != 0:
+            g = torch.add(g, p.to(acc), alpha=weight_decay)
+        stored = []
+        if momentum != 0:
+            buffer = momentum_buffers[i]
+            new_buffer = torch.add(buffer.to(acc) * momentum, g, alpha=1 - dampening)
+            if started is not None:
+                new_buffer = torch.where(started[i] != 0, new_buffer, g)
+            stored.append((buffer, new_buffer))
+            g = torch.add(g, new_buffer, alpha=momentum) if nesterov else new_buffer
+        if isinstance(lr, Tensor):
+            new_p = p.to(acc) - lr.to(p.device, acc) * g
+        else:
+            new_p = torch.add(p.to(acc), g, alpha=-lr)
+        _store(p, new_p, stored, copies[i] if copies else None, skip)
+    if started is not None:
+        started.copy_(torch.ones_like(started) if skip is None else torch.where(skip, started, 1))
+
+
+def _skips_on_host(found_inf: Tensor | None) -> bool:
+    return found_inf is not None and is_on_host(found_inf) and host_value(found_inf) != 0.0
+
+
+def _device_flag(found_inf: Tensor | None) -> Tensor | None:
+    """The skip as a device bool where only the device knows it; None where nothing is skipped."""
+    if found_inf is None or is_on_host(found_inf):
+        return None
+    return found_inf.reshape(()) != 0
+
+
+def _count_and_rate(step: Tensor, lr: float | Tensor) -> tuple[float | Tensor, float | Tensor]:
+    """This step's number and the learning rate: numbers where the host can see both, else float64 tensors."""
+    rate = lr.detach() if isinstance(lr, Tensor) else lr
+    if is_on_host(step) and (not isinstance(rate, Tensor) or is_on_host(rate)):
+        return host_value(step) + 1, host_value(rate) if isinstance(rate, Tensor) else rate
+    return step.double() + 1, lr.to(step.device, torch.float64) if isinstance(lr, Tensor) else lr
+
+
+def _scalar(value: float | Tensor, like: Tensor, dtype: torch.dtype) -> Tensor | float:
+    return value.to(like.device, dtype) if isinstance(value, Tensor) else value
+
+
+def _incoming(
+    grad: Tensor, acc: torch.dtype, maximize: bool, multiplier: Tensor | None, grad_scale: Tensor | None
+) -> Tensor:
+    """The gradient as the update sees it: widened, multiplied, divided, negated."""
+    g = grad.to(acc)
+    if multiplier is not None:
+        g = g * multiplier.to(g.device, acc)
+    if grad_scale is not None:
+        g = g * grad_scale.double().reciprocal().float().to(g.device, acc)
+    return -g if maximize else g
+
+
+def _store(
+    p: Tensor, new_p: Tensor, stored: list[tuple[Tensor, Tensor]], copy: Tensor | None, skip: Tensor | None
+) -> None:
+    """Write new values, or the old ones again where a device flag says skip."""
+    pairs = [(p, new_p), *stored]
+    if copy is not None:
+        pairs.append((copy, new_p.to(p.dtype)))
+    for old, new in pairs:
+        old.copy_(new if skip is None else torch.where(skip, old, new.to(old.dtype)))

@@ -106,3 +106,25 @@ def test_overlap_is_seen() -> None:
     assert kernel_tensors.may_overlap(base.as_strided((4, 3), (2, 1)))
     assert kernel_tensors.may_overlap(base[:1].expand(4))
     assert not kernel_tensors.may_overlap(base.as_strided((4, 2), (4, 1)))
+
+
+def test_backends_are_the_modules_and_have_the_same_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By device, and remembered; what the reference has, the kernels have."""
+    from ampkit_kernels import reference, triton_ops
+
+    assert ampkit_kernels.backend(torch.ones(1)) is reference
+    assert ampkit_kernels.backend(torch.ones(1, device="meta")) is reference
+    for name in (
+        "unscale_", "norm_and_check", "multiply_", "nonfinite_counts", "cast_", "unscale_into_", "adamw_", "sgd_",
+    ):
+        assert callable(getattr(reference, name))
+        assert callable(getattr(triton_ops, name))
+
+    class OnCuda:
+        is_cpu, device = False, CUDA
+
+    monkeypatch.setattr(dispatch, "_backends", {})
+    monkeypatch.setattr(dispatch, "uses_triton", lambda impl, device: impl == "auto" and device == CUDA)
+    assert ampkit_kernels.backend(OnCuda()) is triton_ops
+    monkeypatch.setattr(dispatch, "uses_triton", lambda impl, device: pytest.fail("asked again"))
+    assert ampkit_kernels.backend(OnCuda()) is triton_ops

@@ -140,20 +140,16 @@ def test_every_layout_that_has_storage_of_its_own(impl: str) -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_auto_handles_what_the_kernels_leave_out() -> None:
+@pytest.mark.parametrize("impl", IMPLS)
+def test_tensors_that_no_kernel_can_address_go_to_pytorch(impl: str) -> None:
+    plain, empty = torch.randn(300), torch.zeros(0)
     strided, expanded = torch.randn(8, 8)[::2], torch.randn(6, 1).expand(6, 5)
     conjugate = torch.randn(5, dtype=torch.complex64).conj()
     sparse = torch.sparse_coo_tensor([[0, 0, 3]], [1.0, 2.0, 4.0], (5,), check_invariants=True)
-    want = [strided * 0.5, expanded * 0.5, conjugate * 0.5]
-    unscale_([strided, expanded, conjugate, sparse], scalar(0.5), scalar(0.0))
-    assert_same([strided, expanded, conjugate], want)
+    want = [strided * 0.5, expanded * 0.5, conjugate * 0.5, plain * 0.5]
+    unscale_([strided, expanded, empty, conjugate, sparse, plain], scalar(0.5), scalar(0.0), impl=impl)
+    assert_same([strided, expanded, conjugate, plain], want)
     assert_same([sparse._values()], [torch.tensor([0.5, 1.0, 2.0])])
-
-
-@pytest.mark.usefixtures("interpreted")
-def test_an_order_for_triton_names_the_tensor_it_cannot_take() -> None:
-    with pytest.raises(ValueError, match=r"tensor 1 has strides .*use impl='auto'"):
-        unscale_([torch.ones(3), torch.ones(4, 4)[::2]], scalar(0.5), scalar(0.0), impl="triton")
 
 
 @settings(max_examples=15)

@@ -48,10 +48,7 @@ class Run:
                 self.put_gradients()
             if not self.planned:
                 self.optimizer._forget_plans()
-            try:
-                self.optimizer.step()
-            except ValueError as error:     # impl="triton" has no second way
-                self.errors.append(str(error))
+            self.optimizer.step()
             self.steps += 1
 
     def result(self) -> list[Tensor]:
@@ -373,8 +370,7 @@ def test_channels_last_is_planned(plans_run: list[bool]) -> None:
         if planned:
             assert plans_run == [True] * 3
         param.grad = torch.ones(4, 3, 5, 5)     # in another order than the parameter
-        with pytest.raises(ValueError, match="with the same strides across lists; tensor 0 has strides"):
-            optimizer.step()
+        optimizer.step()
     assert torch.equal(*results)
 
 

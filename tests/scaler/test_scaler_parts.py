@@ -4,7 +4,6 @@ import ast
 import re
 import subprocess
 import sys
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -129,42 +128,6 @@ def test_losses_are_scaled_and_followed() -> None:
     kept = scaling.scale({"loss": torch.ones((), requires_grad=True)}, live.place)
     assert [loss() for loss in iteration.shared.losses] == [kept["loss"]]
     assert iteration.scale_calls == 2
-
-
-def test_a_record_has_torchs_entries_and_no_others() -> None:
-    record = OptimizerRecord()
-    record["stage"] = OptState.STEPPED
-    record["found_inf_per_device"] = {CPU: torch.ones(())}
-    assert (record["stage"], record.get("stage"), record.stage) == (OptState.STEPPED,) * 3
-    assert record.get("mark", 3) == 3
-    assert record.found_inf(None) == 1.0
-    with pytest.raises(KeyError):
-        record["mark"]
-    with pytest.raises(KeyError, match="'mark' is no entry of torch's"):
-        record["mark"] = 1
-    record.add_found_inf({CPU: torch.zeros(()), torch.device("meta"): torch.zeros(())})
-    assert record.found_inf_per_device[CPU] == 1.0
-
-
-def test_records_that_code_for_torchs_scaler_makes_are_taken() -> None:
-    """A dict of its own among ours, and a `defaultdict` of its own in the place of ours."""
-    scaler = GradScaler("cpu", 4.0)
-    first, second = optimizer_of(8.0), optimizer_of(16.0)
-    scaler.scale(torch.ones((), requires_grad=True))
-    scaler._per_optimizer_states = defaultdict(lambda: {"stage": OptState.READY, "found_inf_per_device": {}})
-    assert scaler._found_inf_per_device(first) == {}
-    scaler._per_optimizer_states[id(second)] = {
-        "stage": OptState.UNSCALED, "found_inf_per_device": {CPU: torch.ones(1)}
-    }
-    scaler.unscale_(first)
-    scaler.step(first)
-    with pytest.raises(RuntimeError, match="already been called on this optimizer"):
-        scaler.unscale_(second)
-    scaler.step(second)
-    assert (grads_of(first), grads_of(second)) == ([2.0], [16.0])
-    assert (scaler.stepped(first), scaler.stepped(second)) == (True, False)
-    scaler.update()
-    assert scaler.get_scale() == 2.0
 
 
 class Overrides(GradScaler):

@@ -29,10 +29,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import reference
 from ..configs import Config, resident_programs
 from .chunks import chunk_extent, list_pointer, load_block, store_block
 from .coefficients import prepare
 from .entry import entry
+from .launch import flat_rows, pick
 from .steps import Plan, Rows, rows_of
 
 CONFIGS = {
@@ -185,15 +187,25 @@ def adamw_(
     max_exp_avg_sqs: Sequence[Tensor],
     steps: Sequence[Tensor],
     *,
-    amsgrad: bool,
-    copies: Sequence[Tensor] | None,
+    amsgrad: bool = False,
+    copies: Sequence[Tensor] | None = None,
     config: Config | None = None,
     **options: Any,
 ) -> None:
     """Launch both kernels per combination of dtypes; see the module's docstring. `options` are those of `_launch`."""
     lists = _lists(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, amsgrad, copies)
     configs = CONFIGS if config is None else dict.fromkeys(CONFIGS, config)
-    for rows in rows_of(lists, steps, configs, N_COEFFICIENTS):
+    flat, other, empty = flat_rows(*lists)
+    if other or empty:
+        rest = [*other, *empty]
+        reference.adamw_(
+            pick(params, rest), pick(grads, rest), pick(exp_avgs, rest), pick(exp_avg_sqs, rest),
+            pick(max_exp_avg_sqs, rest) if amsgrad else (), pick(steps, rest), amsgrad=amsgrad,
+            copies=None if copies is None else pick(copies, rest), **options,
+        )
+        if not flat:
+            return
+    for rows in rows_of([pick(tensors, flat) for tensors in lists], pick(steps, flat), configs, N_COEFFICIENTS):
         _launch(rows, amsgrad=amsgrad, copy=copies is not None, **options)
 
 
@@ -235,10 +247,10 @@ def _launch(
     beta2: float,
     eps: float,
     weight_decay: float,
-    maximize: bool,
-    multiplier: Tensor | None,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
+    maximize: bool = False,
+    multiplier: Tensor | None = None,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> None:
     table, coefficients = rows.table, rows.coefficients
     prepare(

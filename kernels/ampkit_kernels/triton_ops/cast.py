@@ -13,10 +13,11 @@ from collections.abc import Sequence
 import triton.language as tl
 from torch import Tensor
 
+from .. import reference
 from ..configs import Config
 from .chunks import chunk_extent, converted, list_pointer
 from .entry import entry
-from .launch import TRITON_DTYPES, groups
+from .launch import TRITON_DTYPES, flat_rows, groups, pick
 from .pointer_table import table_for
 
 CONFIG = Config(block=4096)
@@ -46,7 +47,10 @@ def cast_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, n_tensors
 
 def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor], config: Config | None = None) -> None:
     """Launch `cast_kernel` once per pair of dtypes; see the module's docstring."""
-    for parts, _, aligned in groups(sources, destinations):
+    flat, other, _ = flat_rows(sources, destinations)
+    if other:
+        reference.cast_(pick(sources, other), pick(destinations, other))
+    for parts, _, aligned in groups(pick(sources, flat), pick(destinations, flat)):
         source, destination = (TRITON_DTYPES[part[0].dtype] for part in parts)
         table = table_for(parts, config or CONFIG)
         table.launch(cast_kernel, table.n_tensors, SOURCE=source, DESTINATION=destination, ALIGNED=aligned)

@@ -15,10 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import reference
 from ..configs import Config, resident_programs
 from .chunks import chunk_bounds
 from .entry import entry
-from .launch import one_list
+from .launch import flat_rows, one_list, pick
 from .pointer_table import table_for
 
 CONFIG = Config(block=4096, programs_per_multiprocessor=resident_programs(112, 8))
@@ -65,16 +66,20 @@ def count_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, counts, 
 
 def nonfinite_counts(grads: Sequence[Tensor], config: Config | None = None) -> Tensor:
     """Launch `count_kernel` once per dtype; see the module's docstring."""
-    result = torch.zeros((len(grads), 2), dtype=torch.int64, device=grads[0].device)
+    flat, other, _ = flat_rows(grads)
     rows_of: dict[torch.dtype, list[int]] = {}
-    for i, g in enumerate(grads):
-        rows_of.setdefault(g.dtype, []).append(i)
+    for i in flat:
+        rows_of.setdefault(grads[i].dtype, []).append(i)
+    result = torch.zeros((len(grads), 2), dtype=torch.int64, device=grads[0].device) if grads else torch.empty(
+        (0, 2), dtype=torch.int64, device="cpu")
+    parts = [(other, reference.nonfinite_counts(pick(grads, other)))] if other else []
     for dtype, rows in rows_of.items():
-        whole = len(rows) == len(grads)
-        part = result if whole else torch.zeros_like(result[: len(rows)])
-        table = table_for([[grads[i] for i in rows]], config or CONFIG)
+        part = result if len(rows) == len(grads) else torch.zeros_like(result[: len(rows)])
+        table = table_for([pick(grads, rows)], config or CONFIG)
         table.launch(count_kernel, part, **one_list(dtype))
-        if not whole:
+        parts.append((rows, part))
+    for rows, part in parts:
+        if part is not result:
             for row, i in enumerate(rows):
                 result[i] = part[row]
     return result

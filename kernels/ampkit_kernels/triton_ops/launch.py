@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ..tensors import all_aligned
+from ..tensors import FlatList, all_aligned, is_dense
 
 TRITON_DTYPES = {
     torch.float32: tl.float32,
@@ -58,3 +58,34 @@ def groups(*lists: Sequence[Tensor]) -> Iterator[tuple[list[list[Tensor]], list[
         whole = len(indices) == len(lists[0])
         parts = [list(tensors) if whole else [tensors[i] for i in indices] for tensors in lists]
         yield parts, indices, key[-1]
+
+
+def flat_rows(*lists: Sequence[Tensor]) -> tuple[Sequence[int], list[int], list[int]]:
+    """Rows of parallel lists by what can serve them: kernels, PyTorch, and rows without elements.
+
+    A kernel addresses a row as flat memory: every tensor in it is dense and all have the same strides.
+    """
+    n = len(lists[0])
+    if (type(lists[0]) is FlatList and len(lists) == 1) or all(
+        all(map(Tensor.is_contiguous, tensors)) and all(map(Tensor.numel, tensors)) for tensors in lists
+    ):
+        return range(n), [], []
+    flat: list[int] = []
+    other: list[int] = []
+    empty: list[int] = []
+    for i, row in enumerate(zip(*lists, strict=True)):
+        first = row[0]
+        if first.numel() == 0:
+            empty.append(i)
+        elif all(t.is_contiguous() for t in row) or (
+            is_dense(first) and all(t.stride() == first.stride() for t in row)
+        ):
+            flat.append(i)
+        else:
+            other.append(i)
+    return flat, other, empty
+
+
+def pick(tensors: Sequence[Tensor], rows: Sequence[int]) -> Sequence[Tensor]:
+    """The tensors of these rows, in the rows' order."""
+    return tensors if len(rows) == len(tensors) else [tensors[i] for i in rows]

@@ -13,11 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import reference
 from ..configs import Config
 from ..tensors import by_dtype
 from .chunks import chunk_bounds
 from .entry import entry
-from .launch import one_list
+from .launch import flat_rows, one_list, pick
 from .pointer_table import table_for
 
 CONFIGS = {8: Config(block=2048), 4: Config(block=4096), 2: Config(block=4096)}  # by bytes per element
@@ -68,7 +69,10 @@ def multiply_(
     grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None, config: Config | None = None
 ) -> None:
     """Launch `multiply_kernel` once per dtype; see the module's docstring."""
-    for group in by_dtype(grads):
+    flat, other, _ = flat_rows(grads)
+    if other:
+        reference.multiply_(pick(grads, other), factor, found_inf)
+    for group in by_dtype(pick(grads, flat)):
         dtype = group[0].dtype
         table = table_for([group], config or CONFIGS[dtype.itemsize])
         flag = factor if found_inf is None else found_inf

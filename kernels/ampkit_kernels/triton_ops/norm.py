@@ -17,11 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import reference
 from ..configs import Config, resident_programs
 from ..tensors import by_dtype
 from .chunks import chunk_bounds
 from .entry import entry
-from .launch import on_device, one_list
+from .launch import flat_rows, on_device, one_list, pick
 from .pointer_table import table_for
 
 # By bytes per element. Grids that every compiler's registers leave room for keep 40 to 48 KiB in flight per
@@ -31,7 +32,7 @@ CONFIGS = {
     4: Config(block=4096, programs_per_multiprocessor=resident_programs(72, 8)),
     2: Config(block=2048, num_warps=4, programs_per_multiprocessor=resident_programs(96, 4)),
 }
-_CODES = {1.0: 1, 2.0: 2, float("inf"): 0}
+KERNEL_NORMS = {1.0: 1, 2.0: 2, float("inf"): 0}
 _FINISH_BLOCK = 1024
 
 
@@ -132,15 +133,27 @@ def norm_and_check(
     norm_type: float = 2.0,
     config: Config | None = None,
 ) -> Tensor:
-    """Launch `norm_kernel` once per dtype, then `finish_kernel`; see the module's docstring."""
-    return _norm(grads, inv_scale, found_inf, norm_type, None, config)[0]
+    """Launch `norm_kernel` once per dtype, then `finish_kernel`; see the module's docstring.
+
+    PyTorch computes other orders, and the norm of tensors that are not flat memory.
+    """
+    flat, other, _ = flat_rows(grads)
+    if norm_type not in KERNEL_NORMS or not flat:
+        return reference.norm_and_check(grads, inv_scale, found_inf, norm_type)
+    norm, _ = _norm(pick(grads, flat), inv_scale, found_inf, norm_type, None, config)
+    if not other:
+        return norm
+    rest = reference.norm_and_check(pick(grads, other), inv_scale, found_inf, norm_type)
+    dtype = torch.promote_types(norm.dtype, rest.dtype)
+    return torch.linalg.vector_norm(torch.stack([norm.to(dtype), rest.to(dtype)]), norm_type)
 
 
 def norm_and_clip_factor(
     grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, norm_type: float, max_norm: float
 ) -> tuple[Tensor, Tensor]:
-    """As `norm_and_check`, and the factor that unscales and clips: `inv_scale * min(1, max_norm / (norm + 1e-6))`, 0-d
-    float32.
+    """As `norm_and_check` for a `FlatList` and one of `KERNEL_NORMS`; and the factor that unscales and clips.
+
+    The factor is `inv_scale * min(1, max_norm / (norm + 1e-6))`, 0-d float32.
     """
     return _norm(grads, inv_scale, found_inf, norm_type, max_norm, None)
 
@@ -149,7 +162,7 @@ def _norm(
     grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, norm_type: float, max_norm: float | None,
     config: Config | None,
 ) -> tuple[Tensor, Tensor]:
-    device, order = inv_scale.device, _CODES[norm_type]
+    device, order = inv_scale.device, KERNEL_NORMS[norm_type]
     parts = by_dtype(grads)
     wide = any(part[0].dtype is torch.float64 for part in parts)
     result = torch.empty((), dtype=torch.float64 if wide else torch.float32, device=device)

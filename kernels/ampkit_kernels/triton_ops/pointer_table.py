@@ -30,8 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..configs import Config
-from ..dispatch import is_capturing
+from ..configs import Config, is_capturing
 from ..tensors import addresses_of, sizes_of
 from . import table_writer
 from .launch import on_device

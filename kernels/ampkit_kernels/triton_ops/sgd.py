@@ -27,10 +27,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import reference
 from ..configs import Config
 from .chunks import chunk_extent, list_pointer, load_block, store_block
 from .coefficients import prepare
 from .entry import entry
+from .launch import flat_rows, pick
 from .steps import Plan, Rows, rows_of
 
 CONFIGS = {
@@ -146,23 +148,48 @@ def sgd_(
     grads: Sequence[Tensor],
     momentum_buffers: Sequence[Tensor],
     *,
-    momentum: float,
-    started: Tensor | None,
-    copies: Sequence[Tensor] | None,
+    momentum: float = 0.0,
+    started: Tensor | None = None,
+    copies: Sequence[Tensor] | None = None,
     config: Config | None = None,
     **options: Any,
 ) -> None:
     """Launch both kernels per combination of dtypes; see the module's docstring. `options` are those of `_launch`."""
     lists = _lists(params, grads, momentum_buffers, momentum, copies)
     configs = CONFIGS if config is None else dict.fromkeys(CONFIGS, config)
-    for rows in rows_of(lists, (), configs, N_COEFFICIENTS):
-        flags = started
-        if started is not None and len(rows.indices) != len(started):
-            flags = torch.stack([started[i] for i in rows.indices])
+    flat, other, empty = flat_rows(*lists)
+    if other or empty:
+        rest = [*other, *empty]
+        flags = _flags(started, rest)
+        reference.sgd_(
+            pick(params, rest), pick(grads, rest), pick(momentum_buffers, rest) if momentum != 0 else (),
+            momentum=momentum, started=flags, copies=None if copies is None else pick(copies, rest), **options,
+        )
+        _put_back(started, flags, rest)
+        if not flat:
+            return
+    for rows in rows_of([pick(tensors, flat) for tensors in lists], (), configs, N_COEFFICIENTS):
+        indices = [flat[i] for i in rows.indices]
+        flags = _flags(started, indices)
         _launch(rows, momentum=momentum, started=flags, copy=copies is not None, **options)
-        if started is not None and flags is not None and flags is not started:
-            for row, i in enumerate(rows.indices):
-                started[i] = flags[row]
+        _put_back(started, flags, indices)
+
+
+def _flags(started: Tensor | None, rows: Sequence[int]) -> Tensor | None:
+    """The flags of these rows; `started` itself where they are all of them.
+
+    Tensor by tensor: an index that is a list would be copied from the host, and waited for.
+    """
+    if started is None or len(rows) == len(started):
+        return started
+    return torch.stack([started[i] for i in rows])
+
+
+def _put_back(started: Tensor | None, flags: Tensor | None, rows: Sequence[int]) -> None:
+    """Write what became of `_flags` into `started`."""
+    if started is not None and flags is not None and flags is not started:
+        for i, flag in zip(rows, flags, strict=True):
+            started[i] = flag
 
 
 def sgd_plan(
@@ -192,14 +219,14 @@ def _launch(
     copy: bool,
     lr: float | Tensor,
     momentum: float,
-    dampening: float,
-    weight_decay: float,
-    nesterov: bool,
-    maximize: bool,
     started: Tensor | None,
-    multiplier: Tensor | None,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    maximize: bool = False,
+    multiplier: Tensor | None = None,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> None:
     table, coefficients = rows.table, rows.coefficients
     prepare(

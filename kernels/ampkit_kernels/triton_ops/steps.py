@@ -15,8 +15,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ..configs import Config
-from ..dispatch import is_capturing
+from ..configs import Config, is_capturing
 from ..tensors import ALIGNMENT, all_aligned
 from .launch import TRITON_DTYPES, accumulator, groups, on_device
 from .pointer_table import Table, place, table_for, uploaded

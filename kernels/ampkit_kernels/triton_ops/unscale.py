@@ -17,11 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import reference
 from ..configs import Config
 from ..tensors import by_dtype
 from .chunks import chunk_bounds
 from .entry import entry
-from .launch import one_list
+from .launch import flat_rows, one_list, pick
 from .pointer_table import table_for
 
 CONFIGS = {8: Config(block=2048), 4: Config(block=4096), 2: Config(block=4096)}  # by bytes per element
@@ -72,7 +73,10 @@ def unscale_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, inv_sc
 
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, config: Config | None = None) -> None:
     """Launch `unscale_kernel` once per dtype; see the module's docstring."""
-    for group in by_dtype(grads):
+    flat, other, _ = flat_rows(grads)
+    if other:
+        reference.unscale_(pick(grads, other), inv_scale, found_inf)
+    for group in by_dtype(pick(grads, flat)):
         dtype = group[0].dtype
         table = table_for([group], config or CONFIGS[dtype.itemsize])
         table.launch(unscale_kernel, inv_scale, found_inf, **one_list(dtype))

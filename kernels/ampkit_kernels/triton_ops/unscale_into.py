@@ -19,10 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import reference
 from ..configs import Config, resident_programs
 from .chunks import chunk_extent, list_pointer, load_block, store_block
 from .entry import entry
-from .launch import TRITON_DTYPES, accumulator, groups
+from .launch import TRITON_DTYPES, accumulator, flat_rows, groups, pick
 from .pointer_table import table_for
 
 CONFIG = Config(block=4096)
@@ -78,11 +79,17 @@ def unscale_into_(
     destinations: Sequence[Tensor],
     inv_scale: Tensor,
     found_inf: Tensor,
-    accumulate: bool,
+    *,
+    accumulate: bool = False,
     config: Config | None = None,
 ) -> None:
     """Launch `unscale_into_kernel` once per pair of dtypes; see the module's docstring."""
-    for parts, _, aligned in groups(sources, destinations):
+    flat, other, _ = flat_rows(sources, destinations)
+    if other:
+        reference.unscale_into_(
+            pick(sources, other), pick(destinations, other), inv_scale, found_inf, accumulate=accumulate
+        )
+    for parts, _, aligned in groups(pick(sources, flat), pick(destinations, flat)):
         source, destination = (part[0].dtype for part in parts)
         table = table_for(parts, config or (CONFIG_ADDING if accumulate else CONFIG))
         table.launch(

@@ -1,0 +1,280 @@
+"""What libraries reach for in torch.amp.GradScaler: its records, and the private methods that they replace."""
+
+import copy
+import pickle
+from collections import defaultdict
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.amp.grad_scaler import OptState
+
+from ampkit import DynamicLossScale, NoOpLossScale, StaticLossScale
+from ampkit.optim import SGD
+from ampkit.scaler.grad_scaler import GradScaler
+from tests.helpers.grad_scaler import BOTH, one_parameter, started
+
+CPU = torch.device("cpu")
+INF = float("inf")
+
+
+# Records
+
+
+def torchs_state() -> dict[str, object]:
+    """A record as torch's scaler makes it."""
+    return {"stage": OptState.READY, "found_inf_per_device": {}}
+
+
+@BOTH
+@pytest.mark.parametrize("replaced", [True, False])
+def test_the_record_that_a_caller_holds_is_the_record(cls, replaced: bool) -> None:
+    """Composer, fairscale and torch's own `update` begin an iteration by replacing the dict of records."""
+    scaler = started(cls, 4.0)
+    _, optimizer = one_parameter(grad=INF)
+    if replaced:
+        scaler._per_optimizer_states = defaultdict(torchs_state)
+    state = scaler._per_optimizer_states[id(optimizer)]
+    assert state == {"stage": OptState.READY, "found_inf_per_device": {}}
+    scaler.unscale_(optimizer)
+    assert state["stage"] is OptState.UNSCALED
+    assert state == {"stage": OptState.UNSCALED, "found_inf_per_device": {CPU: torch.tensor(1.0)}}
+    assert scaler._per_optimizer_states[id(optimizer)] is state
+    scaler.step(optimizer)
+    assert state["stage"] is OptState.STEPPED
+
+
+class ClosureScaler(GradScaler):
+    """As Composer's: an optimizer evaluates the loss itself, gradients are unscaled and checked by the record."""
+
+    def step(self, optimizer, *args, **kwargs):
+        closure = kwargs["closure"]
+
+        def evaluate():
+            state = self._per_optimizer_states[id(optimizer)]
+            state["stage"] = OptState.READY
+            loss = closure()
+            self.unscale_(optimizer)
+            return loss if not sum(flag.item() for flag in state["found_inf_per_device"].values()) else None
+
+        return optimizer.step(closure=evaluate)
+
+    def update(self, new_scale=None):
+        scale, tracker = self._check_scale_growth_tracker("update")
+        (state,) = self._per_optimizer_states.values()
+        (found_inf,) = state["found_inf_per_device"].values()
+        rule = self._growth_factor, self._backoff_factor, self._growth_interval
+        torch._amp_update_scale_(scale, tracker, found_inf, *rule)
+        self._per_optimizer_states = defaultdict(torchs_state)
+
+
+class Stepped(torch.optim.SGD):
+    """Steps if the closure does not return None."""
+
+    def step(self, closure):
+        with torch.enable_grad():
+            return None if closure() is None else super().step()
+
+
+def test_a_subclass_with_records_of_its_own_skips_steps_with_inf() -> None:
+    param = torch.nn.Parameter(torch.ones(1))
+    optimizer = Stepped([param], lr=1.0)
+    scaler = ClosureScaler("cpu", 4.0)
+    seen = []
+    for factor in (0.5, INF, 0.25):
+        def closure(factor=factor):
+            optimizer.zero_grad()
+            loss = param.sum() * factor
+            scaler.scale(loss).backward()
+            return loss
+
+        scaler.step(optimizer, closure=closure)
+        scaler.update()
+        seen.append((param.item(), scaler.get_scale()))
+    assert seen == [(0.5, 4.0), (0.5, 2.0), (0.25, 2.0)]
+
+
+def test_a_shared_gradient_is_unscaled_again_after_records_were_replaced() -> None:
+    """Nothing that was known of the iteration before lives on."""
+    shared = torch.nn.Parameter(torch.ones(1))
+    first, second = (torch.optim.SGD([shared], lr=1.0) for _ in range(2))
+    scaler = started(GradScaler, 4.0)
+    shared.grad = torch.tensor([8.0])
+    scaler.unscale_(first)
+    scaler._per_optimizer_states = defaultdict(torchs_state)
+    shared.grad.fill_(16.0)
+    scaler.unscale_(second)
+    assert shared.grad.item() == 4.0
+
+
+def test_records_that_code_for_torchs_scaler_makes_are_taken() -> None:
+    scaler = started(GradScaler, 4.0)
+    first, second = one_parameter(grad=8.0)[1], one_parameter(grad=16.0)[1]
+    scaler._per_optimizer_states[id(second)] = {
+        "stage": OptState.UNSCALED, "found_inf_per_device": {CPU: torch.ones(1)}
+    }
+    scaler.unscale_(first)
+    scaler.step(first)
+    with pytest.raises(RuntimeError, match="already been called on this optimizer"):
+        scaler.unscale_(second)
+    scaler.step(second)
+    assert [one.param_groups[0]["params"][0].grad.item() for one in (first, second)] == [2.0, 16.0]
+    assert (scaler.stepped(first), scaler.stepped(second)) == (True, False)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+
+
+@BOTH
+@pytest.mark.parametrize("stage", [2, OptState.READY])
+def test_a_stage_set_by_hand_lets_gradients_be_unscaled_again(cls, stage) -> None:
+    """Loops for SAM set 2, others READY, to compute an iteration's gradients again."""
+    scaler = started(cls, 4.0)
+    param, optimizer = one_parameter(grad=8.0)
+    for repeated in (False, True):
+        if cls is GradScaler and not repeated:
+            scaler.clip_grad_norm_(optimizer, 1e9)
+        else:
+            scaler.unscale_(optimizer)
+        assert param.grad.item() == 2.0
+        scaler._per_optimizer_states[id(optimizer)]["stage"] = stage
+        scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {}
+        param.grad = torch.tensor([8.0])
+    scaler._per_optimizer_states.pop(id(optimizer))
+    scaler.step(optimizer)
+    assert param.item() == -1.0
+
+
+def test_a_clip_factor_is_forgotten_with_the_gradients_that_it_was_for() -> None:
+    scaler = started(GradScaler, 4.0)
+    param = torch.nn.Parameter(torch.ones(1))
+    optimizer = SGD([param], lr=1.0)        # takes a multiplier: clipping leaves its factor to the step
+    param.grad = torch.tensor([8.0])
+    scaler.clip_grad_norm_(optimizer, 1e-9)
+    scaler._per_optimizer_states[id(optimizer)].update(torchs_state())
+    param.grad = torch.tensor([8.0])
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert param.item() == -1.0
+
+
+# Devices that hold no numbers
+
+
+@pytest.fixture
+def meta_by_default():
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device(None)
+
+
+@pytest.mark.parametrize(
+    "rule", [DynamicLossScale(hysteresis=2), StaticLossScale(8.0), NoOpLossScale()], ids=lambda rule: rule.kind
+)
+def test_every_method_works_under_a_default_device(meta_by_default, rule) -> None:
+    scaler = GradScaler("cpu", loss_scale=rule)
+    scaler.load_state_dict(scaler.state_dict())
+    scaler.stats()
+    param = torch.nn.Parameter(torch.ones(2, device="cpu"))
+    lbfgs = torch.optim.LBFGS([param], max_iter=2)
+    uses = [
+        (torch.optim.SGD([param], lr=0.1), scaler.unscale_),
+        (torch.optim.SGD([param], lr=0.1, fused=True, momentum=0.9), lambda optimizer: None),
+        (torch.optim.SGD([param], lr=0.1), lambda optimizer: scaler.clip_grad_norm_(optimizer, 1.0)),
+        (torch.optim.SGD([param], lr=0.1), lambda optimizer: scaler.clip_grad_value_(optimizer, 1.0)),
+    ]
+    for factor in (1.0, INF):
+        for optimizer, use in uses:
+            optimizer.zero_grad()
+            scaler.scale((param * factor).sum()).backward()
+            use(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.stepped(optimizer) == (factor == 1.0)
+
+    def closure():
+        lbfgs.zero_grad()
+        loss = param.square().sum()
+        scaler.scale(loss).backward()
+        return loss
+
+    scaler.step(lbfgs, closure)
+    scaler.update(4.0)
+    assert (scaler.stats().steps, scaler.stats().skips, len(scaler.history)) == (5, 4, 9)
+    assert len(scaler.overflow_report(optimizer=uses[0][0])) == 1
+    twins = copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))
+    assert [twin.state_dict() for twin in twins] == [scaler.state_dict()] * 2
+    assert GradScaler("cpu", enabled=False).skipped(lbfgs).device == CPU
+
+
+@BOTH
+def test_fake_tensors_are_unscaled_and_stepped(cls) -> None:
+    with FakeTensorMode():
+        scaler = cls("cpu")
+        param = torch.nn.Parameter(torch.ones(2))
+        for fused, use in ((False, scaler.unscale_), (True, scaler.step)):
+            optimizer = torch.optim.SGD([param], lr=0.1, fused=fused)
+            scaler.scale(param.sum()).backward()
+            use(optimizer)
+            scaler.update()
+        if cls is GradScaler:
+            for clip in (scaler.clip_grad_norm_, scaler.clip_grad_value_):
+                scaler.scale(param.sum()).backward()
+                clip(optimizer, 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+
+
+# Parameters
+
+
+@BOTH
+@pytest.mark.parametrize("fused", [True, False])
+def test_parameters_may_be_swapped_after_an_iteration(cls, fused: bool) -> None:
+    """`torch.utils.swap_tensors` and `Module.to` refuse tensors that somebody refers to weakly."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    scaler = cls("cpu")
+    for factor in (1.0, INF):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(1, 2)).sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    torch.utils.swap_tensors(model.weight, torch.nn.Parameter(torch.zeros(2, 2)))
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to(torch.float64)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert model.weight.dtype is torch.float64
+
+
+def test_an_optimizer_that_never_finds_gradients_is_named_once() -> None:
+    scaler = GradScaler("cpu")
+    model, other = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)     # of another model
+
+    def iterate() -> None:
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    iterate()
+    iterate()
+    with pytest.warns(UserWarning, match=r"SGD has found no gradients in its first 3 steps.*another model") as caught:
+        iterate()
+    assert caught[0].filename == __file__
+    for _ in range(5):
+        iterate()
+    assert scaler.stats().no_gradients == 8
+
+
+def test_a_phase_without_gradients_after_steps_is_no_cause_to_warn() -> None:
+    scaler = started()
+    param, optimizer = one_parameter(grad=1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    param.grad = None
+    for _ in range(6):
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.stats().no_gradients == 6
