@@ -21,7 +21,6 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from ampkit.gradients import amp_optimizers, closures
-from ampkit.policy.dtypes import as_dtype
 from ampkit.policy.policy import Policy
 from ampkit.region.arguments import named_policy
 from ampkit.region.autocast import autocast_device_type
@@ -40,7 +39,7 @@ from ampkit.whole_model.function_casts import (
 )
 from ampkit.whole_model.half import BATCH_NORMS, HalfPlan
 from ampkit.whole_model.master_weights import MasterWeights
-from ampkit.whole_model.scaled_gradients import LossScaler, ScaledGradients, either
+from ampkit.whole_model.scaled_gradients import LossScaler, ScaledGradients
 
 __all__ = [
     "disable_casts", "float_function", "half_function", "initialize", "load_state_dict", "loss_scalers",
@@ -55,7 +54,24 @@ _OUTSIDE = "call backward inside `with amp.scale_loss(loss, optimizer) as scaled
 
 
 class Overrides(TypedDict, total=False):
-    """The keyword arguments of `initialize`, which says what they mean."""
+    """The keyword arguments of `initialize`. Where None is allowed, it stands for the level's default.
+
+    Args:
+        dtype: the 16-bit type, torch.float16 or torch.bfloat16, or its name; by default what `autocast` takes there.
+        cast_model_type: the same for O2 and O3, by Apex's name.
+        patch_torch_functions: accepted as Apex takes it (True at O1 only); nothing is patched.
+        keep_batchnorm_fp32: at O2 (default True) and O3 (default False).
+        master_weights: at O2 (default True) and O3 (default False).
+        loss_scale: "dynamic" (default at O1 and O2 with float16), a number, or a strategy such as `DynamicLossScale`.
+            1.0 (default at O3 and with bfloat16) scales nothing; steps with inf or NaN are skipped all the same, except
+            at O0, which is left alone altogether unless it is given a scale.
+        cast_model_outputs: what floating-point outputs of the models are cast to; float32 by default.
+        num_losses: how many losses have scales of their own; see `scale_loss`.
+        enabled: False returns everything unchanged and makes `scale_loss` yield the loss itself.
+        verbosity: 0 prints nothing; 1, the default, prints the level and skipped steps.
+        min_loss_scale, max_loss_scale: bounds of a dynamic scale; the upper one is 2**24 by default.
+        policy: the operator rules of O1's region; "torch" and "default" are names of two.
+    """
 
     dtype: torch.dtype | str | None
     cast_model_type: torch.dtype | str | None
@@ -80,25 +96,7 @@ def initialize(
 def initialize(
     models: Models, optimizers: Optimizers, opt_level: str = "O1", **overrides: Unpack[Overrides]
 ) -> tuple[Models, Optimizers]: ...
-def initialize(
-    models: Any,
-    optimizers: Any = None,
-    opt_level: str = "O1",
-    *,
-    dtype: torch.dtype | str | None = None,
-    cast_model_type: torch.dtype | str | None = None,
-    patch_torch_functions: bool | None = None,
-    keep_batchnorm_fp32: bool | str | None = None,
-    master_weights: bool | None = None,
-    loss_scale: LossScale | float | str | None = None,
-    cast_model_outputs: torch.dtype | str | None = None,
-    num_losses: int = 1,
-    enabled: bool = True,
-    verbosity: int = 1,
-    min_loss_scale: float | None = None,
-    max_loss_scale: float | None = 2.0**24,
-    policy: Policy | str | None = None,
-) -> Any:
+def initialize(models: Any, optimizers: Any = None, opt_level: str = "O1", **overrides: Any) -> Any:
     """Set models and optimizers up for a level of precision; returns them as they were passed.
 
     `O0`: float32. `O1`: float32 weights, forward in an autocast region. `O2`: 16-bit model with batch norms in
@@ -109,23 +107,10 @@ def initialize(
         models: a module or a list of modules, in float32.
         optimizers: an optimizer, a list, or None for inference; they may be wrapped as by Apex's LARC.
         opt_level: "O0", "O1", "O2" or "O3".
-        dtype: the 16-bit type, torch.float16 or torch.bfloat16, or its name; None is what `autocast` takes there.
-        cast_model_type: the same for O2 and O3, by Apex's name.
-        patch_torch_functions: accepted as Apex takes it (True at O1 only); nothing is patched.
-        keep_batchnorm_fp32: at O2 (default True) and O3 (default False).
-        master_weights: at O2 (default True) and O3 (default False).
-        loss_scale: "dynamic" (default at O1 and O2 with float16), a number, or a strategy such as
-            `DynamicLossScale`. 1.0 (default at O3 and with bfloat16) scales nothing; steps with inf or NaN are
-            skipped all the same, except at O0, which is left alone altogether unless it is given a scale.
-        cast_model_outputs: what floating-point outputs of the models are cast to; None is float32.
-        num_losses: how many losses have scales of their own; see `scale_loss`.
-        enabled: False returns everything unchanged and makes `scale_loss` yield the loss itself.
-        verbosity: 0 prints nothing; 1 prints the level and skipped steps.
-        min_loss_scale, max_loss_scale: bounds of a dynamic scale.
-        policy: the operator rules of O1's region; "torch" and "default" are names of two.
+        overrides: properties of the level, see `Overrides`: dtype, loss_scale, num_losses, ...
 
     Raises:
-        ValueError, TypeError: an unknown level, or an override that makes no sense at it.
+        ValueError, TypeError: an unknown level or property, or an override that makes no sense at the level.
         RuntimeError: a model that is not float32, is wrapped, or has been initialized; an optimizer that does not
             fit the models. Nothing has been changed then.
 
@@ -146,14 +131,14 @@ def initialize(
                 f"this {type(optimizer).__name__} has been through initialize already; call it once for each model "
                 f"and optimizer, with all of those that belong together"
             )
+    unknown = sorted(set(overrides) - set(Overrides.__annotations__))
+    if unknown:
+        known = ", ".join(Overrides.__annotations__)
+        raise TypeError(f"initialize got {', '.join(unknown)}; expected properties among {known}")
+    enabled, verbosity = overrides.pop("enabled", True), overrides.pop("verbosity", 1)
     device_type = autocast_device_type(device_type_of(all_models[0]) if all_models else None)
-    options = levels.resolve(
-        opt_level, torch.get_autocast_dtype(device_type), dtype=as_dtype(dtype),
-        cast_model_type=as_dtype(cast_model_type), patch_torch_functions=patch_torch_functions,
-        keep_batchnorm_fp32=keep_batchnorm_fp32, master_weights=master_weights, loss_scale=loss_scale,
-        cast_model_outputs=as_dtype(cast_model_outputs), num_losses=num_losses, min_loss_scale=min_loss_scale,
-        max_loss_scale=max_loss_scale, policy=policy,
-    )
+    options = levels.resolve(opt_level, torch.get_autocast_dtype(device_type), **overrides)
+    policy = overrides.get("policy")
     rules = None if policy is None else named_policy(policy, device_type)
     if enabled:
         _set_up(options, all_models, all_optimizers, rules, device_type, verbosity)
@@ -266,15 +251,8 @@ def scale_loss(
     if delay_unscale:
         for each in gradients:
             each.delayed = (scaler, scaler.updates)
-        return
-    # A gradient that is not finite skips the next step of all of them, as in Apex: networks that one loss trains step
-    # together or not at all.
-    found_inf = either(*[scaler.unscale_arrived_(each) for each in gradients])
-    scaler.update()
-    for optimizer in all_optimizers:
-        steps = _steps_of(optimizer)
-        steps.gradients.add_flag(found_inf)
-        steps.scaler = scaler
+    else:
+        scaler.unscale_all_(gradients)
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -377,7 +355,6 @@ class _Steps:
     def __init__(self, optimizer: Optimizer, session: _Session) -> None:
         self.gradients = ScaledGradients(optimizer)
         self.session = session
-        self.scaler: LossScaler | None = None       # of the last backward
         self._set_to_none: list[tuple[Tensor, Tensor]] = []
         self._flag_on_optimizer = contextlib.ExitStack()
         optimizer._ampkit_steps = self  # type: ignore[attr-defined]
@@ -394,7 +371,7 @@ class _Steps:
                 f"ampkit.autocast with GradScaler.step(optimizer, closure), or FP16Optimizer.step(closure)"
             )
         self._check_ready(optimizer)
-        gradients, scaler = self.gradients, self.scaler
+        gradients, scaler = self.gradients, self.gradients.scaler
         found_inf = gradients.found_inf if gradients.unscaled else None
         gradients.unscaled = False
         if found_inf is None or scaler is None:

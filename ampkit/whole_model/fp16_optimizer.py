@@ -153,7 +153,7 @@ class FP16Optimizer(torch.optim.Optimizer):
         """
         if self._gradients.delayed is None:
             raise RuntimeError("no scaled gradients to take; call optimizer.backward(loss) before, not loss.backward()")
-        self._gradients.add_flag(self.scaler.unscale_arrived_(self._gradients))
+        self.scaler.unscale_arrived_(self._gradients)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Limit the norm of all unscaled gradients together; returns the norm before. Never syncs.

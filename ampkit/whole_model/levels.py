@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from ampkit.containers import REAL_FLOATS
 from ampkit.gradients.masters import masters_of
+from ampkit.policy.dtypes import as_dtype
 from ampkit.scaler.loss_scale import SMALLEST_SCALE, DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 from ampkit.whole_model.boundary import refuse_bounded
 
@@ -91,6 +92,7 @@ def resolve(
     Raises `ValueError` or `TypeError` that names the property, says why it makes no sense and what does.
     """
     level = LEVELS[_checked_level(opt_level)]
+    dtype, cast_model_type, cast_model_outputs = map(as_dtype, (dtype, cast_model_type, cast_model_outputs))
     low = _low_dtype(opt_level, level, dtype, cast_model_type, default_dtype)
     if patch_torch_functions is not None and bool(patch_torch_functions) is not level.has_region:
         raise ValueError(

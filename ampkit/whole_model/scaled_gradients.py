@@ -6,6 +6,7 @@ Several backwards, each under a scale of its own, may so add up in one optimizer
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ class ScaledGradients:
     Attributes:
         found_inf: a flag, set where a gradient of the backwards since the last step was not finite; None: no gradients.
         unscaled: a backward since the last step has left unscaled gradients.
+        scaler: of the last backward that was unscaled.
         delayed: the scaler of backwards whose gradients are still scaled, with its count of updates then.
     """
 
@@ -36,6 +38,7 @@ class ScaledGradients:
         self.masters = masters
         self.found_inf: Tensor | None = None
         self.unscaled = False
+        self.scaler: LossScaler | None = None
         self.delayed: tuple[LossScaler, int] | None = None
         self._set_aside: dict[Tensor, Tensor] = {}
 
@@ -82,11 +85,6 @@ class ScaledGradients:
         self._set_aside.clear()
         self.unscaled, self.delayed = False, None
 
-    def add_flag(self, found_inf: Tensor | None) -> None:
-        """Note that a backward has ended whose gradients had this flag."""
-        self.found_inf = either(self.found_inf, found_inf)
-        self.unscaled, self.delayed = True, None
-
     @torch.no_grad()
     def unscale_(self, inv_scale: Tensor) -> tuple[dict[torch.device, Tensor], list[Any]]:
         """Multiply what backward has left by `inv_scale`, check it, and add what was set aside.
@@ -126,11 +124,27 @@ class LossScaler(GradScaler):
 
     updates = 0
 
-    def unscale_arrived_(self, gradients: ScaledGradients) -> Tensor | None:
-        """Unscale and check what a backward has left at an optimizer. Never syncs.
+    def unscale_all_(self, all_gradients: Sequence[ScaledGradients]) -> None:
+        """Unscale and check what one backward has left at several optimizers, and update the scale. Never syncs.
 
-        Returns a flag, 1 where a gradient was not finite; None where none had arrived.
+        A gradient that is not finite skips the next step of all of them, as in Apex: networks that one loss trains step
+        together or not at all.
         """
+        flags = [self._unscale(gradients) for gradients in all_gradients]
+        self.update()
+        for gradients in all_gradients:
+            self._note_backward(gradients, flags)
+
+    def unscale_arrived_(self, gradients: ScaledGradients) -> None:
+        """Unscale and check what backwards have left at one optimizer; the scale stays. Never syncs."""
+        self._note_backward(gradients, [self._unscale(gradients)])
+
+    def _note_backward(self, gradients: ScaledGradients, flags: Sequence[Tensor | None]) -> None:
+        gradients.found_inf = _any((gradients.found_inf, *flags))
+        gradients.unscaled, gradients.delayed, gradients.scaler = True, None, self
+
+    def _unscale(self, gradients: ScaledGradients) -> Tensor | None:
+        """A flag, 1 where a gradient was not finite; None where none had arrived."""
         found, groups = gradients.unscale_(self._unscaling.inverse_scale())
         self._unscaling.agree(gradients.optimizer, found, groups)
         record = self._iteration.record_of(gradients.optimizer)
@@ -156,7 +170,7 @@ class LossScaler(GradScaler):
         self._log.note_step(optimizer, found_inf, skipped=self._log.examine(optimizer, found_inf, skipped=skipped))
 
 
-def either(*flags: Tensor | None) -> Tensor | None:
+def _any(flags: Sequence[Tensor | None]) -> Tensor | None:
     """One flag for several, set if any is, on the device of the first; None where all are."""
     given = [flag for flag in flags if flag is not None]
     return ranks.combined(given, given[0].device) if given else None

@@ -84,6 +84,7 @@ def test_overrides_that_make_no_sense(opt_level: str, options: dict[str, object]
         ({"keep_batchnorm_fp32": "yes"}, "keep_batchnorm_fp32 is 'yes'"),
         ({"master_weights": "True"}, "master_weights is 'True'; expected True, False or None"),
         ({"loss_scale": True}, "loss_scale is True; expected 'dynamic'"),
+        ({"keep_bn_fp32": True}, "initialize got keep_bn_fp32; expected properties among dtype, cast_model_type, "),
         ({"cast_model_outputs": "half"}, "cast_model_outputs is 'half'; expected None or a dtype"),
     ],
     ids=str,
