@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ampkit.debugging.loop import LoopFinding
 from ampkit.debugging.report_file import Status, document
 
 __all__ = ["GradientError", "ModuleError", "OperatorError", "PrecisionReport"]
@@ -95,6 +96,8 @@ class PrecisionReport:
     reference_loss: float | None = None
     step: int = 0
     incomplete: str = ""        # why the step did not run to its end
+    compiled: bool = False      # compiled functions ran, eagerly
+    loop: list[LoopFinding] = field(default_factory=list)       # what the loop does in the wrong order
 
     @property
     def status(self) -> Status:

@@ -7,6 +7,7 @@ answer is listed in `test_battery.py` with what is missing.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import re
@@ -135,7 +136,7 @@ def a_norm_of_ones_own(x: Tensor) -> Tensor:
 @planted("aten::reciprocal", r"1e-09 is 0 in float16", FLOAT, dtype=F16)
 def a_factory_of_eps(x: Tensor) -> Tensor:
     eps = torch.full((16,), 1e-9, dtype=x.dtype)        # here
-    return (x * 0 + eps).reciprocal() * x
+    return (x * 0 + eps).reciprocal() * x * 1e-9
 
 
 @planted("aten::log", r"1e-10 is 0 in float16|rounded.*to 0|0 in float16", FLOAT, dtype=F16)
@@ -156,7 +157,7 @@ def probabilities_in_half(x: Tensor) -> Tensor:
 def square_that_underflows(x: Tensor) -> Tensor:
     y = (x * 0 + 1e-5)
     y = y * y       # here
-    return torch.rsqrt(y) * x
+    return torch.rsqrt(y) * x * 1e-5
 
 
 @planted("aten::div.Tensor", r"0 in float16|underflow", FLOAT, dtype=F16)
@@ -283,7 +284,7 @@ def attention_in_a_half_model(x: Tensor) -> Tensor:
 
 @planted("aten::addmm", r"overflow", LINES, dtype=F16, kind="torch")
 def a_layer_under_torch_autocast(x: Tensor) -> Tensor:
-    y = F.linear(scores(x), torch.full((4, 16), 300.0), torch.ones(4))        # here
+    y = F.linear(x + 300, torch.full((4, 16), 300.0), torch.ones(4))        # here
     return y / 1e4
 
 
@@ -308,7 +309,7 @@ def cast_of_a_time(x: Tensor) -> Tensor:
     return x * when
 
 
-@whole("nonfinite", r"overflow", r"64|128|256|GradScaler", "aten::mm", "")
+@whole("nonfinite", r"overflow", r"loss / 32\b", "aten::mm", "")
 def loss_that_is_too_large() -> tuple[nn.Module, Step]:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 1)).half()
 
@@ -351,7 +352,7 @@ def third_micro_batch() -> tuple[nn.Module, Step]:
 # --- state
 
 
-@whole("nonfinite", r"overflow|running_var", r"float32|\.float\(\)|BatchNorm", "aten::(native_|_native_)?batch_norm.*", "1")
+@whole("nonfinite", r"overflow|running_var", r"float32|\.float\(\)|BatchNorm", "aten::(native_)?batch_norm.*", "1")
 def running_variance_in_half() -> tuple[nn.Module, Step]:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).half()
     nn.init.constant_(model[0].weight, 400.0)
@@ -516,10 +517,8 @@ def unscaled_twice(model: nn.Module, x: Tensor, optimizer: Any, scaler: Any) -> 
     optimizer.zero_grad()
     scaler.scale(loss_of(model, x)).backward()
     scaler.unscale_(optimizer)
-    try:
+    with contextlib.suppress(RuntimeError):
         scaler.unscale_(optimizer)      # here
-    except RuntimeError:
-        pass
     scaler.step(optimizer)
     scaler.update()
 
@@ -598,7 +597,7 @@ def report_of(fault: Fault) -> str:
         return str(debugging.find_nonfinite(step, model))
     if fault.tool == "precision":
         return str(debugging.compare_precision(step, model))
-    with debugging.check_loop() as report:
+    with debugging.check_loop() as report, contextlib.suppress(RuntimeError, AssertionError):
         step()
     return str(report)
 
