@@ -27,6 +27,10 @@ __all__ = ["Change", "EpsChange", "LineChange", "LossChange", "PolicyTrial", "Re
 
 Region = Literal["ampkit", "torch", "none"]     # what the user's step computes in
 _LOW = (torch.float16, torch.bfloat16)
+_AS_THEY_ARE = frozenset({
+    "batch_norm", "backward", "__get__", "__set__", "__delete__", "__setitem__", "__iadd__", "__isub__", "__imul__",
+    "__itruediv__",
+})
 
 
 class Change(Protocol):
@@ -156,8 +160,9 @@ class _FloatLines(TorchFunctionMode):
         here = None if line is None else Lines(self._name(line.file), line.line, line.line)
         if here is None or not any(one.covers(here) for one in self._change.lines):
             return self._called(func, args, kwargs)
-        if getattr(func, "__name__", "") == "batch_norm":
-            return self._called(func, args, kwargs)     # what it writes is not to be a copy
+        name = getattr(func, "__name__", "")
+        if name in _AS_THEY_ARE or (name.endswith("_") and not name.endswith("__")):
+            return self._called(func, args, kwargs)     # what they write is not to be a copy
         if func in (Tensor.half, Tensor.bfloat16):
             func = Tensor.float
         args, kwargs = _widened(args), _widened(kwargs)

@@ -24,7 +24,7 @@ from ampkit.torch_internals.operator_tracing import OpOverload
 __all__ = ["find_nonfinite"]
 
 _MOST_RULES = 8         # modules or lines that are added to a change one after the other
-_LASTING = 3            # steps in a row that a change must keep finite
+_LASTING = 4            # steps in a row that a change must keep finite
 _MOST_STEPS = 30        # until then: a loss scale settles first
 
 
@@ -37,10 +37,10 @@ def find_nonfinite(
     with its operators' statistics left on the device; where that finds something, once more from the same state with
     every inf and NaN looked at where it appears, and beside itself in a wider dtype, to tell a 0 that was rounded from
     one that is exact. With `verify`, changes are tried: a policy for steps in ampkit's regions, lines in float32 for
-    others, another loss scale. A change is verified when three steps in a row with it are finite and update the
-    parameters; a change that failed is not suggested. Then everything is put back: parameters, buffers, gradients,
-    optimizers, scalers, random number generators and the objects in `state`, which have `state_dict` and
-    `load_state_dict`.
+    others, another loss scale. A change is verified when four steps in a row with it are finite and update the
+    parameters, and the loss does not grow a hundredfold; a change that failed is not suggested. Then everything is put
+    back: parameters, buffers, gradients, optimizers, scalers, random number generators and the objects in `state`,
+    which have `state_dict` and `load_state_dict`.
 
     A step that uses `torch.compile` runs eagerly here. Where it is finite as it is, compiled, that is the answer: the
     report has a note in place of findings.
@@ -62,7 +62,7 @@ def find_nonfinite(
     if report:
         report.findings[0] = replay.with_cause(report.findings[0])
         if verify:
-            report.findings[0] = replay.with_suggestion(report.findings[0])
+            report.findings[0] = replay.with_suggestion(report.findings[0], loop_is_wrong=bool(report.loop))
     return report
 
 
@@ -118,8 +118,11 @@ class _Replay:
         )
         return replace(finding, cause=Cause("rounded", text), made=operation_of(call, run.place(call)))
 
-    def with_suggestion(self, finding: Finding) -> Finding:
+    def with_suggestion(self, finding: Finding, *, loop_is_wrong: bool) -> Finding:
         """A finding with what was tried for it: the first change that lasts, or advice."""
+        if loop_is_wrong and finding.scale is not None:
+            first = "put the loop right first, as said above"
+            return replace(finding, suggestion=Suggestion(first, evidence="it mishandles scaled gradients"))
         self._runs = 0
         tried = []
         for change in changes_for(finding, self._region, self._model):
@@ -173,6 +176,8 @@ class _Replay:
         losses = detect.recorder.losses
         if lasting < _LASTING or not all(map(math.isfinite, losses)):
             return "", None
+        if losses and abs(losses[-1]) > 1 + 100 * abs(losses[0]):
+            return "", None     # it diverges
         return f"{steps} steps with it are finite{_course(losses, bool(self._snapshot.optimizers))}", None
 
 

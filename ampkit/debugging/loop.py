@@ -28,7 +28,7 @@ from ampkit.region.autocast import autocast
 
 __all__ = ["LoopFinding", "LoopReport", "check_loop"]
 
-_WHOLE_MODEL = str(Path(__file__).resolve().parents[1] / "whole_model")
+_LEVELS = tuple(str(Path(__file__).resolve().parents[1] / name) for name in ("whole_model", "amp.py"))
 _MOST_PARAMETERS = 64       # of an optimizer whose gradients are followed
 
 
@@ -173,7 +173,7 @@ class check_loop:
 
         @functools.wraps(inner)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if self._depth or sys._getframe(1).f_code.co_filename.startswith(_WHOLE_MODEL):
+            if self._depth or sys._getframe(1).f_code.co_filename.startswith(_LEVELS):
                 return inner(*args, **kwargs)       # called by another one of them, or by a loop of ampkit's own
             self._depth += 1
             try:
@@ -288,7 +288,8 @@ class check_loop:
             )
 
     def _clip(self, tensors: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        # A generator is the function's to consume.
+        given = [tensors] if isinstance(tensors, Tensor) else [] if isinstance(tensors, Iterator) else list(tensors)
         ids = {id(one) for one in given} | {id(one.grad) for one in given if one.grad_fn is None and one.is_leaf}
         followed = [one for one in self._optimizers.values() if any(id(p.grad) in ids for p in one.parameters)]
         scaled = any(one.scaled for one in followed) if followed else (

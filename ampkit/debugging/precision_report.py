@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ampkit.debugging.loop import LoopFinding
+from ampkit.debugging.report import COMPILED
 from ampkit.debugging.report_file import Status, document
 
 __all__ = ["GradientError", "ModuleError", "OperatorError", "PrecisionReport"]
@@ -102,7 +103,7 @@ class PrecisionReport:
     @property
     def status(self) -> Status:
         """"found" where gradients overflowed or are gone; "inconclusive" where the step did not run to its end."""
-        if not math.isfinite(self.gradient_error):
+        if self.loop or not math.isfinite(self.gradient_error):
             return "found"
         return "inconclusive" if self.incomplete else "clean"
 
@@ -137,6 +138,9 @@ class PrecisionReport:
         return one.propagated > 1e-3 and (one.phase != "backward" or one.total * one.norm > 1e-3 * gradients)
 
     def __str__(self) -> str:
+        return "\n".join([*([COMPILED] if self.compiled else []), *map(str, self.loop), self._numbers()])
+
+    def _numbers(self) -> str:
         if self.incomplete and not self.operators:
             return f"inconclusive: {self.incomplete}"
         if not self.operators:
