@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import ampkit
-from ampkit import DynamicLossScale, FP16Optimizer, GradScaler, Policy, Rule, ScalerStats, amp, autocast
+from ampkit import DynamicLossScale, FP16Optimizer, GradScaler, Policy, Rule, amp, autocast
+from ampkit.scaler.history import ScalerStats
 from ampkit.whole_model._level_options import resolve
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
