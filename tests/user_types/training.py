@@ -227,7 +227,7 @@ def whole_models() -> None:
     assert_type(check_half(nn.Linear(4, 4), torch.randn(1, 4)), HalfReport)
     small = half(nn.Linear(4, 1), torch.bfloat16)
     masters = MasterWeights(torch.optim.SGD(small.parameters(), lr=0.1))
-    assert_type(masters.halves(), list[Tensor])
+    assert_type(masters.model_parameters(), list[Tensor])
     fp16 = FP16Optimizer(torch.optim.SGD(half(nn.Linear(4, 1), torch.bfloat16).parameters(), lr=0.1))
     assert_type(fp16.loss_scale, float)
 
