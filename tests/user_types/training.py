@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, assert_type
 
 import torch
-from ampkit.whole_model.half_report import HalfReport
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler as TorchScaler
 
@@ -51,6 +50,7 @@ from ampkit.region.weight_cache import CacheInfo
 from ampkit.scaler.history import ScalerStats
 from ampkit.scaler.overflow import LossScaleStuckError
 from ampkit.scaler.overflow_report import OverflowReport
+from ampkit.whole_model.check_half import HalfReport
 
 CONFIGURATION = {"dtype": "bfloat16", "policy": "torch"}
 
