@@ -1,8 +1,8 @@
 """Optimizer steps: any step invalidates every cast of a weight made before it ended.
 
-Fused optimizers, and those that write through `.data`, do not bump the version counter of what they write, so there are
-hooks on every `torch.optim.Optimizer`, at both ends of a step: one that is interrupted never reaches its second hook, and
-casts made amid a step, in a closure, are invalid after it.
+Fused optimizers, and those that write through `.data`, do not bump the version counter of what they write, so there
+are hooks on every `torch.optim.Optimizer`, at both ends of a step: one that is interrupted never reaches its second
+hook, and casts made amid a step, in a closure, are invalid after it.
 """
 
 from __future__ import annotations
