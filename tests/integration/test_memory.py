@@ -11,7 +11,8 @@ from torch import nn
 
 import ampkit
 from ampkit import Policy, WeightCache
-from tests.helpers.models import CASES, Case, Decoder
+from benchmarks.workloads import Decoder
+from tests.helpers.models import CASES, Case
 
 Region = Callable[[], contextlib.AbstractContextManager[Any]]
 
