@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ampkit
 from ampkit import Policy, Rule, WeightCache
-from tests.helpers.models import CASES, Decoder, DecoderBlock
+from benchmarks.workloads import Decoder, DecoderBlock
+from tests.helpers.models import CASES
 from tests.helpers.ranks import on_ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
