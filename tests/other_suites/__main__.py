@@ -1,8 +1,8 @@
 """Run other projects' precision tests with ampkit in torch's place: `make other-suites SOURCES=/folder`.
 
 The folder holds source checkouts named `pytorch`, `lightning` and `accelerate`, of the installed versions, and `apex`,
-of the last commit with `apex/amp`; or some of them. Nothing is fetched. Each suite runs twice, with torch's autocast and
-scaler and with ampkit's (Apex's only with ampkit's). What fails with ampkit alone has to be in expected.toml with its
+of the last commit with `apex/amp`; or some of them. Nothing is fetched. Each suite runs twice, with torch.amp and
+with ampkit (Apex's only with ampkit's). What fails with ampkit alone has to be in expected.toml with its
 reason. Exit code 1 where another test fails, or one that is listed there passes.
 """
 
@@ -68,7 +68,8 @@ def outcomes(suite: Suite, checkout: Path, *, shim: bool, limit: float) -> dict[
             "PYTHONPATH": os.pathsep.join(map(str, paths)),
         }
         command = [sys.executable, "-m", "pytest", "-q", "-p", "ampkit_shim", "-p", "no:cacheprovider",
-                   "-p", "no:xdist", "--continue-on-collection-errors", *files, *(["-k", suite.chosen] if suite.chosen else [])]
+                   "-p", "no:xdist", "--continue-on-collection-errors", *files]
+        command += ["-k", suite.chosen] if suite.chosen else []
         ran = subprocess.run(
             command, cwd=checkout / suite.folder, env={**os.environ, **settings}, capture_output=True, text=True,
             timeout=limit,
