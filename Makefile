@@ -9,7 +9,7 @@ STAMP := $(VENV)/.ampkit-installed
 WORKERS := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types kernels-check check soak bench docs wheel matrix clean
+.PHONY: help install demo test lint types kernels-check operators check soak bench docs wheel matrix clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml constraints-dev.txt .ci/setup
 install: $(STAMP) ## create .venv and install ampkit with its extras into it
 
 demo: $(STAMP) ## train on real data: fp32, torch.amp and ampkit side by side
-	@$(BIN)/python -m ampkit demo $(ARGS)
+	@$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(STAMP) ## run every test
 	@echo "==> tests, on $(WORKERS) workers"
@@ -38,6 +38,9 @@ types: $(STAMP) ## pyright
 kernels-check: $(STAMP) ## compile every Triton kernel for real GPUs (needs none) and look at the code
 	@echo "==> kernels, compiled ahead of time"
 	@env -u TRITON_INTERPRET $(BIN)/python -m tests.kernels.aot_check
+
+operators: $(STAMP) ## compare the operator lists with the installed torch
+	@$(BIN)/python -m tests.tools.operator_drift
 
 check: lint types kernels-check test ## all of the above checks: what CI runs
 

@@ -1,4 +1,4 @@
-"""The `ampkit` command: `ampkit demo`, `ampkit debug`, `ampkit doctor` and more. Also `python -m ampkit`."""
+"""The `ampkit` command: `ampkit debug`, `ampkit doctor`, `ampkit explain`. Also `python -m ampkit`."""
 
 import argparse
 import importlib
@@ -12,10 +12,8 @@ import ampkit
 # Name of the command -> (module with `main(argv) -> int | None`, what it does). Imported when chosen.
 COMMANDS = {
     "debug": ("ampkit.debugging.cli", "find out which operator, module and line of a script goes wrong"),
-    "demo": ("ampkit.demo.cli", "train on real data: fp32, torch.amp and ampkit side by side"),
     "doctor": ("ampkit.doctor", "say what this machine can run, and what is missing"),
-    "explain": ("ampkit.debugging.explain", "say what a region does to an operator, and why"),
-    "policy-table": ("ampkit.policy.policy_table", "print the default policy, or one operator's rules"),
+    "explain": ("ampkit.explain", "say what autocast does with an operator and why; without one, print all rules"),
 }
 
 
@@ -25,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="ampkit",
         description="Automatic mixed precision for PyTorch.",
-        epilog="\n".join(f"  {name:14s}{what}" for name, (_, what) in COMMANDS.items()),
+        epilog="\n".join(f"  {name:10s}{what}" for name, (_, what) in COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="store_true", help="say which versions of ampkit and torch these are")

@@ -1,29 +1,23 @@
-"""`ampkit doctor`: what this machine can run, which path serves which operation and why, and whether it works.
+"""`ampkit doctor`: what this machine can run, which implementation is used on each device, and whether it is right.
 
-Prints versions, whether regions work with this torch, devices with their dtypes, and for every device the
-implementation that `impl="auto"` takes; then runs each kernel operation once on small tensors and compares with
-float64. Exit code 0 when all is well, 1 when torch is older than any supported, regions do not work or an operation
-gives a wrong result. With `--operators` it compares the operator lists with this torch instead: exit code 1 when they
-differ.
+Prints versions, whether autocast works with this torch, and for each device its dtypes and the implementation that
+`impl="auto"` selects; then runs each kernel operation once on small tensors and compares it with float64. Exit code 0
+when all is well; 1 when torch is too old, autocast does not work, or an operation gives a wrong result.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import platform
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import ampkit
-from ampkit import operator_drift
-from ampkit.gradients import kernels
-from ampkit.policy.op_table import TORCH, Rule
+import ampkit_kernels as kernels
 from ampkit.torch_internals import self_check
 from ampkit.torch_internals.versions import INSTALL, NEWEST, OLDEST, SUPPORTED, parsed
 
@@ -31,66 +25,22 @@ OPTIONAL = {
     "triton": "GPU kernels",
     "numpy": "pointer tables, Triton's interpreter",
     "matplotlib": "plots",
-    "rich": "the demo's tables",
     "scikit-learn": "the demo's data",
 }
+Finding = tuple[bool, str]      # whether all is well, and a line that says what was found
 
 
-@dataclass(frozen=True)
-class Path:
-    """Which implementation serves the kernel operations on a device."""
-
-    device: str
-    name: str
-    dtypes: list[str]
-    serves: str
-    because: str
-
-
-@dataclass(frozen=True)
-class Check:
-    """One operation run on one device."""
-
-    device: str
-    operation: str
-    ok: bool
-    detail: str
-
-
-def versions() -> dict[str, str]:
-    """Installed versions; "missing" for what is not installed."""
-    found = {"python": platform.python_version(), "torch": torch.__version__, "ampkit": ampkit.__version__}
-    for package in OPTIONAL:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "missing"
-    return found
-
-
-@dataclass(frozen=True)
-class Torch:
-    """What is known of the running torch, and whether regions work with it."""
-
-    version: str
-    tried: bool             # ampkit is tested with this version
-    new_enough: bool
-    regions: str            # "ok", or what does not work
-
-    @property
-    def ok(self) -> bool:
-        """Whether ampkit can be used. For untested versions the self-check decides."""
-        return self.new_enough and self.regions == "ok"
-
-
-def torch_found() -> Torch:
-    """Try regions out with the running torch."""
-    try:
-        fault = self_check.fault()
-    except RuntimeError as error:
-        fault = str(error)
-    version = parsed(torch.__version__)
-    return Torch(torch.__version__, OLDEST <= version <= NEWEST, version >= OLDEST, fault or "ok")
+def main(argv: list[str] | None = None) -> int:
+    """Print the report. Returns the exit code."""
+    argparse.ArgumentParser(prog="ampkit doctor", description="Say what this machine can run.").parse_args(argv)
+    well = True
+    for findings in (_versions(), _torch(), *map(_device, devices())):
+        for ok, line in findings:
+            well = well and ok
+            print(line)
+        print()
+    print("all well" if well else "something is wrong: see above")
+    return 0 if well else 1
 
 
 def devices() -> list[torch.device]:
@@ -98,23 +48,57 @@ def devices() -> list[torch.device]:
     return [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
 
 
-def path_for(device: torch.device) -> Path:
-    """What `impl="auto"` does on this device, and why."""
-    dtypes = ["float32", "float64", "float16", "bfloat16"]
+def _versions() -> Iterator[Finding]:
+    yield True, f"{'python':14s}{platform.python_version()}"
+    yield True, f"{'ampkit':14s}{ampkit.__version__}"
+    for package, use in OPTIONAL.items():
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            version = "missing"
+        yield True, f"{package:14s}{version}  ({use})"
+
+
+def _torch() -> Iterator[Finding]:
+    """Versions that ampkit is not tested with are judged by the self-check alone."""
+    version = parsed(torch.__version__)
+    tested = OLDEST <= version <= NEWEST
+    remark = "" if tested else "; this one is too old" if version < OLDEST else "; this one is newer and untested"
+    yield version >= OLDEST, f"{'torch':14s}{torch.__version__}; supported are {SUPPORTED}{remark}"
+    try:
+        fault = self_check.fault()
+    except RuntimeError as error:
+        fault = str(error)
+    yield _result("autocast", fault)
+    if fault or not tested:
+        yield True, f"  to install a supported one: {INSTALL}"
+
+
+def _device(device: torch.device) -> Iterator[Finding]:
+    """The device, its dtypes, the implementation of the kernel operations, and a check of each."""
     if device.type == "cpu":
-        name = platform.processor() or platform.machine()
-        return Path(str(device), name, dtypes, "PyTorch", "CPU tensors take PyTorch's own operators")
-    capability = torch.cuda.get_device_capability(device)
-    name = f"{torch.cuda.get_device_name(device)}, compute capability {capability[0]}.{capability[1]}"
-    if not torch.cuda.is_bf16_supported(including_emulation=False):
-        dtypes.remove("bfloat16")
-    reason = kernels.why_not_triton(device)
-    if reason is None:
-        return Path(str(device), name, dtypes, "Triton", "one launch per dtype for a whole list of tensors")
-    return Path(str(device), name, dtypes, "PyTorch", reason)
+        yield True, f"{device}: {platform.processor() or platform.machine()}"
+        yield True, "  kernels  PyTorch: CPU tensors take PyTorch's own operators"
+    else:
+        major, minor = torch.cuda.get_device_capability(device)
+        yield True, f"{device}: {torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
+        if torch.version.hip is None and major < 8:
+            yield True, "  bfloat16 is only emulated here and very slow: train in float16 with a GradScaler"
+        reason = kernels.why_not_triton(device)
+        yield True, f"  kernels  {f'PyTorch: {reason}' if reason else 'Triton: fused over lists of tensors'}"
+    for operation, run in CHECKS.items():
+        try:
+            fault = run(device)
+        except Exception as error:  # reported with the other checks
+            fault = f"{type(error).__name__}: {error}"
+        yield _result(operation, fault)
 
 
-def _close(got: Tensor, want: Tensor, tolerance: float) -> str | None:
+def _result(what: str, fault: str | None) -> Finding:
+    return fault is None, f"  ok       {what}" if fault is None else f"  FAIL     {what}: {fault}"
+
+
+def _close(got: Tensor, want: Tensor, tolerance: float = 0.0) -> str | None:
     error = (got.double().cpu() - want.double().cpu()).abs().max().item()
     return None if error <= tolerance else f"differs from float64 by {error:.3g}, allowed {tolerance:.3g}"
 
@@ -129,7 +113,7 @@ def _unscale(device: torch.device) -> str | None:
     want = torch.cat(grads).double() * 0.25
     found_inf = torch.zeros((), device=device)
     kernels.unscale_(grads, torch.tensor(0.25, device=device), found_inf)
-    return _close(torch.cat(grads), want, 0.0) or _close(found_inf, torch.zeros(()), 0.0)
+    return _close(torch.cat(grads), want) or _close(found_inf, torch.zeros(()))
 
 
 def _found_inf(device: torch.device) -> str | None:
@@ -138,7 +122,7 @@ def _found_inf(device: torch.device) -> str | None:
     found_inf = torch.zeros((), device=device)
     kernels.norm_and_check(grads, torch.ones((), device=device), found_inf)
     counts = kernels.nonfinite_counts(grads).sum(0).cpu()
-    return _close(found_inf, torch.ones(()), 0.0) or _close(counts, torch.tensor([0, 1]), 0.0)
+    return _close(found_inf, torch.ones(())) or _close(counts, torch.tensor([0, 1]))
 
 
 def _norm(device: torch.device) -> str | None:
@@ -152,22 +136,18 @@ def _multiply(device: torch.device) -> str | None:
     grads = _lists(device)
     want = torch.cat(grads).double() * 0.5
     kernels.multiply_(grads, torch.tensor(0.5, device=device))
-    return _close(torch.cat(grads), want, 0.0)
+    return _close(torch.cat(grads), want)
 
 
 def _adamw(device: torch.device) -> str | None:
-    from ampkit.optim import AdamW
-
-    return _step(device, AdamW, torch.optim.AdamW)
+    return _two_steps(device, ampkit.optim.AdamW, torch.optim.AdamW)
 
 
 def _sgd(device: torch.device) -> str | None:
-    from ampkit.optim import SGD
-
-    return _step(device, SGD, torch.optim.SGD)
+    return _two_steps(device, ampkit.optim.SGD, torch.optim.SGD)
 
 
-def _step(device: torch.device, ours: Callable[..., Any], theirs: Callable[..., Any]) -> str | None:
+def _two_steps(device: torch.device, ours: Callable[..., Any], theirs: Callable[..., Any]) -> str | None:
     """Two steps on the device, compared with torch's in float64 on the CPU."""
     grads = _lists(device)
     params = [torch.nn.Parameter(g.clone()) for g in grads]
@@ -189,109 +169,3 @@ CHECKS: dict[str, Callable[[torch.device], str | None]] = {
     "AdamW step": _adamw,
     "SGD step": _sgd,
 }
-
-
-def check(device: torch.device) -> list[Check]:
-    """Run every operation once; an exception is a failed check with its message."""
-    results = []
-    for operation, run in CHECKS.items():
-        try:
-            fault = run(device)
-        except Exception as error:  # reported with the other checks
-            fault = f"{type(error).__name__}: {error}"
-        results.append(Check(str(device), operation, fault is None, fault or "ok"))
-    return results
-
-
-def _unless_ok(detail: str) -> str:
-    return "" if detail == "ok" else f": {detail}"
-
-
-def _verdict(found: Torch) -> str:
-    if found.tried:
-        return ""
-    return "; this one is newer, and nobody has tried it" if found.new_enough else "; this one is too old"
-
-
-def operators(*, as_json: bool = False) -> int:
-    """Print how the lists differ from the running torch, for every device type. Returns the exit code."""
-    drifts = {device: operator_drift.list_drift(device) for device in TORCH}
-    new, gone = operator_drift.composite_drift()
-    agree = not (any(drifts.values()) or new or gone)
-    if as_json:
-        report = {
-            "torch": torch.__version__,
-            "supported": SUPPORTED,
-            "lists": {
-                device: {
-                    "new": {name: _rule(rule) for name, rule in drift.new.items()},
-                    "gone": {name: _rule(rule) for name, rule in drift.gone.items()},
-                    "different": {name: [_rule(rule) for rule in both] for name, both in drift.different.items()},
-                }
-                for device, drift in drifts.items()
-            },
-            "composites": {"new": new, "gone": gone},
-            "agree": agree,
-        }
-        print(json.dumps(report, indent=2))
-        return 0 if agree else 1
-    print(f"torch {torch.__version__}; the lists are made for {SUPPORTED}")
-    for device, drift in drifts.items():
-        print(f"{device:14s}{'differs' if drift else 'as listed'}")
-        for name, rule in drift.new.items():
-            print(f"  new        {name}: torch {_rule(rule)}")
-        for name, rule in drift.gone.items():
-            print(f"  gone       {name}: listed as {_rule(rule)}")
-        for name, (ours, torchs) in drift.different.items():
-            print(f"  different  {name}: listed as {_rule(ours)}, torch {_rule(torchs)}")
-    print(f"composites    {'differ' if new or gone else 'as classified'}")
-    for name in new:
-        print(f"  new        {name}")
-    for name in gone:
-        print(f"  gone       {name}")
-    print("\nthe lists are those of this torch" if agree else "\nthe lists are not those of this torch: see above")
-    return 0 if agree else 1
-
-
-def _rule(rule: Rule | None) -> str:
-    return "has a rule that could not be observed" if rule is None else rule.name
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Print the report. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="ampkit doctor", description="Say what this machine can run.")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument("--operators", action="store_true", help="compare the operator lists with this torch")
-    options = parser.parse_args(argv)
-    if options.operators:
-        return operators(as_json=options.json)
-    installed = versions()
-    found = torch_found()
-    paths = [path_for(device) for device in devices()]
-    checks = [result for device in devices() for result in check(device)]
-    healthy = found.ok and all(result.ok for result in checks)
-    if options.json:
-        report = {
-            "versions": installed,
-            "torch": asdict(found) | {"supported": SUPPORTED, "install": INSTALL},
-            "paths": [asdict(path) for path in paths],
-            "checks": [asdict(result) for result in checks],
-            "healthy": healthy,
-        }
-        print(json.dumps(report, indent=2))
-        return 0 if healthy else 1
-    for package, version in installed.items():
-        use = f"  ({OPTIONAL[package]})" if package in OPTIONAL else ""
-        print(f"{package:14s}{version}{use}")
-    print(f"\ntorch: {installed['torch']}; supported are {SUPPORTED}" + _verdict(found))
-    print(f"  {'ok  ' if found.regions == 'ok' else 'FAIL'}     regions" + _unless_ok(found.regions))
-    if not (found.tried and found.ok):
-        print(f"  to get a supported one: {INSTALL}")
-    for path in paths:
-        print(f"\n{path.device}: {path.name}\n  dtypes   {', '.join(path.dtypes)}")
-        print(f"  kernels  {path.serves}: {path.because}")
-        for result in checks:
-            if result.device == path.device:
-                print(f"  {'ok  ' if result.ok else 'FAIL'}     {result.operation}" + _unless_ok(result.detail))
-    print("\nall well" if healthy else "\nsomething is wrong: see above")
-    return 0 if healthy else 1

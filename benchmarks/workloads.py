@@ -138,7 +138,7 @@ def lstm(name: str, width: int, layers: int, batch: int, length: int, tokens: in
 
 def _demo_batches(task: str, *sizes: int) -> Callable[[int, torch.Generator], list[Batch]]:
     def draw(count: int, generator: torch.Generator) -> list[Batch]:
-        from ampkit.demo.tasks import TASKS
+        from examples.demo import TASKS
 
         try:
             source = TASKS[task](torch.device("cpu"), *sizes)
@@ -153,7 +153,7 @@ def digits(samples: int = 64) -> Workload:
     """The demo's CNN on real handwritten digits."""
 
     def build() -> nn.Module:
-        from ampkit.demo.models import DigitsNet
+        from examples.demo import DigitsNet
 
         return DigitsNet()
 
@@ -162,13 +162,11 @@ def digits(samples: int = 64) -> Workload:
 
 def characters(samples: int = 32, length: int = 32, width: int = 128, blocks: int = 3) -> Workload:
     """The demo's GPT on the real text of Python's language reference."""
-    from ampkit.demo.data import load_text
+    from examples.demo import Characters, CharGPT
 
-    alphabet = len(load_text(torch.device("cpu")).alphabet)
+    alphabet = len(Characters(torch.device("cpu")).alphabet)
 
     def build() -> nn.Module:
-        from ampkit.demo.models import CharGPT
-
         return CharGPT(alphabet, length, width, blocks)
 
     flops = work.decoder(samples, length, width, blocks, alphabet)

@@ -52,6 +52,8 @@ def imported_names(source: str, package: str) -> Iterator[str]:
             origin = resolve_name("." * node.level + (node.module or ""), package)
             yield origin
             yield from (f"{origin}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "import_module":
+            yield from (resolve_name(name.value, package) for name in node.args[:1] if isinstance(name, ast.Constant))
 
 
 def import_graph(texts: Mapping[str, str]) -> dict[str, set[str]]:
@@ -133,7 +135,7 @@ def private_names(source: str) -> set[str]:
             node = node.value
         if parts and isinstance(node, ast.Name) and node.id in bound:
             reached.add(".".join((bound[node.id], *parts)))
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "private":        # see `torch_internals.lookup`
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", None) == "private":  # see `lookup`
             reached |= {f"torch.{name.value}" for name in node.args[:1] if isinstance(name, ast.Constant)}
     private = {short for name in reached if (short := _to_private_part(name))}
     return {name for name in private if not any(other.startswith(f"{name}.") for other in private)}

@@ -1,11 +1,14 @@
-"""Writes operators.md beside this file from the lists in ampkit.policy.op_table. Run: python docs/make_operators.py"""
+"""Write operators.md, and the table of policy.md, from the operator lists. Run: python docs/make_operators.py"""
 
 from collections.abc import Iterable
 from pathlib import Path
 
-from ampkit.policy.op_table import DECOMPOSED, DEFAULT_EXTRA, OPAQUE, TORCH, Group, Rule
+from ampkit import explain
+from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, Group
 
 TARGET = Path(__file__).with_name("operators.md")
+POLICY = Path(__file__).with_name("policy.md")
+BEGIN, END = "<!-- written by docs/make_operators.py -->", "<!-- end of what it writes -->"
 
 INTRO = """# What a region does to each operator
 
@@ -26,21 +29,11 @@ is the same in one table, for CPU and CUDA.
 <div class="filter" data-filter></div>
 """
 
-MEANINGS = {
-    Rule.LOWER: "cast every eligible tensor to the region's dtype",
-    Rule.FLOAT32: "cast every eligible tensor to float32",
-    Rule.FLOAT32_DTYPE_ARG: "leave the tensors, ask for a float32 result through `dtype=` unless the caller asked",
-    Rule.PROMOTE: "cast every eligible tensor to the widest dtype among them, whatever their order",
-    Rule.BANNED: "raise, and say what to do instead",
-    Rule.DECOMPOSE: "run the composite's own code, in which the region stays active: the rule of unlisted composites",
-    Rule.KEEP: "call it on the arguments as they came: the rule of everything else",
-}
-
 COMPOSITES = """## Composites
 
 A composite operator is written in terms of others. One that no list names runs its own code with the region active, so
-a listed operator inside it follows its rule. Every composite of torch 2.11 to 2.15 is classified here; a torch with a
-new one fails a test that names it.
+a listed operator inside it follows its rule: `einsum` ends in `bmm`, `cross_entropy_loss` in `log_softmax` and
+`nll_loss`.
 
 Kernels that are not composites may call listed operators too, as `_trilinear` (behind `bilinear` on CPU) calls `bmm`.
 The region is active there as well, as torch.amp is: that is what makes results equal to the bit under `Policy.torch`.
@@ -51,7 +44,7 @@ names the outer operator and so keeps casts out of it.
 
 def render() -> str:
     """The whole document."""
-    rules = "\n".join(f"- **{rule.name}**: {meaning}." for rule, meaning in MEANINGS.items())
+    rules = "\n".join(f"- **{rule.name}**: {meaning}." for rule, meaning in explain.MEANINGS.items())
     parts = [INTRO.format(rules=rules), "## torch.amp's lists\n"]
     for devices, groups in _shared(TORCH):
         parts.append(f"### {devices}\n\n{_table(groups)}\n")
@@ -59,14 +52,16 @@ def render() -> str:
     for devices, groups in _shared(DEFAULT_EXTRA):
         parts.append(f"### {devices}\n\n{_table(groups)}\n")
     parts.append(COMPOSITES)
-    for title, table in (
-        ("### Opaque: a region changes nothing about them", OPAQUE),
-        ("### Decomposed: listed operators inside follow their rules", DECOMPOSED),
-    ):
-        rows = [("why", "operators"), ("---", "---")]
-        rows += [(_sentence(one.why, one.since, one.until), _names(one.ops)) for one in table]
-        parts.append(f"{title}\n\n{_lines(rows)}\n")
     return "\n".join(parts)
+
+
+def with_table(page: str) -> str:
+    """policy.md with a fresh table between its markers. Raises `ValueError` if it has none."""
+    head, begin, rest = page.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"no place for the table: expected a line {BEGIN!r} and after it a line {END!r}")
+    return f"{head}{BEGIN}\n{explain.table()}\n{END}{tail}"
 
 
 def _shared(lists: dict[str, tuple[Group, ...]]) -> list[tuple[str, tuple[Group, ...]]]:
@@ -103,4 +98,5 @@ def _sentence(why: str, since: tuple[int, int], until: tuple[int, int]) -> str:
 
 if __name__ == "__main__":
     TARGET.write_text(render(), encoding="utf-8")
-    print(f"wrote {TARGET}")
+    POLICY.write_text(with_table(POLICY.read_text(encoding="utf-8")), encoding="utf-8")
+    print(f"wrote {TARGET} and {POLICY}")

@@ -63,10 +63,11 @@ class StepScalars:
         return None if self.grad_scale is None else self.grad_scale.double().reciprocal().float()
 
     def factor_on_host(self) -> float:
-        """What CPU gradients are to be multiplied by; the scalars are on the CPU."""
+        """What CPU gradients are to be multiplied by; the scalars are on the CPU. A FakeTensor counts as 1."""
         factor = 1.0
         for scalar in (self.grad_multiplier, self.inverse_scale()):
-            factor *= 1.0 if scalar is None else scalar.numpy().item()
+            value = None if scalar is None else kernels.host_value_or_none(scalar)
+            factor *= 1.0 if value is None else value
         return factor
 
 

@@ -31,8 +31,10 @@ class SGD(PlannedStep, torch.optim.SGD):
     the same arguments; on a CUDA device where Triton cannot run, plain tensor operations do.
 
     Args: params, lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, fused: as in
-    `torch.optim.SGD`. `lr` may be a one-element tensor, `weight_decay` is a float. `foreach` and `fused`
-    choose among torch's functions on the CPU. impl: "auto", "triton" (raise where Triton cannot run) or
+    `torch.optim.SGD`. `lr` may be a one-element tensor, `weight_decay` is a float. `foreach` chooses among torch's
+    functions on the CPU; `fused` does not, because torch's fused SGD there (2.13) leaves 16-bit parameters of 16
+    elements or more unchanged, and raises where some parameters have no momentum yet: bits are those of
+    `fused=False`. impl: "auto", "triton" (raise where Triton cannot run) or
     "reference".
 
     Raises:
@@ -181,7 +183,7 @@ class SGD(PlannedStep, torch.optim.SGD):
                 grads,
                 buffers if has_momentum else [None] * len(part),
                 foreach=group["foreach"],
-                fused=group["fused"],
+                fused=False,    # torch's leaves 16-bit parameters of a vector's length as they were, among others
                 weight_decay=group["weight_decay"],
                 momentum=group["momentum"],
                 lr=group["lr"],

@@ -3,7 +3,7 @@
 A list is a tuple of `Group`s; `fold` turns groups into `{OpOverload: Rule}` and refuses duplicates. A name that the
 running torch does not know is left out, with one warning for all lists, since torch drops operators between versions.
 `TORCH` is torch.amp's own list for each device (`torch_lists`), `DEFAULT_EXTRA` is what ampkit's default policy lays
-on top (`default_lists`); `OPAQUE` and `DECOMPOSED` classify the composite operators (`composites`).
+on top (`default_lists`).
 
 Names are ATen's: ``conv2d`` is the overload ``aten::conv2d`` (``torch.ops.aten.conv2d.default``),
 ``conv2d.padding`` is that overload. In-place and ``out=`` overloads are never listed: the caller chose the
@@ -17,14 +17,13 @@ from collections.abc import Iterable
 
 import torch
 
-from ampkit.policy.composites import DECOMPOSED, OPAQUE, Composite
 from ampkit.policy.default_lists import DEFAULT_EXTRA
 from ampkit.policy.rules import Group, Rule
 from ampkit.policy.torch_lists import TORCH
 from ampkit.torch_internals.operators import OpOverload, canonical, operator_names
 from ampkit.torch_internals.versions import SUPPORTED, parsed
 
-__all__ = ["DECOMPOSED", "DEFAULT_EXTRA", "OPAQUE", "TORCH", "Group", "Rule", "fold", "left_out", "names", "resolve"]
+__all__ = ["DEFAULT_EXTRA", "TORCH", "Group", "Rule", "fold", "left_out", "names", "resolve"]
 
 
 def _torch_version() -> tuple[int, int]:
@@ -88,7 +87,7 @@ def fold(groups: Iterable[Group]) -> dict[OpOverload, Rule]:
     return rules
 
 
-def names(group: Group | Composite) -> list[str]:
+def names(group: Group) -> list[str]:
     """The names of a group; none if it is not for the running torch's version."""
     return group.ops.split() if group.since <= _torch_version() < group.until else []
 
@@ -108,7 +107,7 @@ def left_out() -> frozenset[str]:
     if missing:
         warnings.warn(
             f"torch {torch.__version__} does not have these operators of ampkit's lists, which leave them out: "
-            f"{', '.join(sorted(missing))}. The lists are made for {SUPPORTED}; `python -m ampkit doctor --operators` "
+            f"{', '.join(sorted(missing))}. The lists are made for {SUPPORTED}; `make operators` in a checkout "
             "compares them with the torch at hand",
             stacklevel=3,
         )

@@ -34,7 +34,7 @@ def largest_magnitudes(tensors: Sequence[Tensor]) -> Tensor:
     """Per tensor max |x| as one fp64 vector; NaN wins, then inf. Empty tensors count 0."""
     filled = [t for t in tensors if t.numel()]
     if not filled:
-        return torch.zeros(1, dtype=torch.float64, device=tensors[0].device if tensors else None)
+        return torch.zeros(1, dtype=torch.float64, device=tensors[0].device if tensors else "cpu")
     if filled[0].device.type == "cpu":  # where the infinity norm is twenty times slower than two extremes
         return torch.stack([torch.stack(torch.aminmax(t)).abs().amax().double() for t in filled])
     parts = [torch.stack(torch._foreach_norm(group, INF)).double() for group in by_dtype(filled)]
@@ -189,7 +189,7 @@ def multiply_(grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None 
 
 def nonfinite_counts(grads: Sequence[Tensor]) -> Tensor:
     """Counts of inf and NaN per tensor; see `ampkit_kernels.nonfinite_counts`."""
-    device = grads[0].device if grads else None
+    device = grads[0].device if grads else "cpu"
     rows = [torch.stack((torch.isinf(g).sum(), torch.isnan(g).sum())) for g in grads]
     return torch.stack(rows) if rows else torch.zeros((0, 2), dtype=torch.int64, device=device)
 
@@ -333,21 +333,21 @@ def sgd_(
 
 
 def _skips_on_host(found_inf: Tensor | None) -> bool:
-    return found_inf is not None and found_inf.device.type == "cpu" and host_value(found_inf) != 0.0
+    return found_inf is not None and is_on_host(found_inf) and host_value(found_inf) != 0.0
 
 
 def _device_flag(found_inf: Tensor | None) -> Tensor | None:
     """The skip as a device bool where only the device knows it; None where nothing is skipped."""
-    if found_inf is None or found_inf.device.type == "cpu":
+    if found_inf is None or is_on_host(found_inf):
         return None
     return found_inf.reshape(()) != 0
 
 
 def _count_and_rate(step: Tensor, lr: float | Tensor) -> tuple[float | Tensor, float | Tensor]:
     """This step's number and the learning rate: numbers where the host can see both, else float64 tensors."""
-    lr_is_free = not isinstance(lr, Tensor) or lr.device.type == "cpu"
-    if step.device.type == "cpu" and lr_is_free:
-        return host_value(step) + 1, host_value(lr.detach()) if isinstance(lr, Tensor) else lr
+    rate = lr.detach() if isinstance(lr, Tensor) else lr
+    if is_on_host(step) and (not isinstance(rate, Tensor) or is_on_host(rate)):
+        return host_value(step) + 1, host_value(rate) if isinstance(rate, Tensor) else rate
     return step.double() + 1, lr.to(step.device, torch.float64) if isinstance(lr, Tensor) else lr
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ampkit import GradScaler, autocast, debugging
 from ampkit.debugging.causes import find_cause, outputs_of, summarise
 from ampkit.debugging.operator_facts import facts_of
+from ampkit.debugging.report import Finding
 from ampkit.debugging.taint import Record, trace
 
 
@@ -162,7 +163,7 @@ def test_a_compiled_model_and_a_closure() -> None:
 
 def test_on_found() -> None:
     """Warn, call, and bad values."""
-    told: list[debugging.Finding] = []
+    told: list[Finding] = []
     with debugging.detect_nonfinite(on_found=told.append):
         torch.zeros(1).log().sum()
     assert [finding.cause.kind for finding in told] == ["undefined"]

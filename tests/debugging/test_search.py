@@ -1,11 +1,9 @@
-"""The search names what was planted, proves it, and is quick about it; whatever happens, its log goes on."""
+"""The search names what was planted, proves it, and is quick about it."""
 
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ampkit import Policy, Rule, autocast
-from ampkit.debugging import SearchResult, search_policy
+from ampkit.debugging import search_policy
+from ampkit.debugging.search import SearchResult
 from ampkit.debugging.search_units import Unit, policy_with
 from tests.debugging.ddmin import ddmin
 from tests.debugging.plants import PLANTS, Plant, build, error_of, passes
@@ -214,48 +213,6 @@ def test_a_budget_that_is_spent_leaves_the_best_so_far() -> None:
     assert "not minimal: the budget of 9 evaluations is spent" in str(result)
 
 
-# --- the log
-
-
-@pytest.mark.parametrize("at", [1, 2, 3, 5, 8])
-def test_an_interrupted_search_goes_on_from_its_log(at: int, tmp_path: Path) -> None:
-    plant = PLANTS[2]
-    whole, _, _ = searched(plant)
-    model, batch, _ = build(plant)
-    inner, count = error_of(model, batch, plant.dtype), 0
-    log = tmp_path / "search.jsonl"
-
-    def evaluate(policy: Policy) -> float:
-        nonlocal count
-        count += 1
-        if count == at:
-            raise KeyboardInterrupt
-        return inner(policy)
-
-    with pytest.raises(KeyboardInterrupt):
-        search_policy(evaluate, model, passes=passes(plant.dtype), log=log)
-    with log.open("a") as file:
-        file.write('{"float32": [["0')       # killed as it wrote
-    result = search_policy(evaluate, model, passes=passes(plant.dtype), log=log, resume=True)
-    assert result.units == whole.units
-    assert count == len(whole.evaluations) + 1      # nothing is evaluated twice
-    again = search_policy(evaluate, model, passes=passes(plant.dtype), log=log, resume=True)
-    assert (again.units, again.noise, str(again)) == (whole.units, 0.0, str(result))
-    assert count == len(whole.evaluations) + 1
-
-
-def test_a_log_has_a_header_and_a_line_per_evaluation(tmp_path: Path) -> None:
-    log = tmp_path / "search.jsonl"
-    result, _, _ = searched(PLANTS[0], log=log)
-    head, units, *evaluations = map(json.loads, log.read_text().splitlines())
-    assert (head["kind"], head["version"]) == ("ampkit.debugging.search", "1.0")
-    assert Policy.from_dict(head["policy"]) == DEFAULT
-    assert ["3.inner", ""] in [one[:2] for one in units["units"]]
-    assert len(evaluations) == len(result.evaluations)
-    assert evaluations[0]["value"] == "nan"
-    assert set(evaluations[0]) == {"float32", "value", "passes", "seconds"}
-
-
 def test_progress_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     searched(PLANTS[0], progress=True)
     shown = capsys.readouterr().err
@@ -265,7 +222,7 @@ def test_progress_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == ""
 
 
-def test_bad_input(tmp_path: Path) -> None:
+def test_bad_input() -> None:
     model, batch, _ = build(PLANTS[0])
     evaluate = error_of(model, batch, torch.float16)
     with pytest.raises(ValueError, match="scope is 'lines'; expected 'modules' or 'operators'"):
@@ -274,13 +231,3 @@ def test_bad_input(tmp_path: Path) -> None:
         search_policy(evaluate, model, max_evaluations=3)
     with pytest.raises(TypeError, match=r"model is NoneType; expected a torch\.nn\.Module"):
         search_policy(evaluate, None)       # type: ignore[arg-type]
-    log = tmp_path / "log"
-    log.write_text("hello\n")
-    with pytest.raises(FileExistsError, match="is there already; expected a new file, or resume=True"):
-        search_policy(evaluate, model, log=log)
-    with pytest.raises(ValueError, match=r"is no log of a search, version 1\.0"):
-        search_policy(evaluate, model, log=log, resume=True)
-    log.unlink()
-    search_policy(evaluate, model, log=log, passes=passes(torch.float16))
-    with pytest.raises(ValueError, match="is of a search that began with another policy"):
-        search_policy(evaluate, model, log=log, resume=True, policy=Policy.torch("cpu"))

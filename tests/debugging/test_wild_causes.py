@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ampkit.debugging import NonFiniteReport, detect_nonfinite
+from ampkit.debugging import detect_nonfinite
+from ampkit.debugging.report import NonFiniteReport
 from tests.debugging.wild import Middle
 
 Function = Callable[[Tensor], Tensor]

@@ -25,8 +25,8 @@ def load(name: str) -> Any:
 
 
 def test_every_example_is_run_by_a_test() -> None:
-    """Those for the scaler, the debugging tools, other loops and several ranks have test modules of their own."""
-    elsewhere = ("scaler_", "debug_", "loops_", "ranks_")
+    """The demo, and those for the scaler, the debugging tools, other loops and several ranks, are tested elsewhere."""
+    elsewhere = ("scaler_", "debug_", "loops_", "ranks_", "demo")
     found = {path.stem for path in EXAMPLES.glob("*.py") if not path.stem.startswith(elsewhere)}
     assert found == set(MINE)
     scaler = {path.stem for path in EXAMPLES.glob("scaler_*.py")}

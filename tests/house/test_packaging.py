@@ -93,7 +93,7 @@ def test_the_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) ->
     assert steps == "20"
     assert Path(file).is_relative_to(environment.packages)
     assert environment.run("ampkit", "--version", cwd=elsewhere).startswith("ampkit ")
-    assert "FLOAT32" in environment.run("ampkit", "policy-table", "--op", "softmax", cwd=elsewhere)
+    assert "FLOAT32" in environment.run("ampkit", "explain", "softmax", cwd=elsewhere)
 
 
 def test_an_environment_that_lacks_a_requirement_is_refused(wheel: Path, tmp_path: Path) -> None:

@@ -11,10 +11,20 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit import Policy
-from ampkit.operator_drift import ONLY_WHERE_BUILT, composite_drift, composites, list_drift, registered, rule_of
-from ampkit.policy.op_table import DECOMPOSED, OPAQUE, TORCH, Group, Rule, fold, names, resolve
+from ampkit.policy.op_table import TORCH, Group, Rule, fold, names, resolve
 from ampkit.torch_internals.dispatcher import current
 from tests.helpers.op_samples import Call, op_db_calls, run
+from tests.tools import operator_drift
+from tests.tools.composites import DECOMPOSED, OPAQUE
+from tests.tools.operator_drift import (
+    ONLY_WHERE_BUILT,
+    Drift,
+    composite_drift,
+    composites,
+    list_drift,
+    registered,
+    rule_of,
+)
 
 
 @pytest.mark.parametrize("device", TORCH)
@@ -45,6 +55,25 @@ def test_a_list_that_differs_is_told_apart() -> None:
     assert drift.new["linalg_vecdot"] is Rule.LOWER
     assert drift.new["index_copy"] is Rule.PROMOTE
     assert "stack" not in drift.new
+
+
+def test_the_command_names_what_differs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    drift = Drift({"mm": Rule.LOWER, "mv": None}, {"cholesky": Rule.FLOAT32}, {"exp": (Rule.LOWER, Rule.FLOAT32)})
+    monkeypatch.setattr(operator_drift, "list_drift", lambda device: drift if device == "cuda" else Drift())
+    monkeypatch.setattr(operator_drift, "composite_drift", lambda: (["unheard_of"], ["qr"]))
+    assert operator_drift.main() == 1
+    assert """
+cuda          differs
+  new        mm: torch LOWER
+  new        mv: torch has a rule that could not be observed
+  gone       cholesky: listed as FLOAT32
+  different  exp: listed as LOWER, torch FLOAT32
+mps           as listed
+""" in (text := capsys.readouterr().out)
+    assert text.endswith("composites    differ\n  new        unheard_of\n  gone       qr\n")
+    monkeypatch.setattr(operator_drift, "list_drift", lambda device: Drift())
+    monkeypatch.setattr(operator_drift, "composite_drift", lambda: ([], []))
+    assert operator_drift.main() == 0
 
 
 def test_looking_leaves_nothing_behind() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ampkit import explain
 from ampkit.policy import op_table
 from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, Group, Rule, fold, resolve
 
@@ -141,7 +142,12 @@ def test_the_document_says_what_the_table_says() -> None:
     module = runpy.run_path(str(docs / "make_operators.py"))
     text = (docs / "operators.md").read_text(encoding="utf-8")
     assert text == module["render"](), "run: python docs/make_operators.py"
-    assert set(module["MEANINGS"]) == set(Rule)
+    assert set(explain.MEANINGS) == set(Rule)
+    page = (docs / "policy.md").read_text(encoding="utf-8")
+    if torch.__version__.startswith("2.13"):        # the page shows this torch's lists
+        assert page == module["with_table"](page), "run: python docs/make_operators.py"
+    with pytest.raises(ValueError, match="no place for the table"):
+        module["with_table"]("nothing here")
 
 
 def test_listed_names_that_torch_lacks_are_left_out_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +157,7 @@ def test_listed_names_that_torch_lacks_are_left_out_with_one_warning(monkeypatch
     try:
         with pytest.warns(UserWarning, match=(
             r"does not have these operators of ampkit's lists, .*: conv2d\.gone_overload, gone_from_torch\. "
-            r"The lists are made for torch 2\.11 to 2\.15; `python -m ampkit doctor --operators` compares them"
+            r"The lists are made for torch 2\.11 to 2\.15; `make operators` in a checkout compares them"
         )) as caught:
             found = fold(groups)
         assert found == {aten.mm.default: Rule.LOWER, aten.exp.default: Rule.FLOAT32}

@@ -271,19 +271,17 @@ def test_masters_start_from_the_float32_weights_themselves() -> None:
 
 
 def test_o2_in_bfloat16_trains_digits_on_a_cpu() -> None:
-    from ampkit.demo.data import load_digits
-    from ampkit.demo.models import DigitsNet
+    from examples.demo import Digits
 
-    digits = load_digits(torch.device("cpu"))
-    model = DigitsNet()
+    digits = Digits(torch.device("cpu"))
+    model = digits.model()
     model, optimizer = initialize(model, AdamW(model.parameters(), lr=5e-3), "O2", dtype=torch.bfloat16, verbosity=0)
     generator = torch.Generator().manual_seed(0)
     for _ in range(8):
-        for rows in torch.randperm(len(digits.train_labels), generator=generator).split(64):
+        for rows in digits.train[torch.randperm(len(digits.train), generator=generator)].split(64):
             optimizer.zero_grad()
-            backward(F.cross_entropy(model(digits.train_images[rows]), digits.train_labels[rows]), optimizer)
+            backward(F.cross_entropy(model(digits.images[rows]), digits.labels[rows]), optimizer)
             optimizer.step()
     model.eval()
     with torch.no_grad():
-        right = model(digits.held_out_images).argmax(1) == digits.held_out_labels
-    assert right.double().mean() >= 0.97
+        assert digits.evaluate(model) >= 97

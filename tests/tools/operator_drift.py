@@ -1,4 +1,6 @@
-"""ampkit's operator lists compared with the running torch: what is new there, gone, or under another rule.
+"""Compare ampkit's operator lists with the running torch: what is new there, gone, or under another rule.
+
+`make operators` prints the comparison and exits with 1 where they differ.
 
 torch has no list to read. Its dispatcher says which operators have an autocast kernel; what that casts to is observed:
 each operator is called under torch's own autocast, and stopped when it is redispatched with its cast arguments. The
@@ -7,6 +9,7 @@ tensors are fake: nothing is computed, and no such device is needed.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +18,7 @@ from typing import Any
 import torch
 
 from ampkit.policy import casting
-from ampkit.policy.op_table import DECOMPOSED, OPAQUE, TORCH, Group, Rule, names, resolve
+from ampkit.policy.op_table import TORCH, Group, Rule, names, resolve
 from ampkit.torch_internals.dispatcher import KEY, TLS_NAME, keysets, put_in_tls, set_included
 from ampkit.torch_internals.kernels import GENERAL, install
 from ampkit.torch_internals.operators import (
@@ -25,6 +28,8 @@ from ampkit.torch_internals.operators import (
     meets_autocast,
     registered_for_autocast,
 )
+from ampkit.torch_internals.versions import SUPPORTED
+from tests.tools.composites import DECOMPOSED, OPAQUE
 
 # Defined or registered by the code of a library that a build of torch may lack.
 ONLY_WHERE_BUILT = {"_cudnn_rnn": "cuDNN", "miopen_rnn": "MIOpen", "get_gradients": "torch.distributed.rpc"}
@@ -113,6 +118,7 @@ class _Watch:
         self.begun = False
         self.kernels = GENERAL
         self.open = True
+        self.as_torch = False
 
     def __torch_dispatch__(self, op: OpOverload, _: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if op in self.ops:
@@ -176,3 +182,28 @@ def _arguments(op: OpOverload, device_type: str, first: torch.dtype, others: tor
         else:
             found.append(plain.get(kind))       # None for what is optional
     return found
+
+
+def main() -> int:
+    """Print how the lists differ from the running torch, for every device type. Returns the exit code."""
+    print(f"torch {torch.__version__}; the lists are made for {SUPPORTED}")
+    drifts = {device: list_drift(device) for device in TORCH}
+    new, gone = composite_drift()
+    for device, drift in drifts.items():
+        print(f"{device:14s}{'differs' if drift else 'as listed'}")
+        for name, rule in drift.new.items():
+            print(f"  new        {name}: torch {rule.name if rule else 'has a rule that could not be observed'}")
+        for name, rule in drift.gone.items():
+            print(f"  gone       {name}: listed as {rule.name}")
+        for name, (ours, torchs) in drift.different.items():
+            print(f"  different  {name}: listed as {ours.name}, torch {torchs.name}")
+    print(f"composites    {'differ' if new or gone else 'as classified'}")
+    for name in new:
+        print(f"  new        {name}")
+    for name in gone:
+        print(f"  gone       {name}")
+    return 1 if any(drifts.values()) or new or gone else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""What torch's own fused step gets wrong on a CPU, default devices, and tensors without values."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from ampkit.optim import SGD, AdamW
+
+FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] = {
+    "SGD": (SGD, torch.optim.SGD, {"lr": 0.1}),
+    "SGD momentum": (SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+    "SGD nesterov": (SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "SGD dampening": (SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}),
+    "AdamW": (AdamW, torch.optim.AdamW, {"lr": 0.01}),
+    "AdamW amsgrad": (AdamW, torch.optim.AdamW, {"lr": 0.01, "amsgrad": True}),
+}
+
+
+def steps(optimizer: Callable[..., Any], dtype: torch.dtype, options: dict[str, Any], compute: torch.dtype) -> Tensor:
+    """The parameters after four steps from the same values of `dtype`, held in `compute`."""
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(n, generator=generator).to(dtype).to(compute)) for n in (1, 16, 40, 1000)]
+    one = optimizer(params, **options)
+    for _ in range(4):
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator).to(dtype).to(compute)
+        one.step()
+    return torch.cat([param.detach() for param in params])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("form", FORMS)
+def test_fused_steps_on_a_cpu_update_every_element(form: str, dtype: torch.dtype) -> None:
+    """torch's fused SGD leaves whole vectors of 16-bit parameters as they were."""
+    ours, theirs, options = FORMS[form]
+    got = steps(ours, dtype, {**options, "fused": True}, dtype)
+    if ours is SGD:
+        assert torch.equal(got, steps(theirs, dtype, options, dtype))
+    else:
+        yardstick = steps(theirs, dtype, {**options, "foreach": False}, torch.float64)
+        assert ((got.double() - yardstick).abs() <= 8 * torch.finfo(dtype).eps * yardstick.abs().clamp(min=1.0)).all()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_momentum_may_begin_at_different_steps(fused: bool) -> None:
+    """A parameter that had no gradient in the first steps, one of which is skipped."""
+    ours = [torch.nn.Parameter(torch.ones(20)) for _ in range(2)]
+    theirs = [torch.nn.Parameter(torch.ones(20)) for _ in range(2)]
+    mine = SGD(ours, lr=0.5, momentum=0.9, dampening=0.3, fused=fused)
+    other = torch.optim.SGD(theirs, lr=0.5, momentum=0.9, dampening=0.3)
+    for i, skipped in enumerate((True, False, False, True, False)):
+        for params in (ours, theirs):
+            for param in params[: 1 if i < 2 else 2]:
+                param.grad = torch.full((20,), 1.0 + i)
+        mine.found_inf = torch.tensor(float(skipped))
+        mine.step()
+        if not skipped:
+            other.step()
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("impl", ["auto", "triton", "reference"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_default_device_changes_no_state(form: str, impl: str) -> None:
+    """Every tensor that an optimizer makes is where its parameter is."""
+    ours, _, options = FORMS[form]
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = ours([param], impl=impl, **options)
+    optimizer.found_inf, optimizer.grad_scale = torch.zeros(()), torch.tensor(2.0)
+    param.grad = torch.ones(3)
+    with torch.device("meta"):
+        optimizer.step()
+        optimizer.step()
+    assert all(value.device.type == "cpu" for value in optimizer.state[param].values())
+    assert not torch.equal(param, torch.ones(3))
+
+
+@pytest.mark.parametrize("fused", [None, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_steps_of_tensors_without_values(form: str, fused: bool | None) -> None:
+    """FakeTensorMode, which sizes a training step without memory: nothing reads a value."""
+    ours, theirs, options = FORMS[form]
+    if ours is AdamW and not fused:
+        pytest.skip("torch's AdamW reads its step counts, unless it is fused")
+    states = []
+    for optimizer in (ours, theirs):
+        with FakeTensorMode():
+            param = torch.nn.Parameter(torch.ones(20))
+            one = optimizer([param], fused=fused, **options)
+            if optimizer is ours:
+                one.found_inf, one.grad_scale = torch.zeros(()), torch.tensor(2.0)
+            for _ in range(2):
+                param.grad = torch.ones(20)
+                one.step()
+        states.append({name: value.shape for name, value in one.state[param].items() if value is not None})
+    assert states[0] == states[1]
