@@ -19,14 +19,10 @@ from ampkit.region.custom_function import custom_bwd, custom_fwd
 from ampkit.region.forward_wrapper import unwrap_forward, wrap_forward
 from ampkit.region.recording import CastRecord, RecordedCall, record_casts
 from ampkit.region.weight_cache import CacheInfo, WeightCache
-from ampkit.scaler.agreement import check_ranks
-from ampkit.scaler.grad_scaler import GradScaler
+from ampkit.scaler.grad_scaler import GradScaler, LossScaleStuckError
 from ampkit.scaler.history import ScalerStats
 from ampkit.scaler.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
-from ampkit.scaler.overflow import LossScaleStuckError
 from ampkit.scaler.overflow_report import OverflowReport
-from ampkit.scaler.plotting import plot_history
-from ampkit.scaler.schedulers import scheduler_step
 from ampkit.whole_model.check_half import HalfReport, check_half
 from ampkit.whole_model.fp16_optimizer import FP16Optimizer
 from ampkit.whole_model.half import half
@@ -59,7 +55,6 @@ __all__ = [
     "amp",
     "autocast",
     "check_half",
-    "check_ranks",
     "checkpoint",
     "checkpoint_context_fn",
     "clear_autocast_cache",
@@ -72,10 +67,8 @@ __all__ = [
     "integrations",
     "is_autocast_enabled",
     "optim",
-    "plot_history",
     "record_casts",
     "register_op",
-    "scheduler_step",
     "testing",
     "unwrap_forward",
     "wrap_forward",

@@ -1,15 +1,12 @@
-"""Clipping by norm and by value, a schedule that waits for skipped steps, and a picture of the run."""
-
-import sys
-from pathlib import Path
+"""Clipping by norm and by value, and a schedule that waits for skipped steps."""
 
 import torch
 
-from ampkit import GradScaler, autocast, plot_history, scheduler_step
+from ampkit import GradScaler, autocast
 from ampkit.testing import plant_nonfinite
 
 
-def main(steps: int = 40, picture: Path | None = None) -> GradScaler:
+def main(steps: int = 40) -> GradScaler:
     torch.manual_seed(0)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1)).to(device)
@@ -30,14 +27,14 @@ def main(steps: int = 40, picture: Path | None = None) -> GradScaler:
             scaler.clip_grad_value_(optimizer, clip_value=0.1)
         scaler.step(optimizer)
         scaler.update()
-        if not scheduler_step(schedule, scaler):
+        if scaler.stepped(optimizer):
+            schedule.step()
+        else:
             print(f"step {step} was skipped:\n{scaler.overflow_report()}")
 
     print(f"loss {loss.item():.4f}; {scaler.stats()}")
-    if picture is not None:
-        print(f"history drawn into {plot_history(scaler.history, picture)}")
     return scaler
 
 
 if __name__ == "__main__":
-    main(picture=Path(sys.argv[1]) if len(sys.argv) > 1 else None)
+    main()

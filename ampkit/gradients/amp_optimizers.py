@@ -66,7 +66,7 @@ class StepScalars:
         """What CPU gradients are to be multiplied by; the scalars are on the CPU. A FakeTensor counts as 1."""
         factor = 1.0
         for scalar in (self.grad_multiplier, self.inverse_scale()):
-            value = None if scalar is None else kernels.host_value_or_none(scalar)
+            value = None if scalar is None else host_value_or_none(scalar)
             factor *= 1.0 if value is None else value
         return factor
 

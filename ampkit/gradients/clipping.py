@@ -12,10 +12,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import ampkit_kernels
 import torch
 from torch import Tensor
 
+import ampkit_kernels
 from ampkit.gradients import ranks
 from ampkit.gradients.collect import Gradients, parameters
 from ampkit.gradients.transfer import moved
@@ -100,7 +100,8 @@ def norm_and_factor(
     grads = gradients.by_device.get(inv_scale.device)
     if grads is not None and len(gradients.by_device) == 1 and not gradients.shards and not across:
         ops, flag = ampkit_kernels.backend(inv_scale), found_inf[inv_scale.device]
-        if type(grads) is ampkit_kernels.FlatList and isinstance(max_norm, float | int) and norm_type in ops.KERNEL_NORMS:
+        is_flat_list = type(grads) is ampkit_kernels.FlatList   # where Triton runs
+        if is_flat_list and isinstance(max_norm, float | int) and norm_type in ops.KERNEL_NORMS:
             return ops.norm_and_clip_factor(grads, inv_scale, flag, norm_type, max_norm)
         norm = ops.norm_and_check(grads, inv_scale, flag, norm_type)
     else:

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-import ampkit_kernels
 import torch
 from torch import Tensor
 
+import ampkit_kernels
 from ampkit.gradients.transfer import moved
 
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})

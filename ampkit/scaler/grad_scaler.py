@@ -19,12 +19,12 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, Literal, TypeVar, overload
 
-import ampkit_kernels
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.compiler import is_compiling
 
+import ampkit_kernels
 from ampkit.gradients import amp_optimizers, clipping, closures, ranks
 from ampkit.gradients.collect import Gradients, check_sums, collect, parameters
 from ampkit.gradients.masters import take_master_gradients
@@ -155,7 +155,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def _per_optimizer_states(self) -> MutableMapping[int, Any]:
-        """torch's records by `id(optimizer)`. Setting it begins an iteration: so ends `update` of torch's subclasses."""
+        """torch's records by `id(optimizer)`. Setting it begins an iteration: other subclasses' `update` ends so."""
         return self._states
 
     @_per_optimizer_states.setter

@@ -13,9 +13,10 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
 
-import ampkit_kernels
 import torch
 from torch import Tensor
+
+import ampkit_kernels
 
 _BLOCK = 256
 """Updates between two foldings: a few launches spread over this many iterations."""
@@ -98,7 +99,7 @@ class History:
         ops: Any = ampkit_kernels.backend(self._totals)
         self.triton = None if ops is ampkit_kernels.reference else ops
         self.no_gradients = int(saved.get("no_gradients", 0))
-        self._on_cuda = self._totals.is_cuda
+        self._device = self._totals.device
         self._notes, self._captured = _Notes(), _Notes()
         self._has_graph = False
         self._has_updates = False
@@ -108,7 +109,7 @@ class History:
 
     def note_step(self, found_inf: Tensor) -> None:
         """Note an optimizer step, skipped where the 0-d flag is set."""
-        (self._captured if self._on_cuda and _is_capturing() else self._notes).steps.append(found_inf)
+        (self._captured if ampkit_kernels.is_capturing(self._device) else self._notes).steps.append(found_inf)
 
     def note_nonfinite(self, counts: Tensor) -> None:
         """Add counts of inf and NaN in the gradients of a step, int64 `[n, 2]`."""
@@ -125,7 +126,7 @@ class History:
         after it, and at once where a kernel does it, which has to be loaded before a capture.
         """
         notes = self._notes
-        if self._on_cuda and _is_capturing():
+        if ampkit_kernels.is_capturing(self._device):
             notes, self._has_graph = self._captured, True
         notes.updates.append((scale, found_inf, norm))
         first, self._has_updates = not self._has_updates, True
@@ -133,7 +134,7 @@ class History:
 
     def fold(self, scale: Tensor) -> None:
         """Add what is pending to the totals; `scale` is the scale after the last noted update. Never syncs."""
-        capturing = self._on_cuda and _is_capturing()
+        capturing = ampkit_kernels.is_capturing(self._device)
         if capturing:
             notes, self._captured = self._captured, _Notes()
         else:
@@ -229,7 +230,3 @@ def _stacked(updates: Sequence[_Update]) -> tuple[Tensor, Tensor]:
     alike = len(set(map(_dtype_of, scales))) == 1
     before = torch.stack(scales if alike else [used.float() for used in scales]).float()
     return before, torch.stack(flags) != 0
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_current_stream_capturing()

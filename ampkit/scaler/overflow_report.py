@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
-import ampkit_kernels
 import torch
 from torch import Tensor
 
+import ampkit_kernels
 from ampkit.gradients.collect import collect
 from ampkit.gradients.masters import masters_of
 from ampkit.torch_internals.autograd_graph import uses_of_leaves
@@ -154,7 +154,9 @@ class NonFiniteGradient:
 
 
 class OverflowReport(tuple[NonFiniteGradient, ...]):
-    """The offending parameters of one skipped step in the order in which backward reached them; prints the origin first.
+    """The offending parameters of one skipped step, in the order in which backward reached them.
+
+    Prints the origin first.
 
     Attributes:
         origin: the first of them: those of one module, and shared parameters that may have come before it.
@@ -254,7 +256,8 @@ def _in_backward(
     places = {key: place for place, key in enumerate(names)}
     steps = []
     time = _FIRST
-    for key in reversed(sorted(found, key=lambda key: places.get(key, -1))):
+    registered = sorted(found, key=lambda key: places.get(key, -1))
+    for key in reversed(registered):
         (_, name, place, dtype, elements), (inf, nan) = found[key]
         use = uses.get(key)
         time = time if use is None else use.last

@@ -60,7 +60,9 @@ def loadable(state_dict: Any, rule: LossScale) -> Loadable:
     version = own.get("version", _VERSION)
     if type(version) is not int or version != _VERSION:
         raise ValueError(f"the saved 'version' is {version!r}; expected {_VERSION}: a newer ampkit may have written it")
-    saved_rule = scales.from_dict(_mapping(own["loss_scale"], "the saved 'loss_scale'")) if "loss_scale" in own else None
+    saved_rule = None
+    if "loss_scale" in own:
+        saved_rule = scales.from_dict(_mapping(own["loss_scale"], "the saved 'loss_scale'"))
     saved_scale = number(given["scale"], "the saved scale")
     plain = {
         "growth_factor": number(given["growth_factor"], "the saved growth_factor"),

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampkit.gradients import kernels
-from ampkit.gradients.collect import collect, summed_duplicates
+import ampkit_kernels
+from ampkit.gradients.collect import check_sums, collect
 from ampkit.gradients.transfer import moved
 from ampkit.whole_model.master_weights import MasterWeights
 
@@ -78,10 +78,9 @@ class GradientFlow:
         for device, tensors in gradients.by_device.items():
             if device not in found:
                 found[device] = torch.zeros((), dtype=torch.float32, device=device)
-            kernels.unscale_(tensors, moved(inv_scale, device), found[device])
-        for values in summed_duplicates(gradients.duplicated):
-            one = torch.ones((), device=values.device)
-            kernels.norm_and_check([values], one, found[values.device])
+            factor = moved(inv_scale, device)
+            ampkit_kernels.backend(factor).unscale_(tensors, factor, found[device])
+        check_sums(gradients.duplicated, None, found)
         for param, held in self._stashed.items():
             param.grad = held if param.grad is None else held + param.grad
         self._stashed.clear()

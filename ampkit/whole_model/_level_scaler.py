@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from ampkit.gradients import ranks
+from ampkit.scaler import saved_state
 from ampkit.scaler.grad_scaler import GradScaler
+from ampkit.scaler.shared_gradients import Notes
 from ampkit.whole_model._gradient_flow import GradientFlow
 
 
@@ -27,12 +29,13 @@ class LevelScaler(GradScaler):
 
         Returns a flag, 1 where a gradient was not finite; None where none had arrived.
         """
-        found, groups = flow.unscale_and_merge(self._unscaling.inverse_scale())
-        self._unscaling.agree(flow.optimizer, found, groups)
-        record = self._iteration.record_of(flow.optimizer)
-        record.add_found_inf(found)
-        record.stage = OptState.UNSCALED
-        return record.found_inf(self._live.scale) if record.found_inf_per_device else None
+        self._check_scale_growth_tracker("unscale_")
+        found, groups = flow.unscale_and_merge(self._inverse_scale()[0])
+        notes = self._notes_of(flow.optimizer)
+        self._agree(flow.optimizer, found, groups)
+        both = ranks.merged(notes.state["found_inf_per_device"], found)
+        notes.state.update(stage=OptState.UNSCALED, found_inf_per_device=both)
+        return self._found_inf(notes) if both else None
 
     def take_all(self, flows: Sequence[GradientFlow]) -> list[Tensor | None]:
         """`take` for several optimizers, then `update`; returns a flag for each."""
@@ -45,12 +48,13 @@ class LevelScaler(GradScaler):
         """Check a saved state; returns a function that loads it and cannot fail, so that several load or none does."""
         if not self._enabled:
             return lambda: None
-        new = self._live.loadable(state_dict)
-        return lambda: self._live.take_over(new)
+        new = saved_state.loadable(state_dict, self.loss_scale)
+        return lambda: self._take_over(new)
 
     def note_step(self, optimizer: torch.optim.Optimizer, found_inf: Tensor, *, skipped: bool | None) -> None:
         """Count a step of an optimizer that is about to be made; `skipped` None where only the device knows."""
-        self._log.note_step(optimizer, found_inf, skipped=self._log.examine(optimizer, found_inf, skipped=skipped))
+        notes = Notes(optimizer, {}, self._last_step_of(optimizer))     # outside the iteration of the backward
+        self._note_step(notes, found_inf, skipped=self._count(notes, found_inf, skipped=skipped))
 
 
 def either(*flags: Tensor | None) -> Tensor | None:

@@ -261,11 +261,11 @@ class MasterWeights:
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._adopt({})
         self.follow_model_()
-        closure = closures.take(args[1:], kwargs)
+        closure = closures.extract(args[1:], kwargs)
         if closure is None:
             self.take_gradients_()
             return None
-        arguments, kwargs = closures.put(self._around(closure), args[1:], kwargs)
+        arguments, kwargs = closures.replace(self._around(closure), args[1:], kwargs)
         return (args[0], *arguments), kwargs
 
     def _around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -279,7 +279,7 @@ class MasterWeights:
         return evaluate
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if hasattr(optimizer, "write_copies") and closures.take(args[1:], kwargs) is None:
+        if hasattr(optimizer, "write_copies") and closures.extract(args[1:], kwargs) is None:
             self._note_written(list(self._pairs.values()))
         else:
             self.write_back_()

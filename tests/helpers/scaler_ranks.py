@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ampkit.scaler.agreement import check_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -24,7 +25,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import ampkit.optim
-from ampkit.scaler.agreement import check_ranks
 from ampkit.scaler.grad_scaler import GradScaler
 from ampkit.testing import plant_nonfinite, spoil_grad
 
@@ -63,7 +63,7 @@ def train(model, optimizer, scaler, inputs, *, spoiled=None, clip=False) -> dict
             seen["norms"].append(float(scaler.clip_grad_norm_(optimizer, 0.1)))
         scaler.step(optimizer)
         if isinstance(scaler, GradScaler):
-            seen["skipped"].append(bool(scaler.skipped(optimizer)))
+            seen["skipped"].append(bool(scaler.found_inf(optimizer)))
         scaler.update()
         seen["scales"].append(scaler.get_scale())
         seen["params"].append([full(p).clone().tolist() for p in model.parameters()])
@@ -111,7 +111,7 @@ def flat(rank: int, world: int, which: str, original: bool, clip: bool = False) 
             seen["plain_norms"].append(float(squares.sqrt()))
             seen["norms"].append(float(scaler.clip_grad_norm_(optimizer, 0.1, process_group=model.process_group)))
         scaler.step(optimizer)
-        seen["skipped"].append(bool(scaler.skipped(optimizer)))
+        seen["skipped"].append(bool(scaler.found_inf(optimizer)))
         scaler.update()
         seen["scales"].append(scaler.get_scale())
     return seen
@@ -216,7 +216,7 @@ def pending_reduction(rank: int, world: int) -> dict[str, Any]:
         optimizer = torch.optim.SGD([param], lr=1.0)
         norm = float(scaler.clip_grad_norm_(optimizer, 1e9))
         scaler.step(optimizer)
-        results[name] = (norm, full(param).tolist(), bool(scaler.skipped(optimizer)))
+        results[name] = (norm, full(param).tolist(), bool(scaler.found_inf(optimizer)))
     return results
 
 
