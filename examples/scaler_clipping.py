@@ -3,7 +3,6 @@
 import torch
 
 from ampkit import GradScaler, autocast
-from ampkit.testing import plant_nonfinite
 
 
 def main(steps: int = 40) -> GradScaler:
@@ -13,7 +12,6 @@ def main(steps: int = 40) -> GradScaler:
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.05)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
     scaler = GradScaler(device, growth_interval=10)
-    plant_nonfinite(model[2].weight, step=7, kind="nan")  # so that there is something to see
     inputs = torch.randn(64, 8, device=device)
 
     for step in range(steps):
@@ -21,6 +19,8 @@ def main(steps: int = 40) -> GradScaler:
         with autocast(device.type, dtype=torch.float16):
             loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
         scaler.scale(loss).backward()
+        if step == 6:
+            model[2].weight.grad[0, 0] = torch.nan  # for the sake of the example
         if step % 2:
             scaler.clip_grad_norm_(optimizer, max_norm=1.0)  # unscales, checks and clips at once
         else:

@@ -97,7 +97,7 @@ def collect(
     """
     grads = [grad for param in params if (grad := param.grad) is not None]
     are_ordinary = set(map(type, params)) <= _ORDINARY
-    if are_ordinary and grads and not grads[0].is_cpu and ampkit_kernels.backend(grads[0]) is not _REFERENCE:
+    if are_ordinary and grads and ampkit_kernels.backend(grads[0]) is not _REFERENCE:
         flat = ampkit_kernels.FlatList.of(grads)
         if flat is not None:
             if refuse_fp16 is not None and flat[0].dtype is torch.float16:

@@ -54,8 +54,8 @@ def count_nonfinite(optimizer: torch.optim.Optimizer) -> Counts:
     """Count inf and NaN in every gradient of the optimizer, on the device. Reads each gradient once; never syncs."""
     gradients: list[Gradient] = []
     by_device: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
-    masters = masters_of(optimizer)  # the model names their 16-bit parameters
-    halves = {} if masters is None else dict(zip(masters.masters(), masters.halves(), strict=True))
+    masters = masters_of(optimizer)  # the model knows the names of its own parameters
+    own = {} if masters is None else dict(zip(masters.masters(), masters.model_parameters(), strict=True))
     for name, place, param in _parameters(optimizer):
         if param.grad is None:
             continue
@@ -63,7 +63,7 @@ def count_nonfinite(optimizer: torch.optim.Optimizer) -> Counts:
             places, local = by_device.setdefault(device, ([], []))
             places.append(len(gradients))
             local.extend(tensors)
-        gradients.append(Gradient(halves.get(param, param), name, place, param.grad.dtype, param.grad.numel()))
+        gradients.append(Gradient(own.get(param, param), name, place, param.grad.dtype, param.grad.numel()))
     counts = [
         (places, ampkit_kernels.backend(local[0]).nonfinite_counts(local)) for places, local in by_device.values()
     ]

@@ -8,7 +8,7 @@ import torch
 import ampkit.optim
 from ampkit.scaler.grad_scaler import GradScaler, LossScaleStuckError
 from ampkit.scaler.loss_scale import DynamicLossScale, StaticLossScale
-from ampkit.testing import plant_nonfinite
+from tests.helpers.faults import plant_nonfinite
 from tests.helpers.scaler_tools import count_reads, started, with_grads
 
 MAKERS = {
