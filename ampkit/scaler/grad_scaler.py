@@ -340,13 +340,14 @@ class GradScaler(torch.amp.GradScaler):
                 gradients = collect(params, refusal)
                 groups += gradients.groups
                 for device, tensors in gradients.by_device.items():
-                    if device not in found:
-                        found[device] = moved(found_inf, device)
-                    ops = ampkit_kernels.backend(found[device])
+                    flag = found.get(device)
+                    if flag is None:
+                        flag = found[device] = moved(found_inf, device)
+                    ops = ampkit_kernels.backend(flag)
                     if factor is None:  # unscaled before: only check
-                        ops.norm_and_check(tensors, torch.ones_like(found[device]), found[device])
+                        ops.norm_and_check(tensors, torch.ones_like(flag), flag)
                     else:
-                        ops.unscale_(tensors, moved(factor, device), found[device])
+                        ops.unscale_(tensors, factor if factor.device == device else moved(factor, device), flag)
                 if gradients.duplicated:
                     check_sums(gradients.duplicated, None, found)
                 if notes is not None:

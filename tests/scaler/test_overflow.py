@@ -148,7 +148,7 @@ def test_on_an_accelerator_the_gradients_are_examined_when_asked(monkeypatch) ->
     assert eager.stats().nan_values == 1
 
 
-class TestAlarm:
+class TestStuck:
     def overflow(self, scaler, times: int = 1) -> None:
         for _ in range(times):
             scaler.scale(torch.ones((), requires_grad=True))
@@ -183,7 +183,7 @@ class TestAlarm:
     def test_a_static_scale_is_not_stuck(self) -> None:
         self.overflow(GradScaler("cpu", loss_scale=StaticLossScale(2.0**-20), on_stuck="raise"), 3)
 
-    def test_where_only_the_device_knows_it_sounds_when_stats_are_read(self, monkeypatch) -> None:
+    def test_where_only_the_device_knows_it_is_called_when_stats_are_read(self, monkeypatch) -> None:
         monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda _: False))
         scaler = started(GradScaler, 2.0**-14)
         (param,) = with_grads([torch.tensor([math.inf])])
