@@ -147,7 +147,7 @@ class MasterWeights:
             destinations.append(master.grad)
         for (device, accumulate), (sources, destinations) in launches.items():
             factor, flag = _scalars(device, inv_scale, found)
-            ampkit_kernels.backend(flag).unscale_into_(sources, destinations, factor, flag, accumulate=accumulate)
+            ampkit_kernels.backend(factor).unscale_into_(sources, destinations, factor, flag, accumulate=accumulate)
 
     @torch.no_grad()
     def write_back_(self) -> None:
@@ -156,7 +156,8 @@ class MasterWeights:
         for pair in self._pairs.values():
             by_device.setdefault(pair.param.device, []).append(pair)
         for pairs in by_device.values():
-            ampkit_kernels.cast_([_local(pair.master) for pair in pairs], [_local(pair.param) for pair in pairs])
+            masters, params = [_local(pair.master) for pair in pairs], [_local(pair.param) for pair in pairs]
+            ampkit_kernels.backend(params[0]).cast_(masters, params)
         self._note_written()
 
     def drop_gradients(self) -> None:
@@ -314,7 +315,7 @@ def _take_one(master: Parameter, grad: Any, inv_scale: Tensor | None, found: dic
         wide = local = local.coalesce()
         local = local._values()
     factor, flag = _scalars(local.device, inv_scale, found)
-    ampkit_kernels.backend(flag).unscale_([local], factor, flag)
+    ampkit_kernels.backend(factor).unscale_([local], factor, flag)
     master.grad = wide if master.grad is None else master.grad + wide
 
 
