@@ -6,7 +6,7 @@ import sys
 import warnings
 
 
-def warn_user(message: str, category: type[Warning] = UserWarning, passing: tuple[str, ...] = ()) -> None:
+def warn_user(message: str, passing: tuple[str, ...] = (), category: type[Warning] = UserWarning) -> None:
     """Warn at the innermost line that is neither the package's nor of modules whose names begin with one of `passing`.
     """
     level, frame = 1, sys._getframe()

@@ -50,5 +50,5 @@ def warn_of_unused(rules: ModuleRules, roots: Sequence[Module]) -> None:
         warn_user(
             f"the pattern {rule.key} of for_modules means no module of {names}, called in this region{rule.hint}. "
             "Paths count from the outermost module called; policy.check(model) says what each pattern means",
-            passing=_PASSING,
+            _PASSING,
         )

@@ -620,7 +620,7 @@ class GradScaler(torch.amp.GradScaler):
             warn_user(
                 "passing the scaler to step() as grad_scaler is deprecated by torch: read the tensors "
                 "optimizer.grad_scale and optimizer.found_inf instead.",
-                FutureWarning,
+                category=FutureWarning,
             )
             result = optimizer.step(*args, **{**kwargs, "grad_scaler": self})
             state["stage"] = OptState.STEPPED
