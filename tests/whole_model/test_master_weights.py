@@ -189,6 +189,26 @@ def test_closures_are_followed() -> None:
         assert torch.equal(half, master.to(half.dtype))
 
 
+def test_a_skipped_closure_leaves_the_model_as_it_was() -> None:
+    """Evaluations write trial values into the model; one that overflows under a scaler takes them back."""
+    model = model_of(torch.bfloat16)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=6)
+    masters, scaler = MasterWeights(optimizer), GradScaler("cpu", init_scale=2.0**8)
+    before = [p.detach().clone() for p in (*model.parameters(), *masters.masters())]
+    (x,), evaluations = inputs(1), []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, x)
+        evaluations.append(loss.item())
+        scaler.scale(loss * (torch.inf if len(evaluations) == 3 else 1.0)).backward()
+        return loss
+
+    assert scaler.step(optimizer, closure) is None
+    assert evaluations[2] < evaluations[0]
+    assert all(map(torch.equal, (*model.parameters(), *masters.masters()), before))
+
+
 def test_groups_that_join_later_get_masters() -> None:
     model, extra = model_of(torch.bfloat16), nn.Linear(3, 1).bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
