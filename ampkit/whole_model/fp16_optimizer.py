@@ -196,7 +196,7 @@ class FP16Optimizer(torch.optim.Optimizer):
                 result = self.scaler.step(self.optimizer, closure)
             finally:
                 self._in_closure = False
-            self._gradients.found_inf = self.scaler.skipped(self.optimizer)
+            self._gradients.found_inf = self.scaler.found_inf(self.optimizer)
             self.scaler.update()
             self._gradients.forget()
             return result
