@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 import ampkit.optim
-from ampkit import CacheInfo, GradScaler, WeightCache, autocast
+from ampkit import GradScaler, WeightCache, autocast
 from ampkit.region import followed_casts, optimizer_steps
+from ampkit.region.weight_cache import CacheInfo
 from tests.helpers.regions import BF16, FP16
 from tests.helpers.weights import WritesThroughData, orders_of_arrival
 
@@ -362,7 +363,7 @@ def test_copies_follow_nothing() -> None:
 
 
 def test_step_that_is_interrupted_while_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ampkit.gradients import kernels
+    import ampkit_kernels as kernels
 
     model, cache = model_of(), WeightCache(verify=True)
     optimizer = ampkit.optim.AdamW(model.parameters(), lr=0.1)
