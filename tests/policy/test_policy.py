@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ampkit import Explanation, Policy, Rule, autocast, register_op
+from ampkit import Policy, Rule, autocast, register_op
+from ampkit.policy.explanations import Explanation
 from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, fold
 from tests.helpers.regions import BF16, FP16, FP32
 

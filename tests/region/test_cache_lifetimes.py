@@ -9,10 +9,11 @@ from torch import nn
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampkit import CacheInfo, Policy, WeightCache, autocast, clear_autocast_cache
+from ampkit import Policy, WeightCache, autocast, clear_autocast_cache
 from ampkit.region import region_cache
 from ampkit.region.region_cache import RegionCache
 from ampkit.region.thread_state import thread
+from ampkit.region.weight_cache import CacheInfo
 from tests.helpers.regions import BF16, FP16, FP32
 from tests.helpers.weights import X, both, orders_of_arrival, weight
 

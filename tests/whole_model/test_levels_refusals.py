@@ -8,16 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ampkit import Policy, record_casts
-from ampkit.whole_model._level_options import LEVELS
-from ampkit.whole_model.fp16_optimizer import FP16Optimizer
-from ampkit.whole_model.levels import (
-    amp_state_dict,
+from ampkit import Policy, amp, record_casts
+from ampkit.amp import (
     initialize,
-    load_amp_state_dict,
     loss_scalers,
     master_params,
 )
+from ampkit.whole_model.fp16_optimizer import FP16Optimizer
+from ampkit.whole_model.levels import LEVELS
 from ampkit.whole_model.master_weights import MasterWeights
 from tests.helpers.levels import (
     Net,
@@ -49,9 +47,9 @@ def test_unknown_levels(opt_level: object, match: str) -> None:
 @pytest.mark.parametrize(
     ("opt_level", "options", "match"),
     [
-        ("O0", {"dtype": torch.float16}, "O0 computes in float32.*'O2' or 'O3'"),
-        ("O0", {"cast_model_type": torch.float16}, "O0 computes in float32"),
-        ("O1", {"cast_model_type": torch.bfloat16}, r"O1 leaves the weights in float32.*pass dtype=torch.bfloat16"),
+        ("O0", {"dtype": torch.float16}, "dtype=torch.float16 makes no sense at O0, which computes in float32"),
+        ("O0", {"cast_model_type": torch.float16}, "at O0, which leaves the weights in float32"),
+        ("O1", {"cast_model_type": torch.bfloat16}, "at O1, which leaves the weights in float32.* at O1 pass dtype"),
         ("O2", {"cast_model_type": torch.float32}, r"O2 converts the model.*use opt_level 'O0'"),
         ("O2", {"dtype": torch.float16, "cast_model_type": torch.bfloat16}, "two names of one property; pass one"),
         ("O1", {"dtype": torch.float64}, r"expected torch.float16 or torch.bfloat16"),
@@ -67,7 +65,7 @@ def test_unknown_levels(opt_level: object, match: str) -> None:
         ("O2", {"loss_scale": 128.0, "min_loss_scale": 1.0}, "min_loss_scale=1.0 makes no sense beside the static"),
         ("O2", {"num_losses": 0}, "num_losses is 0; expected how many"),
         ("O2", {"num_losses": True}, "num_losses is True"),
-        ("O2", {"policy": Policy.default("cpu")}, "policy makes no sense at O2.*use opt_level 'O1'"),
+        ("O2", {"policy": Policy.default("cpu")}, "makes no sense at O2.*use opt_level 'O1'"),
     ],
     ids=str,
 )
@@ -86,6 +84,7 @@ def test_overrides_that_make_no_sense(opt_level: str, options: dict[str, object]
         ({"keep_batchnorm_fp32": "yes"}, "keep_batchnorm_fp32 is 'yes'"),
         ({"master_weights": "True"}, "master_weights is 'True'; expected True, False or None"),
         ({"loss_scale": True}, "loss_scale is True; expected 'dynamic'"),
+        ({"keep_bn_fp32": True}, "initialize got keep_bn_fp32; expected properties among dtype, cast_model_type, "),
         ({"cast_model_outputs": "half"}, "cast_model_outputs is 'half'; expected None or a dtype"),
     ],
     ids=str,
@@ -198,7 +197,7 @@ def test_an_optimizer_around_another_is_taken(opt_level: str) -> None:
             backward(F.cross_entropy(model(x), y), optimizer)
             optimizer.step()
         assert all(master.dtype is torch.float32 for master in master_params(optimizer)) or opt_level == "O3"
-        load_amp_state_dict(amp_state_dict(optimizer), optimizer)
+        amp.load_state_dict(amp.state_dict(optimizer), optimizer)
         assert loss_scalers(optimizer)[0].stats().updates == 3
         runs.append(model.state_dict())
     assert all(torch.equal(a, b) for a, b in zip(*(run.values() for run in runs), strict=True))
@@ -226,14 +225,14 @@ def test_a_rule_for_a_module_is_about_the_copy_in_a_copied_model() -> None:
 
 def test_saved_scales_load_all_or_none() -> None:
     _model, optimizer = set_up("O2", dtype=torch.float16, num_losses=2)
-    before = amp_state_dict(optimizer)
+    before = amp.state_dict(optimizer)
     other = copy.deepcopy(before)
     other["loss_scaler0"]["scaler"]["scale"] = 8.0
     for bad in (None, {}, {"scaler": None}, {"loss_scale": 8.0, "unskipped": "2"}):
         with pytest.raises((TypeError, RuntimeError), match=r"expected|source state dict is empty"):
-            load_amp_state_dict({**other, "loss_scaler1": bad}, optimizer)
-        assert amp_state_dict(optimizer) == before
-    load_amp_state_dict(other, optimizer)
+            amp.load_state_dict({**other, "loss_scaler1": bad}, optimizer)
+        assert amp.state_dict(optimizer) == before
+    amp.load_state_dict(other, optimizer)
     assert loss_scalers(optimizer)[0].get_scale() == 8.0
 
 
@@ -274,7 +273,7 @@ def test_calls_out_of_order_are_refused() -> None:
     with pytest.raises(RuntimeError, match="SGD has not been through initialize"):
         backward(torch.ones(()), optimizer)
     with pytest.raises(RuntimeError, match="no optimizer has been through initialize; call it first"):
-        amp_state_dict()
+        amp.state_dict()
     model, optimizer = initialize(model, optimizer, "O2", dtype=torch.float16, verbosity=0)
     with pytest.raises(RuntimeError, match=r"SGD.step\(\) without a backward since the last step; call"):
         optimizer.step()
