@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
 from ampkit.optim import SGD, AdamW
@@ -41,6 +41,8 @@ HYPERPARAMETERS: dict[str, list[dict[str, Any]]] = {
                                                                      "dampening": 0.5}],
 }
 
+GRADIENTS = ("kept", "kept", "new", "none", "unaligned", "strided", "expanded", "reversed")
+
 
 def like(tensor: Tensor, how: str) -> Tensor:
     """New values for a tensor: in new memory, at an odd address, with gaps, in another order."""
@@ -61,7 +63,7 @@ class Steps(RuleBasedStateMachine):
 
     @initialize(kind=st.sampled_from(list(OPTIMIZERS)))
     def start(self, kind: str) -> None:
-        self.kind = kind.split()[0]
+        self.kind, self.gradients, self.capturing = kind.split()[0], ["new"] * 8, False
         self.params = [torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES]
         self.params[-1].data = self.params[-1].data.to(memory_format=torch.channels_last)
         self.optimizer = OPTIMIZERS[kind]([{"params": self.params[:2]}, {"params": self.params[2:]}])
@@ -77,12 +79,19 @@ class Steps(RuleBasedStateMachine):
             self.optimizer.step()
         return found
 
-    @rule(gradients=st.lists(st.sampled_from([
-        "kept", "kept", "kept", "new", "none", "unaligned", "strided", "expanded", "reversed",
-    ]), min_size=8, max_size=8), capturing=st.sampled_from([False, False, False, True]))
-    def step(self, gradients: list[str], capturing: bool) -> None:
-        """One step with what is kept, and one that knows nothing."""
-        for param, how in zip(self.params, gradients, strict=False):
+    @rule(how=st.lists(st.sampled_from(GRADIENTS), min_size=8, max_size=8))
+    def put_gradients(self, how: list[str]) -> None:
+        """What the next step finds."""
+        self.gradients = how
+
+    @rule()
+    def capture(self) -> None:
+        """The next step is captured in a CUDA graph."""
+        self.capturing = True
+
+    @invariant()
+    def a_step_launches_what_one_that_knows_nothing_launches(self) -> None:
+        for param, how in zip(self.params, self.gradients, strict=False):
             grad = param.grad
             alike = grad is not None and (grad.shape, grad.dtype) == (param.shape, param.dtype)
             if how != "kept" or not alike:
@@ -90,15 +99,16 @@ class Steps(RuleBasedStateMachine):
                 param.grad = None if how == "none" else like(param.detach(), how)
         optimizer = self.optimizer
         with mock.patch.object(type(optimizer), "_warned", True):
-            found = self.noted_step(capturing)
+            found = self.noted_step(self.capturing)
             kept = optimizer._known, optimizer._known_state
             optimizer._known, optimizer._known_state = {}, ([], [])
-            fresh = self.noted_step(capturing)
+            fresh = self.noted_step(self.capturing)
             optimizer._known, optimizer._known_state = kept
         assert [one.kernel for one in found] == [one.kernel for one in fresh]
         for ours, anew in zip(found, fresh, strict=True):
             assert ours.arguments == anew.arguments
             assert ours.options == anew.options
+        self.gradients, self.capturing = ["kept"] * 8, False
 
     @rule(data=st.data(), number=st.integers(0, 3))
     def set_hyperparameters(self, data: Any, number: int) -> None:
@@ -203,7 +213,7 @@ class Steps(RuleBasedStateMachine):
 
 
 TestSteps = Steps.TestCase
-TestSteps.settings = settings(max_examples=60, stateful_step_count=12, deadline=None)
+TestSteps.settings = settings(max_examples=50, stateful_step_count=15, deadline=None)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
