@@ -171,6 +171,8 @@ class DeviceStep(ABC):
             grads = [grad for grad in grads if grad is not None]
         if names != known.names or not same(params, known.params):
             return False
+        if group.get("dampening"):      # SGD's flags of momenta that have not begun are in no cache
+            return False
         try:
             columns = [params, grads, *([state[name] for state in known.states] for name in names)]
         except KeyError:    # an entry has been taken out
