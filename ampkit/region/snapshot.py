@@ -12,10 +12,10 @@ from ampkit.policy.op_table import TORCH
 from ampkit.policy.policy import Policy
 from ampkit.region import all_float32, module_hooks, recording
 from ampkit.region.mode import AutocastMode, DispatchGuard
-from ampkit.region.region_cache import RegionCache
 from ampkit.region.restoring import Restoring
 from ampkit.region.stack import leave_ended
 from ampkit.region.thread_state import thread
+from ampkit.region.weight_cache import RegionCache
 from ampkit.torch_internals import checkpoint
 from ampkit.torch_internals.dispatcher import current
 
