@@ -173,8 +173,10 @@ class DeviceStep(ABC):
             return False
         if group.get("dampening"):      # SGD's flags of momenta that have not begun are in no cache
             return False
+        columns = [params, grads]
         try:
-            columns = [params, grads, *([state[name] for state in known.states] for name in names)]
+            for name in names:
+                columns.append([state[name] for state in known.states])
         except KeyError:    # an entry has been taken out
             return False
         parts = []
