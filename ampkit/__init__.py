@@ -5,8 +5,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from ampkit import amp, optim
-from ampkit.policy.explanations import Explanation, ModuleExplanation
-from ampkit.policy.policy import Policy, Rule, register_op
+from ampkit.policy.policy import Explanation, Policy, Rule, register_op
 from ampkit.region.autocast import (
     autocast,
     clear_autocast_cache,
@@ -47,7 +46,6 @@ __all__ = [
     "HalfReport",
     "LossScaleStuckError",
     "MasterWeights",
-    "ModuleExplanation",
     "NoOpLossScale",
     "OverflowReport",
     "Policy",

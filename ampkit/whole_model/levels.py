@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ampkit.policy.dtypes import as_dtype
 from ampkit.policy.policy import Policy
+from ampkit.policy.values import as_dtype
 from ampkit.region.arguments import named_policy
 from ampkit.region.autocast import autocast_device_type
 from ampkit.scaler.loss_scale import LossScale
