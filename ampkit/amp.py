@@ -1,8 +1,33 @@
-"""Apex amp's names for what ampkit does: `from ampkit import amp` takes the place of `from apex import amp`.
+"""Whole-model precision by level: `initialize` once, `scale_loss` around each backward.
 
-`loss_scalers` is no name of Apex's: the scalers behind the losses, to ask and to plot.
+The interface of Apex amp: `from ampkit import amp` takes the place of `from apex import amp`. Nothing is patched: O1
+runs forward in an autocast region, O2 and O3 convert the model, and steps are intercepted by the optimizers' own hooks.
+`loss_scalers` is not in Apex. docs/levels.md compares the levels.
 """
 
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict, TypeVar, Unpack, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from ampkit.gradients import amp_optimizers, closures
+from ampkit.policy.policy import Policy
+from ampkit.region.arguments import named_policy
+from ampkit.region.autocast import autocast_device_type
+from ampkit.scaler.loss_scale import LossScale
+from ampkit.whole_model import levels
+from ampkit.whole_model.boundary import Boundary, device_type_of, put_boundary
+from ampkit.whole_model.fp32_checkpoints import Fp32Checkpoints
 from ampkit.whole_model.function_casts import (
     disable_casts,
     float_function,
@@ -12,22 +37,430 @@ from ampkit.whole_model.function_casts import (
     register_half_function,
     register_promote_function,
 )
-from ampkit.whole_model.levels import amp_state_dict as state_dict
-from ampkit.whole_model.levels import initialize, loss_scalers, master_params, scale_loss
-from ampkit.whole_model.levels import load_amp_state_dict as load_state_dict
+from ampkit.whole_model.half import BATCH_NORMS, HalfPlan
+from ampkit.whole_model.master_weights import MasterWeights
+from ampkit.whole_model.scaled_gradients import LossScaler, ScaledGradients
 
 __all__ = [
-    "disable_casts",
-    "float_function",
-    "half_function",
-    "initialize",
-    "load_state_dict",
-    "loss_scalers",
-    "master_params",
-    "promote_function",
-    "register_float_function",
-    "register_half_function",
-    "register_promote_function",
-    "scale_loss",
-    "state_dict",
+    "disable_casts", "float_function", "half_function", "initialize", "load_state_dict", "loss_scalers",
+    "master_params", "promote_function", "register_float_function", "register_half_function",
+    "register_promote_function", "scale_loss", "state_dict",
 ]
+
+Models = TypeVar("Models", bound=Module | Sequence[Module])
+Optimizers = TypeVar("Optimizers")
+
+_OUTSIDE = "call backward inside `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`"
+
+
+class Overrides(TypedDict, total=False):
+    """The keyword arguments of `initialize`. Where None is allowed, it stands for the level's default.
+
+    Args:
+        dtype: the 16-bit type, torch.float16 or torch.bfloat16, or its name; by default what `autocast` takes there.
+        cast_model_type: the same for O2 and O3, by Apex's name.
+        patch_torch_functions: accepted as Apex takes it (True at O1 only); nothing is patched.
+        keep_batchnorm_fp32: at O2 (default True) and O3 (default False).
+        master_weights: at O2 (default True) and O3 (default False).
+        loss_scale: "dynamic" (default at O1 and O2 with float16), a number, or a strategy such as `DynamicLossScale`.
+            1.0 (default at O3 and with bfloat16) scales nothing; steps with inf or NaN are skipped all the same, except
+            at O0, which is left alone altogether unless it is given a scale.
+        cast_model_outputs: what floating-point outputs of the models are cast to; float32 by default.
+        num_losses: how many losses have scales of their own; see `scale_loss`.
+        enabled: False returns everything unchanged and makes `scale_loss` yield the loss itself.
+        verbosity: 0 prints nothing; 1, the default, prints the level and skipped steps.
+        min_loss_scale, max_loss_scale: bounds of a dynamic scale; the upper one is 2**24 by default.
+        policy: the operator rules of O1's region; "torch" and "default" are names of two.
+    """
+
+    dtype: torch.dtype | str | None
+    cast_model_type: torch.dtype | str | None
+    patch_torch_functions: bool | None
+    keep_batchnorm_fp32: bool | str | None
+    master_weights: bool | None
+    loss_scale: LossScale | float | str | None
+    cast_model_outputs: torch.dtype | str | None
+    num_losses: int
+    enabled: bool
+    verbosity: int
+    min_loss_scale: float | None
+    max_loss_scale: float | None
+    policy: Policy | str | None
+
+
+@overload
+def initialize(
+    models: Models, optimizers: None = None, opt_level: str = "O1", **overrides: Unpack[Overrides]
+) -> Models: ...
+@overload
+def initialize(
+    models: Models, optimizers: Optimizers, opt_level: str = "O1", **overrides: Unpack[Overrides]
+) -> tuple[Models, Optimizers]: ...
+def initialize(models: Any, optimizers: Any = None, opt_level: str = "O1", **overrides: Any) -> Any:
+    """Set models and optimizers up for a level of precision; returns them as they were passed.
+
+    `O0`: float32. `O1`: float32 weights, forward in an autocast region. `O2`: 16-bit model with batch norms in
+    float32, float32 master weights in the optimizers, inputs cast on forward. `O3`: 16-bit model. Models are
+    changed in place. Call it once models are on their device and before they are wrapped in DDP.
+
+    Args:
+        models: a module or a list of modules, in float32.
+        optimizers: an optimizer, a list, or None for inference; they may be wrapped as by Apex's LARC.
+        opt_level: "O0", "O1", "O2" or "O3".
+        overrides: properties of the level, see `Overrides`: dtype, loss_scale, num_losses, ...
+
+    Raises:
+        ValueError, TypeError: an unknown level or property, or an override that makes no sense at the level.
+        RuntimeError: a model that is not float32, is wrapped, or has been initialized; an optimizer that does not
+            fit the models. Nothing has been changed then.
+
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> model, optimizer = initialize(model, optimizer, opt_level="O2", dtype=torch.bfloat16, verbosity=0)
+    >>> with scale_loss(model(torch.ones(2, 4)).mean(), optimizer) as scaled:
+    ...     scaled.backward()
+    >>> optimizer.step()
+    >>> model.weight.dtype, model.state_dict()["weight"].dtype
+    (torch.bfloat16, torch.float32)
+    """
+    all_models = levels.as_list(models, Module, "models", "a torch.nn.Module")
+    all_optimizers = [] if optimizers is None else levels.bare_optimizers(optimizers)
+    for optimizer in all_optimizers:
+        if _steps_of(optimizer) is not None:
+            raise RuntimeError(
+                f"this {type(optimizer).__name__} has been through initialize already; call it once for each model "
+                f"and optimizer, with all of those that belong together"
+            )
+    unknown = sorted(set(overrides) - set(Overrides.__annotations__))
+    if unknown:
+        known = ", ".join(Overrides.__annotations__)
+        raise TypeError(f"initialize got {', '.join(unknown)}; expected properties among {known}")
+    enabled, verbosity = overrides.pop("enabled", True), overrides.pop("verbosity", 1)
+    device_type = autocast_device_type(device_type_of(all_models[0]) if all_models else None)
+    options = levels.resolve(opt_level, torch.get_autocast_dtype(device_type), **overrides)
+    policy = overrides.get("policy")
+    rules = None if policy is None else named_policy(policy, device_type)
+    if enabled:
+        _set_up(options, all_models, all_optimizers, rules, device_type, verbosity)
+    else:
+        session = _Session((), verbosity)
+        for optimizer in all_optimizers:
+            _Steps(optimizer, session)
+    return models if optimizers is None else (models, optimizers)
+
+
+def _set_up(
+    options: levels.LevelOptions,
+    models: Sequence[Module],
+    optimizers: Sequence[Optimizer],
+    policy: Policy | None,
+    device_type: str,
+    verbosity: int,
+) -> None:
+    """Check everything, then change everything."""
+    for model in models:
+        levels.check_model(model, casts_model=options.casts_model)
+    levels.check_optimizers(models, optimizers)
+    keep = BATCH_NORMS if options.keep_batchnorm_fp32 else ()
+    plans = [HalfPlan(model, options.dtype, keep) for model in models] if options.casts_model else []
+    for plan in plans:
+        plan.require_fit()
+    losses = range(options.num_losses if options.loss_scale is not None else 0)
+    session = _Session(
+        tuple(LossScaler(device_type, loss_scale=options.loss_scale, allow_fp16=True) for _ in losses), verbosity
+    )
+    # The float32 storage outlives the conversion as the masters': nothing is copied and no digit is lost.
+    values: dict[Tensor, Tensor] = {param: param.detach() for model in models for param in model.parameters()}
+    for plan in plans:
+        plan.carry_out()
+    all_masters: list[MasterWeights] = []
+    for optimizer in optimizers:
+        steps = _Steps(optimizer, session)
+        # Before the masters' hooks: a step that is refused has not moved any gradient.
+        optimizer.register_step_pre_hook(steps.before)
+        optimizer.register_step_post_hook(steps.after)
+        if options.master_weights:
+            own = {param for group in optimizer.param_groups for param in group["params"]}
+            low = {p: value for p, value in values.items() if p in own and p.dtype is options.dtype}
+            steps.gradients.masters = masters = MasterWeights(optimizer, values=low)
+            all_masters.append(masters)
+        elif options.casts_model and optimizer.state:
+            optimizer.load_state_dict(optimizer.state_dict())   # casts its state to the parameters' dtype
+    inputs = options.dtype if options.casts_model else None if options.has_region else torch.float32
+    region = options.dtype if options.has_region else None
+    for model in models:
+        put_boundary(model, Boundary(inputs, options.cast_model_outputs, region, policy))
+        if options.casts_model:
+            Fp32Checkpoints(all_masters).attach(model)
+    if verbosity > 0 and (not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0):
+        print(f"ampkit {options}")
+
+
+@contextlib.contextmanager
+def scale_loss(
+    loss: Tensor,
+    optimizers: Optimizer | Sequence[Optimizer],
+    loss_id: int = 0,
+    model: Module | None = None,
+    delay_unscale: bool = False,
+) -> Iterator[Tensor]:
+    """The loss times its scale, for `backward` inside; on leaving, gradients are unscaled and checked.
+
+    ::
+
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+        optimizer.step()
+
+    Unscaled gradients add up over several losses and micro-batches, each under its own scale. If any of them was not
+    finite, the next `step` of each of `optimizers` changes nothing. Never syncs; `step` reads one flag unless the
+    optimizer skips on the device.
+
+    Args:
+        loss: the loss tensor; 16-bit ones are cast to float32 first.
+        optimizers: those whose parameters this backward fills.
+        loss_id: whose scale to use, below `num_losses`.
+        model: accepted, because Apex has it; not used.
+        delay_unscale: leave the gradients scaled, to add further backwards of the same loss to them and unscale
+            once. Not for the last backward before a step.
+
+    Raises:
+        RuntimeError: an optimizer that has not been through `initialize`, or gradients under another scale.
+        IndexError: a `loss_id` that there is no scale for. TypeError: a loss that is no tensor.
+    """
+    all_optimizers = levels.bare_optimizers(optimizers)
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"scale_loss takes the loss tensor that backward is called on, got {type(loss).__name__}")
+    session = _session_of(all_optimizers)
+    if not session.scalers:
+        yield loss
+        return
+    scaler = session.scaler(loss_id)
+    gradients = [_steps_of(optimizer).gradients for optimizer in all_optimizers]
+    for each in gradients:
+        _check_accumulation(each, scaler, delay_unscale)
+    for each in gradients:
+        each.begin()
+    try:
+        yield scaler.scale(loss.float())
+    except BaseException:
+        for each in gradients:
+            each.give_up()
+        raise
+    if delay_unscale:
+        for each in gradients:
+            each.delayed = (scaler, scaler.updates)
+    else:
+        scaler.unscale_all_(gradients)
+
+
+def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
+    """The float32 parameters that the optimizer steps, for clipping and logging: masters where there are any.
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> [tuple(p.shape) for p in master_params(torch.optim.SGD(model.parameters(), lr=0.1))]
+    [(1, 2), (1,)]
+    """
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def loss_scalers(optimizer: Optimizer | None = None) -> tuple[LossScaler, ...]:
+    """The scalers behind the losses, for `stats()`, `history`, `skipped(optimizer)` and `overflow_report()`.
+
+    `optimizer` selects the call of `initialize`; None if there was one only. Empty if nothing is scaled.
+    """
+    return _session_for(optimizer).scalers
+
+
+def state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:
+    """The loss scales, to be saved with the model's and the optimizers' state. Reads the device.
+
+    One entry per loss, in Apex's form and with what Apex does not save. Masters are in the model's state_dict.
+    `optimizer` selects the call of `initialize`; None if there was one only.
+    """
+    saved = {}
+    for index, scaler in enumerate(_session_for(optimizer).scalers):
+        state = scaler.state_dict()
+        saved[f"loss_scaler{index}"] = {
+            "loss_scale": state["scale"], "unskipped": state["_growth_tracker"], "scaler": state,
+        }
+    return saved
+
+
+def load_state_dict(
+    state_dict: Mapping[str, Any], optimizer: Optimizer | None = None, *, strict: bool = True
+) -> None:
+    """Load what `state_dict`, or Apex's `amp.state_dict`, returned. Call it after `initialize`.
+
+    Nothing has been loaded when it raises.
+
+    Raises:
+        ValueError: other losses than this script's, unless `strict` is False. And as `GradScaler.load_state_dict`.
+    """
+    scalers = _session_for(optimizer).scalers
+    names = [f"loss_scaler{index}" for index in range(len(scalers))]
+    if strict and set(names) != set(state_dict):
+        raise ValueError(
+            f"the saved scales are {sorted(map(str, state_dict))}, this script's {names}; pass num_losses to "
+            f"initialize as it was, or strict=False to load what both have"
+        )
+    checked = [
+        (scaler, scaler.checked_state(_scaler_state(state_dict[name], name, scaler)))
+        for name, scaler in zip(names, scalers, strict=True)
+        if name in state_dict
+    ]
+    for scaler, state in checked:
+        scaler.load_checked_state(state)
+
+
+def _scaler_state(entry: Any, name: str, scaler: LossScaler) -> Any:
+    """The scaler's own state in an entry; for an entry of Apex's, this scaler's with the two numbers in it."""
+    if isinstance(entry, Mapping) and "scaler" in entry:
+        return entry["scaler"]
+    if not isinstance(entry, Mapping) or not {"loss_scale", "unskipped"} <= set(entry):
+        raise TypeError(f"the saved {name!r} is {entry!r}; expected a dict with 'loss_scale' and 'unskipped'")
+    now = {key: value for key, value in scaler.state_dict().items() if key != "ampkit"}
+    return {**now, "scale": entry["loss_scale"], "_growth_tracker": entry["unskipped"]}
+
+
+@dataclass(eq=False)
+class _Session:
+    """One call of `initialize`: the scalers of its losses, none where nothing is scaled."""
+
+    scalers: tuple[LossScaler, ...]
+    verbosity: int
+
+    def scaler(self, loss_id: Any) -> LossScaler:
+        """The scaler of a loss. Raises `IndexError` for an unknown `loss_id`."""
+        if isinstance(loss_id, bool) or not isinstance(loss_id, int) or not 0 <= loss_id < len(self.scalers):
+            raise IndexError(
+                f"loss_id is {loss_id!r}, and there are scales for {len(self.scalers)} losses; expected 0 to "
+                f"{len(self.scalers) - 1}: pass num_losses to initialize"
+            )
+        return self.scalers[loss_id]
+
+
+_sessions: weakref.WeakSet[_Session] = weakref.WeakSet()    # kept alive by their optimizers
+
+
+class _Steps:
+    """The steps of one optimizer under a level: the optimizer's hooks, which keep this alive.
+
+    If a gradient is not finite, all are set to None for the step, which makes torch's optimizers a no-op; amp-aware
+    optimizers get the flag instead and skip on the device.
+    """
+
+    def __init__(self, optimizer: Optimizer, session: _Session) -> None:
+        self.gradients = ScaledGradients(optimizer)
+        self.session = session
+        self._set_to_none: list[tuple[Tensor, Tensor]] = []
+        self._flag_on_optimizer = contextlib.ExitStack()
+        optimizer._ampkit_steps = self  # type: ignore[attr-defined]
+        _sessions.add(session)
+
+    def before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Step pre-hook: raise for a step that cannot be right, and set gradients to None if one is not finite."""
+        self._flag_on_optimizer.close()     # left over if the last step raised
+        if not self.session.scalers:
+            return
+        if closures.take(args[1:], kwargs) is not None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step got a closure, whose backward the level cannot see; use "
+                f"ampkit.autocast with GradScaler.step(optimizer, closure), or FP16Optimizer.step(closure)"
+            )
+        self._check_ready(optimizer)
+        gradients, scaler = self.gradients, self.gradients.scaler
+        found_inf = gradients.found_inf if gradients.unscaled else None
+        gradients.unscaled = False
+        if found_inf is None or scaler is None:
+            return
+        if amp_optimizers.is_amp_aware(optimizer):
+            enter = self._flag_on_optimizer.enter_context
+            enter(amp_optimizers.attributes(optimizer, grad_scale=None, found_inf=found_inf))
+            enter(amp_optimizers.sound_first_momentum(optimizer, found_inf))
+            scaler.note_step(optimizer, found_inf, skipped=None)
+            return
+        skip = bool(found_inf != 0)
+        scaler.note_step(optimizer, found_inf, skipped=skip)
+        if skip:
+            self._set_to_none = [(param, param.grad) for param in gradients.params() if param.grad is not None]
+            for param, _ in self._set_to_none:
+                param.grad = None
+            if self.session.verbosity > 0:
+                print(f"ampkit: gradients overflowed, step skipped; the loss scale is {scaler.get_scale():g} now")
+
+    def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Step post-hook: restore gradients that were set to None, apart from those of masters."""
+        self._flag_on_optimizer.close()
+        if self._set_to_none:
+            own = {id(param) for param in self.gradients.backward_params()}
+            for param, grad in self._set_to_none:
+                if id(param) in own:
+                    param.grad = grad
+            self._set_to_none.clear()
+
+    def _check_ready(self, optimizer: Any) -> None:
+        name = type(optimizer).__name__
+        if self.gradients.still_scaled():
+            raise RuntimeError(
+                f"{name}.step() while gradients of a backward with delay_unscale=True are still scaled; leave "
+                f"delay_unscale out for the last backward before a step"
+            )
+        # torch.distributed.checkpoint makes an optimizer's state by a step on zeros at a learning rate of 0.
+        if self.gradients.unscaled or all(group.get("lr") == 0 for group in optimizer.param_groups):
+            return
+        if not self.gradients.has_gradients():
+            raise RuntimeError(f"{name}.step() without a backward since the last step; {_OUTSIDE}")
+        raise RuntimeError(f"{name}.step() on gradients that did not come through scale_loss; {_OUTSIDE}")
+
+
+def _check_accumulation(gradients: ScaledGradients, scaler: LossScaler, delay_unscale: bool) -> None:
+    """Raise `RuntimeError` for a backward whose gradients would be added to gradients under another scale."""
+    if gradients.still_scaled():
+        if gradients.delayed != (scaler, scaler.updates):
+            raise RuntimeError(
+                "gradients of a backward with delay_unscale=True are waiting under another loss scale; end the "
+                "accumulation with the same loss_id before any other loss, and step, or leave delay_unscale out: "
+                "gradients are then unscaled and added after each backward"
+            )
+    elif delay_unscale and gradients.has_gradients():
+        raise RuntimeError(
+            "delay_unscale=True after a backward whose gradients are unscaled already; delay every backward of "
+            "an accumulation but the last, or none, and call zero_grad() after each step"
+        )
+
+
+def _steps_of(optimizer: Optimizer) -> Any:
+    """The `_Steps` of an optimizer; None where it has not been through `initialize`. Copies of it have none."""
+    return getattr(optimizer, "_ampkit_steps", None)
+
+
+def _session_for(optimizer: Optimizer | None) -> _Session:
+    return _session_of([] if optimizer is None else levels.bare_optimizers(optimizer))
+
+
+def _session_of(optimizers: Sequence[Optimizer]) -> _Session:
+    """The session of these optimizers; without any, the only session there is."""
+    found = set()
+    for optimizer in optimizers:
+        steps = _steps_of(optimizer)
+        if steps is None:
+            raise RuntimeError(
+                f"this {type(optimizer).__name__} has not been through initialize; call model, optimizer = "
+                f"amp.initialize(model, optimizer, opt_level=...) first"
+            )
+        found.add(steps.session)
+    if len(found) > 1:
+        raise RuntimeError("the optimizers come from different calls of initialize; pass them to one call together")
+    if not optimizers:
+        if len(_sessions) > 1:
+            gc.collect()        # optimizers that are gone but for cycles
+        found = set(_sessions)
+    if len(found) != 1:
+        raise RuntimeError(
+            "no optimizer has been through initialize; call it first" if not found else
+            f"initialize has been called {len(found)} times; pass an optimizer to say which one is meant"
+        )
+    return found.pop()

@@ -1,19 +1,33 @@
-"""What is counted rather than timed: copies, kernel launches, peak memory. Extra runs, untimed.
+"""What is counted rather than timed: Python calls, copies, kernel launches, peak memory. Extra runs, untimed.
 
-Counted by torch's profiler; a dispatch mode would keep weight casts from being cached.
+Copies, launches and memory are counted by torch's profiler; a dispatch mode would keep weight casts from being cached.
+`python -m benchmarks.counts` prints the Python calls that run in every training step, ampkit's beside torch.amp's:
+unlike times, they do not depend on how busy the machine is. `--trace NAME` lists the functions.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import functools
 import gc
-from collections.abc import Callable
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+import ampkit.optim
+import ampkit_kernels
+from ampkit import GradScaler, Policy, autocast
+
 Job = Callable[[], object]
+OWN = tuple(f"{Path(module.__path__[0])}/" for module in (ampkit, ampkit_kernels, torch.amp))
+PARAMETERS = 1
 
 
 def peak_and_copies(job: Job, device: torch.device) -> dict[str, int]:
@@ -66,3 +80,138 @@ def _events(recorded: profile) -> list[Any]:
         raise RuntimeError("the profiler recorded nothing")
     results: Any = recorded.profiler.kineto_results
     return results.events()
+
+
+# --- Python calls
+
+
+class Calls(NamedTuple):
+    """Functions of Python that a job calls: `own` are those of ampkit, its kernels and torch.amp."""
+
+    own: int
+    all: int
+
+
+class Counted(NamedTuple):
+    """A job, and what prepares it before each call, uncounted."""
+
+    job: Job
+    before: Job = lambda: None
+
+
+def trace(counted: Counted) -> list[str]:
+    """`file:line function` of every Python function that the job calls when it is warm, in order."""
+    found: list[str] = []
+
+    def saw(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename != __file__:
+            found.append(f"{frame.f_code.co_filename}:{frame.f_code.co_firstlineno} {frame.f_code.co_qualname}")
+
+    for warm in (False,) * 4 + (True,):
+        counted.before()
+        sys.setprofile(saw if warm else None)
+        try:
+            counted.job()
+        finally:
+            sys.setprofile(None)
+    return found
+
+
+def python_calls(name: str, ours: bool) -> Calls:
+    """How many functions of Python a job of `JOBS` calls once it is warm."""
+    with JOBS[name](ours) as counted:
+        found = trace(counted)
+    return Calls(sum(line.startswith(OWN) for line in found), len(found))
+
+
+@contextlib.contextmanager
+def _region(ours: bool, same_list: bool = False) -> Iterator[Counted]:
+    options = {"policy": Policy.torch("cpu")} if ours and same_list else {}
+    make: Any = autocast if ours else torch.autocast
+
+    def job() -> None:
+        with make("cpu", **options):
+            pass
+
+    yield Counted(job)
+
+
+@contextlib.contextmanager
+def _product(ours: bool) -> Iterator[Counted]:
+    x, weight = torch.ones(2, 2), torch.nn.Parameter(torch.ones(2, 2))
+    with autocast("cpu") if ours else torch.autocast("cpu"):
+        yield Counted(lambda: x @ weight)
+
+
+@contextlib.contextmanager
+def _scaler(job: str, ours: bool) -> Iterator[Counted]:
+    """An iteration with torch's AdamW up to the job: scale, clip, step, update."""
+    params = _parameters()
+    optimizer = torch.optim.AdamW(params)
+    scaler: Any = (GradScaler if ours else torch.amp.GradScaler)("cpu")
+    loss = torch.ones((), requires_grad=True)
+
+    def clip() -> None:
+        if ours:
+            scaler.clip_grad_norm_(optimizer, 1.0)
+        else:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(params, 1.0)
+
+    def before() -> None:
+        if scaler._scale is not None and job != "update":
+            if job != "step":       # otherwise `step` ran as the job
+                scaler.step(optimizer)
+            scaler.update()
+        for param in params:
+            param.grad = torch.ones(3)
+        scaler.scale(loss)
+        if job == "update":
+            scaler.step(optimizer)
+
+    jobs = {"step": lambda: scaler.step(optimizer), "update": scaler.update, "clip": clip}
+    yield Counted(jobs[job], before)
+
+
+@contextlib.contextmanager
+def _optimizer(ours: bool) -> Iterator[Counted]:
+    yield Counted((ampkit.optim.AdamW(_parameters()) if ours else torch.optim.AdamW(_parameters(), fused=True)).step)
+
+
+def _parameters() -> list[torch.nn.Parameter]:
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(PARAMETERS)]
+    for param in params:
+        param.grad = torch.ones(3)
+    return params
+
+
+JOBS: dict[str, Callable[[bool], contextlib.AbstractContextManager[Counted]]] = {
+    "region": _region,
+    "region, torch's list": functools.partial(_region, same_list=True),
+    "x @ weight": _product,
+    "scaler.step, torch's AdamW": functools.partial(_scaler, "step"),
+    "scaler.update": functools.partial(_scaler, "update"),
+    "unscale, check and clip": functools.partial(_scaler, "clip"),
+    "ampkit.optim.AdamW.step beside torch's fused": _optimizer,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table, or the functions that one job calls."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.counts", description="Python calls of hot code")
+    parser.add_argument("--trace", choices=JOBS, help="list the functions that a job calls in ampkit")
+    chosen = parser.parse_args(argv).trace
+    if chosen is not None:
+        with JOBS[chosen](True) as counted:
+            print("\n".join(trace(counted)))
+        return 0
+    print(f"Python calls, own / all; {PARAMETERS} parameter; torch {torch.__version__}\n")
+    print("| job | ampkit | torch |\n| --- | --- | --- |")
+    for name in JOBS:
+        ours, theirs = python_calls(name, True), python_calls(name, False)
+        print(f"| {name} | {ours.own} / {ours.all} | {theirs.own} / {theirs.all} |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ampkit import autocast, debugging
+from ampkit.debugging.precision import PrecisionComparison
 from benchmarks.case import Aim, Case, Side, WrongAnswerError
 from benchmarks.models import DecoderBlock
 
@@ -48,7 +49,7 @@ def _tools() -> dict[str, Around]:
     found: dict[str, Around] = {
         PLAIN: lambda model: contextlib.nullcontext(),
         DETECT: lambda model: debugging.detect_nonfinite(model),
-        SHADOW: debugging.PrecisionComparison,
+        SHADOW: PrecisionComparison,
         MONITOR: _monitor,
         ANOMALY: _anomaly,
     }

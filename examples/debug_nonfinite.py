@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from ampkit import autocast, debugging
+from ampkit.debugging.report import NonFiniteReport
 
 
 class Attention(nn.Module):
@@ -20,7 +21,7 @@ class Attention(nn.Module):
         return self.out(scores.softmax(-1).to(v.dtype) @ v)
 
 
-def main() -> debugging.NonFiniteReport:
+def main() -> NonFiniteReport:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), Attention(16), nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from ampkit import autocast, debugging
+from ampkit.debugging.precision_report import PrecisionReport
 
 
 class Norm(nn.Module):
@@ -15,7 +16,7 @@ class Norm(nn.Module):
         return (x - mean) / (variance.clamp_min(0) + 1e-5).sqrt()
 
 
-def main() -> debugging.PrecisionReport:
+def main() -> PrecisionReport:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), Norm(), nn.Linear(16, 1))
     nn.init.constant_(model[0].bias, 4.0)

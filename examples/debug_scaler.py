@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from ampkit import GradScaler, autocast, debugging
+from ampkit.debugging.report import NonFiniteReport
 
 
 class Norm(nn.Module):
@@ -13,7 +14,7 @@ class Norm(nn.Module):
         return x.float().square().sum(-1).sqrt()
 
 
-def train(batch: Tensor, steps: int = 4) -> debugging.NonFiniteReport:
+def train(batch: Tensor, steps: int = 4) -> NonFiniteReport:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8, bias=False), Norm())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -29,7 +30,7 @@ def train(batch: Tensor, steps: int = 4) -> debugging.NonFiniteReport:
     return report
 
 
-def main() -> tuple[debugging.NonFiniteReport, debugging.NonFiniteReport]:
+def main() -> tuple[NonFiniteReport, NonFiniteReport]:
     healthy, broken = train(torch.ones(4, 8)), train(torch.zeros(4, 8))
     print(healthy)
     print(broken)

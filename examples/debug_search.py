@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from ampkit import Policy, autocast, debugging
+from ampkit.debugging.search import SearchResult
 
 
 class Block(nn.Module):
@@ -33,7 +34,7 @@ def make() -> dict[str, object]:
     return {"evaluate": evaluate, "model": model, "passes": lambda error: error < 0.05}
 
 
-def main() -> debugging.SearchResult:
+def main() -> SearchResult:
     result = debugging.search_policy(**make())      # type: ignore[arg-type]
     print(result)
     return result

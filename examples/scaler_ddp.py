@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ampkit import GradScaler, autocast
-from ampkit.testing import plant_nonfinite
 
 
 def main(steps: int = 10) -> None:
@@ -21,14 +20,14 @@ def main(steps: int = 10) -> None:
     model = DistributedDataParallel(module)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = GradScaler(device, init_scale=2.0**10)
-    if rank == 0:
-        plant_nonfinite(module.weight, step=4)  # an overflow on one rank: all of them skip
     inputs = torch.randn(steps, 16, 8, generator=torch.Generator().manual_seed(rank)).to(device)
 
-    for batch in inputs:
+    for step, batch in enumerate(inputs):
         optimizer.zero_grad()
         with autocast(device.type, dtype=torch.float16):
             loss = (model(batch) - batch.sum(1, keepdim=True)).square().mean()
+        if rank == 0 and step == 3:
+            loss = loss * torch.inf  # an overflow on one rank: all of them skip
         scaler.scale(loss).backward()
         scaler.clip_grad_norm_(optimizer, max_norm=5.0)
         scaler.step(optimizer)

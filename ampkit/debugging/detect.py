@@ -71,6 +71,8 @@ class detect_nonfinite:
         recorder = self.recorder
         recorder.__exit__(kind, error, traceback)
         self._complete = error is None
+        if error is not None and not isinstance(error, NonFiniteError):
+            self.report.incomplete = f"the steps ended with {type(error).__name__}"
         self._count()
         if error is None or (isinstance(error, Exception) and not isinstance(error, NonFiniteError)):
             recorder.end_step()         # what the user's code raised stays as the context of what is raised here

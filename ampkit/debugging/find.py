@@ -98,7 +98,7 @@ class _Replay:
 
     def _with_policy(self, suggestion: Suggestion, change: PolicyChange) -> Suggestion:
         """Rule after rule until the step is finite; then without those that it does not need."""
-        report = self.run("now", change.policy())
+        report = self.run("now", change.policy(self._model))
         for n_tries in range(1, _MOST_ROUNDS + 1):
             if not report:
                 change = self._needed(change)
@@ -108,7 +108,7 @@ class _Replay:
             if extended is None or n_tries == _MOST_ROUNDS:
                 break
             change = extended
-            report = self.run("now", change.policy())
+            report = self.run("now", change.policy(self._model))
         left = report.findings[0]
         return replace(suggestion, evidence=(
             f"not verified: with it and more, still {left.symptom}, from {left.origin}; a step with torch.autocast, or "
@@ -118,6 +118,6 @@ class _Replay:
     def _needed(self, change: PolicyChange) -> PolicyChange:
         for rule in change.rules:
             less = change.without(rule)
-            if less.rules and not self.run("now", less.policy()):
+            if less.rules and not self.run("now", less.policy(self._model)):
                 change = less
         return change

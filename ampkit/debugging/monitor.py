@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,14 +18,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ampkit.debugging.causes import dtype_name
 from ampkit.debugging.module_calls import ModuleCalls
 from ampkit.debugging.operator_facts import readable, tensors_in
-from ampkit.debugging.report import plain
+from ampkit.debugging.report_file import line
 
 __all__ = ["ScriptMonitor", "TensorMonitor"]
 
 _LOW = (torch.float16, torch.bfloat16)
 _MOST_ELEMENTS = 1 << 16    # of a parameter
-
-KIND, VERSION = "ampkit.debugging.monitor", "1.0"      # of each line
 
 
 class TensorMonitor:
@@ -39,8 +36,8 @@ class TensorMonitor:
                 monitor.step()
 
     On a sampled step (the first one, and each `every` steps after it) modules have hooks; on others nothing is there
-    but a counter. Statistics stay on their devices until the step ends. Each sample is a dict, a line of JSON in `path`
-    and the last one in `last`:
+    but a counter. Statistics stay on their devices until the step ends. Each sample is a dict, a line of JSON in
+    `path`, which is emptied first, and the last one in `last`:
 
     - `outputs` and `gradients`, of what modules return in float16 or bfloat16: `headroom`, the powers of two between
       the largest magnitude and the end of the range; `underflow`, the share of elements below the smallest normal
@@ -73,6 +70,8 @@ class TensorMonitor:
         self._stepped = False
 
     def __enter__(self) -> TensorMonitor:
+        if self._path is not None:
+            self._path.write_text("", encoding="utf-8")     # lines of a former run are none of this one's
         self._watch()
         return self
 
@@ -163,8 +162,7 @@ class TensorMonitor:
         self.last = sample
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
-                line = {"kind": KIND, "version": VERSION, **plain(sample)}
-                file.write(json.dumps(line, allow_nan=False) + "\n")
+                file.write(line("monitor", sample))
 
     def __str__(self) -> str:
         """The last sample's worst."""

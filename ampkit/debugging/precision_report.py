@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ampkit.debugging.report import plain
+from ampkit.debugging.report_file import Status, document
 
 __all__ = ["GradientError", "ModuleError", "OperatorError", "PrecisionReport"]
-
-KIND, VERSION = "ampkit.debugging.precision", "1.0"
 
 
 @dataclass(frozen=True)
@@ -96,6 +94,14 @@ class PrecisionReport:
     loss: float | None = None
     reference_loss: float | None = None
     step: int = 0
+    incomplete: str = ""        # why the step did not run to its end
+
+    @property
+    def status(self) -> Status:
+        """"found" where gradients overflowed or are gone; "inconclusive" where the step did not run to its end."""
+        if not math.isfinite(self.gradient_error):
+            return "found"
+        return "inconclusive" if self.incomplete else "clean"
 
     def gradients(self) -> dict[str, GradientError]:
         """By parameter."""
@@ -128,6 +134,8 @@ class PrecisionReport:
         return one.propagated > 1e-3 and (one.phase != "backward" or one.total * one.norm > 1e-3 * gradients)
 
     def __str__(self) -> str:
+        if self.incomplete and not self.operators:
+            return f"inconclusive: {self.incomplete}"
         if not self.operators:
             return f"no operator of step {self.step} computed in less than {self.reference}"
         lines = [f"{self._symptom()} in step {self.step}, against the same step in {self.reference}"]
@@ -162,7 +170,7 @@ class PrecisionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers; inf and NaN among the numbers as strings."""
-        return {"kind": KIND, "version": VERSION, **plain(asdict(self))}
+        return document("precision", self.status, str(self), asdict(self))
 
     def to_json(self) -> str:
         """`to_dict` as JSON text."""

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ampkit.debugging.causes import Cause, InputSummary
 from ampkit.debugging.policy_change import PolicyChange
+from ampkit.debugging.report_file import Status, document
 
-__all__ = ["Finding", "NonFiniteError", "NonFiniteReport", "Operation", "Suggestion", "plain"]
-
-KIND, VERSION = "ampkit.debugging.nonfinite", "1.0"     # of the JSON form: a reader refuses another major version
+__all__ = ["Finding", "NonFiniteError", "NonFiniteReport", "Operation", "Suggestion"]
 
 
 class NonFiniteError(FloatingPointError):
@@ -120,6 +118,12 @@ class NonFiniteReport:
     rank: int = 0
     world_size: int = 1
     notes: list[str] = field(default_factory=list)
+    incomplete: str = ""        # why the steps did not run to their end
+
+    @property
+    def status(self) -> Status:
+        """Whether something was found; "inconclusive" where nothing was, and steps did not run to their end."""
+        return "found" if self.findings else "inconclusive" if self.incomplete else "clean"
 
     def __bool__(self) -> bool:
         return bool(self.findings)
@@ -137,7 +141,9 @@ class NonFiniteReport:
             blocks.append(
                 f"{rank}then {finding.symptom} in step {finding.step}: {finding.origin}: {finding.cause.text}"
             )
-        if not self.findings:
+        if self.status == "inconclusive":
+            blocks.append(f"{rank}inconclusive: {self.incomplete}. Nothing was found until then: {looked}")
+        elif not self.findings:
             blocks.append(f"{rank}no inf or NaN reached a loss, a gradient, a parameter or a result: {looked}")
         for finding in self.skipped:
             blocks.append(
@@ -158,10 +164,10 @@ class NonFiniteReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers; inf and NaN among the numbers as strings."""
-        return {"kind": KIND, "version": VERSION, **plain(asdict(self))}
+        return document("nonfinite", self.status, str(self), asdict(self))
 
     def to_json(self) -> str:
-        """`to_dict` as JSON text, by the schema in `ampkit/debugging/schemas`."""
+        """`to_dict` as JSON text."""
         return json.dumps(self.to_dict(), indent=1, allow_nan=False)
 
 
@@ -173,12 +179,3 @@ def _place(finding: Finding) -> tuple[Any, ...]:
 def _ordinal(number: int) -> str:
     ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{ending}"
-
-
-def plain(value: Any) -> Any:
-    """As JSON can hold it, which has no inf and no NaN."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

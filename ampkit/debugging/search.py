@@ -6,21 +6,29 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from torch.nn import Module
 
 from ampkit.debugging.minimise import minimal_subset
 from ampkit.debugging.precision import PrecisionComparison
-from ampkit.debugging.search_log import Evaluation, SearchLog
 from ampkit.debugging.search_units import Unit, code_of, policy_with, ranked_units, units_below
 from ampkit.policy.policy import Policy
 from ampkit.region.recording import record_casts
 
-__all__ = ["SearchResult", "search_policy"]
+__all__ = ["Evaluation", "SearchResult", "search_policy"]
 
 Status = Literal["found", "passes already", "float32 fails", "budget spent"]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One run of the user's metric."""
+
+    units: tuple[Unit, ...]     # in float32
+    value: Any
+    passes: bool
+    seconds: float
 
 
 @dataclass
@@ -69,19 +77,17 @@ class SearchResult:
 def search_policy(
     evaluate: Callable[[Policy], Any], model: Module, *, policy: Policy | None = None,
     passes: Callable[[Any], bool] = bool, scope: Literal["modules", "operators"] = "modules",
-    max_evaluations: int = 100, log: str | Path | None = None, resume: bool = False, progress: bool | None = None,
+    max_evaluations: int = 100, progress: bool | None = None,
 ) -> SearchResult:
     """The smallest set of modules, and of operators outside them, to keep in float32 so that a metric passes.
 
-    `evaluate(policy)` computes the metric from scratch, each time from the same state, in regions with that policy, and
+    `evaluate(policy)` runs `model` for the metric, each time from the same state, in regions with that policy, and
     `passes(metric)` says whether it is good enough. `policy` (`Policy.default` for the model's device) must fail, and
     everything in float32 must pass; float32 is evaluated twice, for the noise. The first evaluation's first step is
     compared with float32 operator by operator, ten times slower: those that round or overflow, or make the error that
     grows, are tried first. The result passes, and does not without any one of its rules. `scope="operators"` looks
-    inside the modules that are found for the operators that matter.
-
-    `log` keeps every evaluation; Ctrl-C leaves it, and `resume=True` goes on from there. `progress`: show it on stderr;
-    None does on a terminal.
+    inside the modules that are found for the operators that matter. `progress`: show it on stderr; None does on a
+    terminal.
     """
     if scope not in ("modules", "operators"):
         raise ValueError(f"scope is {scope!r}; expected 'modules' or 'operators'")
@@ -92,7 +98,7 @@ def search_policy(
     if policy is None:
         first = next(model.parameters(), None)
         policy = Policy.default("cpu" if first is None else first.device.type)
-    search = _Search(evaluate, model, policy, passes, max_evaluations, SearchLog(log, policy, resume=resume))
+    search = _Search(evaluate, model, policy, passes, max_evaluations)
     search.shows = sys.stderr.isatty() if progress is None else progress
     return search.run(scope)
 
@@ -104,21 +110,23 @@ class _BudgetSpent(Exception):
 class _Search:
     def __init__(
         self, evaluate: Callable[[Policy], Any], model: Module, policy: Policy, passes: Callable[[Any], bool],
-        max_evaluations: int, log: SearchLog,
+        max_evaluations: int,
     ) -> None:
-        self.model, self.policy, self.log = model, policy, log
+        self.model, self.policy = model, policy
+        self.evaluations: list[Evaluation] = []
+        self.units: list[Unit] = []     # the likeliest culprit first
+        self.inside: list[Unit] = []    # operators in modules
+        self.shares: dict[Unit, float] = {}     # of what computes in low precision
         self.shows = False
         self._evaluate, self._passes, self._most = evaluate, passes, max_evaluations
         self._answers: dict[frozenset[Unit], list[Evaluation]] = {}
-        for one in log.evaluations:
-            self._answers.setdefault(frozenset(one.units), []).append(one)
 
     def run(self, scope: str) -> SearchResult:
         """The protocol."""
         before = self._current()
         if before.passes:
             return self._result("passes already", before)
-        everything = self.log.units
+        everything = self.units
         reference, again = self._evaluated(everything), self._evaluated(everything, anew=True)
         if not (everything and reference.passes and again.passes):
             return self._result("float32 fails", before, (reference, again))
@@ -129,7 +137,7 @@ class _Search:
                 found = self._operators(found)
         except _BudgetSpent:
             status = "budget spent"
-            best = self.log.best
+            best = self.best
             found = list(best.units) if best is not None else everything
         finally:
             self._show(end=True)
@@ -138,7 +146,7 @@ class _Search:
     def _refined(self, found: list[Unit]) -> list[Unit]:
         """For modules whose submodules suffice, those."""
         for module in list(found):
-            below = units_below(module, self.log.units)
+            below = units_below(module, self.units)
             others = [one for one in found if one != module]
             if below and self._test([*others, *below]):
                 found = minimal_subset([*others, *below], self._test)
@@ -147,7 +155,7 @@ class _Search:
     def _operators(self, found: list[Unit]) -> list[Unit]:
         """For modules some of whose operators suffice, those."""
         for module in list(found):
-            inside = [one for one in self.log.inside if module.covers(one) and not module.op]
+            inside = [one for one in self.inside if module.covers(one) and not module.op]
             others = [one for one in found if one != module]
             if len(inside) > 1 and self._test([*others, *inside]):
                 found = minimal_subset([*others, *inside], self._test)
@@ -158,39 +166,42 @@ class _Search:
 
     def _current(self) -> Evaluation:
         """The metric under the policy as it is, its first step looked at."""
-        if self.log.units and frozenset() in self._answers:
-            return self._answers[frozenset()][0]
         comparison = PrecisionComparison(self.model)
         comparison.run.only_first_step = True
         with record_casts() as casts, comparison:
             made = self._run(())
-        self.log.add_units(*ranked_units(self.model, self.policy, casts, comparison.report))
-        self.log.add(made)
+        self.units, self.inside, self.shares = ranked_units(self.model, self.policy, casts, comparison.report)
+        self.evaluations.append(made)
         return made
+
+    @property
+    def best(self) -> Evaluation | None:
+        """The evaluation that passed with the fewest rules."""
+        return min((one for one in self.evaluations if one.passes), key=lambda one: len(one.units), default=None)
 
     def _evaluated(self, units: Sequence[Unit], *, anew: bool = False) -> Evaluation:
         needed = tuple(one for one in units if not any(other != one and other.covers(one) for other in units))
         answers = self._answers.setdefault(frozenset(needed), [])
         if len(answers) <= anew:
-            if len(self.log.evaluations) >= self._most:
+            if len(self.evaluations) >= self._most:
                 raise _BudgetSpent
             self._show()
             answers.append(self._run(needed))
-            self.log.add(answers[-1])
+            self.evaluations.append(answers[-1])
         return answers[anew]
 
     def _run(self, units: tuple[Unit, ...]) -> Evaluation:
         start = time.perf_counter()
-        value = self._evaluate(policy_with(self.policy, units))
+        value = self._evaluate(policy_with(self.policy, units, self.model))
         return Evaluation(units, value, bool(self._passes(value)), time.perf_counter() - start)
 
     def _show(self, *, end: bool = False) -> None:
         if self.shows:
-            done, best = len(self.log.evaluations), self.log.best
+            done, best = len(self.evaluations), self.best
             bar = "#" * round(20 * done / self._most)
             line = f"\r[{bar:.<20}] {done} of at most {self._most} evaluations"
             if best is not None:
-                line += f"; {len(best.units)} of {len(self.log.units)} suffice so far"
+                line += f"; {len(best.units)} of {len(self.units)} suffice so far"
             print(f"{line:<79}", end="\n" if end else "", file=sys.stderr, flush=True)
 
     def _result(
@@ -199,10 +210,12 @@ class _Search:
         written = f'Policy.default("{self.policy.device_type}")'
         if self.policy != Policy.default(self.policy.device_type):
             written = "policy"
-        policy = self.policy if status == "passes already" else policy_with(self.policy, found) if found else None
-        shares = [self.log.shares.get(one) for one in found]
+        policy = policy_with(self.policy, found, self.model) if found else None
+        if status == "passes already":
+            policy = self.policy
+        shares = [self.shares.get(one) for one in found]
         return SearchResult(
-            status, policy, tuple(found), code_of(found, written) if found else "", self.log.evaluations,
+            status, policy, tuple(found), code_of(found, written) if found else "", self.evaluations,
             _noise(references), None if None in shares else sum(filter(None, shares)), before.value,
             references[0].value if references else None, self._evaluated(found).value if found else before.value,
         )

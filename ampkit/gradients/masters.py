@@ -14,14 +14,14 @@ class Masters(Protocol):
     """What handling gradients needs of master weights."""
 
     def take_gradients_(self) -> None:
-        """Move gradients that arrived at half parameters to their masters."""
+        """Move gradients that arrived at 16-bit parameters to their masters."""
 
     def masters(self) -> Sequence[Tensor]:
         """The float32 masters."""
         ...
 
-    def halves(self) -> Sequence[Tensor]:
-        """The model's half parameters, in the order of `masters`."""
+    def model_parameters(self) -> Sequence[Tensor]:
+        """The model's 16-bit parameters, in the order of `masters`."""
         ...
 
 
@@ -36,7 +36,7 @@ def set_masters(optimizer: Any, masters: Masters) -> None:
 
 
 def take_master_gradients(optimizer: Any) -> None:
-    """Move gradients that arrived at half parameters to their masters; no-op for an optimizer without masters."""
+    """Move gradients that arrived at 16-bit parameters to their masters; no-op for an optimizer without masters."""
     masters: Masters | None = getattr(optimizer, _ATTRIBUTE, None)
     if masters is not None:
         masters.take_gradients_()

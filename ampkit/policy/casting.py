@@ -72,9 +72,12 @@ class Cast:
     def args(
         self, args: tuple[Any, ...], lookup: Callable[[Tensor, torch.dtype], Tensor] | None = None
     ) -> tuple[Any, ...]:
-        """Positional arguments with their tensors cast."""
+        """Positional arguments with their tensors cast, the last one first: see `kwargs`."""
         changed: list[Any] | None = None
-        for index, value in enumerate(args):
+        index = len(args)
+        while index:
+            index -= 1
+            value = args[index]
             kind = type(value)
             if kind is Tensor or kind is Parameter:     # `tensor`, without the calls: this runs for every operand
                 if value.dtype not in self.castable or not self.on_device(value):
@@ -97,11 +100,15 @@ class Cast:
     def kwargs(
         self, kwargs: Mapping[str, Any], lookup: Callable[[Tensor, torch.dtype], Tensor] | None = None
     ) -> Mapping[str, Any]:
-        """Keyword arguments with their tensors cast."""
+        """Keyword arguments with their tensors cast.
+
+        Arguments are cast in torch.amp's order, which decides in which order autograd adds up the gradients of a
+        tensor that is given twice: the last argument first, keyword arguments before positional ones.
+        """
         if not kwargs:
             return kwargs
-        cast = {name: self.value(value, lookup) for name, value in kwargs.items()}
-        return kwargs if all(cast[name] is kwargs[name] for name in kwargs) else cast
+        cast = {name: self.value(kwargs[name], lookup) for name in reversed(kwargs)}
+        return kwargs if all(cast[name] is kwargs[name] for name in kwargs) else {name: cast[name] for name in kwargs}
 
 
 @functools.cache

@@ -22,9 +22,12 @@ from ampkit.policy.values import short
 from ampkit.torch_internals.modules import request_kwargs
 
 __all__ = [
-    "NONE", "BoundRule", "ModuleCheck", "ModulePath", "ModuleRef", "ModuleRule", "ModuleRules", "checked_key",
-    "describe", "matches",
+    "NONE", "BoundRule", "ModuleCheck", "ModulePath", "ModuleRef", "ModuleRule", "ModuleRules", "NamedModules",
+    "checked_key", "describe", "is_one_path", "matches",
 ]
+
+
+_LONGEST = 1000     # characters of a pattern, which is compared with every path of a model
 
 
 class ModuleRef:
@@ -52,6 +55,31 @@ class ModulePath(str):
 
 
 Key = str | type[Module] | ModuleRef
+
+
+class NamedModules:
+    """A model's modules by their paths: made once for all rules that are bound to it."""
+
+    def __init__(self, model: Module) -> None:
+        self.model = unwrapped(model)
+        self.pairs = list(named_paths(self.model))
+        self.by_path = dict(self.pairs)
+        self.by_module = {id(module): path for path, module in reversed(self.pairs)}    # the first of several paths
+
+    def matching(self, key: Any) -> list[tuple[str, Module]]:
+        """Each module that a checked key matches, once, with its path."""
+        if isinstance(key, Module):
+            path = self.by_module.get(id(unwrapped(key)))
+            return [] if path is None else [(path, unwrapped(key))]
+        if isinstance(key, type):
+            return [(self.by_module[id(one)], one) for one in self._distinct() if key in type(one).__mro__]
+        if is_one_path(key):
+            return [(str(key), self.by_path[key])] if key in self.by_path else []
+        found = {id(module): (path, module) for path, module in reversed(self.pairs) if matches(key, path)}
+        return list(reversed(found.values()))
+
+    def _distinct(self) -> list[Module]:
+        return list({id(module): module for _, module in self.pairs}.values())
 
 
 class ModuleRule(NamedTuple):
@@ -106,18 +134,16 @@ class ModuleRules:
                     return value
         return None
 
-    def extended(self, model: Module, items: Iterable[tuple[Any, Any]]) -> ModuleRules:
-        """These rules and more, bound to `model`.
+    def extended(self, modules: NamedModules, items: Iterable[tuple[Any, Any]]) -> ModuleRules:
+        """These rules and more, bound to modules of a model.
 
         Raises `ValueError` for a key that binds no module or is set already, and for a module whose rules disagree.
         """
-        model = unwrapped(model)
-        named = list(named_paths(model))
-        reference = ModuleRef(model)
+        reference = ModuleRef(modules.model)
         known = {(rule.key, rule.model) for rule in self.rules}
         rules = list(self.rules)
         for key, value in items:
-            rule = _bound(key, value, reference, named)
+            rule = _bound(key, value, modules)
             if (rule.key, reference) in known:
                 raise ValueError(f"module {describe(key)} already has a rule in this policy")
             known.add((rule.key, reference))
@@ -180,11 +206,17 @@ def checked_key(key: Any) -> Any:
         return key
     if not isinstance(key, str):
         raise TypeError(f"a key of for_modules is a path pattern, a module class or a module, got {short(key)}")
-    if not re.fullmatch(r"[\w*]+(\.[\w*]+)*", key):
+    if len(key) > _LONGEST or not re.fullmatch(r"[\w*]+(\.[\w*]+)*", key):
         raise ValueError(
-            f"{short(key)} is no module path pattern; expected names and '*' joined by dots, like 'blocks.*.attn'"
+            f"{short(key)} is no module path pattern; expected names and '*' joined by dots, like 'blocks.*.attn', of "
+            f"{_LONGEST} characters at most"
         )
     return key
+
+
+def is_one_path(key: Any) -> bool:
+    """Whether a key is the path of one module, without stars."""
+    return isinstance(key, ModulePath) or (isinstance(key, str) and "*" not in key)
 
 
 def describe(key: Any) -> str:
@@ -214,32 +246,25 @@ def matches(pattern: str, path: str) -> bool:
     return last == "**" or (used[-1] == len(names) - 1 and fnmatchcase(names[-1], last))
 
 
-def _bound(key: Any, value: Any, model: ModuleRef, named: list[tuple[str, Module]]) -> ModuleRule:
-    """The rule for a checked key; `ValueError` with the nearest names if it binds no module."""
-    if isinstance(key, Module):
-        key = unwrapped(key)
-        found = [(path, module) for path, module in named if module is key]
-    elif isinstance(key, type):
-        found = [(path, module) for path, module in named if key in type(module).__mro__]
-    elif isinstance(key, ModulePath):
-        found = [(path, module) for path, module in named if path == key]
-    else:
-        found = [(path, module) for path, module in named if matches(key, path)]
+def _bound(key: Any, value: Any, modules: NamedModules) -> ModuleRule:
+    """The rule for a checked key; `ValueError` with the nearest names if it matches no module."""
+    found = modules.matching(key)
     if not found:
-        raise ValueError(_unmatched(key, type(model.module()).__name__, named))
+        raise ValueError(_unmatched(key, modules))
     if isinstance(key, (Module, ModulePath)):
         key = ModuleRef(found[0][1])
-    first = {id(module): (path, ModuleRef(module)) for path, module in reversed(found)}
-    return ModuleRule(key, value, model, tuple(reversed(first.values())))
+    bound = tuple((path, ModuleRef(module)) for path, module in found)
+    return ModuleRule(key, value, ModuleRef(modules.model), bound)
 
 
-def _unmatched(key: Any, model: str, named: list[tuple[str, Module]]) -> str:
+def _unmatched(key: Any, modules: NamedModules) -> str:
+    model = type(modules.model).__name__
     if isinstance(key, Module):
         return f"{describe(key)} is no module of {model}; give for_modules the model that it is part of"
     if isinstance(key, type):
-        known = ", ".join(dict.fromkeys(type(module).__name__ for _, module in named))
+        known = ", ".join(dict.fromkeys(type(module).__name__ for _, module in modules.pairs))
         return f"no module of {model} is a {describe(key)}; the classes of its modules are {known}"
-    paths = [path for path, _ in named if path]
+    paths = [path for path, _ in modules.pairs if path]
     nearest = difflib.get_close_matches(str(key)[:80], paths, n=3) or paths[:3]
     return (
         f"the pattern {short(str(key))} of for_modules matches no module of {model}; nearest: "

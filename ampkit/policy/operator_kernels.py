@@ -21,14 +21,14 @@ __all__ = ["FREE_VARIABLES", "factory", "source"]
 
 # Of the kernels; `region.specialised` binds them.
 FREE_VARIABLES = (
-    "_general", "_operator", "_is_excluded", "_set_excluded", "_top_hooks", "_dtype_of", "_weights", "_cast",
+    "_general", "_operator", "_is_excluded", "_set_excluded", "_level", "_top_hooks", "_dtype_of", "_weights", "_cast",
     "_cast_up", "_common_dtype", "_eligible", "_Tensor", "_Parameter", "_float32", "_KEY", "_AUTOCAST", "_DEVICE",
 )
 
 # The keys are set within the `try`: Ctrl-C may come right after either call.
 _KERNEL = """\
 def {s.name}(_keys, {s.params}):
-    if _is_excluded(_AUTOCAST) or _top_hooks(True) is not None:
+    if _is_excluded(_AUTOCAST) or _level() is not None or _top_hooks(True) is not None:
         return _general(_keys, {s.call})
 {body}\
     try:
@@ -99,9 +99,10 @@ def _body(op: OpOverload, rule: Rule, s: Signature) -> str | None:
 
 
 def _each(template: str, s: Signature) -> str:
+    """The code for each tensor argument, the last one first: see `Cast.kwargs`."""
     return "".join(
         template.format(s=s, tensor=name, otherwise="else" if kind == TENSOR else f"elif {name} is not None")
-        for name, kind in s.tensors
+        for name, kind in reversed(s.tensors)
     )
 
 

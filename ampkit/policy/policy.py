@@ -158,13 +158,13 @@ class Policy:
                 "for_modules takes a model and a dict of its modules to precisions or policies, as in "
                 f"for_modules(model, {{'head': torch.float32}}); got {type(model).__name__} and {type(rules).__name__}"
             )
-        return self._with_modules(model, rules.items())
+        return self._with_modules(module_rules.NamedModules(model), rules.items())
 
-    def _with_modules(self, model: Module, rules: Iterable[tuple[Any, Any]]) -> Policy:
+    def _with_modules(self, modules: module_rules.NamedModules, rules: Iterable[tuple[Any, Any]]) -> Policy:
         """The policy with these rules of `for_modules` added, checked."""
         keys = [(module_rules.checked_key(key), value) for key, value in rules]
         items = [(key, self._precision(key, value)) for key, value in keys]
-        return Policy(self.base, self.device_type, self.overrides, self.modules.extended(model, items))
+        return Policy(self.base, self.device_type, self.overrides, self.modules.extended(modules, items))
 
     def check(self) -> module_rules.ModuleCheck:
         """Which modules each rule of `for_modules` binds, by their paths, and which of them are gone.
@@ -291,7 +291,8 @@ class Policy:
         """
         if model is not None and not isinstance(model, Module):
             raise TypeError(f"from_dict binds module rules to a module; got {type(model).__name__}")
-        return _restored(written.read_dict(state), model)
+        parts = written.read_dict(state)
+        return _restored(parts, None if model is None else module_rules.NamedModules(model))
 
     def _models(self) -> set[module_rules.ModuleRef]:
         """The models that module rules are bound to, those of policies for modules included."""
@@ -364,19 +365,19 @@ def register_changes() -> int:
     return _Registered.changes
 
 
-def _restored(parts: written.Parts, model: Module | None) -> Policy:
-    """The policy of these parts, its module rules bound to `model`."""
+def _restored(parts: written.Parts, modules: module_rules.NamedModules | None) -> Policy:
+    """The policy of these parts, its module rules bound to these modules."""
     policy = Policy(parts.base, parts.device_type, tuple(map(_checked_layer, parts.layers)))
     if not parts.modules:
         return policy
-    if model is None:
+    if modules is None:
         raise ValueError(
             f"this policy has rules for modules, {short(str(parts.modules[0][0]))} among them; give the model that "
             "they are for: Policy.from_dict(state, model)"
         )
-    values = [(key, _restored(value, model) if isinstance(value, written.Parts) else value)
-              for key, value in parts.modules]
-    return policy._with_modules(model, values)
+    return policy._with_modules(modules, (
+        (key, _restored(value, modules) if isinstance(value, written.Parts) else value) for key, value in parts.modules
+    ))
 
 
 def _text(base: str, device_type: str, overrides: Iterable[Any]) -> str:

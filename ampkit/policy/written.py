@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Module
 
-from ampkit.policy.module_rules import ModulePath, ModuleRule, describe
+from ampkit.policy.module_rules import ModulePath, ModuleRule, describe, is_one_path
 from ampkit.policy.operator_keys import key_name
 from ampkit.policy.rules import Rule
 from ampkit.policy.values import short
@@ -22,6 +22,7 @@ from ampkit.torch_internals.operators import OpOverload
 
 MOST_NESTED = 16        # policies within policies: reading one recurses, and so do its methods
 MOST_RULES = 20_000     # in all: policies may share their parts, so that a short pickle says endlessly many
+MOST_WIDE = 100         # of them for classes of modules, or patterns with stars: each is compared with every module
 _KEYS = {"base", "device_type", "rules", "modules"}
 
 
@@ -57,9 +58,26 @@ def key_text(rule: ModuleRule) -> str:
     return f"class {key.__module__}:{key.__qualname__}"
 
 
-def read_dict(state: Any, depth: int = 1, counter: list[int] | None = None) -> Parts:
-    """What `Policy.to_dict` wrote; `counter` holds how many rules and layers the policies around it have."""
-    counter = [0] if counter is None else counter
+class _Counter:
+    """How many rules a policy and those in it have so far."""
+
+    def __init__(self) -> None:
+        self.rules = 0      # layers of rules included
+        self.wide = 0
+
+    def add(self, *, rules: int = 0, wide: bool = False) -> None:
+        """Count some more; `ValueError` for more than there may be."""
+        self.rules += rules
+        self.wide += wide
+        if self.rules > MOST_RULES:
+            raise ValueError(f"not a policy: it holds more than {MOST_RULES} rules and layers of rules")
+        if self.wide > MOST_WIDE:
+            raise ValueError(f"not a policy: it names modules by more than {MOST_WIDE} classes and patterns with stars")
+
+
+def read_dict(state: Any, depth: int = 1, counter: _Counter | None = None) -> Parts:
+    """What `Policy.to_dict` wrote; `counter` has counted the rules of the policies around it."""
+    counter = _Counter() if counter is None else counter
     if not isinstance(state, Mapping):
         raise TypeError(f"a written policy is a dict, as to_dict gives it; got {short(state)}")
     unknown = sorted(set(state) - _KEYS, key=repr)
@@ -78,9 +96,7 @@ def read_dict(state: Any, depth: int = 1, counter: list[int] | None = None) -> P
     for layer in layers:
         if not isinstance(layer, Mapping):
             raise TypeError(f"each of the 'rules' of a written policy is a dict, got {short(layer)}")
-    counter[0] += len(modules) + sum(1 + len(layer) for layer in layers)
-    if counter[0] > MOST_RULES:
-        raise ValueError(f"not a policy: it holds more than {MOST_RULES} rules and layers of rules")
+    counter.add(rules=len(modules) + sum(1 + len(layer) for layer in layers))
     device_type = state["device_type"] if "device_type" in state else _current_device_type()
     return Parts(state["base"], device_type, layers, [_read_module_rule(item, depth, counter) for item in modules])
 
@@ -90,11 +106,12 @@ def _current_device_type() -> str:
     return "cpu" if accelerator is None else accelerator.type
 
 
-def _read_module_rule(item: Any, depth: int, counter: list[int]) -> tuple[Any, Any]:
+def _read_module_rule(item: Any, depth: int, counter: _Counter) -> tuple[Any, Any]:
     if not isinstance(item, (list, tuple)) or len(item) != 2:
         raise TypeError(f"a module rule of a written policy is a list of a module and its rule, got {short(item)}")
-    key, value = item
-    return _read_key(key), value if isinstance(value, str) else read_dict(value, depth + 1, counter)
+    key, value = _read_key(item[0]), item[1]
+    counter.add(wide=not is_one_path(key))
+    return key, value if isinstance(value, str) else read_dict(value, depth + 1, counter)
 
 
 def _read_key(text: Any) -> Any:

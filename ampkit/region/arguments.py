@@ -17,10 +17,13 @@ from ampkit.region.spec import RegionSpec
 from ampkit.region.weight_cache import WeightCache
 from ampkit.torch_internals.dynamo import called_while_tracing
 from ampkit.torch_internals.operators import privateuse1_name
+from ampkit.user_warnings import warn_user
 
 _LOW = (torch.bfloat16, torch.float16)
 # Device types that need no parsing. Asked of torch once, since every region names one.
 _KINDS = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
+_PASSING = ("torch.", "contextlib", "functools")     # between the user's line and this module
+_warned: set[str] = set()       # names of devices
 _spec = functools.partial(tuple.__new__, RegionSpec)     # half the time of RegionSpec(...)
 # Policies by name. One object each: a region recognises its last mode by the policy's identity.
 NAMED_POLICIES = {(base, kind): Policy(base, kind) for base in ("default", "torch") for kind in TORCH}
@@ -134,10 +137,8 @@ def _available(device: str, kind: str, dtype: torch.dtype) -> bool:
         if torch.cuda.amp.common.amp_definitely_not_available():
             warnings.warn("CUDA is not available: autocast for it is disabled.", stacklevel=4)
             return False
-        if dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
-            raise RuntimeError(
-                f"{torch.cuda.get_device_name()} does not support bfloat16; use autocast('cuda', torch.float16)"
-            )
+        if dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+            _check_bfloat16()
         return True
     if kind == "cuda":
         return True
@@ -150,6 +151,29 @@ def _available(device: str, kind: str, dtype: torch.dtype) -> bool:
         )
         return False
     return True
+
+
+def emulates_bfloat16() -> bool:
+    """Whether the current CUDA device computes bfloat16 by emulation, as a V100 or T4 does: correct and very slow."""
+    return (
+        torch.cuda.is_available()
+        and torch.cuda.is_bf16_supported()
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    )
+
+
+def _check_bfloat16() -> None:
+    """Warn once about a CUDA device that emulates bfloat16; raise for one that cannot compute it at all."""
+    name = torch.cuda.get_device_name()
+    if not emulates_bfloat16():
+        raise RuntimeError(f"{name} does not support bfloat16; use autocast('cuda', torch.float16) with a GradScaler")
+    if name not in _warned:
+        _warned.add(name)
+        warn_user(
+            f"{name} has no bfloat16 and emulates it, which is several times slower than float32. Use "
+            "autocast('cuda', torch.float16) with a GradScaler",
+            _PASSING,
+        )
 
 
 def _supported_by_backend() -> Sequence[torch.dtype]:

@@ -81,6 +81,9 @@ class AutocastMode(TorchDispatchMode):
         self.lookup = None if cache is None else cache.cast
         self.tables = tuple((device, policy.rules()) for device, policy in policies)
         self.kernels = kernels_for(self.tables)
+        # Transforms of `torch.func` decompose some operators. torch's list is followed after them, as torch.amp does,
+        # ampkit's before them, so that `vmap` over models is the loop over models.
+        self.as_torch = {policy.base for _, policy in policies} == {"torch"}
         self.has_module_rules = any(policy.modules for _, policy in policies)
         self.mark = policy_guard.mark_of(policies)
         self.excluded_keys, self.redispatch_keys = keysets(tuple(device for device, _ in policies))
@@ -150,14 +153,14 @@ class AutocastMode(TorchDispatchMode):
         """The call that a rule asks for."""
         if rule is _LOWER:
             cast = casting.cast_to(device, _dtype_of(device))
-            args = cast.args(args, self.lookup)
             if kwargs:
                 kwargs = cast.kwargs(kwargs, self.lookup)
+            args = cast.args(args, self.lookup)
             if op in recurrent.LAYERS:
                 recurrent.flatten_weights(op, args)
         elif rule is Rule.FLOAT32:
             cast = casting.cast_to(device, torch.float32)
-            args, kwargs = cast.args(args), cast.kwargs(kwargs)
+            kwargs, args = cast.kwargs(kwargs), cast.args(args)
         elif rule is Rule.FLOAT32_DTYPE_ARG:
             op, args, kwargs = casting.with_float32_dtype(op, args, kwargs, device)
         elif rule is Rule.PROMOTE:
@@ -167,7 +170,7 @@ class AutocastMode(TorchDispatchMode):
             # Any other dtype is common to all: nothing to cast, except in a region that computes all in float32.
             if dtype is torch.float32 or (dtype is not None and _dtype_of(device) is torch.float32):
                 cast = casting.cast_to(device, torch.float32)
-                args, kwargs = cast.args(args), cast.kwargs(kwargs)
+                kwargs, args = cast.kwargs(kwargs), cast.args(args)
         elif rule is Rule.BANNED and any(
             casting.is_eligible(value, device) for value in casting.tensors((*args, *kwargs.values()))
         ):

@@ -18,7 +18,8 @@ from torch.nn import Parameter
 from ampkit.policy.casting import cast_to, converter
 from ampkit.region.optimizer_steps import capturing, seen, watch_for
 from ampkit.torch_internals.operator_tracing import only_observed
-from ampkit.torch_internals.tensors import functorch_level, n_dispatch_modes, tracing_state
+from ampkit.torch_internals.tensors import n_dispatch_modes, tracing_state
+from ampkit.torch_internals.transforms import is_wrapped, transforms
 
 __all__ = ["Ref", "RegionCache", "may_use", "recorded", "records"]
 
@@ -121,7 +122,7 @@ def _finder(device_type: str, dtype: torch.dtype, casts: _Casts) -> Callable[[Te
         ref.key = key
         try:
             version, steps = weight._version, seen.count
-            if type(weight) is Parameter or type(weight) is Tensor:     # a subclass may have neither of its own
+            if _has_memory(weight):
                 address, storage = weight.data_ptr(), Ref(weight.untyped_storage(), forget)
                 storage.key = key
         except RuntimeError:    # no version in inference mode, no address in sparse memory: nothing tells of writes
@@ -132,6 +133,11 @@ def _finder(device_type: str, dtype: torch.dtype, casts: _Casts) -> Callable[[Te
         return cast
 
     return find
+
+
+def _has_memory(weight: Tensor) -> bool:
+    """Whether a weight has an address and a storage: subclasses may have none, what `torch.func` wraps has none."""
+    return (type(weight) is Parameter or type(weight) is Tensor) and not is_wrapped(weight)
 
 
 def _removing(casts: _Casts) -> Callable[[Ref], None]:
@@ -153,7 +159,7 @@ def may_use(on_cuda: bool, in_capture: bool = False) -> bool:
         _cache_enabled()        # by a `torch.autocast` region inside ours
         and (n_dispatch_modes() == 0 or only_observed())
         and tracing_state() is None
-        and functorch_level() is None
+        and not transforms()
         and (not on_cuda or capturing() == in_capture)
     )
 

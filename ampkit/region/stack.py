@@ -7,6 +7,7 @@ completes an enter or a leave that an interrupt cut short.
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from types import FrameType
 from typing import Any, Protocol
@@ -259,8 +260,10 @@ def is_entered(spec: RegionSpec) -> bool:
 def depth_without(spec: RegionSpec, stack: list[Entry], exc_type: type[BaseException] | None = None) -> int:
     """How many regions stay open when `spec` is left, together with regions inside it whose own exit did not run.
 
-    Those are regions of modules, whose forward was interrupted; and any region, if an interrupt ends `spec`: it may
-    have cut their exit short. Raises `RuntimeError` for a region that is not open, or not the innermost.
+    Those are regions of modules, whose forward was interrupted; and any region, if an exception ends `spec`: it may
+    come from a signal handler that has cut their exit short. `GeneratorExit` and `CancelledError` come from none: they
+    end generators and tasks, inside whose regions others may have opened theirs. Raises `RuntimeError` for a region
+    that is not open, or not the innermost.
     """
     leave_ended(stack)
     depth = len(stack) - 1
@@ -268,8 +271,8 @@ def depth_without(spec: RegionSpec, stack: list[Entry], exc_type: type[BaseExcep
         depth -= 1
     if depth < 0:
         raise RuntimeError(_out_of_order(spec, None))
-    interrupted = exc_type is not None and issubclass(exc_type, (KeyboardInterrupt, SystemExit))
-    if not interrupted and False in [inner.spec.of_module for inner in stack[depth + 1 :]]:
+    suspended = exc_type is None or issubclass(exc_type, (GeneratorExit, asyncio.CancelledError))
+    if suspended and False in [inner.spec.of_module for inner in stack[depth + 1 :]]:
         stack[depth].exit_pending = True
         raise RuntimeError(_out_of_order(spec, stack[-1].spec))
     return depth

@@ -45,6 +45,7 @@ from ampkit.region.optimizer_steps import Step, seen, tell, untold, watch_for
 from ampkit.region.region_cache import Ref, may_use, recorded, records
 from ampkit.region.reuse_cast import connected
 from ampkit.region.unseen_writes import collectives, owns_its_memory
+from ampkit.torch_internals.transforms import is_wrapped
 
 __all__ = ["CacheInfo", "WeightCache"]
 
@@ -313,6 +314,7 @@ class WeightCache:
             and (leaf.requires_grad or (isinstance(leaf, Parameter) and owns_its_memory(leaf)))
             and not leaf._is_view()
             and not leaf.is_inference()
+            and not is_wrapped(leaf)
         )
 
     def _make(self, key: tuple[int, torch.dtype], leaf: Tensor, dtype: torch.dtype) -> Tensor:

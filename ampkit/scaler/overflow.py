@@ -55,7 +55,7 @@ def examine(optimizer: torch.optim.Optimizer) -> Examined:
     gradients: list[Gradient] = []
     by_device: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
     masters = masters_of(optimizer)  # the model names their halves
-    halves = {} if masters is None else dict(zip(masters.masters(), masters.halves(), strict=True))
+    halves = {} if masters is None else dict(zip(masters.masters(), masters.model_parameters(), strict=True))
     for name, place, param in _parameters(optimizer):
         if param.grad is None:
             continue

@@ -7,6 +7,7 @@ The registered kernel looks the operator up in the `kernels` of the thread's mod
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -31,6 +32,7 @@ from ampkit.torch_internals.dynamo import dynamo_skip
 from ampkit.torch_internals.forks import renewed_lock
 from ampkit.torch_internals.operators import OpOverload
 from ampkit.torch_internals.signatures import TENSOR, compiled, signature_of
+from ampkit.torch_internals.transforms import is_ahead
 
 Kernel = Callable[..., Any]
 
@@ -39,47 +41,53 @@ _NUMBERS = frozenset({int, float, bool, complex, torch.SymInt, torch.SymFloat, t
 _libraries: dict[str, Library] = {}
 GENERAL: dict[str, Kernel] = {}         # by the operator's name
 OPERATORS: dict[str, OpOverload] = {}
-_begun: set[OpOverload] = set()         # a kernel may be there: the registration has begun
-_installed: set[OpOverload] = set()     # and has ended
-_prepared = False
+_installed: set[OpOverload] = set()
 _installing_lock = renewed_lock(__name__, "_installing_lock")
 
 
 def install(ops: Iterable[OpOverload]) -> None:
-    """Register a kernel for operators that have none yet. Can be repeated after an interrupt."""
+    """Register a kernel for operators that have none yet.
+
+    A thread of its own registers them. Signal handlers run in the main thread alone, so neither Ctrl-C nor a handler
+    that opens a region of its own comes between a registration and the note of it.
+    """
     missing = [op for op in ops if op not in _installed]
     if not missing:
         return
-    with _installing_lock:
-        _prepare()
-        for op in missing:
-            if op in _installed:
-                continue
-            namespace = op.namespace
-            if namespace not in _libraries:
-                _libraries[namespace] = Library(namespace, "IMPL")
-            if op not in _begun or not has_kernel(op.name(), KEY_NAME):
-                OPERATORS[op.name()] = op
-                GENERAL[op.name()] = _general(op)
-                _begun.add(op)
-                _libraries[namespace].impl(op, _entry(op), KEY_NAME, with_keyset=True)
-            _go_before_tracer(op)
-            _installed.add(op)
+    errors: list[BaseException] = []
+    thread = threading.Thread(target=_install, args=(missing, errors), name="ampkit kernels", daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _install(ops: list[OpOverload], errors: list[BaseException]) -> None:
+    try:
+        with _installing_lock:
+            if not _libraries:
+                _prepare()
+            for op in ops:
+                if op not in _installed:
+                    _install_one(op)
+    except BaseException as error:
+        errors.append(error)
+
+
+def _install_one(op: OpOverload) -> None:
+    name = op.name()
+    if op.namespace not in _libraries:
+        _libraries[op.namespace] = Library(op.namespace, "IMPL")
+    OPERATORS[name] = op
+    GENERAL[name] = _general(op)
+    if not has_kernel(name, KEY_NAME):      # it may, in a child forked amid the registration
+        _libraries[op.namespace].impl(op, _entry(op), KEY_NAME, with_keyset=True)
+    _go_before_tracer(op)
+    _installed.add(op)
 
 
 def _prepare() -> None:
-    """Set up what the first kernel of a process needs. Each part can be repeated."""
-    global _prepared
-    if not _prepared:
-        if "_" not in _libraries:
-            _libraries["_"] = _fallthrough()
-        _let_higher_order_ops_through()
-        follow_reentrant(current)
-        _prepared = True
-
-
-def _fallthrough() -> Library:
-    """Make the key a fallthrough for operators without a kernel of ours."""
+    """Set up what the first kernel of a process needs: the key is a fallthrough for operators without a kernel."""
     library = Library("_", "IMPL")
     try:
         library.fallback(torch.library.fallthrough_kernel, KEY_NAME)
@@ -88,7 +96,12 @@ def _fallthrough() -> Library:
             f"the dispatch key {KEY_NAME} that ampkit needs for itself is taken: by another copy of ampkit, imported "
             "anew or reloaded in this process, or by another library. Start a new process and import ampkit once"
         ) from error
-    return library
+    for op in higher_order_ops.values():    # `torch.cond` and its kin dispatch in Python, without fallbacks
+        op.fallthrough(KEY)
+    if KEY not in higher_order_fallthrough:
+        higher_order_fallthrough.append(KEY)
+    follow_reentrant(current)
+    _libraries["_"] = library
 
 
 # The dispatcher passes numbers in the place of tensors (`x + 1`), which redispatch does not accept.
@@ -139,9 +152,10 @@ def _general(op: OpOverload) -> Kernel:
     @dynamo_skip
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         mode = get_in_tls(TLS_NAME)
-        result = mode.__torch_dispatch__(op, (), args, kwargs)
-        if result is not NotImplemented:
-            return result
+        if not (mode.as_torch and is_ahead(keyset)):
+            result = mode.__torch_dispatch__(op, (), args, kwargs)
+            if result is not NotImplemented:
+                return result
         if any(type(args[slot]) in _NUMBERS for slot in slots if slot < len(args)):
             # A number in the place of a tensor: see _PASSING. Where no list has `op`, torch has no autocast kernel for
             # it either, and torch's key must stay: without it, autocast counts as disabled for `unlisted` kernels.
@@ -177,10 +191,3 @@ def _go_before_tracer(op: OpOverload) -> None:
 
     op._get_dispatch = get_dispatch  # type: ignore[method-assign]
 
-
-def _let_higher_order_ops_through() -> None:
-    """Higher-order operators (`torch.cond`) dispatch in Python, without fallbacks: give each a fallthrough."""
-    for op in higher_order_ops.values():
-        op.fallthrough(KEY)
-    if KEY not in higher_order_fallthrough:
-        higher_order_fallthrough.append(KEY)

@@ -59,6 +59,7 @@ class _Halving:
 
     def __init__(self) -> None:
         self.kernels = GENERAL
+        self.as_torch = False
         self.open = True        # for `current`, which is called while operators are traced
         self.excluded_keys, self.redispatch_keys = keysets(("cpu",))
         self.seen: list[OpOverload] = []

@@ -13,7 +13,6 @@ n_dispatch_modes: Callable[[], int] = private("_C._len_torch_dispatch_stack")
 push_dispatch_mode: Callable[[Any], None] = private("_C._push_on_torch_dispatch_stack")
 pop_dispatch_mode: Callable[[Any], Any] = private("_C._pop_torch_dispatch_stack")
 tracing_state: Callable[[], Any] = private("_C._get_tracing_state")
-functorch_level: Callable[[], int | None] = private("_C._functorch.maybe_current_level")
 _use_count: Callable[[int], int] = private("_C._storage_Use_Count")
 
 

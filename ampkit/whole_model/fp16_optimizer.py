@@ -15,9 +15,8 @@ from torch import Tensor
 from ampkit.gradients import clipping, closures
 from ampkit.gradients.collect import collect
 from ampkit.scaler.loss_scale import LARGEST_SCALE, DynamicLossScale, LossScale, StaticLossScale
-from ampkit.whole_model._gradient_flow import GradientFlow
-from ampkit.whole_model._level_scaler import LevelScaler, either
 from ampkit.whole_model.master_weights import MasterWeights
+from ampkit.whole_model.scaled_gradients import LossScaler, ScaledGradients
 
 __all__ = ["FP16Optimizer"]
 
@@ -45,7 +44,7 @@ class FP16Optimizer(torch.optim.Optimizer):
 
     Args:
         optimizer: a `torch.optim.Optimizer` over the model's parameters, in any groups; `ampkit.optim` writes
-            masters and halves in one launch.
+            masters and model in one launch.
         static_loss_scale: the scale; 0 is dynamic, as `--loss_scale 0` means in those scripts.
         dynamic_loss_scale: True: the scale halves on overflow and doubles after 1,000 steps without, from 2**32
             down, as Apex's.
@@ -79,15 +78,12 @@ class FP16Optimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self.masters = MasterWeights(optimizer)
         self.verbose = verbose
-        self.scaler = LevelScaler(_device_type(optimizer), loss_scale=rule, allow_fp16=True)
-        self._flow = GradientFlow(optimizer, self.masters)
-        self._flag: Tensor | None = None
-        self._scaled = False        # a backward has left scaled gradients
-        self._unscaled = False       # gradients are in the masters, unscaled
+        self.scaler = LossScaler(_device_type(optimizer), loss_scale=rule, allow_fp16=True)
+        self._gradients = ScaledGradients(optimizer, self.masters)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The wrapped optimizer's parameter groups, with masters in the place of half parameters."""
+        """The wrapped optimizer's parameter groups, with masters in the place of 16-bit parameters."""
         return self.optimizer.param_groups
 
     @property
@@ -102,23 +98,14 @@ class FP16Optimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """The scale; may be set. Reads the device."""
+        """The scale. Reads the device."""
         return self.scaler.get_scale()
-
-    @loss_scale.setter
-    def loss_scale(self, value: float) -> None:
-        state = self.scaler.state_dict()
-        if isinstance(self.scaler.loss_scale, DynamicLossScale):
-            self.scaler.load_state_dict({**state, "scale": float(value)})
-            return
-        rule = {"kind": "static", "scale": float(value)}
-        own = {**state["ampkit"], "loss_scale": rule}
-        self.scaler.load_state_dict({**state, "scale": float(value), "ampkit": own})
 
     @property
     def overflow(self) -> bool:
         """Whether the gradients now in the masters, or those of the last step, were not finite. Reads the device."""
-        return self._flag is not None and bool(self._flag != 0)
+        found_inf = self._gradients.found_inf
+        return found_inf is not None and bool(found_inf != 0)
 
     def __repr__(self) -> str:
         return f"FP16Optimizer({self.optimizer!r}, {self.scaler.loss_scale})"
@@ -135,8 +122,7 @@ class FP16Optimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of masters and model."""
         self.optimizer.zero_grad(set_to_none)
-        self._flow.forget()
-        self._scaled = self._unscaled = False
+        self._gradients.forget()
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
         """Backward from `loss` times the scale; then gradients are in the masters, unscaled and checked.
@@ -149,15 +135,13 @@ class FP16Optimizer(torch.optim.Optimizer):
         """
         if not isinstance(loss, Tensor):
             raise TypeError(f"backward takes the loss tensor, got {type(loss).__name__}; pass it before .item()")
-        if not self._scaled:
-            self._flow.stash_unscaled()
+        self._gradients.begin()
         try:
             self.scaler.scale(loss.float()).backward(retain_graph=retain_graph)
         except BaseException:
-            if not self._scaled:
-                self._flow.restore()
+            self._gradients.give_up()
             raise
-        self._scaled = True
+        self._gradients.delayed = (self.scaler, self.scaler.updates)
         if update_master_grads:
             self.update_master_grads()
 
@@ -167,11 +151,9 @@ class FP16Optimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: there are none.
         """
-        if not self._scaled:
+        if self._gradients.delayed is None:
             raise RuntimeError("no scaled gradients to take; call optimizer.backward(loss) before, not loss.backward()")
-        flag = self.scaler.take(self._flow)
-        self._flag = either(self._flag, flag) if self._unscaled else flag
-        self._scaled, self._unscaled = False, True
+        self.scaler.unscale_arrived_(self._gradients)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Limit the norm of all unscaled gradients together; returns the norm before. Never syncs.
@@ -182,7 +164,7 @@ class FP16Optimizer(torch.optim.Optimizer):
             RuntimeError: no backward since the last step.
         """
         self._require_unscaled("clip_master_grads")
-        gradients = collect(self._flow.params(), coalesce=True)
+        gradients = collect(self._gradients.params(), coalesce=True)
         found = {device: torch.zeros((), device=device) for device in gradients.by_device}
         one = torch.ones((), device=next(iter(found), torch.device("cpu")))
         norm = clipping.total_norm(gradients, one, found, float(norm_type))
@@ -194,7 +176,7 @@ class FP16Optimizer(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], Loss]) -> Loss: ...
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the masters and write the model's half weights, unless a gradient was not finite; move the scale.
+        """Step the masters and write the model's 16-bit weights, unless a gradient was not finite; move the scale.
 
         A `closure` calls `optimizer.zero_grad()` and `optimizer.backward(loss)` and returns the loss; while it
         overflows, the scale is lowered and it is called again.
@@ -208,10 +190,10 @@ class FP16Optimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             return self._step_with_closure(closure)
-        if self._scaled:
+        if self._gradients.delayed is not None:
             raise RuntimeError("step() while gradients are still scaled; call optimizer.update_master_grads() first")
         self._require_unscaled("step")
-        self._unscaled = False
+        self._gradients.unscaled = False
         result = self.scaler.step(self.optimizer)
         self.scaler.update()
         self.masters.drop_gradients()       # a skipped step has left them
@@ -220,7 +202,7 @@ class FP16Optimizer(torch.optim.Optimizer):
         return result
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the wrapped optimizer; its half parameters get masters in the next step."""
+        """Add a group to the wrapped optimizer; its 16-bit parameters get masters in the next step."""
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
@@ -232,7 +214,7 @@ class FP16Optimizer(torch.optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Load what `state_dict` returned, and write the model's half parameters from the masters.
+        """Load what `state_dict` returned, and write the model's 16-bit parameters from the masters.
 
         Raises:
             KeyError: missing entries. ValueError, TypeError: masters of another model, or what the scale or the
@@ -241,19 +223,21 @@ class FP16Optimizer(torch.optim.Optimizer):
         missing = {"loss_scaler", "optimizer_state_dict", "fp32_from_fp16"} - set(state_dict)
         if missing:
             raise KeyError(f"not a state dict of FP16Optimizer: {sorted(missing)} missing, got {sorted(state_dict)}")
-        load_masters = self.masters.loadable({"masters": state_dict["fp32_from_fp16"]})
-        load_scale = self.scaler.loadable(state_dict["loss_scaler"])
+        values = self.masters.checked_values({"masters": state_dict["fp32_from_fp16"]})
+        scale = self.scaler.checked_state(state_dict["loss_scaler"])
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])  # checks before it loads
-        load_masters()
-        load_scale()
+        self.masters.load_values_(values)
+        self.scaler.load_checked_state(scale)
 
     def _require_unscaled(self, name: str) -> None:
-        if not self._unscaled:
+        if not self._gradients.unscaled:
             raise RuntimeError(
                 f"{name}() without a backward since the last step; call optimizer.backward(loss), not loss.backward()"
             )
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
+        gradients = self._gradients
+
         def evaluate() -> Any:
             for _ in range(_ATTEMPTS):
                 loss = closure()
@@ -267,7 +251,7 @@ class FP16Optimizer(torch.optim.Optimizer):
                 f"not finite, or the static scale too large"
             )
 
-        self._unscaled = False
+        gradients.unscaled = False
         snapshot = closures.Snapshot(self.optimizer)
         try:
             result = self.optimizer.step(evaluate)
@@ -275,10 +259,10 @@ class FP16Optimizer(torch.optim.Optimizer):
             snapshot.restore()
             self.masters.write_back_()
             raise
-        if self._flag is not None:
-            self.scaler.note_step(self.optimizer, self._flag, skipped=False)
+        if gradients.found_inf is not None:
+            self.scaler.note_step(self.optimizer, gradients.found_inf, skipped=False)
         self.scaler.update()
-        self._unscaled = False
+        gradients.unscaled = False
         return result
 
 

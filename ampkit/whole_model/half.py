@@ -1,8 +1,8 @@
 """half: a model converted to float16 or bfloat16, which still takes the inputs it took before.
 
-`module.half()` only converts parameters and buffers: the caller has to cast every input, batch norms lose the
-range of their statistics, a mask of -1e9 turns into -inf. Here the model casts its inputs, chosen modules stay
-in float32 with casts around them, and parameters that do not fit are found before anything changes.
+`module.half()` only converts parameters and buffers: the caller has to cast every input, batch norms lose the range of
+their statistics, a mask of -1e9 turns into -inf. Here the model casts its inputs, chosen modules stay in float32 with
+casts around them, and parameters that do not fit are found before anything changes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ampkit.containers import REAL_FLOATS, cast, cast_tree
 from ampkit.policy.module_rules import matches
 from ampkit.policy.values import as_dtype
 from ampkit.torch_internals.module_classes import BatchNorm, InstanceNorm
-from ampkit.whole_model._boundary import Boundary, put_boundary, refuse_bounded
+from ampkit.whole_model.boundary import Boundary, put_boundary, refuse_bounded
 
 __all__ = ["BATCH_NORMS", "NORMS", "half"]
 
@@ -89,26 +89,39 @@ def half(
     """
     low, outputs = as_dtype(dtype), as_dtype(cast_outputs)
     _check(model, low, outputs)
-    keep = (keep_fp32,) if isinstance(keep_fp32, str) else tuple(keep_fp32)
-    plan = HalfPlan(model, low, keep)
+    keep = kept_keys(keep_fp32)
     if not in_place:
-        twin = copy.deepcopy(model)
-        plan = HalfPlan(twin, low, plan.keep_in(twin))
-        model = twin
+        memo: dict[int, Any] = {}
+        model = copy.deepcopy(model, memo)
+        keep = tuple(memo.get(id(key), key) for key in keep)    # modules become those of the copy
+    plan = HalfPlan(model, low, keep)
+    plan.require_fit()
     plan.carry_out()
     return put_boundary(model, Boundary(low, outputs, low if in_region else None))
 
 
+def kept_keys(keep_fp32: Keep | str) -> tuple[Any, ...]:
+    """What `keep_fp32` names, one pattern or several keys, as a tuple; raises `TypeError` for another kind of key."""
+    keep = (keep_fp32,) if isinstance(keep_fp32, str) else tuple(keep_fp32)
+    for key in keep:
+        is_class = isinstance(key, type) and issubclass(key, Module)
+        if not isinstance(key, str | Module) and not is_class:
+            raise TypeError(
+                f"keep_fp32 holds {key!r}; expected module classes, modules or path patterns like 'blocks.*.norm'"
+            )
+    return keep
+
+
 class HalfPlan:
-    """Which modules of a model are converted and which kept, decided and checked before any is changed."""
+    """Which modules of a model are converted and which kept, decided before any is changed.
+
+    `unfit` are parameters that would be converted and that `dtype` cannot hold, each with its largest magnitude.
+    """
 
     def __init__(self, model: Module, dtype: torch.dtype, keep: tuple[Any, ...]) -> None:
-        self.model = model
         self.dtype = dtype
-        self.keep = keep
         self.kept: dict[Module, str] = {}
         self.outermost: list[Module] = []
-        _check_keys(keep)
         used: set[int] = set()
         for path, module in model.named_modules():
             matching = [index for index, key in enumerate(keep) if _matches(key, module, path)]
@@ -120,12 +133,32 @@ class HalfPlan:
             if index not in used and not isinstance(key, type):
                 raise ValueError(_unused(model, key))
         self.converted = {module: path for path, module in model.named_modules() if module not in self.kept}
+        self.unfit: dict[str, float] = {}
         self._check_parameters()
 
-    def keep_in(self, twin: Module) -> tuple[Any, ...]:
-        """`keep`, with modules of this model replaced by those of its copy."""
-        paths = {module: path for path, module in self.model.named_modules()}
-        return tuple(twin.get_submodule(paths[key]) if isinstance(key, Module) else key for key in self.keep)
+    def _check_parameters(self) -> None:
+        owners: dict[int, str] = {}
+        for module, path in self.converted.items():
+            for name, param in module.named_parameters(prefix=path, recurse=False):
+                owners[id(param)] = name
+                largest = _beyond(param, self.dtype)
+                if largest is not None:
+                    self.unfit[name] = largest
+        for module, path in self.kept.items():
+            for name, param in module.named_parameters(prefix=path, recurse=False):
+                if id(param) in owners:
+                    raise ValueError(
+                        f"parameters {name} and {owners[id(param)]} are one tensor, and only one of them would "
+                        f"stay in float32; name both their modules in keep_fp32, or neither"
+                    )
+
+    def require_fit(self) -> None:
+        """Raise `ValueError` that names a parameter which does not fit."""
+        for name, largest in self.unfit.items():
+            raise ValueError(
+                f"parameter {name} holds {largest:.4g}, and {self.dtype} ends at {torch.finfo(self.dtype).max:.4g}; "
+                f"keep its module in float32 with keep_fp32, or use bfloat16"
+            )
 
     def carry_out(self) -> None:
         """Convert, and put casts around what is kept."""
@@ -143,31 +176,6 @@ class HalfPlan:
         # Only what overflowed in the conversion is clamped: an infinity that was there stays.
         grew = torch.isinf(converted) & torch.isfinite(tensor)
         return torch.where(grew, torch.sign(converted) * torch.finfo(self.dtype).max, converted)
-
-    def _check_parameters(self) -> None:
-        owners: dict[int, str] = {}
-        for module, path in self.converted.items():
-            for name, param in module.named_parameters(prefix=path, recurse=False):
-                owners[id(param)] = name
-                self._check_range(name, param)
-        for module, path in self.kept.items():
-            for name, param in module.named_parameters(prefix=path, recurse=False):
-                if id(param) in owners:
-                    raise ValueError(
-                        f"parameters {name} and {owners[id(param)]} are one tensor, and only one of them would "
-                        f"stay in float32; name both their modules in keep_fp32, or neither"
-                    )
-
-    def _check_range(self, name: str, param: Tensor) -> None:
-        local: Tensor = getattr(param, "_local_tensor", param).detach()     # a DTensor's own part
-        if local.is_meta or local.dtype not in REAL_FLOATS or local.dtype is self.dtype or not local.numel():
-            return
-        largest = local.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max()
-        if torch.isinf(largest.to(self.dtype)):
-            raise ValueError(
-                f"parameter {name} holds {float(largest):.4g}, and {self.dtype} ends at "
-                f"{torch.finfo(self.dtype).max:.4g}; keep its module in float32 with keep_fp32, or use bfloat16"
-            )
 
 
 class _Kept:
@@ -198,13 +206,13 @@ def _matches(key: Any, module: Module, path: str) -> bool:
     return isinstance(module, key) if isinstance(key, type) else module is key
 
 
-def _check_keys(keep: tuple[Any, ...]) -> None:
-    for key in keep:
-        is_class = isinstance(key, type) and issubclass(key, Module)
-        if not isinstance(key, str | Module) and not is_class:
-            raise TypeError(
-                f"keep_fp32 holds {key!r}; expected module classes, modules or path patterns like 'blocks.*.norm'"
-            )
+def _beyond(param: Tensor, dtype: torch.dtype) -> float | None:
+    """The largest finite magnitude in a parameter where `dtype` cannot hold it, else None."""
+    local: Tensor = getattr(param, "_local_tensor", param).detach()     # a DTensor's own part
+    if local.is_meta or local.dtype not in REAL_FLOATS or local.dtype is dtype or not local.numel():
+        return None
+    largest = local.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max()
+    return float(largest) if torch.isinf(largest.to(dtype)) else None
 
 
 def _unused(model: Module, key: Any) -> str:

@@ -1,354 +1,292 @@
-"""Whole-model precision by level: `initialize` once, `scale_loss` around each backward.
+"""What an opt_level means, which of its properties may be overridden, and which models and optimizers it takes.
 
-The interface of Apex amp. Nothing is patched: O1 runs forward in an autocast region, O2 and O3 convert the
-model, and steps are intercepted by the optimizers' own hooks. docs/levels.md compares the levels.
+Pure: nothing here changes anything. The levels and properties are Apex's; where a level's 16-bit type is bfloat16, the
+loss scale defaults to 1, because bfloat16 has float32's range. `amp.initialize` carries a level out.
 """
 
 from __future__ import annotations
 
-import gc
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, TypedDict, TypeVar, Unpack, overload
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import nn
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ampkit.policy.policy import Policy
+from ampkit.containers import REAL_FLOATS
+from ampkit.gradients.masters import masters_of
 from ampkit.policy.values import as_dtype
-from ampkit.region.arguments import named_policy
-from ampkit.region.autocast import autocast_device_type
-from ampkit.scaler.loss_scale import LossScale
-from ampkit.whole_model import _level_options
-from ampkit.whole_model._boundary import Boundary, device_type_of, put_boundary
-from ampkit.whole_model._fp32_checkpoints import Fp32Checkpoints
-from ampkit.whole_model._level_checks import as_list, bare_optimizers, check_model, check_optimizers
-from ampkit.whole_model._level_options import LevelOptions
-from ampkit.whole_model._level_scaler import LevelScaler
-from ampkit.whole_model._level_session import Session
-from ampkit.whole_model.half import BATCH_NORMS, HalfPlan
-from ampkit.whole_model.master_weights import MasterWeights
+from ampkit.scaler.loss_scale import SMALLEST_SCALE, DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
+from ampkit.whole_model.boundary import refuse_bounded
 
-__all__ = [
-    "amp_state_dict", "initialize", "load_amp_state_dict", "loss_scalers", "master_params", "scale_loss",
-]
-
-Models = TypeVar("Models", bound=Module | Sequence[Module])
-Optimizers = TypeVar("Optimizers")
-
-_sessions: weakref.WeakKeyDictionary[Optimizer, Session] = weakref.WeakKeyDictionary()
+HALVES = (torch.float16, torch.bfloat16)
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+_NAMES_SHOWN = 4
 
 
-class Overrides(TypedDict, total=False):
-    """The keyword arguments of `initialize`, which says what they mean."""
+class Level(NamedTuple):
+    """What a level does when nothing is overridden."""
 
-    dtype: torch.dtype | str | None
-    cast_model_type: torch.dtype | str | None
-    patch_torch_functions: bool | None
-    keep_batchnorm_fp32: bool | str | None
-    master_weights: bool | None
-    loss_scale: LossScale | float | str | None
-    cast_model_outputs: torch.dtype | str | None
+    casts_model: bool
+    has_region: bool
+    keeps_batch_norm: bool
+    has_masters: bool
+    scale: float | str | None       # None: losses and gradients are left alone altogether
+    what: str
+
+
+LEVELS: dict[str, Level] = {
+    "O0": Level(False, False, False, False, None, "float32 throughout, the baseline to compare with"),
+    "O1": Level(False, True, False, False, "dynamic", "float32 weights, forward in an autocast region"),
+    "O2": Level(True, False, True, True, "dynamic", "16-bit model, batch norms and master weights in float32"),
+    "O3": Level(True, False, False, False, 1.0, "16-bit model and nothing else, the speed to compare with"),
+}
+
+
+@dataclass(frozen=True)
+class LevelOptions:
+    """A level with its overrides resolved.
+
+    `dtype` is the 16-bit type of the region or the model; `loss_scale` None means that there is no scaler.
+    """
+
+    opt_level: str
+    dtype: torch.dtype
+    casts_model: bool
+    has_region: bool
+    keep_batchnorm_fp32: bool
+    master_weights: bool
+    loss_scale: LossScale | None
+    cast_model_outputs: torch.dtype
     num_losses: int
-    enabled: bool
-    verbosity: int
-    min_loss_scale: float | None
-    max_loss_scale: float | None
-    policy: Policy | str | None
+
+    def __str__(self) -> str:
+        low = "" if self.opt_level == "O0" else f" in {str(self.dtype).removeprefix('torch.')}"
+        scale = "none" if self.loss_scale is None else self.loss_scale.kind
+        model = ""
+        if self.casts_model:
+            model = f"keep_batchnorm_fp32={self.keep_batchnorm_fp32}, master_weights={self.master_weights}, "
+        return f"{self.opt_level}{low}: {LEVELS[self.opt_level].what} ({model}loss scale {scale})"
 
 
-@overload
-def initialize(
-    models: Models, optimizers: None = None, opt_level: str = "O1", **overrides: Unpack[Overrides]
-) -> Models: ...
-@overload
-def initialize(
-    models: Models, optimizers: Optimizers, opt_level: str = "O1", **overrides: Unpack[Overrides]
-) -> tuple[Models, Optimizers]: ...
-def initialize(
-    models: Any,
-    optimizers: Any = None,
-    opt_level: str = "O1",
+def resolve(
+    opt_level: Any,
+    default_dtype: torch.dtype,
     *,
-    dtype: torch.dtype | str | None = None,
-    cast_model_type: torch.dtype | str | None = None,
-    patch_torch_functions: bool | None = None,
-    keep_batchnorm_fp32: bool | str | None = None,
-    master_weights: bool | None = None,
-    loss_scale: LossScale | float | str | None = None,
-    cast_model_outputs: torch.dtype | str | None = None,
-    num_losses: int = 1,
-    enabled: bool = True,
-    verbosity: int = 1,
-    min_loss_scale: float | None = None,
-    max_loss_scale: float | None = 2.0**24,
-    policy: Policy | str | None = None,
-) -> Any:
-    """Set models and optimizers up for a level of precision; returns them as they were passed.
+    dtype: Any = None,
+    cast_model_type: Any = None,
+    patch_torch_functions: Any = None,
+    keep_batchnorm_fp32: Any = None,
+    master_weights: Any = None,
+    loss_scale: Any = None,
+    cast_model_outputs: Any = None,
+    num_losses: Any = 1,
+    min_loss_scale: Any = None,
+    max_loss_scale: Any = None,
+    policy: Any = None,
+) -> LevelOptions:
+    """The options of a level with these overrides; None stands for the level's default.
 
-    `O0`: float32. `O1`: float32 weights, forward in an autocast region. `O2`: 16-bit model with batch norms in
-    float32, float32 master weights in the optimizers, inputs cast on forward. `O3`: 16-bit model. Models are
-    changed in place. Call it once models are on their device and before they are wrapped in DDP.
-
-    Args:
-        models: a module or a list of modules, in float32.
-        optimizers: an optimizer, a list, or None for inference; they may be wrapped as by Apex's LARC.
-        opt_level: "O0", "O1", "O2" or "O3".
-        dtype: the 16-bit type, torch.float16 or torch.bfloat16, or its name; None is what `autocast` takes there.
-        cast_model_type: the same for O2 and O3, by Apex's name.
-        patch_torch_functions: accepted as Apex takes it (True at O1 only); nothing is patched.
-        keep_batchnorm_fp32: at O2 (default True) and O3 (default False).
-        master_weights: at O2 (default True) and O3 (default False).
-        loss_scale: "dynamic" (default at O1 and O2 with float16), a number, or a strategy such as
-            `DynamicLossScale`. 1.0 (default at O3 and with bfloat16) scales nothing; steps with inf or NaN are
-            skipped all the same, except at O0, which is left alone altogether unless it is given a scale.
-        cast_model_outputs: what floating-point outputs of the models are cast to; None is float32.
-        num_losses: how many losses have scales of their own; see `scale_loss`.
-        enabled: False returns everything unchanged and makes `scale_loss` yield the loss itself.
-        verbosity: 0 prints nothing; 1 prints the level and skipped steps.
-        min_loss_scale, max_loss_scale: bounds of a dynamic scale.
-        policy: the operator rules of O1's region; "torch" and "default" are names of two.
-
-    Raises:
-        ValueError, TypeError: an unknown level, or an override that makes no sense at it.
-        RuntimeError: a model that is not float32, is wrapped, or has been initialised; an optimizer that does not
-            fit the models. Nothing has been changed then.
-
-    >>> model = torch.nn.Linear(4, 1)
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> model, optimizer = initialize(model, optimizer, opt_level="O2", dtype=torch.bfloat16, verbosity=0)
-    >>> with scale_loss(model(torch.ones(2, 4)).mean(), optimizer) as scaled:
-    ...     scaled.backward()
-    >>> optimizer.step()
-    >>> model.weight.dtype, model.state_dict()["weight"].dtype
-    (torch.bfloat16, torch.float32)
+    Raises `ValueError` or `TypeError` that names the property, says why it makes no sense and what does.
     """
-    all_models = as_list(models, Module, "models", "a torch.nn.Module")
-    all_optimizers = [] if optimizers is None else bare_optimizers(optimizers)
-    for optimizer in all_optimizers:
-        if optimizer in _sessions:
-            raise RuntimeError(
-                f"this {type(optimizer).__name__} has been through initialize already; call it once for each model "
-                f"and optimizer, with all of those that belong together"
-            )
-    device_type = autocast_device_type(device_type_of(all_models[0]) if all_models else None)
-    options = _level_options.resolve(
-        opt_level, torch.get_autocast_dtype(device_type), dtype=as_dtype(dtype),
-        cast_model_type=as_dtype(cast_model_type), patch_torch_functions=patch_torch_functions,
-        keep_batchnorm_fp32=keep_batchnorm_fp32,
-        master_weights=master_weights, loss_scale=loss_scale, cast_model_outputs=as_dtype(cast_model_outputs),
-        num_losses=num_losses, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale,
-    )
-    if policy is not None and not options.has_region:
-        raise ValueError(f"policy makes no sense at {opt_level}, which opens no region; use opt_level 'O1'")
-    rules = None if policy is None else named_policy(policy, device_type)
-    session = Session(options if enabled else None, device_type, verbosity)
-    if enabled:
-        _set_up(session, options, all_models, all_optimizers, rules)
-    for optimizer in all_optimizers:
-        _sessions[optimizer] = session
-    return models if optimizers is None else (models, optimizers)
-
-
-def _set_up(
-    session: Session,
-    options: LevelOptions,
-    models: Sequence[Module],
-    optimizers: Sequence[Optimizer],
-    policy: Policy | None,
-) -> None:
-    """Check everything, then change everything."""
-    for model in models:
-        check_model(model, casts_model=options.casts_model)
-    check_optimizers(models, optimizers)
-    keep = BATCH_NORMS if options.keep_batchnorm_fp32 else ()
-    plans = [HalfPlan(model, options.dtype, keep) for model in models] if options.casts_model else []
-    # The float32 storage outlives the conversion as the masters': nothing is copied and no digit is lost.
-    values: dict[Tensor, Tensor] = {param: param.detach() for model in models for param in model.parameters()}
-    for plan in plans:
-        plan.carry_out()
-    all_masters: list[MasterWeights] = []
-    for optimizer in optimizers:
-        own = {param for group in optimizer.param_groups for param in group["params"]}
-        converted = {param: value for param, value in values.items() if param in own and param.dtype is options.dtype}
-        masters = session.follow(optimizer, master_values=converted if options.master_weights else None)
-        if masters is not None:
-            all_masters.append(masters)
-        elif options.casts_model and optimizer.state:
-            optimizer.load_state_dict(optimizer.state_dict())   # casts its state to the parameters' dtype
-    for model in models:
-        inputs = options.dtype if options.casts_model else None if options.has_region else torch.float32
-        put_boundary(
-            model,
-            Boundary(inputs, options.cast_model_outputs, options.dtype if options.has_region else None, policy),
-        )
-        if options.casts_model:
-            Fp32Checkpoints(all_masters).attach(model)
-    if session.verbosity > 0 and (not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0):
-        print(f"ampkit {options}")
-
-
-@contextmanager
-def scale_loss(
-    loss: Tensor,
-    optimizers: Optimizer | Sequence[Optimizer],
-    loss_id: int = 0,
-    model: Module | None = None,
-    delay_unscale: bool = False,
-) -> Iterator[Tensor]:
-    """The loss times its scale, for `backward` inside; on leaving, gradients are unscaled and checked.
-
-    ::
-
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
-        optimizer.step()
-
-    Unscaled gradients add up over several losses and micro-batches, each under its own scale. If any of them
-    was not finite, the next `step` of that optimizer changes nothing. Never syncs; `step` reads one flag unless
-    the optimizer skips on the device.
-
-    Args:
-        loss: the loss tensor; 16-bit ones are cast to float32 first.
-        optimizers: those whose parameters this backward fills.
-        loss_id: whose scale to use, below `num_losses`.
-        model: accepted, because Apex has it; not used.
-        delay_unscale: leave the gradients scaled, to add further backwards of the same loss to them and unscale
-            once. Not for the last backward before a step.
-
-    Raises:
-        RuntimeError: an optimizer that has not been through `initialize`, or gradients under another scale.
-        IndexError: a `loss_id` that there is no scale for. TypeError: a loss that is no tensor.
-    """
-    all_optimizers = bare_optimizers(optimizers)
-    if not isinstance(loss, Tensor):
-        raise TypeError(f"scale_loss takes the loss tensor that backward is called on, got {type(loss).__name__}")
-    session = _session_of(all_optimizers)
-    if not session.scales:
-        yield loss
-        return
-    scaler = session.scaler(loss_id)
-    states = [session.state(optimizer) for optimizer in all_optimizers]
-    for state in states:
-        state.begin_backward(scaler, delay_unscale=delay_unscale)
-    try:
-        yield scaler.scale(loss.float())
-    except BaseException:
-        for state in states:
-            if state.delayed is None:
-                state.flow.restore()
-        raise
-    if delay_unscale:
-        for state in states:
-            state.delayed = (scaler, scaler.updates)
-    else:
-        session.unscale_and_update(all_optimizers, scaler)
-
-
-def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
-    """The float32 parameters that the optimizer steps, for clipping and logging: masters where there are any.
-
-    >>> model = torch.nn.Linear(2, 1)
-    >>> [tuple(p.shape) for p in master_params(torch.optim.SGD(model.parameters(), lr=0.1))]
-    [(1, 2), (1,)]
-    """
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
-def loss_scalers(optimizer: Optimizer | None = None) -> tuple[LevelScaler, ...]:
-    """The scalers behind the losses, for `stats()`, `history`, `skipped(optimizer)` and `overflow_report()`.
-
-    `optimizer` selects the call of `initialize`; None if there was one only. Empty if nothing is scaled.
-    """
-    return tuple(_session_for(optimizer).scalers)
-
-
-def amp_state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:
-    """The loss scales, to be saved with the model's and the optimizers' state. Reads the device.
-
-    One entry per loss, in Apex's form and with what Apex does not save. Masters are in the model's state_dict.
-    `optimizer` selects the call of `initialize`; None if there was one only.
-    """
-    session = _session_for(optimizer)
-    saved = {}
-    for index, scaler in enumerate(session.scalers):
-        state = scaler.state_dict()
-        saved[f"loss_scaler{index}"] = {
-            "loss_scale": state["scale"], "unskipped": state["_growth_tracker"], "scaler": state,
-        }
-    return saved
-
-
-def load_amp_state_dict(
-    state_dict: Mapping[str, Any], optimizer: Optimizer | None = None, *, strict: bool = True
-) -> None:
-    """Load what `amp_state_dict`, or Apex's `amp.state_dict`, returned. Call it after `initialize`.
-
-    Nothing has been loaded when it raises.
-
-    Raises:
-        ValueError: other losses than this script's, unless `strict` is False. And as `GradScaler.load_state_dict`.
-    """
-    scalers = _session_for(optimizer).scalers
-    names = [f"loss_scaler{index}" for index in range(len(scalers))]
-    if strict and set(names) != set(state_dict):
+    level = LEVELS[_checked_level(opt_level)]
+    dtype, cast_model_type, cast_model_outputs = map(as_dtype, (dtype, cast_model_type, cast_model_outputs))
+    low = _low_dtype(opt_level, level, dtype, cast_model_type, default_dtype)
+    if patch_torch_functions is not None and bool(patch_torch_functions) is not level.has_region:
         raise ValueError(
-            f"the saved scales are {sorted(map(str, state_dict))}, this script's {names}; pass num_losses to "
-            f"initialize as it was, or strict=False to load what both have"
+            f"patch_torch_functions={patch_torch_functions} makes no sense at {opt_level}: ampkit patches nothing, and "
+            f"casts around operators at O1 only; leave it out, or choose opt_level "
+            f"{'O0' if level.has_region else 'O1'!r}"
         )
-    loads = [
-        scaler.loadable(_scaler_state(state_dict[name], name, scaler))
-        for name, scaler in zip(names, scalers, strict=True)
-        if name in state_dict
-    ]
-    for load in loads:
-        load()
+    if policy is not None and not level.has_region:
+        raise ValueError(f"policy makes no sense at {opt_level}, which opens no region; use opt_level 'O1'")
+    if cast_model_outputs is not None and not getattr(cast_model_outputs, "is_floating_point", False):
+        raise TypeError(f"cast_model_outputs is {cast_model_outputs!r}; expected None or a dtype such as torch.float16")
+    if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
+        raise ValueError(f"num_losses is {num_losses!r}; expected how many losses have scales of their own, 1 or more")
+    return LevelOptions(
+        opt_level,
+        low,
+        level.casts_model,
+        level.has_region,
+        _keep_batchnorm(opt_level, level, keep_batchnorm_fp32),
+        _masters(opt_level, level, master_weights),
+        _loss_scale(level, low, loss_scale, min_loss_scale, max_loss_scale),
+        torch.float32 if cast_model_outputs is None else cast_model_outputs,
+        num_losses,
+    )
 
 
-def _scaler_state(entry: Any, name: str, scaler: LevelScaler) -> Any:
-    """The scaler's own state in an entry; for an entry of Apex's, this scaler's with the two numbers in it."""
-    if isinstance(entry, Mapping) and "scaler" in entry:
-        return entry["scaler"]
-    if not isinstance(entry, Mapping) or not {"loss_scale", "unskipped"} <= set(entry):
-        raise TypeError(f"the saved {name!r} is {entry!r}; expected a dict with 'loss_scale' and 'unskipped'")
-    now = {key: value for key, value in scaler.state_dict().items() if key != "ampkit"}
-    return {**now, "scale": entry["loss_scale"], "_growth_tracker": entry["unskipped"]}
+def _checked_level(opt_level: Any) -> str:
+    if isinstance(opt_level, str) and opt_level in LEVELS:
+        return opt_level
+    guess = str(opt_level).upper().replace("0", "O", 1)
+    hint = f": did you mean {guess!r}, with the letter O?" if guess in LEVELS else ""
+    raise ValueError(f"unknown opt_level {opt_level!r}; expected 'O0', 'O1', 'O2' or 'O3'{hint}")
 
 
-def _session_for(optimizer: Optimizer | None) -> Session:
-    return _session_of([] if optimizer is None else bare_optimizers(optimizer))
-
-
-def _session_of(optimizers: Sequence[Optimizer]) -> Session:
-    """The session of these optimizers; without any, the only session there is."""
-    for optimizer in optimizers:
-        if optimizer not in _sessions:
-            raise RuntimeError(
-                f"this {type(optimizer).__name__} has not been through initialize; call model, optimizer = "
-                f"amp.initialize(model, optimizer, opt_level=...) first"
+def _low_dtype(opt_level: str, level: Level, dtype: Any, cast_model_type: Any, default: torch.dtype) -> torch.dtype:
+    if dtype is not None and dtype not in HALVES:
+        raise ValueError(f"dtype is {dtype!r}; expected torch.float16 or torch.bfloat16, the 16-bit type of the level")
+    if level.casts_model:
+        if cast_model_type is not None and cast_model_type not in HALVES:
+            raise ValueError(
+                f"{opt_level} converts the model, so that cast_model_type={cast_model_type} makes no sense; expected "
+                f"torch.float16 or torch.bfloat16; use opt_level 'O0' for float32, 'O1' for float32 weights"
             )
-    found = {id(session): session for session in (_sessions[optimizer] for optimizer in optimizers)}
-    if len(found) > 1:
-        raise RuntimeError("the optimizers come from different calls of initialize; pass them to one call together")
-    if optimizers:
-        return next(iter(found.values()))
-    living = _living()
-    if len(living) > 1:
-        gc.collect()
-        living = _living()
-    if len(living) != 1:
-        raise RuntimeError(
-            "no optimizer has been through initialize; call it first" if not living else
-            f"initialize has been called {len(living)} times; pass an optimizer to say which one is meant"
+        if None not in (dtype, cast_model_type) and dtype is not cast_model_type:
+            raise ValueError(
+                f"dtype={dtype} and cast_model_type={cast_model_type} are two names of one property; pass one"
+            )
+        return dtype or cast_model_type or default
+    if cast_model_type in (False, torch.float32):
+        cast_model_type = None
+    if opt_level == "O0" and (dtype or cast_model_type):
+        raise ValueError(
+            f"O0 computes in float32, so that {dtype or cast_model_type} makes no sense; use opt_level 'O2' or 'O3' "
+            f"to convert the model, 'O1' to cast around its operators"
         )
-    return living[0]
+    if cast_model_type is not None:
+        raise ValueError(
+            f"O1 leaves the weights in float32 and casts around operators, so that cast_model_type="
+            f"{cast_model_type} makes no sense; pass dtype={cast_model_type} for what operators are cast to, or use "
+            f"opt_level 'O2' or 'O3' to convert the model"
+        )
+    return dtype or default
 
 
-def _living() -> list[Session]:
-    return list({id(session): session for session in _sessions.values()}.values())
+def _keep_batchnorm(opt_level: str, level: Level, value: Any) -> bool:
+    if isinstance(value, str) and value in ("True", "False"):
+        value = value == "True"     # as argparse hands it over
+    if value is not None and not isinstance(value, bool):
+        raise TypeError(f"keep_batchnorm_fp32 is {value!r}; expected True, False, 'True', 'False' or None")
+    if not level.casts_model and value is not None:
+        raise ValueError(
+            f"keep_batchnorm_fp32={value} makes no sense at {opt_level}, which leaves every weight in float32, batch "
+            f"norms included; leave it out, or use opt_level 'O2' or 'O3'"
+        )
+    return level.keeps_batch_norm if value is None else value
+
+
+def _masters(opt_level: str, level: Level, value: Any) -> bool:
+    if value is not None and not isinstance(value, bool):
+        raise TypeError(f"master_weights is {value!r}; expected True, False or None")
+    if not level.casts_model and value:
+        raise ValueError(
+            f"master_weights=True makes no sense at {opt_level}: its weights are float32 and their own masters; "
+            f"leave it out, or use opt_level 'O2'"
+        )
+    return level.has_masters if value is None else value
+
+
+def _loss_scale(level: Level, low: torch.dtype, value: Any, least: Any, most: Any) -> LossScale | None:
+    if value is None:
+        value = 1.0 if level.scale == "dynamic" and low is torch.bfloat16 else level.scale
+    if value is None or isinstance(value, DynamicLossScale | StaticLossScale):
+        return value
+    if value == "dynamic":
+        most = 2.0**24 if most is None else float(most)
+        least = SMALLEST_SCALE if least is None else float(least)
+        return DynamicLossScale(init_scale=min(2.0**16, most), min_scale=least, max_scale=most)
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise TypeError(f"loss_scale is {value!r}; expected 'dynamic', a number, or such as DynamicLossScale()")
+    try:
+        number = float(value)
+    except ValueError:
+        raise ValueError(f"loss_scale is {value!r}; expected 'dynamic' or a number such as 128.0") from None
+    if not 0.0 < number < float("inf"):
+        raise ValueError(
+            f"loss_scale is {value!r}; expected a positive number, or 'dynamic', which older scripts write as 0"
+        )
+    if least is not None:
+        raise ValueError(f"min_loss_scale={least} makes no sense beside the static loss_scale={value}; leave one out")
+    if number != 1.0:
+        return StaticLossScale(number)
+    return None if level.scale is None else NoOpLossScale()
+
+
+def as_list(value: Any, cls: type, name: str, what: str) -> list[Any]:
+    """One object or a list or tuple of them, as a list. Raises `TypeError` for anything else."""
+    items = list(value) if isinstance(value, list | tuple) else [value]
+    for item in items:
+        if not isinstance(item, cls):
+            raise TypeError(f"{name} holds a {type(item).__name__}; expected {what}, or a list of them")
+    if len({id(item) for item in items}) != len(items):
+        raise ValueError(f"{name} holds one object twice; expected each once")
+    return items
+
+
+def bare_optimizers(value: Any) -> list[Optimizer]:
+    """One optimizer or a list of them, without what wraps them.
+
+    A wrapper in the manner of Apex's LARC is no `Optimizer` itself: it holds one as `optim` or `optimizer`, shares its
+    parameter groups, changes gradients in its `step` and calls the other's.
+    """
+    items = []
+    for item in value if isinstance(value, list | tuple) else [value]:
+        inner = getattr(item, "optim", None) or getattr(item, "optimizer", None)
+        wraps = not isinstance(item, Optimizer) and isinstance(inner, Optimizer)
+        shares = wraps and getattr(item, "param_groups", None) is inner.param_groups
+        items.append(inner if shares else item)
+    what = "a torch.optim.Optimizer, or an object that holds one as `optim` and shares its param_groups"
+    return as_list(items, Optimizer, "optimizers", what)
+
+
+def check_model(model: Module, *, casts_model: bool) -> None:
+    """Refuse a model that is wrapped, converted or initialized already, or sharded before it is to be converted."""
+    name = type(model).__name__
+    if isinstance(model, _WRAPPERS) or name == "FullyShardedDataParallel":
+        raise RuntimeError(
+            f"the model is wrapped in {name} already; call amp.initialize on the bare model first, and wrap what "
+            f"it returns: {name}(model, ...)"
+        )
+    if casts_model and any("FSDPModule" in [base.__name__ for base in type(m).__mro__] for m in model.modules()):
+        raise RuntimeError(
+            f"this {name} is sharded by fully_shard, which keeps float32 shards and casts them itself; use opt_level "
+            f"'O1', or fully_shard's MixedPrecisionPolicy with ampkit.GradScaler"
+        )
+    refuse_bounded(model)
+    # float64 buffers are no sign of a float64 model: .double() would have converted its parameters too.
+    for kind, tensors, allowed in (
+        ("parameter", model.named_parameters(), (torch.float32,)),
+        ("buffer", model.named_buffers(), (torch.float32, torch.float64)),
+    ):
+        for path, tensor in tensors:
+            if tensor.dtype in REAL_FLOATS and tensor.dtype not in allowed:
+                raise RuntimeError(
+                    f"{kind} {path} is {tensor.dtype}; expected a float32 model at every opt_level: leave out "
+                    f".half(), .bfloat16() or .double() (or call model.float()), and let opt_level convert it"
+                )
+
+
+def check_optimizers(models: Sequence[Module], optimizers: Sequence[Optimizer]) -> None:
+    """Refuse an optimizer of another model, and trainable parameters that no optimizer has."""
+    theirs = [{id(param) for param in model.parameters()} for model in models]
+    every = set[int]().union(*theirs)
+    held: set[int] = set()
+    for optimizer in optimizers:
+        if masters_of(optimizer) is not None:
+            raise RuntimeError(
+                f"this {type(optimizer).__name__} has master weights already; pass initialize a bare optimizer, and "
+                f"let opt_level 'O2' make them"
+            )
+        params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        if not params & every:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} holds no parameter of the models given; make the optimizer from the model "
+                f"that is passed along with it, after anything that replaces its parameters"
+            )
+        held |= params
+    for model, params in zip(models, theirs, strict=True):
+        if not params & held:
+            continue        # a model for inference only
+        missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+        if missing:
+            more = "" if len(missing) <= _NAMES_SHOWN else f" and {len(missing) - _NAMES_SHOWN} more"
+            raise RuntimeError(
+                f"parameters {', '.join(missing[:_NAMES_SHOWN])}{more} of this {type(model).__name__} require "
+                f"gradients, but no optimizer has them; add them to one, or freeze them with requires_grad_(False), "
+                f"which also saves computing their gradients"
+            )

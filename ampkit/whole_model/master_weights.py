@@ -1,16 +1,15 @@
-"""MasterWeights: float32 weights behind a half model, in the place of its parameters in the optimizer.
+"""MasterWeights: float32 copies of a 16-bit model's parameters, which the optimizer steps in their place.
 
-A half weight near 1 moves in steps of 2**-11 (float16) or 2**-8 (bfloat16); updates below half a step vanish
-when they are added to it. So the optimizer steps float32 masters, and the model gets them rounded
-(Micikevicius et al. 2018, section 3.1). Gradients arrive at the half parameters and are taken to the masters
-in one pass: widened, unscaled, checked. The optimizer, clipping and schedulers work on float32 tensors,
-unchanged.
+A float16 weight near 1 has its neighbors at 2**-10, a bfloat16 weight at 2**-7; an update below half of that vanishes
+when it is added. So the optimizer steps float32 masters, and the model gets them rounded (Micikevicius et al. 2018,
+section 3.1). Gradients arrive at the model's parameters and move to the masters in one pass, which widens, unscales and
+checks them. The optimizer, clipping and schedulers work on float32 tensors, unchanged.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +28,9 @@ HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass
 class _Pair:
-    """A half parameter of the model, its master, and the half's version when last seen."""
+    """A 16-bit parameter, its master, and the parameter's version counter when the two last agreed."""
 
-    half: Tensor
+    param: Tensor
     master: Parameter
     version: int
 
@@ -39,30 +38,30 @@ class _Pair:
 class MasterWeights:
     """Gives an optimizer float32 masters for its float16 and bfloat16 parameters.
 
-    From then on `optimizer.param_groups` holds the masters, and `loss.backward(); optimizer.step()` works as
-    before: `step` takes the gradients that have arrived, updates the masters, writes them to the model (in
-    the same launch for `ampkit.optim` on CUDA) and drops the masters' gradients. Closures work too.
-    `optimizer.zero_grad()` clears both sides. float32 parameters stay as they are. Half parameters that join
-    later, by `add_param_group` or `requires_grad_(True)`, get masters in the next step; frozen ones get none.
+    From then on `optimizer.param_groups` holds the masters, and `loss.backward(); optimizer.step()` works as before:
+    `step` takes the gradients that have arrived, updates the masters, writes them to the model (in the same launch for
+    `ampkit.optim` on CUDA) and drops the masters' gradients. Closures work too. `optimizer.zero_grad()` clears both
+    sides. float32 parameters stay as they are. 16-bit parameters that join later, by `add_param_group` or
+    `requires_grad_(True)`, get masters in the next step; frozen ones get none.
 
-    With `ampkit.GradScaler` nothing changes. With another scaler, call `take_gradients_()` after backward, so
-    that it finds float32 gradients.
+    With `ampkit.GradScaler` nothing changes. With another scaler, call `take_gradients_()` after backward, so that it
+    finds float32 gradients.
 
-    If a half weight is changed from outside (a checkpoint loaded, a pruning mask), its master takes the value
+    If a 16-bit weight is changed from outside (a checkpoint loaded, a pruning mask), its master takes the value
     wherever it no longer rounds to it. Changes through `.data` are not seen.
 
     Args:
         optimizer: a `torch.optim.Optimizer` over the model's parameters; its state moves to the masters.
-        values: float32 values that masters start from, by half parameter, when the model was float32 before.
-            They become the masters' storage. Others start from the half values.
+        values: float32 values that masters start from, by parameter, when the model was float32 before. They become the
+            masters' storage. Other masters start from the 16-bit values.
 
     Raises:
         TypeError: not an optimizer.
         RuntimeError: the optimizer has masters already.
         ValueError: a value of another shape, dtype or device than its parameter needs.
 
-    Never syncs. Memory per half parameter: 4 bytes for the master, and 4 for its gradient between
-    `take_gradients_` and the end of `step`.
+    Never syncs. Memory per 16-bit parameter: 4 bytes for the master, and 4 for its gradient between `take_gradients_`
+    and the end of `step`.
 
     >>> model = torch.nn.Linear(2, 1).bfloat16()
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-10)
@@ -98,9 +97,9 @@ class MasterWeights:
             raise RuntimeError("the optimizer of these master weights is gone; keep a reference to it")
         return optimizer
 
-    def halves(self) -> list[Tensor]:
-        """The model's half parameters, in the order of `masters`."""
-        return [pair.half for pair in self._pairs.values()]
+    def model_parameters(self) -> list[Tensor]:
+        """The model's 16-bit parameters, in the order of `masters`."""
+        return [pair.param for pair in self._pairs.values()]
 
     def masters(self) -> list[Parameter]:
         """The float32 masters."""
@@ -115,10 +114,10 @@ class MasterWeights:
     def take_gradients_(
         self, inv_scale: Tensor | None = None, found_inf: dict[torch.device, Tensor] | None = None
     ) -> None:
-        """Move the gradients that arrived at half parameters to their masters, in float32, times `inv_scale`.
+        """Move the gradients that arrived at 16-bit parameters to their masters, in float32, times `inv_scale`.
 
-        They are added where a master holds a gradient, and the half parameters' are dropped: what the next
-        backward brings is added in float32. Does nothing where none has arrived. Never syncs.
+        They are added where a master holds a gradient, and the 16-bit parameters' gradients are dropped, so that the
+        next backward is added in float32. Does nothing where none has arrived. Never syncs.
 
         Args:
             inv_scale: the factor, one float32 element; None is 1.
@@ -129,37 +128,35 @@ class MasterWeights:
         """
         self._adopt({})
         found = {} if found_inf is None else found_inf
-        fresh: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
-        added: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
-        arrived = [(pair, grad) for pair in self._pairs.values() if (grad := pair.half.grad) is not None]
+        arrived = [(pair, grad) for pair in self._pairs.values() if (grad := pair.param.grad) is not None]
         for pair, _ in arrived:
             _check_device(pair)
+        # One launch per device for gradients that masters do not hold yet, one for those that are added.
+        launches: dict[tuple[torch.device, bool], tuple[list[Tensor], list[Tensor]]] = {}
         for pair, grad in arrived:
-            pair.half.grad = None
+            pair.param.grad = None
             master = pair.master
             if not _is_plain(grad) or (master.grad is not None and not _is_plain(master.grad)):
                 _take_one(master, grad, inv_scale, found)
                 continue
-            sources, destinations = (fresh if master.grad is None else added).setdefault(grad.device, ([], []))
+            sources, destinations = launches.setdefault((grad.device, master.grad is not None), ([], []))
             if master.grad is None:
                 master.grad = torch.empty_like(grad, dtype=torch.float32)
             sources.append(grad)
             destinations.append(master.grad)
-        for lists, accumulate in ((fresh, False), (added, True)):
-            for device, (sources, destinations) in lists.items():
-                factor, flag = _scalars(device, inv_scale, found)
-                kernels.unscale_into_(sources, destinations, factor, flag, accumulate=accumulate)
+        for (device, accumulate), (sources, destinations) in launches.items():
+            factor, flag = _scalars(device, inv_scale, found)
+            kernels.unscale_into_(sources, destinations, factor, flag, accumulate=accumulate)
 
     @torch.no_grad()
     def write_back_(self) -> None:
-        """Round the masters into the model's half parameters, one launch per device. Never syncs."""
-        pairs = list(self._pairs.values())
+        """Round the masters into the model's 16-bit parameters, one launch per device. Never syncs."""
         by_device: dict[torch.device, list[_Pair]] = {}
-        for pair in pairs:
-            by_device.setdefault(pair.half.device, []).append(pair)
-        for part in by_device.values():
-            kernels.cast_([_local(pair.master) for pair in part], [_local(pair.half) for pair in part])
-        self._note_written(pairs)
+        for pair in self._pairs.values():
+            by_device.setdefault(pair.param.device, []).append(pair)
+        for pairs in by_device.values():
+            kernels.cast_([_local(pair.master) for pair in pairs], [_local(pair.param) for pair in pairs])
+        self._note_written()
 
     def drop_gradients(self) -> None:
         """Set the masters' gradients to None, as each step does."""
@@ -180,16 +177,16 @@ class MasterWeights:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, and write the model's half parameters from it.
+        """Load what `state_dict` returned, and write the model's 16-bit parameters from it.
 
         Raises:
             KeyError: no "masters" in it. TypeError: masters that are no tensors. ValueError: other groups, numbers or
             shapes than this optimizer's. Nothing has been loaded then.
         """
-        self.loadable(state_dict)()
+        self.load_values_(self.checked_values(state_dict))
 
-    def loadable(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
-        """Check a saved state as `load_state_dict` does; returns a function that loads it."""
+    def checked_values(self, state_dict: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
+        """The masters and their saved values in a state that `load_state_dict` takes; raises as that does."""
         if "masters" not in state_dict:
             raise KeyError(f"no 'masters' in this state dict, which has {sorted(map(str, state_dict))}")
         self._adopt({})
@@ -200,45 +197,42 @@ class MasterWeights:
         found, expected = [len(group) for group in saved], [len(group["params"]) for group in groups]
         if found != expected:
             raise ValueError(f"the saved masters come in groups of {found}; this optimizer's groups are of {expected}")
-        copies: list[tuple[Tensor, Tensor]] = []
+        checked: list[tuple[Tensor, Tensor]] = []
         for index, (values, group) in enumerate(zip(saved, groups, strict=True)):
             for position, (value, param) in enumerate(zip(values, group["params"], strict=True)):
                 if value is None or id(param) not in masters:
                     continue
+                which = f"the saved master {position} of group {index}"
                 if not isinstance(value, Tensor):
-                    raise TypeError(
-                        f"the saved master {position} of group {index} is {value!r}; expected a tensor or None"
-                    )
+                    raise TypeError(f"{which} is {value!r}; expected a tensor or None")
                 if value.shape != param.shape:
-                    raise ValueError(
-                        f"the saved master {position} of group {index} has shape {tuple(value.shape)}; this "
-                        f"optimizer's has {tuple(param.shape)}"
-                    )
-                copies.append((param, value))
-        return lambda: self._load(copies)
+                    raise ValueError(f"{which} has shape {tuple(value.shape)}; this optimizer's {tuple(param.shape)}")
+                checked.append((param, value))
+        return checked
 
     @torch.no_grad()
-    def _load(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        for param, value in copies:
-            param.copy_(value)
+    def load_values_(self, values: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copy values into masters, and round all masters into the model."""
+        for master, value in values:
+            master.copy_(value)
         self.write_back_()
 
+    @torch.no_grad()
     def follow_model_(self) -> None:
-        """Let masters take the values of half parameters that were changed from outside. Never syncs.
+        """Let masters take the values of 16-bit parameters that were changed from outside. Never syncs.
 
         An element that is still its master rounded keeps the master's digits. `step` calls this itself.
         """
-        with torch.no_grad():
-            for pair in self._pairs.values():
-                if pair.half._version != pair.version:
-                    half, master = pair.half, pair.master
-                    master.copy_(torch.where(half == master.to(half.dtype), master, half.to(torch.float32)))
-                    pair.version = half._version
+        for pair in self._pairs.values():
+            if pair.param._version != pair.version:
+                param, master = pair.param, pair.master
+                master.copy_(torch.where(param == master.to(param.dtype), master, param.to(torch.float32)))
+                pair.version = param._version
 
     def _adopt(self, values: Mapping[Tensor, Tensor]) -> None:
-        """Put masters in the place of the half parameters that the optimizer still holds."""
+        """Put masters in the place of the 16-bit parameters that the optimizer still holds."""
         optimizer = self.optimizer
-        new = []
+        before = len(self._pairs)
         for group in optimizer.param_groups:
             params: list[Tensor] = group["params"]
             for index, param in enumerate(params):
@@ -246,7 +240,7 @@ class MasterWeights:
                     continue
                 if id(param) in self._pairs:
                     raise RuntimeError(
-                        f"a half parameter of shape {tuple(param.shape)} was given to the optimizer a second time, "
+                        f"a 16-bit parameter of shape {tuple(param.shape)} was given to the optimizer a second time, "
                         f"beside its master; remove it from the parameter group that was added"
                     )
                 value = values.get(param)
@@ -254,9 +248,8 @@ class MasterWeights:
                 params[index] = master
                 _move_state(optimizer, param, master)
                 self._pairs[id(param)] = _Pair(param, master, param._version)
-                new.append(param)
-        if new and hasattr(optimizer, "write_copies"):      # it writes the halves as it steps
-            optimizer.write_copies({pair.master: pair.half.detach() for pair in self._pairs.values()})  # type: ignore
+        if len(self._pairs) > before and hasattr(optimizer, "write_copies"):    # it writes the model as it steps
+            optimizer.write_copies({pair.master: pair.param.detach() for pair in self._pairs.values()})  # type: ignore
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._adopt({})
@@ -265,10 +258,7 @@ class MasterWeights:
         if closure is None:
             self.take_gradients_()
             return None
-        arguments, kwargs = closures.put(self._around(closure), args[1:], kwargs)
-        return (args[0], *arguments), kwargs
 
-    def _around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def evaluate() -> Any:
             self.write_back_()
             with torch.enable_grad():
@@ -276,29 +266,30 @@ class MasterWeights:
             self.take_gradients_()
             return loss
 
-        return evaluate
+        arguments, kwargs = closures.put(evaluate, args[1:], kwargs)
+        return (args[0], *arguments), kwargs
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if hasattr(optimizer, "write_copies") and closures.take(args[1:], kwargs) is None:
-            self._note_written(list(self._pairs.values()))
+            self._note_written()
         else:
             self.write_back_()
         self.drop_gradients()
 
-    def _note_written(self, pairs: Sequence[_Pair]) -> None:
+    def _note_written(self) -> None:
         # Kernels that write by address do not bump version counters, by which autograd finds stale saved tensors.
-        torch.autograd.graph.increment_version([_local(pair.half) for pair in pairs])
-        for pair in pairs:
-            pair.version = pair.half._version
+        torch.autograd.graph.increment_version([_local(pair.param) for pair in self._pairs.values()])
+        for pair in self._pairs.values():
+            pair.version = pair.param._version
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         optimizer = self.optimizer
         type(optimizer).zero_grad(optimizer, set_to_none)
         for pair in self._pairs.values():
             if set_to_none:
-                pair.half.grad = None
-            elif pair.half.grad is not None:
-                pair.half.grad.detach_().zero_()
+                pair.param.grad = None
+            elif pair.param.grad is not None:
+                pair.param.grad.detach_().zero_()
 
 
 def _scalars(
@@ -312,7 +303,7 @@ def _scalars(
 
 
 def _take_one(master: Parameter, grad: Any, inv_scale: Tensor | None, found: dict[torch.device, Tensor]) -> None:
-    """Take one sparse or DTensor gradient."""
+    """Move one sparse or DTensor gradient to its master."""
     placements = getattr(master, "placements", None)
     if placements is not None and grad.placements != placements:
         grad = grad.redistribute(placements=placements)
@@ -327,7 +318,7 @@ def _take_one(master: Parameter, grad: Any, inv_scale: Tensor | None, found: dic
 
 
 def _move_state(optimizer: torch.optim.Optimizer, param: Tensor, master: Parameter) -> None:
-    """Move the optimizer's state for a half parameter to its master, in float32."""
+    """Move the optimizer's state for a 16-bit parameter to its master, in float32."""
     if param not in optimizer.state:
         return
     optimizer.state[master] = {
@@ -346,9 +337,9 @@ def _local(tensor: Any) -> Tensor:
 
 
 def _check_device(pair: _Pair) -> None:
-    if pair.half.device != pair.master.device:
+    if pair.param.device != pair.master.device:
         raise RuntimeError(
-            f"a parameter of shape {tuple(pair.half.shape)} is on {pair.half.device}, its float32 master on "
+            f"a parameter of shape {tuple(pair.param.shape)} is on {pair.param.device}, its float32 master on "
             f"{pair.master.device}; move the model before the optimizer gets master weights, not after"
         )
 

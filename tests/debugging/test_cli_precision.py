@@ -38,14 +38,15 @@ def test_one_step_is_compared_and_the_script_ends(
 ) -> None:
     file = tmp_path / "report.json"
     assert main(["debug", "precision", "--at-step", "2", "--json", str(file), script, "9", "1"]) == 0
-    out, err = capsys.readouterr()
-    assert out.split() == ["step", "0", "step", "1"]    # the third one's optimizer has stepped, and that is all
-    assert "gradients are" in err
-    assert "in step 2, against the same step in float32" in err
-    assert "rounded" in err
-    assert f"{script}:10" in err
+    out = capsys.readouterr().out
+    assert out.count("\nstep ") == 1
+    assert out.startswith("step 0\nstep 1\ngradients")    # the third one's optimizer has stepped, and that is all
+    assert "gradients are" in out
+    assert "in step 2, against the same step in float32" in out
+    assert "rounded" in out
+    assert f"{script}:10" in out
     report = json.loads(file.read_text())
-    assert (report["kind"], report["version"]) == ("ampkit.debugging.precision", "1.0")
+    assert (report["kind"], report["version"]) == ("ampkit.debugging.precision", 1)
     assert {one["parameter"] for one in report["parameters"]} == {"weight", "bias"}
 
 
@@ -55,7 +56,7 @@ def test_an_overflow_is_a_finding(script: str) -> None:
 
 def test_a_script_that_ends_before(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["debug", "precision", "--at-step", "5", script, "2", "1"]) == 3
-    assert "the script ended before step 5: nothing was looked at" in capsys.readouterr().err
+    assert "the script ended before step 5, and nothing was looked at" in capsys.readouterr().out
 
 
 def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ampkit import GradScaler, autocast, debugging
 from ampkit.debugging.causes import find_cause, outputs_of, summarise
 from ampkit.debugging.operator_facts import facts_of
+from ampkit.debugging.report import Finding
 from ampkit.debugging.taint import Record, trace
 
 
@@ -44,7 +45,7 @@ def test_five_lines() -> None:
     assert lines[1].startswith("  origin    aten::addmm, 1, ")
     assert lines[2].startswith("  why       overflow: the result is ")
     assert "float16 ends at 6.55e+04; inputs float16[8] up to" in lines[2]
-    assert lines[3] == '  change    policy = Policy.default("cpu").for_modules({"1": torch.float32})'
+    assert lines[3] == '  change    policy = Policy.default("cpu").for_modules(model, {"1": torch.float32})'
     assert lines[4] == "  evidence  not verified: find_nonfinite(step, model) tries it"
     finding = raised.value.report.findings[0]
     exact = model[1].weight.detach().half().double() @ model[0](torch.full((1, 8), 8.0)).detach().half().double().T
@@ -61,7 +62,9 @@ def test_find_nonfinite_verifies_the_smallest_change() -> None:
     suggestion = report.findings[0].suggestion
     assert suggestion is not None
     assert suggestion.verified, suggestion
-    assert suggestion.code == 'policy = Policy.default("cpu").for_modules({"1": torch.float32, "2": torch.float32})'
+    assert suggestion.code == (
+        'policy = Policy.default("cpu").for_modules(model, {"1": torch.float32, "2": torch.float32})'
+    )
     assert suggestion.evidence.startswith("verified: with it the step is finite, ")
     assert all(map(torch.equal, before, model.state_dict().values()))
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -162,7 +165,7 @@ def test_a_compiled_model_and_a_closure() -> None:
 
 def test_on_found() -> None:
     """Warn, call, and bad values."""
-    told: list[debugging.Finding] = []
+    told: list[Finding] = []
     with debugging.detect_nonfinite(on_found=told.append):
         torch.zeros(1).log().sum()
     assert [finding.cause.kind for finding in told] == ["undefined"]

@@ -186,6 +186,6 @@ def test_a_script_is_monitored_as_it_is(tmp_path: Path, capsys: pytest.CaptureFi
     assert [one["step"] for one in samples] == [0, 2, 4]
     assert all(set(one["lost_updates"]) == {"0.weight", "0.bias", "1.weight", "1.bias"} for one in samples)
     assert all(set(one["gradients"]) == {"0", "1", "Sequential"} for one in samples)
-    assert "step 4\n  outputs" in capsys.readouterr().err
+    assert "step 4\n  outputs" in capsys.readouterr().out
     assert main(["debug", "monitor", "--out", str(out), str(script), "0"]) == 3
     assert main(["debug", "monitor", "--every", "0", str(script), "5"]) == 2

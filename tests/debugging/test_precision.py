@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ampkit import GradScaler, autocast
-from ampkit.debugging import PrecisionReport, compare_precision
+from ampkit.debugging import compare_precision
 from ampkit.debugging.precision import PrecisionComparison
+from ampkit.debugging.precision_report import PrecisionReport
 from tests.debugging.models import MODELS, loss_of, make
 
 LOW = [torch.float16, torch.bfloat16]

@@ -1,11 +1,9 @@
-"""The search names what was planted, proves it, and is quick about it; whatever happens, its log goes on."""
+"""The search names what was planted, proves it, and is quick about it."""
 
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ampkit import Policy, Rule, autocast
-from ampkit.debugging import SearchResult, search_policy
+from ampkit.debugging import search_policy
+from ampkit.debugging.search import SearchResult
 from ampkit.debugging.search_units import Unit, policy_with
 from tests.debugging.ddmin import ddmin
 from tests.debugging.plants import PLANTS, Plant, build, error_of, passes
@@ -22,22 +21,22 @@ DEFAULT = Policy.default("cpu")
 PROTOCOL = 3        # the policy as it is, and float32 twice
 
 
-def searched(plant: Plant, **options: Any) -> tuple[SearchResult, set[str], Callable[[Policy], float]]:
+def searched(plant: Plant, **options: Any) -> tuple[SearchResult, set[str], Callable[[Policy], float], nn.Module]:
     model, batch, culprits = build(plant)
     evaluate = error_of(model, batch, plant.dtype)
-    return search_policy(evaluate, model, passes=passes(plant.dtype), **options), culprits, evaluate
+    return search_policy(evaluate, model, passes=passes(plant.dtype), **options), culprits, evaluate, model
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=str)
 def test_what_was_planted_is_found_and_nothing_can_be_dropped(plant: Plant) -> None:
-    result, culprits, evaluate = searched(plant)
+    result, culprits, evaluate, model = searched(plant)
     passing = passes(plant.dtype)
     assert result.status == "found"
     assert {one.name for one in result.units} == culprits
     assert result.policy is not None
     assert passing(evaluate(result.policy))
     for dropped in result.units:
-        fewer = policy_with(DEFAULT, [one for one in result.units if one != dropped])
+        fewer = policy_with(DEFAULT, [one for one in result.units if one != dropped], model)
         assert not passing(evaluate(fewer))
     assert result.noise == 0.0
     assert not passing(result.before)
@@ -45,29 +44,29 @@ def test_what_was_planted_is_found_and_nothing_can_be_dropped(plant: Plant) -> N
 
 @pytest.mark.parametrize("plant", [one for one in PLANTS if one.n_blocks <= 8], ids=str)
 def test_no_smaller_set_of_blocks_passes(plant: Plant) -> None:
-    result, _, evaluate = searched(plant)
+    result, _, evaluate, model = searched(plant)
     passing = passes(plant.dtype)
     blocks = [Unit(str(i)) for i in range(plant.n_blocks)]
     smaller = itertools.chain.from_iterable(
         itertools.combinations(blocks, n) for n in range(1, len(result.units))
     )
-    assert not any(passing(evaluate(policy_with(DEFAULT, some))) for some in smaller)
+    assert not any(passing(evaluate(policy_with(DEFAULT, some, model))) for some in smaller)
 
 
 def test_at_most_half_of_the_evaluations_of_delta_debugging() -> None:
     ours = theirs = 0
     for plant in PLANTS:
-        result, _, evaluate = searched(plant)
+        result, _, evaluate, model = searched(plant)
         ours += len(result.evaluations) - PROTOCOL
         known: dict[frozenset[Unit], bool] = {}
 
         def test(
             units: list[Unit], known: dict[frozenset[Unit], bool] = known,
-            evaluate: Callable[[Policy], float] = evaluate, plant: Plant = plant,
+            evaluate: Callable[[Policy], float] = evaluate, plant: Plant = plant, model: nn.Module = model,
         ) -> bool:
             key = frozenset(units)
             if key not in known:
-                known[key] = passes(plant.dtype)(evaluate(policy_with(DEFAULT, units)))
+                known[key] = passes(plant.dtype)(evaluate(policy_with(DEFAULT, units, model)))
             return known[key]
 
         ddmin(sorted(result.evaluations[1].units, key=lambda one: one.name), test)
@@ -117,7 +116,7 @@ def test_operators_inside_a_module() -> None:
     result = search_policy(evaluate, model, passes=lambda error: error < 0.1, scope="operators")
     assert [one.name for one in result.units] == ["0: aten::matmul"]
     assert result.code == (
-        'policy = Policy.default("cpu").for_modules('
+        'policy = Policy.default("cpu").for_modules(model, '
         '{"0": Policy.default("cpu").with_rules({"aten::matmul": Rule.FLOAT32})})'
     )
     assert result.policy == eval(result.code.removeprefix("policy = "))     # the names are imported here
@@ -152,7 +151,7 @@ def test_a_metric_of_training_with_backward_and_optimizer() -> None:
         return losses
 
     model = make()
-    exact = train(DEFAULT.for_modules({str(i): torch.float32 for i in range(5)}))
+    exact = train(DEFAULT.for_modules(model, {str(i): torch.float32 for i in range(5)}))
     result = search_policy(
         train, model, passes=lambda losses: all(abs(a - b) < 0.02 for a, b in zip(losses, exact, strict=True))
     )
@@ -165,11 +164,11 @@ def test_a_policy_that_has_rules_keeps_them() -> None:
     plant = PLANTS[1]
     model, batch, culprits = build(plant)
     first, second = sorted(culprits)
-    policy = DEFAULT.for_modules({first: torch.float32}).with_rules({"aten::gelu": Rule.FLOAT32})
+    policy = DEFAULT.for_modules(model, {first: torch.float32}).with_rules({"aten::gelu": Rule.FLOAT32})
     result = search_policy(error_of(model, batch, plant.dtype), model, policy=policy, passes=passes(plant.dtype))
     assert [one.name for one in result.units] == [second]
-    assert result.policy == policy.for_modules({second: torch.float32})
-    assert result.code == f'policy = policy.for_modules({{"{second}": torch.float32}})'
+    assert result.policy == policy.for_modules(model, {second: torch.float32})
+    assert result.code == f'policy = policy.for_modules(model, {{"{second}": torch.float32}})'
 
 
 # --- the protocol
@@ -205,55 +204,13 @@ def test_a_metric_whose_noise_decides_is_inconclusive() -> None:
 
 
 def test_a_budget_that_is_spent_leaves_the_best_so_far() -> None:
-    result, culprits, evaluate = searched(PLANTS[3], max_evaluations=9)
+    result, culprits, evaluate, _ = searched(PLANTS[3], max_evaluations=9)
     assert result.status == "budget spent"
     assert len(result.evaluations) == 9
     assert result.policy is not None
     assert passes(PLANTS[3].dtype)(evaluate(result.policy))
     assert len(result.units) >= len(culprits)
     assert "not minimal: the budget of 9 evaluations is spent" in str(result)
-
-
-# --- the log
-
-
-@pytest.mark.parametrize("at", [1, 2, 3, 5, 8])
-def test_an_interrupted_search_goes_on_from_its_log(at: int, tmp_path: Path) -> None:
-    plant = PLANTS[2]
-    whole, _, _ = searched(plant)
-    model, batch, _ = build(plant)
-    inner, count = error_of(model, batch, plant.dtype), 0
-    log = tmp_path / "search.jsonl"
-
-    def evaluate(policy: Policy) -> float:
-        nonlocal count
-        count += 1
-        if count == at:
-            raise KeyboardInterrupt
-        return inner(policy)
-
-    with pytest.raises(KeyboardInterrupt):
-        search_policy(evaluate, model, passes=passes(plant.dtype), log=log)
-    with log.open("a") as file:
-        file.write('{"float32": [["0')       # killed as it wrote
-    result = search_policy(evaluate, model, passes=passes(plant.dtype), log=log, resume=True)
-    assert result.units == whole.units
-    assert count == len(whole.evaluations) + 1      # nothing is evaluated twice
-    again = search_policy(evaluate, model, passes=passes(plant.dtype), log=log, resume=True)
-    assert (again.units, again.noise, str(again)) == (whole.units, 0.0, str(result))
-    assert count == len(whole.evaluations) + 1
-
-
-def test_a_log_has_a_header_and_a_line_per_evaluation(tmp_path: Path) -> None:
-    log = tmp_path / "search.jsonl"
-    result, _, _ = searched(PLANTS[0], log=log)
-    head, units, *evaluations = map(json.loads, log.read_text().splitlines())
-    assert (head["kind"], head["version"]) == ("ampkit.debugging.search", "1.0")
-    assert Policy.from_dict(head["policy"]) == DEFAULT
-    assert ["3.inner", ""] in [one[:2] for one in units["units"]]
-    assert len(evaluations) == len(result.evaluations)
-    assert evaluations[0]["value"] == "nan"
-    assert set(evaluations[0]) == {"float32", "value", "passes", "seconds"}
 
 
 def test_progress_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,7 +222,7 @@ def test_progress_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == ""
 
 
-def test_bad_input(tmp_path: Path) -> None:
+def test_bad_input() -> None:
     model, batch, _ = build(PLANTS[0])
     evaluate = error_of(model, batch, torch.float16)
     with pytest.raises(ValueError, match="scope is 'lines'; expected 'modules' or 'operators'"):
@@ -274,13 +231,3 @@ def test_bad_input(tmp_path: Path) -> None:
         search_policy(evaluate, model, max_evaluations=3)
     with pytest.raises(TypeError, match=r"model is NoneType; expected a torch\.nn\.Module"):
         search_policy(evaluate, None)       # type: ignore[arg-type]
-    log = tmp_path / "log"
-    log.write_text("hello\n")
-    with pytest.raises(FileExistsError, match="is there already; expected a new file, or resume=True"):
-        search_policy(evaluate, model, log=log)
-    with pytest.raises(ValueError, match=r"is no log of a search, version 1\.0"):
-        search_policy(evaluate, model, log=log, resume=True)
-    log.unlink()
-    search_policy(evaluate, model, log=log, passes=passes(torch.float16))
-    with pytest.raises(ValueError, match="is of a search that began with another policy"):
-        search_policy(evaluate, model, log=log, resume=True, policy=Policy.torch("cpu"))

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ampkit.debugging import NonFiniteReport, detect_nonfinite
+from ampkit.debugging import detect_nonfinite
+from ampkit.debugging.report import NonFiniteReport
 from tests.debugging.wild import Middle
 
 Function = Callable[[Tensor], Tensor]
@@ -66,7 +67,7 @@ def test_a_literal_that_is_a_mask_is_no_finding() -> None:
 
 @pytest.mark.parametrize(("dtype", "change"), [
     (torch.float32, "none is known: find_nonfinite(step, model) looks for the cause"),
-    (torch.float16, 'policy = Policy.default("cpu").for_modules({"2": torch.float32})'),
+    (torch.float16, 'policy = Policy.default("cpu").for_modules(model, {"2": torch.float32})'),
 ])
 def test_what_is_not_known_is_no_advice(dtype: torch.dtype, change: str) -> None:
     """Deferred, nobody saw the inputs; a policy may be tried all the same."""

@@ -39,10 +39,8 @@ def test_gradient_penalty() -> None:
     assert load("scaler_gradient_penalty").main() < 6.0
 
 
-def test_clipping(tmp_path, capsys) -> None:
-    pytest.importorskip("matplotlib")
-    scaler = load("scaler_clipping").main(picture=tmp_path / "run.png")
-    assert (tmp_path / "run.png").stat().st_size > 5000
+def test_clipping(capsys) -> None:
+    scaler = load("scaler_clipping").main()
     assert scaler.stats().skips >= 1
     said = "step 6 was skipped:\nfinite down to 2.bias; first bad: 2.weight\n  2.weight: 0 inf, 1 NaN of 32 (float32)"
     assert said in capsys.readouterr().out

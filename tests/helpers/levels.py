@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ampkit.whole_model import levels
-from ampkit.whole_model.levels import (
+from ampkit import amp
+from ampkit.amp import (
     initialize,
     scale_loss,
 )
@@ -19,7 +19,7 @@ ids = {"ids": lambda value: str(value).removeprefix("torch.")}
 @pytest.fixture(autouse=True)
 def _forget_other_tests() -> None:
     """Start with no initialize in memory: functions without an optimizer mean the only one."""
-    levels._sessions.clear()
+    amp._sessions.clear()
 
 
 class Net(nn.Module):

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ampkit.optim
 from ampkit.scaler.agreement import check_ranks
 from ampkit.scaler.grad_scaler import GradScaler
-from ampkit.testing import plant_nonfinite, spoil_grad
+from tests.helpers.faults import plant_nonfinite, spoil_grad
 
 INF_AT = 2
 STEPS = 4

@@ -33,9 +33,10 @@ class Place(NamedTuple):
 class Interrupter:
     """A trace function that raises at the n-th event in frames of the files it is told; n = 0 only counts."""
 
-    def __init__(self, prefix: str, n: int) -> None:
+    def __init__(self, prefix: str, n: int, error: type[BaseException] = KeyboardInterrupt) -> None:
         self.prefix = prefix
         self.n = n
+        self.error = error
         self.count = 0
         self.place: Place | None = None
 
@@ -49,7 +50,7 @@ class Interrupter:
         if self.count == self.n:
             sys.settrace(None)
             self.place = _place(frame, event)
-            raise KeyboardInterrupt
+            raise self.error
         return self
 
     def run(self, call: Callable[[], Any]) -> BaseException | None:

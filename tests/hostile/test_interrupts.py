@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from ampkit import Policy, Rule, WeightCache, autocast, float32_region, record_c
 from ampkit.region import graph, module_hooks, policy_guard, recording, stack
 from ampkit.region.snapshot import Snapshot, native_state
 from ampkit.region.thread_state import thread
-from ampkit.torch_internals import dispatcher, kernels, unlisted
+from ampkit.torch_internals import dispatcher, unlisted
 from tests.helpers.regions import state
 from tests.hostile.budget import rounds
 from tests.hostile.interrupts import Interrupter, Place
@@ -27,7 +30,7 @@ TORCH = str(Path(torch.__file__).parent / "amp" / "autocast_mode.py")
 MINE = Policy.default("cpu").with_rules({"aten::mm": Rule.FLOAT32})
 WEIGHT = torch.nn.Parameter(torch.ones(2, 2))
 MODEL = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2)))
-BY_MODULE = MINE.for_modules({"0": Policy.torch("cpu"), "1": torch.float32})
+BY_MODULE = MINE.for_modules(MODEL, {"0": Policy.torch("cpu"), "1": torch.float32})
 X = torch.ones(2, 2)
 KINDS = ("cpu", "cuda", "ipu", "maia")
 
@@ -246,15 +249,72 @@ def test_fewer_places_leave_something_than_in_torch():
     assert counts[empty][0] <= 14 < counts[native][0]
 
 
-def test_an_interrupt_while_a_kernel_is_registered_is_made_good_by_the_next_region():
-    torch.library.define("hostile::product", "(Tensor x, Tensor y) -> Tensor")
-    torch.library.impl("hostile::product", "CompositeImplicitAutograd", torch.mul)
-    op = torch.ops.hostile.product.default
-    policy = Policy.default("cpu").with_rules({op: Rule.LOWER})
-    tries = 0
-    while op not in kernels._installed:
-        tries += 1
-        Interrupter(kernels.__file__, tries).run(lambda: kernels.install([op]))
-    assert tries > 20
-    with autocast("cpu", BF16, policy=policy):
-        assert op(X, X).dtype == BF16
+def test_exception_of_a_signal_handler_arrives_as_itself():
+    """At any place of entering or leaving a nested region, also where the outer one is then left by an exception."""
+
+    def two() -> None:
+        with autocast("cpu", BF16), autocast("cpu", torch.float16):
+            pass
+
+    two()
+    fresh, n = everything(), events(two, HERE)
+    for at in range(1, n + 1):
+        native = native_state(KINDS)
+        interrupter = Interrupter(HERE, at, TimeoutError)
+        error = interrupter.run(two)
+        assert type(error) is TimeoutError, interrupter.place
+        if everything() != fresh:
+            assert interrupter.place is not None
+            assert at_an_edge(interrupter.place), interrupter.place
+            clean_up(native)
+
+
+FIRST_REGION = """
+import os, sys, torch
+from ampkit import autocast
+
+def product():
+    with autocast("cpu", torch.bfloat16):
+        return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+
+class Handler:
+    "Opens a region at the n-th event, as a signal handler may."
+    def __init__(self, n):
+        self.n, self.count = n, 0
+    def __call__(self, frame, event, arg):
+        if not frame.f_code.co_filename.endswith(FILES):
+            return None
+        self.count += 1
+        if self.count == self.n:
+            sys.settrace(None)
+            assert product() is torch.bfloat16
+        return self
+
+def first(n):
+    handler = Handler(n)
+    sys.settrace(handler)
+    try:
+        assert product() is torch.bfloat16
+    finally:
+        sys.settrace(None)
+    assert not torch.is_autocast_enabled("cpu")
+
+FILES = ("torch_internals/kernels.py", "torch/library.py", "self_check.py", "region/autocast.py", "region/mode.py")
+for n in (*range(1, 31), *range(31, 600, 40)):
+    child = os.fork()
+    if child == 0:
+        try:
+            first(n)
+        except BaseException as error:
+            os.write(2, f"{n}: {error!r}\\n".encode())
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, n
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="each place needs a process without a region")
+def test_first_region_of_a_process_is_reentrant():
+    ran = subprocess.run([sys.executable, "-c", FIRST_REGION], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert not ran.stderr

@@ -10,7 +10,7 @@ import torch
 
 import ampkit.optim
 from ampkit import GradScaler, Policy, WeightCache, is_autocast_enabled
-from ampkit.testing import plant_nonfinite
+from tests.helpers.faults import plant_nonfinite
 from tests.helpers.paths import ROOT
 from tests.helpers.processes import torchrun
 

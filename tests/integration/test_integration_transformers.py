@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ampkit import GradScaler, Policy
-from ampkit.testing import plant_nonfinite
+from tests.helpers.faults import plant_nonfinite
 
 pytest.importorskip("transformers", reason="it is in ampkit[dev]")
 pytest.importorskip("accelerate", reason="it is in ampkit[dev]")

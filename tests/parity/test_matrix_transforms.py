@@ -120,7 +120,7 @@ def test_programs_under_the_default_policy_stay_near_float32(program: Program) -
 
 
 def test_vmap_over_models_is_the_loop_over_models() -> None:
-    """Our casts come before vmap, torch's after it has taken `linear` apart: torch leaves batched biases float32."""
+    """ampkit's rules come before vmap, torch's after it has decomposed `linear`, which leaves biases float32."""
     models, x = [Net() for _ in range(3)], torch.randn(4, 6)
     parameters, buffers = torch.func.stack_module_state(models)  # pyright: ignore[reportArgumentType]
     base = copy.deepcopy(models[0]).to("meta")
@@ -128,19 +128,16 @@ def test_vmap_over_models_is_the_loop_over_models() -> None:
     def call(parameters: Any, buffers: Any, x: Tensor) -> Tensor:
         return torch.func.functional_call(base, (parameters, buffers), (x,))
 
-    with native():
-        assert torch.vmap(call, (0, 0, None))(parameters, buffers, x).dtype is torch.float32
-    for region in (ours, default):
-        with region():
-            out = torch.vmap(call, (0, 0, None))(parameters, buffers, x)
-            loop = torch.stack([model(x) for model in models])
-        assert out.dtype is loop.dtype is torch.bfloat16
-        torch.testing.assert_close(out, loop, rtol=0.01, atol=0.01)
-        out.float().sum().backward()
-        loop.float().sum().backward()
-        for name, batched in parameters.items():
-            grads = torch.stack([grad for model in models if (grad := model.get_parameter(name).grad) is not None])
-            torch.testing.assert_close(batched.grad, grads, rtol=0.02, atol=0.02)
-            batched.grad = None
-        for model in models:
-            model.zero_grad()
+    for as_torch in (native, ours):
+        with as_torch():
+            assert torch.vmap(call, (0, 0, None))(parameters, buffers, x).dtype is torch.float32
+    with default():
+        out = torch.vmap(call, (0, 0, None))(parameters, buffers, x)
+        loop = torch.stack([model(x) for model in models])
+    assert out.dtype is loop.dtype is torch.bfloat16
+    torch.testing.assert_close(out, loop, rtol=0.01, atol=0.01)
+    out.float().sum().backward()
+    loop.float().sum().backward()
+    for name, batched in parameters.items():
+        grads = torch.stack([grad for model in models if (grad := model.get_parameter(name).grad) is not None])
+        torch.testing.assert_close(batched.grad, grads, rtol=0.02, atol=0.02)

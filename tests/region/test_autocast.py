@@ -1,12 +1,15 @@
 """The region itself: arguments, state, nesting, and what is put back. Numbers are those of the conformance list."""
 
 import contextlib
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ampkit import Policy, autocast, get_autocast_dtype, is_autocast_enabled
+from ampkit.region.arguments import emulates_bfloat16
 from tests.helpers.autocasting import both, product
 from tests.helpers.regions import BF16, FP16, FP32, FP64, like_torch, on_fake_cuda, state
 
@@ -104,11 +107,44 @@ def test_cuda_that_is_not_there_disables(region):
 def test_cuda_without_bfloat16(region, monkeypatch):
     """A RuntimeError. The device is made up; the check is real."""
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "an old one")
     with pytest.raises(RuntimeError, match=r"bfloat16.*float16"):
         region("cuda", BF16)
     assert region("cuda", BF16, enabled=False).fast_dtype is BF16
+
+
+def test_cuda_that_emulates_bfloat16_is_warned_of_once(monkeypatch):
+    """As a T4 or V100 does: torch counts that as support, and a step takes many times as long."""
+    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    assert emulates_bfloat16()
+    with pytest.warns(UserWarning, match=r"Tesla T4 .*emulates.*torch\.float16.*GradScaler") as caught:
+        made = [autocast("cuda", BF16) for _ in range(2)]
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert made[1].fast_dtype is BF16
+    autocast("cuda", FP16)
+
+
+@pytest.mark.parametrize("mode", ["torch.device('meta')", "FakeTensorMode()"])
+def test_first_region_under_modes_for_tensors_without_memory(mode):
+    """What a region makes for itself has a device of its own and is no fake."""
+    code = f"""
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from ampkit import WeightCache, autocast
+with {mode}:
+    layer = torch.nn.Linear(2, 2, device="cpu")
+    with autocast("cpu", torch.bfloat16, cache=WeightCache()):
+        loss = layer(torch.ones(2, 2, device="cpu")).float().sum()
+    loss.backward()
+    assert layer.weight.grad.dtype is torch.float32
+"""
+    ran = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
 
 
 @pytest.mark.gpu

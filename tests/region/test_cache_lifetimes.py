@@ -9,10 +9,11 @@ from torch import nn
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampkit import CacheInfo, Policy, WeightCache, autocast, clear_autocast_cache
+from ampkit import Policy, WeightCache, autocast, clear_autocast_cache
 from ampkit.region import region_cache
 from ampkit.region.region_cache import RegionCache
 from ampkit.region.thread_state import thread
+from ampkit.region.weight_cache import CacheInfo
 from tests.helpers.regions import BF16, FP16, FP32
 from tests.helpers.weights import X, both, orders_of_arrival, weight
 
@@ -107,7 +108,7 @@ def test_write_while_a_weight_is_being_cast_is_seen(monkeypatch):
 
 def test_policy_that_names_a_module_does_not_keep_it():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    policy = Policy.default("cpu").for_modules({model[1]: FP32})
+    policy = Policy.default("cpu").for_modules(model, {model[1]: FP32})
     with autocast("cpu", policy=policy):
         model(torch.ones(1, 4))
     alive = weakref.ref(model[1])

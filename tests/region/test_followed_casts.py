@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 import ampkit.optim
-from ampkit import CacheInfo, GradScaler, WeightCache, autocast
+from ampkit import GradScaler, WeightCache, autocast
 from ampkit.region import followed_casts, optimizer_steps
+from ampkit.region.weight_cache import CacheInfo
 from tests.helpers.regions import BF16, FP16
 from tests.helpers.weights import WritesThroughData, orders_of_arrival
 

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
-from ampkit import CacheInfo, WeightCache, autocast
+from ampkit import WeightCache, autocast
 from ampkit.region import optimizer_steps
 from ampkit.region.thread_state import thread
+from ampkit.region.weight_cache import CacheInfo
 from tests.helpers.regions import BF16, FP16, like_torch
 from tests.helpers.weights import WRITES, WritesThroughData, X, uses, weight
 

@@ -218,7 +218,7 @@ def test_lists_and_dtype_arguments():
 
 
 def test_rules_of_modules(net):
-    policy = Policy.default("cpu").for_modules({"head": FP32})
+    policy = Policy.default("cpu").for_modules(net, {"head": FP32})
     with record_casts() as record, autocast("cpu", policy=policy):
         net(X)
     (head,) = (call for call in record.calls if call.module == "head")

@@ -49,7 +49,7 @@ class _Asked:
     """Stands where an open region's mode stands and takes down with what an operator is called."""
 
     def __init__(self) -> None:
-        self.open = True
+        self.open, self.as_torch = True, False
         self.excluded_keys, self.redispatch_keys = dispatcher.keysets(())
         self.calls: list[Any] = []
         self.kernels = GENERAL

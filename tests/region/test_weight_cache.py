@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn import Parameter
 
-from ampkit import CacheInfo, WeightCache, autocast, clear_autocast_cache
+from ampkit import WeightCache, autocast, clear_autocast_cache
+from ampkit.region.weight_cache import CacheInfo
 from tests.helpers.regions import BF16, FP16, like_torch
 from tests.helpers.weights import REGIONS, WRITES, WritesThroughData, X, both, copies, uses, weight
 

@@ -9,7 +9,7 @@ import ampkit.optim
 from ampkit.scaler.grad_scaler import GradScaler
 from ampkit.scaler.loss_scale import DynamicLossScale, StaticLossScale
 from ampkit.scaler.overflow import LossScaleStuckError
-from ampkit.testing import plant_nonfinite
+from tests.helpers.faults import plant_nonfinite
 from tests.helpers.scaler_tools import count_reads, started, with_grads
 
 MAKERS = {

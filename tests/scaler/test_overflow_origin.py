@@ -7,8 +7,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ampkit import autocast
 from ampkit.scaler.grad_scaler import GradScaler
-from ampkit.testing import plant_nonfinite
 from ampkit.torch_internals.autograd_graph import uses_of_leaves
+from tests.helpers.faults import plant_nonfinite
 
 
 class Explode(torch.autograd.Function):

@@ -118,6 +118,7 @@ class _Watch:
         self.begun = False
         self.kernels = GENERAL
         self.open = True
+        self.as_torch = False
 
     def __torch_dispatch__(self, op: OpOverload, _: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if op in self.ops:

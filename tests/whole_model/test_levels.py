@@ -8,15 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampkit import Policy, autocast
-from ampkit.optim import SGD, AdamW
-from ampkit.scaler.grad_scaler import GradScaler
-from ampkit.scaler.loss_scale import DynamicLossScale, NoOpLossScale
-from ampkit.whole_model._level_options import LEVELS, resolve
-from ampkit.whole_model.levels import (
+from ampkit.amp import (
     initialize,
     loss_scalers,
     master_params,
 )
+from ampkit.optim import SGD, AdamW
+from ampkit.scaler.grad_scaler import GradScaler
+from ampkit.scaler.loss_scale import DynamicLossScale, NoOpLossScale
+from ampkit.whole_model.levels import LEVELS, resolve
 from tests.helpers.levels import (
     HALVES,
     _forget_other_tests,  # noqa: F401  (for every test)

@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 
 from ampkit import Policy
-from ampkit.optim import SGD
-from ampkit.whole_model.levels import (
+from ampkit.amp import (
     initialize,
     loss_scalers,
     master_params,
 )
+from ampkit.optim import SGD
 from tests.helpers.levels import (
     HALVES,
     _forget_other_tests,  # noqa: F401  (for every test)

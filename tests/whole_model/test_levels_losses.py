@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit import amp
-from ampkit.optim import SGD
-from ampkit.scaler.grad_scaler import GradScaler
-from ampkit.scaler.loss_scale import DynamicLossScale, StaticLossScale
-from ampkit.whole_model._level_options import LEVELS
-from ampkit.whole_model.levels import (
+from ampkit.amp import (
     initialize,
     loss_scalers,
     master_params,
     scale_loss,
 )
+from ampkit.optim import SGD
+from ampkit.scaler.grad_scaler import GradScaler
+from ampkit.scaler.loss_scale import DynamicLossScale, StaticLossScale
+from ampkit.whole_model.levels import LEVELS
 from tests.helpers.levels import (
     HALVES,
     _forget_other_tests,  # noqa: F401  (for every test)

@@ -8,16 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ampkit import Policy, record_casts
-from ampkit.whole_model._level_options import LEVELS
-from ampkit.whole_model.fp16_optimizer import FP16Optimizer
-from ampkit.whole_model.levels import (
-    amp_state_dict,
+from ampkit import Policy, amp, record_casts
+from ampkit.amp import (
     initialize,
-    load_amp_state_dict,
     loss_scalers,
     master_params,
 )
+from ampkit.whole_model.fp16_optimizer import FP16Optimizer
+from ampkit.whole_model.levels import LEVELS
 from ampkit.whole_model.master_weights import MasterWeights
 from tests.helpers.levels import (
     Net,
@@ -86,6 +84,7 @@ def test_overrides_that_make_no_sense(opt_level: str, options: dict[str, object]
         ({"keep_batchnorm_fp32": "yes"}, "keep_batchnorm_fp32 is 'yes'"),
         ({"master_weights": "True"}, "master_weights is 'True'; expected True, False or None"),
         ({"loss_scale": True}, "loss_scale is True; expected 'dynamic'"),
+        ({"keep_bn_fp32": True}, "initialize got keep_bn_fp32; expected properties among dtype, cast_model_type, "),
         ({"cast_model_outputs": "half"}, "cast_model_outputs is 'half'; expected None or a dtype"),
     ],
     ids=str,
@@ -198,7 +197,7 @@ def test_an_optimizer_around_another_is_taken(opt_level: str) -> None:
             backward(F.cross_entropy(model(x), y), optimizer)
             optimizer.step()
         assert all(master.dtype is torch.float32 for master in master_params(optimizer)) or opt_level == "O3"
-        load_amp_state_dict(amp_state_dict(optimizer), optimizer)
+        amp.load_state_dict(amp.state_dict(optimizer), optimizer)
         assert loss_scalers(optimizer)[0].stats().updates == 3
         runs.append(model.state_dict())
     assert all(torch.equal(a, b) for a, b in zip(*(run.values() for run in runs), strict=True))
@@ -214,7 +213,7 @@ def test_what_holds_no_optimizer_of_its_groups_is_refused() -> None:
 
 def test_a_rule_for_a_module_is_about_the_copy_in_a_copied_model() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    policy = Policy.default("cpu").for_modules({model[1]: torch.float32})
+    policy = Policy.default("cpu").for_modules(model, {model[1]: torch.float32})
     model, _ = set_up("O1", model, policy=policy, cast_model_outputs=torch.float64)
     twin = copy.deepcopy(model)
     del model, policy, _
@@ -226,14 +225,14 @@ def test_a_rule_for_a_module_is_about_the_copy_in_a_copied_model() -> None:
 
 def test_saved_scales_load_all_or_none() -> None:
     _model, optimizer = set_up("O2", dtype=torch.float16, num_losses=2)
-    before = amp_state_dict(optimizer)
+    before = amp.state_dict(optimizer)
     other = copy.deepcopy(before)
     other["loss_scaler0"]["scaler"]["scale"] = 8.0
     for bad in (None, {}, {"scaler": None}, {"loss_scale": 8.0, "unskipped": "2"}):
         with pytest.raises((TypeError, RuntimeError), match=r"expected|source state dict is empty"):
-            load_amp_state_dict({**other, "loss_scaler1": bad}, optimizer)
-        assert amp_state_dict(optimizer) == before
-    load_amp_state_dict(other, optimizer)
+            amp.load_state_dict({**other, "loss_scaler1": bad}, optimizer)
+        assert amp.state_dict(optimizer) == before
+    amp.load_state_dict(other, optimizer)
     assert loss_scalers(optimizer)[0].get_scale() == 8.0
 
 
@@ -274,7 +273,7 @@ def test_calls_out_of_order_are_refused() -> None:
     with pytest.raises(RuntimeError, match="SGD has not been through initialize"):
         backward(torch.ones(()), optimizer)
     with pytest.raises(RuntimeError, match="no optimizer has been through initialize; call it first"):
-        amp_state_dict()
+        amp.state_dict()
     model, optimizer = initialize(model, optimizer, "O2", dtype=torch.float16, verbosity=0)
     with pytest.raises(RuntimeError, match=r"SGD.step\(\) without a backward since the last step; call"):
         optimizer.step()

@@ -12,15 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from ampkit import amp
-from ampkit.whole_model._level_options import LEVELS
-from ampkit.whole_model.levels import (
-    amp_state_dict,
+from ampkit.amp import (
     initialize,
-    load_amp_state_dict,
     loss_scalers,
     master_params,
     scale_loss,
 )
+from ampkit.whole_model.levels import LEVELS
 from tests.helpers.levels import (
     HALVES,
     Net,
@@ -58,7 +56,7 @@ def test_checkpoints_are_float32_and_resume_to_the_bit(opt_level: str, dtype: to
     train(model, optimizer, data[:4])
     file = io.BytesIO()
     torch.save(
-        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp_state_dict(optimizer)}, file
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict(optimizer)}, file
     )
     file.seek(0)
     saved = torch.load(file)
@@ -68,7 +66,7 @@ def test_checkpoints_are_float32_and_resume_to_the_bit(opt_level: str, dtype: to
     model, optimizer = start()
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
-    load_amp_state_dict(saved["amp"], optimizer)
+    amp.load_state_dict(saved["amp"], optimizer)
     train(model, optimizer, data[4:])
     for a, b in zip(master_params(optimizer), master_params(straight_optimizer), strict=True):
         assert torch.equal(a, b)
@@ -145,12 +143,12 @@ def test_scales_travel_in_apexs_form_and_more() -> None:
     amp.load_state_dict(saved, optimizer)
     assert [s.state_dict()["scale"] for s in loss_scalers(optimizer)] == [2.0**16, 2.0**15]
     apex = {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 7}, "loss_scaler1": {"loss_scale": 4.0, "unskipped": 0}}
-    load_amp_state_dict(apex, optimizer)
-    assert [(s["loss_scale"], s["unskipped"]) for s in amp_state_dict(optimizer).values()] == [(512.0, 7), (4.0, 0)]
+    amp.load_state_dict(apex, optimizer)
+    assert [(s["loss_scale"], s["unskipped"]) for s in amp.state_dict(optimizer).values()] == [(512.0, 7), (4.0, 0)]
     with pytest.raises(ValueError, match=r"saved scales are \['loss_scaler0'\], this script's \['loss_scaler0', 'loss"):
-        load_amp_state_dict({"loss_scaler0": apex["loss_scaler0"]}, optimizer)
-    load_amp_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1}}, optimizer, strict=False)
-    assert amp_state_dict(optimizer)["loss_scaler0"]["loss_scale"] == 8.0
+        amp.load_state_dict({"loss_scaler0": apex["loss_scaler0"]}, optimizer)
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1}}, optimizer, strict=False)
+    assert amp.state_dict(optimizer)["loss_scaler0"]["loss_scale"] == 8.0
 
 
 def test_disabled_is_as_if_ampkit_were_not_there() -> None:
@@ -164,8 +162,8 @@ def test_disabled_is_as_if_ampkit_were_not_there() -> None:
         assert scaled is loss
         scaled.backward()
     optimizer.step()
-    assert amp_state_dict() == {}
-    load_amp_state_dict({})
+    assert amp.state_dict() == {}
+    amp.load_state_dict({})
 
 
 def test_inference_needs_no_optimizer() -> None:
@@ -180,13 +178,13 @@ def test_two_calls_are_told_apart() -> None:
     _, first = set_up("O1", dtype=torch.float16)
     _, second = set_up("O2", dtype=torch.float16, loss_scale=8.0)
     with pytest.raises(RuntimeError, match="initialize has been called 2 times; pass an optimizer"):
-        amp_state_dict()
-    assert amp_state_dict(second)["loss_scaler0"]["loss_scale"] == 8.0
+        amp.state_dict()
+    assert amp.state_dict(second)["loss_scaler0"]["loss_scale"] == 8.0
     with pytest.raises(RuntimeError, match="come from different calls of initialize"):
         backward(torch.ones(()), [first, second])
     del second
     gc.collect()
-    assert amp_state_dict()["loss_scaler0"]["loss_scale"] == 2.0**16
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**16
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O3"])

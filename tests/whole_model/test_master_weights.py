@@ -174,7 +174,7 @@ def test_closures_are_followed() -> None:
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        for half, master in zip(masters.halves(), masters.masters(), strict=True):
+        for half, master in zip(masters.model_parameters(), masters.masters(), strict=True):
             assert torch.equal(half, master.to(half.dtype))
         loss = loss_of(model, x)
         loss.backward()
@@ -185,7 +185,7 @@ def test_closures_are_followed() -> None:
         optimizer.step(closure)
     assert len(seen) > 6
     assert seen[-1] < seen[0] / 10
-    for half, master in zip(masters.halves(), masters.masters(), strict=True):
+    for half, master in zip(masters.model_parameters(), masters.masters(), strict=True):
         assert torch.equal(half, master.to(half.dtype))
 
 
@@ -330,7 +330,7 @@ def test_saved_masters_of_another_model_are_refused() -> None:
     with pytest.raises(ValueError, match=r"masters come in groups of \[1\]; this optimizer's groups are of \[4\]"):
         masters.load_state_dict({"masters": [[torch.ones(1)]]})
     wrong = masters.state_dict()["masters"]
-    with pytest.raises(ValueError, match=r"saved master 3 of group 0 has shape \(9,\); this optimizer's has \(3,\)"):
+    with pytest.raises(ValueError, match=r"saved master 3 of group 0 has shape \(9,\); this optimizer's \(3,\)"):
         masters.load_state_dict({"masters": [[*[torch.zeros_like(m) for m in wrong[0][:3]], torch.ones(9)]]})
     assert all(torch.equal(a, b) for a, b in zip(before, masters.masters(), strict=True))
 
@@ -353,7 +353,7 @@ def test_what_is_refused() -> None:
     last.master = nn.Parameter(last.master.detach().to("meta"))     # as if that part of the model had been moved
     with pytest.raises(RuntimeError, match=r"is on cpu, its float32 master on meta; move the model before"):
         masters.take_gradients_()
-    assert first.half.grad is not None, "nothing has changed"
+    assert first.param.grad is not None, "nothing has changed"
     assert first.master.grad is None
 
 
@@ -434,7 +434,7 @@ def _shards(rank: int, port: int, results: Any) -> None:
 
 def _train_under_ddp(rank: int) -> None:
     """An O2 model wrapped after initialize: ranks see other data, step together, skip together, save alike."""
-    from ampkit.whole_model.levels import initialize, loss_scalers, scale_loss
+    from ampkit.amp import initialize, loss_scalers, scale_loss
 
     model = model_of(torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -489,5 +489,5 @@ def test_on_cuda_halves_are_masters_rounded(dtype: torch.dtype, make: Callable[[
         scaler.update()
         same = all(torch.equal(a, b) for a, b in zip(before, masters.masters(), strict=True))
         assert same is (index == 2)
-        for half, master in zip(masters.halves(), masters.masters(), strict=True):
+        for half, master in zip(masters.model_parameters(), masters.masters(), strict=True):
             assert torch.equal(half, master.to(dtype))

@@ -1,8 +1,8 @@
 """What stands between a converted module and its callers: casts of inputs and outputs, and a region.
 
-A module gets a subclass of its own class whose forward does the work, rather than hooks or a forward stored
-on the instance: direct calls of `forward` are covered, replicas of `nn.DataParallel` run their own forward,
-an interrupt leaves no region open, and the signature stays what it was.
+A module gets a subclass of its own class whose forward does the work, rather than hooks or a forward stored on the
+instance: direct calls of `forward` are covered, replicas of `nn.DataParallel` run their own forward, an interrupt
+leaves no region open, and the signature stays what it was.
 """
 
 from __future__ import annotations
@@ -36,21 +36,16 @@ class Boundary(NamedTuple):
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """`forward(module, ...)` between the casts, in a region for the device that the module is on."""
-        in_regions: dict[str, Callable[..., Any]] = {}
-
-        def in_region(device_type: str) -> Callable[..., Any]:
-            if device_type not in in_regions:
-                in_regions[device_type] = autocast(device_type, self.region, policy=self.policy)(forward)
-            return in_regions[device_type]
 
         @functools.wraps(forward)
         def bounded(module: Module, *args: Any, **kwargs: Any) -> Any:
             if self.inputs is not None:
                 args, kwargs = cast_tree(args, self.inputs), cast_tree(kwargs, self.inputs)
-            run = forward
-            if self.region is not None and not casts_are_disabled():
-                run = in_region(device_type_of(module))
-            output = run(module, *args, **kwargs)
+            if self.region is None or casts_are_disabled():
+                output = forward(module, *args, **kwargs)
+            else:
+                with autocast(device_type_of(module), self.region, policy=self.policy):
+                    output = forward(module, *args, **kwargs)
             return output if self.outputs is None else cast_tree(output, self.outputs)
 
         return bounded
@@ -61,11 +56,6 @@ class _Bounded(WrappedForward):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _Bounded._reduced(self, super().__reduce_ex__(protocol))
-
-
-def _make(make: Callable[..., M], arguments: tuple[Any, ...], boundary: Boundary) -> M:
-    """The name by which pickles of version 0.1 make a module with a boundary."""
-    return put_boundary(make(*arguments), boundary)
 
 
 def put_boundary(module: M, boundary: Boundary) -> M:
@@ -83,8 +73,8 @@ def refuse_bounded(module: Module) -> None:
     """Raise `RuntimeError` for a module that has a boundary, or a forward that its class does not know."""
     if isinstance(module, _Bounded):
         raise RuntimeError(
-            f"this {type(module).__name__} has been through ampkit.half or amp.initialize already, and a "
-            f"second conversion would only stack its casts; build the model anew, or keep the converted one"
+            f"this {type(module).__name__} has been through ampkit.half or amp.initialize already, and a second "
+            f"conversion would only stack its casts; build the model again, or keep the converted one"
         )
     if "forward" in vars(module):
         raise RuntimeError(

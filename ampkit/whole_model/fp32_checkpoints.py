@@ -1,7 +1,7 @@
 """Checkpoints of a 16-bit model in float32: masters where there are any, else the weights widened.
 
-A state_dict saved here loads into the float32 model it came from, at any level, and back. With masters it
-loses nothing, and loading it gives the masters every digit it holds.
+A state_dict saved here loads into the float32 model it came from, at any level, and back. With masters it loses
+nothing, and loading it gives the masters every digit it holds.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from ampkit.whole_model.master_weights import MasterWeights
-
-HALVES = (torch.float16, torch.bfloat16)
+from ampkit.whole_model.master_weights import HALVES, MasterWeights
 
 
 class Fp32Checkpoints:
@@ -36,27 +34,20 @@ class Fp32Checkpoints:
 
     def master_of(self, param: Tensor) -> Tensor | None:
         """The master of a parameter, if it has one."""
-        for reference in self.masters:
-            owner = reference()
-            master = None if owner is None else owner.master_of(param)
-            if master is not None:
-                return master
-        return None
+        owners = [owner for reference in self.masters if (owner := reference()) is not None]
+        return next((master for owner in owners if (master := owner.master_of(param)) is not None), None)
 
     def save(self, model: Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         """state_dict hook. With `keep_vars` the model's own parameters are asked for, and stay."""
-        widened: dict[int, Tensor] = {}
+        widened: dict[int, Tensor] = {}     # tied weights stay one tensor in the checkpoint
         tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
         for name, tensor in tensors.items():
             saved = state_dict.get(prefix + name)
             if not isinstance(saved, Tensor) or isinstance(saved, Parameter) or saved.dtype not in HALVES:
                 continue
-            master = self.master_of(tensor)
-            if master is not None:
-                state_dict[prefix + name] = master.detach()
-                continue
-            if id(tensor) not in widened:       # tied weights stay one tensor in the checkpoint
-                widened[id(tensor)] = saved.to(torch.float32)
+            if id(tensor) not in widened:
+                master = self.master_of(tensor)
+                widened[id(tensor)] = saved.to(torch.float32) if master is None else master.detach()
             state_dict[prefix + name] = widened[id(tensor)]
 
     def load(self, model: Module, state_dict: dict[str, Any], prefix: str, *report: Any) -> None:

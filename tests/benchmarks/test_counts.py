@@ -1,0 +1,45 @@
+"""How many Python functions the code of every training step calls: counts, which a busy machine does not change."""
+
+import re
+
+import pytest
+
+from benchmarks import counts
+from tests.helpers.processes import fresh_python
+
+# Functions of ampkit and its kernels, at most; beside each what torch.amp's own code calls.
+BOUNDS = {
+    "region": 27,                                           # 4
+    "region, torch's list": 25,
+    "x @ weight": 8,                                        # 0: it is C++
+    "scaler.step, torch's AdamW": 64,                       # 14, and 8 of ampkit's hooks on optimizers
+    "scaler.update": 14,                                    # 3
+    "unscale, check and clip": 75,                          # 9
+    "ampkit.optim.AdamW.step beside torch's fused": 50,     # 8 of ampkit's hooks
+}
+
+
+def test_hot_code_calls_no_more_functions_than_it_did() -> None:
+    """Every job of the command, in an interpreter that nothing else has used; lower a bound when code gets shorter."""
+    table = fresh_python("import sys; from benchmarks import counts; sys.exit(counts.main([]))")
+    found = {name: int(own) for name, own in re.findall(r"^\| (.+?) \| (\d+) / \d+ \|", table, re.MULTILINE)}
+    assert found.keys() == BOUNDS.keys() == counts.JOBS.keys()
+    assert {name: count for name, count in found.items() if count > BOUNDS[name]} == {}
+    assert all(count > 0 for count in found.values())
+
+
+def test_every_function_of_python_is_counted_once_warm() -> None:
+    """And not what prepares the job."""
+    prepared = []
+
+    def inner() -> None:
+        return None
+
+    found = counts.trace(counts.Counted(lambda: (inner(), inner()), lambda: prepared.append(1)))
+    assert [line.rpartition(".")[2] for line in found] == ["<lambda>", "inner", "inner"]
+    assert len(prepared) == 5
+
+
+def test_a_trace_names_the_functions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert counts.main(["--trace", "region"]) == 0
+    assert "autocast.__enter__" in capsys.readouterr().out
