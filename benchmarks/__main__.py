@@ -18,6 +18,9 @@ from benchmarks.device import LOST, DeviceLostError, must_answer
 from benchmarks.environment import ceilings, describe
 from benchmarks.measure import measure
 from benchmarks.registry import choose
+from benchmarks.results import Row
+
+RESULTS, RUNNING = "results.jsonl", "running.json"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -43,54 +46,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     3 if a case left the GPU unusable: a fresh process goes on behind it with `--resume`.
     """
     options = parser().parse_args(argv)
-    try:
-        cases = choose(options.device, options.patterns, everything=options.everything)
-    except ValueError as error:
-        return _fail(str(error))
-    if options.large_first:
-        cases.reverse()
-    if options.list:
-        for case in cases:
-            print(f"{case.family}/{case.name}")
-        return 0
-    if options.effort <= 0 or options.threads < 1:
-        return _fail("--effort and --threads must be above 0")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        return _fail(f"no CUDA device is available to torch {torch.__version__}; use --device cpu")
-    torch.set_num_threads(options.threads)
     began = time.perf_counter()
     try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return _fail(f"--out: cannot write into {options.out} ({error.strerror})")
-    device = torch.device(options.device)
-    path, running = options.out / "results.jsonl", options.out / "running.json"
-    try:
-        earlier = _earlier(path) if options.resume else []
-        if earlier:
-            environment = earlier[0]["environment"]
-        else:
-            print(f"gate: {options.gate} ...", flush=True)
-            vouched = gate.pass_gate(options.gate)
-            environment = {**describe(device), "gate": vouched, "effort": options.effort, "ceilings": ceilings(device)}
+        cases = choose(options.device, options.patterns, everything=options.everything)
+        if options.large_first:
+            cases.reverse()
+        if options.list:
+            print("\n".join(f"{case.family}/{case.name}" for case in cases))
+            return 0
+        environment, earlier = _prepared(options)
     except (RuntimeError, ValueError) as error:
-        return _fail(str(error))
+        print(error, file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted before anything was measured", flush=True)
         return 130
     machine = f"{environment['device']}, torch {environment['torch']}"
     print(f"{environment['gate']}\n{machine}, {len(cases)} cases", flush=True)
-    if not options.resume:
-        running.unlink(missing_ok=True)
-        path.unlink(missing_ok=True)
-    if running.exists():        # the last process ended in the middle of this case
-        died = json.loads(running.read_text(encoding="utf-8"))
-        row = {**died, "device": device.type, "error": "the process ended while this was measured"}
-        results.append(path, {**row, "environment": environment})
-        earlier.append(row)
-        running.unlink()
-    done = {results.key(row) for row in earlier}
     status = int(any(_failed(row) for row in earlier))
+    done = {results.key(row) for row in earlier}
     try:
         for number, case in enumerate(cases, 1):
             if (case.family, case.name) in done:
@@ -98,14 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             if options.minutes is not None and time.perf_counter() - began > options.minutes * 60:
                 print(f"out of time: {len(cases) - number + 1} cases were not measured", flush=True)
                 break
-            running.write_text(json.dumps({"family": case.family, "name": case.name}), encoding="utf-8")
-            row = _attempt(case, device, options.effort)
-            status = max(status, int(_failed(row)))
-            results.append(path, {**row, "environment": environment})
-            running.unlink()
+            row = _measured(case, options, environment)
             print(f"[{number}/{len(cases)}] {report.one_line(row)}", flush=True)
-            if "error" in row and device.type == "cuda":
-                must_answer(device)
+            status = max(status, int(_failed(row)))
+            if "error" in row and options.device == "cuda":
+                must_answer(torch.device("cuda"))
                 torch.cuda.empty_cache()
     except KeyboardInterrupt:
         print("interrupted; reporting what there is", flush=True)
@@ -113,37 +84,68 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DeviceLostError as error:
         print(error, file=sys.stderr)
         status = LOST
+    path = options.out / RESULTS
     if path.exists():
         print(f"\n{report.write(path, options.out)}\n{time.perf_counter() - began:.0f} s in all", flush=True)
     return status
 
 
-def _earlier(path: Path) -> list[dict[str, Any]]:
-    """The rows that a run before this one left."""
-    if not path.exists():
-        return []
-    results.mend(path)
-    return results.load(path) if path.stat().st_size else []
+def _prepared(options: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
+    """The facts for every row, once the gate is green, and the rows of the run that this one goes on with.
 
-
-def _failed(row: dict[str, Any]) -> bool:
-    return "error" in row and not row.get("skipped")
-
-
-def _attempt(case: Case, device: torch.device, effort: float) -> dict[str, Any]:
-    """The row of a case, or what went wrong: one failure must not cost the others."""
-    row = {"family": case.family, "name": case.name, "device": device.type}
+    Raises `ValueError` for options that cannot be met, `RuntimeError` for a red gate.
+    """
+    if options.effort <= 0 or options.threads < 1:
+        raise ValueError("--effort and --threads must be above 0")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"no CUDA device is available to torch {torch.__version__}; use --device cpu")
+    torch.set_num_threads(options.threads)
+    path, running = options.out / RESULTS, options.out / RUNNING
     try:
-        return measure(case, device, effort=effort)
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out: cannot write into {options.out} ({error.strerror})") from None
+    earlier: list[Row] = []
+    if options.resume and path.exists():
+        results.mend(path)
+        earlier = results.load(path) if path.stat().st_size else []
+    if earlier:
+        environment = earlier[0]["environment"]
+    else:
+        print(f"gate: {options.gate} ...", flush=True)
+        vouched = gate.pass_gate(options.gate)
+        device = torch.device(options.device)
+        environment = {**describe(device), "gate": vouched, "effort": options.effort, "ceilings": ceilings(device)}
+    if not options.resume:
+        running.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+    elif running.exists():      # the last process ended in the middle of this case
+        died = json.loads(running.read_text(encoding="utf-8"))
+        row = {**died, "device": options.device, "error": "the process ended while this was measured"}
+        results.append(path, {**row, "environment": environment})
+        earlier.append(row)
+        running.unlink()
+    return environment, earlier
+
+
+def _measured(case: Case, options: argparse.Namespace, environment: dict[str, Any]) -> Row:
+    """The row of a case, written to the results, or what went wrong: one failure must not cost the others."""
+    running, name = options.out / RUNNING, {"family": case.family, "name": case.name}
+    running.write_text(json.dumps(name), encoding="utf-8")
+    row = {**name, "device": options.device}
+    try:
+        row = measure(case, torch.device(options.device), effort=options.effort)
     except UnavailableError as error:
-        return {**row, "error": str(error), "skipped": True}
+        row |= {"error": str(error), "skipped": True}
     except Exception as error:
-        return {**row, "error": f"{type(error).__name__}: {error}"[:500]}
+        row |= {"error": f"{type(error).__name__}: {error}"[:500]}
+    results.append(options.out / RESULTS, {**row, "environment": environment})
+    running.unlink()
+    return row
 
 
-def _fail(message: str) -> int:
-    print(message, file=sys.stderr)
-    return 1
+def _failed(row: Row) -> bool:
+    return "error" in row and not row.get("skipped")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ TORCH = "torch.amp"
 TORCH_OPERATORS = "torch"               # its operators and optimizers, called without a scaler around them
 AMPKIT = "ampkit"
 SAME_LIST = "ampkit, torch's list"      # ampkit with `Policy.torch`: the same casts as torch.amp
+KEPT = "ampkit, WeightCache"            # the same with a cache that outlives regions
+OWN_OPTIMIZER = "ampkit, ampkit.optim"
 
 
 @dataclass
@@ -58,7 +60,6 @@ class Case(ABC):
     aims: tuple[Aim, ...] = ()
     seconds: float = 2.0
     sample_seconds: float = 0.0
-    in_process: bool = True         # whether the work runs in this process, so that its CPU time counts
     events: bool = False            # whether a GPU's own clock takes the times
     size: float | None = None       # what "cost against size" plots it over, with `size_name`
     size_name: str = ""

@@ -58,28 +58,16 @@ def _verdict(old: dict[str, float], new: dict[str, float], threshold: float) -> 
     return "same"
 
 
-def missing(old: Sequence[Row], new: Sequence[Row]) -> list[str]:
-    """Cases that only the old file has figures for."""
-    there = {results.key(row) for row in results.measured(new)}
-    return ["/".join(results.key(row)) for row in results.measured(old) if results.key(row) not in there]
-
-
 def text(old: Sequence[Row], new: Sequence[Row], changes: Sequence[Change]) -> str:
     """The comparison as Markdown."""
-    heads = [rows[0]["environment"] for rows in (old, new)]
-    lines = [f"{label}: {e['commit']}, torch {e['torch']}, {e['device']}, {e['date']}"
-             for label, e in zip(("old", "new"), heads, strict=True)]
-    if heads[0]["device"] != heads[1]["device"]:
-        lines.append("The machines differ: a changed ratio may be the machine's doing.")
+    heads = {"old": old[0]["environment"], "new": new[0]["environment"]}
+    lines = [f"{name}: {e['commit']}, torch {e['torch']}, {e['device']}, {e['date']}" for name, e in heads.items()]
     for verdict in ("slower", "faster"):
         found = [change for change in changes if change.verdict == verdict]
         if found:
             lines += ["", f"| {verdict} | side | old ratio | new ratio | factor |", "| --- | --- | --- | --- | --- |"]
             found = found if verdict == "slower" else found[::-1]
             lines += [f"| {c.case} | {c.side} | {spread(c.old)} | {spread(c.new)} | {c.factor:.2f} |" for c in found]
-    gone = missing(old, new)
-    if gone:
-        lines += ["", "No longer measured: " + ", ".join(gone)]
     same = sum(change.verdict == "same" for change in changes)
     return "\n".join([*lines, "", f"{len(changes)} compared, {same} the same within their spread"])
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from ampkit import autocast, debugging
 from ampkit.debugging.precision import PrecisionComparison
 from benchmarks.case import Aim, Case, Side, WrongAnswerError
-from benchmarks.models import DecoderBlock
+from benchmarks.workloads import DecoderBlock
 
 PLAIN = "nothing"
 DETECT, SHADOW, MONITOR = "detect_nonfinite", "compare_precision", "TensorMonitor, a sampled step"

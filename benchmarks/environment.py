@@ -1,15 +1,13 @@
-"""What figures depend on: machine, versions, commit, and how busy other processes kept the machine."""
+"""What figures depend on: machine, versions, commit, load, and the best rates that the machine reaches."""
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import importlib.metadata
 import os
 import platform
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +36,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "commit": _git("rev-parse", "--short=12", "HEAD"),
         "dirty": bool(_git("status", "--porcelain", "--", "ampkit", "kernels", "benchmarks", ":!benchmarks/results")),
-        "load_at_start": _load(),
+        "load_at_start": load(),
     }
 
 
@@ -69,38 +67,9 @@ def _git(*arguments: str) -> str | None:
     return ran.stdout.strip() if ran.returncode == 0 else None
 
 
-def _load() -> float | None:
+def load() -> float | None:
+    """The system's load average over a minute, where it has one."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
-
-
-class Others:
-    """How many cores other processes kept busy; `cores` is None where the system does not say.
-
-    Unlike the load average, this leaves this process out and does not lag.
-    """
-
-    def __init__(self) -> None:
-        self.cores: float | None = None
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[Others]:
-        """Watch while the block runs."""
-        busy, own, start = _busy_seconds(), time.process_time(), time.perf_counter()
-        yield self
-        now, elapsed = _busy_seconds(), time.perf_counter() - start
-        if busy is not None and now is not None and elapsed > 0.05:
-            own = time.process_time() - own
-            self.cores = round(max(0.0, (now - busy - own) / elapsed), 2)
-
-
-def _busy_seconds() -> float | None:
-    """Busy seconds of all cores together since the system started."""
-    try:
-        fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-    except (OSError, ValueError, IndexError):
-        return None
-    user, nice, system, _, _, irq, softirq, steal = fields
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def ceilings(device: torch.device) -> dict[str, float]:

@@ -170,8 +170,8 @@ def adamw(m: Material) -> dict[str, Job]:
     return {AMPKIT: lambda: ours(None), TORCH_OPERATORS: torch.optim.AdamW(m.params, lr=1e-6, fused=True).step}
 
 
-def clip_adamw(m: Material, *, captured: bool = False) -> dict[str, Job]:
-    """Unscaling, clipping and a step of AdamW, launched one by one or as a CUDA graph."""
+def clip_adamw(m: Material) -> dict[str, Job]:
+    """Unscaling, clipping and a step of AdamW."""
     step = our_adamw(m)
 
     def ours() -> None:
@@ -188,26 +188,9 @@ def clip_adamw(m: Material, *, captured: bool = False) -> dict[str, Job]:
         elif not m.found_inf.item():
             optimizer.step()
 
-    fused = torch.optim.AdamW(m.params, lr=1e-6, fused=True, capturable=captured)
-    jobs: dict[str, Job] = {AMPKIT: ours, TORCH_OPERATORS: lambda: theirs(fused, True)}
-    if captured:
-        return {name: as_graph(job, m.device) for name, job in jobs.items()}
+    fused = torch.optim.AdamW(m.params, lr=1e-6, fused=True)
     foreach = torch.optim.AdamW(m.params, lr=1e-6, foreach=True)
-    return {**jobs, FOREACH: lambda: theirs(foreach, False)}
-
-
-def as_graph(job: Job, device: torch.device) -> Job:
-    """The job as a CUDA graph. It first runs three times on a side stream, as capture requires."""
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            job()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        job()
-    return graph.replay
+    return {AMPKIT: ours, TORCH_OPERATORS: lambda: theirs(fused, True), FOREACH: lambda: theirs(foreach, False)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +201,6 @@ class Kernel(Case):
     shapes: Callable[[], list[Shape]]
     dtype: torch.dtype = torch.float32
     moving: bool = False
-    captured: bool = False
     family: str = "kernels"
     base: str = TORCH_OPERATORS
     everyday: bool = False
@@ -249,7 +231,7 @@ class Kernel(Case):
             copies = m.states(torch.float16)
             return cast(m, copies), copies
         if self.job == "clip + AdamW":
-            return clip_adamw(m, captured=self.captured), m.grads
+            return clip_adamw(m), m.grads
         return (sgd if self.job == "SGD step" else adamw)(m), None
 
     def _side(
@@ -310,7 +292,7 @@ class Kernel(Case):
 def cases() -> list[Case]:
     """Every job on every list: real ones on a GPU, small ones to rehearse on a CPU.
 
-    To keep a run to minutes, moving gradients, graphs and most of half precision are measured on a few lists only.
+    To keep a run to minutes, moving gradients and most of half precision are measured on a few lists only.
     """
     found: list[Case] = []
     for device, lists in (("cuda", LISTS), ("cpu", REHEARSAL)):
@@ -330,6 +312,4 @@ def cases() -> list[Case]:
                         continue
                     if job in ("unscale", "unscale + clip", "AdamW step"):
                         found.append(replace(case, name=f"{case.name}, moving gradients", moving=True, aims=()))
-                    if job == "clip + AdamW" and device == "cuda":
-                        found.append(replace(case, name=f"{case.name}, captured", captured=True, aims=()))
     return found

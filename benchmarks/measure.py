@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.case import Aim, Case
-from benchmarks.environment import Others
+from benchmarks.environment import load
 from benchmarks.timing import Clock, EventClock, Sample, Spread, calls_for, clock_for, in_turns, ratios
 
 Row = dict[str, Any]
@@ -19,9 +19,8 @@ def measure(case: Case, device: torch.device, *, effort: float = 1.0, clock: Clo
     """The row of a case. `effort` stretches or shortens the time it may take.
 
     A row is plain data: `family`, `name`, `base`, `clock` (whose time `wall` is: "host" or "events"), `rounds`, `calls`
-    per sample, `other_cores` (kept busy by other processes meanwhile), `work` (the least work of a call), `sides` (for
-    each the spreads of `wall`, `host` and `cpu` seconds, `ratio` and `cpu_ratio` to the base, and `facts`) and `aims`
-    with the ratios found.
+    per sample, `load` (the machine's, at the end), `work` (the least work of a call), `sides` (for each the spreads of
+    `wall`, `host` and `cpu` seconds, `ratio` and `cpu_ratio` to the base, and `facts`) and `aims` with their ratios.
     """
     clock = clock or clock_for(device, events=case.events)
     sides = case.sides(device)
@@ -38,18 +37,16 @@ def measure(case: Case, device: torch.device, *, effort: float = 1.0, clock: Clo
     if case.sample_seconds:
         calls = calls_for(runs[case.base], case.sample_seconds * min(1.0, effort), clock)
     rounds = (3, 10) if effort < 1 else (5, 400)
-    others = Others()
-    with others.watched():
-        samples = in_turns(runs, clock, calls=calls, seconds=case.seconds * effort, rounds=rounds, before=before)
+    samples = in_turns(runs, clock, calls=calls, seconds=case.seconds * effort, rounds=rounds, before=before)
     work = case.work()
     row: Row = {
         "family": case.family, "name": case.name, "base": case.base, "device": device.type,
         "clock": "events" if isinstance(clock, EventClock) else "host",
         "rounds": len(samples[case.base]), "calls": calls,
-        "other_cores": others.cores if case.in_process else None,
+        "load": load(),
         "size": case.size, "size_name": case.size_name, "work": None if work is None else asdict(work),
         "sides": {
-            name: {**_times(samples[name], samples[case.base], case.in_process), "facts": side.facts()}
+            name: {**_times(samples[name], samples[case.base]), "facts": side.facts()}
             for name, side in sides.items()
         },
         "aims": [_outcome(aim, samples) for aim in case.aims if {aim.side, aim.base} <= sides.keys()],
@@ -61,14 +58,14 @@ def measure(case: Case, device: torch.device, *, effort: float = 1.0, clock: Clo
     return row
 
 
-def _times(samples: list[Sample], base: list[Sample], in_process: bool) -> dict[str, Any]:
-    """Spreads of one side's times and of their ratios to the base's; no CPU time if another process does the work."""
+def _times(samples: list[Sample], base: list[Sample]) -> dict[str, Any]:
+    """Spreads of one side's times and of their ratios to the base's."""
     return {
         "wall": asdict(Spread.of([sample.wall for sample in samples])),
         "host": asdict(Spread.of([sample.host for sample in samples])),
-        "cpu": asdict(Spread.of([sample.cpu for sample in samples])) if in_process else None,
+        "cpu": asdict(Spread.of([sample.cpu for sample in samples])),
         "ratio": asdict(ratios(samples, base)),
-        "cpu_ratio": asdict(ratios(samples, base, "cpu")) if in_process else None,
+        "cpu_ratio": asdict(ratios(samples, base, "cpu")),
     }
 
 

@@ -1,4 +1,4 @@
-"""Plots of a result file: ratios with error bars, cost against size, and the position under the roof."""
+"""Plots of a result file: ratios with error bars, and cost against size."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from benchmarks.case import AMPKIT, SAME_LIST, TORCH, TORCH_OPERATORS
+from benchmarks.case import AMPKIT, KEPT, OWN_OPTIMIZER, SAME_LIST, TORCH, TORCH_OPERATORS
 from benchmarks.results import Row
 
 matplotlib.use("Agg")
 
 COLOURS = {
-    TORCH: "#4c566a", AMPKIT: "#d08770", SAME_LIST: "#bf4b4b", "ampkit, WeightCache": "#5e9c76",
-    "ampkit, ampkit.optim": "#7b5ea7", "fp32": "#8fb4d9", "no region": "#8fb4d9", "bare dispatch mode": "#b0b0b0",
+    TORCH: "#4c566a", AMPKIT: "#d08770", SAME_LIST: "#bf4b4b", KEPT: "#5e9c76",
+    OWN_OPTIMIZER: "#7b5ea7", "fp32": "#8fb4d9", "no region": "#8fb4d9", "bare dispatch mode": "#b0b0b0",
     TORCH_OPERATORS: "#4c566a",
 }
 STEPS = ("accumulation", "width", "training", "scaler", "kernels")
@@ -26,7 +26,7 @@ BASES = (TORCH, TORCH_OPERATORS)
 def draw(rows: Sequence[Row], folder: Path) -> list[str]:
     """Write every plot that the rows have data for; returns the file names."""
     written = []
-    for name, make in (("ratios.png", ratios), ("sizes.png", sizes), ("roofline.png", roofline)):
+    for name, make in (("ratios.png", ratios), ("sizes.png", sizes)):
         figure = make(rows)
         if figure is not None:
             figure.savefig(folder / name, dpi=110)
@@ -107,41 +107,6 @@ def sizes(rows: Sequence[Row]) -> Figure | None:
             ratio_axes.set_xticks(x, [f"{value:g}" for value in x])
             ratio_axes.minorticks_off()
         times.legend(fontsize=6)
-    return figure
-
-
-def roofline(rows: Sequence[Row]) -> Figure | None:
-    """Rate reached over arithmetic intensity, under the roof of this machine as measured in the run."""
-    found = [row for row in rows if row["work"] is not None]
-    if not found:
-        return None
-    roof = found[0]["environment"]["ceilings"]
-    peak = max(roof["float32_gflop_per_s"], roof["bfloat16_gflop_per_s"])
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot()
-    # A job that only moves bytes stands at the left edge, as if it did one FLOP per 100 bytes.
-    least = 1e-2
-    top = max(max(row["work"]["flops"] / row["work"]["bytes"] for row in found) * 3, 10.0)
-    edge = peak / roof["memory_gb_per_s"]
-    line = [least, edge, max(top, edge * 3)]
-    axes.plot(line, [min(peak, x * roof["memory_gb_per_s"]) for x in line], color="black", lw=1)
-    shown: set[str] = set()
-    for row in found:
-        work = row["work"]
-        flops = max(work["flops"], least * work["bytes"])
-        for name, side in row["sides"].items():
-            label = None if name in shown else name
-            shown.add(name)
-            axes.plot(
-                [flops / work["bytes"]], [flops / side["wall"]["median"] / 1e9], "o", ms=4, alpha=0.7,
-                color=_colour(name), label=label,
-            )
-    axes.set(
-        xscale="log", yscale="log", xlabel="FLOPs per byte of the work model",
-        ylabel="GFLOP/s reached", title="Left edge: jobs that only move bytes, drawn at 0.01 FLOPs per byte",
-    )
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
     return figure
 
 

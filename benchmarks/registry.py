@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Sequence
 
-from benchmarks import accumulation, debugging, dispatch, host, kernels, overhead, scaling, training, tuning, weights
+from benchmarks import debugging, host, kernels, regions, scaling, training, tuning
 from benchmarks.case import Case
 
 
@@ -14,8 +14,8 @@ def every_case() -> list[Case]:
 
     Raises `ValueError` if two cases of a family have one name: results could not be told apart.
     """
-    rooms = (overhead, dispatch, weights, host, scaling, kernels, tuning, accumulation, training, debugging)
-    found: list[Case] = [case for room in rooms for case in room.cases()]
+    modules = (regions, host, scaling, kernels, tuning, training, debugging)
+    found: list[Case] = [case for module in modules for case in module.cases()]
     seen: set[tuple[str, str]] = set()
     for case in found:
         if (case.family, case.name) in seen:

@@ -16,7 +16,6 @@ from benchmarks.results import Row
 TITLES = {
     "operators": "One operator inside an open region",
     "regions": "Opening and closing a region",
-    "dispatch": "A region in three designs of its mode",
     "weights": "Casting weights",
     "host": "Steps, unscaling and clipping without their launches",
     "scaler": "Loss scaling",
@@ -27,7 +26,6 @@ TITLES = {
     "training": "Training steps",
     "debugging": "A training step under debugging tools",
 }
-BUSY = 0.25     # cores that others may use before a row is marked
 MOST_SIDES = 8  # that a report shows of a case
 
 
@@ -40,7 +38,7 @@ def one_line(row: Row) -> str:
         f"{name} {duration(side['wall']['median'])} ({side['ratio']['median']:.2f})"
         for name, side in row["sides"].items()
     ]
-    return f"{label}: {', '.join(parts)}{_busy(row)}"
+    return f"{label}: {', '.join(parts)}"
 
 
 def duration(seconds: float) -> str:
@@ -100,9 +98,8 @@ GFLOP/s in float32 and {roof['bfloat16_gflop_per_s']:.4g} in bfloat16.
 
 The sides of a case take turns; a ratio is the median over rounds of a side's time over that of the base in the same
 round, with 20 % and 80 % quantiles. Below 1 the side is faster. *CPU ratio* is the same in processor time, which other
-programs disturb less; a row marked * had more than {BUSY} cores taken by other programs. *Roof*: the least time that
-the work model allows on this machine, over the time taken; above 100 % the data stayed in a cache, or the roof was
-measured a little low."""
+programs disturb less. *Roof*: the least time that the work model allows on this machine, over the time taken; above
+100 % the data stayed in a cache, or the roof was measured a little low."""
 
 
 def _aims(rows: Sequence[Row]) -> str:
@@ -112,7 +109,7 @@ def _aims(rows: Sequence[Row]) -> str:
             found = aim["ratio"]
             verdict = "reached" if found["median"] <= aim["limit"] else "**missed**"
             lines.append(
-                f"| {row['family']}/{row['name']}{_busy(row)} | {aim['side']} | {aim['base']} | {aim['limit']:.2f} | "
+                f"| {row['family']}/{row['name']} | {aim['side']} | {aim['base']} | {aim['limit']:.2f} | "
                 f"{spread(found)} | {verdict} |"
             )
     if not lines:
@@ -133,8 +130,9 @@ def _family(family: str, rows: list[Row]) -> str:
     lines = [f"## {TITLES.get(family, family)}", "", _cells(head), _cells(["---"] * len(head))]
     for row in rows:
         for number, (name, side) in enumerate(_shown(row)):
-            label = f"{row['name']}{_busy(row)}" if number == 0 else ""
+            label = row["name"] if number == 0 else ""
             cells = [label, name, duration(side["wall"]["median"]), spread(side["ratio"])]
+            # Rows of sides in other processes, which there were once, have no processor time.
             cells.append(f"{side['cpu_ratio']['median']:.2f}" if side["cpu_ratio"] else "")
             lines.append(_cells([*cells, *(show(row, side) for _, show in counted)]))
     return "\n".join(lines)
@@ -186,10 +184,6 @@ def _rate(row: Row, side: dict[str, Any]) -> str:
 def _roof(row: Row, side: dict[str, Any]) -> str:
     fraction = under_roof(row, side["wall"]["median"])
     return "" if fraction is None else f"{fraction:.0%}"
-
-
-def _busy(row: Row) -> str:
-    return " *" if (row["other_cores"] or 0) > BUSY else ""
 
 
 def _cells(texts: Iterable[str]) -> str:

@@ -14,10 +14,9 @@ import torch
 from ampkit import GradScaler
 from ampkit.optim import AdamW
 from benchmarks import byte_model
-from benchmarks.case import AMPKIT, TORCH, Aim, Case, Side, WrongAnswerError
+from benchmarks.case import AMPKIT, OWN_OPTIMIZER, TORCH, Aim, Case, Side, WrongAnswerError
 from benchmarks.work import Work
 
-OWN_OPTIMIZER = "ampkit, ampkit.optim"
 SCALE = 2.0     # not 1, and exact
 
 

@@ -13,12 +13,10 @@ from torch import Tensor
 import ampkit
 import ampkit.optim
 from ampkit import Policy, WeightCache, autocast
-from benchmarks.case import AMPKIT, SAME_LIST, TORCH
+from benchmarks.case import AMPKIT, KEPT, OWN_OPTIMIZER, SAME_LIST, TORCH
 from benchmarks.workloads import Batch, Workload, loss_of
 
 FP32 = "fp32"
-KEPT = "ampkit, WeightCache"
-OWN_OPTIMIZER = "ampkit, ampkit.optim"
 BATCHES = 4     # steps with different micro-batches, which then repeat
 CLIP = 1.0
 
@@ -29,15 +27,13 @@ Region = Callable[[], contextlib.AbstractContextManager[Any]]
 class Variant:
     """How a step is put together.
 
-    `step` False leaves the optimizer out; a `WeightCache` is then cleared after the micro-batches, as the step would
-    do. `run`: "eager", "compiled" (forward and loss through `torch.compile`) or "graph" (forward and backward of a
+    `run`: "eager", "compiled" (forward and loss through `torch.compile`) or "graph" (forward and backward of a
     micro-batch captured as a CUDA graph; the optimizer steps outside it).
     """
 
     dtype: torch.dtype = torch.bfloat16
     accumulation: int = 1
     clip: bool = False
-    step: bool = True
     run: str = "eager"
 
     def __str__(self) -> str:
@@ -46,8 +42,6 @@ class Variant:
             parts.append(f"x{self.accumulation}")
         if self.clip:
             parts.append("clipped")
-        if not self.step:
-            parts.append("without step")
         if self.run != "eager":
             parts.append(self.run)
         return " ".join(parts)
@@ -63,8 +57,7 @@ class Trainer:
         generator = torch.Generator().manual_seed(seed)
         drawn = workload.batches(BATCHES * variant.accumulation, generator)
         self.batches: list[Batch] = [(inputs.to(device), targets.to(device)) for inputs, targets in drawn]
-        self.cache = WeightCache() if way == KEPT else None
-        self.region = _region(way, device.type, variant.dtype, self.cache)
+        self.region = _region(way, device.type, variant.dtype)
         # Fused, torch's fastest, so that the optimizer does not hide the differences.
         make = ampkit.optim.AdamW if way == OWN_OPTIMIZER else torch.optim.AdamW
         self.optimizer: torch.optim.Optimizer = make(self.model.parameters(), lr=workload.lr, fused=True)
@@ -88,10 +81,6 @@ class Trainer:
         for batch in self.batches[start : start + count]:
             self.loss = self.micro(batch)
         self.steps += 1
-        if not self.variant.step:
-            if self.cache is not None:
-                self.cache.clear()
-            return
         if self.variant.clip:
             self._clip()
         self.scaler.step(self.optimizer)
@@ -142,7 +131,7 @@ class Trainer:
         return replay
 
 
-def _region(way: str, device: str, dtype: torch.dtype, cache: WeightCache | None) -> Region:
+def _region(way: str, device: str, dtype: torch.dtype) -> Region:
     """What opens the region of a way."""
     if way == FP32:
         return contextlib.nullcontext
@@ -154,6 +143,7 @@ def _region(way: str, device: str, dtype: torch.dtype, cache: WeightCache | None
     if way == SAME_LIST:
         return lambda: autocast(device, dtype, policy=policy)
     if way == KEPT:
+        cache = WeightCache()
         return lambda: autocast(device, dtype, policy=policy, cache=cache)
     raise ValueError(f"unknown way {way!r}")
 

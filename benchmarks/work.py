@@ -55,14 +55,6 @@ def decoder(batch: int, length: int, width: int, blocks: int, tokens: int) -> in
     return training(transformer_blocks(batch, length, width, blocks) + linear(batch * length, width, tokens))
 
 
-def vision_transformer(batch: int, size: int, patch: int, width: int, blocks: int, classes: int) -> int:
-    """Training FLOPs of a ViT with a class token over square images of three channels."""
-    side = size // patch
-    embed = convolution(batch, side, 3, width, patch)
-    body = transformer_blocks(batch, side * side + 1, width, blocks)
-    return training(embed + body + linear(batch, width, classes), first=embed)
-
-
 def resnet(batch: int, size: int, width: int, depths: tuple[int, ...], classes: int) -> int:
     """Training FLOPs of a bottleneck ResNet over square images of three channels."""
     side = size // 2

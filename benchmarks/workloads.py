@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from benchmarks import work
 from benchmarks.case import UnavailableError
-from benchmarks.models import Decoder, ResNet
 
 Batch = tuple[Tensor, Tensor]
 
@@ -35,26 +34,80 @@ class Workload:
     lr: float = 3e-4
 
 
-class VisionTransformer(nn.Module):
-    """A ViT: square images (N, 3, size, size) to logits (N, classes). Its encoder is torch's own, pre-norm."""
+class DecoderBlock(nn.Module):
+    """Pre-norm block with causal `scaled_dot_product_attention`: (N, T, width) to the same."""
 
-    def __init__(
-        self, size: int = 224, patch: int = 16, width: int = 768, heads: int = 12, blocks: int = 12, classes: int = 1000
-    ) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.embed = nn.Conv2d(3, width, patch, patch)
-        self.token = nn.Parameter(torch.zeros(1, 1, width))
-        self.position = nn.Parameter(torch.randn(1, (size // patch) ** 2 + 1, width) * 0.02)
-        layer = nn.TransformerEncoderLayer(
-            width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Decoder(nn.Module):
+    """GPT-like language model: token ids (N, T) to logits (N, T, tokens); output weights tied to the embedding."""
+
+    def __init__(self, tokens: int = 32, width: int = 16, heads: int = 2, blocks: int = 2, length: int = 16) -> None:
+        super().__init__()
+        self.embedding, self.position = nn.Embedding(tokens, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(DecoderBlock(width, heads) for _ in range(blocks)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, tokens, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
+        return self.head(self.norm(self.blocks(x)))
+
+
+class ResidualBlock(nn.Module):
+    """The bottleneck of a ResNet: 1x1, 3x3 and 1x1 convolutions with batch norm, and a projected shortcut."""
+
+    def __init__(self, inputs: int, width: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv3, self.bn3 = nn.Conv2d(width, outputs, 1, bias=False), nn.BatchNorm2d(outputs)
+        self.shortcut = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        y = F.relu(self.bn2(self.conv2(y)), inplace=True)
+        y = self.bn3(self.conv3(y))
+        y += self.shortcut(x)
+        return F.relu(y, inplace=True)
+
+
+class ResNet(nn.Module):
+    """A bottleneck ResNet: images (N, 3, H, W) to logits (N, classes)."""
+
+    def __init__(self, width: int = 8, depths: tuple[int, ...] = (1, 2), classes: int = 4) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
         )
-        self.blocks = nn.TransformerEncoder(layer, blocks, nn.LayerNorm(width), enable_nested_tensor=False)
-        self.head = nn.Linear(width, classes)
+        stages: list[nn.Module] = []
+        inputs = width
+        for stage, depth in enumerate(depths):
+            outputs = 4 * width * 2**stage
+            for block in range(depth):
+                stride = 2 if stage > 0 and block == 0 else 1
+                stages.append(ResidualBlock(inputs, width * 2**stage, outputs, stride))
+                inputs = outputs
+        self.stages = nn.Sequential(*stages)
+        self.head = nn.Linear(inputs, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        patches = self.embed(images).flatten(2).transpose(1, 2)
-        tokens = torch.cat([self.token.expand(len(images), -1, -1), patches], 1) + self.position
-        return self.head(self.blocks(tokens)[:, 0])
+        return self.head(F.adaptive_avg_pool2d(self.stages(self.stem(images)), 1).flatten(1))
 
 
 class RecurrentLanguageModel(nn.Module):
@@ -114,17 +167,6 @@ def resnet(name: str, width: int, depths: tuple[int, ...], batch: int, size: int
     return Workload(
         name, lambda: ResNet(width, depths, classes), _image_batches(size, batch, classes), batch,
         work.resnet(batch, size, width, depths, classes),
-    )
-
-
-def vit(
-    name: str, width: int, heads: int, blocks: int, batch: int, size: int, patch: int, classes: int
-) -> Workload:
-    """A ViT over random images."""
-    return Workload(
-        name, lambda: VisionTransformer(size, patch, width, heads, blocks, classes),
-        _image_batches(size, batch, classes), batch,
-        work.vision_transformer(batch, size, patch, width, blocks, classes),
     )
 
 

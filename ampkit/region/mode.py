@@ -29,10 +29,9 @@ from ampkit.policy import casting
 from ampkit.policy.policy import Policy, RuleTable, register_changes
 from ampkit.policy.rules import Rule
 from ampkit.region import all_float32, policy_guard, recurrent
-from ampkit.region.region_cache import RegionCache
 from ampkit.region.specialised import kernels_for
 from ampkit.region.thread_state import thread
-from ampkit.region.weight_cache import WeightCache
+from ampkit.region.weight_cache import RegionCache, WeightCache
 from ampkit.torch_internals.checkpoint import note_region, top_hooks
 from ampkit.torch_internals.dispatcher import (
     KEY,

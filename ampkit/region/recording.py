@@ -27,9 +27,8 @@ from ampkit.policy.policy import Policy
 from ampkit.region.cast_record import CastRecord, RecordedCall
 from ampkit.region.matrix_products import matrix_products, shape_of
 from ampkit.region.mode import AutocastMode
-from ampkit.region.region_cache import RegionCache
 from ampkit.region.restoring import Restoring
-from ampkit.region.weight_cache import WeightCache
+from ampkit.region.weight_cache import RegionCache, WeightCache
 from ampkit.torch_internals.dynamo import TracingContext, has_compiled
 from ampkit.torch_internals.kernels import GENERAL
 from ampkit.torch_internals.modules import CALL

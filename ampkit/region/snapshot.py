@@ -13,10 +13,10 @@ from ampkit.policy.policy import Policy
 from ampkit.region import all_float32, recording
 from ampkit.region.mode import AutocastMode, DispatchGuard
 from ampkit.region.module_hooks import ModuleRuleHooks
-from ampkit.region.region_cache import RegionCache
 from ampkit.region.restoring import Restoring
 from ampkit.region.stack import leave_ended
 from ampkit.region.thread_state import thread
+from ampkit.region.weight_cache import RegionCache
 from ampkit.torch_internals import checkpoint
 from ampkit.torch_internals.dispatcher import current
 

@@ -18,16 +18,15 @@ from ampkit.policy.policy import Policy, register_changes
 from ampkit.region import recording
 from ampkit.region.arguments import NAMED_POLICIES
 from ampkit.region.mode import AutocastMode, DispatchGuard
-from ampkit.region.optimizer_steps import capturing
-from ampkit.region.region_cache import RegionCache
 from ampkit.region.spec import RegionSpec
 from ampkit.region.thread_state import thread
-from ampkit.region.weight_cache import WeightCache
+from ampkit.region.weight_cache import RegionCache, WeightCache
 from ampkit.torch_internals import self_check
 from ampkit.torch_internals.checkpoint import note_region, top_hooks
 from ampkit.torch_internals.dispatcher import current
 from ampkit.torch_internals.dynamo import frame_on_stack, tracer
 from ampkit.torch_internals.forks import clear_torch_cache
+from ampkit.torch_internals.tensors import is_capturing
 
 
 class Watch(Protocol):
@@ -149,7 +148,7 @@ _uncached_modes: dict[Any, AutocastMode] = {}
 
 def _cache_for(spec: RegionSpec, stack: list[Entry]) -> WeightCache | RegionCache:
     """The cache of an entry: the one it was given, else the enclosing region's, else the thread's."""
-    capture = capturing()
+    capture = is_capturing()
     if spec.cache is not None and not capture:
         return spec.cache
     if stack and stack[-1].cache.in_capture == capture:

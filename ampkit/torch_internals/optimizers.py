@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import torch.optim.optimizer as _optimizer
 
 update_scale_ = torch._amp_update_scale_
 """torch.amp's rule for the next scale, as one kernel: bit for bit what its `GradScaler.update` computes."""
@@ -18,11 +15,3 @@ foreach_clamp_max_ = torch._foreach_clamp_max_
 skip_compilation = torch._disable_dynamo
 """Decorator: Dynamo runs the function as it is. It loses attributes that are set on an optimizer, in 2.11 with an
 error."""
-
-
-def n_step_hooks(optimizer: Any) -> int:
-    """How many hooks run in an optimizer's step: those on every optimizer, and its own."""
-    return (
-        len(_optimizer._global_optimizer_pre_hooks) + len(_optimizer._global_optimizer_post_hooks)
-        + len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
-    )

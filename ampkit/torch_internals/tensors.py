@@ -1,34 +1,90 @@
-"""What the weight cache needs of torch: tracing state, storages, collectives; the layout of recurrent weights."""
+"""What the weight caches need of torch: tracing state, storages, collectives, casts without a copy."""
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
 
 from ampkit.torch_internals.lookup import private
 
 n_dispatch_modes: Callable[[], int] = private("_C._len_torch_dispatch_stack")
-push_dispatch_mode: Callable[[Any], None] = private("_C._push_on_torch_dispatch_stack")
-pop_dispatch_mode: Callable[[Any], Any] = private("_C._pop_torch_dispatch_stack")
 tracing_state: Callable[[], Any] = private("_C._get_tracing_state")
+_push_mode: Callable[[Any], None] = private("_C._push_on_torch_dispatch_stack")
+_pop_mode: Callable[[Any], Any] = private("_C._pop_torch_dispatch_stack")
 _use_count: Callable[[int], int] = private("_C._storage_Use_Count")
+_c10d: Any = dist.distributed_c10d if dist.is_available() else None
+_COPY = torch.ops.aten._to_copy.default
 
 
-def use_count(storage: torch.UntypedStorage) -> int:
-    """References to a storage: one per tensor that uses it, and one for its Python object."""
-    return _use_count(storage._cdata)
+def is_capturing() -> bool:
+    """Whether the current CUDA stream is being captured into a graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def process_groups(c10d: Any) -> Any:
-    """The process groups of `torch.distributed`, each of which counts its collectives."""
-    return c10d._world.pg_map
+def owns_its_memory(weight: Tensor) -> bool:
+    """Whether nothing else can write to a weight's memory: no alias, no array it was made of, no other process."""
+    if type(weight) is not Parameter and type(weight) is not Tensor:
+        return False        # it may lie in tensors inside the subclass, which have users of their own
+    storage = weight.untyped_storage()
+    return (
+        _use_count(storage._cdata) == _use_count_alone()
+        and storage.resizable()         # memory of arrays, files and DLPack is not
+        and not (weight.is_cpu and storage.is_shared())
+    )
 
 
-def n_collectives(group: Any) -> int:
-    """How many collectives of a group this process has started; `RuntimeError` if its backend does not count."""
-    return group._get_sequence_number_for_group()
+@functools.cache
+def _use_count_alone() -> int:
+    """The count of a storage that one tensor has: one for that, and one for the storage's Python object."""
+    tensor = torch.empty(0, device="cpu")
+    return _use_count(tensor.untyped_storage()._cdata)
+
+
+def n_collectives() -> list[Any] | None:
+    """How many collectives each process group has started, any of which may write to a weight and bump no version.
+
+    None where a backend does not count.
+    """
+    groups = () if _c10d is None else list(_c10d._world.pg_map)
+    try:
+        return [(weakref.ref(group), group._get_sequence_number_for_group()) for group in groups]
+    except RuntimeError:
+        return None
+
+
+class _Answer:
+    """Stands among the dispatch modes, below autograd, and answers the one copy with values that exist already."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.values if func is _COPY else func(*args, **(kwargs or {}))
+
+
+def connected(weight: Tensor, values: Tensor) -> Tensor:
+    """`values` as the cast of `weight`, differentiable: autograd records the cast, nothing is copied.
+
+    For use where autograd records. It has the version counter of `values`: where they are written later, every graph
+    that has saved it is stale.
+    """
+    answer = _Answer(values.detach())       # here, above autograd: what is detached below it counts for itself
+    depth = n_dispatch_modes()
+    try:        # a mode's own `with` would take half of the time
+        _push_mode(answer)
+        return weight.to(values.dtype)
+    finally:
+        while n_dispatch_modes() > depth:
+            _pop_mode(None)
 
 
 def flatten_rnn_weights(*args: Any) -> None:

@@ -24,8 +24,7 @@ from ampkit.whole_model.half import BATCH_NORMS, HalfPlan, Keep, half, kept_keys
 
 __all__ = ["HalfError", "HalfReport", "check_half"]
 
-_HELPS = 2 / 3          # of the error that is left when that share of the model no longer rounds
-_AS_GOOD = 1.25         # a part in place of the whole: so many times its error
+_HELPS = 2 / 3      # of two modules that round alike, either one leaves 0.71 of the error
 
 
 @dataclass
@@ -85,7 +84,7 @@ class HalfReport:
     `output` is the whole model, whose own error is that of operators outside all modules. `unfit` names parameters
     whose values the dtype cannot hold: their modules were kept in float32 for this run. `too_large` names modules whose
     outputs it cannot carry. `keep` is what to add to `keep_fp32`: modules around those, the owners of `unfit`, and what
-    cut the output's error when it was tried; `kept_error` is the error that is left then, None where nothing was tried.
+    cut the output's error by a third when it was tried; `kept_error` is the error that is left, None with nothing kept.
     For what is `too_large` with nothing around it, use bfloat16.
     """
 
@@ -136,7 +135,7 @@ def check_half(
         model: stays as it is.
         sample: what to call it with: a tuple of positional arguments, a mapping of keyword arguments, or one argument.
         dtype, keep_fp32, in_region: as of `half`.
-        trials: how many forwards finding out what is worth keeping may take at most; 0: do not try.
+        trials: how many modules are tried in float32 at most, a forward each, to find what is worth keeping; 0: none.
 
     Returns:
         A `HalfReport`; print it, or call `half` with its `keep` added to `keep_fp32`.
@@ -161,16 +160,15 @@ def check_half(
     limit = torch.finfo(dtype).max
     too_large = [path for path, module in first.errors.items() if module.own_overflows and module.largest > limit]
     report = HalfReport(dtype, list(first.errors.values()), first.output, unfit, too_large)
-    more, error = _kept_for_range(comparison, first, limit)
-    if error > torch.finfo(dtype).eps or not math.isfinite(error):
-        error = _keep_what_helps(comparison, first, more, error, trials)
+    more, run = _kept_for_range(comparison, first, limit)
+    error = _keep_what_helps(comparison, run, more, trials)
     report.keep = list(dict.fromkeys([*more, *owners]))
     report.kept_error = error if more else None
     return report
 
 
-def _kept_for_range(comparison: _Comparison, run: _Run, limit: float) -> tuple[list[str], float]:
-    """What to keep so that no inf or NaN is made, with the output's error then.
+def _kept_for_range(comparison: _Comparison, run: _Run, limit: float) -> tuple[list[str], _Run]:
+    """What to keep so that no inf or NaN is made, with the run that keeps it.
 
     A module returns `dtype` even when kept, so for an output too large for that it is the nearest enclosing module
     whose own output is not. A later module's overflow shows once the earlier one is kept.
@@ -185,35 +183,26 @@ def _kept_for_range(comparison: _Comparison, run: _Run, limit: float) -> tuple[l
             if path and path not in keep:
                 more.append(path)
         if not more:
-            return keep, run.output.error
+            return keep, run
         keep += dict.fromkeys(more)
         run = comparison.run(keep)
 
 
-def _keep_what_helps(comparison: _Comparison, run: _Run, keep: list[str], error: float, trials: int) -> float:
-    """Add to `keep` the modules that cut the output's error by more than their share, one by one; returns what is left.
+def _keep_what_helps(comparison: _Comparison, run: _Run, keep: list[str], trials: int) -> float:
+    """Add to `keep` the modules that cut the output's error by a third or more; returns the error that is left.
 
-    Of roundings that add up like random numbers, a share `s` of the modules makes the share `sqrt(s)` of the error. A
-    module is worth keeping if at most two thirds are left of what would be without it by that rule.
+    They are tried one by one in the order of their own errors, each beside those that are kept already.
     """
-    error = math.inf if math.isnan(error) else error
-    while error > torch.finfo(comparison.dtype).eps and trials > 0:
-        candidates = [path for path in run.parts("") if path not in keep and run.fair(path)][:trials]
-        left = {path: comparison.error((*keep, path)) for path in candidates}
-        trials -= len(left)
-        worth = {path: value for path, value in left.items() if value <= _HELPS * error * run.fair(path)}
-        if not worth:
+    error = math.inf if math.isnan(run.output.error) else run.output.error
+    candidates = [path for path, module in run.errors.items() if module.own_error and path not in keep]
+    candidates.sort(key=lambda path: run.errors[path].own_error or 0.0, reverse=True)
+    for path in candidates[:trials]:
+        if error <= torch.finfo(comparison.dtype).eps:
             break
-        best = min(worth, key=lambda path: worth[path] / run.fair(path))
-        error = worth[best]
-        while trials > 0:       # a part of it may be as good
-            inside = {path: comparison.error((*keep, path)) for path in run.called_by.get(best, ())[:trials]}
-            trials -= len(inside)
-            if not inside or min(inside.values()) > _AS_GOOD * error:
-                break
-            best = min(inside, key=lambda path: inside[path])
-            error = inside[best]
-        keep.append(best)
+        left = comparison.error((*keep, path))
+        if left < _HELPS * error:
+            keep.append(path)
+            error = left
     return error
 
 
@@ -265,14 +254,12 @@ class _Comparison:
 class _Run:
     """One run of the 16-bit model, each module compared with its float32 reference as it returns.
 
-    `errors` by path, in the order in which modules returned; `output` the model; `called_by` the modules that each one
-    called, "" the model.
+    `errors` by path, in the order in which modules returned; `output` the model.
     """
 
     def __init__(self, reference: Module, dtype: torch.dtype, outputs: dict[str, list[Any]]) -> None:
         self.errors: dict[str, HalfError] = {}
         self.output = HalfError("", type(reference).__name__)
-        self.called_by: dict[str, list[str]] = {}
         self._reference, self._dtype, self._outputs = reference, dtype, outputs
         self._calls: dict[str, int] = {}
         self._open: list[_Open] = []
@@ -280,17 +267,13 @@ class _Run:
     def before(self, path: str, module: Module, args: Any, kwargs: Any) -> None:
         """Forward pre-hook: keep the inputs, which forward may write to."""
         inputs = _copied((args, kwargs))
-        self._open.append(_Open(path, inputs if path else cast_tree(inputs, self._dtype), {}))    # as `half` casts them
+        self._open.append(_Open(inputs if path else cast_tree(inputs, self._dtype), {}))    # as `half` casts them
 
     def after(self, path: str, module: Module, args: Any, kwargs: Any, output: Any) -> None:
         """Forward hook: compare with what the reference returned in its run, and makes of these inputs."""
         opened = self._open.pop()
         if self._open:
-            caller = self._open[-1]
-            caller.calls.setdefault(path, []).append((opened.inputs, map_tensors(output, Tensor.clone)))
-            called = self.called_by.setdefault(caller.path, [])
-            if path not in called:
-                called.append(path)
+            self._open[-1].calls.setdefault(path, []).append((opened.inputs, map_tensors(output, Tensor.clone)))
         reference = self._reference.get_submodule(path)
         error = self.errors.setdefault(path, HalfError(path, type(reference).__name__)) if path else self.output
         if path:
@@ -322,29 +305,10 @@ class _Run:
             return None
         return error
 
-    def fair(self, path: str) -> float:
-        """The share of the error that would be left without a module if all rounded alike; 1 where it is the whole."""
-        share = self._share(path)
-        return math.sqrt(1 - share) if share < 1 or path in self.called_by else 1.0
-
-    def parts(self, path: str) -> Iterator[str]:
-        """The modules that it called; of one that is more than half of the model also those that this one called."""
-        for part in self.called_by.get(path, ()):
-            yield part
-            if self._share(part) > 0.5:
-                yield from self.parts(part)
-
-    def _share(self, path: str) -> float:
-        """Of the modules that compute something themselves, how many are this one and those inside."""
-        working = [one.path for one in (*self.errors.values(), self.output) if one.own_error != 0.0]
-        inside = [one for one in working if one == path or one.startswith(f"{path}.")]
-        return len(inside) / len(working) if working else 1.0
-
 
 class _Open(NamedTuple):
     """A module that is running: its inputs, and by path of the modules that it called their inputs and outputs."""
 
-    path: str
     inputs: Any
     calls: dict[str, list[tuple[Any, Any]]]
 

@@ -71,51 +71,65 @@ class LevelOptions:
         return f"{self.opt_level}{low}: {LEVELS[self.opt_level].what} ({model}loss scale {scale})"
 
 
-def resolve(
-    opt_level: Any,
-    default_dtype: torch.dtype,
-    *,
-    dtype: Any = None,
-    cast_model_type: Any = None,
-    patch_torch_functions: Any = None,
-    keep_batchnorm_fp32: Any = None,
-    master_weights: Any = None,
-    loss_scale: Any = None,
-    cast_model_outputs: Any = None,
-    num_losses: Any = 1,
-    min_loss_scale: Any = None,
-    max_loss_scale: Any = None,
-    policy: Any = None,
-) -> LevelOptions:
-    """The options of a level with these overrides; None stands for the level's default.
+# Overrides that make no sense: at which levels, and why. What is given in `_HARMLESS` says what the level does anyway.
+_SENSELESS: dict[str, tuple[tuple[str, ...], str]] = {
+    "dtype": (("O0",), "computes in float32; leave it out, or use opt_level 'O1', 'O2' or 'O3'"),
+    "cast_model_type": (
+        ("O0", "O1"),
+        "leaves the weights in float32; at O1 pass dtype for what operators are cast to, or use opt_level "
+        "'O2' or 'O3'",
+    ),
+    "keep_batchnorm_fp32": (
+        ("O0", "O1"),
+        "leaves every weight in float32, batch norms included; leave it out, or use opt_level 'O2' or 'O3'",
+    ),
+    "master_weights": (
+        ("O0", "O1"), "has float32 weights, which are their own masters; leave it out, or use opt_level 'O2'"
+    ),
+    "patch_torch_functions": (
+        ("O0", "O2", "O3"),
+        "casts around no operators; leave it out, or use opt_level 'O1', where nothing is patched either",
+    ),
+    "policy": (("O0", "O2", "O3"), "opens no region; leave it out, or use opt_level 'O1'"),
+}
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "cast_model_type": (False, torch.float32), "master_weights": (False,), "patch_torch_functions": (False,),
+}
+
+
+def resolve(opt_level: Any, default_dtype: torch.dtype, **overrides: Any) -> LevelOptions:
+    """The options of a level with these overrides, by the names of `amp.Overrides`; None stands for its default.
 
     Raises `ValueError` or `TypeError` that names the property, says why it makes no sense and what does.
     """
     level = LEVELS[_checked_level(opt_level)]
-    dtype, cast_model_type, cast_model_outputs = map(as_dtype, (dtype, cast_model_type, cast_model_outputs))
-    low = _low_dtype(opt_level, level, dtype, cast_model_type, default_dtype)
-    if patch_torch_functions is not None and bool(patch_torch_functions) is not level.has_region:
+    given = {name: value for name, value in overrides.items() if value is not None}
+    for name in {"dtype", "cast_model_type", "cast_model_outputs"} & set(given):
+        given[name] = as_dtype(given[name])
+    for name, (levels, why) in _SENSELESS.items():
+        if opt_level in levels and name in given and given[name] not in _HARMLESS.get(name, ()):
+            raise ValueError(f"{name}={given[name]} makes no sense at {opt_level}, which {why}")
+    if opt_level == "O1" and not given.get("patch_torch_functions", True):
         raise ValueError(
-            f"patch_torch_functions={patch_torch_functions} makes no sense at {opt_level}: ampkit patches nothing, and "
-            f"casts around operators at O1 only; leave it out, or choose opt_level "
-            f"{'O0' if level.has_region else 'O1'!r}"
+            "patch_torch_functions=False makes no sense at O1, which patches nothing and casts around operators; leave "
+            "it out, or use opt_level 'O0'"
         )
-    if policy is not None and not level.has_region:
-        raise ValueError(f"policy makes no sense at {opt_level}, which opens no region; use opt_level 'O1'")
-    if cast_model_outputs is not None and not getattr(cast_model_outputs, "is_floating_point", False):
-        raise TypeError(f"cast_model_outputs is {cast_model_outputs!r}; expected None or a dtype such as torch.float16")
+    outputs, num_losses = given.get("cast_model_outputs", torch.float32), given.get("num_losses", 1)
+    if not getattr(outputs, "is_floating_point", False):
+        raise TypeError(f"cast_model_outputs is {outputs!r}; expected None or a dtype such as torch.float16")
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise ValueError(f"num_losses is {num_losses!r}; expected how many losses have scales of their own, 1 or more")
+    batch_norms = given.get("keep_batchnorm_fp32", level.keeps_batch_norm)
+    batch_norms = {"True": True, "False": False}.get(batch_norms, batch_norms)      # as argparse hands it over
+    if not isinstance(batch_norms, bool):
+        raise TypeError(f"keep_batchnorm_fp32 is {batch_norms!r}; expected True, False, 'True', 'False' or None")
+    masters = given.get("master_weights", level.has_masters)
+    if not isinstance(masters, bool):
+        raise TypeError(f"master_weights is {masters!r}; expected True, False or None")
+    low = _low_dtype(opt_level, level, given, default_dtype)
     return LevelOptions(
-        opt_level,
-        low,
-        level.casts_model,
-        level.has_region,
-        _keep_batchnorm(opt_level, level, keep_batchnorm_fp32),
-        _masters(opt_level, level, master_weights),
-        _loss_scale(level, low, loss_scale, min_loss_scale, max_loss_scale),
-        torch.float32 if cast_model_outputs is None else cast_model_outputs,
-        num_losses,
+        opt_level, low, level.casts_model, level.has_region, batch_norms, masters, _loss_scale(level, low, given),
+        outputs, num_losses,
     )
 
 
@@ -127,69 +141,31 @@ def _checked_level(opt_level: Any) -> str:
     raise ValueError(f"unknown opt_level {opt_level!r}; expected 'O0', 'O1', 'O2' or 'O3'{hint}")
 
 
-def _low_dtype(opt_level: str, level: Level, dtype: Any, cast_model_type: Any, default: torch.dtype) -> torch.dtype:
+def _low_dtype(opt_level: str, level: Level, given: dict[str, Any], default: torch.dtype) -> torch.dtype:
+    dtype, model_type = given.get("dtype"), given.get("cast_model_type") if level.casts_model else None
     if dtype is not None and dtype not in HALVES:
         raise ValueError(f"dtype is {dtype!r}; expected torch.float16 or torch.bfloat16, the 16-bit type of the level")
-    if level.casts_model:
-        if cast_model_type is not None and cast_model_type not in HALVES:
-            raise ValueError(
-                f"{opt_level} converts the model, so that cast_model_type={cast_model_type} makes no sense; expected "
-                f"torch.float16 or torch.bfloat16; use opt_level 'O0' for float32, 'O1' for float32 weights"
-            )
-        if None not in (dtype, cast_model_type) and dtype is not cast_model_type:
-            raise ValueError(
-                f"dtype={dtype} and cast_model_type={cast_model_type} are two names of one property; pass one"
-            )
-        return dtype or cast_model_type or default
-    if cast_model_type in (False, torch.float32):
-        cast_model_type = None
-    if opt_level == "O0" and (dtype or cast_model_type):
+    if model_type is not None and model_type not in HALVES:
         raise ValueError(
-            f"O0 computes in float32, so that {dtype or cast_model_type} makes no sense; use opt_level 'O2' or 'O3' "
-            f"to convert the model, 'O1' to cast around its operators"
+            f"{opt_level} converts the model, so that cast_model_type={model_type} makes no sense; expected "
+            f"torch.float16 or torch.bfloat16; use opt_level 'O0' for float32, 'O1' for float32 weights"
         )
-    if cast_model_type is not None:
-        raise ValueError(
-            f"O1 leaves the weights in float32 and casts around operators, so that cast_model_type="
-            f"{cast_model_type} makes no sense; pass dtype={cast_model_type} for what operators are cast to, or use "
-            f"opt_level 'O2' or 'O3' to convert the model"
-        )
-    return dtype or default
+    if None not in (dtype, model_type) and dtype is not model_type:
+        raise ValueError(f"dtype={dtype} and cast_model_type={model_type} are two names of one property; pass one")
+    return dtype or model_type or default
 
 
-def _keep_batchnorm(opt_level: str, level: Level, value: Any) -> bool:
-    if isinstance(value, str) and value in ("True", "False"):
-        value = value == "True"     # as argparse hands it over
-    if value is not None and not isinstance(value, bool):
-        raise TypeError(f"keep_batchnorm_fp32 is {value!r}; expected True, False, 'True', 'False' or None")
-    if not level.casts_model and value is not None:
-        raise ValueError(
-            f"keep_batchnorm_fp32={value} makes no sense at {opt_level}, which leaves every weight in float32, batch "
-            f"norms included; leave it out, or use opt_level 'O2' or 'O3'"
-        )
-    return level.keeps_batch_norm if value is None else value
-
-
-def _masters(opt_level: str, level: Level, value: Any) -> bool:
-    if value is not None and not isinstance(value, bool):
-        raise TypeError(f"master_weights is {value!r}; expected True, False or None")
-    if not level.casts_model and value:
-        raise ValueError(
-            f"master_weights=True makes no sense at {opt_level}: its weights are float32 and their own masters; "
-            f"leave it out, or use opt_level 'O2'"
-        )
-    return level.has_masters if value is None else value
-
-
-def _loss_scale(level: Level, low: torch.dtype, value: Any, least: Any, most: Any) -> LossScale | None:
+def _loss_scale(level: Level, low: torch.dtype, given: dict[str, Any]) -> LossScale | None:
+    value, least, most = given.get("loss_scale"), given.get("min_loss_scale"), given.get("max_loss_scale", 2.0**24)
     if value is None:
         value = 1.0 if level.scale == "dynamic" and low is torch.bfloat16 else level.scale
     if value is None or isinstance(value, DynamicLossScale | StaticLossScale):
         return value
     if value == "dynamic":
-        most = 2.0**24 if most is None else float(most)
-        least = SMALLEST_SCALE if least is None else float(least)
-        return DynamicLossScale(init_scale=min(2.0**16, most), min_scale=least, max_scale=most)
+        return DynamicLossScale(
+            init_scale=min(2.0**16, float(most)), max_scale=float(most),
+            min_scale=SMALLEST_SCALE if least is None else float(least),
+        )
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise TypeError(f"loss_scale is {value!r}; expected 'dynamic', a number, or such as DynamicLossScale()")
     try:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ampkit.gradients import closures, kernels
+import ampkit_kernels
+from ampkit.gradients import closures
 from ampkit.gradients.masters import masters_of, set_masters
 from ampkit.gradients.transfer import moved
 
@@ -146,7 +147,7 @@ class MasterWeights:
             destinations.append(master.grad)
         for (device, accumulate), (sources, destinations) in launches.items():
             factor, flag = _scalars(device, inv_scale, found)
-            kernels.unscale_into_(sources, destinations, factor, flag, accumulate=accumulate)
+            ampkit_kernels.backend(factor).unscale_into_(sources, destinations, factor, flag, accumulate=accumulate)
 
     @torch.no_grad()
     def write_back_(self) -> None:
@@ -155,7 +156,8 @@ class MasterWeights:
         for pair in self._pairs.values():
             by_device.setdefault(pair.param.device, []).append(pair)
         for pairs in by_device.values():
-            kernels.cast_([_local(pair.master) for pair in pairs], [_local(pair.param) for pair in pairs])
+            masters, params = [_local(pair.master) for pair in pairs], [_local(pair.param) for pair in pairs]
+            ampkit_kernels.backend(params[0]).cast_(masters, params)
         self._note_written()
 
     def drop_gradients(self) -> None:
@@ -313,7 +315,7 @@ def _take_one(master: Parameter, grad: Any, inv_scale: Tensor | None, found: dic
         wide = local = local.coalesce()
         local = local._values()
     factor, flag = _scalars(local.device, inv_scale, found)
-    kernels.unscale_([local], factor, flag)
+    ampkit_kernels.backend(factor).unscale_([local], factor, flag)
     master.grad = wide if master.grad is None else master.grad + wide
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from ampkit.gradients import kernels, ranks
+import ampkit_kernels
+from ampkit.gradients import ranks
 from ampkit.gradients.collect import collect, summed_duplicates
 from ampkit.gradients.transfer import moved
 from ampkit.scaler.grad_scaler import GradScaler
@@ -105,10 +106,11 @@ class ScaledGradients:
         for device, tensors in gradients.by_device.items():
             if device not in found:
                 found[device] = torch.zeros((), dtype=torch.float32, device=device)
-            kernels.unscale_(tensors, moved(inv_scale, device), found[device])
+            factor = moved(inv_scale, device)
+            ampkit_kernels.backend(factor).unscale_(tensors, factor, found[device])
         for values in summed_duplicates(gradients.duplicated):
             one = torch.ones((), device=values.device)
-            kernels.norm_and_check([values], one, found[values.device])
+            ampkit_kernels.backend(one).norm_and_check([values], one, found[values.device])
         for param, held in self._set_aside.items():
             param.grad = held if param.grad is None else held + param.grad
         self._set_aside.clear()

@@ -44,9 +44,6 @@ def test_real_lists_have_every_kind_of_row_that_the_rehearsal_has():
     jobs = {device: {(case.job, case.dtype, case.moving) for case in kernels.cases() if case.devices == (device,)}
             for device in ("cpu", "cuda")}
     assert jobs["cpu"] == jobs["cuda"]
-    assert {case.name for case in kernels.cases() if case.captured} == {
-        "clip + AdamW, GPT-2 124M, fp32, captured", "clip + AdamW, 5000 tiny, fp32, captured",
-    }
 
 
 def test_every_aim_belongs_to_a_case():

@@ -24,7 +24,7 @@ def test_results_come_back_from_a_file_and_strangers_are_refused(tmp_path: Path)
 
 def test_a_report_shows_figures_aims_losses_and_failures(tmp_path: Path):
     pytest.importorskip("matplotlib")
-    rows = [sample_row("fast", 0.8), sample_row("slow", 1.2, other_cores=1.5)]
+    rows = [sample_row("fast", 0.8), sample_row("slow", 1.2)]
     rows += [sample_row(f"w{n}", 1.0, family="width", size=n, size_name="width") for n in (32, 64)]
     rows.append({"family": "training", "name": "broken", "error": "boom", "environment": rows[0]["environment"]})
     path = write_rows(tmp_path / "results.jsonl", rows)
@@ -33,12 +33,12 @@ def test_a_report_shows_figures_aims_losses_and_failures(tmp_path: Path):
     for wanted in (
         "# ampkit beside torch.amp: a machine", "ampkit at abc with uncommitted changes", "all passed",
         "| training/fast | ampkit | torch.amp | 1.00 | 0.80 (0.79-0.81) | reached |",
-        "| training/slow * | ampkit | torch.amp | 1.00 | 1.20 (1.19-1.21) | **missed** |",
+        "| training/slow | ampkit | torch.amp | 1.00 | 1.20 (1.19-1.21) | **missed** |",
         "| fast | torch.amp | 2 ms | 1.00 (0.99-1.01) | 1.00 | 2000 | 3 MiB | 7 | 0.2500 | 25% |",
         "## Not measured\n\n- training/broken: boom",
     ):
         assert wanted in text, wanted
-    for name in ("ratios.png", "sizes.png", "roofline.png"):
+    for name in ("ratios.png", "sizes.png"):
         assert f"({name})" in text
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     assert report.main([str(tmp_path / "absent.jsonl")]) == 1
@@ -72,7 +72,6 @@ def test_a_comparison_finds_what_changed_beyond_its_spread(tmp_path: Path, capsy
     assert compare.main(files) == 0
     text = capsys.readouterr().out
     assert "| training/slower | ampkit | 1.00 (0.99-1.01) | 1.30 (1.29-1.31) | 1.30 |" in text
-    assert "No longer measured: training/gone" in text
     assert "5 compared, 3 the same" in text
     assert compare.main([*files, "--fail"]) == 1
     assert compare.main([files[0], files[0], "--fail"]) == 0

@@ -39,7 +39,7 @@ def test_large_models_have_the_parameters_they_are_known_for():
             with torch.device("meta"):
                 sizes[case.name] = sum(p.numel() for p in case.workload().build().parameters())
     assert sizes == {
-        "GPT-2 124M, bf16": 124_439_808, "ResNet-50, bf16": 25_557_032, "ViT-B, bf16": 86_567_656,
+        "GPT-2 124M, bf16": 124_439_808, "ResNet-50, bf16": 25_557_032,
     }
 
 

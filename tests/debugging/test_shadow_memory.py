@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from ampkit import autocast
 from ampkit.debugging.precision import PrecisionComparison
 from benchmarks.counts import peak_and_copies
-from benchmarks.models import DecoderBlock
+from benchmarks.workloads import DecoderBlock
 
 X = torch.linspace(1, 2, 64) + 1e-4
 

@@ -1,22 +1,219 @@
-"""The models that tests and benchmarks share; they live with the benchmarks, which run from a bare checkout too."""
+"""Small models of common kinds, with random data.
 
-from benchmarks.models import (
-    CASES,
-    Case,
-    ConvNet,
-    ConvNeXt,
-    CustomFunctionNet,
-    Decoder,
-    DecoderBlock,
-    Encoder,
-    Recurrent,
-    ResNet,
-    UNet,
-    custom_function_case,
-    gated_linear,
+Nothing here imports ampkit. Every model is a plain `nn.Module`, sized by its arguments; a `Case` says how to build one,
+what to feed it and how to turn its output into a loss. Building draws from torch's global random state, so seed it.
+The decoder and the ResNet are those that the benchmarks train at full size.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.workloads import Decoder, ResNet
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Case(NamedTuple):
+    """A model, a batch for it and the loss between them."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[], tuple[Tensor, Tensor]]          # inputs and targets, new at every call
+    loss: Callable[[Tensor, Tensor], Tensor]
+
+
+class ConvNet(nn.Module):
+    """Convolutions with batch norm, a pool and a linear head: images (N, channels, H, W) to logits (N, classes)."""
+
+    def __init__(self, channels: int = 3, width: int = 8, classes: int = 4) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True),
+            nn.Conv2d(width, 2 * width, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(2 * width), nn.ReLU(),
+            nn.Conv2d(2 * width, 2 * width, 3, padding=1, groups=2), nn.MaxPool2d(2),
+        )
+        self.head = nn.Linear(2 * width, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(F.adaptive_avg_pool2d(self.features(images), 1).flatten(1))
+
+
+class Encoder(nn.Module):
+    """`nn.TransformerEncoder` over token ids (N, T), mean-pooled to logits (N, classes)."""
+
+    def __init__(self, tokens: int = 32, width: int = 16, heads: int = 2, blocks: int = 2, classes: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(tokens, width)
+        layer = nn.TransformerEncoderLayer(width, heads, 2 * width, dropout=0.1, activation="gelu", batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, blocks, enable_nested_tensor=False)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.layers(self.embedding(ids)).mean(1))
+
+
+class Recurrent(nn.Module):
+    """A convolution in time, then an LSTM and a GRU: sequences (N, T, features) to logits (N, classes)."""
+
+    def __init__(self, features: int = 6, width: int = 8, classes: int = 4) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(features, width, 3, padding=1)
+        self.lstm = nn.LSTM(width, width, num_layers=2, batch_first=True, bidirectional=True)
+        self.gru = nn.GRU(2 * width, width, batch_first=True)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x.transpose(1, 2)).transpose(1, 2)
+        hidden, _ = self.lstm(x)
+        return self.head(self.gru(hidden)[0][:, -1])
+
+
+class UNet(nn.Module):
+    """Down, up by `interpolate` and by transposed convolution, with skips: images (N, 1, H, W) to logits alike.
+
+    Group norm throughout; H and W are multiples of four.
+    """
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.enter = self._block(1, width)
+        self.down1, self.down2 = self._block(width, 2 * width), self._block(2 * width, 2 * width)
+        self.up1 = nn.ConvTranspose2d(2 * width, 2 * width, 2, stride=2)
+        self.merge1, self.merge2 = self._block(4 * width, 2 * width), self._block(3 * width, width)
+        self.leave = nn.Conv2d(width, 1, 1)
+
+    @staticmethod
+    def _block(inputs: int, outputs: int) -> nn.Sequential:
+        return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(2, outputs), nn.SiLU())
+
+    def forward(self, images: Tensor) -> Tensor:
+        full = self.enter(images)
+        half = self.down1(F.avg_pool2d(full, 2))
+        quarter = self.down2(F.max_pool2d(half, 2))
+        half = self.merge1(torch.cat([half, self.up1(quarter)], 1))
+        up = F.interpolate(half, scale_factor=2, mode="bilinear", align_corners=False)
+        return self.leave(self.merge2(torch.cat([full, up], 1)))
+
+
+def gated_linear(custom_fwd: Decorator, custom_bwd: Decorator) -> type[torch.autograd.Function]:
+    """An autograd function `(x, weight, gate) -> (x @ weight.T) * sigmoid(gate)` under the given decorators."""
+
+    class GatedLinear(torch.autograd.Function):
+        @staticmethod
+        @custom_fwd
+        def forward(ctx: Any, x: Tensor, weight: Tensor, gate: Tensor) -> Tensor:
+            product, opened = x @ weight.T, torch.sigmoid(gate)
+            ctx.save_for_backward(x, weight, opened, product)
+            return product * opened
+
+        @staticmethod
+        @custom_bwd
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            x, weight, opened, product = ctx.saved_tensors
+            grad = grads[0] * opened
+            grad_gate = (grads[0] * product * opened * (1 - opened)).sum(0)
+            return grad @ weight, grad.T @ x, grad_gate
+
+    return GatedLinear
+
+
+class CustomFunctionNet(nn.Module):
+    """A perceptron whose hidden layer is a custom autograd function: (N, features) to logits (N, classes)."""
+
+    def __init__(
+        self, function: type[torch.autograd.Function], features: int = 6, width: int = 16, classes: int = 4
+    ) -> None:
+        super().__init__()
+        self.function = function
+        self.enter = nn.Linear(features, width)
+        self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)
+        self.gate = nn.Parameter(torch.zeros(width))
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.function.apply(F.relu(self.enter(x)), self.weight, self.gate)))
+
+
+class LayerNorm2d(nn.LayerNorm):
+    """Layer norm over the channels of (N, C, H, W), by way of channels-last."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class ConvNeXtBlock(nn.Module):
+    """Depthwise 7x7 convolution, layer norm and a channels-last perceptron, scaled per channel, plus the input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv2d(width, width, 7, padding=3, groups=width)
+        self.norm = nn.LayerNorm(width, eps=1e-6)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.scale = nn.Parameter(torch.full((width,), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
+        y = self.down(F.gelu(self.up(y))) * self.scale
+        return x + y.permute(0, 3, 1, 2)
+
+
+class ConvNeXt(nn.Module):
+    """A two-stage ConvNeXt: images (N, 3, H, W) to logits (N, classes); H and W are multiples of eight."""
+
+    def __init__(self, width: int = 8, classes: int = 4) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, width, 4, 4), LayerNorm2d(width, eps=1e-6))
+        self.stages = nn.Sequential(
+            ConvNeXtBlock(width), LayerNorm2d(width, eps=1e-6), nn.Conv2d(width, 2 * width, 2, 2),
+            ConvNeXtBlock(2 * width),
+        )
+        self.norm, self.head = nn.LayerNorm(2 * width, eps=1e-6), nn.Linear(2 * width, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.norm(self.stages(self.stem(images)).mean((2, 3))))
+
+
+def _images(channels: int, size: int, count: int = 4) -> Callable[[], tuple[Tensor, Tensor]]:
+    return lambda: (torch.randn(count, channels, size, size), torch.randint(4, (count,)))
+
+
+def _segmentation() -> tuple[Tensor, Tensor]:
+    images = torch.randn(2, 1, 16, 16)
+    return images, (F.avg_pool2d(images, 3, 1, 1) > 0).float()
+
+
+def _language() -> tuple[Tensor, Tensor]:
+    ids = torch.randint(32, (4, 13))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def _token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def custom_function_case(custom_fwd: Decorator, custom_bwd: Decorator) -> Case:
+    """The case with an autograd function of its own, under the given `custom_fwd` and `custom_bwd`."""
+    return Case(
+        "custom_function",
+        lambda: CustomFunctionNet(gated_linear(custom_fwd, custom_bwd)),
+        lambda: (torch.randn(8, 6), torch.randn(8, 4)),
+        F.mse_loss,
+    )
+
+
+CASES = (
+    Case("convnet", ConvNet, _images(3, 8), F.cross_entropy),
+    Case("encoder", Encoder, lambda: (torch.randint(32, (4, 9)), torch.randint(4, (4,))), F.cross_entropy),
+    Case("decoder", Decoder, _language, _token_loss),
+    Case("recurrent", Recurrent, lambda: (torch.randn(4, 7, 6), torch.randint(4, (4,))), F.cross_entropy),
+    Case("unet", UNet, _segmentation, F.binary_cross_entropy_with_logits),
+    custom_function_case(
+        torch.amp.custom_fwd(device_type="cpu"), torch.amp.custom_bwd(device_type="cpu")
+    ),
+    Case("resnet", ResNet, _images(3, 32), F.cross_entropy),
+    Case("convnext", ConvNeXt, _images(3, 32), F.cross_entropy),
 )
-
-__all__ = [
-    "CASES", "Case", "ConvNeXt", "ConvNet", "CustomFunctionNet", "Decoder", "DecoderBlock", "Encoder", "Recurrent",
-    "ResNet", "UNet", "custom_function_case", "gated_linear",
-]

@@ -1,4 +1,4 @@
-"""Random training programs with a `WeightCache`, followed optimizers among them: bits are those of a run without.
+"""Random training programs with a `WeightCache`: bits are those of a run without.
 
 The models tie, freeze and checkpoint weights; between steps weights are written, replaced, frozen, copied and
 evaluated in every grad mode, and steps are skipped.
@@ -40,8 +40,7 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(
             nn.Linear(self.width, self.width, bias=rng.random() < 0.7) for _ in range(rng.randint(1, 4))
         )
-        self.tied = len(self.layers) > 1 and rng.random() < 0.4
-        if self.tied:
+        if len(self.layers) > 1 and rng.random() < 0.4:
             self.layers[1].weight = self.layers[0].weight
         for param in self.layers[0].parameters() if rng.random() < 0.4 else ():
             param.requires_grad_(False)
@@ -72,11 +71,7 @@ class Program:
         self.model = Model(rng)
         trained = [param for param in self.model.parameters() if param.requires_grad]
         self.optimizer = rng.choice(OPTIMIZERS)(trained) if trained else None
-        follow, bound = rng.random() < 0.6, rng.choice([None, None, 200, 1000])
-        # What is cast at each use adds its gradients up in float32: of a tied weight, a bound may change the rounding.
-        self.cache = WeightCache(None if self.model.tied else bound) if cached else None
-        if self.cache is not None and follow and self.optimizer is not None:
-            self.cache.follow(self.optimizer)
+        self.cache = WeightCache() if cached else None
         self.dtype, self.policy = rng.choice(["float16", "bfloat16"]), rng.choice(["torch", "default"])
         self.micro_batches = rng.choice([1, 1, 2, 3])
         self.scaler = GradScaler("cpu", init_scale=8.0, enabled=rng.random() < 0.5)

@@ -1,7 +1,7 @@
 """Weights written in every way that torch has, at every place in random programs of regions: no use is stale.
 
 The oracle is a cast made on the spot. What a cache cannot see is listed in `UNSEEN`: programs call `clear()` after such
-a write, as `WeightCache` says; `verify` finds it without.
+a write, as `WeightCache` says.
 """
 
 import contextlib
@@ -326,11 +326,10 @@ def program(draw: random.Random, cache: WeightCache | None, frozen: bool) -> Non
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-@pytest.mark.parametrize("cache", ["region", "kept", "bounded"])
-def test_no_use_is_stale(cache, frozen):
-    made = {"region": lambda: None, "kept": WeightCache, "bounded": lambda: WeightCache(max_bytes=64)}[cache]
-    for draw in rounds(f"writes, {cache}, {'frozen' if frozen else 'trained'}", share=0.1):
-        program(draw, made(), frozen)
+@pytest.mark.parametrize("kept", [False, True], ids=["region", "kept"])
+def test_no_use_is_stale(kept, frozen):
+    for draw in rounds(f"writes, {'kept' if kept else 'region'}, {'frozen' if frozen else 'trained'}", share=0.1):
+        program(draw, WeightCache() if kept else None, frozen)
 
 
 @pytest.mark.parametrize("name", [*SEEN, *BETWEEN, *UNSEEN])
@@ -354,26 +353,3 @@ def test_seen_between_regions(name, frozen):
     with autocast("cpu", BF16, cache=cache):
         assert torch.equal(used(p), fresh(p))
     del kept
-
-
-@pytest.mark.parametrize("name", UNSEEN)
-@pytest.mark.parametrize("verify", [True, 3])
-@pytest.mark.parametrize("between", [False, True], ids=["in the region", "between regions"])
-def test_verify_finds_what_nothing_sees(name, verify, between):
-    cache, p = WeightCache(verify=verify), Parameter(torch.arange(16.0).view(4, 4))
-    told = (
-        r"the torch.bfloat16 cast of a weight of shape \(4, 4\) is stale: \d+ of the "
-        rf"{16 if verify is True else verify} elements compared differ.*clear\(\) of this WeightCache"
-    )
-    with contextlib.ExitStack() as region:
-        region.enter_context(autocast("cpu", BF16, cache=cache))
-        used(p)
-        assert torch.equal(used(p), fresh(p))
-        if between:
-            region.close()
-            region.enter_context(autocast("cpu", BF16, cache=cache))
-            used(p)
-        UNSEEN[name](p, torch.full((4, 4), 77.0))
-        with pytest.raises(RuntimeError, match=told):
-            used(p)
-        assert torch.equal(used(p), fresh(p)), "what is stale is dropped"

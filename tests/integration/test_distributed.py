@@ -27,7 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ampkit
 from ampkit import Policy, Rule, WeightCache
-from tests.helpers.models import CASES, Decoder, DecoderBlock
+from benchmarks.workloads import Decoder, DecoderBlock
+from tests.helpers.models import CASES
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
 

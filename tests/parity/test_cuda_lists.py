@@ -13,8 +13,8 @@ from ampkit import Policy
 from ampkit.policy.op_table import TORCH, fold, resolve
 from ampkit.region import specialised
 from ampkit.region.mode import AutocastMode
-from ampkit.region.region_cache import RegionCache
 from ampkit.region.thread_state import thread
+from ampkit.region.weight_cache import RegionCache
 from tests.helpers.op_samples import Call, difference, native, op_db_calls, region, run, run_fake
 
 pytest.importorskip("expecttest", reason="torch's test helpers import it; it is in ampkit[dev]")

@@ -1,10 +1,7 @@
-"""Casts that outlive their region: what is kept, what outdates it, what a cache is told of."""
+"""Casts that outlive their region: what is kept, and what ends that."""
 
 import copy
-import os
 import pickle
-import signal
-import threading
 import weakref
 
 import numpy as np
@@ -15,11 +12,10 @@ from torch import nn
 from torch.nn import Parameter
 
 from ampkit import WeightCache, autocast
-from ampkit.region import optimizer_steps
 from ampkit.region.thread_state import thread
 from ampkit.region.weight_cache import CacheInfo
 from tests.helpers.regions import BF16, FP16, like_torch
-from tests.helpers.weights import WRITES, WritesThroughData, X, uses, weight
+from tests.helpers.weights import WRITES, X, uses, weight
 
 
 @pytest.mark.parametrize("explicit", [False, True])
@@ -48,29 +44,12 @@ def test_replaced_storage_is_freed_at_once_and_its_cast_with_it(explicit):
     leaf, cache = weight(), WeightCache() if explicit else None
     with autocast("cpu", cache=cache), torch.no_grad():
         torch.mm(X, leaf)
-        held = cache._entries if explicit else thread.cache._casts["cpu", torch.bfloat16]
+        held = (cache or thread.cache)._casts["cpu", BF16]
         storage = weakref.ref(leaf.untyped_storage())
         assert len(held) == 1
         leaf.data = torch.empty(0)
         assert storage() is None
         assert not held
-        assert cache is None or cache._bytes == 0
-
-
-def test_interrupted_step_outdates_casts():
-    """What it has written till then has moved no version, and its post hook never runs."""
-    class Interrupted(WritesThroughData):
-        def step(self, closure=None):
-            leaf.data.fill_(2)
-            raise KeyboardInterrupt
-
-    leaf = weight()
-    leaf.grad = -torch.ones(4, 4)
-    with autocast("cpu"):
-        torch.mm(X, leaf)
-        with pytest.raises(KeyboardInterrupt):
-            Interrupted([leaf]).step()
-        assert torch.mm(X, leaf)[0, 0] == 8
 
 
 # A cache that outlives the region
@@ -177,31 +156,6 @@ def test_cache_switched_off_by_a_region_of_torch_inside():
         assert cache.info() == CacheInfo(1, 32, 0, 1)
 
 
-def test_byte_budget_drops_the_least_recently_used():
-    first, second, third = weight(), weight(), weight()
-    cache = WeightCache(max_bytes=64)
-    with autocast("cpu", cache=cache):
-        for leaf in (first, second, first, third):      # 32 bytes each: the third takes the second's place
-            torch.mm(X, leaf)
-        assert cache.info() == CacheInfo(2, 64, 1, 3)
-        torch.mm(X, first)
-        assert cache.info().hits == 2
-        torch.mm(X, second)
-        assert cache.info() == CacheInfo(2, 64, 2, 4)
-        torch.mm(X, third)
-        assert cache.info().misses == 5
-
-
-def test_byte_budget_too_small_for_a_weight():
-    leaf, cache = weight(), WeightCache(max_bytes=31)
-    with autocast("cpu", cache=cache):
-        torch.mm(X, leaf).float().sum().backward()
-        torch.mm(X, leaf).float().sum().backward()
-    assert torch.equal(leaf.grad, torch.full((4, 4), 4.0))
-    assert cache.info() == CacheInfo(0, 0, 0, 2)
-    assert uses(autocast, leaf, cache=WeightCache(max_bytes=0)) == 3
-
-
 def kept_across(leaf) -> bool:
     """Whether the cast of a weight made in one region serves in the next."""
     cache = WeightCache()
@@ -249,19 +203,6 @@ def test_frozen_weight_whose_memory_others_have_is_not_kept_at_all():
     assert uses(autocast, leaf, cache=WeightCache()) == 1
 
 
-def test_step_captured_into_a_graph_ends_keeping(monkeypatch):
-    """Its replays write to the weights and call no hook."""
-    leaf = weight()
-    assert kept_across(leaf)
-    monkeypatch.setattr(optimizer_steps.seen, "captured", False)
-    with monkeypatch.context() as patch:
-        patch.setattr(optimizer_steps, "capturing", lambda: True)
-        optimizer = torch.optim.SGD([other := weight()], lr=1.0)
-        other.grad = torch.zeros(4, 4)
-        optimizer.step()
-    assert not kept_across(leaf)
-
-
 def test_any_collective_ends_keeping():
     """None of them moves a version, and each may have written to any weight."""
     leaf, cache = weight(), WeightCache()
@@ -286,79 +227,21 @@ def test_any_collective_ends_keeping():
     assert [hits(), hits()] == [5, 6]
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")       # Python 3.12+ about forks beside threads
-@pytest.mark.parametrize("held", ["cache", "steps"])
-def test_step_in_a_child_forked_while_a_thread_held_the_lock(held):
-    leaf, cache = weight(), WeightCache()
-    leaf.grad = torch.zeros(4, 4)
-    optimizer = torch.optim.SGD([leaf])
-    with autocast("cpu", cache=cache):
-        torch.mm(X, leaf)
-    locked, forked = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with cache._lock if held == "cache" else optimizer_steps.seen.lock:
-            locked.set()
-            forked.wait()
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    locked.wait()
-    child = os.fork()
-    if child == 0:
-        try:
-            signal.alarm(20)
-            optimizer.step()
-            os._exit(0 if cache.info() == CacheInfo(0, 0, 0, 1) else 1)
-        finally:
-            os._exit(2)
-    forked.set()
-    thread.join()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-@pytest.mark.parametrize("verify", [0, -1, 1.5, "all", None])
-def test_verify_that_is_none(verify):
-    with pytest.raises(ValueError, match=rf"verify is {verify!r}; expected True to compare every element"):
-        WeightCache(verify=verify)
-
-
-def test_verify_takes_what_is_right():
-    """NaN is NaN, an empty weight has nothing to compare, and a layout of its own does not matter."""
-    for leaf in (Parameter(torch.full((4, 4), float("nan"))), Parameter(torch.ones(0, 4).t()), weight(False)):
-        for verify in (True, 2, 100):
-            cache = WeightCache(verify=verify)
-            for _ in range(2):
-                with autocast("cpu", cache=cache):
-                    torch.mm(X, leaf)
-                    torch.mm(X, leaf)
-            assert cache.info().hits == 3
-            assert repr(cache).startswith(f"WeightCache(max_bytes=None, verify={verify})")
-            assert copy.copy(cache).verify == verify
-
-
-@pytest.mark.parametrize("bound", [-1, 1.5, "many", True])
-def test_byte_budget_that_is_none(bound):
-    with pytest.raises(ValueError, match=rf"max_bytes is {bound!r}; expected a number of bytes, 0 or more, or None"):
-        WeightCache(bound)
-
-
 def test_cache_says_what_it_holds():
-    cache = WeightCache(max_bytes=1024)
+    cache = WeightCache()
     with autocast("cpu", cache=cache):
         torch.mm(X, weight_kept := weight())
-    assert repr(cache) == "WeightCache(max_bytes=1024): CacheInfo(entries=1, bytes=32, hits=0, misses=1)"
+    assert repr(cache) == "WeightCache(): CacheInfo(entries=1, bytes=32, hits=0, misses=1)"
     cache.clear()
     assert cache.info() == CacheInfo(0, 0, 0, 1)
     assert weight_kept.grad is None
 
 
 def test_copies_and_pickles_start_empty():
-    cache = WeightCache(max_bytes=1024)
+    cache = WeightCache()
     with autocast("cpu", cache=cache):
         torch.mm(X, kept := weight())
     for other in (copy.deepcopy(cache), copy.copy(cache), pickle.loads(pickle.dumps(cache))):
-        assert (other.max_bytes, other.info()) == (1024, CacheInfo(0, 0, 0, 0))
+        assert other.info() == CacheInfo(0, 0, 0, 0)
     assert cache.info().entries == 1
     assert kept.grad is None

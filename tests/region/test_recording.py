@@ -17,7 +17,7 @@ import ampkit
 from ampkit import Policy, Rule, WeightCache, autocast, record_casts
 from ampkit.region import recording, snapshot
 from ampkit.region.mode import AutocastMode
-from ampkit.region.region_cache import RegionCache
+from ampkit.region.weight_cache import RegionCache
 from ampkit.torch_internals import dispatcher
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -79,7 +79,7 @@ def test_calls_in_order_with_rule_place_and_reason(net):
 
 
 @pytest.mark.parametrize("base", [Policy.default, Policy.torch])
-@pytest.mark.parametrize("make_cache", [lambda: None, WeightCache, lambda: WeightCache(max_bytes=200)])
+@pytest.mark.parametrize("make_cache", [lambda: None, WeightCache])
 def test_casts_are_those_that_torch_makes(net, base, make_cache):
     cache, policy = make_cache(), base("cpu")
 

@@ -14,8 +14,8 @@ from ampkit import Policy, Rule, WeightCache, autocast
 from ampkit.policy.op_table import resolve
 from ampkit.policy.operator_kernels import source
 from ampkit.region import specialised
-from ampkit.region.region_cache import RegionCache
 from ampkit.region.thread_state import thread
+from ampkit.region.weight_cache import RegionCache
 from ampkit.torch_internals import dispatcher
 from ampkit.torch_internals.bindings import NAMES, binding
 from ampkit.torch_internals.kernels import GENERAL, install

@@ -132,7 +132,7 @@ def test_module_rules_in_several_threads():
 def test_cache_shared_by_several_threads():
     layers = [nn.Linear(8, 8) for _ in range(6)]
     expected = [layer(torch.ones(1, 8)).bfloat16() for layer in layers]
-    cache = WeightCache(max_bytes=400)      # three layers' worth, so that threads evict each other's casts
+    cache = WeightCache()
 
     def call(together):
         together.wait(20)
@@ -142,11 +142,9 @@ def test_cache_shared_by_several_threads():
                     out = layer(torch.ones(1, 8))
                 out.float().sum().backward()
                 torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)
-        return cache.info().bytes
+            cache.clear()       # amid the uses of the other threads
 
-    assert all(held <= 400 for held in in_threads([call] * 4))
-    info = cache.info()
-    assert info.bytes == sum(entry.nbytes for entry in cache._entries.values()) <= 400
+    in_threads([call] * 4)
 
 
 def test_gradients_of_threads_that_share_a_cache_add_up():

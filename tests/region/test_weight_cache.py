@@ -5,7 +5,6 @@ counted them would keep the cache from being used.
 """
 
 import threading
-import weakref
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from torch.nn import Parameter
 from ampkit import WeightCache, autocast, clear_autocast_cache
 from ampkit.region.weight_cache import CacheInfo
 from tests.helpers.regions import BF16, FP16, like_torch
-from tests.helpers.weights import REGIONS, WRITES, WritesThroughData, X, both, copies, uses, weight
+from tests.helpers.weights import REGIONS, WRITES, X, both, copies, uses, weight
 
 # What is kept
 
@@ -189,29 +188,6 @@ def test_write_inside_a_region_is_seen(write):
             assert torch.mm(X, leaf)[0, 0] == expected
 
 
-OPTIMIZERS = {
-    "through .data": WritesThroughData,
-    "SGD": lambda p: torch.optim.SGD(p, lr=1.0),
-    "SGD fused": lambda p: torch.optim.SGD(p, lr=1.0, fused=True),
-    "SGD foreach": lambda p: torch.optim.SGD(p, lr=1.0, foreach=True),
-    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1.0, fused=True, weight_decay=0.0),
-    "Adam": lambda p: torch.optim.Adam(p, lr=1.0),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("cache", ["region", "explicit"])
-def test_optimizer_step_inside_a_region_is_seen(name, cache):
-    """A cast made before the write is out of date. The hook on `step` sees also what moves no version counter."""
-    leaf = weight()
-    leaf.grad = -torch.ones(4, 4)
-    optimizer = OPTIMIZERS[name]([leaf])
-    with autocast("cpu", cache=WeightCache() if cache == "explicit" else None):
-        torch.mm(X, leaf)
-        optimizer.step()
-        assert torch.mm(X, leaf)[0, 0] == 8
-
-
 def test_data_written_in_place_needs_a_clear():
     """What nothing can see: a write through `.data` moves no counter and no address. torch.amp misses it as well."""
     for region, clear in ((torch.autocast, torch.clear_autocast_cache), (autocast, clear_autocast_cache)):
@@ -267,19 +243,6 @@ def test_casts_that_torch_made_inside_do_not_outlive_our_region():
     leaf.detach().fill_(2.0)
     with torch.autocast("cpu"):
         assert torch.mm(X, leaf)[0, 0] == 8
-
-
-def test_optimizer_step_frees_what_it_outdates():
-    leaf, cache = weight(), WeightCache()
-    with autocast("cpu", cache=cache):
-        torch.mm(X, leaf)
-    leaf.grad = torch.zeros(4, 4)
-    (entry,) = cache._entries.values()
-    cast = weakref.ref(entry.cast)
-    del entry
-    torch.optim.SGD([leaf]).step()
-    assert not cache._entries
-    assert cast() is None
 
 
 def test_regions_of_two_dtypes():

@@ -129,7 +129,7 @@ def policies(model: Net) -> Policy:
 def train() -> GradScaler:
     """The loop, with everything that a scaler can do."""
     model = Net()
-    cache = WeightCache(max_bytes=2**20)
+    cache = WeightCache()
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
     scaler = GradScaler("cpu", loss_scale=DynamicLossScale(init_scale=2.0**8), on_stuck="raise")
