@@ -139,7 +139,7 @@ def everything() -> dict[str, Any]:
                 hooked._global_forward_hooks_always_called,
             )
         ],
-        "modules": (len(thread.regions), len(thread.followed), len(thread.modules)),
+        "modules": (len(thread.regions), thread.module_hooks, len(thread.modules)),
         "record": recording.current(),
     }
 
@@ -168,9 +168,10 @@ def clean_up(native: Any) -> None:
     dispatcher.set_excluded(dispatcher.KEY, False)
     unlisted.include(False)
     policy_guard.write((), anew=True)
-    for watch in list(module_hooks._watches):
+    for watch in list(module_hooks._open):
         watch.remove()
-    del thread.followed[:], thread.modules[:]
+    thread.module_hooks = None
+    del thread.modules[:]
     for kind, enabled, dtype in native:
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)
