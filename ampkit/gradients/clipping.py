@@ -15,7 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ampkit.gradients import kernels, ranks
+import ampkit_kernels
+from ampkit.gradients import ranks
 from ampkit.gradients.collect import Gradients, parameters
 from ampkit.gradients.transfer import moved
 from ampkit.torch_internals.fsdp import is_flat
@@ -97,17 +98,15 @@ def norm_and_factor(
     where `max_norm` is None. One device's plain gradients get both from one launch.
     """
     grads = gradients.by_device.get(inv_scale.device)
-    if grads is not None and isinstance(max_norm, float | int) and _is_whole(gradients, across):
-        found = kernels.norm_and_clip_factor(grads, inv_scale, found_inf[inv_scale.device], norm_type, max_norm)
-        if found is not None:
-            return found
-    norm = total_norm(gradients, inv_scale, found_inf, norm_type, across)
+    if grads is not None and len(gradients.by_device) == 1 and not gradients.shards and not across:
+        ops, flag = ampkit_kernels.backend(inv_scale), found_inf[inv_scale.device]
+        is_flat_list = type(grads) is ampkit_kernels.FlatList   # where Triton runs
+        if is_flat_list and isinstance(max_norm, float | int) and norm_type in ops.KERNEL_NORMS:
+            return ops.norm_and_clip_factor(grads, inv_scale, flag, norm_type, max_norm)
+        norm = ops.norm_and_check(grads, inv_scale, flag, norm_type)
+    else:
+        norm = total_norm(gradients, inv_scale, found_inf, norm_type, across)
     return norm, inv_scale if max_norm is None else inv_scale * coefficient(norm, max_norm)
-
-
-def _is_whole(gradients: Gradients, across: Sequence[Any]) -> bool:
-    """Whether all gradients are on one device of this rank."""
-    return len(gradients.by_device) == 1 and not gradients.shards and not across
 
 
 def total_norm(
@@ -151,11 +150,12 @@ def _local_norm(
     found_inf: Mapping[torch.device, Tensor],
     norm_type: float,
 ) -> Tensor:
-    with torch.set_grad_enabled(False):  # torch.no_grad() at half its cost
-        norms = [
-            kernels.norm_and_check(grads, moved(inv_scale, device), found_inf[device], norm_type)
-            for device, grads in by_device.items()
-        ]
+    norms = [
+        ampkit_kernels.backend(found_inf[device]).norm_and_check(
+            grads, moved(inv_scale, device), found_inf[device], norm_type
+        )
+        for device, grads in by_device.items()
+    ]
     return _joined([moved(norm, inv_scale.device) for norm in norms], norm_type)
 
 
@@ -170,9 +170,9 @@ def _joined(norms: Sequence[Tensor], norm_type: float) -> Tensor:
 def multiply_(gradients: Gradients, factor: Tensor, found_inf: Mapping[torch.device, Tensor]) -> None:
     """Multiply every gradient by a 0-d factor, unless the factor is 1 or its device's flag is set. Never syncs."""
     factor = factor.float()
-    with torch.set_grad_enabled(False):
-        for device, tensors in gradients.by_device.items():
-            kernels.multiply_(tensors, moved(factor, device), found_inf.get(device))
+    for device, tensors in gradients.by_device.items():
+        local = moved(factor, device)
+        ampkit_kernels.backend(local).multiply_(tensors, local, found_inf.get(device))
 
 
 def clamp_(gradients: Gradients, clip_value: float) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampkit.gradients.masters import masters_of
+
 Closure = Callable[[], Any]
 
 
@@ -21,8 +23,8 @@ class NonFiniteEvaluation(Exception):
     """Leaves an optimizer's `step` from inside its closure; never reaches the user."""
 
 
-def take(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:
-    """The closure among the arguments of `step`, by keyword or as first positional argument."""
+def extract(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:
+    """Return the closure among the arguments of `step`, by keyword or as first positional argument."""
     if kwargs.get("closure") is not None:
         return kwargs["closure"]
     if args and callable(args[0]):
@@ -30,8 +32,8 @@ def take(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:
     return None
 
 
-def put(closure: Closure, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same arguments with another closure in the place where `take` found one."""
+def replace(closure: Closure, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same arguments with another closure in the place where `extract` found one."""
     if kwargs.get("closure") is not None:
         return args, {**kwargs, "closure": closure}
     return (closure, *args[1:]), kwargs
@@ -72,6 +74,9 @@ class Snapshot:
             param.copy_(before)
         self._optimizer.state.clear()
         self._optimizer.state.update(self._state)
+        masters = masters_of(self._optimizer)
+        if masters is not None:     # the model holds the values of the last evaluation
+            masters.write_back_()
 
 
 def _evaluates_first(optimizer: Any) -> bool:

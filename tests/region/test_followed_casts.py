@@ -363,7 +363,7 @@ def test_copies_follow_nothing() -> None:
 
 
 def test_step_that_is_interrupted_while_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ampkit.gradients import kernels
+    import ampkit_kernels as kernels
 
     model, cache = model_of(), WeightCache(verify=True)
     optimizer = ampkit.optim.AdamW(model.parameters(), lr=0.1)

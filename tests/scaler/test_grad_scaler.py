@@ -331,7 +331,7 @@ def test_our_methods_when_disabled() -> None:
     assert param.grad.item() == pytest.approx(2.0)
     scaler.clip_grad_value_(optimizer, 0.5)
     assert param.grad.item() == 0.5
-    assert not scaler.skipped(optimizer)
+    assert not scaler.found_inf(optimizer)
     assert scaler.stepped(optimizer)
     assert scaler.stats().scale == 1.0
     assert scaler.history == []

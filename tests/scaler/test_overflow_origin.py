@@ -371,7 +371,7 @@ def test_graphs_are_looked_at_until_a_step_is_taken_and_after_one_was_skipped(mo
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = GradScaler("cpu", 1.0)
     looked = []
-    monkeypatch.setattr("ampkit.scaler.backward_order.uses_of_leaves", lambda losses: looked.append(1) or {})
+    monkeypatch.setattr("ampkit.scaler.overflow_report.uses_of_leaves", lambda losses: looked.append(1) or {})
     plant_nonfinite(model.weight, 3)
     counts = []
     for _ in range(6):

@@ -64,7 +64,7 @@ def test_fifty_steps_of_a_model(dtype, fused, clip) -> None:
             scaler.step(optimizer)
             scaler.update()
         (mine, optimizer, ours), (theirs, _, torchs) = lanes[True], lanes[False]
-        skipped = bool(ours.skipped(optimizer))
+        skipped = bool(ours.found_inf(optimizer))
         skips += skipped
         assert equal_bits(losses[True], losses[False]), step
         for (name, a), b in zip(mine.named_parameters(), theirs.parameters(), strict=True):

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, assert_type
 
 import torch
+from ampkit.scaler.overflow import LossScaleStuckError
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler as TorchScaler
 
@@ -24,7 +25,6 @@ from ampkit import (
     amp,
     autocast,
     check_half,
-    check_ranks,
     checkpoint,
     checkpoint_context_fn,
     clear_autocast_cache,
@@ -38,7 +38,6 @@ from ampkit import (
     optim,
     record_casts,
     register_op,
-    scheduler_step,
     unwrap_forward,
     wrap_forward,
 )
@@ -48,7 +47,6 @@ from ampkit.policy.policy import Explanation
 from ampkit.region.cast_record import CastRecord, RecordedCall
 from ampkit.region.weight_cache import CacheInfo
 from ampkit.scaler.history import ScalerStats
-from ampkit.scaler.overflow import LossScaleStuckError
 from ampkit.scaler.overflow_report import OverflowReport
 from ampkit.whole_model.check_half import HalfReport
 
@@ -150,8 +148,9 @@ def train() -> GradScaler:
             assert_type(scaler.step(optimizer), float | None)
             scaler.update()
             assert_type(scaler.stepped(optimizer), bool)
-            assert_type(scaler.skipped(optimizer), Tensor)
-            assert_type(scheduler_step(schedule, scaler), bool)
+            assert_type(scaler.found_inf(optimizer), Tensor)
+            assert_type(scaler.stepped(optimizer), bool)
+            schedule.step()
     except LossScaleStuckError:
         raise
     assert_type(scaler.scale([torch.ones((), requires_grad=True)]), list[Tensor])
@@ -163,7 +162,7 @@ def train() -> GradScaler:
     assert_type(scaler.state_dict(), dict[str, Any])
     assert_type(cache.info(), CacheInfo)
     torch_scaler: TorchScaler = scaler
-    check_ranks(scaler)
+    scaler.check_ranks()
     for strategy in (StaticLossScale(2.0), NoOpLossScale()):
         GradScaler("cpu", loss_scale=strategy).load_state_dict(GradScaler("cpu", loss_scale=strategy).state_dict())
     assert_type(optimizer.step(), None)

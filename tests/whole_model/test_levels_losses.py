@@ -152,7 +152,7 @@ def test_an_overflow_skips_one_step_and_lowers_the_scale(
         now = [list(model.parameters()), list(optimizer.state.values())]
         same = all(torch.equal(a, b) for a, b in zip(now[0], before[0], strict=True))
         assert same is bad
-        assert bool(scaler.skipped(optimizer)) is bad
+        assert bool(scaler.found_inf(optimizer)) is bad
         assert scaler.get_scale() == (scale / 2 if bad else scale)
         if bad:
             for old, new in zip(before[1], now[1], strict=True):
@@ -237,7 +237,7 @@ def test_an_overflow_skips_every_optimizer_of_its_loss(opt_level: str, fused: bo
                 optimizer.zero_grad()
 
         assert moved(optimizers, iteration) == [not huge] * 2
-        assert [bool(loss_scalers()[0].skipped(optimizer)) for optimizer in optimizers] == [huge] * 2
+        assert [bool(loss_scalers()[0].found_inf(optimizer)) for optimizer in optimizers] == [huge] * 2
     assert loss_scalers()[0].stats().scale == 2.0**7
 
 
