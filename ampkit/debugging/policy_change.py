@@ -58,7 +58,7 @@ class PolicyChange:
         return None
 
     def policy(self, model: Module) -> Policy:
-        """The policy that `code` makes, with rules for modules of `model`."""
+        """The policy that `code` makes."""
         policy = Policy.default(self.device)
         if self.operators:
             policy = policy.with_rules(dict.fromkeys(self.operators, Rule.FLOAT32))
