@@ -76,8 +76,7 @@ def advice(finding: Finding) -> Suggestion:
     if cause.kind == "uninitialised":
         return Suggestion("write to the memory before it is read", evidence=f"{origin.op} fills nothing in")
     if cause.kind == "unknown":
-        return Suggestion("none is known: find_nonfinite(step, model) looks for the cause",
-                          evidence="the inputs were not looked at")
+        return Suggestion("none is known", evidence="the operator could not be run again to see why")
     if cause.kind == "overflow" and origin.op == "aten::_to_copy":
         return Suggestion("keep it in float32, or clamp it before the cast: x.clamp(-m, m) with m = "
                           f"torch.finfo(torch.{origin.dtype}).max", evidence="the value does not fit the dtype")
@@ -116,8 +115,8 @@ def advice_on_precision(report: PrecisionReport) -> Suggestion:
     if one is not None and one.unmoved > 0.5:
         return Suggestion(f"keep what {one.file}:{one.line} updates in float32, and cast a copy of it to {one.dtype}",
                           evidence=f"{one.unmoved:.0%} of the update is less than half a unit in the last place")
-    where = "" if one is None or not one.line else f"compute {one.file}:{one.line} in float32, with .float(): "
-    return Suggestion(f"{where}search_policy looks for the smallest part", evidence="not verified")
+    where = "" if one is None or not one.line else f"compute {one.file}:{one.line} in float32, with .float()"
+    return Suggestion(where or "keep more of the model in float32", evidence="not verified")
 
 
 def _excess(finding: Finding) -> float:
