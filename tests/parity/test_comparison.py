@@ -156,7 +156,7 @@ def test_rules_can_be_read_and_changed(linear: nn.Linear) -> None:
     assert policy.explain("aten::linear").layer == "with_rules[0]"
     with autocast("cpu", BF16, policy=policy):
         assert linear(X).dtype is FP32
-    with autocast("cpu", BF16, policy=Policy.default("cpu").for_modules({nn.Linear: FP32})):
+    with autocast("cpu", BF16, policy=Policy.default("cpu").for_modules(linear, {nn.Linear: FP32})):
         assert linear(X).dtype is FP32
 
 
