@@ -1,4 +1,4 @@
-"""Where Triton serves the scale's device: what an iteration launches, and that single numbers keep their bits.
+"""What an iteration launches where Triton runs on the scale's device, and that single numbers keep their bits.
 
 Kernels over gradients do not run here, only the few that compute with single numbers.
 """
@@ -116,7 +116,7 @@ def test_the_kernel_that_counts_is_loaded_by_the_first_update(launches) -> None:
 
 @pytest.mark.parametrize("size", [0, 5])
 def test_counting_in_one_launch_gives_the_same_counts(launches, size: int) -> None:
-    """Beside the operators that the launch stands for, with no, one and several steps between updates."""
+    """Beside the operators that the launch replaces, with no, one and several steps between updates."""
     ours, theirs = History(torch.device("cpu"), size), History(torch.device("cpu"), size)
     theirs.triton = None
     generator = torch.Generator().manual_seed(0)

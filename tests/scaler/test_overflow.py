@@ -1,4 +1,4 @@
-"""Reports that name the parameters behind a skipped step, and the alarm for a collapsed scale."""
+"""Reports that name the parameters behind a skipped step, and `on_stuck` for a collapsed scale."""
 
 import math
 

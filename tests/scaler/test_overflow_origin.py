@@ -142,7 +142,7 @@ def test_the_origin_is_where_hooks_see_the_first_bad_gradient(name: str, path: s
     report = scaler.overflow_report()
     bad = [module for module, finite in seen if not finite]
     assert len(report) == len(bad)
-    if not bad:     # the first layer's input: nobody's gradient
+    if not bad:     # the first layer's input is no parameter
         return
     before = [module for module, _ in seen[: seen.index((bad[0], False))]]
     assert report.first_bad == (bad[0],)
@@ -298,7 +298,7 @@ def test_the_first_overflow_of_a_growing_scale_is_named(path: str) -> None:
     report = scaler.overflow_report()
     bad = [module for module, finite in seen if not finite]
     first = seen.index((bad[0], False))
-    assert bad[0] in map(module_of, (culprit.name for culprit in report.origin))
+    assert bad[0] in map(module_of, (gradient.name for gradient in report.origin))
     before = [module for module, _ in seen[:first] if module != bad[0]]
     # a parameter of one of these, where another of the same module is bad
     assert report.finite_down_to in before[-1:] or module_of(str(report.finite_down_to)) in (*before[-1:], bad[0])

@@ -82,37 +82,37 @@ def test_a_distributed_checkpoint_brings_every_count_to_a_fresh_scaler(tmp_path,
 
 
 @BOTH
-@pytest.mark.parametrize("twin_of", [lambda s: pickle.loads(pickle.dumps(s)), copy.deepcopy], ids=["pickle", "copy"])
-def test_pickle_and_deepcopy(cls, twin_of) -> None:
-    lazy = twin_of(cls("cpu", 4.0))
+@pytest.mark.parametrize("copied", [lambda s: pickle.loads(pickle.dumps(s)), copy.deepcopy], ids=["pickle", "copy"])
+def test_pickle_and_deepcopy(cls, copied) -> None:
+    lazy = copied(cls("cpu", 4.0))
     assert lazy.get_scale() == 4.0
     scaler = started(cls, 4.0)
     _, optimizer = one_parameter(grad=1.0)
     scaler.step(optimizer)
     with pytest.raises(AssertionError, match="may only be pickled at the beginning of an iteration, or at the end"):
-        twin_of(scaler)
+        copied(scaler)
     scaler.update()
-    twin = twin_of(scaler)
-    assert twin.state_dict() == scaler.state_dict()
+    again = copied(scaler)
+    assert again.state_dict() == scaler.state_dict()
     _, optimizer = one_parameter(grad=float("inf"))
-    twin.scale(torch.ones((), requires_grad=True))
-    twin.step(optimizer)
-    twin.update()
-    assert (twin.get_scale(), scaler.get_scale()) == (2.0, 4.0), "a twin lives its own life"
+    again.scale(torch.ones((), requires_grad=True))
+    again.step(optimizer)
+    again.update()
+    assert (again.get_scale(), scaler.get_scale()) == (2.0, 4.0), "the two are independent"
 
 
 @BOTH
-@pytest.mark.parametrize("twin_of", [lambda s: pickle.loads(pickle.dumps(s)), copy.deepcopy], ids=["pickle", "copy"])
-def test_pickle_and_deepcopy_between_scale_and_step(cls, twin_of) -> None:
-    """The twin is at the beginning of an iteration, and knows nothing of the original's losses."""
+@pytest.mark.parametrize("copied", [lambda s: pickle.loads(pickle.dumps(s)), copy.deepcopy], ids=["pickle", "copy"])
+def test_pickle_and_deepcopy_between_scale_and_step(cls, copied) -> None:
+    """The copy is at the beginning of an iteration, and knows nothing of the original's losses."""
     scaler = cls("cpu", 4.0)
     param, optimizer = one_parameter()
     loss = scaler.scale(param.sum())
-    twin = twin_of(scaler)
-    assert twin.state_dict() == scaler.state_dict()
-    assert cls is torch.amp.GradScaler or (twin._scale_calls, twin._largest_norm) == (0, None)
+    again = copied(scaler)
+    assert again.state_dict() == scaler.state_dict()
+    assert cls is torch.amp.GradScaler or (again._scale_calls, again._largest_norm) == (0, None)
     with pytest.raises(AssertionError, match="Attempted step but _scale is None"):
-        twin.step(optimizer)
+        again.step(optimizer)
     loss.backward()
     scaler.step(optimizer)
     scaler.update()
