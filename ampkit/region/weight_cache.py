@@ -206,7 +206,7 @@ class RegionCache:
         self._casts: dict[tuple[str, torch.dtype], _Casts] = {}
         self.latest: Any = None             # of the modes, the one that a region had last
         self.modes: dict[Any, Any] = {}     # the dispatch modes that cast for this cache, by policies; see `stack`
-        watch_steps()
+        watch_steps(self)
 
     @property
     def hits(self) -> int:
