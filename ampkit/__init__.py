@@ -12,7 +12,6 @@ from ampkit.region.autocast import (
     get_autocast_dtype,
     is_autocast_enabled,
 )
-from ampkit.region.checkpointing import checkpoint, checkpoint_context_fn
 from ampkit.region.custom_function import custom_bwd, custom_fwd
 from ampkit.region.forward_wrapper import unwrap_forward, wrap_forward
 from ampkit.region.recording import record_casts
@@ -45,8 +44,6 @@ __all__ = [
     "autocast",
     "check_half",
     "check_ranks",
-    "checkpoint",
-    "checkpoint_context_fn",
     "clear_autocast_cache",
     "custom_bwd",
     "custom_fwd",

@@ -7,6 +7,7 @@ and a decorated function may recurse. `stack` changes and restores the state, `m
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, ParamSpec, Self, TypeVar
 
@@ -19,7 +20,7 @@ from ampkit.region.arguments import autocast_device_type, checked_spec, float32_
 from ampkit.region.decorate import in_region
 from ampkit.region.module_hooks import Watch, leave_interrupted
 from ampkit.region.spec import RegionSpec
-from ampkit.region.stack import depth_without, leave_down_to, leave_ended, push
+from ampkit.region.stack import RegionOrderError, leave_down_to, leave_ended, pop, push
 from ampkit.region.thread_state import thread
 from ampkit.region.weight_cache import WeightCache
 from ampkit.torch_internals.dynamo import dynamo_skip, tracing
@@ -127,28 +128,28 @@ class autocast:
             graph_modules.enter(self.spec, root)
         else:
             leave_interrupted()
-            push(self.spec, root, Watch)
+            stack = thread.regions
+            depth = len(stack)
+            try:
+                push(self.spec, functools.partial(Watch, root=root))
+            except BaseException:       # of a signal handler, as `push` returns
+                leave_down_to(stack, depth)
+                raise
         return self
 
     enter = __enter__       # paths of `Policy.for_modules` count from `root`, where one is given
 
     @dynamo_skip
     def __exit__(self, exc_type: Any = None, exc_value: Any = None, traceback: Any = None) -> Literal[False]:
-        depth = None
         try:
             if tracing():
                 graph_modules.leave(self.spec)
-                return False
-            stack, spec = thread.regions, self.spec
-            innermost = bool(stack) and stack[-1].spec is spec and not stack[-1].exit_pending
-            depth = len(stack) - 1 if innermost else depth_without(spec, stack, exc_type)
-            leave_down_to(stack, depth)
-        except BaseException as error:      # an interrupt before or during the leave
-            stack, spec = thread.regions, self.spec
-            if depth is None and type(error) is not RuntimeError:
-                depth = depth_without(spec, stack, exc_type)
-            if depth is not None:
-                leave_down_to(stack, depth)
+            else:
+                pop(self.spec, exc_type)
+        except RegionOrderError:
+            raise
+        except BaseException as error:      # of a signal handler, before or while the region is left
+            pop(self.spec, type(error))
             raise
         return False
 

@@ -23,7 +23,7 @@ class Region(AbstractContextManager[Any], Protocol):
     spec: RegionSpec
 
     def enter(self, root: Module | None = None) -> Any: ...
-    def leave(self) -> Any: ...
+    def leave(self, exc_type: type[BaseException] | None = None) -> Any: ...
 
 
 def in_region(region: Region, func: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,9 +57,12 @@ def _plain(region: Region, func: Callable[..., Any]) -> Any:
             root = args[0]      # a module's own forward: its children's paths count from it
         region.enter(root)      # not `with`: torch.compile traces no context manager that was made outside
         try:
-            return func(*args, **kwargs)
-        finally:
-            region.leave()
+            output = func(*args, **kwargs)
+        except BaseException as error:
+            region.leave(type(error))
+            raise
+        region.leave()
+        return output
 
     return wrapper
 

@@ -40,7 +40,7 @@ class Watch:
     Paths count from `root`; if that is None, from the outermost module called in the region.
     """
 
-    def __init__(self, policy: Policy, root: Module | None) -> None:
+    def __init__(self, policy: Policy, root: Module | None = None) -> None:
         self.followed = thread.followed
         self.modules = thread.modules
         self.n_followed = len(self.followed)
@@ -129,7 +129,7 @@ def _enter(module: Module, args: Any) -> None:
     region = None if value is None else _region(policy, value)
     try:
         if region is not None:
-            push(region, root, Watch)
+            push(region, functools.partial(Watch, root=root))
         thread.modules.append(Called(module, region, sys._getframe(1)))
     except BaseException:
         if region is not None and is_entered(region):

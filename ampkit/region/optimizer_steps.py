@@ -7,6 +7,7 @@ hook, and casts made amid a step, in a closure, are invalid after it.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any, Protocol
 
@@ -46,7 +47,8 @@ def period() -> object:
 def watch_steps(cache: Cache) -> None:
     """See the steps from now on, and clear a cache at each, as long as it lives."""
     key = id(cache)
-    _caches[key] = weakref.ref(cache, lambda _: _caches.pop(key, None) and None)
+    # No Python in the callback, in which an interrupt would be lost. The dead reference is `pop`'s default.
+    _caches[key] = weakref.ref(cache, functools.partial(_caches.pop, key))
     if not steps.watched:
         steps.watched = True
         register_optimizer_step_pre_hook(_ends_period)

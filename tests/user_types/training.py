@@ -26,7 +26,6 @@ from ampkit import (
     check_half,
     check_ranks,
     checkpoint,
-    checkpoint_context_fn,
     clear_autocast_cache,
     custom_bwd,
     custom_fwd,
