@@ -61,8 +61,6 @@ class Case(ABC):
     seconds: float = 2.0
     sample_seconds: float = 0.0
     events: bool = False            # whether a GPU's own clock takes the times
-    size: float | None = None       # what "cost against size" plots it over, with `size_name`
-    size_name: str = ""
 
     @abstractmethod
     def sides(self, device: torch.device) -> dict[str, Side]:

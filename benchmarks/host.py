@@ -98,7 +98,6 @@ class Host(Case):
     base: str = TORCH_OPERATORS
     everyday: bool = False
     sample_seconds: float = 5e-3
-    size_name: str = "parameters"
 
     def sides(self, device: torch.device) -> dict[str, Side]:
         if find_spec("triton") is None:
@@ -180,7 +179,7 @@ def cases() -> list[Case]:
     def case(job: str, count: int, label: str = "", **more: Any) -> Host:
         name = f"{job}, {count} parameter{'s' * (count > 1)}{label}"
         aims = (Aim(AMPKIT, LIMITS[job], TORCH_OPERATORS),)
-        return Host(name=name, job=job, count=count, size=count, aims=aims, **more)
+        return Host(name=name, job=job, count=count, aims=aims, **more)
 
     found: list[Case] = [case(job, count) for job in LIMITS for count in SIZES]
     found += [case(job, 1000, ", moving gradients", moving=True) for job in LIMITS]

@@ -22,14 +22,10 @@ from benchmarks.parameter_lists import LISTS, REHEARSAL, Shape
 from benchmarks.work import Work
 
 Job = Callable[[], object]
+Made = tuple[dict[str, Job], list[Tensor]]      # a job's sides, and the tensors that it writes and that can be compared
 FOREACH, COPY = "torch foreach", "copy of as many bytes"
 MAX_NORM = 1.0
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-JOBS: dict[str, tuple[str, ...]] = {
-    "unscale": ("fp32", "fp16", "bf16"), "unscale into float32": ("fp16", "bf16"),
-    "unscale + clip": ("fp32", "fp16", "bf16"), "unscale + clip, factor 1": ("fp32",), "cast to half": ("fp32",),
-    "SGD step": ("fp32",), "AdamW step": ("fp32",), "clip + AdamW": ("fp32", "bf16"),
-}
 IN_HALF = ("GPT-2 124M", *REHEARSAL)
 MOVING = ("GPT-2 124M", "5000 tiny", *REHEARSAL)
 # (list, job): (side, upper limit of ampkit's time over that side's), for float32 on one H200; set before measuring.
@@ -95,16 +91,17 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def unscale(m: Material) -> dict[str, Job]:
+def unscale(m: Material) -> Made:
     """Unscaling in place."""
     return {
         AMPKIT: lambda: kernels.unscale_(m.grads, m.inv_scale, m.found_inf, impl=m.impl),
         TORCH_OPERATORS: lambda: torch_unscale(m),
-    }
+    }, m.grads
 
 
-def unscale_into(m: Material, masters: list[Tensor]) -> dict[str, Job]:
+def unscale_into(m: Material) -> Made:
     """Half gradients to unscaled float32 gradients of master weights."""
+    masters = m.states(torch.float32)
 
     def theirs() -> None:
         torch._foreach_copy_(masters, m.grads)
@@ -113,11 +110,12 @@ def unscale_into(m: Material, masters: list[Tensor]) -> dict[str, Job]:
     return {
         AMPKIT: lambda: kernels.unscale_into_(m.grads, masters, m.inv_scale, m.found_inf, impl=m.impl),
         TORCH_OPERATORS: theirs,
-    }
+    }, masters
 
 
-def clip(m: Material, max_norm: float = MAX_NORM) -> dict[str, Job]:
+def clip(m: Material, max_norm: float | None = None) -> Made:
     """Unscaling and clipping."""
+    max_norm = MAX_NORM if max_norm is None else max_norm
 
     def ours() -> None:
         norm = kernels.norm_and_check(m.grads, m.inv_scale, m.found_inf, impl=m.impl)
@@ -127,19 +125,20 @@ def clip(m: Material, max_norm: float = MAX_NORM) -> dict[str, Job]:
         torch_unscale(m)
         torch.nn.utils.clip_grad_norm_(m.params, max_norm, foreach=True)
 
-    return {AMPKIT: ours, TORCH_OPERATORS: theirs}
+    return {AMPKIT: ours, TORCH_OPERATORS: theirs}, m.grads
 
 
-def cast(m: Material, copies: list[Tensor]) -> dict[str, Job]:
+def cast(m: Material) -> Made:
     """Master weights to half copies."""
+    copies = m.states(torch.float16)
     masters = [param.detach() for param in m.params]
     return {
         AMPKIT: lambda: kernels.cast_(masters, copies, impl=m.impl),
         TORCH_OPERATORS: lambda: torch._foreach_copy_(copies, masters),
-    }
+    }, copies
 
 
-def sgd(m: Material) -> dict[str, Job]:
+def sgd(m: Material) -> Made:
     """A step of SGD with momentum."""
     masters, buffers = [param.detach() for param in m.params], m.states()
     theirs = torch.optim.SGD(m.params, lr=1e-6, momentum=0.9, fused=True)
@@ -147,7 +146,7 @@ def sgd(m: Material) -> dict[str, Job]:
     def ours() -> None:
         kernels.sgd_(masters, m.grads, buffers, lr=1e-6, momentum=0.9, found_inf=m.found_inf, impl=m.impl)
 
-    return {AMPKIT: ours, TORCH_OPERATORS: theirs.step}
+    return {AMPKIT: ours, TORCH_OPERATORS: theirs.step}, []
 
 
 def our_adamw(m: Material) -> Callable[[Tensor | None], None]:
@@ -164,13 +163,13 @@ def our_adamw(m: Material) -> Callable[[Tensor | None], None]:
     return step
 
 
-def adamw(m: Material) -> dict[str, Job]:
+def adamw(m: Material) -> Made:
     """A step of AdamW."""
     ours = our_adamw(m)
-    return {AMPKIT: lambda: ours(None), TORCH_OPERATORS: torch.optim.AdamW(m.params, lr=1e-6, fused=True).step}
+    return {AMPKIT: lambda: ours(None), TORCH_OPERATORS: torch.optim.AdamW(m.params, lr=1e-6, fused=True).step}, []
 
 
-def clip_adamw(m: Material) -> dict[str, Job]:
+def clip_adamw(m: Material) -> Made:
     """Unscaling, clipping and a step of AdamW."""
     step = our_adamw(m)
 
@@ -190,7 +189,16 @@ def clip_adamw(m: Material) -> dict[str, Job]:
 
     fused = torch.optim.AdamW(m.params, lr=1e-6, fused=True)
     foreach = torch.optim.AdamW(m.params, lr=1e-6, foreach=True)
-    return {AMPKIT: ours, TORCH_OPERATORS: lambda: theirs(fused, True), FOREACH: lambda: theirs(foreach, False)}
+    return {AMPKIT: ours, TORCH_OPERATORS: lambda: theirs(fused, True), FOREACH: lambda: theirs(foreach, False)}, []
+
+
+# The job by name, and the dtypes of the gradients that it is measured with.
+JOBS: dict[str, tuple[Callable[[Material], Made], tuple[str, ...]]] = {
+    "unscale": (unscale, ("fp32", "fp16", "bf16")), "unscale into float32": (unscale_into, ("fp16", "bf16")),
+    "unscale + clip": (clip, ("fp32", "fp16", "bf16")),
+    "unscale + clip, factor 1": (lambda m: clip(m, float("inf")), ("fp32",)), "cast to half": (cast, ("fp32",)),
+    "SGD step": (sgd, ("fp32",)), "AdamW step": (adamw, ("fp32",)), "clip + AdamW": (clip_adamw, ("fp32", "bf16")),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,33 +217,18 @@ class Kernel(Case):
 
     def sides(self, device: torch.device) -> dict[str, Side]:
         m = Material(self.shapes(), device, self.dtype)
-        jobs, written = self._jobs(m)
-        saved = [grad.clone() for grad in m.grads] if written is m.grads and self.job != "unscale" else None
+        jobs, written = JOBS[self.job][0](m)
+        changed = self.job.startswith("unscale + clip") or self.job == "clip + AdamW"
+        saved = [grad.clone() for grad in m.grads] if changed else None
         found = {name: self._side(m, name, job, written, saved) for name, job in jobs.items()}
         if any(aim.side == AMPKIT and aim.base == COPY for aim in self.aims):
             source = torch.empty(m.elements, dtype=self.dtype, device=device)
             target = torch.empty_like(source)
-            found[COPY] = self._side(m, COPY, lambda: target.copy_(source), None, None)
+            found[COPY] = self._side(m, COPY, lambda: target.copy_(source), [], None)
         return found
 
-    def _jobs(self, m: Material) -> tuple[dict[str, Job], list[Tensor] | None]:
-        """The job's sides, and the tensors that it writes and that can be compared."""
-        if self.job == "unscale":
-            return unscale(m), m.grads
-        if self.job == "unscale into float32":
-            masters = m.states(torch.float32)
-            return unscale_into(m, masters), masters
-        if self.job.startswith("unscale + clip"):
-            return clip(m, float("inf") if "factor 1" in self.job else MAX_NORM), m.grads
-        if self.job == "cast to half":
-            copies = m.states(torch.float16)
-            return cast(m, copies), copies
-        if self.job == "clip + AdamW":
-            return clip_adamw(m), m.grads
-        return (sgd if self.job == "SGD step" else adamw)(m), None
-
     def _side(
-        self, m: Material, name: str, job: Job, written: list[Tensor] | None, saved: list[Tensor] | None
+        self, m: Material, name: str, job: Job, written: list[Tensor], saved: list[Tensor] | None
     ) -> Side:
         sets = itertools.cycle([m.grads, [grad.clone() for grad in m.grads]]) if self.moving else None
 
@@ -250,9 +243,7 @@ class Kernel(Case):
                 job()
 
         def result() -> list[Tensor]:
-            if written is None or self.job == "clip + AdamW":
-                return []
-            return norm_of_all(m.grads if self.moving else written)
+            return norm_of_all(m.grads if self.moving else written) if written else []
 
         def facts() -> dict[str, float | int | None]:
             before()
@@ -297,7 +288,7 @@ def cases() -> list[Case]:
     found: list[Case] = []
     for device, lists in (("cuda", LISTS), ("cpu", REHEARSAL)):
         for name, shapes in lists.items():
-            for job, dtypes in JOBS.items():
+            for job, (_, dtypes) in JOBS.items():
                 for dtype in dtypes:
                     plain = dtype == "fp32" or job == "unscale"
                     if not plain and name not in IN_HALF:

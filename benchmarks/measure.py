@@ -44,7 +44,7 @@ def measure(case: Case, device: torch.device, *, effort: float = 1.0, clock: Clo
         "clock": "events" if isinstance(clock, EventClock) else "host",
         "rounds": len(samples[case.base]), "calls": calls,
         "load": load(),
-        "size": case.size, "size_name": case.size_name, "work": None if work is None else asdict(work),
+        "work": None if work is None else asdict(work),
         "sides": {
             name: {**_times(samples[name], samples[case.base]), "facts": side.facts()}
             for name, side in sides.items()

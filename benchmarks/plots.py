@@ -1,4 +1,4 @@
-"""Plots of a result file: ratios with error bars, and cost against size."""
+"""A plot of a result file: ratios with error bars."""
 
 from __future__ import annotations
 
@@ -24,14 +24,12 @@ BASES = (TORCH, TORCH_OPERATORS)
 
 
 def draw(rows: Sequence[Row], folder: Path) -> list[str]:
-    """Write every plot that the rows have data for; returns the file names."""
-    written = []
-    for name, make in (("ratios.png", ratios), ("sizes.png", sizes)):
-        figure = make(rows)
-        if figure is not None:
-            figure.savefig(folder / name, dpi=110)
-            written.append(name)
-    return written
+    """Write the plot if the rows have data for it; returns the file names."""
+    figure = ratios(rows)
+    if figure is None:
+        return []
+    figure.savefig(folder / "ratios.png", dpi=110)
+    return ["ratios.png"]
 
 
 def ratios(rows: Sequence[Row]) -> Figure | None:
@@ -76,38 +74,6 @@ def _ticks(axes: Any) -> None:
     axes.set_xticks(marks, [str(mark) for mark in marks])
     axes.minorticks_off()
     axes.grid(axis="x", alpha=0.3)
-
-
-def sizes(rows: Sequence[Row]) -> Figure | None:
-    """Per series of growing size: time of each side, and its ratio to the base below."""
-    series: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        if row["size"] is not None:
-            series.setdefault((row["family"], row["size_name"]), []).append(row)
-    series = {name: sorted(members, key=lambda row: row["size"]) for name, members in series.items() if members[1:]}
-    if not series:
-        return None
-    figure = Figure(figsize=(3.4 * len(series), 5.5), layout="constrained")
-    grid = figure.subplots(2, len(series), squeeze=False, sharex="col")
-    for column, ((family, size_name), members) in enumerate(series.items()):
-        times, ratio_axes = grid[0][column], grid[1][column]
-        x = [row["size"] for row in members]
-        for side in members[0]["sides"]:
-            found = [row["sides"][side] for row in members]
-            times.plot(x, [one["wall"]["median"] * 1e3 for one in found], "o-", ms=3, color=_colour(side), label=side)
-            ratio = [one["ratio"] for one in found]
-            ratio_axes.plot(x, [one["median"] for one in ratio], "o-", ms=3, color=_colour(side))
-            ratio_axes.fill_between(
-                x, [one["low"] for one in ratio], [one["high"] for one in ratio], color=_colour(side), alpha=0.2
-            )
-        times.set(title=family, xscale="log", yscale="log", ylabel="ms")
-        ratio_axes.set(xlabel=size_name, xscale="log", ylabel=f"ratio to {members[0]['base']}")
-        ratio_axes.axhline(1.0, color=_colour(TORCH), lw=1)
-        if x[-1] < 100 * x[0]:      # less than two decades: a logarithmic axis has too few round ticks
-            ratio_axes.set_xticks(x, [f"{value:g}" for value in x])
-            ratio_axes.minorticks_off()
-        times.legend(fontsize=6)
-    return figure
 
 
 def _colour(side: str) -> str:

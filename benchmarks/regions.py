@@ -195,7 +195,4 @@ def cases() -> list[Case]:
         Operator(name=f"{LINEAR}, with autograd", operator=LINEAR, grad=True),
         Entering(name="make, enter and leave"), Entering(name="disabled, inside another", nested=True),
     ]
-    return found + [
-        WeightCasts(name=f"{count} weights", weights=count, size=count, size_name="weights")
-        for count in (10, 100, 1000)
-    ]
+    return found + [WeightCasts(name=f"{count} weights", weights=count) for count in (10, 100, 1000)]

@@ -5,6 +5,7 @@ Before every sample the gradients are restored, untimed, so that they do not shr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,21 +42,15 @@ class Scaling(Case):
     family: str = "scaler"
 
     def sides(self, device: torch.device) -> dict[str, Side]:
-        ways: dict[str, tuple[type[torch.amp.GradScaler], Callable[..., torch.optim.Optimizer]]] = {
-            TORCH: (torch.amp.GradScaler, Idle), AMPKIT: (GradScaler, Idle),
+        if self.job != "clip + AdamW":
+            return {TORCH: self._side(torch.amp.GradScaler, Idle, device), AMPKIT: self._side(GradScaler, Idle, device)}
+        fused = functools.partial(torch.optim.AdamW, fused=True)
+        return {
+            TORCH: self._side(torch.amp.GradScaler, fused, device), AMPKIT: self._side(GradScaler, fused, device),
+            OWN_OPTIMIZER: self._side(GradScaler, AdamW, device),
         }
-        if self.job == "clip + AdamW":
-            ways = {
-                TORCH: (torch.amp.GradScaler, lambda params, lr: torch.optim.AdamW(params, lr, fused=True)),
-                AMPKIT: (GradScaler, lambda params, lr: torch.optim.AdamW(params, lr, fused=True)),
-                OWN_OPTIMIZER: (GradScaler, lambda params, lr: AdamW(params, lr, fused=True)),
-            }
-        return {name: self._side(scaler, optimizer, device) for name, (scaler, optimizer) in ways.items()}
 
-    def _side(
-        self, make_scaler: type[torch.amp.GradScaler], make_optimizer: Callable[..., torch.optim.Optimizer],
-        device: torch.device,
-    ) -> Side:
+    def _side(self, make_scaler: Callable[..., Any], make_optimizer: Callable[..., Any], device: torch.device) -> Side:
         generator = torch.Generator(device).manual_seed(0)
         params = [torch.nn.Parameter(torch.zeros(self.elements, device=device)) for _ in range(self.tensors)]
         grads = [torch.randn(self.elements, device=device, generator=generator) for _ in params]
@@ -73,21 +68,23 @@ class Scaling(Case):
                 scaler.unscale_(optimizer)
                 torch.nn.utils.clip_grad_norm_(params, 1.0)
 
+        def step() -> None:
+            scaler.step(optimizer)
+            scaler.update()
+
+        jobs: dict[str, tuple[Callable[[], object], ...]] = {
+            # Cleared, the scaler is READY again without update(), which is timed elsewhere.
+            "unscale": (lambda: scaler.unscale_(optimizer), scaler._per_optimizer_states.clear),
+            "clip": (clip, scaler._per_optimizer_states.clear),
+            "clip + AdamW": (clip, step),
+            "python": (lambda: scaler.scale(loss), step),
+        }
+        first, then = jobs[self.job]
+
         def run(calls: int) -> None:
             for _ in range(calls):
-                if self.job == "python":
-                    scaler.scale(loss)
-                elif self.job == "unscale":
-                    scaler.unscale_(optimizer)
-                    scaler._per_optimizer_states.clear()    # READY again without update(), which is timed elsewhere
-                    continue
-                else:
-                    clip()
-                    if self.job == "clip":
-                        scaler._per_optimizer_states.clear()
-                        continue
-                scaler.step(optimizer)
-                scaler.update()
+                first()
+                then()
 
         def restore() -> None:
             with torch.no_grad():
@@ -138,14 +135,14 @@ def cases() -> list[Case]:
     found += [
         Scaling(
             name=f"scale + step + update, {count} parameter{'s' * (count > 1)}", job="python", tensors=count,
-            size=count, size_name="parameters", sample_seconds=1e-3, aims=(Aim(AMPKIT, 1.0),) if count <= 1000 else (),
+            sample_seconds=1e-3, aims=(Aim(AMPKIT, 1.0),) if count <= 1000 else (),
         )
         for count in (1, 10, 100, 1000, 10_000)
     ]
     return found + [
         Scaling(
-            name=f"clip, one tensor of 1e{power}", job="clip", elements=10**power, size=10**power,
-            size_name="elements", devices=("cpu", "cuda") if power <= 7 else ("cuda",), seconds=1.5,
+            name=f"clip, one tensor of 1e{power}", job="clip", elements=10**power, seconds=1.5,
+            devices=("cpu", "cuda") if power <= 7 else ("cuda",),
         )
         for power in range(3, 10)
     ]

@@ -132,7 +132,7 @@ def widths() -> list[Case]:
     for width in (32, 64, 128, 256, 512):
         aims = EQUAL if width >= 256 else ()
         found.append(Training(
-            name=f"d={width}", family="width", size=width, size_name="width", aims=aims, seconds=4.5,
+            name=f"d={width}", family="width", aims=aims, seconds=4.5,
             workload=lambda width=width: workloads.gpt(f"d={width}", width, 4, 4, 32, 256, max(2, width // 64)),
         ))
     return found
@@ -153,25 +153,20 @@ def large() -> list[Case]:
         "GPT-2 124M": lambda: workloads.gpt("GPT-2 124M", 768, 12, 8, 1024, 50257, 12),
         "ResNet-50": lambda: workloads.resnet("ResNet-50", 64, (3, 4, 6, 3), 128, 224, 1000),
     }
-    found: list[Case] = []
-    for name, workload in models.items():
-        for dtype in (BF16, FP16):
-            for variant in (
-                Variant(dtype), Variant(dtype, 8), Variant(dtype, clip=True), Variant(dtype, 8, clip=True),
-                Variant(dtype, run="compiled"), Variant(dtype, run="graph"),
-            ):
-                # To keep a run to minutes, the rest come with --everything.
-                everyday = variant in (Variant(BF16), Variant(BF16, 8), Variant(FP16, clip=True))
-                aims: tuple[Aim, ...] = ()
-                if variant.run == "eager" and variant.accumulation > 1:
-                    aims = (Aim(KEPT, 0.95),)
-                elif variant.run == "eager":
-                    aims = (Aim(OWN_OPTIMIZER, 0.95),) if variant.clip else EQUAL
-                found.append(Training(
-                    name=f"{name}, {variant}", workload=workload, variant=variant, devices=("cuda",),
-                    everyday=everyday, aims=aims, seconds=8.0,
-                ))
-    return found
+    # The variant; whether the default run has it, as a run should take minutes; its aims.
+    variants: dict[Variant, tuple[bool, tuple[Aim, ...]]] = {
+        Variant(BF16): (True, EQUAL), Variant(FP16): (False, EQUAL), Variant(BF16, 8): (True, (Aim(KEPT, 0.95),)),
+        Variant(BF16, clip=True): (False, (Aim(OWN_OPTIMIZER, 0.95),)),
+        Variant(FP16, clip=True): (True, (Aim(OWN_OPTIMIZER, 0.95),)),
+        Variant(BF16, run="compiled"): (False, ()), Variant(BF16, run="graph"): (False, ()),
+    }
+    return [
+        Training(
+            name=f"{name}, {variant}", workload=workload, variant=variant, devices=("cuda",), everyday=everyday,
+            aims=aims, seconds=8.0,
+        )
+        for name, workload in models.items() for variant, (everyday, aims) in variants.items()
+    ]
 
 
 def cases() -> list[Case]:

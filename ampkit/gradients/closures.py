@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampkit.gradients.masters import masters_of
+
 Closure = Callable[[], Any]
 
 
@@ -72,6 +74,9 @@ class Snapshot:
             param.copy_(before)
         self._optimizer.state.clear()
         self._optimizer.state.update(self._state)
+        masters = masters_of(self._optimizer)
+        if masters is not None:     # the model holds the values of the last evaluation
+            masters.write_back_()
 
 
 def _evaluates_first(optimizer: Any) -> bool:

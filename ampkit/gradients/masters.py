@@ -16,6 +16,9 @@ class Masters(Protocol):
     def take_gradients_(self) -> None:
         """Move gradients that arrived at 16-bit parameters to their masters."""
 
+    def write_back_(self) -> None:
+        """Round the masters into the model's 16-bit parameters."""
+
     def masters(self) -> Sequence[Tensor]:
         """The float32 masters."""
         ...

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 
 from ampkit.policy.policy import Policy
+from ampkit.region.arguments import named_policy
 from ampkit.region.autocast import autocast
 from ampkit.region.weight_cache import WeightCache
 from ampkit.scaler.grad_scaler import GradScaler
@@ -24,6 +25,22 @@ def scaler_for(precision: str, device: str, scaler: GradScaler | None) -> GradSc
     return GradScaler(device) if scaler is None and precision == "16-mixed" else scaler
 
 
+def policy_for(policy: Policy | str | None, device: str) -> Policy | None:
+    """The policy that was given, by itself or by its name; None: the default for the device.
+
+    Raises `ValueError` for an unknown name, `RuntimeError` where this machine has no such device: regions for it cast
+    nothing.
+    """
+    kind = device.partition(":")[0]
+    backend = getattr(torch, kind, None)
+    if not getattr(backend, "is_available", lambda: True)():
+        raise RuntimeError(
+            f"device is {device!r}, which this machine does not have: nothing would be cast. Pass the device that it "
+            f"trains on, as 'cpu'"
+        )
+    return None if policy is None else named_policy(policy, kind)
+
+
 class OwnRegions:
     """What makes a plugin for mixed precision one with ampkit's regions and scaler: to be inherited from before it."""
 
@@ -39,10 +56,10 @@ class OwnRegions:
         policy: Policy | str | None = None,
         cache: WeightCache | None = None,
     ) -> None:
-        super().__init__(precision, device, scaler_for(precision, device, scaler))  # type: ignore[call-arg]
-        self.policy = policy
+        self.policy = policy_for(policy, device)
         self.cache = cache
+        super().__init__(precision, device, scaler_for(precision, device, scaler))  # type: ignore[call-arg]
 
     def region(self) -> autocast:
-        """A region as the plugin was told."""
+        """A region with the plugin's settings."""
         return autocast(self.device, dtype_of(self.precision), policy=self.policy, cache=self.cache)

@@ -15,7 +15,9 @@ from torch import bfloat16, dtype, float16
 from torch.nn import Module
 
 from ampkit.policy.policy import Policy
+from ampkit.region.arguments import named_policy
 from ampkit.region.autocast import autocast as region_of
+from ampkit.region.weight_cache import WeightCache
 from ampkit.scaler.grad_scaler import GradScaler
 
 __all__ = ["use_ampkit"]
@@ -25,20 +27,29 @@ _DTYPES: dict[str, dtype] = {"fp16": float16, "bf16": bfloat16}
 _ELSEWHERE = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
-def use_ampkit(accelerator: A, *, policy: Policy | str | None = None, scaler: GradScaler | None = None) -> A:
+def use_ampkit(
+    accelerator: A,
+    *,
+    policy: Policy | str | None = None,
+    scaler: GradScaler | None = None,
+    cache: WeightCache | None = None,
+) -> A:
     """Let an `Accelerator` cast by ampkit's regions and scale by its `GradScaler`, before `prepare`; returns it.
 
     Its `AutocastKwargs` and `GradScalerKwargs` apply. `mixed_precision="fp16"` trains on a CPU too, where Accelerate
-    itself leaves it out. `optimizer_step_was_skipped` also sees steps that fused optimizers and `ampkit.optim` skip on
-    the device, at the price of waiting for it when asked, so that schedulers stay in step.
+    itself leaves it out; with "no" the accelerator stays as it is, so that a script runs its float32 baseline.
+    `optimizer_step_was_skipped` also sees steps that fused optimizers and `ampkit.optim` skip on the device, at the
+    price of waiting for it when asked, so that schedulers stay in step.
 
     Args:
         accelerator: one that has prepared nothing yet.
         policy: what its regions cast; None: the default for its device.
         scaler: in place of one made of `GradScalerKwargs`.
+        cache: a `WeightCache` that keeps casts between batches.
 
     Raises (the accelerator is as it was):
-        ValueError: a `mixed_precision` other than "fp16" or "bf16", or a scaler where nothing is scaled.
+        ValueError: a `mixed_precision` other than "fp16", "bf16" or "no", a scaler where nothing is scaled, or the name
+            of no policy.
         RuntimeError: a model or optimizer has been prepared, or DeepSpeed, Megatron or XLA do the casting.
         TypeError: something that is not an `Accelerator`, or a scaler of torch's.
 
@@ -50,17 +61,19 @@ def use_ampkit(accelerator: A, *, policy: Policy | str | None = None, scaler: Gr
     precision = str(accelerator.mixed_precision)
     if accelerator.distributed_type in _ELSEWHERE:
         raise RuntimeError(f"{accelerator.distributed_type} casts and scales by itself: ampkit has no part in it")
-    if precision not in _DTYPES:
+    if precision not in (*_DTYPES, "no"):
         raise ValueError(
-            f"the accelerator has mixed_precision={precision!r}; expected 'fp16' or 'bf16'"
-            + (". Its scaler scales gradients that nothing would unscale before they are clipped: pass "
-               "mixed_precision='fp16' to the Accelerator" if scaler or accelerator.scaler else "")
+            f"the accelerator has mixed_precision={precision!r}; expected 'fp16', 'bf16' or 'no': ampkit casts to "
+            f"float16 and bfloat16"
         )
-    if precision == "bf16" and (scaler is not None or accelerator.scaler is not None):
+    if precision != "fp16" and (scaler is not None or accelerator.scaler is not None):
         raise ValueError(
-            "a scaler, but mixed_precision='bf16': gradients would be clipped while they are scaled. bfloat16 has "
-            "float32's range and needs no scaler; for one, pass mixed_precision='fp16' to the Accelerator"
+            f"a scaler, but mixed_precision={precision!r}: gradients would be clipped while they are scaled. bfloat16 "
+            f"has float32's range and needs no scaler; for one, pass mixed_precision='fp16' to the Accelerator"
         )
+    settings = {"policy": None if policy is None else named_policy(policy, accelerator.device.type), "cache": cache}
+    if precision == "no":
+        return accelerator
     if accelerator._models or accelerator._optimizers:
         raise RuntimeError("the accelerator has prepared models or optimizers: call use_ampkit(accelerator) before")
     if precision == "fp16":
@@ -69,7 +82,7 @@ def use_ampkit(accelerator: A, *, policy: Policy | str | None = None, scaler: Gr
     cls = type(accelerator)
     if not issubclass(cls, _Methods):
         accelerator.__class__ = type(cls.__name__, (_Methods, cls), {"__module__": cls.__module__})
-    vars(accelerator)["_ampkit_policy"] = policy
+    vars(accelerator)["_ampkit_settings"] = settings
     return accelerator
 
 
@@ -87,13 +100,11 @@ def _scaler_for(accelerator: Accelerator, scaler: GradScaler | None) -> GradScal
 class _Methods(Accelerator):
     """What changes about an accelerator. Never made by itself: accelerators get it as a base class."""
 
-    _ampkit_policy: Policy | str | None
+    _ampkit_settings: dict[str, Any]
 
     def _region(self, handler: AutocastKwargs | None) -> region_of:
-        settings = {} if handler is None else handler.to_kwargs()
-        return region_of(
-            self.device.type, _DTYPES[str(self.mixed_precision)], policy=self._ampkit_policy, **settings
-        )
+        settings = self._ampkit_settings | ({} if handler is None else handler.to_kwargs())
+        return region_of(self.device.type, _DTYPES[str(self.mixed_precision)], **settings)
 
     @contextmanager
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
@@ -105,7 +116,7 @@ class _Methods(Accelerator):
         """As Accelerate prepares it, with a region inside of Accelerate's own: the inner one has its way."""
         if not getattr(model, "_is_accelerate_prepared", False):
             region, forward = self._region(self.autocast_handler), model.forward
-            # bound anew where it was a method: Accelerate's unwrapping takes the function underneath and binds it
+            # bound again where it was a method: Accelerate's unwrapping takes the function underneath and binds it
             method = getattr(forward, "__func__", None)
             model.forward = region(forward) if method is None else MethodType(region(method), model)
         return super().prepare_model(model, *args, **kwargs)

@@ -25,7 +25,8 @@ class MixedPrecision(OwnRegions, FabricMixedPrecision):
         policy: what the regions cast; None: the default for the device.
         cache: a `WeightCache` that keeps casts between batches.
 
-    Raises as Fabric's, and TypeError for a scaler of torch's.
+    Raises as Fabric's; TypeError for a scaler of torch's, ValueError for the name of no policy, RuntimeError where this
+    machine has no such device.
 
     >>> from lightning.fabric import Fabric
     >>> fabric = Fabric(accelerator="cpu", plugins=[MixedPrecision("bf16-mixed", "cpu")])

@@ -13,9 +13,9 @@ from lightning.pytorch.plugins import MixedPrecision as LightningMixedPrecision
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
 
-from ampkit.integrations._precision import OwnRegions, dtype_of, scaler_for
+from ampkit.integrations._precision import OwnRegions, dtype_of, policy_for, scaler_for
 from ampkit.policy.policy import Policy
-from ampkit.region.autocast import autocast
+from ampkit.region.autocast import autocast, autocast_device_type
 from ampkit.scaler.agreement import check_ranks
 from ampkit.scaler.grad_scaler import GradScaler
 
@@ -87,7 +87,8 @@ class MixedPrecision(_Steps, OwnRegions, LightningMixedPrecision):
         policy: what the regions cast; None: the default for the device.
         cache: a `WeightCache` that keeps casts between batches.
 
-    Raises as Lightning's, and TypeError for a scaler of torch's.
+    Raises as Lightning's; TypeError for a scaler of torch's, ValueError for the name of no policy, RuntimeError where
+    this machine has no such device.
 
     >>> from lightning import Trainer
     >>> plugin = MixedPrecision("bf16-mixed", "cpu")
@@ -110,15 +111,15 @@ class FSDPPrecision(_Steps, LightningFSDPPrecision):
 
     Args:
         precision: "16-mixed" or "bf16-mixed".
-        scaler: for "16-mixed"; None: `GradScaler("cuda")`.
+        scaler: for "16-mixed"; None: `GradScaler(device)`.
         policy: what the regions cast; None: the default for the device.
+        device: the device type; None: the accelerator of this machine, or the CPU.
 
     Raises:
-        ValueError: another precision, or a scaler for "bf16-mixed".
+        ValueError: another precision, a scaler for "bf16-mixed", or the name of no policy.
+        RuntimeError: this machine has no such device.
         TypeError: a scaler of torch's.
     """
-
-    device = "cuda"
 
     def __init__(
         self,
@@ -126,16 +127,18 @@ class FSDPPrecision(_Steps, LightningFSDPPrecision):
         scaler: GradScaler | None = None,
         *,
         policy: Policy | str | None = None,
+        device: str | None = None,
     ) -> None:
         if precision not in ("16-mixed", "bf16-mixed"):
             raise ValueError(f"precision is {precision!r}; expected '16-mixed' or 'bf16-mixed': others cast nothing")
         if scaler is not None and precision == "bf16-mixed":
             raise ValueError("precision='bf16-mixed' does not use a scaler; leave it out, or train in '16-mixed'")
+        self.device = autocast_device_type(device)
+        self.policy = policy_for(policy, self.device)
         ours = scaler_for(precision, self.device, scaler)
         super().__init__("bf16-mixed")      # which makes no scaler; nothing else depends on it
         self.precision = precision
         self.scaler = ours
-        self.policy = policy
 
     def forward_context(self) -> Any:
         """The region of a step."""
@@ -149,11 +152,21 @@ class ScaleMonitor(Callback):
     """Logs the loss scale and how many steps were skipped, and says where the first skips began.
 
     `loss_scale` and `skipped_steps` are logged every `log_every_n_steps` of the trainer, at one host read; of several
-    ranks it is checked that they agree, at one more (`check_ranks`).
+    ranks it is checked that they agree, at one more. Says so where the trainer's plugin has no `ampkit.GradScaler`.
     """
 
     def __init__(self) -> None:
-        self._told = 0
+        self._has_reported = False
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Say when there is nothing to log."""
+        if not isinstance(getattr(trainer.precision_plugin, "scaler", None), GradScaler):
+            plugin = type(trainer.precision_plugin)
+            rank_zero_info(
+                f"ScaleMonitor logs nothing: the precision plugin is {plugin.__module__}.{plugin.__name__}, without an "
+                f"ampkit.GradScaler. Pass plugins=[ampkit.integrations.lightning.MixedPrecision('16-mixed', device)]; "
+                f"'bf16-mixed' scales nothing"
+            )
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -165,6 +178,6 @@ class ScaleMonitor(Callback):
         check_ranks(scaler)
         stats = scaler.stats()
         pl_module.log_dict({"loss_scale": stats.scale, "skipped_steps": float(stats.skips)})
-        if stats.skips and not self._told:
+        if stats.skips and not self._has_reported:
             rank_zero_info(f"steps have been skipped; in the last one:\n{scaler.overflow_report(pl_module)}")
-        self._told = stats.skips
+            self._has_reported = True

@@ -8,6 +8,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from ampkit.integrations import accelerate
 from ampkit.policy.policy import Policy
+from ampkit.region.weight_cache import WeightCache
 from ampkit.scaler.agreement import check_ranks
 from ampkit.scaler.grad_scaler import GradScaler
 
@@ -16,19 +17,27 @@ __all__ = ["use_ampkit"]
 T = TypeVar("T", bound=Trainer)
 
 
-def use_ampkit(trainer: T, *, policy: Policy | str | None = None, scaler: GradScaler | None = None) -> T:
+def use_ampkit(
+    trainer: T,
+    *,
+    policy: Policy | str | None = None,
+    scaler: GradScaler | None = None,
+    cache: WeightCache | None = None,
+) -> T:
     """Let a `Trainer` cast by ampkit's regions and scale by its `GradScaler`; returns it. Call it before `train`.
 
-    `TrainingArguments` say what is done, as ever: `bf16=True` or `fp16=True`. Clipping, `grad_norm`, schedulers and
-    checkpoints follow; with `fp16=True` the logs also have `loss_scale` and `skipped_steps`.
+    `TrainingArguments` say what is done, as ever: `bf16=True`, `fp16=True` or neither, which leaves the trainer as it
+    is. Clipping, `grad_norm`, schedulers and checkpoints follow; with `fp16=True` the logs also have `loss_scale` and
+    `skipped_steps`.
 
     Args:
         trainer: one that has not trained yet.
         policy: what its regions cast; None: the default for its device.
         scaler: in place of `GradScaler(device)`, with `fp16=True`.
+        cache: a `WeightCache` that keeps casts between batches.
 
     Raises (the trainer is as it was):
-        ValueError: neither `bf16` nor `fp16`, or a scaler without `fp16`.
+        ValueError: a scaler without `fp16`, or the name of no policy.
         RuntimeError: the trainer has prepared its model, or DeepSpeed or XLA do the casting.
         TypeError: something that is not a `Trainer`, or a scaler of torch's.
     """
@@ -40,9 +49,7 @@ def use_ampkit(trainer: T, *, policy: Policy | str | None = None, scaler: GradSc
             "a scaler, but fp16=False: gradients would be scaled, and clipped while they are. Pass "
             "TrainingArguments(fp16=True), or no scaler"
         )
-    if not (args.fp16 or args.bf16):
-        raise ValueError("bf16=False and fp16=False; expected TrainingArguments(bf16=True) or fp16=True")
-    accelerate.use_ampkit(trainer.accelerator, policy=policy, scaler=scaler)
+    accelerate.use_ampkit(trainer.accelerator, policy=policy, scaler=scaler, cache=cache)
     if args.fp16:
         trainer.callback_handler.callbacks.insert(0, _LogScale(trainer.accelerator))    # before those that report logs
     return trainer

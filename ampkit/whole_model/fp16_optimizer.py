@@ -12,7 +12,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor
 
-from ampkit.gradients import clipping, closures
+from ampkit.gradients import clipping
 from ampkit.gradients.collect import collect
 from ampkit.scaler.loss_scale import LARGEST_SCALE, DynamicLossScale, LossScale, StaticLossScale
 from ampkit.whole_model.master_weights import MasterWeights
@@ -22,7 +22,6 @@ __all__ = ["FP16Optimizer"]
 
 Loss = TypeVar("Loss")
 
-_ATTEMPTS = 100
 _DYNAMIC_NAMES = {"init_scale": "init_scale", "scale_factor": "growth_factor", "scale_window": "growth_interval"}
 
 
@@ -80,6 +79,7 @@ class FP16Optimizer(torch.optim.Optimizer):
         self.verbose = verbose
         self.scaler = LossScaler(_device_type(optimizer), loss_scale=rule, allow_fp16=True)
         self._gradients = ScaledGradients(optimizer, self.masters)
+        self._in_closure = False    # the scaler unscales after each evaluation
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -135,6 +135,9 @@ class FP16Optimizer(torch.optim.Optimizer):
         """
         if not isinstance(loss, Tensor):
             raise TypeError(f"backward takes the loss tensor, got {type(loss).__name__}; pass it before .item()")
+        if self._in_closure:
+            self.scaler.scale(loss.float()).backward(retain_graph=retain_graph)
+            return
         self._gradients.begin()
         try:
             self.scaler.scale(loss.float()).backward(retain_graph=retain_graph)
@@ -178,18 +181,25 @@ class FP16Optimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the masters and write the model's 16-bit weights, unless a gradient was not finite; move the scale.
 
-        A `closure` calls `optimizer.zero_grad()` and `optimizer.backward(loss)` and returns the loss; while it
-        overflows, the scale is lowered and it is called again.
+        A `closure` calls `optimizer.zero_grad()` and `optimizer.backward(loss)` and returns the loss; if it overflows,
+        the step ends as it is, and parameters and state are restored.
 
         Returns:
             What the wrapped optimizer returned; None for a skipped step.
 
         Raises:
-            RuntimeError: no backward since the last step, gradients left scaled, or a closure that overflows at
-                every scale.
+            RuntimeError: no backward since the last step, or gradients left scaled.
         """
         if closure is not None:
-            return self._step_with_closure(closure)
+            self._in_closure = True
+            try:
+                result = self.scaler.step(self.optimizer, closure)
+            finally:
+                self._in_closure = False
+            self._gradients.found_inf = self.scaler.skipped(self.optimizer)
+            self.scaler.update()
+            self._gradients.forget()
+            return result
         if self._gradients.delayed is not None:
             raise RuntimeError("step() while gradients are still scaled; call optimizer.update_master_grads() first")
         self._require_unscaled("step")
@@ -234,36 +244,6 @@ class FP16Optimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 f"{name}() without a backward since the last step; call optimizer.backward(loss), not loss.backward()"
             )
-
-    def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
-        gradients = self._gradients
-
-        def evaluate() -> Any:
-            for _ in range(_ATTEMPTS):
-                loss = closure()
-                self._require_unscaled("step(closure)")
-                if not self.overflow:
-                    return loss
-                self.scaler.update()
-                self.zero_grad()
-            raise RuntimeError(
-                f"the closure's gradients overflow at every loss scale down to {self.loss_scale:g}; the loss itself is "
-                f"not finite, or the static scale too large"
-            )
-
-        gradients.unscaled = False
-        snapshot = closures.Snapshot(self.optimizer)
-        try:
-            result = self.optimizer.step(evaluate)
-        except BaseException:
-            snapshot.restore()
-            self.masters.write_back_()
-            raise
-        if gradients.found_inf is not None:
-            self.scaler.note_step(self.optimizer, gradients.found_inf, skipped=False)
-        self.scaler.update()
-        gradients.unscaled = False
-        return result
 
 
 def _dynamic(args: Mapping[str, Any]) -> DynamicLossScale:

@@ -23,7 +23,6 @@ from ampkit.whole_model.boundary import refuse_bounded
 
 HALVES = (torch.float16, torch.bfloat16)
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-_NAMES_SHOWN = 4
 
 
 class Level(NamedTuple):
@@ -238,31 +237,16 @@ def check_model(model: Module, *, casts_model: bool) -> None:
 
 
 def check_optimizers(models: Sequence[Module], optimizers: Sequence[Optimizer]) -> None:
-    """Refuse an optimizer of another model, and trainable parameters that no optimizer has."""
-    theirs = [{id(param) for param in model.parameters()} for model in models]
-    every = set[int]().union(*theirs)
-    held: set[int] = set()
+    """Refuse an optimizer that has master weights, or that holds no parameter of the models."""
+    theirs = {id(param) for model in models for param in model.parameters()}
     for optimizer in optimizers:
         if masters_of(optimizer) is not None:
             raise RuntimeError(
                 f"this {type(optimizer).__name__} has master weights already; pass initialize a bare optimizer, and "
                 f"let opt_level 'O2' make them"
             )
-        params = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        if not params & every:
+        if not any(id(param) in theirs for group in optimizer.param_groups for param in group["params"]):
             raise RuntimeError(
                 f"{type(optimizer).__name__} holds no parameter of the models given; make the optimizer from the model "
                 f"that is passed along with it, after anything that replaces its parameters"
-            )
-        held |= params
-    for model, params in zip(models, theirs, strict=True):
-        if not params & held:
-            continue        # a model for inference only
-        missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
-        if missing:
-            more = "" if len(missing) <= _NAMES_SHOWN else f" and {len(missing) - _NAMES_SHOWN} more"
-            raise RuntimeError(
-                f"parameters {', '.join(missing[:_NAMES_SHOWN])}{more} of this {type(model).__name__} require "
-                f"gradients, but no optimizer has them; add them to one, or freeze them with requires_grad_(False), "
-                f"which also saves computing their gradients"
             )

@@ -74,7 +74,7 @@ def sample_row(name: str, ratio: float, width: float = 0.01, **more: Any) -> dic
     facts = {"final_loss": 0.25, "peak_bytes": 3 << 20, "copies": 7, "samples_per_step": 4, "launches": None}
     row = {
         "family": "training", "name": name, "base": TORCH, "device": "cpu", "rounds": 9, "calls": 1,
-        "load": 0.5, "size": None, "size_name": "", "work": {"flops": 4e6, "bytes": 1e6, "model": ""},
+        "load": 0.5, "work": {"flops": 4e6, "bytes": 1e6, "model": ""},
         "sides": {TORCH: side(1.0, facts), AMPKIT: side(ratio, facts)},
         "aims": [{"side": AMPKIT, "base": TORCH, "limit": 1.0, "ratio": side(ratio, {})["ratio"]}],
         "environment": {

@@ -12,19 +12,18 @@ from benchmarks import __main__ as command
 from benchmarks import gate, results, training, workloads
 from benchmarks.case import Case, Side, UnavailableError
 from benchmarks.device import DeviceLostError
+from benchmarks.environment import ROOT
 from tests.benchmarks.helpers import CPU, sample_row, sleepy_case
 
 
-def test_a_red_gate_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_what_stops_a_run_before_its_first_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    """A red gate; a folder that cannot be made, said before minutes of tests; Ctrl-C during those; wrong options."""
     red = subprocess.CompletedProcess([], 1, "FAILED tests/test_x.py::test_y\n1 failed", "")
     monkeypatch.setattr(gate, "run_tests", lambda files: red)
     assert command.main(["regions/*", "--out", str(tmp_path)]) == 1
     assert "tests fail, so nothing is measured:\nFAILED tests/test_x.py::test_y" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
-
-def test_what_stops_a_run_before_its_first_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    """A folder that cannot be made is said before minutes of tests; Ctrl-C amid those leaves no traceback."""
     def interrupted(kind: str) -> str:
         raise KeyboardInterrupt
 
@@ -33,12 +32,15 @@ def test_what_stops_a_run_before_its_first_case(tmp_path: Path, monkeypatch: pyt
     assert command.main(["regions/*", "--out", str(tmp_path / "file" / "out")]) == 1
     assert "--out: cannot write into" in capsys.readouterr().err
     assert command.main(["regions/*", "--out", str(tmp_path)]) == 130
+    assert command.main(["nothing"]) == 1
+    assert command.main(["--effort", "0"]) == 1
+    if not torch.cuda.is_available():
+        assert command.main(["--device", "cuda"]) == 1
+        assert "no CUDA device" in capsys.readouterr().err
 
 
 def test_the_gate_runs_real_tests(tmp_path: Path):
     """Files that exist, and pytest's own verdict on one that fails."""
-    from benchmarks.environment import ROOT
-
     assert all((ROOT / name).exists() for name in gate.QUICK)
     failing = tmp_path / "test_red.py"
     failing.write_text("def test_red():\n    assert 1 == 2\n")
@@ -48,37 +50,14 @@ def test_the_gate_runs_real_tests(tmp_path: Path):
         gate.pass_gate("maybe")
 
 
-def test_a_run_writes_results_and_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    """One case that works and one that fails: the failure is shown, costs nothing else, and turns the status red."""
-    case, _ = sleepy_case()
-    broken, _ = sleepy_case(base="nobody")
-    object.__setattr__(broken, "name", "broken")
-    monkeypatch.setattr(command, "choose", lambda *_, **__: [case, broken])
-    monkeypatch.setattr(command, "ceilings", lambda device: sample_row("", 1.0)["environment"]["ceilings"])
-    assert command.main(["--gate", "none", "--effort", "0.01", "--out", str(tmp_path)]) == 1
-    rows = results.load(tmp_path / "results.jsonl")
-    assert [row["name"] for row in rows] == ["sleepy", "broken"]
-    assert rows[1]["error"].startswith("ValueError: case 'broken'")
-    assert {"torch", "python", "commit", "dirty", "device", "threads", "gate"} <= rows[0]["environment"].keys()
-    assert json.loads((tmp_path / "results.jsonl").read_text().splitlines()[0]) == rows[0]
-    assert "no tests were run" in (tmp_path / "report.md").read_text()
-    assert command.main(["--gate", "none", "--minutes", "0", "--out", str(tmp_path)]) == 0
-    assert "out of time: 2 cases were not measured" in capsys.readouterr().out
-
-
-def test_the_command_lists_cases_and_refuses_nonsense(capsys: pytest.CaptureFixture[str]):
+def test_the_command_lists_cases(capsys: pytest.CaptureFixture[str]):
     assert command.main(["--list", "width/*"]) == 0
     assert capsys.readouterr().out.split() == [f"width/d={width}" for width in (32, 64, 128, 256, 512)]
     assert command.main(["--list", "--large-first", "width/d=??"]) == 0
     assert capsys.readouterr().out.split() == ["width/d=64", "width/d=32"]
-    assert command.main(["nothing"]) == 1
-    assert command.main(["--effort", "0"]) == 1
-    if not torch.cuda.is_available():
-        assert command.main(["--device", "cuda"]) == 1
-        assert "no CUDA device" in capsys.readouterr().err
 
 
-def ran(case_name: str, action) -> Case:
+def acting(case_name: str, action) -> Case:
     """A case that does something when its sides are made, and then cannot run."""
 
     class Acting(Case):
@@ -97,17 +76,30 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def measure(cases: list[Case], *arguments: str) -> tuple[int, dict]:
         monkeypatch.setattr(command, "choose", lambda *_, **__: list(cases))
         status = command.main(["--gate", "none", "--effort", "0.01", "--out", str(tmp_path), *arguments])
-        return status, {row["name"]: row for row in results.load(tmp_path / "results.jsonl")}
+        path = tmp_path / "results.jsonl"
+        return status, {row["name"]: row for row in results.load(path)} if path.exists() else {}
 
     return measure
 
 
-def test_a_case_that_needs_what_is_not_there_is_skipped_with_a_word(measured, tmp_path: Path, capsys):
-    status, rows = measured([ran("lunar", lambda: None)])
-    assert status == 0
+def test_a_run_writes_results_and_a_report(measured, tmp_path: Path, capsys):
+    """A case that fails is shown, costs nothing else, and turns the status red; one that cannot run here does not."""
+    broken, _ = sleepy_case(base="nobody")
+    object.__setattr__(broken, "name", "broken")
+    status, rows = measured([sleepy_case()[0], acting("lunar", lambda: None)])
+    assert (status, list(rows)) == (0, ["sleepy", "lunar"])
     assert rows["lunar"]["skipped"]
     assert "training/lunar: skipped: it needs a moon" in capsys.readouterr().out
-    assert "- training/lunar: it needs a moon" in (tmp_path / "report.md").read_text()
+    assert {"torch", "triton", "commit", "dirty", "device", "gate"} <= rows["sleepy"]["environment"].keys()
+    assert json.loads((tmp_path / "results.jsonl").read_text().splitlines()[0]) == rows["sleepy"]
+    text = (tmp_path / "report.md").read_text()
+    assert "no tests were run" in text
+    assert "- training/lunar: it needs a moon" in text
+    status, rows = measured([broken, sleepy_case()[0]])
+    assert (status, list(rows)) == (1, ["broken", "sleepy"])
+    assert rows["broken"]["error"].startswith("ValueError: case 'broken'")
+    assert measured([broken], "--minutes", "0") == (0, {})
+    assert "out of time: 1 cases were not measured" in capsys.readouterr().out
 
 
 def test_digits_without_scikit_learn_are_skipped(monkeypatch: pytest.MonkeyPatch):
@@ -122,12 +114,12 @@ def test_a_run_goes_on_where_the_process_ended(measured, tmp_path: Path):
     def ends() -> None:
         raise KeyboardInterrupt
 
-    cases = [sleepy_case()[0], ran("deadly", ends), ran("after", lambda: None)]
+    cases = [sleepy_case()[0], acting("deadly", ends), acting("after", lambda: None)]
     status, rows = measured(cases)
     assert (status, list(rows)) == (130, ["sleepy"])
     first = (tmp_path / "results.jsonl").read_text()
     (tmp_path / "results.jsonl").write_text(first + first[:30])     # cut off in the middle of a line
-    cases[0] = ran("sleepy", ends)      # is not run again
+    cases[0] = acting("sleepy", ends)       # is not run again
     status, rows = measured(cases, "--resume")
     assert (status, list(rows)) == (1, ["sleepy", "deadly", "after"])
     assert "sides" in rows["sleepy"]
@@ -143,7 +135,7 @@ def test_a_lost_device_ends_the_run_with_a_code_of_its_own(measured, monkeypatch
     monkeypatch.setattr(command, "must_answer", lost)
     monkeypatch.setattr(command, "describe", lambda device: sample_row("", 1.0)["environment"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    cases = [ran("breaks", lambda: None), ran("after", lambda: None)]
+    cases = [acting("breaks", lambda: None), acting("after", lambda: None)]
     status, rows = measured(cases, "--device", "cuda")
     assert (status, list(rows)) == (3, ["breaks"])
     assert "answers no more" in capsys.readouterr().err

@@ -1,13 +1,126 @@
-"""From a case to a row of results, and what is counted on the way."""
+"""Taking times, on clocks that say what they are told; from a case to a row of results; what is counted on the way."""
+
+import time
 
 import pytest
 import torch
 
-from benchmarks import counts, measure, regions, trainer
+from benchmarks import counts, measure, regions, timing
 from benchmarks.case import AMPKIT, KEPT, SAME_LIST, TORCH, WrongAnswerError
 from benchmarks.environment import describe
 from benchmarks.scaling import Scaling
-from tests.benchmarks.helpers import CPU, TINY, sleepy_case, tiny_case
+from benchmarks.timing import HostClock, Sample, Spread
+from tests.benchmarks.helpers import CPU, FakeClock, sleepy_case
+
+
+def test_a_spread_is_the_median_and_values_that_occurred():
+    assert Spread.of([5, 1, 2, 4, 3]) == Spread(3, 2, 4)
+    assert Spread.of([*range(101)]) == Spread(50, 20, 80)
+    with pytest.raises(ValueError, match="no values"):
+        Spread.of([])
+
+
+def test_ratios_are_taken_round_by_round():
+    """The machine slows down tenfold halfway: medians of times would mislead, pairwise ratios do not."""
+    theirs = [Sample(t, t, t) for t in (1.0, 1.0, 10.0, 10.0, 10.0)]
+    ours = [Sample(t / 2, t / 2, t * 2) for t in (1.0, 1.0, 10.0, 10.0, 10.0)]
+    assert timing.ratios(ours, theirs) == Spread(0.5, 0.5, 0.5)
+    assert timing.ratios(ours, theirs, "cpu") == Spread(2.0, 2.0, 2.0)
+    with pytest.raises(ValueError, match="5 samples beside 4"):
+        timing.ratios(ours, theirs[1:])
+
+
+def test_sides_take_turns_and_the_first_rotates():
+    clock, order, readied = FakeClock(), [], []
+
+    def side(name: str, seconds: float) -> timing.Run:
+        def run(calls: int) -> None:
+            order.append(name)
+            clock.now += seconds * calls
+
+        return run
+
+    runs = {"a": side("a", 1.0), "b": side("b", 2.0), "c": side("c", 3.0)}
+    found = timing.in_turns(
+        runs, HostClock(clock, clock), calls=10, seconds=1e9, rounds=(1, 3), before={"b": lambda: readied.append("b")}
+    )
+    assert "".join(order) == "abcbcacab"
+    assert readied == ["b"] * 3
+    assert {name: [sample.wall for sample in samples] for name, samples in found.items()} == {
+        "a": [1.0] * 3, "b": [2.0] * 3, "c": [3.0] * 3,
+    }
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0.0, 4), (20.0, 10), (1e9, 100)])
+def test_the_time_given_bounds_the_rounds(seconds: float, expected: int):
+    clock = FakeClock()
+    runs = {"a": clock.job(1.0), "b": clock.job(1.0)}
+    found = timing.in_turns(runs, HostClock(clock, clock), seconds=seconds, rounds=(4, 100))
+    assert len(found["a"]) == expected
+
+
+def test_host_time_ends_when_the_call_returns_and_wall_time_when_the_device_is_done():
+    clock = FakeClock()
+
+    def wait() -> None:
+        clock.now += 5.0
+
+    sample = HostClock(clock, lambda: 0.0, wait).take(clock.job(1.0), 2)
+    assert sample == Sample(wall=3.5, host=1.0, cpu=0.0)
+    assert timing.calls_for(clock.job(1e-4), 1e-3, HostClock(clock, clock)) == 16
+    assert isinstance(timing.clock_for(CPU, events=True), HostClock)
+
+
+def test_device_time_starts_when_the_host_has_queued_the_calls(monkeypatch: pytest.MonkeyPatch):
+    """Caches emptied by reading, the device put to sleep for longer than the host takes, the clock, then the calls."""
+    done: list[str] = []
+    slept: list[int] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            done.append("event")
+
+        def elapsed_time(self, end: "Event") -> float:
+            return 1.0
+
+    class Cache:
+        def sum(self) -> None:
+            done.append("flush")
+
+    monkeypatch.setattr(timing, "_flushed", lambda device: Cache())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("wait"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: (slept.append(cycles), done.append("sleep")))
+    clock = timing.clock_for(torch.device("cuda"), events=True)
+    runs = {"it": lambda calls: (done.append("job"), time.sleep(0.01))}
+    clock.take(runs["it"], 1)
+    (sample,) = timing.in_turns(runs, clock, seconds=0.0, rounds=(1, 1))["it"]
+    assert done == ["wait", "flush", "sleep", "event", "job", "event", "wait"] * 2
+    assert slept[0] == pytest.approx(1e-4 * timing.CYCLES_PER_S)
+    assert slept[1] > 0.01 * timing.CYCLES_PER_S
+    assert sample.wall == 1e-3
+    assert sample.host >= 0.01
+
+
+def test_a_row_says_what_was_found(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", "")      # a bare machine need not have git
+    facts = describe(CPU)
+    assert facts["commit"] is None
+    assert {"device", "torch", "triton", "python", "threads", "dirty", "load_at_start"} <= facts.keys()
+    case, clock = sleepy_case(seconds=20.0)
+    row = measure.measure(case, CPU, clock=clock)
+    half = {"median": 0.5, "low": 0.5, "high": 0.5}
+    assert row["rounds"] == 7
+    assert row["sides"][AMPKIT]["ratio"] == row["sides"][AMPKIT]["cpu_ratio"] == half
+    assert row["sides"][TORCH]["wall"]["median"] == 2.0
+    assert row["sides"][AMPKIT]["facts"] == {"casts": 3}
+    assert row["aims"] == [{"side": AMPKIT, "limit": 0.4, "base": TORCH, "ratio": half}]
+    assert row["work"] == {"flops": 1e9, "bytes": 1e9, "model": "made up"}
+    with pytest.raises(ValueError, match=r"compared with 'nobody', which is none of torch\.amp, ampkit"):
+        measure.measure(sleepy_case(base="nobody")[0], CPU, clock=clock)
 
 
 def test_copies_and_peaks_are_counted():
@@ -22,22 +135,10 @@ def test_copies_and_peaks_are_counted():
     assert counts.peak_and_copies(job, CPU) == {"peak_bytes": 4000, "copies": 2}
     assert counts.highest_sum([5, 10, -15, 8]) == 15
     assert counts.launches(job, CPU) is None
-
-
-def test_weight_casts_are_counted():
     sides = regions.WeightCasts(name="", weights=3).sides(CPU)
     for side in sides.values():
         side.run(1)
     assert {name: side.facts()["casts"] for name, side in sides.items()} == {TORCH: 3, SAME_LIST: 3, KEPT: 0}
-
-
-def test_operators_and_regions_run_in_every_way():
-    for case in regions.cases():
-        if not isinstance(case, regions.WeightCasts):
-            for side in case.sides(CPU).values():
-                side.run(2)
-    assert torch._C._len_torch_dispatch_stack() == 0
-    assert not torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.parametrize("job", ["unscale", "clip", "clip + AdamW", "python"])
@@ -57,31 +158,3 @@ def test_scalers_agree_and_disagreement_is_seen(job: str):
     sides[AMPKIT].run = wrong
     with pytest.raises(WrongAnswerError, match=r"tiny: ampkit left other values than torch\.amp"):
         case.check(sides)
-
-
-def test_a_training_case_whose_losses_differ_is_not_timed():
-    case = tiny_case(trainer.Variant(), TINY["digits"])
-    sides = case.sides(CPU)
-    sides[SAME_LIST].result = lambda: [sides[TORCH].result()[0] + 1e-6]
-    with pytest.raises(WrongAnswerError, match="after 3 steps the loss of ampkit, torch's list is"):
-        case.check(sides)
-
-
-def test_a_row_says_what_was_found():
-    case, clock = sleepy_case(seconds=20.0)
-    row = measure.measure(case, CPU, clock=clock)
-    half = {"median": 0.5, "low": 0.5, "high": 0.5}
-    assert row["rounds"] == 7
-    assert row["sides"][AMPKIT]["ratio"] == row["sides"][AMPKIT]["cpu_ratio"] == half
-    assert row["sides"][TORCH]["wall"]["median"] == 2.0
-    assert row["sides"][AMPKIT]["facts"] == {"casts": 3}
-    assert row["aims"] == [{"side": AMPKIT, "limit": 0.4, "base": TORCH, "ratio": half}]
-    assert row["work"] == {"flops": 1e9, "bytes": 1e9, "model": "made up"}
-    with pytest.raises(ValueError, match=r"compared with 'nobody', which is none of torch\.amp, ampkit"):
-        measure.measure(sleepy_case(base="nobody")[0], CPU, clock=clock)
-
-
-def test_nothing_but_python_and_torch_is_needed_to_say_where_one_is(monkeypatch: pytest.MonkeyPatch):
-    """A bare machine need not have git."""
-    monkeypatch.setenv("PATH", "")
-    assert describe(CPU)["commit"] is None

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import trainer, workloads
-from benchmarks.case import AMPKIT, KEPT, SAME_LIST, TORCH
+from benchmarks.case import AMPKIT, KEPT, SAME_LIST, TORCH, WrongAnswerError
 from tests.benchmarks.helpers import CPU, TINY, tiny_case
 
 
@@ -21,6 +21,9 @@ def test_every_way_trains_every_workload(name: str):
     assert losses[SAME_LIST] == losses[TORCH]
     assert losses["fp32"] == pytest.approx(losses[TORCH], rel=0.1)
     assert losses["fp32"] != losses[TORCH]
+    sides[SAME_LIST].result = lambda: [sides[TORCH].result()[0] + 1e-6]
+    with pytest.raises(WrongAnswerError, match="after 3 steps the loss of ampkit, torch's list is"):
+        case.check(sides)
 
 
 def test_all_ways_share_one_drawing_of_the_batches():
@@ -40,25 +43,21 @@ def test_all_ways_share_one_drawing_of_the_batches():
     trainer.Variant(torch.bfloat16, clip=True), trainer.Variant(torch.float16),
 ], ids=str)
 def test_every_variant_trains(variant: trainer.Variant):
+    """A cache saves all but one of the casts of the 17 weights and biases in torch's list: counted in a step."""
     case = tiny_case(variant, TINY["gpt"])
     sides = case.sides(CPU)
     case.check(sides)
-    facts = sides[SAME_LIST].facts()
-    assert facts["samples_per_step"] == 2 * variant.accumulation
-    assert facts["peak_bytes"] > 0
-    assert facts["launches"] is None
-
-
-def test_a_kept_cache_casts_each_weight_once_per_step():
-    """Counted: eight micro-batches save seven eighths of the casts of the 18 weights and biases in torch's list."""
-    sides = tiny_case(trainer.Variant(torch.bfloat16, 8), TINY["gpt"]).sides(CPU)
-    copies = {}
-    for way in (TORCH, SAME_LIST, KEPT):
-        sides[way].run(2)
-        copies[way] = sides[way].facts()["copies"]
-    n_weights = 2 * 4 * 2 + 1       # two blocks of four linears with biases; the tied head
-    assert copies[SAME_LIST] == copies[TORCH]
-    assert copies[TORCH] - copies[KEPT] == 7 * n_weights
+    ways = (TORCH, SAME_LIST, KEPT) if variant.accumulation == 8 else (SAME_LIST,)
+    facts = {way: sides[way].facts() for way in ways}
+    assert facts[SAME_LIST]["samples_per_step"] == 2 * variant.accumulation
+    assert facts[SAME_LIST]["peak_bytes"] > 0
+    assert facts[SAME_LIST]["launches"] is None
+    if variant.accumulation == 8:
+        assert facts[SAME_LIST]["copies"] == facts[TORCH]["copies"]
+        n_weights = 2 * 4 * 2 + 1       # two blocks of four linears with biases; the tied head
+        assert facts[TORCH]["copies"] - facts[KEPT]["copies"] == 7 * n_weights
+        again = sides[TORCH].facts()["peak_bytes"]
+        assert again == pytest.approx(facts[TORCH]["peak_bytes"], rel=1e-3), "depends on what was counted before"
 
 
 def test_compiled_training_gives_eager_losses(monkeypatch: pytest.MonkeyPatch):
@@ -69,7 +68,6 @@ def test_compiled_training_gives_eager_losses(monkeypatch: pytest.MonkeyPatch):
         one = trainer.Trainer(TINY["gpt"](), trainer.Variant(run=run), AMPKIT, CPU)
         one.step()
         one.step()
-        assert one.loss is not None
         losses.append(one.loss.item())
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
 
@@ -85,14 +83,6 @@ def test_accumulated_gradients_are_the_mean_over_micro_batches():
     workloads.loss_of(one.model(inputs), targets).backward()
     for mine, param in zip(found, one.model.parameters(), strict=True):
         torch.testing.assert_close(mine, param.grad)
-
-
-def test_peaks_do_not_depend_on_what_was_counted_before():
-    """The same way twice, counted in turns with another: three equal peaks."""
-    sides = [tiny_case(trainer.Variant(), TINY["gpt"]).sides(CPU)[way] for way in (SAME_LIST, TORCH, SAME_LIST)]
-    for side in sides:
-        side.run(2)
-    assert len({side.facts()["peak_bytes"] for side in (*sides, *sides)}) == 1
 
 
 def test_graphs_and_unknown_ways_are_refused_with_a_reason():
@@ -112,6 +102,5 @@ def test_graph_and_compiled_steps_train_as_eager_ones(dtype: torch.dtype):
             one = trainer.Trainer(TINY["gpt"](), trainer.Variant(dtype, 2, clip=True, run=run), way, device)
             for _ in range(4):
                 one.step()
-            assert one.loss is not None
             losses.append(one.loss.item())
         assert losses[1:] == pytest.approx(losses[:1] * 2, rel=2e-2)

@@ -1,21 +1,13 @@
-"""Regions on two processes: DDP, FSDP2 and tensor parallelism over gloo, beside torch.autocast where that works.
-
-Both processes are started once for the whole file; each check runs in both, and the first process reports what it saw.
-"""
+"""Regions on two processes: DDP, FSDP2 and tensor parallelism over gloo, beside torch.autocast where that works."""
 
 import contextlib
 import copy
-import os
-import queue
-import socket
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -29,6 +21,7 @@ import ampkit
 from ampkit import Policy, Rule, WeightCache
 from benchmarks.workloads import Decoder, DecoderBlock
 from tests.helpers.models import CASES
+from tests.helpers.ranks import on_ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
 
@@ -39,7 +32,7 @@ CHECKS: dict[str, Check] = {}
 
 
 def check(function: Check) -> Check:
-    """Have `function` run in both processes; the test of its name reports it."""
+    """Add `function` to what runs in both processes, in a test of its name."""
     CHECKS[function.__name__] = function
     return function
 
@@ -399,51 +392,10 @@ def dtensor_operators_follow_the_policy() -> None:
     assert weight.grad.dtype is torch.float32
 
 
-def run_checks(rank: int, port: int, answers: Any) -> None:
-    """What each process runs: every check in order; the group ends with the first that fails here."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
-    for name, function in CHECKS.items():
-        error = None
-        try:
-            torch.manual_seed(0)
-            function()
-        except Exception:
-            error = traceback.format_exc()
-        answers.put((rank, name, error))
-        failed = torch.tensor(float(error is not None))
-        dist.all_reduce(failed)
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def answers() -> dict[str, list[str | None]]:
-    """For every check, what went wrong in each process, or None."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = mp.get_context("spawn")
-    channel = context.Queue()
-    processes = [context.Process(target=run_checks, args=(rank, port, channel), daemon=True) for rank in range(WORLD)]
-    for process in processes:
-        process.start()
-    found: dict[str, list[str | None]] = {name: [] for name in CHECKS}
-    try:
-        for _ in range(WORLD * len(CHECKS)):
-            _, name, error = channel.get(timeout=100)
-            found[name].append(error)
-    except queue.Empty:
-        pass        # a check hung or its process died: its test says so
-    finally:
-        for process in processes:
-            process.join(timeout=5)
-            process.kill()
-    return found
+def run_check(rank: int, world: int, name: str) -> None:
+    CHECKS[name]()
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_on_two_processes(name: str, answers: dict[str, list[str | None]]) -> None:
-    errors = answers[name]
-    assert len(errors) == WORLD, f"{WORLD - len(errors)} of {WORLD} processes never finished {name}"
-    assert errors == [None] * WORLD, "\n".join(error for error in errors if error)
+def test_on_two_processes(name: str) -> None:
+    on_ranks(run_check, name)

@@ -1,6 +1,6 @@
 """`ampkit.integrations.lightning` and `fabric` with the real library."""
 
-import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,7 @@ import torch
 import ampkit.optim
 from ampkit import GradScaler, Policy, WeightCache, is_autocast_enabled
 from tests.helpers.faults import plant_nonfinite
-from tests.helpers.paths import ROOT
-from tests.helpers.processes import torchrun
+from tests.helpers.ranks import on_ranks
 
 pytest.importorskip("lightning", reason="it is in ampkit[dev]")
 # Lightning's own, about versions of torch, logging folders and the number of workers
@@ -25,7 +24,9 @@ pytestmark = [
 from lightning.fabric import Fabric  # noqa: E402
 from lightning.pytorch import LightningModule, Trainer  # noqa: E402
 from lightning.pytorch.plugins import MixedPrecision as LightningPrecision  # noqa: E402
+from lightning.pytorch.strategies import FSDPStrategy  # noqa: E402
 from lightning.pytorch.utilities import GradClipAlgorithmType  # noqa: E402
+from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 from ampkit.integrations import fabric as for_fabric  # noqa: E402
@@ -88,8 +89,8 @@ def fit(module: Module, plugin: Any, folder: Path, *, resume: str | None = None,
     if not module.automatic_optimization:
         del settings["gradient_clip_val"]
     trainer = Trainer(
-        accelerator="cpu", devices=1, default_root_dir=folder, enable_progress_bar=False, enable_model_summary=False,
-        plugins=[] if plugin is None else [plugin], **settings,
+        accelerator="cpu", devices=settings.pop("devices", 1), default_root_dir=folder, enable_progress_bar=False,
+        enable_model_summary=False, plugins=[] if plugin is None else [plugin], **settings,
     )
     trainer.fit(module, batches(), ckpt_path=resume, weights_only=False)
     return trainer
@@ -146,7 +147,9 @@ def test_an_overflow_is_skipped_logged_and_named(
     assert "layers.2.weight" in caplog.text
 
 
-def test_the_monitor_keeps_to_the_logging_interval_and_lets_bfloat16_be(tmp_path: Path) -> None:
+def test_the_monitor_keeps_to_the_logging_interval_and_says_when_there_is_nothing_to_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """It reads the device only then."""
     module, plugin = Module(), sixteen()
     asked = []
@@ -154,8 +157,10 @@ def test_the_monitor_keeps_to_the_logging_interval_and_lets_bfloat16_be(tmp_path
     plugin.scaler.stats = lambda: asked.append(1) or stats()        # pyright: ignore[reportAttributeAccessIssue]
     fit(module, plugin, tmp_path, callbacks=[ScaleMonitor()], log_every_n_steps=2)
     assert len(asked) == 2
-    trainer = fit(Module(), MixedPrecision("bf16-mixed", "cpu"), tmp_path, callbacks=[ScaleMonitor()])
+    with caplog.at_level("INFO"):
+        trainer = fit(Module(), MixedPrecision("bf16-mixed", "cpu"), tmp_path, callbacks=[ScaleMonitor()])
     assert "loss_scale" not in trainer.callback_metrics
+    assert "ScaleMonitor logs nothing: the precision plugin is ampkit" in caplog.text
 
 
 def test_accumulation_and_batches_without_a_loss(tmp_path: Path) -> None:
@@ -217,18 +222,50 @@ def test_lbfgs_stays_refused(tmp_path: Path) -> None:
         fit(module, sixteen(), tmp_path)
 
 
-@pytest.mark.slow
-def test_ranks_under_the_fsdp_strategy_skip_together() -> None:
+class FsdpOnCpu(FSDPStrategy):
+    """Lightning's strategy, which is for GPUs, but for the call that wraps the model."""
+
+    def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+
+
+class Sharded(Module):
+    """Its second gradients hold inf, in the first rank's shard."""
+
+    def on_after_backward(self) -> None:
+        grads = [param.grad for param in self.parameters() if param.grad is not None and param.grad.numel()]
+        if self.trainer.global_step == 1 and self.trainer.global_rank == 0:
+            grads[0].view(-1)[0] = torch.inf
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
+
+def fit_sharded(rank: int, world: int, folder: Path) -> tuple[float, int, int]:
+    """The scale, steps and skips of four steps, under the environment that torchrun makes."""
+    names = {"TORCHELASTIC_RUN_ID": "ranks", "GROUP_RANK": 0, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
+    names |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": 0}
+    with pytest.MonkeyPatch.context() as environment, warnings.catch_warnings():
+        warnings.simplefilter("ignore")     # Lightning's, about workers, ranks and its own future
+        for name, value in names.items():
+            environment.setenv(name, str(value))
+        plugin = FSDPPrecision("16-mixed", GradScaler("cpu", init_scale=256.0), device="cpu")
+        strategy = FsdpOnCpu(precision_plugin=plugin)
+        module = Sharded("fused")
+        fit(module, None, folder, devices=world, strategy=strategy, gradient_clip_val=None)
+    assert module.dtypes == {torch.float16}
+    stats = plugin.scaler.stats()
+    return stats.scale, stats.steps, stats.skips
+
+
+def test_ranks_under_the_fsdp_strategy_skip_together(tmp_path: Path) -> None:
     """An inf in one rank's shard, a fused optimizer."""
-    printed = torchrun(ROOT / "tests" / "helpers" / "lightning_fsdp.py", ranks=2)
-    assert sorted(re.findall(r"rank \d: scale \d+, \d steps, \d skipped", printed)) == [
-        f"rank {rank}: scale 128, 3 steps, 1 skipped" for rank in range(2)
-    ]
+    assert on_ranks(fit_sharded, tmp_path) == [(128.0, 3, 1)] * 2
 
 
 def test_what_the_fsdp_plugin_refuses() -> None:
     """Norms, which Lightning refuses under that strategy, and what casts nothing."""
-    plugin = FSDPPrecision("16-mixed", GradScaler("cpu"))
+    plugin = FSDPPrecision("16-mixed", GradScaler("cpu"), device="cpu")
     param = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([param])
     assert plugin.scaler is not None
@@ -245,6 +282,8 @@ def test_what_the_fsdp_plugin_refuses() -> None:
     with pytest.raises(TypeError, match="expected an ampkit"):
         FSDPPrecision("16-mixed", torch.amp.GradScaler("cpu"))  # pyright: ignore[reportArgumentType]
     assert FSDPPrecision("bf16-mixed").scaler is None
+    if not torch.accelerator.is_available():
+        assert FSDPPrecision("bf16-mixed").device == "cpu"
 
 
 def test_manual_clipping_and_stepping_know_one_optimizer(tmp_path: Path) -> None:
@@ -264,8 +303,13 @@ def test_manual_clipping_and_stepping_know_one_optimizer(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("cls", [MixedPrecision, for_fabric.MixedPrecision])
-def test_scalers_of_torch_are_refused(cls: Any) -> None:
-    """They have none of the methods that the plugins call."""
+def test_scalers_of_torch_and_wrong_policies_and_devices_are_refused(cls: Any) -> None:
+    """When they are given, not at the first region."""
+    with pytest.raises(ValueError, match="policy is 'defalt'; expected a Policy for 'cpu'"):
+        cls("bf16-mixed", "cpu", policy="defalt")
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="device is 'cuda', which this machine does not have"):
+            cls("16-mixed", "cuda")
     with pytest.raises(TypeError, match=r"torch\.amp\.grad_scaler\.GradScaler; expected an ampkit.GradScaler"):
         cls("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     with pytest.raises(Exception, match="does not use a scaler"):

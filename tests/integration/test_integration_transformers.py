@@ -127,8 +127,10 @@ def test_a_scaler_without_fp16_is_refused(tmp_path: Path, settings: dict[str, An
 
 def test_other_refusals(tmp_path: Path) -> None:
     """Each says what to do."""
-    with pytest.raises(ValueError, match=r"bf16=False and fp16=False; expected TrainingArguments\(bf16=True\)"):
-        use_ampkit(trainer(tmp_path))
+    plain = trainer(tmp_path)
+    assert use_ampkit(plain) is plain       # for a script's float32 baseline
+    with pytest.raises(ValueError, match="policy is 'defalt'; expected a Policy for 'cpu'"):
+        use_ampkit(trainer(tmp_path, bf16=True), policy="defalt")
     with pytest.raises(TypeError, match=r"takes a transformers.Trainer; got Network"):
         use_ampkit(Network())  # pyright: ignore[reportArgumentType]
     trained = trainer(tmp_path, bf16=True, max_steps=1)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from ampkit import optim
 from ampkit.scaler.grad_scaler import GradScaler
 from ampkit.whole_model.master_weights import MasterWeights
+from tests.helpers.ranks import on_ranks
 
 HALVES = [torch.float16, torch.bfloat16]
 ids = {"ids": lambda value: str(value).removeprefix("torch.")}
@@ -187,6 +187,26 @@ def test_closures_are_followed() -> None:
     assert seen[-1] < seen[0] / 10
     for half, master in zip(masters.model_parameters(), masters.masters(), strict=True):
         assert torch.equal(half, master.to(half.dtype))
+
+
+def test_a_skipped_closure_leaves_the_model_as_it_was() -> None:
+    """Evaluations write trial values into the model; one that overflows under a scaler takes them back."""
+    model = model_of(torch.bfloat16)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=6)
+    masters, scaler = MasterWeights(optimizer), GradScaler("cpu", init_scale=2.0**8)
+    before = [p.detach().clone() for p in (*model.parameters(), *masters.masters())]
+    (x,), evaluations = inputs(1), []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, x)
+        evaluations.append(loss.item())
+        scaler.scale(loss * (torch.inf if len(evaluations) == 3 else 1.0)).backward()
+        return loss
+
+    assert scaler.step(optimizer, closure) is None
+    assert evaluations[2] < evaluations[0]
+    assert all(map(torch.equal, (*model.parameters(), *masters.masters()), before))
 
 
 def test_groups_that_join_later_get_masters() -> None:
@@ -397,14 +417,11 @@ def test_an_optimizer_dies_with_its_last_reference() -> None:
     assert masters.masters()
 
 
-def _shards(rank: int, port: int, results: Any) -> None:
-    """On two ranks: halves sharded as DTensors, by hand and by fully_shard, against one process."""
+def sharded_parameters(rank: int, world: int) -> None:
+    """16-bit parameters sharded as DTensors against one process."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
-    dist.init_process_group("gloo", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
     whole = torch.randn(6, 4).bfloat16()
@@ -427,12 +444,9 @@ def _shards(rank: int, port: int, results: Any) -> None:
     for a, b in zip(*ends, strict=True):
         assert isinstance(b, DTensor)
         assert torch.equal(a, b.full_tensor())
-    _train_under_ddp(rank)
-    results.put(rank)
-    dist.destroy_process_group()
 
 
-def _train_under_ddp(rank: int) -> None:
+def o2_under_ddp(rank: int, world: int) -> None:
     """An O2 model wrapped after initialize: ranks see other data, step together, skip together, save alike."""
     from ampkit.amp import initialize, loss_scalers, scale_loss
 
@@ -456,20 +470,10 @@ def _train_under_ddp(rank: int) -> None:
     assert torch.equal(*others)
 
 
-def test_dtensor_shards_and_ddp(free_port: int) -> None:
-    context = mp.get_context("spawn")
-    results = context.Queue()
-    mp.start_processes(_shards, (free_port, results), nprocs=2, start_method="spawn")
-    assert {results.get(timeout=10) for _ in range(2)} == {0, 1}
-
-
-@pytest.fixture
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+@pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
+@pytest.mark.parametrize("function", [sharded_parameters, o2_under_ddp])
+def test_on_two_ranks(function: Callable[[int, int], None]) -> None:
+    on_ranks(function)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,200 @@
+"""Every case there is: names, aims, time; what a kernel's case compares; work models beside torch's own counter."""
+
+import dataclasses
+import itertools
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import kernels, parameter_lists, registry, report, trainer, training, tuning, work, workloads
+from benchmarks.case import AMPKIT, TORCH_OPERATORS, Case, UnavailableError, WrongAnswerError
+from benchmarks.host import Host
+from benchmarks.measure import measure
+from benchmarks.regions import Operator, WeightCasts
+from benchmarks.scaling import Scaling
+from tests.benchmarks.helpers import CPU, TINY
+
+
+def test_families_patterns_and_time():
+    """The default run fits in five minutes: timing takes its seconds, the rest as long again; the gate has a minute."""
+    cases = registry.every_case()
+    assert len({(case.family, case.name) for case in cases}) == len(cases)
+    everyday = registry.choose("cpu")
+    families = {case.family for case in everyday}
+    assert families == {"operators", "regions", "weights", "scaler", "accumulation", "width", "training"}
+    others = {"debugging", "host", "kernels", "tuning"}
+    assert {case.family for case in cases} == families | others == set(report.TITLES)
+    assert sum(case.seconds for case in everyday) <= 150
+    assert {case.family for case in registry.choose("cuda", ["width/*", "scaler/*"])} == {"width", "scaler"}
+    assert [case.name for case in registry.choose("cuda", ["*/GPT-2*bf16 graph"])] == ["GPT-2 124M, bf16 graph"]
+    with pytest.raises(ValueError, match="families are accumulation, debugging, host, kernels, operators"):
+        registry.choose("cpu", ["nothing"])
+
+
+def test_aims_are_between_sides_that_the_case_has():
+    """And every case of a region or a scaler runs in every way, and leaves no region open."""
+    for case in registry.every_case():
+        for device in case.devices:
+            names = sides_of(case, torch.device(device))
+            assert case.base in names, case.name
+            assert all({aim.side, aim.base} <= {*names} for aim in case.aims), case.name
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def sides_of(case: Case, device: torch.device) -> list[str]:
+    """The names of a case's sides, from a small copy of it on the CPU."""
+    if isinstance(case, training.Training):
+        return trainer.ways(case.variant, device)
+    if isinstance(case, tuning.Tuning):
+        return [tuning.SHIPPED]         # the rest is what compiles
+    if isinstance(case, kernels.Kernel):
+        case = dataclasses.replace(case, shapes=lambda: [(3,)])
+    elif isinstance(case, Host):
+        case = dataclasses.replace(case, count=case.groups)
+    elif isinstance(case, Scaling):
+        case = dataclasses.replace(case, tensors=min(case.tensors, 2), elements=min(case.elements, 10))
+    elif isinstance(case, WeightCasts):
+        case = dataclasses.replace(case, weights=2)
+    sides = case.sides(CPU)
+    if isinstance(case, Operator) or case.family == "regions":
+        for side in sides.values():
+            side.run(2)
+    return list(sides)
+
+
+# --- kernels
+
+
+def kernel_case(job: str, **more: Any) -> kernels.Kernel:
+    return kernels.Kernel(name=job, job=job, shapes=lambda: [(3,), (40, 5)], **more)
+
+
+def test_lists_are_the_models_they_name():
+    sizes = {}
+    for name, shapes in parameter_lists.LISTS.items():
+        sizes[name] = len(shapes()), sum(torch.Size(shape).numel() for shape in shapes())
+        assert 1e-2 * sizes[name][1] ** 0.5 > 2 * kernels.MAX_NORM, "gradients that need no clipping"
+    assert sizes.pop("5000 tiny")[0] == 5000
+    assert sizes == {
+        "GPT-2 124M": (148, 124_439_808), "GPT-2 1.5B": (580, 1_557_611_200), "ResNet-50": (161, 25_557_032),
+    }
+
+
+def test_every_job_is_rehearsed_and_its_sides_agree():
+    """On the CPU with a short list; a GPU has the same jobs."""
+    rehearsed = [case for case in kernels.cases() if case.devices == ("cpu",) and "20 tiny" in case.name]
+    for case in rehearsed:
+        row = measure(case, CPU, effort=0.01)
+        moved = {name: side["facts"]["bytes_moved"] for name, side in row["sides"].items()}
+        assert row["work"]["bytes"] == moved[AMPKIT] <= moved[TORCH_OPERATORS], case.name
+    jobs = {device: {(case.job, case.dtype, case.moving) for case in kernels.cases() if case.devices == (device,)}
+            for device in ("cpu", "cuda")}
+    assert jobs["cpu"] == jobs["cuda"]
+    assert sum(bool(case.aims) for case in kernels.cases()) == len(kernels.AIMS)
+    sides = kernel_case("unscale + clip").sides(CPU)
+    right = sides[AMPKIT].result
+    sides[AMPKIT].result = lambda: [right()[0] + 1]
+    with pytest.raises(WrongAnswerError, match=r"unscale \+ clip: ampkit left other values than torch"):
+        kernel_case("unscale + clip").check(sides)
+
+
+def test_a_clipped_list_is_clipped_again_in_every_round(monkeypatch: pytest.MonkeyPatch):
+    """A list that stays clipped has factor 1 from the second round: no bytes to move, while they would be charged."""
+    seen = []
+    multiply = kernels.kernels.multiply_
+    monkeypatch.setattr(
+        kernels.kernels, "multiply_",
+        lambda grads, factor, *rest, **more: (seen.append(factor.item()), multiply(grads, factor, *rest, **more)),
+    )
+    monkeypatch.setattr(kernels, "MAX_NORM", 0.05)
+    for job, bytes_moved in (("unscale + clip", 12), ("unscale + clip, factor 1", 4)):
+        case = kernel_case(job)
+        side = dataclasses.replace(case, shapes=lambda: [(4000,)]).sides(CPU)[AMPKIT]
+        for _ in range(3):
+            side.before()
+            side.run(1)
+        assert case.work().model == f"{bytes_moved} bytes per element"
+    assert seen[:3] == [seen[0]] * 3
+    assert 0.0 < seen[0] < 1.0
+    assert seen[3:] == [1.0] * 3
+
+
+def test_moving_gradients_are_elsewhere_in_every_sample():
+    for side in kernel_case("AdamW step", moving=True).sides(CPU).values():
+        held = [cell.cell_contents for cell in side.before.__closure__]
+        (material,) = [value for value in held if isinstance(value, kernels.Material)]
+        addresses = []
+        for _ in range(4):
+            side.before()
+            addresses.append(tuple(grad.data_ptr() for grad in material.grads))
+        assert all(a != b for a, b in itertools.pairwise(addresses))
+
+
+def test_configurations_stand_beside_the_one_that_is_shipped(monkeypatch: pytest.MonkeyPatch):
+    """One that does not run is left out, and no further one is begun when time is up."""
+    case = tuning.Tuning(name="norm", kernel="norm")
+
+    def fails_at_four(config: Any):
+        if config.programs_per_multiprocessor == 4 and config.block == 1024:
+            raise RuntimeError("out of resources")
+
+    monkeypatch.setitem(tuning.LAUNCHERS, "norm", lambda material: (tuning.Config(2048), fails_at_four))
+    monkeypatch.setattr(tuning.ampkit_kernels, "why_not_triton", lambda device: None)
+    sides = case.sides(CPU)
+    assert list(sides) == [tuning.SHIPPED, "block 1024, warps 4, programs 2"]
+    assert sides[tuning.SHIPPED].facts() == {"configuration": "shipped: block 2048, warps 8, programs 4"}
+    assert list(dataclasses.replace(case, compile_seconds=-1.0).sides(CPU)) == [tuning.SHIPPED]
+    monkeypatch.setattr(tuning.ampkit_kernels, "why_not_triton", lambda device: "no Triton")
+    with pytest.raises(UnavailableError, match="no Triton"):
+        case.sides(CPU)
+
+
+@pytest.mark.parametrize("kernel", tuning.LAUNCHERS)
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_every_kernel_launches_with_a_configuration_of_choice(kernel: str):
+    shipped, launch = tuning.LAUNCHERS[kernel](kernels.Material([(5,), (700,)], CPU, torch.float32))
+    launch(shipped)
+    launch(dataclasses.replace(shipped, block=256, chunk=1024))
+
+
+# --- work models
+
+
+def counted_flops(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> int:
+    """FLOPs of forward and backward as torch counts them, with attention written out."""
+    torch._C._set_mkldnn_enabled(False)     # the counter knows no fused LSTM layer, only what it is made of
+    try:
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
+            workloads.loss_of(model(batch[0]), batch[1]).backward()
+    finally:
+        torch._C._set_mkldnn_enabled(True)
+    return counted.get_total_flops()
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_flop_models_are_what_torch_counts(name: str):
+    workload = TINY[name]()
+    (batch,) = workload.batches(1, torch.Generator().manual_seed(0))
+    assert len(batch[0]) == workload.samples
+    assert counted_flops(workload.build(), batch) == workload.flops
+
+
+def test_large_models_and_byte_models_are_as_known():
+    """A step is 28 bytes of AdamW, 8 of each micro-batch, and 4 more to add each further gradient to what is there."""
+    sizes = {}
+    for case in training.large():
+        if case.variant == trainer.Variant():
+            with torch.device("meta"):
+                sizes[case.name] = sum(p.numel() for p in case.workload().build().parameters())
+    assert sizes == {"GPT-2 124M, bf16": 124_439_808, "ResNet-50, bf16": 25_557_032}
+    assert work.training_bytes(10) == 10 * 36
+    assert work.training_bytes(10, 8) == 10 * (28 + 8 * 8 + 7 * 4)
+    assert work.region_casts(10) == 60
+    assert Scaling(name="", job="clip", tensors=3, elements=5).work() == work.Work(0, 180, "12 bytes per element")
