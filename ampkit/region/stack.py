@@ -91,8 +91,6 @@ class Entry:
         self.enabled = _is_enabled(kind)
         self.dtype = _dtype_of(kind)
         self.cache_flag = _cache_flag()
-        self.included = is_included(KEY)
-        self.excluded = is_excluded(KEY)    # inside a disabled region, or inside an operator
         self.mark = thread.mark
         capture = kind == "cuda" and is_capturing()
         cache: WeightCache | RegionCache | None = None if capture else spec.cache
@@ -109,6 +107,8 @@ class Entry:
         ):
             mode = _mode(outer, kind, spec.policy, cache if spec.cache_enabled else None, hooks)
         self.mode = mode
+        self.included = is_included(KEY)
+        self.excluded = is_excluded(KEY)    # inside a disabled region, or inside an operator
         self.hooks = None
         active = spec.enabled or recomputes
         if mode.has_module_rules and hooks is not None and active:

@@ -14,7 +14,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -188,21 +187,20 @@ def test_a_thread_that_forks_while_it_clears_torchs_cache_goes_on(monkeypatch):
     assert results == [""]
 
 
-@pytest.mark.parametrize("cache", [None, WeightCache()], ids=["no cache", "cache"])
-def test_what_dies_with_the_parents_threads_waits_for_no_lock(cache):
+def test_what_dies_with_the_parents_threads_waits_for_no_lock():
     """In the child, the other threads' own data is freed before any hook of ours runs: regions open there among it."""
     own, entered, held, done = threading.local(), threading.Event(), threading.Event(), threading.Event()
 
     def in_region() -> None:
         own.net, own.weights = model(), [torch.nn.Parameter(torch.ones(2, 2))]
-        with autocast("cpu", policy=Policy.default("cpu").for_modules({"1": torch.float32}), cache=cache):
+        with autocast("cpu", policy=Policy.default("cpu").for_modules({"1": torch.float32})):
             own.net(X)
             torch.mm(X, own.weights[0])
             entered.set()
             done.wait()
 
     def hold() -> None:
-        with module_hooks._lock, nullcontext() if cache is None else cache._lock:
+        with module_hooks._lock:
             held.set()
             done.wait()
 

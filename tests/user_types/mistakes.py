@@ -32,7 +32,6 @@ amp.initialize(nn.Linear(1, 1), level="O2")  # reportCallIssue
 amp.initialize("model")  # reportArgumentType
 pair: tuple[nn.Linear, int] = amp.initialize(nn.Linear(1, 1))  # reportAssignmentType
 Policy.default("cpu").explain(nn.Linear).rule  # reportAttributeAccessIssue
-text: str = checkpoint(loss_of, x, x)  # reportAssignmentType
 ampkit.integration  # reportAttributeAccessIssue
 ampkit.integrations.ligthning  # reportAttributeAccessIssue
 ampkit.initialize  # reportAttributeAccessIssue

@@ -25,7 +25,6 @@ from ampkit import (
     autocast,
     check_half,
     check_ranks,
-    checkpoint,
     clear_autocast_cache,
     custom_bwd,
     custom_fwd,
@@ -186,8 +185,6 @@ def regions() -> None:
     also: Callable[[Tensor], AsyncIterator[Tensor]] = streamed
     assert callable(as_given)
     assert callable(also)
-    assert_type(checkpoint(loss_of, x, torch.zeros(4, dtype=torch.int64)), Tensor)
-    checkpoint_context_fn()
     wrapped = wrap_forward(nn.Linear(4, 4), "cpu", "bfloat16", policy="torch", cast_outputs="float32")
     assert_type(wrapped, nn.Linear)
     assert_type(unwrap_forward(wrapped), nn.Linear)
