@@ -16,10 +16,8 @@ from ampkit.region.custom_function import custom_bwd, custom_fwd
 from ampkit.region.forward_wrapper import unwrap_forward, wrap_forward
 from ampkit.region.recording import record_casts
 from ampkit.region.weight_cache import WeightCache
-from ampkit.scaler.agreement import check_ranks
 from ampkit.scaler.grad_scaler import GradScaler
 from ampkit.scaler.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
-from ampkit.scaler.schedulers import scheduler_step
 from ampkit.whole_model.check_half import check_half
 from ampkit.whole_model.fp16_optimizer import FP16Optimizer
 from ampkit.whole_model.half import half
@@ -43,7 +41,6 @@ __all__ = [
     "amp",
     "autocast",
     "check_half",
-    "check_ranks",
     "clear_autocast_cache",
     "custom_bwd",
     "custom_fwd",
@@ -56,7 +53,6 @@ __all__ = [
     "optim",
     "record_casts",
     "register_op",
-    "scheduler_step",
     "unwrap_forward",
     "wrap_forward",
 ]

@@ -365,7 +365,7 @@ class _Steps:
         self._flag_on_optimizer.close()     # left over if the last step raised
         if not self.session.scalers:
             return
-        if closures.take(args[1:], kwargs) is not None:
+        if closures.extract(args[1:], kwargs) is not None:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step got a closure, whose backward the level cannot see; use "
                 f"ampkit.autocast with GradScaler.step(optimizer, closure), or FP16Optimizer.step(closure)"

@@ -22,7 +22,6 @@ from torch import Tensor
 
 import ampkit_kernels
 from ampkit import GradScaler
-from ampkit.gradients import kernels
 from ampkit.optim import SGD, AdamW
 from benchmarks.case import AMPKIT, TORCH_OPERATORS, Aim, Case, Side, UnavailableError
 
@@ -43,6 +42,7 @@ def nothing(*_: Any, **__: Any) -> None:
 @contextlib.contextmanager
 def without_launches(norms: list[Tensor]) -> Iterator[None]:
     """Replace the launches of both sides; `norms` is the result of torch's norm of a list."""
+    from ampkit_kernels import triton_ops
     from ampkit_kernels.triton_ops.unscale import unscale_kernel
 
     def norm(*_: Any, **__: Any) -> list[Tensor]:
@@ -54,34 +54,17 @@ def without_launches(norms: list[Tensor]) -> Iterator[None]:
     def available(_: torch.device) -> None:
         return None
 
-    def serves(_: Tensor) -> bool:
-        return True
+    def backend(_: Tensor) -> Any:
+        return triton_ops
 
-    served = Served()      # plain functions, because calling a mock takes longer than the original
     with contextlib.ExitStack() as stack:
         for name in _IN_PLACE:
             stack.enter_context(mock.patch.object(torch, name, nothing))
         stack.enter_context(mock.patch.object(torch, "_foreach_norm", norm))
         stack.enter_context(mock.patch.object(type(unscale_kernel), "__getitem__", launcher))
         stack.enter_context(mock.patch("ampkit_kernels.dispatch.why_not_triton", available))
-        stack.enter_context(mock.patch.object(kernels, "_loaded", [served, served]))
-        stack.enter_context(mock.patch.object(kernels, "serves", serves))
+        stack.enter_context(mock.patch.object(ampkit_kernels, "backend", backend))
         yield
-
-
-class Served:
-    """`ampkit_kernels` with impl="triton": by default it serves CPU tensors by torch's operators."""
-
-    def __getattr__(self, name: str) -> Any:
-        function = getattr(ampkit_kernels, name)
-        if name in ("FlatList", "uses_triton", "why_not_triton"):
-            return function
-
-        def triton(*args: Any, **options: Any) -> Any:
-            return function(*args, **{**options, "impl": "triton"})
-
-        setattr(self, name, triton)
-        return triton
 
 
 @dataclass(frozen=True, kw_only=True)

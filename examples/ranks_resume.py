@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import ampkit.optim
-from ampkit import GradScaler, autocast, check_ranks
+from ampkit import GradScaler, autocast
 
 BATCH, OVERFLOW_AT = 16, 3
 
@@ -85,7 +85,7 @@ def main(how: str, folder: Path, steps: int) -> None:
         progress.step += 1
         losses = loss.detach().clone()
 
-    check_ranks(scaler)
+    scaler.check_ranks()
     dcp.save({"progress": progress}, checkpoint_id=folder / f"step{progress.step}")
     if how != "tensor":
         dist.all_reduce(losses)

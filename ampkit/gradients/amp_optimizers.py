@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampkit.gradients import kernels
-from ampkit.gradients.transfer import moved
+from ampkit.gradients.transfer import host_value_or_none, moved
 from ampkit.torch_internals.optimizers import skip_compilation
 
 _MISSING = object()
@@ -56,7 +55,7 @@ class StepScalars:
         """Whether the host can see that this step is skipped."""
         if self.found_inf is None:
             return False
-        value = kernels.host_value_or_none(self.found_inf)
+        value = host_value_or_none(self.found_inf)
         return value is not None and value != 0.0
 
     def inverse_scale(self) -> Tensor | None:
@@ -67,7 +66,7 @@ class StepScalars:
         """What CPU gradients are to be multiplied by; the scalars are on the CPU. A FakeTensor counts as 1."""
         factor = 1.0
         for scalar in (self.grad_multiplier, self.inverse_scale()):
-            value = None if scalar is None else kernels.host_value_or_none(scalar)
+            value = None if scalar is None else host_value_or_none(scalar)
             factor *= 1.0 if value is None else value
         return factor
 
@@ -85,6 +84,12 @@ def takes_multiplier(optimizer: Any) -> bool:
 def takes_grad_scaler_argument(optimizer: Any) -> bool:
     """Whether `step` takes the scaler itself, which torch has deprecated."""
     return "grad_scaler" in inspect.signature(optimizer.step).parameters
+
+
+def mark_step_called(optimizer: Any) -> None:
+    """Mark a skipped step as called for torch's LR schedulers, which warn if they have seen none."""
+    if hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched"):
+        optimizer._opt_called = True
 
 
 @contextmanager

@@ -23,8 +23,8 @@ class NonFiniteEvaluation(Exception):
     """Leaves an optimizer's `step` from inside its closure; never reaches the user."""
 
 
-def take(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:
-    """The closure among the arguments of `step`, by keyword or as first positional argument."""
+def extract(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:
+    """Return the closure among the arguments of `step`, by keyword or as first positional argument."""
     if kwargs.get("closure") is not None:
         return kwargs["closure"]
     if args and callable(args[0]):
@@ -32,8 +32,8 @@ def take(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:
     return None
 
 
-def put(closure: Closure, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same arguments with another closure in the place where `take` found one."""
+def replace(closure: Closure, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same arguments with another closure in the place where `extract` found one."""
     if kwargs.get("closure") is not None:
         return args, {**kwargs, "closure": closure}
     return (closure, *args[1:]), kwargs

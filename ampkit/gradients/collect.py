@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampkit.gradients import kernels
+import ampkit_kernels
+from ampkit.gradients.transfer import moved
 
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 _ORDINARY = frozenset({Tensor, torch.nn.Parameter})
 _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
+
+_REFERENCE = ampkit_kernels.reference
 
 # Runs in C: a step looks at a thousand gradients.
 _dtype_of = attrgetter("dtype")
@@ -56,11 +59,9 @@ def parameters(optimizer: torch.optim.Optimizer, groups: Collection[int] | None 
         AssertionError: a parameter is not a tensor.
         IndexError: a number that is no parameter group's.
     """
-    if groups is None:
-        chosen = optimizer.param_groups
-    else:
-        chosen = [_group(optimizer, number) for number in groups]
-    params = [param for group in chosen for param in group["params"]]
+    params: list[Any] = []
+    for group in optimizer.param_groups if groups is None else [_group(optimizer, number) for number in groups]:
+        params += group["params"]
     for cls in set(map(type, params)) - _ORDINARY:
         if not issubclass(cls, Tensor):
             # torch's class of error, so that code that catches it keeps working
@@ -95,15 +96,17 @@ def collect(
         ValueError: a float16 gradient where those are refused. Nothing has been replaced then.
     """
     grads = [grad for param in params if (grad := param.grad) is not None]
-    flat = kernels.flat_list(grads)
-    if flat is not None and set(map(type, params)) <= _ORDINARY:
-        if refuse_fp16 is not None and flat[0].dtype is torch.float16:
-            raise ValueError(refuse_fp16())
-        return Gradients({flat[0].device: flat}, [], [], [], grads)
+    are_ordinary = set(map(type, params)) <= _ORDINARY
+    if are_ordinary and grads and ampkit_kernels.backend(grads[0]) is not _REFERENCE:
+        flat = ampkit_kernels.FlatList.of(grads)
+        if flat is not None:
+            if refuse_fp16 is not None and flat[0].dtype is torch.float16:
+                raise ValueError(refuse_fp16())
+            return Gradients({flat[0].device: flat}, [], [], [], grads)
     dtypes = set(map(_dtype_of, grads))
     if refuse_fp16 is not None and torch.float16 in dtypes:
         raise ValueError(refuse_fp16())
-    if dtypes <= _FLOATS and _are_plain(params, grads):
+    if are_ordinary and dtypes <= _FLOATS and set(map(type, grads)) <= _ORDINARY and _are_dense(grads):
         if len(set(map(Tensor.get_device, grads))) == 1:  # faster than `.device`; -1 on the CPU
             return Gradients({grads[0].device: grads}, [], [], [], grads)
         found = Gradients(originals=grads)
@@ -122,15 +125,10 @@ def collect(
     return found
 
 
-def _are_plain(params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
-    """Whether all are ordinary dense tensors that can be listed as they are: the fast path."""
-    if not set(map(type, params)) <= _ORDINARY or not set(map(type, grads)) <= _ORDINARY:
-        return False
-    # One tensor in several places (tied by hand, listed twice) is one gradient.
-    if len(set(map(id, grads))) != len(grads):
-        return False
+def _are_dense(grads: Sequence[Tensor]) -> bool:
+    """Whether all are contiguous, and none stands in two places (tied by hand, listed twice): then it is one."""
     try:
-        return all(map(Tensor.is_contiguous, grads))
+        return len(set(map(id, grads))) == len(grads) and all(map(Tensor.is_contiguous, grads))
     except RuntimeError:  # compressed layouts have no contiguity
         return False
 
@@ -207,8 +205,15 @@ def _local_shard(param: Tensor, grad: Any) -> tuple[Any, Tensor, tuple[Any, ...]
     return grad, local, groups
 
 
-def summed_duplicates(duplicated: Sequence[Tensor]) -> list[Tensor]:
-    """The values of sparse gradients after repeated indices are added up; the gradients stay as they are."""
+def check_sums(duplicated: Sequence[Tensor], factor: Tensor | None, found: dict[torch.device, Tensor]) -> None:
+    """Check the sums over repeated indices of sparse gradients, times `factor`, for inf and NaN.
+
+    Sets the flag of the gradient's device in `found`; the gradients stay as they are. Never syncs.
+    """
     with torch.no_grad():
-        sums = [grad.coalesce().values() for grad in duplicated]
-        return [torch.view_as_real(values) if values.is_complex() else values for values in sums]
+        for grad in duplicated:
+            values = grad.coalesce().values()
+            flag = found[values.device]
+            by = torch.ones_like(flag) if factor is None else moved(factor, flag.device)
+            real = torch.view_as_real(values) if values.is_complex() else values
+            ampkit_kernels.backend(flag).norm_and_check([real], by, flag)

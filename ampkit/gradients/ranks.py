@@ -56,6 +56,24 @@ def agree(found_inf: dict[torch.device, Tensor], groups: Sequence[Any], scale: T
     return torch.stack((-message[2], message[1]))
 
 
+def merged(before: dict[torch.device, Tensor], found: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
+    """The flags of two checks, by device: set where either is."""
+    both = {device: torch.maximum(before[device], flag) for device, flag in found.items() if device in before}
+    return {**before, **found, **both}
+
+
+def differing(values: Sequence[float], device: torch.device, group: Any) -> dict[int, tuple[float, float]]:
+    """Compare numbers between the ranks of a group; None: all ranks. One all-reduce and a host read.
+
+    Returns the lowest and the highest value of those that differ, by their index.
+    """
+    mine = torch.tensor(values, dtype=torch.float64, device="cpu")
+    message = torch.cat((mine, -mine)).to(device)
+    dist.all_reduce(message, dist.ReduceOp.MAX, group=group)
+    highest, lowest = message.reshape(2, -1).tolist()
+    return {i: (-low, high) for i, (low, high) in enumerate(zip(lowest, highest, strict=True)) if -low != high}
+
+
 def total(norm: Tensor, norm_type: float, groups: Sequence[Any]) -> Tensor:
     """The norm of a vector whose parts lie on the ranks of `groups`, from the norm of this rank's part."""
     if not groups:

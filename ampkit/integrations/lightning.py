@@ -16,7 +16,6 @@ from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
 from ampkit.integrations._precision import OwnRegions, dtype_of, policy_for, scaler_for
 from ampkit.policy.policy import Policy
 from ampkit.region.autocast import autocast, autocast_device_type
-from ampkit.scaler.agreement import check_ranks
 from ampkit.scaler.grad_scaler import GradScaler
 
 __all__ = ["FSDPPrecision", "MixedPrecision", "ScaleMonitor"]
@@ -175,7 +174,7 @@ class ScaleMonitor(Callback):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if not isinstance(scaler, GradScaler) or (trainer.fit_loop.total_batch_idx + 1) % trainer.log_every_n_steps:
             return
-        check_ranks(scaler)
+        scaler.check_ranks()
         stats = scaler.stats()
         pl_module.log_dict({"loss_scale": stats.scale, "skipped_steps": float(stats.skips)})
         if stats.skips and not self._has_reported:

@@ -9,7 +9,6 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from ampkit.integrations import accelerate
 from ampkit.policy.policy import Policy
 from ampkit.region.weight_cache import WeightCache
-from ampkit.scaler.agreement import check_ranks
 from ampkit.scaler.grad_scaler import GradScaler
 
 __all__ = ["use_ampkit"]
@@ -71,7 +70,7 @@ class _LogScale(TrainerCallback):
     ) -> None:
         """Called with what is about to be shown."""
         if logs is not None and "loss" in logs:
-            check_ranks(self._accelerator.scaler)
+            self._accelerator.scaler.check_ranks()
             stats = self._accelerator.scaler.stats()
             seen = {"loss_scale": stats.scale, "skipped_steps": stats.skips}
             logs.update(seen)

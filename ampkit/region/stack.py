@@ -295,13 +295,17 @@ def _recomputing(
     torch's checkpoint restores the enabled flags and dtypes itself.
     """
     policies, cached = mode.policies, mode.cache is not None
+    of_module = bool(thread.regions) and thread.regions[-1].spec.of_module
 
     def recompute(*args: Any, **kwargs: Any) -> Any:
         stack = thread.regions
         depth = len(stack)
         try:
             for kind, policy in policies:
-                push(RegionSpec(kind, _dtype_of(kind), _is_enabled(kind), cached, policy), hooks, recomputes=True)
+                spec = RegionSpec(
+                    kind, _dtype_of(kind), _is_enabled(kind), cached, policy, of_module=of_module
+                )
+                push(spec, hooks, recomputes=True)
             return function(*args, **kwargs)
         finally:
             leave_down_to(stack, depth)

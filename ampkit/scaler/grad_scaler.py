@@ -1,42 +1,57 @@
-"""GradScaler: the order of events in an iteration.
+"""GradScaler: losses are scaled, gradients unscaled and checked, steps with inf or NaN skipped, the scale adjusted.
 
-An optimizer is READY after `update()`, UNSCALED after `unscale_` or clipping, STEPPED after `step`. The work is done by
-parts: a `LiveScale` that lasts, an `Iteration` that each `update` begins anew, `Scaling`, `Unscaling` and `Stepping`
-over these two, and a `StepLog` of how steps ended.
-
-Lightning, Accelerate, FSDP and others ask for `isinstance(scaler, torch.amp.GradScaler)`, reach for its private
-attributes and override its private methods: those keep torch's names, shapes and callers.
+An optimizer is READY after `update()`, UNSCALED after `unscale_` or clipping, STEPPED after `step`. Lightning,
+Accelerate, FSDP, Composer and others ask for `isinstance(scaler, torch.amp.GradScaler)`, read and write its private
+attributes and override its private methods: those keep torch's names, shapes and callers. Torch's record of an
+optimizer is a plain dict that other code may hold, change or replace; what this class knows beside it is in `Notes`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+import functools
+import numbers
+import warnings
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
+from torch.compiler import is_compiling
 
-from ampkit.gradients import amp_optimizers, clipping, closures
-from ampkit.gradients.collect import collect, parameters
+import ampkit_kernels
+from ampkit.gradients import amp_optimizers, clipping, closures, ranks
+from ampkit.gradients.collect import Gradients, check_sums, collect, parameters
 from ampkit.gradients.masters import take_master_gradients
-from ampkit.scaler import pickling
-from ampkit.scaler.device import can_scale_on, device_type_of
-from ampkit.scaler.history import ScalerStats
-from ampkit.scaler.iteration import Iteration
-from ampkit.scaler.live_scale import LiveScale, strategy_of
-from ampkit.scaler.loss_scale import LossScale
-from ampkit.scaler.optimizer_record import OptimizerRecord
-from ampkit.scaler.overflow_report import OverflowReport
-from ampkit.scaler.parts import attribute_of
-from ampkit.scaler.scaling import Scaling
-from ampkit.scaler.step_log import OnStuck, StepLog
-from ampkit.scaler.stepping import Stepping
-from ampkit.scaler.unscaling import Unscaling
+from ampkit.gradients.transfer import host_value_or_none, moved
+from ampkit.scaler import loss_scale as scales
+from ampkit.scaler import saved_state, shared_gradients
+from ampkit.scaler.history import COUNTS, History, ScalerStats
+from ampkit.scaler.loss_scale import DynamicLossScale, LossScale, ScaleState
+from ampkit.scaler.nested import map_tensors
+from ampkit.scaler.overflow_report import BackwardOrder, Counts, OverflowReport, count_nonfinite, fp16_refusal, report
+from ampkit.scaler.saved_state import Loadable
+from ampkit.scaler.shared_gradients import LastStep, Notes
+from ampkit.torch_internals.fsdp import is_flat
+from ampkit.torch_internals.optimizers import update_scale_
+from ampkit.user_warnings import warn_user
 
 Outputs = TypeVar("Outputs", bound=Iterable[Any])
-_PARTS = ("_live", "_iteration", "_unscaling", "_log", "_scaling", "_stepping")
+OnStuck = Literal["warn", "raise"] | Callable[[ScalerStats], None]
+Flags = dict[torch.device, Tensor]
+"""For each device that holds gradients 0.0, or nonzero where one is not finite."""
+
+_IDLE_STEPS = 3
+"""Steps without gradients, from an optimizer's first step on, that are followed by a warning."""
+
+
+class LossScaleStuckError(RuntimeError):
+    """Gradients keep overflowing although the loss scale has collapsed."""
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -97,33 +112,72 @@ class GradScaler(torch.amp.GradScaler):
         count_every_step: bool = False,
         history_size: int = 1000,
     ) -> None:
-        self._device = device_type_of(device)
-        self._enabled = enabled and can_scale_on(self._device)
-        numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
-        live = LiveScale(strategy_of(loss_scale, numbers, validate=self._enabled), history_size)
-        self._compose(live, process_group, allow_fp16, on_stuck, count_every_step)
+        self._device = _device_type(device)
+        self._enabled = enabled and _can_scale_on(self._device)
+        plain = (init_scale, growth_factor, backoff_factor, growth_interval)
+        self._rule = scales.from_numbers(loss_scale, plain, validate=self._enabled)
+        if history_size < 0:
+            raise ValueError(f"history_size is {history_size}; expected 0 (keep none) or more")
+        if on_stuck not in ("warn", "raise") and not callable(on_stuck):
+            raise ValueError(f"on_stuck is {on_stuck!r}; expected 'warn', 'raise' or a function of ScalerStats")
+        self.process_group = process_group
+        self.allow_fp16 = allow_fp16
+        self.on_stuck = on_stuck
+        self.count_every_step = count_every_step
+        self._history_size = history_size
+        self._warned: set[str] = set()
+        self._stuck_check_due = False
+        self._init_scale = self._rule.init_scale
+        self._init_growth_tracker = 0
+        self._init_counters: dict[str, int] = {}
+        self._init_totals: dict[str, int] = {}
+        self._start()
 
-    def _compose(self, live: LiveScale, group: Any, fp16: bool, on_stuck: OnStuck, count_every_step: bool) -> None:
-        self._live = live
-        self._iteration = iteration = Iteration()
-        self._unscaling = Unscaling(live, iteration, process_group=group, allow_fp16=fp16)
-        self._log = StepLog(live, on_stuck=on_stuck, count_every_step=count_every_step)
-        self._scaling = Scaling(live, iteration, self._log)
-        self._stepping = Stepping(live, iteration, self._unscaling, self._log)
+    def _start(self) -> None:
+        """Create the attributes that are not pickled: no scale on a device, no optimizer seen, no iteration begun."""
+        self._scale: Tensor | None = None
+        self._growth_tracker: Tensor | None = None
+        self._counters: tuple[Tensor, ...] = ()     # of the strategy, beside these two
+        self._history: History | None = None
+        self._order = BackwardOrder()
+        self._last_steps: weakref.WeakKeyDictionary[Any, LastStep] = weakref.WeakKeyDictionary()
+        self._begin_iteration()
 
-    # torch's private attributes, and settings that may be changed
-    _scale = attribute_of("_live", "scale")
-    _growth_tracker = attribute_of("_live", "growth_tracker")
-    _growth_factor = attribute_of("_live", "growth_factor")
-    _backoff_factor = attribute_of("_live", "backoff_factor")
-    _growth_interval = attribute_of("_live", "growth_interval")
-    _init_scale = attribute_of("_live", "init_scale")
-    _init_growth_tracker = attribute_of("_live", "init_growth_tracker")
-    _per_optimizer_states = attribute_of("_iteration", "states")
-    process_group = attribute_of("_unscaling", "process_group")
-    allow_fp16 = attribute_of("_unscaling", "allow_fp16")
-    on_stuck = attribute_of("_log", "on_stuck")
-    count_every_step = attribute_of("_log", "count_every_step")
+    def _begin_iteration(self) -> None:
+        self._states: MutableMapping[int, Any] = defaultdict(shared_gradients.ready)
+        self._notes: dict[int, Notes] = {}
+        self._scaled_losses: list[weakref.ref[Tensor]] = []
+        self._scale_calls = 0
+        self._largest_norm: Tensor | None = None
+        self._used_scale: Tensor | None = None      # a copy, and its inverse
+        self._inv_scale: Tensor | None = None
+        self._order.is_of_this_iteration = False
+
+    @property
+    def _per_optimizer_states(self) -> MutableMapping[int, Any]:
+        """torch's records by `id(optimizer)`. Setting it begins an iteration: other subclasses' `update` ends so."""
+        return self._states
+
+    @_per_optimizer_states.setter
+    def _per_optimizer_states(self, states: MutableMapping[int, Any]) -> None:
+        self._begin_iteration()
+        self._states = states
+
+    def _notes_of(self, optimizer: Any) -> Notes:
+        """What is known about an optimizer in this iteration, beside its record in `_per_optimizer_states`."""
+        state = self._states[id(optimizer)]
+        notes = self._notes.get(id(optimizer))
+        if notes is None or notes.state is not state:
+            notes = self._notes[id(optimizer)] = Notes(optimizer, state, self._last_step_of(optimizer))
+        return notes
+
+    def _last_step_of(self, optimizer: Any) -> LastStep:
+        found = self._last_steps.get(optimizer)
+        if found is None:
+            found = self._last_steps[optimizer] = LastStep(any(map(is_flat, parameters(optimizer))))
+        return found
+
+    # Scaling
 
     @overload
     def scale(self, outputs: Tensor) -> Tensor: ...
@@ -135,7 +189,96 @@ class GradScaler(torch.amp.GradScaler):
         A 0-d float16 or bfloat16 loss comes back as float32. Never syncs. Warns once when what it gets is detached from
         autograd, because `backward` could not reach any parameter. Raises ValueError for what holds no tensors.
         """
-        return self._scaling.scale(outputs, self._lazy_init_scale_growth_tracker) if self._enabled else outputs
+        if not self._enabled:
+            return outputs
+        self._scale_calls += 1
+        if self._notes:
+            self._before_backward()
+        copies: dict[torch.device, Tensor] = {}
+        if isinstance(outputs, Tensor):
+            if not outputs.requires_grad:
+                self._warn_detached()
+            return self._scale_one(outputs, copies)
+        seen: list[bool] = []
+
+        def scale_one(output: Tensor) -> Tensor:
+            seen.append(output.requires_grad)
+            return self._scale_one(output, copies)
+
+        scaled = map_tensors(outputs, scale_one)
+        if seen and not any(seen):
+            self._warn_detached()
+        return scaled
+
+    def _scale_one(self, output: Tensor, copies: dict[torch.device, Tensor]) -> Tensor:
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(output.device)
+        if self._order.wanted and not is_compiling():
+            self._order.learn(output)
+        if not self._rule.scales_losses:
+            return output
+        scale: Any = self._scale
+        if scale.device != output.device:
+            if output.device not in copies:
+                copies[output.device] = moved(scale, output.device)
+            scale = copies[output.device]
+        scaled = output * scale
+        if scaled.requires_grad:
+            self._scaled_losses.append(weakref.ref(scaled))
+        return scaled
+
+    def _before_backward(self, _: Tensor | None = None) -> None:
+        """A backward pass may follow, which writes gradients that were unscaled; also a hook of a scaled loss."""
+        shared_gradients.note_versions(self._notes.values())
+
+    def _warn_detached(self) -> None:
+        if torch.is_grad_enabled():
+            self._warn_once(
+                "detached",
+                "scale() got a loss that does not require grad: backward() cannot reach any parameter from it. It "
+                "may have been rebuilt with torch.tensor(), detached, converted by .item(), or computed under "
+                "torch.no_grad().",
+            )
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        if self._growth_tracker is not None:
+            raise AssertionError("_growth_tracker initialized before _scale")
+        state = self._rule.init(
+            dev, scale=self._init_scale, growth_tracker=self._init_growth_tracker, **self._init_counters
+        )
+        self._scale, self._growth_tracker, *self._counters = state
+        self._history = History(state.scale.device, self._history_size, self._init_totals)
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        scale, tracker = self._scale, self._growth_tracker
+        if scale is None or tracker is None:
+            return super()._check_scale_growth_tracker(funcname)  # which raises
+        if self._history is None:   # other code has set the two
+            self._counters = self._rule.init(scale.device, **self._init_counters)[2:]
+            self._history = History(scale.device, self._history_size, self._init_totals)
+        return scale, tracker
+
+    def _inverse_scale(self) -> tuple[Tensor, Tensor]:
+        """1 / scale, rounded once from double where the device has it, and a clear flag, both 0-d on its device.
+
+        1 for a strategy that does not scale losses, whatever the scale.
+        """
+        scale: Any = self._scale
+        triton = self._history.triton if self._history is not None else None
+        if self._rule.scales_losses and triton is not None:
+            self._inv_scale, flag, self._used_scale = triton.inverse_scale(scale)
+            return self._inv_scale, flag
+        if not self._rule.scales_losses:
+            inv_scale = torch.ones_like(scale)
+        elif scale.is_mps:
+            inv_scale = scale.reciprocal()
+        else:
+            self._used_scale = used = scale.double()
+            inv_scale = used.reciprocal().float()
+        self._inv_scale = inv_scale
+        return inv_scale, torch.zeros_like(inv_scale)
+
+    # Unscaling
 
     def unscale_(self, optimizer: torch.optim.Optimizer, *, allow_repeat: bool = False) -> None:
         """Multiply the optimizer's gradients by 1 / scale, in place, and check them for inf and NaN. Never syncs.
@@ -153,21 +296,138 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         self._check_scale_growth_tracker("unscale_")
-        record = self._iteration.record_of(optimizer)
-        if allow_repeat and record.stage is OptState.UNSCALED:
-            self._unscaling.apply_pending_clip_factor_(record)
-            return
-        if record.stage in (OptState.UNSCALED, OptState.STEPPED):   # other code sets stages of its own: torch goes on
-            raise record.refusal_to_unscale()
-        record.pending_clip_factor = record.residual_inv_scale = None   # of before other code made it READY again
-        inv_scale, found_inf = self._unscaling.inverse_and_flag()
-        record.found_inf_per_device = self._unscale_grads_(optimizer, inv_scale, found_inf, self._unscaling.allow_fp16)
-        record.stage = OptState.UNSCALED
+        notes = self._notes_of(optimizer)
+        state = notes.state
+        if state["stage"] is OptState.UNSCALED:
+            if allow_repeat:
+                self._apply_clip_factor_(notes)
+                return
+            raise RuntimeError(
+                "unscale_() has already been called on this optimizer since the last update(). Dividing gradients "
+                "twice would ruin them: call update() at the end of each iteration, unscale_ once per update (not "
+                "once per micro-batch), or pass allow_repeat=True."
+            )
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError(
+                "unscale_() is being called after step(). Call it between backward() and step(), and update() once "
+                "all optimizers have stepped."
+            )
+        notes.clip_factor = notes.residual_inv_scale = None     # left where other code made the optimizer READY again
+        inv_scale, flag = self._inverse_scale()
+        state["found_inf_per_device"] = self._unscale_grads_(optimizer, inv_scale, flag, self.allow_fp16)
+        state["stage"] = OptState.UNSCALED
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
-    ) -> dict[torch.device, Tensor]:
-        return self._unscaling.unscale_(optimizer, inv_scale, found_inf, allow_fp16=allow_fp16)
+    ) -> Flags:
+        """Multiply gradients by `inv_scale`, in place; returns a flag per device, `found_inf` for its own device.
+
+        Gradients that another optimizer has unscaled are not unscaled again. Works without a record, as in torch.
+        """
+        take_master_gradients(optimizer)
+        notes = self._notes.get(id(optimizer))
+        refusal = None if allow_fp16 else functools.partial(fp16_refusal, optimizer)
+        found: Flags = {}
+        groups: list[Any] = []
+        with torch.set_grad_enabled(False):  # torch.no_grad() at half its cost
+            shares = len(self._notes) > 1
+            for params, owner in self._split(optimizer) if shares else ((parameters(optimizer), None),):
+                factor = inv_scale if self._rule.scales_losses else None
+                if owner is not None:
+                    if owner.state["stage"] is OptState.UNSCALED:
+                        self._apply_clip_factor_(owner)
+                    factor = owner.residual_inv_scale
+                gradients = collect(params, refusal)
+                groups += gradients.groups
+                for device, tensors in gradients.by_device.items():
+                    flag = found.get(device)
+                    if flag is None:
+                        flag = found[device] = moved(found_inf, device)
+                    ops = ampkit_kernels.backend(flag)
+                    if factor is None:  # unscaled before: only check
+                        ops.norm_and_check(tensors, torch.ones_like(flag), flag)
+                    else:
+                        ops.unscale_(tensors, factor if factor.device == device else moved(factor, device), flag)
+                if gradients.duplicated:
+                    check_sums(gradients.duplicated, None, found)
+                if notes is not None:
+                    self._mark(notes, gradients)
+        self._agree(optimizer, found, groups)
+        return found
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> Flags:
+        """Check gradients that stay scaled for inf and NaN; the flags are those that `unscale_` would set."""
+        self._check_scale_growth_tracker("_check_inf_per_device")
+        notes = self._notes_of(optimizer)
+        notes.state["found_inf_per_device"] = found = self._check_finite(notes, *self._inverse_scale())
+        return found
+
+    def _check_finite(self, notes: Notes, inv_scale: Tensor, flag: Tensor) -> Flags:
+        """Flags by device for gradients that would be multiplied by `inv_scale`; nothing is written.
+
+        `flag` is a clear one on the device of `inv_scale`.
+        """
+        take_master_gradients(notes.optimizer)
+        gradients = collect(parameters(notes.optimizer))
+        found: Flags = {}
+        with torch.set_grad_enabled(False):
+            for device, tensors in gradients.by_device.items():
+                found[device] = moved(flag, device)
+                ampkit_kernels.backend(flag).norm_and_check(tensors, moved(inv_scale, device), found[device])
+            if gradients.duplicated:
+                check_sums(gradients.duplicated, inv_scale, found)
+        self._mark(notes, gradients)
+        self._agree(notes.optimizer, found, gradients.groups)
+        return found
+
+    def _split(self, optimizer: Any) -> Sequence[shared_gradients.Part]:
+        """The optimizer's parameters, divided by the optimizer that unscaled their gradients in this iteration."""
+        current = [notes for key, notes in self._notes.items() if self._states.get(key) is notes.state]
+        return shared_gradients.split(optimizer, parameters(optimizer), current)
+
+    def _has_shared(self, optimizer: Any) -> bool:
+        """Whether gradients of this optimizer have been unscaled this iteration for another one."""
+        if len(self._notes) < 2:
+            return False
+        take_master_gradients(optimizer)
+        return len(self._split(optimizer)) > 1
+
+    def _mark(self, notes: Notes, gradients: Gradients) -> None:
+        """Mark gradients that this optimizer has unscaled, in case another one shares them."""
+        if len(self._scaled_losses) > 1:    # their backward may run at any time
+            for reference in self._scaled_losses:
+                if (loss := reference()) is not None:
+                    loss.register_hook(self._before_backward)
+            self._scaled_losses = []
+        notes.versions = None
+        for grad in gradients.originals:
+            setattr(grad, shared_gradients.MARK, notes.mark)
+
+    def _agree(self, optimizer: Any, found: Flags, groups: Sequence[Any]) -> None:
+        """Make flags the same on all ranks that must skip together."""
+        notes = self._notes.get(id(optimizer))
+        last = self._last_step_of(optimizer) if notes is None else notes.last_step
+        also = self.process_group
+        if also is None and last.holds_shards and ranks.several():
+            also = ranks.everyone()     # shards of FSDP1 do not say which ranks have the other parts
+        if not groups and also is None:
+            return
+        everyone = [*dict.fromkeys(groups)]
+        if also is not None and also not in everyone:
+            everyone.append(also)
+        scale_range = ranks.agree(found, everyone, self._scale_on(next(iter(found), torch.device("cpu"))))
+        if notes is not None:
+            notes.groups, notes.scale_range = everyone, scale_range
+        if scale_range is not None and self._history is not None:
+            self._history.note_scales(scale_range)
+
+    def _scale_on(self, device: torch.device) -> Tensor:
+        """The scale; before it is on a device, a copy of the first one on `device`."""
+        if self._scale is not None:
+            return self._scale
+        return torch.full((), self._init_scale, dtype=torch.float32, device=device)
+
+    # Clipping
 
     def clip_grad_norm_(
         self,
@@ -204,15 +464,68 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return clipping.clip_plain(parts, max_norm, norm_type, process_group, each=groups == "each")
         self._check_scale_growth_tracker("clip_grad_norm_")
-        record = self._iteration.record_of(optimizer)
-        record.require_not_stepped("clip_grad_norm_")
-        if record.stage is OptState.READY and (
-            norm_type not in clipping.HOMOGENEOUS_ORDERS or self._unscaling.has_shared(optimizer)
+        notes = self._notes_of(optimizer)
+        _require_not_stepped(notes, "clip_grad_norm_")
+        if process_group is None and notes.last_step.holds_shards and ranks.several():
+            raise clipping.refusal_of_flat_shards()
+        if notes.state["stage"] is OptState.READY and (
+            norm_type not in clipping.HOMOGENEOUS_ORDERS or self._has_shared(optimizer)
         ):
             self.unscale_(optimizer)
-        norms = self._unscaling.clip_norm_(optimizer, record, parts, max_norm, norm_type, process_group)
-        self._iteration.note_norm(torch.stack(norms).max() if len(norms) > 1 else norms[0])
+        norms = self._clip_norm_(notes, parts, max_norm, norm_type, process_group)
+        norm = norms[0] if len(norms) == 1 else torch.stack(norms).max()
+        largest = self._largest_norm
+        self._largest_norm = norm if largest is None else torch.maximum(largest, norm.to(largest))
         return torch.stack(norms) if groups == "each" else norms[0]
+
+    def _clip_norm_(
+        self, notes: Notes, parts: Sequence[clipping.Part], max_norm: float | Tensor, norm_type: float, group: Any
+    ) -> list[Tensor]:
+        """Unscale unless that is done, check, and clip; returns the unscaled norm of each part that is clipped."""
+        optimizer, state = notes.optimizer, notes.state
+        self._apply_clip_factor_(notes)
+        found: Flags = {}
+        if state["stage"] is OptState.READY:
+            inv_scale, flag = self._inverse_scale()
+        else:
+            found = state["found_inf_per_device"]
+            inv_scale = torch.ones_like(self._scale_on(torch.device("cpu")))
+            flag = torch.zeros_like(inv_scale)
+        refusal = None if self.allow_fp16 else functools.partial(fp16_refusal, optimizer)
+        gradients = [collect(params, refusal, coalesce=True) for params, _ in parts]
+        across = () if group is None else (group,)
+        norms, factors = [], []
+        with torch.set_grad_enabled(False):
+            for part, (_, clips) in zip(gradients, parts, strict=True):
+                for device in part.by_device:
+                    if device not in found:
+                        found[device] = moved(flag, device)
+                limit = max_norm if clips else None
+                norm, factor = clipping.norm_and_factor(part, inv_scale, found, norm_type, limit, across)
+                norms.append(norm)
+                factors.append(factor)
+            self._agree(optimizer, found, [each for part in gradients for each in part.groups])
+            state["found_inf_per_device"] = found
+            state["stage"] = OptState.UNSCALED
+            leaves_factor = len(parts) == 1 and amp_optimizers.takes_multiplier(optimizer)
+            for part, factor in zip(gradients, factors, strict=True):
+                if leaves_factor:
+                    notes.clip_factor = factor.float()
+                else:
+                    clipping.multiply_(part, factor, found)
+                self._mark(notes, part)
+        return [norm for norm, (_, clips) in zip(norms, parts, strict=True) if clips]
+
+    def _apply_clip_factor_(self, notes: Notes) -> None:
+        """Apply now the factor that clipping had left for the optimizer's `step`."""
+        factor, notes.clip_factor = notes.clip_factor, None
+        if factor is None:
+            return
+        take_master_gradients(notes.optimizer)
+        gradients = collect(parameters(notes.optimizer))
+        with torch.set_grad_enabled(False):
+            clipping.multiply_(gradients, factor, notes.state["found_inf_per_device"])
+        self._mark(notes, gradients)
 
     def clip_grad_value_(self, optimizer: torch.optim.Optimizer, clip_value: float) -> None:
         """Unscale and check the optimizer's gradients, and limit every element to `[-clip_value, clip_value]`.
@@ -221,20 +534,22 @@ class GradScaler(torch.amp.GradScaler):
         """
         if self._enabled:
             self._check_scale_growth_tracker("clip_grad_value_")
-            record = self._iteration.record_of(optimizer)
-            record.require_not_stepped("clip_grad_value_")
-            if record.stage is OptState.READY:
+            notes = self._notes_of(optimizer)
+            _require_not_stepped(notes, "clip_grad_value_")
+            if notes.state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
-            self._unscaling.apply_pending_clip_factor_(record)
+            self._apply_clip_factor_(notes)
         take_master_gradients(optimizer)
         clipping.clamp_(collect(parameters(optimizer)), float(clip_value))
+
+    # Steps
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscale unless that is done, then call `optimizer.step(*args, **kwargs)` if all gradients are finite.
 
-        An optimizer without gradients is left alone, and `stats().no_gradients` counts it. Amp-aware optimizers
-        (`fused=True`, `ampkit.optim`) are always called and skip on the device, without a host sync; any other costs
-        one host read.
+        An optimizer without gradients is left alone, and `stats().no_gradients` counts it; one that has found none in
+        its first steps is named in a warning. Amp-aware optimizers (`fused=True`, `ampkit.optim`) are always called and
+        skip on the device, without a host sync; any other costs one host read.
 
         With a closure (keyword or first positional argument), as LBFGS and SAM take it, every evaluation is unscaled
         and checked; the closure calls `scaler.scale(loss).backward()` and returns the unscaled loss. A non-finite
@@ -245,42 +560,231 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        closure = closures.take(args, kwargs)
-        if closure is None:
+        closure = closures.extract(args, kwargs) if args or kwargs else None
+        if closure is None and (self._scale is None or self._history is None):
             self._check_scale_growth_tracker("step")
-        record = self._iteration.record_of(optimizer)
-        record.require_not_stepped("step")
+        notes = self._notes_of(optimizer)
+        state = notes.state
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError(
+                "step() has already been called since the last update(). Call update() once per iteration, after all "
+                "optimizers have stepped."
+            )
         if closure is not None:
-            return self._stepping.with_closure(optimizer, record, closure, self.unscale_, args, kwargs)
-        on_device = amp_optimizers.is_amp_aware(optimizer)
-        if on_device and amp_optimizers.takes_grad_scaler_argument(optimizer):
-            return self._stepping.by_itself(optimizer, record, self, args, kwargs)
-        if record.stage is OptState.READY:
-            if on_device and not self._unscaling.has_shared(optimizer):
-                self._check_inf_per_device(optimizer)
-            else:
-                self.unscale_(optimizer)
-        if not record.found_inf_per_device:
-            return self._stepping.nothing_to_do(optimizer, record)
-        if on_device:
-            return self._stepping.on_device(optimizer, record, args, kwargs)
-        result = self._maybe_opt_step(optimizer, record.state, *args, **kwargs)
-        record.stage = OptState.STEPPED
+            return self._step_with_closure(notes, closure, args, kwargs)
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            return self._step_on_device(notes, args, kwargs)
+        if state["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        if not state["found_inf_per_device"]:
+            return self._note_no_gradients(notes)
+        result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+        state["stage"] = OptState.STEPPED
         return result
 
-    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
-        """Check gradients that stay scaled for inf and NaN; the flags are those that `unscale_` would set."""
-        self._check_scale_growth_tracker("_check_inf_per_device")
-        record = self._iteration.record_of(optimizer)
-        record.found_inf_per_device = self._unscaling.look(optimizer, *self._unscaling.inverse_and_flag())
-        return record.found_inf_per_device
-
     def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
-        if not optimizer_state["found_inf_per_device"]:  # not reached from `step`; as in torch, no flags mean no inf
+        """Step an ordinary optimizer unless a flag in the record is set. One host read."""
+        flags = list(optimizer_state["found_inf_per_device"].values())
+        if not flags:   # not reached from `step`; as in torch, no flags mean no inf
             return optimizer.step(*args, **kwargs)
-        known = self._iteration.records.get(id(optimizer))
-        record = known if known is not None and known.state is optimizer_state else OptimizerRecord(optimizer_state)
-        return self._stepping.on_host(optimizer, record, args, kwargs)
+        notes = self._notes.get(id(optimizer))
+        if notes is None or notes.state is not optimizer_state:
+            notes = Notes(optimizer, optimizer_state, self._last_step_of(optimizer))
+        found_inf = ranks.combined(flags, flags[0].device if self._scale is None else self._scale.device)
+        skip = found_inf.item() != 0 if notes.scale_range is None else self._is_set(notes, found_inf)
+        if skip:
+            self._count(notes, found_inf, skipped=True)
+        result = None if skip else optimizer.step(*args, **kwargs)
+        notes.known_finite = not skip
+        self._note_step(notes, found_inf, skipped=skip)
+        return result
+
+    def _is_set(self, notes: Notes, found_inf: Tensor) -> bool:
+        """The flag as a Python value: one host read. Ranks' scales, where known, come with it and are compared."""
+        if notes.scale_range is None:
+            return found_inf.item() != 0
+        flag, lowest, highest = torch.cat((found_inf.reshape(1), notes.scale_range)).tolist()
+        if lowest != highest:
+            self._warn_once(
+                "scales",
+                f"ranks that must skip together hold different loss scales, from {lowest:.6g} to {highest:.6g}: their "
+                "gradients are weighted differently. Load the same scaler state on all ranks, and call update() "
+                "equally often on each.",
+            )
+        return flag != 0
+
+    def _step_on_device(self, notes: Notes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Step an optimizer that skips on the device by itself. Never syncs."""
+        optimizer, state = notes.optimizer, notes.state
+        if amp_optimizers.takes_grad_scaler_argument(optimizer):
+            warn_user(
+                "passing the scaler to step() as grad_scaler is deprecated by torch: read the tensors "
+                "optimizer.grad_scale and optimizer.found_inf instead.",
+                category=FutureWarning,
+            )
+            result = optimizer.step(*args, **{**kwargs, "grad_scaler": self})
+            state["stage"] = OptState.STEPPED
+            return result
+        if state["stage"] is OptState.READY:
+            if self._has_shared(optimizer):
+                self.unscale_(optimizer)
+            else:
+                self._check_inf_per_device(optimizer)
+        if not state["found_inf_per_device"]:
+            return self._note_no_gradients(notes)
+        scale: Any = self._scale
+        found_inf = self._found_inf(notes)
+        grad_scale = getattr(optimizer, "grad_scale", None)
+        is_scaled = state["stage"] is OptState.READY and self._rule.scales_losses
+        if is_scaled:
+            grad_scale = scale if grad_scale is None else scale * grad_scale
+        if is_scaled or notes.clip_factor is not None:
+            # torch's fused kernels write the unscaled gradients back unless they skip; those that take a multiplier
+            # never write gradients.
+            inv_scale: Any = self._inv_scale
+            takes_multiplier = amp_optimizers.takes_multiplier(optimizer)
+            notes.residual_inv_scale = inv_scale if takes_multiplier else torch.where(found_inf != 0, inv_scale, 1.0)
+        skipped = self._count(notes, found_inf, skipped=None)
+        step = functools.partial(optimizer.step, *args, **kwargs)
+        result = amp_optimizers.run(optimizer, step, found_inf, grad_scale, notes.clip_factor)
+        notes.clip_factor = notes.versions = None   # torch's fused kernels write gradients
+        state["stage"] = OptState.STEPPED
+        self._note_step(notes, found_inf, skipped=skipped)
+        return result
+
+    def _step_with_closure(
+        self, notes: Notes, closure: closures.Closure, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Step an optimizer that evaluates the loss itself, and unscale for each evaluation; see `closures`."""
+        optimizer, state = notes.optimizer, notes.state
+        if self._scale_calls and state["stage"] is OptState.READY:
+            self.unscale_(optimizer)    # a first backward outside the closure, as with SAM
+        if state["found_inf_per_device"] and self._is_set(notes, self._found_inf(notes)):
+            return self._abandon(notes)
+        self._apply_clip_factor_(notes)
+
+        def evaluate() -> Any:
+            calls = self._scale_calls
+            with torch.enable_grad():
+                loss = closure()
+            if self._scale is None:
+                self._lazy_init_scale_growth_tracker(loss.device if isinstance(loss, Tensor) else torch.device("cpu"))
+            scale = self._scale_on(torch.device("cpu"))
+            if self._scale_calls > calls:
+                state["stage"] = OptState.READY
+                self.unscale_(optimizer)
+            else:  # the closure did not scale: nothing to unscale, still to be checked
+                found = self._check_finite(notes, torch.ones_like(scale), torch.zeros_like(scale))
+                state.update(stage=OptState.UNSCALED, found_inf_per_device=found)
+            # the loss of this rank counts on every rank that must agree
+            verdict = {scale.device: torch.full_like(scale, 0.0 if closures.is_finite(loss) else 1.0)}
+            ranks.agree(verdict, notes.groups, scale)
+            state["found_inf_per_device"] = ranks.merged(state["found_inf_per_device"], verdict)
+            if self._is_set(notes, self._found_inf(notes)):
+                raise closures.NonFiniteEvaluation
+            return loss
+
+        snapshot = closures.Snapshot(optimizer)
+        args, kwargs = closures.replace(evaluate, args, kwargs)
+        try:
+            result = optimizer.step(*args, **kwargs)
+        except closures.NonFiniteEvaluation:
+            snapshot.restore()
+            return self._abandon(notes)
+        if not state["found_inf_per_device"]:
+            return self._note_no_gradients(notes)
+        state["stage"] = OptState.STEPPED
+        self._note_step(notes, self._found_inf(notes), skipped=False)
+        return result
+
+    def _abandon(self, notes: Notes) -> None:
+        """End a step with a closure of which an evaluation was not finite."""
+        notes.state["stage"] = OptState.STEPPED
+        found_inf = self._found_inf(notes)
+        self._count(notes, found_inf, skipped=True)
+        self._note_step(notes, found_inf, skipped=True)
+
+    def _found_inf(self, notes: Notes) -> Tensor:
+        """The flags of a record as one, 0.0 or 1.0, on the scale's device; without a scale on the first flag's."""
+        flags = list(notes.state["found_inf_per_device"].values())
+        return ranks.combined(flags, flags[0].device if self._scale is None else self._scale.device)
+
+    # What a step leaves behind
+
+    def _note_step(self, notes: Notes, found_inf: Tensor, *, skipped: bool | None) -> None:
+        """Remember how a step ended; `skipped` None when only the device knows. Calls `on_stuck` if that is due."""
+        if self._history is not None:  # else another scaler scales these gradients; its steps are not counted here
+            self._history.note_step(found_inf)
+        last = notes.last_step
+        if last.found_inf is None and not self._order.is_of_this_iteration:
+            self._order.uses.clear()    # of parameters whose ids these may have now
+        self._order.wanted = bool(skipped)
+        last.found_inf, last.skipped, last.idle_steps = found_inf, skipped, -1
+        self._stuck_check_due = skipped is None
+        if skipped:
+            amp_optimizers.mark_step_called(notes.optimizer)
+            self._check_stuck(float(self._scale_on(found_inf.device)))
+
+    def _note_no_gradients(self, notes: Notes) -> None:
+        """End the step of an optimizer without gradients; warn about one that has never found any."""
+        notes.state["stage"] = OptState.STEPPED
+        optimizer = notes.optimizer
+        if self._history is not None:
+            self._history.no_gradients += 1
+        last = notes.last_step
+        last.found_inf, last.skipped, last.counts = torch.zeros_like(self._scale_on(torch.device("cpu"))), True, None
+        amp_optimizers.mark_step_called(optimizer)
+        if last.idle_steps >= 0:
+            last.idle_steps += 1
+        if last.idle_steps == _IDLE_STEPS:
+            self._warn_once(
+                "idle",
+                f"{type(optimizer).__name__} has found no gradients in its first {_IDLE_STEPS} steps; its parameters "
+                "stay as they are. Expected gradients from backward() of a scaled loss: the optimizer may hold "
+                "parameters of another model, or parameters that are frozen or were replaced; the loss may be detached "
+                "from them; zero_grad() may be called between backward() and step().",
+            )
+
+    def _count(self, notes: Notes, found_inf: Tensor, *, skipped: bool | None) -> bool | None:
+        """Count inf and NaN for the report where that is due, before the step: master weights' gradients are gone
+        after it. Returns `skipped`, or where that was None the flag as far as the host can see it.
+        """
+        if skipped is None:
+            flag = host_value_or_none(found_inf)
+            skipped = None if flag is None else flag != 0
+        last = notes.last_step
+        if skipped or (skipped is None and self.count_every_step):
+            last.counts = count_nonfinite(notes.optimizer)
+            for _, counts in last.counts.by_device if self._history is not None else ():
+                self._history.note_nonfinite(counts)
+        elif skipped is None:
+            last.counts = None
+        return skipped
+
+    def _check_stuck(self, scale: float) -> None:
+        """Call `on_stuck` when a step overflowed at a scale that can hardly fall further."""
+        rule = self._rule
+        if not isinstance(rule, DynamicLossScale) or scale > rule.stuck_scale:
+            return
+        if callable(self.on_stuck):
+            self.on_stuck(self.stats())
+            return
+        message = (
+            f"the loss scale has fallen to {scale:.3g} and gradients still overflow: no scale will help. The "
+            f"values are inf or NaN for another reason; scaler.overflow_report() names the parameters, "
+            f"scaler.history shows when it began."
+        )
+        if self.on_stuck == "raise":
+            raise LossScaleStuckError(message)
+        self._warn_once("stuck", message)
+
+    def _warn_once(self, topic: str, message: str) -> None:
+        """Warn once per topic, at the line that called the package."""
+        if topic not in self._warned:
+            self._warned.add(topic)
+            warn_user(message)
+
+    # The scale's next value
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adjust the scale to the found_inf flags of the iteration, and make every optimizer READY. Never syncs.
@@ -294,41 +798,164 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        self._check_scale_growth_tracker("update")
+        scale, tracker = self._check_scale_growth_tracker("update")
         if new_scale is not None:
-            self._live.set(new_scale, self._device)
+            self._set_scale(scale, new_scale)
+            self._begin_iteration()
+            return
+        flags: list[Tensor] = []
+        known_finite = idle = True
+        for key, state in self._states.items():
+            flags += state["found_inf_per_device"].values()
+            known_finite = known_finite and key in self._notes and self._notes[key].known_finite
+            idle = idle and state.get("stage", OptState.READY) is OptState.READY
+        if flags:
+            self._advance(scale, tracker, ranks.combined(flags, scale.device), known_finite=known_finite)
+        elif idle:
+            raise AssertionError(
+                "No inf checks were recorded prior to update. Call scaler.step(optimizer), or scaler.unscale_, in "
+                "every iteration before update()."
+            )
+        self._begin_iteration()
+
+    def _advance(self, scale: Tensor, tracker: Tensor, found_inf: Tensor, *, known_finite: bool = False) -> None:
+        """Apply the strategy's rule for one update, in place and without a sync, and note it in the history.
+
+        `known_finite`: the host has seen that nothing overflowed.
+        """
+        rule = self._rule
+        history: Any = self._history
+        used = self._used_scale
+        is_due = history.note_update(scale.clone() if used is None else used, found_inf, self._largest_norm)
+        if history.triton is not None and isinstance(rule, DynamicLossScale):
+            history.triton.update_scale_(
+                scale, tracker, None if rule.is_plain else self._counters, found_inf,
+                growth_factor=rule.growth_factor, backoff_factor=rule.backoff_factor,
+                growth_interval=rule.growth_interval, min_scale=rule.min_scale, max_scale=rule.max_scale,
+                hysteresis=rule.hysteresis, refills_when_clean=rule.hysteresis_refill == "clean",
+                tolerance=rule.tolerance,
+            )
+        elif rule.is_plain:
+            update_scale_(scale, tracker, found_inf, rule.growth_factor, rule.backoff_factor, rule.growth_interval)
+            # growth never passes the largest float: nothing to clamp where nothing has overflowed
+            if not known_finite or rule.max_scale < scales.LARGEST_SCALE:
+                scale.clamp_(rule.min_scale, rule.max_scale)
         else:
-            self._iteration.advance(self._live)
-        self._iteration.begin()
-        self._log.order.begin()
+            state = ScaleState(scale, tracker, *self._counters)
+            for old, new in zip(state, rule.next_state(state, found_inf), strict=True):
+                old.copy_(new)
+        if is_due:
+            history.fold(scale)
 
-    def skipped(self, optimizer: torch.optim.Optimizer) -> Tensor:
-        """Whether the last `step(optimizer)` left the parameters alone, as a 0-d bool tensor on the device.
+    def _set_scale(self, scale: Tensor, new_scale: Any) -> None:
+        """Set the scale, kept within the strategy's bounds; a tensor that holds no usable scale changes nothing."""
+        rule = self._rule
+        history: Any = self._history
+        if isinstance(new_scale, Tensor):
+            if new_scale.device.type not in (self._device, scale.device.type):
+                raise AssertionError(_bad_scale(f"one on {new_scale.device}"))
+            if new_scale.numel() != 1 or new_scale.requires_grad:
+                raise AssertionError(_bad_scale(f"shape {tuple(new_scale.shape)}, {new_scale.requires_grad=}"))
+            wanted = new_scale.reshape(()).to(scale)
+            usable = torch.isfinite(wanted) & (wanted > 0)
+            wanted = torch.where(usable, wanted.clamp(rule.min_scale, rule.max_scale), scale)
+        elif isinstance(new_scale, numbers.Real) and not isinstance(new_scale, bool):
+            value = saved_state.usable_scale(float(new_scale), "new_scale")
+            wanted = torch.full_like(scale, min(max(value, rule.min_scale), rule.max_scale))
+        else:
+            raise AssertionError(_bad_scale(type(new_scale).__name__))
+        # The history must not count this change as growth or backoff.
+        history.note_update(scale.clone(), torch.zeros_like(scale), None)
+        history.fold(scale)
+        scale.copy_(wanted)
 
-        True after inf or NaN, and after a step that found no gradients; valid for every optimizer, fused ones included.
-        Never syncs, unlike `if scaler.skipped(optimizer):`. False when the scaler is disabled. Raises RuntimeError if
-        `step` has not been called with this optimizer.
+    @property
+    def loss_scale(self) -> LossScale:
+        """The active strategy."""
+        return self._rule
+
+    def _change_rule(self, name: str, value: Any) -> None:
+        if not isinstance(self._rule, DynamicLossScale):
+            raise ValueError(f"cannot set {name} on {self._rule}: its scale never moves; use DynamicLossScale")
+        self._rule = replace(self._rule, **{name: value})
+
+    @property
+    def _growth_factor(self) -> float:
+        """The strategy's, as the two below; torch's getters and setters use them."""
+        return self._rule.growth_factor
+
+    @_growth_factor.setter
+    def _growth_factor(self, value: float) -> None:
+        self._change_rule("growth_factor", value)
+
+    @property
+    def _backoff_factor(self) -> float:
+        return self._rule.backoff_factor
+
+    @_backoff_factor.setter
+    def _backoff_factor(self, value: float) -> None:
+        self._change_rule("backoff_factor", value)
+
+    @property
+    def _growth_interval(self) -> int:
+        return self._rule.growth_interval
+
+    @_growth_interval.setter
+    def _growth_interval(self, value: int) -> None:
+        self._change_rule("growth_interval", value)
+
+    # Answers
+
+    def _last_step_taken_of(self, optimizer: Any) -> LastStep:
+        last = self._last_steps.get(optimizer)
+        if last is None or last.found_inf is None:
+            raise RuntimeError(
+                f"scaler.step() has not been called with this {type(optimizer).__name__} yet; expected the object that "
+                "was passed to step(), not an optimizer that it wraps"
+            )
+        return last
+
+    def found_inf(self, optimizer: torch.optim.Optimizer) -> Tensor:
+        """Whether the last `step(optimizer)` found inf or NaN and was skipped, as a 0-d bool tensor on the device.
+
+        Valid for every optimizer, fused ones included. Never syncs, unlike `if scaler.found_inf(optimizer):`. False
+        after a step that found no gradients, and when the scaler is disabled. Raises RuntimeError if `step` has not
+        been called with this optimizer.
         """
         if not self._enabled:
             return torch.zeros((), dtype=torch.bool, device="cpu")
-        return self._log.outcome_of(optimizer).found_inf != 0
+        flag: Any = self._last_step_taken_of(optimizer).found_inf
+        return flag != 0
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the last `step(optimizer)` was taken, as a Python value: the opposite of `skipped`.
+        """Whether the last `step(optimizer)` was taken, as a Python value; False without gradients too.
 
-        Waits for the device only when the optimizer skips there by itself. True when the scaler is disabled. Raises as
-        `skipped`.
+        Waits for the device only when the optimizer skips there by itself. True when the scaler is disabled. Raises
+        RuntimeError if `step` has not been called with this optimizer. So a schedule follows its optimizer:
+        `if scaler.stepped(optimizer): schedule.step()`.
         """
-        return not self._enabled or self._log.stepped(optimizer)
+        if not self._enabled:
+            return True
+        last = self._last_step_taken_of(optimizer)
+        return not (bool(last.found_inf != 0) if last.skipped is None else last.skipped)
 
     def stats(self) -> ScalerStats:
         """Counts of steps, skips, growths and more, with the scale; calls `on_stuck` if that is due. One host read."""
-        return self._log.stats() if self._enabled else ScalerStats(scale=1.0)
+        if not self._enabled:
+            return ScalerStats(scale=1.0)
+        if self._scale is None or self._history is None:    # the counts are those of a checkpoint, if any
+            cpu = torch.device("cpu")
+            return History(cpu, 0, self._init_totals).totals(self._scale_on(cpu))
+        stats = self._history.totals(self._scale)
+        if self._stuck_check_due and stats.consecutive_skips:
+            self._stuck_check_due = False
+            self._check_stuck(stats.scale)
+        return stats
 
     @property
     def history(self) -> list[dict[str, Any]]:
         """The last updates as plain dicts, oldest first: `update`, `scale`, `overflow`, `grad_norm`. One host read."""
-        return self._log.history() if self._enabled else []
+        return [] if self._scale is None or self._history is None else self._history.rows(self._scale)
 
     def overflow_report(
         self, model: torch.nn.Module | None = None, *, optimizer: torch.optim.Optimizer | None = None
@@ -341,19 +968,75 @@ class GradScaler(torch.amp.GradScaler):
         `model` names parameters; without it the optimizer's own names are used, where it was made with
         `named_parameters()`, else group and position. `optimizer` says whose step; by default of every optimizer.
         """
-        return self._log.report(model, optimizer)
+        found: list[Counts] = []
+        for each, last in list(self._last_steps.items()):
+            if last.found_inf is None or (optimizer is not None and optimizer is not each):
+                continue
+            if last.counts is not None:
+                found.append(last.counts)
+            elif not self.stepped(each):
+                found.append(count_nonfinite(each))
+        self._order.wanted = True
+        return report(found, self._order, model)
 
-    @property
-    def loss_scale(self) -> LossScale:
-        """The strategy in force."""
-        return self._live.strategy
+    def check_ranks(self, process_group: Any = None) -> None:
+        """Raise if ranks hold different loss scales or have taken different numbers of steps. Every rank must call it.
+
+        Under DDP all ranks see the same gradients, and the scaler exchanges nothing. They still drift apart when one of
+        them loads another state, or steps parameters that DDP does not know. Call it now and then, after `update`: it
+        costs an all-reduce of eight numbers and two host reads. No-op in a single process and when disabled.
+
+        Args:
+            process_group: the ranks to compare; None: all.
+
+        Raises:
+            RuntimeError: what differs, on every rank, with the lowest and the highest value.
+        """
+        if not self._enabled or not ranks.several():
+            return
+        stats = self.stats()
+        compared = ("scale", "updates", "steps", "skips")
+        device = self._scale_on(torch.device("cpu")).device
+        differing = ranks.differing([float(getattr(stats, name)) for name in compared], device, process_group)
+        if differing:
+            ranges = [f"{compared[i]} from {lowest:g} to {highest:g}" for i, (lowest, highest) in differing.items()]
+            raise RuntimeError(
+                f"ranks have drifted apart: {', '.join(ranges)}. Load the same scaler state on all ranks, and tell the "
+                "scaler which ranks hold shards: GradScaler(process_group=...)"
+            )
+
+    # State
 
     def state_dict(self) -> dict[str, Any]:
         """torch's five entries, which torch.amp.GradScaler loads, and "ampkit" with the whole strategy and the counts.
 
         Plain Python values; `{}` when disabled. Reads the device: call it after `update()`.
         """
-        return self._live.state_dict() if self._enabled else {}
+        if not self._enabled:
+            return {}
+        if self._scale is None or self._growth_tracker is None:
+            # All entries even before first use: torch.distributed.checkpoint loads only entries that it finds here.
+            scale, tracker = self._init_scale, self._init_growth_tracker
+            counters = self._rule.init(torch.device("cpu"), **self._init_counters)[2:]
+            totals = {**dict.fromkeys(COUNTS, 0), **self._init_totals}
+        else:
+            parts = [*self._check_scale_growth_tracker("state_dict"), *self._counters]
+            history: Any = self._history
+            totals = history.to_dict(parts[0])
+            scale, tracker, *counters = torch.stack([part.double() for part in parts]).tolist()
+        return {
+            "scale": scale,
+            "growth_factor": self._rule.growth_factor,
+            "backoff_factor": self._rule.backoff_factor,
+            "growth_interval": self._rule.growth_interval,
+            "_growth_tracker": int(tracker),
+            saved_state.OWN_KEY: {
+                "version": 1,
+                "loss_scale": scales.to_dict(self._rule),
+                "counters": dict(zip(saved_state.COUNTERS, map(int, counters), strict=True)),
+                "totals": totals,
+            },
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` of this class or of torch.amp.GradScaler returned; nothing happens when disabled.
@@ -368,35 +1051,84 @@ class GradScaler(torch.amp.GradScaler):
             ValueError: a scale, a strategy or a count that cannot be used.
         """
         if self._enabled:
-            self._live.take_over(self._live.loadable(state_dict))
+            self._take_over(saved_state.loadable(state_dict, self._rule))
 
-    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        live = self._live
-        if live.scale is not None and live.growth_tracker is not None:
-            return live.scale, live.growth_tracker
-        return super()._check_scale_growth_tracker(funcname)  # which raises
-
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        self._live.place(dev)
+    def _take_over(self, new: Loadable) -> None:
+        """Continue from a saved state; tensors keep their addresses."""
+        self._rule, self._init_scale = new.rule, new.scale
+        self._init_growth_tracker, self._init_counters = new.growth_tracker, new.counters
+        self._init_totals = new.totals
+        if self._scale is not None and self._growth_tracker is not None:
+            parts = [*self._check_scale_growth_tracker("load_state_dict"), *self._counters]
+            fresh = new.rule.init(
+                self._scale.device, scale=new.scale, growth_tracker=new.growth_tracker, **new.counters
+            )
+            for old, value in zip(parts, fresh, strict=True):
+                old.copy_(value)
+            self._history = History(self._scale.device, self._history_size, new.totals)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._enabled:
-            pickling.require_picklable(self._iteration, self._unscaling)
-        state = {name: value for name, value in self.__dict__.items() if name not in _PARTS}
-        return {**state, **pickling.flatten(self._live, self._unscaling, self._log)}
+        """What lasts: settings, and the state as numbers. Reads the device."""
+        blank = object.__new__(GradScaler)
+        blank._start()
+        state = {name: value for name, value in vars(self).items() if name not in vars(blank)}
+        if not self._enabled:
+            return state
+        if self._states:
+            raise AssertionError(
+                "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end after "
+                "scaler.update(): what is known about this iteration's gradients would be lost."
+            )
+        saved = self.state_dict()
+        own = saved[saved_state.OWN_KEY]
+        return state | {
+            "_init_scale": saved["scale"],
+            "_init_growth_tracker": saved["_growth_tracker"],
+            "_init_counters": own["counters"],
+            "_init_totals": own["totals"],
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        live, settings, rest = pickling.split(state)
-        self._compose(live, *settings)
-        self._log.warned, self._log.alarm_due = rest.pop("_warned"), rest.pop("_alarm_due")
-        self.__dict__.update(rest)
+        self._start()
+        vars(self).update(state)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> GradScaler:  # process groups cannot be copied
-        group, self.process_group = self.process_group, None
-        try:
-            state = copy.deepcopy(self.__getstate__(), memo)
-        finally:
-            self.process_group = group
-        twin = self.__class__.__new__(self.__class__)
-        twin.__setstate__({**state, "process_group": group})
-        return twin
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradScaler:
+        memo[id(self.process_group)] = self.process_group   # cannot be copied
+        found = object.__new__(type(self))
+        found.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return found
+
+
+def _require_not_stepped(notes: Notes, name: str) -> None:
+    """Raise `RuntimeError` where the method of this name comes too late."""
+    if notes.state["stage"] is OptState.STEPPED:
+        raise RuntimeError(f"{name}() is being called after step(). Call it between backward() and step().")
+
+
+def _bad_scale(got: str) -> str:
+    return (
+        f"new_scale should be a number or a 1-element tensor on the scaler's device with requires_grad=False; got {got}"
+    )
+
+
+def _device_type(device: str | torch.device | None) -> str:
+    """The type of a device, given as such or by name; None: the current accelerator's, else "cpu"."""
+    if device is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return "cpu" if accelerator is None else accelerator.type
+    if isinstance(device, float):
+        raise TypeError(
+            f"device is {device}; expected a device type like 'cuda'. The first scale is init_scale={device}: it comes "
+            "second here, as in torch.amp, where torch.cuda.amp took it first"
+        )
+    if not isinstance(device, str | torch.device):
+        raise TypeError(f"device is {device!r}; expected None, a torch.device, or a device type like 'cuda'")
+    return torch.device(device).type
+
+
+def _can_scale_on(device_type: str) -> bool:
+    """Whether there is such a device; warns, with torch's sentence, where "cuda" is not available."""
+    if device_type != "cuda" or torch.cuda.is_available() or find_spec("torch_xla"):
+        return True
+    warnings.warn("GradScaler is enabled for 'cuda', but CUDA is not available.  Disabling.", stacklevel=3)
+    return False

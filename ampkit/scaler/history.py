@@ -1,8 +1,8 @@
 """What a scaler did, counted on the device and read on request.
 
-`Ledger` notes a few 0-d tensors per update and sums them up in blocks, so that an update costs one small copy and no
+`History` notes a few 0-d tensors per update and sums them up in blocks, so that an update costs one small copy and no
 host sync; an update that is summed up by itself, as every replay of a CUDA graph does, is one launch. Only reading
-(`Ledger.totals`, `Ledger.to_dict`, `Ledger.rows`) waits for the device.
+(`History.totals`, `History.to_dict`, `History.rows`) waits for the device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampkit.gradients import kernels
+import ampkit_kernels
 
 _BLOCK = 256
 """Updates between two foldings: a few launches spread over this many iterations."""
@@ -58,7 +58,7 @@ _COUNTED = (
 _dtype_of = attrgetter("dtype")
 _AT = {name: i for i, name in enumerate(_COUNTED)}
 COUNTS = frozenset({*_COUNTED, "no_gradients"})
-"""The names under which `Ledger.to_dict` saves its counts."""
+"""The names under which `History.to_dict` saves its counts."""
 
 
 _Update = tuple[Tensor, Tensor, Tensor | None]
@@ -73,8 +73,8 @@ class _Notes:
         self.updates: list[_Update] = []
 
 
-class Ledger:
-    """Counters on one device.
+class History:
+    """Counters on one device, and the last updates.
 
     Notes taken under CUDA graph capture are summed up within the graph, so that its replays count; those taken
     before it wait until after it, because a replay must not count them again, nor read memory that is gone by then.
@@ -83,62 +83,64 @@ class Ledger:
 
     Args:
         device: where the scale lives.
-        history_size: updates to keep for `rows`; 0 keeps none.
-        saved: counts of an earlier ledger, from `to_dict`.
+        size: updates to keep for `rows`; 0 keeps none.
+        saved: counts of an earlier history, from `to_dict`.
+
+    Attributes:
+        triton: the kernels for a scaler's single numbers (`ampkit_kernels.triton_ops`), None where Triton does not run
+            on the device.
+        no_gradients: optimizer steps that found no gradients.
     """
 
-    def __init__(self, device: torch.device, history_size: int, saved: dict[str, int] | None = None) -> None:
+    def __init__(self, device: torch.device, size: int, saved: dict[str, int] | None = None) -> None:
         saved = saved or {}
         start = [int(saved.get(name, 0)) for name in _COUNTED]
         self._totals = torch.tensor(start, dtype=torch.int64, device="cpu").to(device)
-        self._no_gradients = int(saved.get("no_gradients", 0))
+        ops: Any = ampkit_kernels.backend(self._totals)
+        self.triton = None if ops is ampkit_kernels.reference else ops
+        self.no_gradients = int(saved.get("no_gradients", 0))
+        self._device = self._totals.device
         self._notes, self._captured = _Notes(), _Notes()
         self._has_graph = False
         self._has_updates = False
-        self._history_size = history_size
+        self._size = size
         self._blocks: deque[tuple[Tensor, list[bool]]] = deque()
         self._kept = 0
 
     def note_step(self, found_inf: Tensor) -> None:
-        """One optimizer step, skipped where the 0-d flag is set."""
-        self._notes_beside(found_inf).steps.append(found_inf)
-
-    def note_no_gradients(self) -> None:
-        """One optimizer step that found no gradients."""
-        self._no_gradients += 1
+        """Note an optimizer step, skipped where the 0-d flag is set."""
+        (self._captured if ampkit_kernels.is_capturing(self._device) else self._notes).steps.append(found_inf)
 
     def note_nonfinite(self, counts: Tensor) -> None:
-        """Counts of inf and NaN in the gradients of a step, int64 `[n, 2]`."""
+        """Add counts of inf and NaN in the gradients of a step, int64 `[n, 2]`."""
         self._totals[_AT["inf_values"] : _AT["nan_values"] + 1] += counts.sum(0).to(self._totals.device)
 
     def note_scales(self, spread: Tensor) -> None:
-        """Lowest and highest scale among ranks that must agree."""
+        """Note the lowest and the highest scale among ranks that must agree."""
         self._totals[_AT["scale_disagreement"]] |= (spread[0] != spread[1]).to(self._totals.device)
 
     def note_update(self, scale: Tensor, found_inf: Tensor, norm: Tensor | None) -> bool:
-        """One update: a copy of the scale that the iteration used, its flag, its gradient norm if known.
+        """Note an update: a copy of the scale that the iteration used, its flag, its gradient norm if known.
 
         Returns whether to `fold` once the scale has moved: when a block is full, always under CUDA graph capture and
         after it, and at once where a kernel does it, which has to be loaded before a capture.
         """
-        notes = self._notes_beside(scale)
+        notes = self._notes
+        if ampkit_kernels.is_capturing(self._device):
+            notes, self._has_graph = self._captured, True
         notes.updates.append((scale, found_inf, norm))
-        self._has_graph = self._has_graph or notes is self._captured
         first, self._has_updates = not self._has_updates, True
-        return self._has_graph or (first and kernels.serves(scale)) or len(notes.updates) >= _BLOCK
-
-    def _notes_beside(self, tensor: Tensor) -> _Notes:
-        return self._captured if _is_capturing(tensor) else self._notes
+        return self._has_graph or (first and self.triton is not None) or len(notes.updates) >= _BLOCK
 
     def fold(self, scale: Tensor) -> None:
         """Add what is pending to the totals; `scale` is the scale after the last noted update. Never syncs."""
-        capturing = _is_capturing(scale)
+        capturing = ampkit_kernels.is_capturing(self._device)
         if capturing:
             notes, self._captured = self._captured, _Notes()
         else:
             notes, self._notes = self._notes, _Notes()
         tallied = len(notes.updates) == 1 and self._tally(notes, scale)
-        keeps = self._history_size > 0 and not capturing
+        keeps = self._size > 0 and not capturing
         if notes.steps and not tallied:
             self._totals[_AT["attempts"]] += len(notes.steps)
             self._totals[_AT["skips"]] += (torch.stack(notes.steps) != 0).sum()
@@ -150,13 +152,13 @@ class Ledger:
                 self._keep(before, overflow, [norm for _, _, norm in notes.updates])
 
     def _tally(self, notes: _Notes, scale: Tensor) -> bool:
-        """Add one update to the totals, in one launch; False, with nothing done, where no kernel serves that."""
+        """Add one update to the totals, in one launch; False, with nothing done, where there is no kernel for that."""
         used, flag, _ = notes.updates[0]
-        if not kernels.serves(scale) or any(
+        if self.triton is None or any(
             each.dtype is not torch.float32 or each.device != scale.device for each in (scale, used, flag, *notes.steps)
         ):
             return False
-        kernels.tally_update_(self._totals, used, scale, flag, notes.steps)
+        self.triton.tally_update_(self._totals, used, scale, flag, notes.steps)
         return True
 
     def _sum_up(self, before: Tensor, overflow: Tensor, scale: Tensor) -> None:
@@ -176,7 +178,7 @@ class Ledger:
         filled = torch.stack([before[0] if norm is None else norm.to(before) for norm in norms])
         self._blocks.append((torch.stack((before, overflow.float(), filled), dim=1), [n is not None for n in norms]))
         self._kept += len(norms)
-        while self._kept - len(self._blocks[0][1]) >= self._history_size:
+        while self._kept - len(self._blocks[0][1]) >= self._size:
             self._kept -= len(self._blocks.popleft()[1])
 
     def totals(self, scale: Tensor) -> ScalerStats:
@@ -189,7 +191,7 @@ class Ledger:
         return ScalerStats(
             scale=value,
             steps=attempts - known["skips"],
-            no_gradients=self._no_gradients,
+            no_gradients=self.no_gradients,
             scale_disagreement=disagreement,
             **known,
         )
@@ -198,7 +200,7 @@ class Ledger:
         """The counts as plain integers for a checkpoint; rows are not kept. One host read."""
         self.fold(scale)
         counts = zip(_COUNTED, self._totals.tolist(), strict=True)
-        return {**dict(counts), "no_gradients": self._no_gradients}
+        return {**dict(counts), "no_gradients": self.no_gradients}
 
     def rows(self, scale: Tensor) -> list[dict[str, Any]]:
         """The last updates, oldest first, as plain dicts. One host read.
@@ -218,7 +220,7 @@ class Ledger:
             {"update": first + i, "scale": used, "overflow": bool(flag), "grad_norm": norm if known else None}
             for i, ((used, flag, norm), known) in enumerate(zip(values, clipped, strict=True))
         ]
-        return rows[-self._history_size :]
+        return rows[-self._size :]
 
 
 def _stacked(updates: Sequence[_Update]) -> tuple[Tensor, Tensor]:
@@ -228,7 +230,3 @@ def _stacked(updates: Sequence[_Update]) -> tuple[Tensor, Tensor]:
     alike = len(set(map(_dtype_of, scales))) == 1
     before = torch.stack(scales if alike else [used.float() for used in scales]).float()
     return before, torch.stack(flags) != 0
-
-
-def _is_capturing(scale: Tensor) -> bool:
-    return scale.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -251,6 +251,32 @@ _KINDS: dict[str, type[DynamicLossScale] | type[StaticLossScale]] = {
 _FRESH = DynamicLossScale()
 
 
+def from_numbers(
+    strategy: LossScale | None, plain: tuple[float, float, float, int], *, validate: bool = True
+) -> LossScale:
+    """The strategy that a scaler was made with, given as such or as torch's four numbers, checked if `validate`.
+
+    Raises:
+        ValueError: both, or a number out of range. AssertionError: growth_factor <= 1 or backoff_factor >= 1, as torch.
+    """
+    if strategy is not None:
+        if plain != (_FRESH.init_scale, _FRESH.growth_factor, _FRESH.backoff_factor, _FRESH.growth_interval):
+            raise ValueError(
+                f"got loss_scale={strategy} together with init_scale, growth_factor, backoff_factor or "
+                f"growth_interval; expected one or the other: set the numbers on the strategy"
+            )
+        return strategy
+    if not validate:  # torch checks nothing when disabled
+        return DynamicLossScale()
+    _, growth_factor, backoff_factor, _ = plain
+    # AssertionError as in torch, so that code that catches it keeps working
+    if not growth_factor > 1.0:
+        raise AssertionError(f"The growth factor must be > 1.0; got {growth_factor}.")
+    if not backoff_factor < 1.0:
+        raise AssertionError(f"The backoff factor must be < 1.0; got {backoff_factor}.")
+    return DynamicLossScale(*plain)
+
+
 def to_dict(strategy: LossScale) -> dict[str, Any]:
     """A strategy as plain Python values, for a checkpoint."""
     return {"kind": strategy.kind, **asdict(strategy)}

@@ -2,22 +2,140 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ampkit.scaler.backward_order import Use
+import ampkit_kernels
+from ampkit.gradients.collect import collect
+from ampkit.gradients.masters import masters_of
+from ampkit.torch_internals.autograd_graph import uses_of_leaves
 
 _SHOWN_BEHIND = 6
 _FIRST = -(2**63)
 
 
+# What was counted
+
+
+class Gradient(NamedTuple):
+    """A gradient that was counted: its parameter, the optimizer's name for it and its place there; dtype and size."""
+
+    param: Tensor
+    name: str | None
+    place: str              # "group 0, parameter 3"
+    dtype: torch.dtype
+    elements: int
+
+
+class Counts(NamedTuple):
+    """Counts of inf and NaN in an optimizer's gradients, on their devices until a report reads them.
+
+    `by_device` holds int64 `[n, 2]` tensors, with the places in `gradients` that their rows belong to.
+    """
+
+    gradients: list[Gradient]
+    by_device: list[tuple[list[int], Tensor]]
+
+    def read(self) -> list[tuple[int, int]]:
+        """The numbers of inf and of NaN for each gradient: one host read per device."""
+        numbers = [(0, 0)] * len(self.gradients)
+        for places, counts in self.by_device:
+            for place, (inf, nan) in zip(places, counts.tolist(), strict=True):
+                numbers[place] = inf, nan
+        return numbers
+
+
+def count_nonfinite(optimizer: torch.optim.Optimizer) -> Counts:
+    """Count inf and NaN in every gradient of the optimizer, on the device. Reads each gradient once; never syncs."""
+    gradients: list[Gradient] = []
+    by_device: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
+    masters = masters_of(optimizer)  # the model knows the names of its own parameters
+    own = {} if masters is None else dict(zip(masters.masters(), masters.model_parameters(), strict=True))
+    for name, place, param in _parameters(optimizer):
+        if param.grad is None:
+            continue
+        for device, tensors in collect([param]).by_device.items():
+            places, local = by_device.setdefault(device, ([], []))
+            places.append(len(gradients))
+            local.extend(tensors)
+        gradients.append(Gradient(own.get(param, param), name, place, param.grad.dtype, param.grad.numel()))
+    counts = [
+        (places, ampkit_kernels.backend(local[0]).nonfinite_counts(local)) for places, local in by_device.values()
+    ]
+    return Counts(gradients, counts)
+
+
+def _parameters(optimizer: Any) -> Iterator[tuple[str | None, str, Tensor]]:
+    """The optimizer's parameters, with its names for them, if any, and their places."""
+    for g, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names") or [None] * len(group["params"])
+        for i, (name, param) in enumerate(zip(names, group["params"], strict=True)):
+            yield name, f"group {g}, parameter {i}", param
+
+
+def fp16_refusal(optimizer: Any) -> str:
+    """The error for float16 gradients, with the names of their parameters."""
+    names = [
+        name or place
+        for name, place, param in _parameters(optimizer)
+        if param.grad is not None and param.grad.dtype is torch.float16
+    ]
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return (
+        f"Attempting to unscale FP16 gradients. Got float16 gradients of {shown}; expected float32 parameters: keep "
+        "them in float32 and let autocast cast, or pass GradScaler(allow_fp16=True) where the optimizer keeps float32 "
+        "master weights."
+    )
+
+
+# In which order
+
+
+class Use(NamedTuple):
+    """When backward first and last reaches a parameter, as numbers that rise through it."""
+
+    first: int
+    last: int
+
+
+class BackwardOrder:
+    """The order in which backward reaches parameters, read from the graphs of losses: about a microsecond per node.
+
+    Parameters are known by their ids and not referred to, not weakly either: `torch.utils.swap_tensors` and `Module.to`
+    refuse tensors with weak references. So the owner clears `uses` when their ids may be those of other parameters.
+
+    Attributes:
+        wanted: whether to read the next loss: until a step has been taken, and again after a skipped one, since graphs
+            may change.
+        is_of_this_iteration: whether `uses` comes from losses of the current iteration.
+        uses: when backward reaches a parameter, by its id. One that is in no graph (under FSDP, in a reentrant
+            checkpoint) is missing.
+    """
+
+    def __init__(self) -> None:
+        self.wanted = True
+        self.is_of_this_iteration = False
+        self.uses: dict[int, Use] = {}
+
+    def learn(self, loss: Tensor) -> None:
+        """Read the graph of a loss."""
+        if not self.is_of_this_iteration:
+            self.uses.clear()
+            self.is_of_this_iteration = True
+        for key, (_, first, last) in uses_of_leaves([loss]).items():
+            self.uses[key] = Use(first, last)
+
+
+# The report
+
+
 @dataclass(frozen=True)
-class Culprit:
+class NonFiniteGradient:
     """One parameter whose gradient was not finite.
 
     `name` comes from the model, or from an optimizer made with `named_parameters()`; else it reads `group 0, parameter
@@ -35,8 +153,10 @@ class Culprit:
         return f"{self.name}: {self.inf} inf, {self.nan} NaN of {self.elements} ({dtype})"
 
 
-class OverflowReport(tuple[Culprit, ...]):
-    """The culprits of one skipped step in the order in which backward reached them; prints the origin first.
+class OverflowReport(tuple[NonFiniteGradient, ...]):
+    """The offending parameters of one skipped step, in the order in which backward reached them.
+
+    Prints the origin first.
 
     Attributes:
         origin: the first of them: those of one module, and shared parameters that may have come before it.
@@ -50,7 +170,7 @@ class OverflowReport(tuple[Culprit, ...]):
         named: False where a parameter has no name but its place in an optimizer.
     """
 
-    origin: tuple[Culprit, ...] = ()
+    origin: tuple[NonFiniteGradient, ...] = ()
     first_bad: tuple[str, ...] = ()
     finite_down_to: str | None = None
     behind: tuple[str, ...] = ()
@@ -67,7 +187,7 @@ class OverflowReport(tuple[Culprit, ...]):
             headline = f"finite down to {self.finite_down_to}; first bad: {first}"
         if self.ordered_by == "registration":
             headline += " (by the order in which parameters are registered)"
-        lines = [headline, *(f"  {culprit}" for culprit in self.origin)]
+        lines = [headline, *(f"  {gradient}" for gradient in self.origin)]
         if self.behind:
             rest = len(self.behind) - _SHOWN_BEHIND
             shown = ", ".join(self.behind[:_SHOWN_BEHIND]) + (f" and {rest} more" if rest > 0 else "")
@@ -77,42 +197,32 @@ class OverflowReport(tuple[Culprit, ...]):
         return "\n".join(lines)
 
 
-class Counted(NamedTuple):
-    """A gradient, and what was counted in it."""
-
-    param: Tensor
-    name: str | None        # the optimizer's
-    place: str              # "group 0, parameter 3"
-    dtype: torch.dtype
-    elements: int
-    inf: int
-    nan: int
-
-
 class _Reached(NamedTuple):
     """A gradient when backward reached its parameter."""
 
     time: int
     use: Use | None
-    culprit: Culprit        # finite, too
+    gradient: NonFiniteGradient     # finite, too
 
     @property
     def bad(self) -> bool:
-        return bool(self.culprit.inf or self.culprit.nan)
+        return bool(self.gradient.inf or self.gradient.nan)
 
     @property
     def module(self) -> str:
         """The path of the module; for a parameter of the model itself or without a name, its own name."""
-        return self.culprit.name.rpartition(".")[0] or self.culprit.name
+        return self.gradient.name.rpartition(".")[0] or self.gradient.name
 
 
-def arrange(
-    counted: Iterable[Counted], use_of: Callable[[Tensor], Use | None], model: torch.nn.Module | None
-) -> OverflowReport:
-    """The report on all gradients of a step, finite ones included, given in the order of their optimizers."""
+def report(counted: Sequence[Counts], order: BackwardOrder, model: torch.nn.Module | None) -> OverflowReport:
+    """The report on all gradients of the optimizers that were counted, finite ones included."""
     names = {} if model is None else {id(param): name for name, param in model.named_parameters()}
-    gradients = {id(each.param): each for each in counted}
-    steps = _in_backward(gradients, names, use_of)
+    found = {
+        id(gradient.param): (gradient, numbers)
+        for counts in counted
+        for gradient, numbers in zip(counts.gradients, counts.read(), strict=True)
+    }
+    steps = _in_backward(found, names, order.uses)
     bad = [step for step in steps if step.bad]
     if not bad:
         return OverflowReport()
@@ -126,30 +236,30 @@ def arrange(
     def labels(some: Iterable[_Reached]) -> tuple[str, ...]:
         """Names of modules whose gradients are all finite or all bad, else of the parameters."""
         mixed = {step.module for step in bad} & {step.module for step in steps if not step.bad}
-        return tuple(dict.fromkeys(step.culprit.name if step.module in mixed else step.module for step in some))
+        return tuple(dict.fromkeys(step.gradient.name if step.module in mixed else step.module for step in some))
 
-    report = OverflowReport(step.culprit for step in bad)
-    report.origin = tuple(step.culprit for step in origin)
-    report.first_bad = labels(origin)
-    report.finite_down_to = next(iter(labels(finite[-1:] or beside)), None)
-    report.behind = labels(step for step in bad if step not in origin)
+    answer = OverflowReport(step.gradient for step in bad)
+    answer.origin = tuple(step.gradient for step in origin)
+    answer.first_bad = labels(origin)
+    answer.finite_down_to = next(iter(labels(finite[-1:] or beside)), None)
+    answer.behind = labels(step for step in bad if step not in origin)
     together = any(step.time == first.time and step.module != first.module for step in steps)
-    report.ordered_by = "registration" if together else "backward"
-    report.named = all(key in names or each.name is not None for key, each in gradients.items())
-    return report
+    answer.ordered_by = "registration" if together else "backward"
+    answer.named = all(key in names or gradient.name is not None for key, (gradient, _) in found.items())
+    return answer
 
 
 def _in_backward(
-    gradients: dict[int, Counted], names: dict[int, str], use_of: Callable[[Tensor], Use | None]
+    found: dict[int, tuple[Gradient, tuple[int, int]]], names: dict[int, str], uses: dict[int, Use]
 ) -> list[_Reached]:
     """Gradients in backward's order. One that is in no graph goes with those registered after it."""
     places = {key: place for place, key in enumerate(names)}
     steps = []
     time = _FIRST
-    registered = sorted(gradients, key=lambda key: places.get(key, -1))
+    registered = sorted(found, key=lambda key: places.get(key, -1))
     for key in reversed(registered):
-        param, name, place, dtype, elements, inf, nan = gradients[key]
-        use = use_of(param)
+        (_, name, place, dtype, elements), (inf, nan) = found[key]
+        use = uses.get(key)
         time = time if use is None else use.last
-        steps.append(_Reached(time, use, Culprit(names.get(key) or name or place, inf, nan, elements, dtype)))
+        steps.append(_Reached(time, use, NonFiniteGradient(names.get(key) or name or place, inf, nan, elements, dtype)))
     return sorted(steps, key=lambda step: step.time)

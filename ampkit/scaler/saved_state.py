@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from ampkit.scaler import loss_scale as scales
 from ampkit.scaler.history import COUNTS
-from ampkit.scaler.loss_scale import LossScale, ScaleState
+from ampkit.scaler.loss_scale import DynamicLossScale, LossScale, ScaleState
+from ampkit.user_warnings import warn_user
 
 TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 OWN_KEY = "ampkit"
@@ -25,25 +26,20 @@ _MOST_IN_TOTAL = 2**53
 
 
 @dataclass(frozen=True)
-class SavedState:
-    """A scaler's saved state in Python values that can be used as they are.
+class Loadable:
+    """A saved state, checked: the strategy to go on with, the scale within its bounds, and counts."""
 
-    `strategy` is None where torch's scaler wrote the state; `unknown` are the entries that mean nothing here.
-    """
-
+    rule: LossScale
     scale: float
-    growth_factor: float
-    backoff_factor: float
-    growth_interval: int
     growth_tracker: int
-    strategy: LossScale | None
     counters: dict[str, int]
     totals: dict[str, int]
-    unknown: list[str]
 
 
-def read(state_dict: Any) -> SavedState:
-    """The saved state that `state_dict` describes. Changes nothing.
+def loadable(state_dict: Any, rule: LossScale) -> Loadable:
+    """The state that `state_dict` describes, for a scaler with this strategy. Changes nothing.
+
+    Warns about unknown entries, and about a strategy of another kind, whose numbers are ignored.
 
     Raises:
         RuntimeError: an empty dict, as a disabled scaler saves it.
@@ -64,18 +60,36 @@ def read(state_dict: Any) -> SavedState:
     version = own.get("version", _VERSION)
     if type(version) is not int or version != _VERSION:
         raise ValueError(f"the saved 'version' is {version!r}; expected {_VERSION}: a newer ampkit may have written it")
-    strategy = scales.from_dict(_mapping(own["loss_scale"], "the saved 'loss_scale'")) if "loss_scale" in own else None
-    return SavedState(
-        scale=number(given["scale"], "the saved scale"),
-        growth_factor=number(given["growth_factor"], "the saved growth_factor"),
-        backoff_factor=number(given["backoff_factor"], "the saved backoff_factor"),
-        growth_interval=_whole(given["growth_interval"], "the saved growth_interval", -_INT64 - 1, _INT64),
-        growth_tracker=_whole(given["_growth_tracker"], "the saved _growth_tracker", 0, _MOST_IN_A_ROW),
-        strategy=strategy,
-        counters=_counts(own.get("counters", {}), "counters", COUNTERS, _MOST_IN_A_ROW),
-        totals=_counts(own.get("totals", {}), "totals", COUNTS, _MOST_IN_TOTAL),
-        unknown=sorted(set(map(str, given)) - {*TORCH_KEYS, OWN_KEY}),
-    )
+    saved_rule = None
+    if "loss_scale" in own:
+        saved_rule = scales.from_dict(_mapping(own["loss_scale"], "the saved 'loss_scale'"))
+    saved_scale = number(given["scale"], "the saved scale")
+    plain = {
+        "growth_factor": number(given["growth_factor"], "the saved growth_factor"),
+        "backoff_factor": number(given["backoff_factor"], "the saved backoff_factor"),
+        "growth_interval": _whole(given["growth_interval"], "the saved growth_interval", -_INT64 - 1, _INT64),
+    }
+    tracker = _whole(given["_growth_tracker"], "the saved _growth_tracker", 0, _MOST_IN_A_ROW)
+    counters = _counts(own.get("counters", {}), "counters", COUNTERS, _MOST_IN_A_ROW)
+    totals = _counts(own.get("totals", {}), "totals", COUNTS, _MOST_IN_TOTAL)
+    unknown = sorted(set(map(str, given)) - {*TORCH_KEYS, OWN_KEY})
+    if unknown:
+        warn_user(f"ignored unknown entries in the scaler's state dict: {unknown}")
+    rule = _with_saved_numbers(rule, saved_rule, plain)
+    scale = rule.init_scale
+    if isinstance(rule, DynamicLossScale):
+        scale = min(max(usable_scale(saved_scale, "the saved scale"), rule.min_scale), rule.max_scale)
+    return Loadable(rule, scale, tracker, counters, totals)
+
+
+def _with_saved_numbers(rule: LossScale, saved: LossScale | None, plain: dict[str, Any]) -> LossScale:
+    """This strategy with the saved numbers: torch's `plain` ones, and those of the `saved` strategy if there is one."""
+    if saved is not None and saved.kind != rule.kind:
+        warn_user(f"the checkpoint was saved with {saved}; this scaler keeps {rule}, as the script says")
+        return rule
+    if not isinstance(rule, DynamicLossScale):
+        return rule if saved is None else saved
+    return replace(saved if isinstance(saved, DynamicLossScale) else rule, **plain)
 
 
 def usable_scale(value: float, name: str) -> float:

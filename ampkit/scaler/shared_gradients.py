@@ -1,78 +1,106 @@
-"""Gradients that two optimizers share: each is unscaled once, and again after another backward pass."""
+"""What a scaler knows about optimizers, and gradients that two of them share: each is unscaled once.
+
+A shared gradient is unscaled again if it holds scaled values again: if a backward pass may have run since and its
+version counter has changed. Neither alone is proof: users clip gradients, and a loss reaches only some of them. So
+version counters are noted when a pass may begin: at the next `scale`, or when the backward of a loss that was scaled
+earlier begins. Gradients are known by a mark on them, which keeps nothing alive and refers to no parameter.
+"""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from ampkit.scaler.optimizer_record import OptimizerRecord
+from ampkit.scaler.overflow_report import Counts
 
-_MARK = "_ampkit_unscaled_for"
-
-
-Part = tuple[list[Tensor], OptimizerRecord | None]
-"""Parameters of an optimizer, and the record of the other optimizer that unscaled their gradients, if any."""
+MARK = "_ampkit_unscaled_for"
+"""The attribute of a gradient that holds the `Notes.mark` of the optimizer that unscaled it."""
 
 
-class SharedGradients:
-    """Knows which gradients have been unscaled in this iteration, by marks on them.
+def ready() -> dict[str, Any]:
+    """An optimizer's record at the beginning of an iteration, as torch's scaler makes it."""
+    return {"stage": OptState.READY, "found_inf_per_device": {}}
 
-    A shared gradient holds scaled values again if a backward pass may have run since and its version counter changed.
-    Neither alone is proof: users clip gradients, and a loss reaches only some of them. So version counters are noted
-    when a pass may begin: at the next `scale`, or when the backward of a loss that was scaled earlier begins.
-    `losses` are scaled losses, whose backward may run at any time.
+
+@dataclass(eq=False)
+class LastStep:
+    """How an optimizer's last step ended.
+
+    Attributes:
+        holds_shards: whether the optimizer holds shards of FSDP1.
+        found_inf: the flag, 0-d; None before the first step.
+        skipped: whether the step was skipped, as far as the host knows; None: only the device knows.
+        counts: inf and NaN in its gradients, None where they were not counted.
+        idle_steps: steps without gradients so far; -1 once a step has found some.
     """
 
-    def __init__(self) -> None:
-        self.losses: list[weakref.ref[Tensor]] = []
+    holds_shards: bool
+    found_inf: Tensor | None = None
+    skipped: bool | None = None
+    counts: Counts | None = None
+    idle_steps: int = 0
 
-    def split(self, optimizer: Any, params: list[Tensor], records: Mapping[int, OptimizerRecord]) -> list[Part]:
-        """The optimizer's parameters: first those not unscaled yet, then the others by who unscaled them."""
-        others = {
-            record.mark: record
-            for record in records.values()
-            if record.mark is not None and record.stage is not OptState.READY and record.optimizer is not optimizer
-        }
-        parts: dict[object, list[Tensor]] = {}
-        for param in params:
-            grad: Any = param.grad
-            mark = getattr(grad, _MARK, None)
-            if mark in others:
-                versions = others[mark].versions
-                if versions is not None and versions.get(id(grad), grad._version) != grad._version:
-                    mark = None  # scaled values again
-            parts.setdefault(mark, []).append(param)
-        fresh = [param for mark, marked in parts.items() if mark not in others for param in marked]
-        return [(fresh, None), *((marked, others[mark]) for mark, marked in parts.items() if mark in others)]
 
-    def mark(
-        self, record: OptimizerRecord, grads: Sequence[Tensor], before_backward: Callable[[Tensor], None]
-    ) -> None:
-        """Mark gradients that this optimizer has unscaled, in case another one shares them.
+@dataclass(eq=False)
+class Notes:
+    """What is known about an optimizer's gradients in an iteration, beside torch's record of it.
 
-        `before_backward`, which notes versions, is called when the backward of a loss that was scaled before begins.
-        """
-        mark = record.mark
-        if mark is None:
-            mark = record.mark = object()  # holds nothing: a gradient must not keep an optimizer alive
-        record.versions = None
-        if len(self.losses) > 1:
-            for reference in self.losses:
-                if (loss := reference()) is not None:
-                    loss.register_hook(before_backward)
-            self.losses = []
-        for grad in grads:
-            setattr(grad, _MARK, mark)
+    Attributes:
+        optimizer: the optimizer.
+        state: torch's record, a dict with "stage" and "found_inf_per_device". Other code may hold it.
+        last_step: what lasts beyond the iteration.
+        groups: process groups whose ranks must skip together.
+        scale_range: lowest and highest scale among these ranks, None if they have not been compared.
+        clip_factor: what `step` has still to multiply gradients by, to unscale and clip them.
+        residual_inv_scale: the factor that still unscales a stepped optimizer's gradients; None if they are unscaled.
+        known_finite: the host has seen the flags clear.
+        mark: set on the gradients that this optimizer has unscaled.
+        versions: version counters of the marked gradients when the last backward pass began, by id.
+    """
 
-    def keep_versions(self, records: Mapping[int, OptimizerRecord]) -> None:
-        """Note the version counters of all marked gradients, unless noted already: a backward pass may follow."""
-        for record in records.values():
-            if record.mark is not None and record.versions is None:
-                grads = (param.grad for group in record.optimizer.param_groups for param in group["params"])
-                record.versions = {
-                    id(grad): grad._version for grad in grads if getattr(grad, _MARK, None) is record.mark
-                }
+    optimizer: Any
+    state: dict[str, Any]
+    last_step: LastStep
+    groups: Sequence[Any] = ()
+    scale_range: Tensor | None = None
+    clip_factor: Tensor | None = None
+    residual_inv_scale: Tensor | None = None
+    known_finite: bool = False
+    mark: object = field(default_factory=object)
+    versions: dict[int, int] | None = None
+
+
+Part = tuple[list[Tensor], Notes | None]
+"""Parameters of an optimizer, and the notes of the other optimizer that unscaled their gradients, if any."""
+
+
+def split(optimizer: Any, params: Iterable[Tensor], everyone: Iterable[Notes]) -> list[Part]:
+    """The optimizer's parameters: first those not unscaled yet, then the others by who unscaled them."""
+    others = {
+        notes.mark: notes
+        for notes in everyone
+        if notes.state["stage"] is not OptState.READY and notes.optimizer is not optimizer
+    }
+    fresh: list[Tensor] = []
+    unscaled: dict[object, list[Tensor]] = {}
+    for param in params:
+        grad: Any = param.grad
+        mark = getattr(grad, MARK, None)
+        versions = others[mark].versions if mark in others else None
+        if mark not in others or (versions is not None and versions.get(id(grad), grad._version) != grad._version):
+            fresh.append(param)
+        else:
+            unscaled.setdefault(mark, []).append(param)
+    return [(fresh, None), *((marked, others[mark]) for mark, marked in unscaled.items())]
+
+
+def note_versions(everyone: Iterable[Notes]) -> None:
+    """Note the version counters of all marked gradients, unless noted already: a backward pass may follow."""
+    for notes in everyone:
+        if notes.versions is None:
+            grads = (param.grad for group in notes.optimizer.param_groups for param in group["params"])
+            notes.versions = {id(grad): grad._version for grad in grads if getattr(grad, MARK, None) is notes.mark}

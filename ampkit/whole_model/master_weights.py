@@ -256,7 +256,7 @@ class MasterWeights:
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._adopt({})
         self.follow_model_()
-        closure = closures.take(args[1:], kwargs)
+        closure = closures.extract(args[1:], kwargs)
         if closure is None:
             self.take_gradients_()
             return None
@@ -268,11 +268,11 @@ class MasterWeights:
             self.take_gradients_()
             return loss
 
-        arguments, kwargs = closures.put(evaluate, args[1:], kwargs)
+        arguments, kwargs = closures.replace(evaluate, args[1:], kwargs)
         return (args[0], *arguments), kwargs
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if hasattr(optimizer, "write_copies") and closures.take(args[1:], kwargs) is None:
+        if hasattr(optimizer, "write_copies") and closures.extract(args[1:], kwargs) is None:
             self._note_written()
         else:
             self.write_back_()

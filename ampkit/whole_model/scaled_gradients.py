@@ -15,9 +15,11 @@ from torch.amp.grad_scaler import OptState
 
 import ampkit_kernels
 from ampkit.gradients import ranks
-from ampkit.gradients.collect import collect, summed_duplicates
+from ampkit.gradients.collect import check_sums, collect
 from ampkit.gradients.transfer import moved
+from ampkit.scaler import saved_state
 from ampkit.scaler.grad_scaler import GradScaler
+from ampkit.scaler.shared_gradients import Notes
 from ampkit.whole_model.master_weights import MasterWeights
 
 
@@ -108,9 +110,7 @@ class ScaledGradients:
                 found[device] = torch.zeros((), dtype=torch.float32, device=device)
             factor = moved(inv_scale, device)
             ampkit_kernels.backend(factor).unscale_(tensors, factor, found[device])
-        for values in summed_duplicates(gradients.duplicated):
-            one = torch.ones((), device=values.device)
-            ampkit_kernels.backend(one).norm_and_check([values], one, found[values.device])
+        check_sums(gradients.duplicated, None, found)
         for param, held in self._set_aside.items():
             param.grad = held if param.grad is None else held + param.grad
         self._set_aside.clear()
@@ -147,12 +147,13 @@ class LossScaler(GradScaler):
 
     def _unscale(self, gradients: ScaledGradients) -> Tensor | None:
         """A flag, 1 where a gradient was not finite; None where none had arrived."""
-        found, groups = gradients.unscale_(self._unscaling.inverse_scale())
-        self._unscaling.agree(gradients.optimizer, found, groups)
-        record = self._iteration.record_of(gradients.optimizer)
-        record.add_found_inf(found)
-        record.stage = OptState.UNSCALED
-        return record.found_inf(self._live.scale) if record.found_inf_per_device else None
+        self._check_scale_growth_tracker("unscale_")
+        found, groups = gradients.unscale_(self._inverse_scale()[0])
+        notes = self._notes_of(gradients.optimizer)
+        self._agree(gradients.optimizer, found, groups)
+        flags = ranks.merged(notes.state["found_inf_per_device"], found)
+        notes.state.update(stage=OptState.UNSCALED, found_inf_per_device=flags)
+        return self._found_inf(notes) if flags else None
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """As `GradScaler.update`, counted."""
@@ -161,15 +162,16 @@ class LossScaler(GradScaler):
 
     def checked_state(self, state_dict: Any) -> Any:
         """A saved state that can be loaded; raises as `load_state_dict`, and changes nothing."""
-        return self._live.loadable(state_dict)
+        return saved_state.loadable(state_dict, self.loss_scale)
 
     def load_checked_state(self, state: Any) -> None:
         """Load what `checked_state` returned, which cannot fail: several scalers load, or none does."""
-        self._live.take_over(state)
+        self._take_over(state)
 
     def note_step(self, optimizer: torch.optim.Optimizer, found_inf: Tensor, *, skipped: bool | None) -> None:
         """Count a step that an optimizer is about to make; `skipped` None where only the device knows."""
-        self._log.note_step(optimizer, found_inf, skipped=self._log.examine(optimizer, found_inf, skipped=skipped))
+        notes = Notes(optimizer, {}, self._last_step_of(optimizer))     # outside the iteration of the backward
+        self._note_step(notes, found_inf, skipped=self._count(notes, found_inf, skipped=skipped))
 
 
 def _any(flags: Sequence[Tensor | None]) -> Tensor | None:

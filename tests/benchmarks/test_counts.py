@@ -12,9 +12,9 @@ BOUNDS = {
     "region": 27,                                           # 4
     "region, torch's list": 25,
     "x @ weight": 8,                                        # 0: it is C++
-    "scaler.step, torch's AdamW": 64,                       # 14, and 8 of ampkit's hooks on optimizers
-    "scaler.update": 14,                                    # 3
-    "unscale, check and clip": 75,                          # 9
+    "scaler.step, torch's AdamW": 36,                       # 14, and 8 of ampkit's hooks on optimizers
+    "scaler.update": 8,                                     # 3
+    "unscale, check and clip": 45,                          # 9
     "ampkit.optim.AdamW.step beside torch's fused": 50,     # 8 of ampkit's hooks
 }
 

@@ -1,16 +1,9 @@
-"""What each rank does in the scaler's distributed tests; started by test_scaler_distributed, never collected.
-
-A case is a function of (rank, world) that returns plain values; all cases of a world size run in one set of
-processes, because starting them costs more than running them.
-"""
+"""What each rank does in the scaler's distributed tests: functions for `on_ranks`, which return plain values."""
 
 from __future__ import annotations
 
 import math
-import os
-import traceback
 import warnings
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,13 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import ampkit.optim
-from ampkit.scaler.agreement import check_ranks
 from ampkit.scaler.grad_scaler import GradScaler
 from tests.helpers.faults import plant_nonfinite, spoil_grad
 
@@ -63,7 +54,7 @@ def train(model, optimizer, scaler, inputs, *, spoiled=None, clip=False) -> dict
             seen["norms"].append(float(scaler.clip_grad_norm_(optimizer, 0.1)))
         scaler.step(optimizer)
         if isinstance(scaler, GradScaler):
-            seen["skipped"].append(bool(scaler.skipped(optimizer)))
+            seen["skipped"].append(bool(scaler.found_inf(optimizer)))
         scaler.update()
         seen["scales"].append(scaler.get_scale())
         seen["params"].append([full(p).clone().tolist() for p in model.parameters()])
@@ -88,7 +79,7 @@ def fsdp(rank: int, world: int, which: str, clip: bool = False, cls=GradScaler) 
     return train(model, optimizer, cls("cpu"), torch.full((2, 6), float(rank)), spoiled=spoiled, clip=clip)
 
 
-def flat(rank: int, world: int, which: str, original: bool, clip: bool = False) -> dict[str, Any]:
+def flat(rank: int, world: int, which: str, original: bool = False, clip: bool = False) -> dict[str, Any]:
     """The first FSDP: gradients are shards of flat parameters, plain tensors all of them."""
     torch.manual_seed(0)
     model = FullyShardedDataParallel(network(), use_orig_params=original, device_id=torch.device("cpu"))
@@ -111,7 +102,7 @@ def flat(rank: int, world: int, which: str, original: bool, clip: bool = False) 
             seen["plain_norms"].append(float(squares.sqrt()))
             seen["norms"].append(float(scaler.clip_grad_norm_(optimizer, 0.1, process_group=model.process_group)))
         scaler.step(optimizer)
-        seen["skipped"].append(bool(scaler.skipped(optimizer)))
+        seen["skipped"].append(bool(scaler.found_inf(optimizer)))
         scaler.update()
         seen["scales"].append(scaler.get_scale())
     return seen
@@ -154,12 +145,12 @@ def drifted(rank: int, world: int) -> dict[str, Any]:
         scaler.step(optimizer)
         scaler.update()
         try:
-            check_ranks(scaler)
+            scaler.check_ranks()
             messages.append("")
         except RuntimeError as error:
             messages.append(str(error))
-    check_ranks(GradScaler("cpu", enabled=False))
-    check_ranks(GradScaler("cpu"))      # never used: the same everywhere
+    GradScaler("cpu", enabled=False).check_ranks()
+    GradScaler("cpu").check_ranks()     # never used: the same everywhere
     return {"messages": messages}
 
 
@@ -216,11 +207,11 @@ def pending_reduction(rank: int, world: int) -> dict[str, Any]:
         optimizer = torch.optim.SGD([param], lr=1.0)
         norm = float(scaler.clip_grad_norm_(optimizer, 1e9))
         scaler.step(optimizer)
-        results[name] = (norm, full(param).tolist(), bool(scaler.skipped(optimizer)))
+        results[name] = (norm, full(param).tolist(), bool(scaler.found_inf(optimizer)))
     return results
 
 
-def by_hand(rank: int, world: int, which: str, cls=GradScaler, empty: bool = False) -> dict[str, Any]:
+def by_hand(rank: int, world: int, which: str, empty: bool = False, cls=GradScaler) -> dict[str, Any]:
     """Each rank owns another parameter; only a process group can tell that they belong together."""
     param = nn.Parameter(torch.ones(3))
     optimizer = OPTIMIZERS[which]([param])
@@ -302,68 +293,3 @@ def pickling(rank: int, world: int) -> dict[str, Any]:
     except TypeError as error:
         message = str(error)
     return {"message": message, "same": copy.deepcopy(scaler).process_group is dist.group.WORLD}
-
-
-CASES: dict[int, dict[str, Any]] = {
-    2: {
-        **{f"ddp_{w}": lambda r, n, w=w: ddp(r, n, w) for w in ("foreach", "fused", "ampkit")},
-        "ddp_torch": lambda r, n: ddp(r, n, "foreach", cls=torch.amp.GradScaler),
-        "ddp_clip": lambda r, n: ddp(r, n, "foreach", clip=True),
-        **{f"fsdp_{w}": lambda r, n, w=w: fsdp(r, n, w) for w in ("foreach", "fused", "ampkit")},
-        "fsdp_torch": lambda r, n: fsdp(r, n, "foreach", cls=torch.amp.GradScaler),
-        "fsdp_clip": lambda r, n: fsdp(r, n, "foreach", clip=True),
-        "fsdp_clip_ampkit": lambda r, n: fsdp(r, n, "ampkit", clip=True),
-        **{f"tp_{w}": lambda r, n, w=w: tensor_parallel(r, n, w) for w in ("foreach", "fused")},
-        "tp_clip": lambda r, n: tensor_parallel(r, n, "foreach", clip=True),
-        **{
-            f"flat_{w}{'_original' * original}": lambda r, n, w=w, original=original: flat(r, n, w, original)
-            for w in ("foreach", "fused", "ampkit") for original in (False, True)
-        },
-        "flat_clip": lambda r, n: flat(r, n, "foreach", False, clip=True),
-        "flat_clip_original": lambda r, n: flat(r, n, "ampkit", True, clip=True),
-        "plain_clipping": plain_clipping_of_shards,
-        "drifted": drifted,
-        "pending": pending_reduction,
-        **{f"hand_{w}": lambda r, n, w=w: by_hand(r, n, w) for w in ("foreach", "fused", "ampkit", "sgd_fused")},
-        "hand_empty": lambda r, n: by_hand(r, n, "foreach", empty=True),
-        "hand_empty_fused": lambda r, n: by_hand(r, n, "fused", empty=True),
-        "hand_torch_fused": lambda r, n: by_hand(r, n, "fused", cls=ShardedGradScaler),
-        "stages": norm_over_stages,
-        "scales": different_scales,
-        "closure": closure_on_one_rank,
-        "pickling": pickling,
-    },
-    4: {
-        "ddp": lambda r, n: ddp(r, n, "foreach", clip=True),
-        "fsdp": lambda r, n: fsdp(r, n, "fused", clip=True),
-        "two_dimensions_foreach": lambda r, n: two_dimensions(r, n, "foreach"),
-        "two_dimensions_clip": lambda r, n: two_dimensions(r, n, "fused", clip=True),
-        **{f"meshes_{culprit}": lambda r, n, c=culprit: several_meshes(r, n, c) for culprit in (0, 3)},
-        "meshes_torch": lambda r, n: several_meshes(r, n, 3, cls=torch.amp.GradScaler),
-        "hand": lambda r, n: by_hand(r, n, "fused", empty=True),
-        "stages": norm_over_stages,
-    },
-}
-
-
-def main(rank: int, world: int, folder: str) -> None:
-    """Run every case of this world size and leave the results in a file."""
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-    # ranks that drift apart wait for each other: a short patience turns that into an error
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/meeting",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=60),
-    )
-    results: dict[str, Any] = {}
-    for name, case in CASES[world].items():
-        try:
-            results[name] = case(rank, world)
-        except Exception:  # told to the parent, who fails that test; ranks stay in step
-            results[name] = traceback.format_exc()
-    torch.save(results, f"{folder}/rank{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()

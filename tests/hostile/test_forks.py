@@ -193,7 +193,7 @@ def test_what_dies_with_the_parents_threads_waits_for_no_lock():
 
     def in_region() -> None:
         own.net, own.weights = model(), [torch.nn.Parameter(torch.ones(2, 2))]
-        with autocast("cpu", policy=Policy.default("cpu").for_modules({"1": torch.float32})):
+        with autocast("cpu", policy=Policy.default("cpu").for_modules(own.net, {"1": torch.float32})):
             own.net(X)
             torch.mm(X, own.weights[0])
             entered.set()

@@ -22,6 +22,8 @@ from tests.hostile.interrupts import Interrupter
 BF16 = torch.bfloat16
 HERE = f"{Path(ampkit.__file__).parent}/"
 MINE = Policy.default("cpu").with_rules({"aten::mm": Rule.FLOAT32})
+MODEL = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2)))
+BY_MODULE = MINE.for_modules(MODEL, {"0": Policy.torch("cpu"), "1": torch.float32})
 WEIGHT = torch.nn.Parameter(torch.ones(2, 2))
 X = torch.ones(2, 2)
 
@@ -44,6 +46,11 @@ def with_cache() -> None:
 def in_torch() -> None:
     with torch.autocast("cpu", BF16), autocast("cpu", policy=MINE), torch.autocast("cpu", enabled=False):
         pass
+
+
+def by_module() -> None:
+    with autocast("cpu", BF16, policy=BY_MODULE):
+        MODEL(X)
 
 
 def decorated() -> None:
@@ -92,7 +99,9 @@ def recorded() -> None:
         pass
 
 
-SCENES = [plain, nested, with_cache, in_torch, decorated, generator, coroutine, in_a_graph, checkpointed, recorded]
+SCENES = [
+    plain, nested, with_cache, in_torch, by_module, decorated, generator, coroutine, in_a_graph, checkpointed, recorded,
+]
 
 
 def everything() -> Any:

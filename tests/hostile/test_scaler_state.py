@@ -83,7 +83,7 @@ def mutate(state: dict[str, Any], rng: random.Random) -> None:
 
 def everything(scaler: GradScaler) -> tuple[Any, ...]:
     """All that a load may change."""
-    initial = (scaler._init_scale, scaler._init_growth_tracker, scaler._live.init_counters, scaler._live.init_totals)
+    initial = (scaler._init_scale, scaler._init_growth_tracker, scaler._init_counters, scaler._init_totals)
     return scaler.loss_scale, *initial, id(scaler._scale), scaler.state_dict()
 
 

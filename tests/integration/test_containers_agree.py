@@ -10,14 +10,14 @@ import torch
 
 from ampkit import containers
 from ampkit.region import custom_function
-from ampkit.scaler import scaling
+from ampkit.scaler import nested
 
 Pair = namedtuple("Pair", "first second")
 X = torch.ones(2)
 BF16 = torch.bfloat16
 WALKERS = {
     "containers": lambda value: containers.map_tensors(value, torch.Tensor.bfloat16),
-    "scale": lambda value: scaling.map_tensors(value, torch.Tensor.bfloat16),
+    "scale": lambda value: nested.map_tensors(value, torch.Tensor.bfloat16),
     "custom_fwd": lambda value: custom_function._cast(value, "cpu", BF16),
 }
 

@@ -346,7 +346,7 @@ def test_our_kernels_folder_hides_no_package_of_that_name(tmp_path: Path) -> Non
     package.mkdir()
     (package / "__init__.py").write_text("__version__ = '0.0.1'\ndef get_kernel(): pass\n")
     code = (
-        "import ampkit.gradients.kernels, ampkit_kernels, kernels; from kernels import get_kernel; "
+        "import ampkit, ampkit_kernels, kernels; from kernels import get_kernel; "
         "print(kernels.__file__)"
     )
     ran = at_the_root(code, os.fspath(tmp_path))
@@ -357,7 +357,7 @@ def test_our_kernels_folder_hides_no_package_of_that_name(tmp_path: Path) -> Non
 @pytest.mark.skipif(find_spec("kernels.utils") is not None, reason="Hugging Face's kernels is installed")
 def test_our_kernels_folder_does_not_pass_for_the_package() -> None:
     """Where that package is not installed, its names are an ImportError, and transformers sees that it is absent."""
-    ran = at_the_root("import ampkit.gradients.kernels\nfrom kernels import get_kernel")
+    ran = at_the_root("import ampkit\nfrom kernels import get_kernel")
     assert ran.returncode != 0
     assert "ImportError: cannot import name 'get_kernel'" in ran.stderr
     ran = at_the_root("from transformers.utils import is_kernels_available; print(is_kernels_available())")

@@ -327,7 +327,7 @@ def test_a_scalers_step_skips_inside_compiled_code_too(cls: type) -> None:
         scaler.scale(torch.ones((), requires_grad=True))
         param.grad = torch.full((3,), gradient)
         step()
-        assert bool(scaler.skipped(optimizer)) is (gradient == math.inf)
+        assert bool(scaler.found_inf(optimizer)) is (gradient == math.inf)
         assert torch.equal(param, torch.ones(3)) is (gradient == math.inf)
     assert scaler.get_scale() == 2.0
 

@@ -95,7 +95,7 @@ def test_a_bad_evaluation_undoes_the_whole_step(how, fail_at) -> None:
     after = optimizer.state[problem.weight].get("old_dirs", [])
     assert len(after) == len(history)
     assert all(map(torch.equal, after, history))
-    assert scaler.skipped(optimizer)
+    assert scaler.found_inf(optimizer)
     assert scaler.get_scale() == scale / 2
     assert scaler.step(optimizer, problem.closure).isfinite(), "and the next step works"
     assert not torch.equal(problem.weight, before)

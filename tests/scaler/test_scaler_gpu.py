@@ -59,7 +59,7 @@ def test_no_host_wait_in_an_iteration(which, rule, sync_is_an_error) -> None:
         elif step % 3 == 1:
             scaler.clip_grad_norm_(optimizer, 1.0)
         scaler.step(optimizer)
-        scaler.skipped(optimizer)
+        scaler.found_inf(optimizer)
         scaler.update()
 
 
@@ -164,7 +164,7 @@ def test_gradients_offloaded_to_the_host() -> None:
     scaler.update()
     params[1].grad[0] = math.nan
     scaler.step(optimizer)
-    assert bool(scaler.skipped(optimizer))
+    assert bool(scaler.found_inf(optimizer))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import OptState
 from ampkit import DynamicLossScale, NoOpLossScale, StaticLossScale
 from ampkit.optim import SGD
 from ampkit.scaler.grad_scaler import GradScaler
-from tests.helpers.grad_scaler import BOTH, one_parameter, started
+from tests.helpers.scaler_tools import BOTH, one_parameter, started
 
 CPU = torch.device("cpu")
 INF = float("inf")
@@ -157,6 +157,70 @@ def test_a_clip_factor_is_forgotten_with_the_gradients_that_it_was_for() -> None
     assert param.item() == -1.0
 
 
+# Private methods and attributes
+
+
+class Overrides(GradScaler):
+    """What libraries do: private methods of torch's replaced, to unscale float16 gradients or to step otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu", 4.0)
+        self.called: list[str] = []
+
+    def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16=True):
+        self.called.append("_unscale_grads_")
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
+
+    def _maybe_opt_step(self, optimizer, optimizer_state, *args, **kwargs):
+        self.called.append("_maybe_opt_step")
+        assert not sum(flag.item() for flag in optimizer_state["found_inf_per_device"].values())
+        return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
+
+    def _check_inf_per_device(self, optimizer):
+        self.called.append("_check_inf_per_device")
+        return super()._check_inf_per_device(optimizer)
+
+    def _lazy_init_scale_growth_tracker(self, dev):
+        self.called.append("_lazy_init_scale_growth_tracker")
+        super()._lazy_init_scale_growth_tracker(dev)
+
+
+def test_private_methods_that_a_subclass_replaces_are_called() -> None:
+    scaler = Overrides()
+    param = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    for fused in (False, True):
+        optimizer = torch.optim.SGD([param], lr=0.5, fused=fused)
+        scaler.scale(param.float().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert scaler.called == [
+        "_lazy_init_scale_growth_tracker", "_unscale_grads_", "_maybe_opt_step", "_check_inf_per_device"
+    ]
+    assert param.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("_scale", torch.tensor(2.0)), ("_growth_tracker", torch.tensor(3, dtype=torch.int32)), ("_growth_factor", 3.0),
+     ("_backoff_factor", 0.25), ("_growth_interval", 7), ("_init_scale", 2.0), ("_init_growth_tracker", 1),
+     ("_per_optimizer_states", {})],
+)
+def test_private_attributes_can_be_set(name, value) -> None:
+    scaler = GradScaler("cpu")
+    setattr(scaler, name, value)
+    assert getattr(scaler, name) is value or getattr(scaler, name) == value
+
+
+def test_compiled_code_scales_and_reads_the_scale() -> None:
+    scaler = GradScaler("cpu", 4.0)
+    loss = torch.ones((), requires_grad=True)
+    scaler.scale(loss)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda loss: (scaler.scale(loss), loss * scaler._scale), backend="eager", fullgraph=True)
+    assert compiled(loss) == (4.0, 4.0)
+
+
 # Devices that hold no numbers
 
 
@@ -203,7 +267,7 @@ def test_every_method_works_under_a_default_device(meta_by_default, rule) -> Non
     assert len(scaler.overflow_report(optimizer=uses[0][0])) == 1
     twins = copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))
     assert [twin.state_dict() for twin in twins] == [scaler.state_dict()] * 2
-    assert GradScaler("cpu", enabled=False).skipped(lbfgs).device == CPU
+    assert GradScaler("cpu", enabled=False).found_inf(lbfgs).device == CPU
 
 
 @BOTH

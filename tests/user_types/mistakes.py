@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 import ampkit
-from ampkit import GradScaler, Policy, amp, autocast, checkpoint, half, optim, wrap_forward
+from ampkit import GradScaler, Policy, amp, autocast, half, optim, wrap_forward
 
 
 @autocast("cpu")
@@ -31,7 +31,7 @@ linear: nn.Conv2d = half(nn.Linear(1, 1))  # reportAssignmentType
 amp.initialize(nn.Linear(1, 1), level="O2")  # reportCallIssue
 amp.initialize("model")  # reportArgumentType
 pair: tuple[nn.Linear, int] = amp.initialize(nn.Linear(1, 1))  # reportAssignmentType
-Policy.default("cpu").explain(nn.Linear).rule  # reportAttributeAccessIssue
+Policy.default("cpu").for_modules({"head": "float32"})  # reportCallIssue
 ampkit.integration  # reportAttributeAccessIssue
 ampkit.integrations.ligthning  # reportAttributeAccessIssue
 ampkit.initialize  # reportAttributeAccessIssue

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, assert_type
 
 import torch
+from ampkit.scaler.overflow import LossScaleStuckError
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler as TorchScaler
 
@@ -24,7 +25,6 @@ from ampkit import (
     amp,
     autocast,
     check_half,
-    check_ranks,
     clear_autocast_cache,
     custom_bwd,
     custom_fwd,
@@ -36,17 +36,15 @@ from ampkit import (
     optim,
     record_casts,
     register_op,
-    scheduler_step,
     unwrap_forward,
     wrap_forward,
 )
 from ampkit.debugging.precision_report import PrecisionReport
 from ampkit.debugging.report import NonFiniteReport
-from ampkit.policy.explanations import Explanation, ModuleExplanation
+from ampkit.policy.policy import Explanation
 from ampkit.region.cast_record import CastRecord, RecordedCall
 from ampkit.region.weight_cache import CacheInfo
 from ampkit.scaler.history import ScalerStats
-from ampkit.scaler.overflow import LossScaleStuckError
 from ampkit.scaler.overflow_report import OverflowReport
 from ampkit.whole_model.check_half import HalfReport
 
@@ -113,14 +111,13 @@ def mixed(x: Tensor, times: int = 2) -> Tensor:
 
 def policies(model: Net) -> Policy:
     """Rules, read and changed."""
-    policy = Policy.default("cpu").with_rules({"aten::gelu": Rule.FLOAT32}).for_modules({"head": "float32"})
+    policy = Policy.default("cpu").with_rules({"aten::gelu": Rule.FLOAT32}).for_modules(model, {"head": "float32"})
     assert_type(policy, Policy)
     assert_type(policy.explain(torch.softmax), Explanation)
     assert_type(policy.explain("aten::linear").rule, Rule)
-    assert_type(policy.explain(nn.Linear), ModuleExplanation)
     assert_type(policy.rule_for(torch.ops.aten.mm), Rule)
-    assert_type(str(policy.check(model)), str)
-    assert_type(Policy.from_dict(policy.to_dict()), Policy)
+    assert_type(str(policy.check()), str)
+    assert_type(Policy.from_dict(policy.to_dict(), model), Policy)
     register_op("aten::frobenius_norm", "float32")
     return policy
 
@@ -149,8 +146,9 @@ def train() -> GradScaler:
             assert_type(scaler.step(optimizer), float | None)
             scaler.update()
             assert_type(scaler.stepped(optimizer), bool)
-            assert_type(scaler.skipped(optimizer), Tensor)
-            assert_type(scheduler_step(schedule, scaler), bool)
+            assert_type(scaler.found_inf(optimizer), Tensor)
+            assert_type(scaler.stepped(optimizer), bool)
+            schedule.step()
     except LossScaleStuckError:
         raise
     assert_type(scaler.scale([torch.ones((), requires_grad=True)]), list[Tensor])
@@ -162,7 +160,7 @@ def train() -> GradScaler:
     assert_type(scaler.state_dict(), dict[str, Any])
     assert_type(cache.info(), CacheInfo)
     torch_scaler: TorchScaler = scaler
-    check_ranks(scaler)
+    scaler.check_ranks()
     for strategy in (StaticLossScale(2.0), NoOpLossScale()):
         GradScaler("cpu", loss_scale=strategy).load_state_dict(GradScaler("cpu", loss_scale=strategy).state_dict())
     assert_type(optimizer.step(), None)
