@@ -1,6 +1,7 @@
 """An exception at every place of a call where CPython can run a signal's handler, one at a time.
 
-That is as a Python function begins, after a call returns, and as a loop goes back.
+That is as a Python function begins, after a call returns, and as a loop goes back. Generator expressions are spared:
+what is raised while one is closed Python swallows.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Interrupter:
         self._last: dict[FrameType, str] = {}
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(self.prefix):
+        if not frame.f_code.co_filename.startswith(self.prefix) or frame.f_code.co_name == "<genexpr>":
             return None
         frame.f_trace_opcodes = True
         if event == "call":
