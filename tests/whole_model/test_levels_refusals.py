@@ -22,6 +22,7 @@ from tests.helpers.levels import (
     backward,
     batches,
     make,
+    overflowing,
     set_up,
     sgd,
     train,
@@ -284,3 +285,14 @@ def test_delayed_gradients_meet_no_other_scale() -> None:
     optimizer.zero_grad()       # gives the accumulation up
     backward(loss(), optimizer, loss_id=1)
     optimizer.step()
+
+
+def test_delayed_gradients_meet_no_scale_that_has_moved_since() -> None:
+    """Two optimizers under one loss id: the other's overflow has halved the scale."""
+    first, second = make(0), make(1)
+    models, optimizers = initialize([first, second], [sgd(first), sgd(second)], dtype=torch.float16, verbosity=0)
+    (x, y), = batches(1)
+    backward(F.cross_entropy(models[0](x), y), optimizers[0], delay_unscale=True)
+    backward(overflowing(models[1], x, y), optimizers[1])
+    with pytest.raises(RuntimeError, match="waiting under another loss scale; end the accumulation with the same loss"):
+        backward(F.cross_entropy(models[0](x), y), optimizers[0])
