@@ -1,4 +1,4 @@
-"""The example on several ranks goes on with another number of them, started by torchrun as users start it."""
+"""The example on several ranks goes on with another number of them."""
 
 import re
 from pathlib import Path
@@ -6,16 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.paths import ROOT
-from tests.helpers.processes import torchrun
+from tests.helpers.paths import EXAMPLES
+from tests.helpers.ranks import on_ranks, run_script
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")]
 
 
 def run(how: str, folder: Path, *, ranks: int, steps: int) -> float:
-    """The last loss, after what else was printed has been looked at."""
-    script = ROOT / "examples" / "ranks_resume.py"
-    printed = torchrun(script, "--parallel", how, "--folder", str(folder), "--steps", str(steps), ranks=ranks)
+    """The last loss; what else the script prints is checked."""
+    printed = on_ranks(run_script, EXAMPLES / "ranks_resume.py", how, folder, steps, world=ranks)[0]
     match = re.fullmatch(rf"{how} on {ranks}, step {steps}: loss ([\d.]+), 1 skipped, scale 512\n", printed)
     assert match, printed
     return float(match[1])

@@ -2,14 +2,11 @@
 
 import importlib.util
 import re
-from pathlib import Path
 from types import ModuleType
 
-import pytest
-
+from tests.helpers.paths import EXAMPLES
 from tests.helpers.processes import torchrun
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+from tests.helpers.ranks import on_ranks, run_script
 
 
 def load(name: str) -> ModuleType:
@@ -55,16 +52,18 @@ def test_resume_from_torch() -> None:
     assert ours == theirs == 2.0**19
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "pattern"),
-    [
-        ("scaler_ddp", r"rank (\d): 1 skipped, scale 512, (weights -?[\d.]+)"),
-        ("scaler_fsdp", r"rank (\d): 1 skipped, scale 512, (norm [\d.]+)"),
-    ],
-)
-def test_on_two_ranks(name, pattern) -> None:
-    printed = torchrun(EXAMPLES / f"{name}.py", ranks=2)
+def test_ddp_under_torchrun() -> None:
+    """As a user starts it."""
+    assert_alike(torchrun(EXAMPLES / "scaler_ddp.py", ranks=2), r"rank (\d): 1 skipped, scale 512, (weights -?[\d.]+)")
+
+
+def test_fsdp() -> None:
+    printed = "".join(on_ranks(run_script, EXAMPLES / "scaler_fsdp.py"))
+    assert_alike(printed, r"rank (\d): 1 skipped, scale 512, (norm [\d.]+)")
+
+
+def assert_alike(printed: str, pattern: str) -> None:
+    """Both ranks end with the same figures."""
     seen = dict(re.findall(pattern, printed))
     assert set(seen) == {"0", "1"}, printed
-    assert seen["0"] == seen["1"], "both ranks end alike"
+    assert seen["0"] == seen["1"]
