@@ -25,6 +25,7 @@ from ampkit.gradients.transfer import moved
 
 __all__ = ["MasterWeights"]
 
+
 @dataclass
 class _Pair:
     """A 16-bit parameter, its master, and the parameter's version counter when the two last agreed."""
