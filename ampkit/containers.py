@@ -1,7 +1,7 @@
-"""Casting whatever a module is called with or returns: tensors in any nesting of ordinary containers.
+"""Casts of a module's inputs and outputs: tensors in any nesting of ordinary containers.
 
-Lists, tuples, named tuples, mappings and dataclasses are rebuilt in their own type; what holds nothing to
-cast comes back as the very object it was, so that a call without work to do allocates nothing.
+Lists, tuples, named tuples, mappings and dataclasses are rebuilt in their own type; a container that holds nothing to
+cast is returned itself, so that a call without work to do allocates nothing.
 """
 
 from __future__ import annotations
@@ -76,17 +76,17 @@ def _with_items(mapping: Mapping[Any, Any], changed: dict[Any, Any]) -> Mapping[
     """A mapping of the same type with some values replaced; a plain dict where it can be neither copied nor
     written."""
     try:
-        twin: Any = copy.copy(mapping)
+        copied: Any = copy.copy(mapping)
         for key, item in changed.items():
-            twin[key] = item
+            copied[key] = item
     except TypeError:
         return {**mapping, **changed}
-    return twin
+    return copied
 
 
 def _with_fields(value: Any, changed: dict[str, Any]) -> Any:
     """A copy of a dataclass, frozen or not, with some fields replaced; `__post_init__` does not run again."""
-    twin = copy.copy(value)
+    copied = copy.copy(value)
     for name, item in changed.items():
-        object.__setattr__(twin, name, item)
-    return twin
+        object.__setattr__(copied, name, item)
+    return copied

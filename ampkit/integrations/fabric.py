@@ -15,7 +15,7 @@ class MixedPrecision(OwnRegions, FabricMixedPrecision):
     """Fabric's plugin of this name with ampkit's regions and scaler.
 
     `fabric.clip_gradients` works with `fused=True` and `ampkit.optim`. Fabric raises there when an overflow makes the
-    norm infinite, unless told `error_if_nonfinite=False`: the scaler would skip that step. Save and load the plugin
+    norm infinite, unless `error_if_nonfinite=False`: the scaler would skip that step. Save and load the plugin
     beside the model, `fabric.save(path, {"model": model, "precision": plugin})`, for the scale to go on.
 
     Args:

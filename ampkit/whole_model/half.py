@@ -38,7 +38,7 @@ NORMS: tuple[type[Module], ...] = (
     nn.RMSNorm,
     nn.LocalResponseNorm,
 )
-"""Every normalisation that torch has. All but batch norms get inputs cast up and outputs cast back."""
+"""Every normalization that torch has. All but batch norms get inputs cast up and outputs cast back."""
 
 HALVES = (torch.float16, torch.bfloat16)
 _MIXED_BATCH_NORM_DEVICES = ("cpu", "cuda")

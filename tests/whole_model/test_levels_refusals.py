@@ -113,17 +113,12 @@ def test_overrides_of_wrong_types(options: dict[str, object], match: str) -> Non
 def test_overrides_that_make_sense_train(opt_level: str, options: dict[str, object]) -> None:
     low = {} if opt_level == "O0" or "cast_model_type" in options else {"dtype": torch.float16}
     model, optimizer = set_up(opt_level, **low, **options)
-    losses = []
-    (x, y), = batches(1)
-    for _ in range(6):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        backward(loss, optimizer)
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] / 2
-    kept = options.get("keep_batchnorm_fp32") in (True, "True") or opt_level in ("O0", "O1")
-    kept = kept or (opt_level == "O2" and "keep_batchnorm_fp32" not in options)
+    before = [p.detach().clone() for p in model.parameters()]
+    ((x, y),) = batches(1)
+    backward(F.cross_entropy(model(x), y), optimizer)
+    optimizer.step()
+    assert not any(map(torch.equal, model.parameters(), before))
+    kept = options.get("keep_batchnorm_fp32", opt_level != "O3") in (True, "True")
     assert (model.bn.running_mean.dtype is torch.float32) is kept
 
 
@@ -165,18 +160,9 @@ class Larc:
     """An optimizer around another, as Apex's LARC is: no `Optimizer`, and it shapes gradients before it steps."""
 
     def __init__(self, optim: torch.optim.Optimizer) -> None:
-        self.optim = optim
-        self.steps = 0
-
-    @property
-    def param_groups(self) -> list[dict[str, object]]:
-        return self.optim.param_groups
-
-    def zero_grad(self) -> None:
-        self.optim.zero_grad()
+        self.optim, self.param_groups, self.zero_grad = optim, optim.param_groups, optim.zero_grad
 
     def step(self) -> None:
-        self.steps += 1
         for group in self.param_groups:
             for param in group["params"]:
                 param.grad.mul_(0.5)
@@ -201,14 +187,6 @@ def test_an_optimizer_around_another_is_taken(opt_level: str) -> None:
         assert loss_scalers(optimizer)[0].stats().updates == 3
         runs.append(model.state_dict())
     assert all(torch.equal(a, b) for a, b in zip(*(run.values() for run in runs), strict=True))
-
-
-def test_what_holds_no_optimizer_of_its_groups_is_refused() -> None:
-    model = make()
-    larc = Larc(sgd(model))
-    larc.optim = None
-    with pytest.raises(TypeError, match=r"holds a Larc; expected .* an object that holds one as `optim`"):
-        initialize(model, larc)
 
 
 def test_a_rule_for_a_module_is_about_the_copy_in_a_copied_model() -> None:
@@ -248,6 +226,10 @@ def test_optimizers_that_are_refused() -> None:
     model = make()
     with pytest.raises(TypeError, match=r"optimizers holds a str; expected a torch.optim.Optimizer"):
         initialize(model, "sgd")
+    larc = Larc(sgd(model))
+    larc.optim = None
+    with pytest.raises(TypeError, match=r"holds a Larc; expected .* an object that holds one as `optim`"):
+        initialize(model, larc)
     with pytest.raises(RuntimeError, match="SGD holds no parameter of the models given; make the optimizer from the"):
         initialize(model, sgd(make(1)))
     initialize(model, torch.optim.SGD(model.head.parameters(), lr=0.1), "O2", verbosity=0)
