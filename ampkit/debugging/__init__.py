@@ -3,12 +3,13 @@
 from ampkit.debugging.checks import assert_close_to_reference, assert_finite
 from ampkit.debugging.detect import detect_nonfinite
 from ampkit.debugging.find import find_nonfinite
+from ampkit.debugging.loop import check_loop
 from ampkit.debugging.monitor import TensorMonitor
 from ampkit.debugging.precision import compare_precision
 from ampkit.debugging.report import NonFiniteError
 from ampkit.debugging.search import search_policy
 
 __all__ = [
-    "NonFiniteError", "TensorMonitor", "assert_close_to_reference", "assert_finite", "compare_precision",
+    "NonFiniteError", "TensorMonitor", "assert_close_to_reference", "assert_finite", "check_loop", "compare_precision",
     "detect_nonfinite", "find_nonfinite", "search_policy",
 ]

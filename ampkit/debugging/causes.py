@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampkit.debugging.advice import why_undefined
 from ampkit.debugging.again import other_arguments
 from ampkit.debugging.operator_facts import OperatorFacts, readable, tensors_in
 from ampkit.torch_internals.operator_tracing import OpOverload
 
 __all__ = [
-    "CONSTANT", "Cause", "InputSummary", "asks_for_nonfinite", "dtype_name", "find_cause", "outputs_of", "summarise",
+    "CONSTANT", "Cause", "InputSummary", "asks_for_nonfinite", "broken_elements", "dtype_name", "find_cause",
+    "largest_finite", "number_that_is_zero", "outputs_of", "summarise",
 ]
 
 _LOW = (torch.float16, torch.bfloat16, torch.float32, torch.complex64)
@@ -31,9 +33,10 @@ class Cause:
 
     `kind`: "overflow" (the exact result is finite, `value` its largest magnitude, `limit` what the dtype can hold),
     "intermediate" (the exact result would fit; the kernel overflowed on the way), "too large" (beyond float64 too),
-    "undefined" (NaN or a pole for these inputs, in any precision), "from inf" (an inf came in, and a NaN of it comes
-    out), "constant" (it was asked for), "arrived" (it was in the tensor before the step), "received" (from another
-    rank), "uninitialised" (`torch.empty` was read), or "unknown" (the operator could not be run again).
+    "undefined" (NaN or a pole for these inputs, in any precision), "rounded" (the same, of a 0 or inf that is one only
+    in its dtype), "from inf" (an inf came in, and a NaN of it comes out), "constant" (it was asked for), "arrived" (it
+    was in the tensor before the step), "received" (from another rank), "uninitialised" (`torch.empty` was read), or
+    "unknown" (the operator could not be run again).
     """
 
     kind: str
@@ -85,6 +88,26 @@ def summarise(tensor: Tensor, name: str = "") -> InputSummary:
     )
 
 
+def broken_elements(outputs: Sequence[Tensor]) -> str:
+    """How many elements of a result are inf or NaN, and in which rows (places in the first dimension) if in few."""
+    one = next(one for one in outputs if not bool(torch.isfinite(one).all()))
+    broken = ~torch.isfinite(one)
+    count, rows = int(broken.sum()), ""
+    if one.ndim and one.shape[0] > 1:
+        places = broken.reshape(one.shape[0], -1).any(1).nonzero().flatten().tolist()
+        if len(places) < min(4, one.shape[0]):
+            rows = f", in row{'s' * (len(places) > 1)} {', '.join(map(str, places))} of {one.shape[0]}"
+    return f"{count} of {one.numel()} elements{rows}"
+
+
+def number_that_is_zero(numbers: Sequence[float], dtype: torch.dtype) -> str | None:
+    """Of Python numbers, one that is 0 in a dtype, in words."""
+    for number in numbers:
+        if number and float(torch.tensor(number, dtype=dtype)) == 0:
+            return f"{number:g} is 0 in {dtype_name(dtype)}"
+    return None
+
+
 def largest_finite(values: Tensor) -> float:
     """The largest magnitude among finite elements, 0.0 without any."""
     wide = values.double()
@@ -104,7 +127,11 @@ def find_cause(
     if not broken and asks_for_nonfinite((args, kwargs)):
         return CONSTANT
     if broken and not any(one.nan for one in broken):
-        return Cause("from inf", "an inf comes in, and inf - inf, 0 * inf or inf / inf is NaN in any precision")
+        rows = _rows_of_minus_inf(facts, args)
+        return Cause("from inf", rows or "an inf comes in, and inf - inf, 0 * inf or inf / inf is NaN in any precision")
+    integers = _integers_at_fault(func, facts, args, kwargs)
+    if integers:
+        return Cause("undefined", integers)
     if facts.communicates or facts.opaque_state:
         return Cause("unknown", f"{facts.name} cannot be run again to compare with float64")
     try:
@@ -131,7 +158,7 @@ def run_in_float64(
     devices = {tensor.device for tensor in tensors_in((args, kwargs)) if tensor.device.type == "cuda"}
     with torch.no_grad(), torch.random.fork_rng(list(devices), enabled=facts.random):
         result = func(*wide_args, **wide_kwargs)
-    written = facts.written(wide_args, wide_kwargs) if facts.mutable else []
+    written = facts.written(wide_args, wide_kwargs) if facts.mutable else facts.buffers(wide_args, wide_kwargs)
     return [one for one in _distinct([*tensors_in(result), *written]) if one.is_floating_point() or one.is_complex()]
 
 
@@ -160,9 +187,37 @@ def _compare(
             return Cause("intermediate", text, value, limit)
         if bool(torch.isnan(there).all()) or _is_pole(func, facts, args, kwargs):
             what = "NaN" if bool(torch.isnan(there).any()) else "inf"
-            return Cause("undefined", f"undefined for these inputs in any precision: float64 gives {what} too")
-        return Cause("too large", "the result is beyond float64 too", math.inf, limit)
+            return Cause("undefined", f"{why_undefined(facts.name, args)}: float64 gives {what} of the same inputs too")
+        return Cause("too large", "overflow: the result is beyond float64 too", math.inf, limit)
     return Cause("unknown", f"{facts.name} is finite when run again on the same inputs")
+
+
+def _rows_of_minus_inf(facts: OperatorFacts, args: tuple[Any, ...]) -> str:
+    """Of a softmax, the rows that are masked altogether, in words."""
+    if facts.name not in ("aten::_softmax", "aten::_log_softmax", "aten::_safe_softmax") or args[0].ndim == 0:
+        return ""
+    rows = (args[0] == -math.inf).all(args[1])
+    return f"{int(rows.sum())} of {rows.numel()} rows are -inf throughout: nothing is left after the mask"
+
+
+def _integers_at_fault(func: OpOverload, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """What integers among the inputs of a loss do to it, in words; "" if nothing."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if facts.name.startswith("aten::nll_loss"):
+        target, weight, ignored = given["target"], given.get("weight"), given.get("ignore_index", -100)
+        kept = target[target != ignored]
+        if not kept.numel():
+            return f"{target.numel()} of {target.numel()} targets are {ignored}, which is ignore_index"
+        if weight is not None and not bool(weight[kept].any()):
+            return f"the class weight of all {kept.numel()} targets is 0"
+    if facts.name.startswith("aten::_ctc_loss"):
+        inputs, targets = (torch.as_tensor(given[name]) for name in ("input_lengths", "target_lengths"))
+        longer = int((targets + 1 > inputs).sum())
+        if longer:
+            return (f"{longer} of {targets.numel()} targets are about as long as their input, or longer than it: with "
+                    "repeated labels no alignment exists")
+    return ""
 
 
 def _is_pole(func: OpOverload, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -21,6 +21,7 @@ import torch
 
 from ampkit.debugging import html_report, report_file
 from ampkit.debugging.detect import detect_nonfinite, rank
+from ampkit.debugging.loop import check_loop
 from ampkit.debugging.monitor import ScriptMonitor
 from ampkit.debugging.precision import PrecisionComparison
 from ampkit.debugging.report import NonFiniteError
@@ -36,7 +37,8 @@ def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         return {
-            "nonfinite": _nonfinite, "precision": _precision, "search": _search, "monitor": _monitor, "report": _report,
+            "nonfinite": _nonfinite, "precision": _precision, "loop": _loop, "search": _search, "monitor": _monitor,
+            "report": _report,
         }[options.tool](options)
     except (OSError, ValueError) as error:
         print(f"ampkit debug: {error}", file=sys.stderr)
@@ -55,13 +57,14 @@ def _parser() -> argparse.ArgumentParser:
     precision = tools.add_parser("precision", help="what one step of a training script loses to low precision")
     precision.add_argument("--at-step", type=_count, default=0, metavar="N", help="the step after N optimizer steps")
     precision.add_argument("--reference", choices=("float32", "float64"), default="float32")
+    loop = tools.add_parser("loop", help="whether scaler, gradients and optimizer are called in the right order")
     monitor = tools.add_parser("monitor", help="headroom, underflow and lost updates, on a step now and then")
     monitor.add_argument("--every", type=_count, default=100, metavar="N", help="sample every N optimizer steps")
     monitor.add_argument("--out", type=_absolute, default="ampkit-monitor.jsonl", metavar="F",
                          help="a line of JSON per sample; a file that is there is replaced")
-    for tool in (nonfinite, precision):
+    for tool in (nonfinite, precision, loop):
         tool.add_argument("--json", type=_absolute, metavar="F", help="write the report; {rank} is the rank")
-    for tool in (nonfinite, precision, monitor):
+    for tool in (nonfinite, precision, loop, monitor):
         tool.add_argument("script")
         tool.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
     search = tools.add_parser("search", help="the smallest part of a model to keep in float32, by your own metric")
@@ -96,6 +99,13 @@ def _precision(options: Any) -> int:
     return _finish(options, report, text, ended, rank())
 
 
+def _loop(options: Any) -> int:
+    check = check_loop()
+    ended = _run(options, check)
+    check.report.incomplete = ended.why
+    return _finish(options, check.report, str(check.report), ended, rank())
+
+
 def _finish(options: Any, report: Any, text: str, ended: _Ended, of_rank: int) -> int:
     """Show and write a report. Returns the exit code."""
     print(text)
@@ -110,10 +120,11 @@ def _stop() -> None:
 
 def _monitor(options: Any) -> int:
     monitor = ScriptMonitor(every=options.every, path=options.out.replace("{rank}", str(rank())))
-    ended = _run(options, monitor)
+    with check_loop() as loop:
+        ended = _run(options, monitor)
     why = ended.incomplete(looked=monitor.last is not None, step=1)
-    print(f"inconclusive: {why}\n{monitor}" if why else monitor)
-    return INTERRUPTED if ended.interrupted else INCONCLUSIVE if why else CLEAN
+    print("\n".join([*map(str, loop.findings), *([f"inconclusive: {why}"] if why else []), str(monitor)]))
+    return FOUND if loop else INTERRUPTED if ended.interrupted else INCONCLUSIVE if why else CLEAN
 
 
 def _search(options: Any) -> int:

@@ -12,14 +12,17 @@ from typing import Any, Literal
 import torch
 from torch.nn import Module
 
+from ampkit.debugging.advice import advice_for
 from ampkit.debugging.causes import CONSTANT, Cause, dtype_name
+from ampkit.debugging.loop import check_loop
 from ampkit.debugging.nonfinite_recorder import NonfiniteRecorder, Seen
+from ampkit.debugging.operator_calls import OperatorCall, Place
 from ampkit.debugging.report import Finding, NonFiniteError, NonFiniteReport, Operation
 from ampkit.debugging.source_lines import shown
 from ampkit.debugging.suggestions import suggest
 from ampkit.debugging.taint import Record, Trace, trace
 
-__all__ = ["detect_nonfinite", "rank"]
+__all__ = ["detect_nonfinite", "operation_of", "rank"]
 
 OnFound = Literal["raise", "warn", "record"] | Callable[[Finding], Any]
 
@@ -62,6 +65,8 @@ class detect_nonfinite:
         self._complete = True       # False: an exception ended the step, and what nobody read might have been
 
     def __enter__(self) -> NonFiniteReport:
+        self._loop = check_loop()
+        self.report.loop = self._loop.__enter__().findings
         self.recorder.__enter__()
         return self.report
 
@@ -70,6 +75,8 @@ class detect_nonfinite:
     ) -> None:
         recorder = self.recorder
         recorder.__exit__(kind, error, traceback)
+        self._loop.__exit__(None, None, None)
+        self.report.compiled = recorder.compiled
         self._complete = error is None
         if error is not None and not isinstance(error, NonFiniteError):
             self.report.incomplete = f"the steps ended with {type(error).__name__}"
@@ -102,9 +109,16 @@ def make_finding(recorder: NonfiniteRecorder, found: Trace) -> Finding:
     origin, seen = found.origin, recorder.seen[found.origin.index]
     cause = seen.cause or _cause_unseen(origin)
     symptom, parameter = _symptom(recorder, found)
+    place = _operation(origin, seen)
+    if cause.kind == "undefined" and place.backward_of:
+        why = advice_for(place.op, place.backward_of)[0]
+        cause = replace(cause, text=why or cause.text)
+    made = None if seen.made is None else operation_of(seen.made, recorder.place(seen.made))
+    if cause.kind == "from inf":
+        made = made or _constant_behind(recorder, origin)
     finding = Finding(
         symptom=symptom,
-        origin=_operation(origin, seen),
+        origin=place,
         cause=cause,
         inputs=seen.inputs,
         chain=tuple(_operation(one, recorder.seen[one.index]) for one in found.chain),
@@ -113,8 +127,24 @@ def make_finding(recorder: NonfiniteRecorder, found: Trace) -> Finding:
         device=seen.device.type,
         scale=recorder.scale,
         skipped=_is_left_to_scaler(found, cause, recorder.scale),
+        elements=seen.elements,
+        micro_batch=seen.micro_batch,
+        made=made,
     )
-    return replace(finding, suggestion=suggest(finding))
+    return replace(finding, suggestion=suggest(finding, recorder.modules.region, recorder.modules.model))
+
+
+def _constant_behind(recorder: NonfiniteRecorder, record: Record) -> Operation | None:
+    """The constant inf that a NaN was made of."""
+    known, pending = {record.index}, [record]
+    while pending:
+        one = pending.pop()
+        if one.source == "constant" and one is not record:
+            return _operation(one, recorder.seen[one.index])
+        new = [index for index in one.inputs if index in recorder.seen and index not in known]
+        known.update(new)
+        pending += [recorder.records[index] for index in new]
+    return None
 
 
 def _cause_unseen(origin: Record) -> Cause:
@@ -145,27 +175,36 @@ def _symptom(recorder: NonfiniteRecorder, found: Trace) -> tuple[str, str]:
     if last.is_loss:
         return f"the loss is {values}", ""
     if last.writes_parameter:
-        return f"parameter {seen.target or '?'} is {values}", seen.target
+        what = "parameter" if seen.call is not None and seen.call.facts.mutable else "buffer"
+        return f"{what} {seen.target or '?'} is {values}", seen.target
     if last.is_gradient or last.phase in ("backward", "scaler"):
         return f"the gradient of {seen.target or 'an input'} is {values}", seen.target
     return f"{'a result' if last.scalar else 'a tensor that nothing absorbs'} is {values}", ""
 
 
 def _operation(record: Record, seen: Seen) -> Operation:
-    module, line, backward_of = seen.place
+    return replace(
+        operation_of(seen.call, seen.place), phase=record.phase, dtype=dtype_name(seen.dtype), shape=seen.shape,
+        values=_values(record),
+    )
+
+
+def operation_of(call: OperatorCall | None, place: Place) -> Operation:
+    """A call as reports show it; of its result nothing is known here."""
+    module, line, backward_of = place
     return Operation(
-        index=seen.call.index if seen.call is not None else -1,
-        op=seen.call.op if seen.call is not None else "",
-        phase=record.phase,
+        index=-1 if call is None else call.index,
+        op="" if call is None else call.op,
+        phase="before" if call is None else call.phase,
         module="" if module is None else str(module),
         path="" if module is None or not module.known else module.path,
         call=0 if module is None else module.number,
         file="" if line is None else shown(line.file),
         line=0 if line is None else line.line,
         backward_of=backward_of or "",
-        dtype=dtype_name(seen.dtype),
-        shape=seen.shape,
-        values=_values(record),
+        dtype="",
+        shape=(),
+        values="",
     )
 
 

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
+import torch
 from torch.nn import Module
 
-from ampkit.debugging.detect import detect_nonfinite
-from ampkit.debugging.policy_change import PolicyChange
-from ampkit.debugging.report import Finding, NonFiniteReport, Suggestion
+from ampkit.debugging.causes import Cause, dtype_name, number_that_is_zero
+from ampkit.debugging.changes import Change
+from ampkit.debugging.detect import detect_nonfinite, operation_of
+from ampkit.debugging.operator_calls import OperatorCall
+from ampkit.debugging.operator_facts import tensors_in
+from ampkit.debugging.report import Finding, NonFiniteError, NonFiniteReport, Suggestion
+from ampkit.debugging.shadow import ShadowRun
 from ampkit.debugging.snapshot import Snapshot
-from ampkit.policy.policy import Policy
-from ampkit.region.autocast import autocast
+from ampkit.debugging.suggestions import advice, changes_for
+from ampkit.torch_internals.operator_tracing import OpOverload
 
 __all__ = ["find_nonfinite"]
 
-_MOST_ROUNDS = 8        # modules that are added to a policy one after the other
+_MOST_RULES = 8         # modules or lines that are added to a change one after the other
+_LASTING = 4            # steps in a row that a change must keep finite
+_MOST_STEPS = 30        # until then: a loss scale settles first
 
 
 def find_nonfinite(
@@ -28,17 +35,23 @@ def find_nonfinite(
 
     `step` takes no arguments and does the same each time: forward, backward and optimizer, on one batch. It runs once
     with its operators' statistics left on the device; where that finds something, once more from the same state with
-    every inf and NaN looked at where it appears; with `verify`, a few times more to try the change that is suggested
-    and to drop what it does not need. Then everything is put back: parameters, gradients, optimizers, scalers, random
-    number generators and the objects in `state`, which have `state_dict` and `load_state_dict`.
+    every inf and NaN looked at where it appears, and beside itself in a wider dtype, to tell a 0 that was rounded from
+    one that is exact. With `verify`, changes are tried: a policy for steps in ampkit's regions, lines in float32 for
+    others, another loss scale. A change is verified when four steps in a row with it are finite and update the
+    parameters, and the loss does not grow a hundredfold; a change that failed is not suggested. Then everything is put
+    back: parameters, buffers, gradients, optimizers, scalers, random number generators and the objects in `state`,
+    which have `state_dict` and `load_state_dict`.
 
-    A suggested policy is tried from outside, as the policy of an enclosing `ampkit.autocast`: a step with
-    `torch.autocast`, or with a policy of its own, takes no notice of it, and the suggestion says that it is unverified.
+    A step that uses `torch.compile` runs eagerly here. Where it is finite as it is, compiled, that is the answer: the
+    report has a note in place of findings.
 
     Raises what the step raises, after putting things back.
     """
     replay = _Replay(step, model, Snapshot(model, state))
     first = replay.run("deferred")
+    if first and first.compiled and replay.is_finite_as_it_is():
+        first.notes.append(f"as it is, compiled, the step is finite; run eagerly: {first.findings[0]}")
+        first.findings = []
     if not first and not first.skipped:
         return first
     report = replay.run("now")
@@ -46,8 +59,10 @@ def find_nonfinite(
         report.findings = first.findings
         report.notes.append("not reproduced: the replay from the same state was finite")
         return report
-    if verify and report:
-        report.findings[0] = replay.with_suggestion(report.findings[0])
+    if report:
+        report.findings[0] = replay.with_cause(report.findings[0])
+        if verify:
+            report.findings[0] = replay.with_suggestion(report.findings[0], loop_is_wrong=bool(report.loop))
     return report
 
 
@@ -58,66 +73,139 @@ class _Replay:
         self._step = step
         self._model = model
         self._snapshot = snapshot
+        self._region: Any = "none"
         self._runs = 0
 
-    def run(
-        self, check: Literal["now", "deferred"], policy: Policy | None = None, scale: float | None = None
-    ) -> NonFiniteReport:
+    def run(self, check: Literal["now", "deferred"]) -> NonFiniteReport:
         """What a run finds, from the state at the beginning to which it also returns."""
-        self._runs += 1
         detect = detect_nonfinite(self._model, check, on_found="record")
         detect.recorder.on_scaler = self._snapshot.add
-        around = nullcontext() if policy is None else autocast(policy.device_type, enabled=False, policy=policy)
         try:
-            if scale is not None:
-                for scaler in self._snapshot.scalers:
-                    scaler.load_state_dict({**scaler.state_dict(), "scale": scale})
-            with self._snapshot, detect as report, around:
+            with self._snapshot, detect as report:
                 self._step()
         finally:
             self._snapshot.restore()
+        self._region = detect.recorder.modules.region
         return report
 
-    def with_suggestion(self, finding: Finding) -> Finding:
-        """A finding with its suggestion tried, and extended until the step is finite."""
-        suggestion = finding.suggestion
-        if suggestion is None or suggestion.verified:
+    def is_finite_as_it_is(self) -> bool:
+        """Whether what the step returns and leaves behind is finite without any tool."""
+        try:
+            with self._snapshot:
+                result = self._step()
+            tensors = [*tensors_in(result), *self._model.parameters()]
+            tensors += [one.grad for one in self._model.parameters() if one.grad is not None]
+            return all(bool(torch.isfinite(one).all()) for one in tensors)
+        finally:
+            self._snapshot.restore()
+
+    def with_cause(self, finding: Finding) -> Finding:
+        """A finding whose 0 or inf is followed back to the operator that rounded it, if one did."""
+        if finding.cause.kind not in ("undefined", "from inf") or "float64" not in finding.cause.text:
             return finding
+        run = _OriginRun(self._model, finding)
+        try:
+            with self._snapshot, run:
+                self._step()
+        finally:
+            self._snapshot.restore()
+        made = run.made()
+        if made is None:
+            return finding
+        call, dtype = made
+        text = number_that_is_zero(call.numbers, dtype) or (
+            f"0 in {dtype_name(dtype)}, and not in exact arithmetic: it underflows"
+        )
+        return replace(finding, cause=Cause("rounded", text), made=operation_of(call, run.place(call)))
+
+    def with_suggestion(self, finding: Finding, *, loop_is_wrong: bool) -> Finding:
+        """A finding with what was tried for it: the first change that lasts, or advice."""
+        if loop_is_wrong and finding.scale is not None:
+            first = "put the loop right first, as said above"
+            return replace(finding, suggestion=Suggestion(first, evidence="it mishandles scaled gradients"))
         self._runs = 0
-        if suggestion.scale is not None:
-            return replace(finding, suggestion=self._with_scale(suggestion, suggestion.scale))
-        if suggestion.change is not None:
-            return replace(finding, suggestion=self._with_policy(suggestion, suggestion.change))
-        return finding
+        tried = []
+        for change in changes_for(finding, self._region, self._model):
+            evidence, change = self._extended(change)
+            if not evidence:
+                tried.append(change.code)
+                continue
+            change, evidence = self._needed(change, evidence)
+            runs = "1 run" if self._runs == 1 else f"{self._runs} runs"
+            suggestion = Suggestion(change.code, "change", True, f"verified: {evidence}; {runs}", tuple(tried))
+            return replace(finding, suggestion=suggestion)
+        return replace(finding, suggestion=replace(advice(finding), tried=tuple(tried)))
 
-    def _with_scale(self, suggestion: Suggestion, scale: float) -> Suggestion:
-        report = self.run("now", scale=scale)
-        for left in (*report.findings, *report.skipped):
-            return replace(suggestion, evidence=f"not verified: with it, {left.symptom}")
-        return replace(suggestion, verified=True, evidence="verified: with it the step is finite, 1 run")
-
-    def _with_policy(self, suggestion: Suggestion, change: PolicyChange) -> Suggestion:
-        """Rule after rule until the step is finite; then without those that it does not need."""
-        report = self.run("now", change.policy())
-        for n_tries in range(1, _MOST_ROUNDS + 1):
-            if not report:
-                change = self._needed(change)
-                runs = "1 run" if self._runs == 1 else f"{self._runs} runs"
-                return Suggestion(change.code, True, f"verified: with it the step is finite, {runs}", change=change)
-            extended = change.extended(report.findings[0].origin)
-            if extended is None or n_tries == _MOST_ROUNDS:
-                break
+    def _extended(self, change: Change) -> tuple[str, Change]:
+        """A change, rule after rule, until steps stay finite; with the evidence, or "" if they do not."""
+        for _ in range(_MOST_RULES):
+            evidence, left = self._lasts(change)
+            extended = None if evidence or left is None else change.extended(self.with_cause(left))
+            if extended is None:
+                return evidence, change
             change = extended
-            report = self.run("now", change.policy())
-        left = report.findings[0]
-        return replace(suggestion, evidence=(
-            f"not verified: with it and more, still {left.symptom}, from {left.origin}; a step with torch.autocast, or "
-            "with a policy of its own, takes no notice of it"
-        ))
+        return "", change
 
-    def _needed(self, change: PolicyChange) -> PolicyChange:
-        for rule in change.rules:
-            less = change.without(rule)
-            if less.rules and not self.run("now", less.policy()):
-                change = less
-        return change
+    def _needed(self, change: Change, evidence: str) -> tuple[Change, str]:
+        """Without the rules that it does not need."""
+        for less in change.smaller():
+            found, _ = self._lasts(less)
+            if found:
+                return self._needed(less, found)
+        return change, evidence
+
+    def _lasts(self, change: Change) -> tuple[str, Finding | None]:
+        """Whether steps with a change stay finite and update parameters: the evidence, or "" and a finding."""
+        self._runs += 1
+        detect = detect_nonfinite(self._model, "now", on_found="raise")
+        steps = lasting = 0
+        try:
+            with self._snapshot, change.around(detect.recorder, self._snapshot), detect:
+                while lasting < _LASTING and steps < _MOST_STEPS:
+                    before = [one.detach().clone() for one in self._model.parameters()]
+                    self._step()
+                    steps += 1
+                    moved = not all(map(torch.equal, before, self._model.parameters()))
+                    lasting = lasting + 1 if moved or not self._snapshot.optimizers else 0
+        except NonFiniteError as error:
+            return "", error.report.findings[0]
+        except RuntimeError:
+            return "", None     # dtypes that do not go together
+        finally:
+            self._snapshot.restore()
+        losses = detect.recorder.losses
+        if lasting < _LASTING or not all(map(math.isfinite, losses)):
+            return "", None
+        if losses and abs(losses[-1]) > 1 + 100 * abs(losses[0]):
+            return "", None     # it diverges
+        return f"{steps} steps with it are finite{_course(losses, bool(self._snapshot.optimizers))}", None
+
+
+def _course(losses: list[float], updated: bool) -> str:
+    if not updated:
+        return " (it has no optimizer)"
+    return f", the loss goes from {losses[0]:.4g} to {losses[-1]:.4g}" if len(losses) > 1 else ""
+
+
+class _OriginRun(ShadowRun):
+    """A step beside itself in a wider dtype, to see what the inputs of an operator that failed were made of."""
+
+    def __init__(self, model: Module, finding: Finding) -> None:
+        wide = torch.float64 if finding.origin.dtype == "float32" else torch.float32
+        super().__init__(model, wide, lambda run: None)
+        self._index = finding.origin.index
+        self._made = -1
+
+    def observe(self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if call.index == self._index:
+            rounded = [
+                self.memory.error(one).lost for one in tensors_in((args, kwargs))
+                if self.memory.has_twin(one) and bool(((one == 0) & (self.memory.read(one) != 0)).any())
+            ]
+            self._made = max(rounded, default=-1)
+        return super().observe(call, func, args, kwargs)
+
+    def made(self) -> tuple[OperatorCall, torch.dtype] | None:
+        """The call that rounded an input to 0, and its dtype."""
+        one = next((one for one in self.measured if one.call.index == self._made), None)
+        return None if one is None else (one.call, one.dtype)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch.nn import DataParallel, Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
+
+from ampkit.torch_internals.dispatcher import is_open
 
 __all__ = ["ModuleCall", "ModuleCalls", "module_paths"]
 
@@ -48,7 +51,10 @@ class ModuleCalls:
         self._paths: dict[int, dict[int, str]] = {}
         self._roots: dict[int, Module] = {}     # keeps the ids of `_paths` from being reused
         self._strays: dict[int, Module] = {}
+        self.region: Literal["ampkit", "torch", "none"] = "none"       # what modules were called in
         self._hooks: list[Any] = []
+        accelerator = torch.accelerator.current_accelerator()
+        self._device_types = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
     def start(self) -> None:
         """Install the hooks."""
@@ -77,6 +83,8 @@ class ModuleCalls:
         self._numbers.clear()
 
     def _enter(self, module: Module, args: Any) -> None:
+        if self.region != "ampkit":
+            self._note_region()
         stack = self._running.stack
         outer = stack[-1][1] if stack else None
         root = self.model if self.model is not None else (stack[0][0] if stack else module)
@@ -88,6 +96,12 @@ class ModuleCalls:
             number = self._numbers[id(module)] = self._numbers.get(id(module), 0) + 1
         known = id(module) not in self._strays
         stack.append((module, ModuleCall(path, type(module).__name__, known, number, outer)))
+
+    def _note_region(self) -> None:
+        if is_open():
+            self.region = "ampkit"
+        elif any(map(torch.is_autocast_enabled, self._device_types)):
+            self.region = "torch"
 
     def _leave(self, module: Module, args: Any, output: Any) -> None:
         stack = self._running.stack

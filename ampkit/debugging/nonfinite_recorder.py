@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,9 @@ from ampkit.debugging.causes import (
     Cause,
     InputSummary,
     asks_for_nonfinite,
+    broken_elements,
     find_cause,
+    number_that_is_zero,
     outputs_of,
     summarise,
 )
@@ -51,6 +53,16 @@ class Seen:
     inputs: tuple[InputSummary, ...] = ()       # where it went wrong, as they were before the call
     cause: Cause | None = None                  # None: not looked for
     target: str = ""                            # the parameter that it wrote, or is
+    elements: str = ""                          # how many of them are broken, and in which rows
+    micro_batch: int = 1                        # backward calls that had begun, of a forward the next one
+    made: OperatorCall | None = None            # what computed the 0 or inf that it divides by, takes the log of, ...
+
+
+class _Written(NamedTuple):
+    """The records that wrote a tensor's memory, and the last call."""
+
+    records: tuple[int, ...]
+    call: OperatorCall | None
 
 
 class NonfiniteRecorder(OperatorObserver):
@@ -66,7 +78,10 @@ class NonfiniteRecorder(OperatorObserver):
         self.scale: float | None = None         # the loss scale, where a scaler takes part
         self.on_scaler: Callable[[torch.amp.GradScaler], object] | None = None      # before it changes
         self._on_step = on_step
-        self._writers: StorageMap[tuple[int, ...]] = StorageMap()
+        self.losses: list[float] = []       # as backward began; where results are read at once
+        self.seed_factor = 1.0              # what the gradient that backward starts with is multiplied by
+        self._writers: StorageMap[_Written] = StorageMap()
+        self._backwards = 0
         self._literals: StorageMap[Place] = StorageMap()
         self._pending: list[tuple[Record, Seen, list[tuple[Tensor, Tensor]]]] = []
         self._next = 0
@@ -83,13 +98,16 @@ class NonfiniteRecorder(OperatorObserver):
         if written and facts.overwrites:
             given = [one for one in given if not any(one is other for other in written)]
         kept: dict[int, Tensor] = {}        # what is written, as it was before
-        if written and self.now and not facts.overwrites and not facts.communicates:
-            kept = {id(tensor): tensor.clone() for tensor in written}
+        buffers = facts.buffers(args, kwargs) if facts.undeclared_writes else []
+        if (written or buffers) and self.now and not facts.overwrites and not facts.communicates:
+            kept = {id(tensor): tensor.clone() for tensor in (*written, *buffers)}
         writers = [] if facts.shape_only else self._writers_of(given)
         result = func(*args, **kwargs)
         if facts.name == "aten::ones_like" and given[0].numel() == 1 and given[0].requires_grad:
             self._note_loss(given[0])       # the gradient that backward starts with
-        outputs = outputs_of(facts, result, args, kwargs)
+            if self.seed_factor != 1.0:
+                result.mul_(self.seed_factor)
+        outputs = [*outputs_of(facts, result, args, kwargs), *buffers]
         read = tuple({index for some in writers for index in some or () if index in self.records})
         if not outputs:     # a comparison, an index, a number on the host
             if read and isinstance(result, Tensor) and result.dtype is torch.bool:
@@ -99,7 +117,7 @@ class NonfiniteRecorder(OperatorObserver):
         record = Record(self._next, call.phase, read, scalar=all(one.numel() == 1 for one in outputs))
         self._next += 1
         for one in outputs:
-            self._note_writer(one, record.index, in_place=facts.mutable)
+            self._note_writer(one, record.index, call)
         if facts.uninitialised or facts.communicates:
             # Values that mean nothing yet: unwritten, or still under way. Whoever reads them looks.
             record.source = "uninitialised" if facts.uninitialised else "received"
@@ -141,6 +159,7 @@ class NonfiniteRecorder(OperatorObserver):
             self.records.clear()
             self.seen.clear()
             self.scale = None
+            self._backwards = 0
             self._begun_step = False
 
     @property
@@ -177,7 +196,10 @@ class NonfiniteRecorder(OperatorObserver):
         )
 
     def _note_loss(self, loss: Tensor) -> None:
-        for index in self._writers.get(loss) or ():
+        self._backwards += 1
+        if self.now:
+            self.losses.append(float(loss.detach()) / (self.scale or 1.0))
+        for index in self._records_of(loss) or ():
             if index in self.records:
                 self.records[index].is_loss = True
 
@@ -185,7 +207,7 @@ class NonfiniteRecorder(OperatorObserver):
         """Which records are what parameters hold as gradients, whoever has read them since."""
         for root in self.modules.roots():
             for name, parameter in root.named_parameters():
-                for index in self._writers.get(parameter.grad) or () if parameter.grad is not None else ():
+                for index in self._records_of(parameter.grad) or () if parameter.grad is not None else ():
                     if index in self.seen and self.records[index].broken:
                         self.records[index].is_gradient = True
                         self.seen[index].target = self.seen[index].target or name
@@ -198,19 +220,23 @@ class NonfiniteRecorder(OperatorObserver):
         for tensor in tensors:
             writers = None
             if tensor.is_floating_point() or tensor.is_complex():
-                writers = self._writers.get(tensor)
+                writers = self._records_of(tensor)
                 if writers is None and not self.now:
                     writers = self._arrive(tensor)
             found.append(writers)
         return found
 
-    def _note_writer(self, tensor: Tensor, index: int, *, in_place: bool) -> None:
+    def _records_of(self, tensor: Tensor) -> tuple[int, ...] | None:
+        written = self._writers.get(tensor)
+        return None if written is None else written.records
+
+    def _note_writer(self, tensor: Tensor, index: int, call: OperatorCall) -> None:
         """A write to a part of some memory leaves what others wrote there."""
-        if in_place and tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes():
-            before = self._writers.get(tensor) or ()
-            self._writers.set(tensor, (*(one for one in before if one in self.records), index))
+        if call.facts.mutable and tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes():
+            before = self._records_of(tensor) or ()
+            self._writers.set(tensor, _Written((*(one for one in before if one in self.records), index), call))
         else:
-            self._writers.set(tensor, (index,))
+            self._writers.set(tensor, _Written((index,), call))
 
     def _arrive(self, tensor: Tensor) -> tuple[int, ...]:
         """A record for a tensor that no operator of this step wrote; none if its values cannot be read."""
@@ -218,7 +244,7 @@ class NonfiniteRecorder(OperatorObserver):
             return ()
         record = Record(self._next, "before", source="arrived")
         self._next += 1
-        self._writers.set(tensor, (record.index,))
+        self._writers.set(tensor, _Written((record.index,), None))
         seen = self._seen(None, tensor)
         seen.target = self.name_of(tensor)
         seen.cause = Cause("arrived", "it was there before the step")
@@ -235,7 +261,8 @@ class NonfiniteRecorder(OperatorObserver):
 
     def _seen(self, call: OperatorCall | None, tensor: Tensor) -> Seen:
         place = Place(self.modules.current(), None, None) if call is None else self.place(call)
-        return Seen(call, place, tensor.dtype, tuple(tensor.shape), tensor.device)
+        micro_batch = max(1, self._backwards + (call is None or call.phase == "forward"))
+        return Seen(call, place, tensor.dtype, tuple(tensor.shape), tensor.device, micro_batch=micro_batch)
 
     # --- looking
 
@@ -254,6 +281,7 @@ class NonfiniteRecorder(OperatorObserver):
             return
         if call.facts.name.startswith(("aten::_foreach_", "aten::_fused_")):
             outputs, before = item_at_fault(outputs, before)
+        seen.elements = broken_elements(outputs)
         mine = {id(value) for value in tensors_in(before)}
         nan_in = inf_in = False
         read = []
@@ -274,6 +302,21 @@ class NonfiniteRecorder(OperatorObserver):
         seen.cause = cause = find_cause(func, call.facts, args, kwargs, outputs, seen.inputs)
         if cause.kind == "constant":
             record.source = "constant"
+        elif cause.kind == "undefined":
+            self._follow_zero(seen, [(value, tensor) for value, tensor, _ in given if id(value) in mine])
+
+    def _follow_zero(self, seen: Seen, given: list[tuple[Tensor, Tensor]]) -> None:
+        """Who computed a 0 that the operator cannot take; a constant that its dtype rounds to 0 is the cause."""
+        for value, tensor in given:
+            written = self._writers.get(tensor)
+            if written is None or written.call is None or not value.is_floating_point() or bool((value != 0).all()):
+                continue
+            number = number_that_is_zero(written.call.numbers, value.dtype)
+            if number is not None:
+                seen.made, seen.cause = written.call, Cause("rounded", number)
+                return
+            if written.call.phase != "optimizer":
+                seen.made = seen.made or written.call
 
     def _is_number(self, value: Tensor, tensor: Tensor, writers: tuple[int, ...] | None) -> bool:
         """Whether an input is a Python number that is not finite, as in `x[0] = inf`."""
@@ -297,7 +340,7 @@ class NonfiniteRecorder(OperatorObserver):
         arrived = self._arrive(tensor)
         for index in arrived:
             mark(self.records[index], [(low, high)])
-        if latest is not None and reader in latest:
+        if latest is not None and reader in latest.records:
             self._writers.set(tensor, latest)       # the call wrote it in place: what is there now is the call's
         return arrived
 
@@ -316,13 +359,16 @@ class NonfiniteRecorder(OperatorObserver):
 
     def _note_parameter(self, record: Record, seen: Seen, outputs: list[Tensor]) -> None:
         """The parameter that a call writes in place, or whose gradient a scaler does; the first broken one."""
-        if seen.call is None or not seen.call.facts.mutable:
+        if seen.call is None or not (seen.call.facts.mutable or seen.call.facts.undeclared_writes):
             return
         for one in outputs:
             if seen.call.phase == "scaler" and self.now and not math.isfinite(sum(extremes(one))):
                 seen.target = self.name_of(one).removesuffix(".grad")
                 return
-            if one.is_leaf and one.requires_grad and not (self.now and math.isfinite(sum(extremes(one)))):
+            of_model = one.requires_grad if seen.call.facts.mutable else any(
+                one is buffer for root in self.modules.roots() for buffer in root.buffers()
+            )
+            if one.is_leaf and of_model and not (self.now and math.isfinite(sum(extremes(one)))):
                 record.writes_parameter = True
                 seen.target = self.name_of(one)
                 return

@@ -6,6 +6,7 @@ mode stays as it is. Compiled functions run eagerly meanwhile, or their operator
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -46,7 +47,7 @@ class Place(NamedTuple):
 class OperatorCall:
     """One call of an operator. Holds names and numbers, and no tensor."""
 
-    __slots__ = ("backward_number", "caller", "facts", "index", "module", "node", "phase", "step")
+    __slots__ = ("backward_number", "caller", "facts", "index", "module", "node", "numbers", "phase", "step")
 
     index: int                      # in the order of execution, over all steps
     facts: OperatorFacts
@@ -56,6 +57,7 @@ class OperatorCall:
     caller: Caller
     node: str | None                # in backward: the name of the autograd node
     backward_number: int | None     # and its sequence number, that of the forward operator
+    numbers: tuple[float, ...]      # Python floats among its arguments
 
     @property
     def op(self) -> str:
@@ -85,6 +87,7 @@ class OperatorObserver(ObserverMode):
         self.modules = ModuleCalls(model, self._forward_module)
         self.first_step = 0         # the first one that is looked at; set it before entering
         self.begun = False
+        self.compiled = False       # compiled functions were called, which run eagerly meanwhile
         self.step = 0               # steps that have ended
         self.count = 0              # operators seen
         self._optimizer: Any = None
@@ -112,6 +115,7 @@ class OperatorObserver(ObserverMode):
     def _begin(self, stack: ExitStack) -> None:
         """Look from here on; until then only optimizer steps are counted."""
         stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(self._noting_compiled())
         stack.enter_context(_no_advice_on_hooks())
         self.modules.start()
         stack.callback(self.modules.stop)
@@ -119,6 +123,25 @@ class OperatorObserver(ObserverMode):
         super().__enter__()
         stack.callback(super().__exit__, None, None, None)
         self.begun = True
+
+    @contextmanager
+    def _noting_compiled(self) -> Iterator[None]:
+        """Note calls of compiled functions: what torch's frame evaluation asks about the stance, each of them does."""
+        eval_frame: Any = sys.modules["torch._dynamo.eval_frame"]
+        inner = getattr(eval_frame, "_callback_from_stance", None)
+        if inner is None:
+            yield
+            return
+
+        def asked(callback: Any) -> Any:
+            self.compiled |= callable(callback)
+            return inner(callback)
+
+        eval_frame._callback_from_stance = asked
+        try:
+            yield
+        finally:
+            eval_frame._callback_from_stance = inner
 
     def observe(
         self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -171,6 +194,7 @@ class OperatorObserver(ObserverMode):
         if moved:
             self._note_forward(number, call)
         self.count += 1
+        call.numbers = tuple([one for one in (*args, *kwargs.values()) if type(one) is float])
         return self.observe(call, func, args, kwargs)
 
     @contextmanager
@@ -186,6 +210,7 @@ class OperatorObserver(ObserverMode):
         call = OperatorCall()
         call.index = self.count
         call.facts = facts
+        call.numbers = ()
         call.step = self.step
         call.module = self.modules.current()
         node = current_node()

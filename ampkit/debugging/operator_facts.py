@@ -73,6 +73,10 @@ class OperatorFacts:
         """The tensors that a call writes to."""
         return _at(self.writes, args, kwargs)
 
+    def buffers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """Of batch norm, the statistics that it updates without saying so."""
+        return self.possibly_written(args, kwargs) if self.undeclared_writes and self.name[:6] == "aten::" else []
+
     def possibly_written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """Those that a call may write to without saying so."""
         return _at(self.undeclared_writes, args, kwargs)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from torch.nn import Module
+
 from ampkit.policy.policy import Policy, Rule
 
 __all__ = ["Origin", "PolicyChange"]
@@ -55,7 +57,7 @@ class PolicyChange:
                 return replace(self, modules=(*self.modules, path))
         return None
 
-    def policy(self) -> Policy:
+    def policy(self, model: Module) -> Policy:
         """The policy that `code` makes."""
         policy = Policy.default(self.device)
         if self.operators:

@@ -10,6 +10,7 @@ import torch
 from torch.nn import Module
 
 from ampkit.debugging.causes import dtype_name
+from ampkit.debugging.loop import check_loop
 from ampkit.debugging.precision_report import GradientError, OperatorError, PrecisionReport
 from ampkit.debugging.shadow import Measured, ShadowRun, deviation
 from ampkit.debugging.source_lines import shown
@@ -56,13 +57,17 @@ class PrecisionComparison:
         self.run = ShadowRun(model, reference, self._collect, self._finish)
         self.run.first_step = first_step
         self._on_step = on_step
+        self._loop = check_loop()
 
     def __enter__(self) -> PrecisionReport:
+        self.report.loop = self._loop.__enter__().findings
         self.run.__enter__()
         return self.report
 
     def __exit__(self, *error: Any) -> None:
         self.run.__exit__(*error)
+        self._loop.__exit__(None, None, None)
+        self.report.compiled = self.run.compiled
         if not self._collected:
             self._collect(self.run)
         self._fill()

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ampkit.debugging.loop import LoopFinding
+from ampkit.debugging.report import COMPILED
 from ampkit.debugging.report_file import Status, document
 
 __all__ = ["GradientError", "ModuleError", "OperatorError", "PrecisionReport"]
@@ -95,11 +97,13 @@ class PrecisionReport:
     reference_loss: float | None = None
     step: int = 0
     incomplete: str = ""        # why the step did not run to its end
+    compiled: bool = False      # compiled functions ran, eagerly
+    loop: list[LoopFinding] = field(default_factory=list)       # what the loop does in the wrong order
 
     @property
     def status(self) -> Status:
         """"found" where gradients overflowed or are gone; "inconclusive" where the step did not run to its end."""
-        if not math.isfinite(self.gradient_error):
+        if self.loop or not math.isfinite(self.gradient_error):
             return "found"
         return "inconclusive" if self.incomplete else "clean"
 
@@ -134,6 +138,9 @@ class PrecisionReport:
         return one.propagated > 1e-3 and (one.phase != "backward" or one.total * one.norm > 1e-3 * gradients)
 
     def __str__(self) -> str:
+        return "\n".join([*([COMPILED] if self.compiled else []), *map(str, self.loop), self._numbers()])
+
+    def _numbers(self) -> str:
         if self.incomplete and not self.operators:
             return f"inconclusive: {self.incomplete}"
         if not self.operators:

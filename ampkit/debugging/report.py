@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from ampkit.debugging.causes import Cause, InputSummary
-from ampkit.debugging.policy_change import PolicyChange
+from ampkit.debugging.loop import LoopFinding
 from ampkit.debugging.report_file import Status, document
 
 __all__ = ["Finding", "NonFiniteError", "NonFiniteReport", "Operation", "Suggestion"]
+
+COMPILED = ("compiled functions run eagerly here: where the loss of your own run is finite and right, what follows is "
+            "not of that run")
 
 
 class NonFiniteError(FloatingPointError):
@@ -60,13 +63,16 @@ class Operation:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """The smallest change known: a line of code, or advice where no policy helps. `evidence` says what was tried."""
+    """What to change. `kind`: "change" (code), or "advice" (what helps such operators, in the user's own code).
+
+    A change that was tried and failed is none: it is only named in `tried`.
+    """
 
     code: str
-    verified: bool = False
+    kind: Literal["change", "advice"] = "advice"
+    verified: bool = False          # steps with it were finite
     evidence: str = ""
-    scale: float | None = None              # the loss scale that the code asks for
-    change: PolicyChange | None = None      # the policy
+    tried: tuple[str, ...] = ()     # what did not help
 
 
 @dataclass(frozen=True)
@@ -85,19 +91,32 @@ class Finding:
     skipped: bool                   # a scaler met it and skips the step, as it should
     times: int = 1                  # further findings at the same place are counted
     suggestion: Suggestion | None = None
+    elements: str = ""              # how many are broken, and in which rows
+    micro_batch: int = 1            # by calls of backward in the step
+    made: Operation | None = None   # what computed the 0 or inf that the origin cannot take
 
     def __str__(self) -> str:
         shown = [str(one) for one in self.inputs[:3]] + [f"{len(self.inputs) - 3} more"] * (len(self.inputs) > 3)
         inputs = "; inputs " + ", ".join(shown) if shown else ""
+        micro_batch = f", micro-batch {self.micro_batch}" if self.micro_batch > 1 else ""
         lines = [
-            f"{self.symptom} in step {self.step}" + (f", {self.times} times alike" if self.times > 1 else ""),
-            f"  origin    {self.origin}",
-            f"  why       {self.cause.text}{inputs}",
+            f"{self.symptom} in step {self.step}{micro_batch}"
+            + (f", {self.times} times alike" if self.times > 1 else ""),
+            f"  origin    {self.origin}" + (f": {self.elements}" if self.elements else ""),
+            f"  why       {self.why()}{inputs}",
         ]
         if self.suggestion is not None:
-            lines.append(f"  change    {self.suggestion.code}")
+            lines.append(f"  {self.suggestion.kind:9} {self.suggestion.code}")
             lines.append(f"  evidence  {self.suggestion.evidence}")
+            lines += [f"  in vain   {one}" for one in self.suggestion.tried]
         return "\n".join(lines)
+
+    def why(self) -> str:
+        """The cause, with the place where the value was made that it is about."""
+        if self.made is None:
+            return self.cause.text
+        made = f"{self.made.op}{self.made.where()}"
+        return f"{self.cause.text}, in {made}" if self.cause.kind == "rounded" else f"{self.cause.text}; from {made}"
 
     def way(self) -> str:
         """The chain in one line, without its middle where it is long."""
@@ -119,11 +138,13 @@ class NonFiniteReport:
     world_size: int = 1
     notes: list[str] = field(default_factory=list)
     incomplete: str = ""        # why the steps did not run to their end
+    compiled: bool = False      # compiled functions ran, eagerly
+    loop: list[LoopFinding] = field(default_factory=list)       # what the loop does in the wrong order
 
     @property
     def status(self) -> Status:
         """Whether something was found; "inconclusive" where nothing was, and steps did not run to their end."""
-        return "found" if self.findings else "inconclusive" if self.incomplete else "clean"
+        return "found" if self.findings or self.loop else "inconclusive" if self.incomplete else "clean"
 
     def __bool__(self) -> bool:
         return bool(self.findings)
@@ -134,14 +155,15 @@ class NonFiniteReport:
     def __str__(self) -> str:
         rank = f"rank {self.rank}: " if self.world_size > 1 else ""
         looked = f"{self.operators} operators in {self.steps} {'step' if self.steps == 1 else 'steps'}"
-        blocks = []
+        blocks = [COMPILED] if self.compiled else []
+        blocks += map(str, self.loop)
         for finding in self.findings[:1]:
             blocks.append(f"{rank}{finding}\n  way       {finding.way()}")
         for finding in self.findings[1:]:
             blocks.append(
-                f"{rank}then {finding.symptom} in step {finding.step}: {finding.origin}: {finding.cause.text}"
+                f"{rank}then {finding.symptom} in step {finding.step}: {finding.origin}: {finding.why()}"
             )
-        if self.status == "inconclusive":
+        if self.incomplete and not self.findings:
             blocks.append(f"{rank}inconclusive: {self.incomplete}. Nothing was found until then: {looked}")
         elif not self.findings:
             blocks.append(f"{rank}no inf or NaN reached a loss, a gradient, a parameter or a result: {looked}")

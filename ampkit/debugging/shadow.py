@@ -96,7 +96,9 @@ class ShadowRun(OperatorObserver):
         written = facts.written(args, kwargs) if facts.mutable else []
         for one in (*written, *facts.possibly_written(args, kwargs)):
             self.memory.before_write(one)
-        low = any(map(self._is_low, given)) or (bool(given) and self._asks_for_low((*args, *kwargs.values())))
+        if not given and not facts.uninitialised and not facts.random:
+            return self._run_factory(call, func, args, kwargs)
+        low = any(map(self._is_low, given)) or self._asks_for_low((*args, *kwargs.values()))
         if not low and not any(map(self.memory.has_twin, given)):
             return func(*args, **kwargs)        # nothing differs here
         if facts.name == "aten::ones_like" and given[0].numel() == 1 and given[0].requires_grad:
@@ -115,12 +117,28 @@ class ShadowRun(OperatorObserver):
             return result
         return self._run_three(call, func, args, kwargs, low, written)
 
+    def _run_factory(
+        self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Numbers that are made in 16 bits, as `arange` does, and in the reference's dtype."""
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and result.dtype in (torch.float16, torch.bfloat16) and result.numel():
+            wide = func(*args, **{**kwargs, "dtype": self.memory.wide(result.dtype)})
+            off = deviation(result, wide, count_lost=True)
+            if off.error or off.broken:
+                self.memory.write(result, wide, Error(off.relative, call.index, call.index), own=True)
+                self.measured.append(Measured(
+                    call, self.place(call), result.dtype, tuple(result.shape), off, off, 0.0, NONE, _largest(wide)
+                ))
+        return result
+
     def _run_three(
         self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any],
         low: bool, written: list[Tensor],
     ) -> Any:
         memory = self.memory
-        incoming = max((memory.error(one) for one in tensors_in((args, kwargs))), default=NONE)
+        errors_in = [memory.error(one) for one in tensors_in((args, kwargs))]
+        incoming = max(errors_in, default=NONE)._replace(lost=max((one.lost for one in errors_in), default=-1))
         written = [*written, *call.facts.possibly_written(args, kwargs)]
         for one in written:
             memory.make_writable(one)
@@ -171,7 +189,7 @@ class ShadowRun(OperatorObserver):
         """Note how far a call's results are from the reference. Returns the error of each."""
         chosen = [i for i, one in enumerate(results) if one.numel() and (one.is_floating_point() or one.is_complex())]
         totals = {i: deviation(results[i], references[i]) for i in chosen}
-        maker = incoming.maker
+        maker, lost = incoming.maker, incoming.lost
         if chosen:
             total = _sum(totals.values())
             local, propagated = Deviation(0.0, total.norm, 0, 0, total.numel), total
@@ -181,12 +199,14 @@ class ShadowRun(OperatorObserver):
                 propagated = _sum(deviation(locals_[i], references[i]) for i in chosen)
             if local.relative > propagated.relative / 2:
                 maker = call.index
+            if local.lost:
+                lost = call.index
             first = results[chosen[0]]
             self.measured.append(Measured(
                 call, self.place(call), first.dtype, tuple(first.shape), total, local, propagated.relative, incoming,
                 max(_largest(references[i]) for i in chosen),
             ))
-        return [Error(totals[i].relative, maker) if i in totals else NONE for i in range(len(results))]
+        return [Error(totals[i].relative, maker, lost) if i in totals else NONE for i in range(len(results))]
 
     def _drop_same(self, result: tuple[Tensor, Tensor], given: Tensor, p: float, train: bool | None) -> None:
         """The reference of a dropout: the same elements of the input's."""

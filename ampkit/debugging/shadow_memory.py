@@ -22,10 +22,11 @@ _SPARE = 1 << 20        # bytes of twins beyond which those of memory that is go
 
 
 class Error(NamedTuple):
-    """How far a tensor is from its twin, relatively, and the operator call that most of it was made by."""
+    """How far a tensor is from its twin, relatively, and the operator calls that made it, by index; -1 for none."""
 
     relative: float
-    maker: int      # its index; -1 for no error
+    maker: int          # of the most of it
+    lost: int = -1      # the last that made elements 0 which are none in the twin
 
 
 NONE = Error(0.0, -1)

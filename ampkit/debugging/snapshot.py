@@ -26,6 +26,7 @@ class Snapshot:
 
     def __init__(self, model: Module, others: Iterable[Any] = ()) -> None:
         self._tensors = [(one, one.detach().clone()) for one in (*model.parameters(), *model.buffers())]
+        self._buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
         self._gradients = [(one, None if one.grad is None else one.grad.clone()) for one in model.parameters()]
         self._optimizers: dict[Optimizer, tuple[dict[Any, Any], list[dict[str, Any]]]] = {}
         self._others: dict[int, tuple[Any, Any]] = {}
@@ -59,6 +60,11 @@ class Snapshot:
             self._others[id(one)] = (one, copy.deepcopy(one.state_dict()))
 
     @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those that have stepped."""
+        return list(self._optimizers)
+
+    @property
     def scalers(self) -> list[torch.amp.GradScaler]:
         """The scalers that were kept."""
         return [one for one, _ in self._others.values() if isinstance(one, torch.amp.GradScaler)]
@@ -66,6 +72,8 @@ class Snapshot:
     @torch.no_grad()
     def restore(self) -> None:
         """Put everything back, in place: what refers to a parameter still does."""
+        for buffers, before in self._buffers:
+            buffers.update(before)      # a step may put another tensor in the place of one
         for tensor, value in self._tensors:
             tensor.data.copy_(value)
         for parameter, gradient in self._gradients:

@@ -1,49 +1,91 @@
-"""What to change: one line of code for a cause. Advice where no precision helps."""
+"""What to change for a cause: changes to try, and advice where none helps."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
+from torch.nn import Module
+
+from ampkit.debugging.advice import advice_for
+from ampkit.debugging.changes import (
+    Change,
+    EpsChange,
+    LineChange,
+    LossChange,
+    PolicyTrial,
+    Region,
+    ScaleChange,
+    line_of,
+)
 from ampkit.debugging.policy_change import PolicyChange
 from ampkit.debugging.report import Finding, Suggestion
 
-__all__ = ["suggest"]
+__all__ = ["advice", "changes_for", "suggest"]
 
 _LOW = ("float16", "bfloat16")
-_UNTRIED = "not verified: find_nonfinite(step, model) tries it"
 
 
-def suggest(finding: Finding) -> Suggestion:
-    """The change that a finding asks for, untried."""
+def suggest(finding: Finding, region: Region, model: Module | None) -> Suggestion:
+    """The first change that a finding asks for, untried; advice where there is none."""
+    first = next(changes_for(finding, region, model), None)
+    if first is None:
+        return advice(finding)
+    return Suggestion(first.code, "change", evidence="not verified: find_nonfinite(step, model) tries it")
+
+
+def changes_for(finding: Finding, region: Region, model: Module | None) -> Iterator[Change]:
+    """What may help, the likeliest first."""
+    origin, cause = finding.origin, finding.cause
+    low = [origin.dtype, *(one.dtype for one in finding.inputs)]
+    if cause.kind in ("arrived", "received", "constant", "uninitialised") or not (
+        cause.kind == "rounded" or any(dtype in _LOW for dtype in low)
+    ):
+        return
+    if origin.phase == "optimizer":
+        yield EpsChange()
+        return
+    if origin.phase == "backward" and cause.kind == "overflow" and finding.scale:
+        yield ScaleChange(finding.scale / _excess(finding))
+    if region == "ampkit" and model is not None:
+        change = PolicyChange(finding.device).extended(origin)
+        if change is not None:
+            yield PolicyTrial(change, model)
+    place = (finding.made and line_of(finding.made)) or line_of(origin)
+    if place is not None:
+        yield LineChange(finding.device, region, (place,))
+    if origin.phase == "backward" and cause.kind == "overflow" and not finding.scale:
+        yield LossChange(_excess(finding))
+
+
+def advice(finding: Finding) -> Suggestion:
+    """What helps where no change does, as far as it is known."""
     origin, cause = finding.origin, finding.cause
     if cause.kind == "arrived":
         if origin.line:
-            return Suggestion("none: look at the numbers that the line is given", True, "it computes nothing")
+            return Suggestion("look at the numbers that the line is given", evidence="the line computes nothing")
         what = f"{finding.parameter!r}" if finding.parameter else "the data"
-        return Suggestion(f"none in this step: look at what wrote {what} before it", True, "broken before it is used")
+        return Suggestion(f"look at what wrote {what} before this step", evidence="it is broken before it is used")
     if cause.kind == "received":
-        return Suggestion("none on this rank: see the report of the rank that sent it", True, "what it sent is finite")
+        return Suggestion("see the report of the rank that sent it", evidence="what this rank sent is finite")
     if cause.kind == "constant":
-        return Suggestion("do not write inf or NaN where nothing masks it out", True, "the code asks for it")
+        return Suggestion("do not write inf or NaN where nothing masks it out", evidence="the code asks for it")
     if cause.kind == "uninitialised":
-        return Suggestion("write to the memory before it is read", True, f"{origin.op} fills nothing in")
-    low = origin.dtype in _LOW or any(one.dtype in _LOW for one in finding.inputs)
-    if origin.phase == "optimizer" and low:
-        return Suggestion("optimizer = ampkit.FP16Optimizer(optimizer)    # float32 master weights", False,
-                          "not verified: it changes what the optimizer holds")
-    if origin.phase == "backward" and cause.kind == "overflow" and cause.value and cause.limit:
-        too_much = 2.0 ** math.ceil(math.log2(cause.value / cause.limit))
-        if finding.scale:
-            scale = finding.scale / too_much
-            return Suggestion(f"scaler = GradScaler(init_scale={scale:g})", False, _UNTRIED, scale)
-        if not origin.path:
-            return Suggestion(f"divide the loss by {too_much:g}, or let a GradScaler scale it", False,
-                              f"not verified: by arithmetic {cause.value / too_much:.4g} fits {origin.dtype}")
-    change = PolicyChange(finding.device).extended(origin) if low and cause.kind != "constant" else None
-    if change is not None:
-        return Suggestion(change.code, False, _UNTRIED, change=change)
+        return Suggestion("write to the memory before it is read", evidence=f"{origin.op} fills nothing in")
     if cause.kind == "unknown":
-        return Suggestion("none is known: find_nonfinite(step, model) looks for the cause", False, "nothing was tried")
-    if cause.kind in ("undefined", "from inf"):
-        return Suggestion("guard the operator: clamp its inputs, or mask them out", True, "float64 does not help")
-    return Suggestion("scale the values down before it", cause.kind == "too large", f"{origin.dtype} is not enough")
+        return Suggestion("none is known: find_nonfinite(step, model) looks for the cause",
+                          evidence="the inputs were not looked at")
+    if cause.kind == "overflow" and origin.op == "aten::_to_copy":
+        return Suggestion("keep it in float32, or clamp it before the cast: x.clamp(-m, m) with m = "
+                          f"torch.finfo(torch.{origin.dtype}).max", evidence="the value does not fit the dtype")
+    why = {"too large": "beyond float64 too", "overflow": f"beyond {origin.dtype}"}.get(cause.kind, "")
+    if cause.kind == "rounded":
+        why = "more precision alone did not help"
+    _, what = advice_for(origin.op, origin.backward_of)
+    return Suggestion(what, evidence=why or "no precision helps: float64 has no value either")
+
+
+def _excess(finding: Finding) -> float:
+    """The power of two by which an overflow is too large."""
+    cause = finding.cause
+    return 2.0 ** math.ceil(math.log2((cause.value or 2.0) / (cause.limit or 1.0)))

@@ -109,7 +109,11 @@ def _symptom(record: Record, read: set[int], soft: bool) -> bool:
 def _shortest(
     origin: Record, readers: Mapping[int, list[Record]], read: set[int], *, soft: bool, hard: bool
 ) -> tuple[Record, ...] | None:
-    """The way to the earliest symptom that the origin's taint reaches, a `hard` one; None if all absorb it."""
+    """The way to the earliest symptom that the origin's taint reaches, a `hard` one; None if all absorb it.
+
+    What NaN goes into is NaN: a result that is inf without a NaN has absorbed it, and has its inf from elsewhere.
+    """
+    only_nan = not (origin.posinf or origin.neginf)
     came_from: dict[int, Record | None] = {origin.index: None}
     queue = deque([origin])
     symptoms = []
@@ -118,7 +122,7 @@ def _shortest(
         if _is_hard(record) if hard else _symptom(record, read, soft):
             symptoms.append(record)
         for reader in readers[record.index]:
-            if reader.broken and reader.index not in came_from:
+            if (reader.nan if only_nan else reader.broken) and reader.index not in came_from:
                 came_from[reader.index] = record
                 queue.append(reader)
     if not symptoms:

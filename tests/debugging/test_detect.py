@@ -13,6 +13,7 @@ from ampkit.debugging.causes import find_cause, outputs_of, summarise
 from ampkit.debugging.operator_facts import facts_of
 from ampkit.debugging.report import Finding
 from ampkit.debugging.taint import Record, trace
+from tests.debugging.battery import Middle, region
 
 
 def overflowing() -> nn.Sequential:
@@ -63,7 +64,8 @@ def test_find_nonfinite_verifies_the_smallest_change() -> None:
     assert suggestion is not None
     assert suggestion.verified, suggestion
     assert suggestion.code == 'policy = Policy.default("cpu").for_modules({"1": torch.float32, "2": torch.float32})'
-    assert suggestion.evidence.startswith("verified: with it the step is finite, ")
+    assert suggestion.evidence == "verified: 4 steps with it are finite (it has no optimizer); 4 runs"
+    assert not suggestion.tried
     assert all(map(torch.equal, before, model.state_dict().values()))
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not debugging.find_nonfinite(step_of(model, x * 0 + 1e-12), nn.Sequential(nn.Linear(8, 1)))
@@ -89,13 +91,13 @@ def test_find_nonfinite_tries_a_loss_scale() -> None:
     assert not optimizer.state
     assert not report.findings
     assert report.skipped[0].suggestion is not None
-    assert report.skipped[0].suggestion.scale == 2.0**15
+    assert report.skipped[0].suggestion.code == "scaler = GradScaler(init_scale=32768)"
     with pytest.raises(TypeError, match="state holds int, which cannot be put back; expected state_dict and load"):
         debugging.find_nonfinite(step, model, state=[3])
 
 
-def test_torch_autocast_takes_no_notice() -> None:
-    """The suggestion says that it is not verified."""
+def test_a_step_in_torch_autocast_is_given_torch_code() -> None:
+    """Which was tried: the policy of an enclosing region would change nothing."""
     model = overflowing()
 
     def step() -> None:
@@ -104,8 +106,52 @@ def test_torch_autocast_takes_no_notice() -> None:
 
     suggestion = debugging.find_nonfinite(step, model).findings[0].suggestion
     assert suggestion is not None
-    assert not suggestion.verified
-    assert "torch.autocast" in suggestion.evidence
+    assert suggestion.verified
+    assert suggestion.code.startswith('with torch.autocast("cpu", enabled=False): around tests/debugging/test_detect.')
+
+
+@pytest.mark.parametrize("kind", ["none", "torch", "ampkit"])
+def test_no_change_that_failed_is_suggested(kind: str) -> None:
+    """No precision helps; what was tried is named as tried in vain, and the rest is advice."""
+    def function(x: Tensor) -> Tensor:
+        return x / (x * 0)
+
+    model = nn.Sequential(nn.Linear(4, 4), Middle(function), nn.Linear(4, 1))
+    batch = torch.ones(2, 4)
+    if kind == "none":
+        model, batch = model.half(), batch.half()
+
+    def step() -> None:
+        with region(kind, torch.float16):
+            loss = model(batch).float().sum()
+        loss.backward()
+
+    suggestion = debugging.find_nonfinite(step, model).findings[0].suggestion
+    assert suggestion is not None
+    assert (suggestion.kind, suggestion.verified) == ("advice", False)
+    assert suggestion.tried
+
+
+def test_what_is_finite_for_one_step_only_is_not_verified() -> None:
+    """A loop that steps past its scaler: a lower scale is finite once, and NaN two steps later."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
+    scaler = GradScaler("cpu", init_scale=2.0**20)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with autocast("cpu", dtype=torch.float16):
+            loss = model(torch.full((4, 8), 8.0)).square().sum()
+        scaler.scale(loss).backward()
+        optimizer.step()
+
+    report = debugging.find_nonfinite(step, model, state=[scaler])
+    assert "the optimizer steps with scaled gradients" in report.loop[0].what
+    assert report.findings
+    assert report.findings[0].suggestion is not None
+    assert not report.findings[0].suggestion.verified
+    assert str(report).startswith("the optimizer steps with scaled gradients")
 
 
 def test_what_arrives_broken() -> None:
@@ -202,7 +248,7 @@ def test_a_step_that_breaks_a_parameter_raises_from_the_optimizer() -> None:
 
 def test_assert_finite() -> None:
     assert debugging.assert_finite(lambda: 3) == 3
-    with pytest.raises(AssertionError, match="undefined for these inputs in any precision"):
+    with pytest.raises(AssertionError, match="log of 0: float64 gives inf of the same inputs too"):
         debugging.assert_finite(lambda: torch.zeros(1).log().sum())
 
 

@@ -88,9 +88,10 @@ def test_ranks_are_ordered_with_the_one_to_blame_first(tmp_path: Path, capsys: p
 
 def test_a_change_is_the_policy_that_its_line_says() -> None:
     change = PolicyChange("cpu", ("a.b", "c"), ("aten::mul.Tensor",))
-    names: dict[str, Any] = {"Policy": Policy, "Rule": Rule, "torch": torch}
+    model = nn.ModuleDict({"a": nn.ModuleDict({"b": nn.Linear(1, 1)}), "c": nn.Linear(1, 1)})
+    names: dict[str, Any] = {"Policy": Policy, "Rule": Rule, "torch": torch, "model": model}
     exec(change.code, names)
-    assert names["policy"] == change.policy()
+    assert names["policy"] == change.policy(model)
     assert change.without("c").rules == ("a.b", "aten::mul.Tensor")
 
 

@@ -1,0 +1,271 @@
+"""Changes to a step that can be tried: each knows the code that a user writes, and runs a step as if it were there."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ampkit.containers import map_tensors
+from ampkit.debugging.policy_change import PolicyChange
+from ampkit.debugging.report import Finding, Operation
+from ampkit.debugging.source_lines import find_caller, shown
+from ampkit.region.autocast import autocast
+
+if TYPE_CHECKING:
+    from ampkit.debugging.nonfinite_recorder import NonfiniteRecorder
+    from ampkit.debugging.snapshot import Snapshot
+
+__all__ = ["Change", "EpsChange", "LineChange", "LossChange", "PolicyTrial", "Region", "ScaleChange"]
+
+Region = Literal["ampkit", "torch", "none"]     # what the user's step computes in
+_LOW = (torch.float16, torch.bfloat16)
+_AS_THEY_ARE = frozenset({
+    "batch_norm", "backward", "__get__", "__set__", "__delete__", "__setitem__", "__iadd__", "__isub__", "__imul__",
+    "__itruediv__",
+})
+
+
+class Change(Protocol):
+    """Something to do to a step."""
+
+    @property
+    def code(self) -> str:
+        """What a user writes for it."""
+
+    def around(self, recorder: NonfiniteRecorder, snapshot: Snapshot) -> AbstractContextManager[Any]:
+        """A context in which the step runs as if the code were there."""
+
+    def extended(self, finding: Finding) -> Self | None:
+        """With what a finding asks for that is left with it; None if there is nothing more to do."""
+
+    def smaller(self) -> Iterator[Self]:
+        """With one rule less, for each rule."""
+
+
+class _Single:
+    """A change with one rule."""
+
+    def smaller(self) -> Iterator[Any]:
+        """None: without its rule there is no change."""
+        return iter(())
+
+
+@dataclass(frozen=True)
+class PolicyTrial:
+    """A policy, for steps in ampkit's regions. A step whose region has a policy of its own takes no notice."""
+
+    change: PolicyChange
+    model: torch.nn.Module
+
+    @property
+    def code(self) -> str:
+        return self.change.code
+
+    def around(self, recorder: NonfiniteRecorder, snapshot: Snapshot) -> AbstractContextManager[Any]:
+        policy = self.change.policy(self.model)
+        return autocast(policy.device_type, enabled=False, policy=policy)
+
+    def extended(self, finding: Finding) -> PolicyTrial | None:
+        change = self.change.extended(finding.origin)
+        return None if change is None else replace(self, change=change)
+
+    def smaller(self) -> Iterator[PolicyTrial]:
+        if len(self.change.rules) > 1:
+            yield from (replace(self, change=self.change.without(rule)) for rule in self.change.rules)
+
+
+@dataclass(frozen=True)
+class LineChange:
+    """Lines of the user's code computed in float32: what any step can do, whatever it computes in."""
+
+    device: str
+    region: Region
+    lines: tuple[Lines, ...]
+
+    @property
+    def code(self) -> str:
+        where = " and ".join(map(str, self.lines))
+        if self.region == "none":
+            return f"compute {where} in float32: .float() on its tensors, and no cast to 16 bits there"
+        name = "autocast" if self.region == "ampkit" else "torch.autocast"
+        return f'with {name}("{self.device}", enabled=False): around {where}, with .float() on its tensors'
+
+    def around(self, recorder: NonfiniteRecorder, snapshot: Snapshot) -> AbstractContextManager[Any]:
+        return _FloatLines(self)
+
+    def extended(self, finding: Finding) -> LineChange | None:
+        new = [place for one in (finding.made, finding.origin) if one is not None and (place := line_of(one))]
+        new += [whole for place in new[::-1] if (whole := _function_around(place)) is not None]
+        more = next((place for place in new if not any(one.covers(place) for one in self.lines)), None)
+        if more is None:
+            return None
+        return replace(self, lines=(*(one for one in self.lines if not more.covers(one)), more))
+
+    def smaller(self) -> Iterator[LineChange]:
+        if len(self.lines) > 1:
+            yield from (replace(self, lines=tuple(one for one in self.lines if one != line)) for line in self.lines)
+
+
+class Lines(NamedTuple):
+    """Lines of a file, both ends included."""
+
+    file: str
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.first}" + (f"-{self.last}" if self.last > self.first else "")
+
+    def covers(self, other: Lines) -> bool:
+        return self.file == other.file and self.first <= other.first and other.last <= self.last
+
+
+def line_of(operation: Operation) -> Lines | None:
+    """Where an operation is called."""
+    return Lines(operation.file, operation.line, operation.line) if operation.line else None
+
+
+def _function_around(place: Lines) -> Lines | None:
+    """The body of the innermost function around a line."""
+    try:
+        tree = ast.parse(Path(place.file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return None
+    found = [
+        Lines(place.file, node.body[0].lineno, node.end_lineno or node.lineno) for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    return min((one for one in found if one.covers(place)), key=lambda one: one.last - one.first, default=None)
+
+
+class _FloatLines(TorchFunctionMode):
+    """Computes what is called on some lines in float32, casts to 16 bits included."""
+
+    def __init__(self, change: LineChange) -> None:
+        super().__init__()
+        self._change = change
+        self._shown: dict[str, str] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        line = find_caller(1).line()
+        here = None if line is None else Lines(self._name(line.file), line.line, line.line)
+        if here is None or not any(one.covers(here) for one in self._change.lines):
+            return self._called(func, args, kwargs)
+        name = getattr(func, "__name__", "")
+        if name in _AS_THEY_ARE or (name.endswith("_") and not name.endswith("__")):
+            return self._called(func, args, kwargs)     # what they write is not to be a copy
+        if func in (Tensor.half, Tensor.bfloat16):
+            func = Tensor.float
+        args, kwargs = _widened(args), _widened(kwargs)
+        around: AbstractContextManager[Any] = nullcontext()
+        if torch.is_autocast_enabled(self._change.device):
+            around = (autocast if self._change.region == "ampkit" else torch.autocast)(
+                self._change.device, enabled=False
+            )
+        with around:
+            return func(*args, **kwargs)
+
+    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call elsewhere; where it refuses a float32 tensor beside 16 bits, with that cast back."""
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:
+            dtypes = {one.dtype for one in _tensors((args, kwargs))}
+            low = next((dtype for dtype in _LOW if dtype in dtypes), None)
+            if low is None or torch.float32 not in dtypes:
+                raise
+
+            def lowered(one: Tensor) -> Tensor:
+                return one.to(low) if one.dtype is torch.float32 else one
+
+            return func(*map_tensors(args, lowered), **map_tensors(kwargs, lowered))
+
+    def _name(self, file: str) -> str:
+        if file not in self._shown:
+            self._shown[file] = shown(file)
+        return self._shown[file]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(value, lambda one: found.append(one) or one)
+    return found
+
+
+def _widened(value: Any) -> Any:
+    """Arguments in float32, dtypes among them too."""
+    if isinstance(value, dict):
+        return {key: _widened(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(_widened, value))
+    if isinstance(value, torch.dtype):
+        return torch.float32 if value in _LOW else value
+    return map_tensors(value, lambda one: one.float() if one.dtype in _LOW else one)
+
+
+@dataclass(frozen=True)
+class ScaleChange(_Single):
+    """Another loss scale."""
+
+    scale: float
+
+    @property
+    def code(self) -> str:
+        return f"scaler = GradScaler(init_scale={self.scale:g})"
+
+    def around(self, recorder: NonfiniteRecorder, snapshot: Snapshot) -> AbstractContextManager[Any]:
+        for scaler in snapshot.scalers:
+            scaler.load_state_dict({**scaler.state_dict(), "scale": self.scale})
+        return nullcontext()
+
+    def extended(self, finding: Finding) -> ScaleChange | None:
+        return None if self.scale < 1e-3 else ScaleChange(self.scale / 16)
+
+
+@dataclass(frozen=True)
+class LossChange(_Single):
+    """A smaller loss, where no scaler scales it."""
+
+    divisor: float
+
+    @property
+    def code(self) -> str:
+        return f"(loss / {self.divisor:g}).backward()    # gradients are {self.divisor:g} times smaller then"
+
+    @contextmanager
+    def around(self, recorder: NonfiniteRecorder, snapshot: Snapshot) -> Iterator[None]:
+        recorder.seed_factor = 1 / self.divisor
+        yield
+
+    def extended(self, finding: Finding) -> LossChange | None:
+        return None if self.divisor >= 2**20 else LossChange(self.divisor * 4)
+
+
+@dataclass(frozen=True)
+class EpsChange(_Single):
+    """An optimizer's eps that parameters in 16 bits can hold."""
+
+    eps: float = 1e-4
+
+    @property
+    def code(self) -> str:
+        return f"eps={self.eps:g} in the optimizer, or float32 masters: ampkit.FP16Optimizer(optimizer)"
+
+    def around(self, recorder: NonfiniteRecorder, snapshot: Snapshot) -> AbstractContextManager[Any]:
+        for optimizer in snapshot.optimizers:
+            for group in optimizer.param_groups:
+                if "eps" in group:
+                    group["eps"] = self.eps
+        return nullcontext()
+
+    def extended(self, finding: Finding) -> EpsChange | None:
+        return None

@@ -1,0 +1,386 @@
+"""`check_loop`: what a training loop does with scaler, gradients and optimizer in the wrong order, by line.
+
+A few functions of torch are wrapped while the context is open: the scaler's, `backward`, `zero_grad`, clipping, the
+scheduler's `step`. Nothing is computed but two flags per gradient, so the cost is that of a few Python calls per step.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ampkit.debugging.report_file import Status, document
+from ampkit.debugging.source_lines import find_caller, shown
+from ampkit.region.autocast import autocast
+
+__all__ = ["LoopFinding", "LoopReport", "check_loop"]
+
+_LEVELS = tuple(str(Path(__file__).resolve().parents[1] / name) for name in ("whole_model", "amp.py"))
+_MOST_PARAMETERS = 64       # of an optimizer whose gradients are followed
+
+
+@dataclass(frozen=True)
+class LoopFinding:
+    """Something that a loop does wrong, the line that does it, and the change."""
+
+    what: str
+    file: str
+    line: int
+    change: str
+    iteration: int      # steps of optimizers before it, skipped ones counted
+    times: int = 1
+
+    def __str__(self) -> str:
+        times = f", in {self.times} iterations" if self.times > 1 else ""
+        return (f"{self.what}, from iteration {self.iteration} on{times}\n  line      {self.file}:{self.line}\n"
+                f"  change    {self.change}")
+
+
+@dataclass
+class LoopReport:
+    """What `check_loop` found; falsy if nothing. `str` is what the terminal shows."""
+
+    findings: list[LoopFinding] = field(default_factory=list)
+    iterations: int = 0
+    incomplete: str = ""        # why the loop did not run to its end
+
+    @property
+    def status(self) -> Status:
+        """Whether something was found; "inconclusive" where nothing was and there was no step, or no end."""
+        if self.findings:
+            return "found"
+        return "inconclusive" if self.incomplete or not self.iterations else "clean"
+
+    def __bool__(self) -> bool:
+        return bool(self.findings)
+
+    def __str__(self) -> str:
+        if self.findings:
+            return "\n".join(map(str, self.findings))
+        looked = "1 iteration" if self.iterations == 1 else f"{self.iterations} iterations"
+        if self.status == "inconclusive":
+            return f"inconclusive: {self.incomplete or 'no optimizer stepped'}. Nothing was found until then: {looked}"
+        return f"the loop is in order: {looked}"
+
+    def to_json(self) -> str:
+        """Plain JSON; `docs/reference/debugging.md` lists the keys."""
+        return json.dumps(document("loop", self.status, str(self), asdict(self)), indent=1, allow_nan=False)
+
+
+@dataclass
+class _Optimizer:
+    """What is known of an optimizer's gradients."""
+
+    parameters: list[Tensor]
+    marks: list[tuple[int, int]] = field(default_factory=list)      # of gradients, after the last backward
+    scaled: bool = False                # they are, since the last backward that reached them
+    backwards: dict[tuple[str, int], int] = field(default_factory=dict)     # by line, since the last step
+    divided: bool = False               # some loss was
+    last: list[Tensor | None] = field(default_factory=list)    # the gradients of the last step
+    cleared: bool = True                # they are gone
+    skipped: bool = False               # the scaler did not take the last step
+    attempts: int = 0                   # since the scheduler stepped
+
+    def current(self) -> list[tuple[int, int]]:
+        """Another value where a gradient was written since."""
+        return [(0, 0) if one.grad is None else (id(one.grad), one.grad._version) for one in self.parameters]
+
+
+@dataclass
+class _Scaler:
+    """What has been called since the last `update`."""
+
+    unscaled: dict[int, tuple[str, int]] = field(default_factory=dict)
+    stepped: dict[int, tuple[str, int]] = field(default_factory=dict)
+    updates: int = 0        # since the last step
+
+
+class check_loop:
+    """Context that watches a training loop for what goes wrong without an error::
+
+        with debugging.check_loop() as report:
+            train(model, loader)
+        print(report)
+
+    Found, each with its line and the change: gradients that are clipped or read while they are scaled; an optimizer
+    that steps with scaled gradients; `update` that is missing or called twice; `unscale_` twice; `backward` inside an
+    autocast region; a scaler with bfloat16; gradients that are never zeroed; accumulation over micro-batches whose
+    losses are not divided; a scheduler that steps although the scaler skipped the step. Two iterations are enough for
+    all but the last. Open it before the loop; functions that code holds already are seen all the same, but for
+    `torch.nn.utils.clip_grad_value_`. No host syncs but one small read per step where gradients may be zero.
+    """
+
+    def __init__(self) -> None:
+        self.report = LoopReport()
+        self._optimizers: dict[int, _Optimizer] = {}
+        self._scalers: dict[int, _Scaler] = {}
+        self._found_in: list[int] = []      # the last iteration with each finding
+        self._kept: list[Any] = []      # keeps ids from being reused
+        self._pending_scale = self._last_scaled = False
+        self._backwards_before: dict[tuple[str, int], int] = {}     # of optimizers that have not stepped yet
+        self._divided_before = False
+        self._dtypes: set[torch.dtype] = set()
+        self._depth = 0
+        self._in_scaler_step = self._optimizer_ran = False
+        self._open = ExitStack()
+
+    def __enter__(self) -> LoopReport:
+        with ExitStack() as stack:
+            for cls in _with_subclasses(torch.amp.GradScaler):
+                for name in ("scale", "unscale_", "step", "update"):
+                    if name in vars(cls):
+                        self._wrap(stack, cls, name, getattr(self, f"_{name.rstrip('_')}"))
+            self._wrap(stack, torch.autograd, "backward", self._backward)
+            self._wrap(stack, Optimizer, "zero_grad", self._zero_grad)
+            self._wrap(stack, Module, "zero_grad", self._zero_grad)
+            clip = torch.nn.utils.clip_grad
+            for owner, name in ((clip, "_get_total_norm"), (clip, "_clip_grads_with_norm_"),
+                                (torch.nn.utils, "get_total_norm"), (torch.nn.utils, "clip_grads_with_norm_"),
+                                (torch.nn.utils, "clip_grad_value_")):
+                if hasattr(owner, name):
+                    self._wrap(stack, owner, name, self._clip)
+            for cls in _with_subclasses(LRScheduler):
+                if "step" in vars(cls):
+                    self._wrap(stack, cls, "step", self._scheduler)
+            for cls in (torch.autocast, autocast):
+                self._wrap(stack, cls, "__enter__", self._region)
+            stack.callback(register_optimizer_step_pre_hook(self._optimizer_starts).remove)
+            stack.callback(register_optimizer_step_post_hook(self._optimizer_ends).remove)
+            self._open = stack.pop_all()
+        return self.report
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        self._open.close()
+        if error is not None:
+            self.report.incomplete = f"the loop ended with {type(error).__name__}"
+
+    def _wrap(self, stack: ExitStack, owner: Any, name: str, watch: Callable[..., Any]) -> None:
+        """Have `watch`, a generator, run until its `yield` before a function, and from there after it."""
+        inner = vars(owner)[name]
+
+        @functools.wraps(inner)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if self._depth or sys._getframe(1).f_code.co_filename.startswith(_LEVELS):
+                return inner(*args, **kwargs)       # called by another one of them, or by a loop of ampkit's own
+            self._depth += 1
+            try:
+                around: Iterator[None] = watch(*args, **kwargs)
+                next(around)
+                result = inner(*args, **kwargs)
+                next(around, None)
+                return result
+            finally:
+                self._depth -= 1
+
+        setattr(owner, name, wrapped)
+        stack.callback(setattr, owner, name, inner)
+
+    def _add(self, what: str, change: str, at: tuple[str, int] | None = None) -> None:
+        file, line = at or _caller()
+        for place, one in enumerate(self.report.findings):
+            if (one.what, one.file, one.line) == (what, file, line):
+                new = self._found_in[place] != self.report.iterations
+                self.report.findings[place] = replace(one, times=one.times + new)
+                self._found_in[place] = self.report.iterations
+                return
+        self._found_in.append(self.report.iterations)
+        self.report.findings.append(LoopFinding(what, file, line, change, self.report.iterations))
+
+    # --- the scaler
+
+    def _scaler(self, scaler: Any) -> _Scaler:
+        if id(scaler) not in self._scalers:
+            self._kept.append(scaler)
+        return self._scalers.setdefault(id(scaler), _Scaler())
+
+    def _scale(self, scaler: Any, outputs: Any) -> Iterator[None]:
+        if scaler.is_enabled():
+            self._pending_scale = True
+            if self._dtypes == {torch.bfloat16}:
+                self._add("a loss is scaled for bfloat16, which has float32's range: it gains nothing, and loses steps",
+                          "scaler = GradScaler(enabled=False), or float16 in the region")
+        yield
+
+    def _unscale(self, scaler: Any, optimizer: Optimizer, **kwargs: Any) -> Iterator[None]:
+        known = self._scaler(scaler)
+        if id(optimizer) in known.unscaled and scaler.is_enabled() and not kwargs.get("allow_repeat"):
+            self._add("unscale_ is called twice for one step", "call scaler.unscale_(optimizer) once, before clipping")
+        known.unscaled[id(optimizer)] = _caller()
+        yield
+        self._of(optimizer).scaled = False
+
+    def _step(self, scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Iterator[None]:
+        known, one = self._scaler(scaler), self._of(optimizer)
+        if id(optimizer) in known.stepped and scaler.is_enabled():
+            self._add("update is not called after step: the scale never changes, and a second step is refused",
+                      "scaler.update() after scaler.step(optimizer)", known.stepped[id(optimizer)])
+        known.stepped[id(optimizer)] = _caller()
+        known.updates = 0
+        one.scaled = False
+        self._in_scaler_step, self._optimizer_ran = True, False
+        try:
+            yield
+        finally:
+            self._in_scaler_step = False
+        one.skipped = not self._optimizer_ran
+        if one.skipped:
+            self._ended(optimizer)
+
+    def _update(self, scaler: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        known = self._scaler(scaler)
+        known.updates += 1
+        if known.updates > 1 and scaler.is_enabled() and not known.stepped and not known.unscaled:
+            self._add("update is called twice for one step", "call scaler.update() once, after the last scaler.step")
+        known.stepped.clear()
+        known.unscaled.clear()
+        yield
+
+    # --- gradients
+
+    def _backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        scaled, self._pending_scale = self._pending_scale, False
+        root = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
+        if root is not None and torch.is_autocast_enabled(root.device.type):
+            self._add("backward runs inside the autocast region: its operators would be cast once more",
+                      "leave the region first: loss.backward() outside of `with autocast`")
+        for one in self._optimizers.values():
+            self._look_whether_cleared(one)
+            one.marks = one.current()
+        retained = kwargs.get("retain_graph", args[1] if len(args) > 1 else None)
+        divided = retained or (root is not None and _is_divided(root, scaled))
+        yield
+        line = _caller()
+        self._last_scaled = scaled
+        self._divided_before |= bool(divided)
+        self._backwards_before[line] = self._backwards_before.get(line, 0) + 1
+        for one in self._optimizers.values():
+            if one.marks != one.current():
+                one.scaled = scaled
+                one.divided |= bool(divided)
+                one.backwards[line] = one.backwards.get(line, 0) + 1
+
+    def _zero_grad(self, owner: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        yield
+        for one in self._optimizers.values():
+            self._look_whether_cleared(one)
+            if all(p.grad is None for p in one.parameters):
+                one.backwards.clear()
+
+    def _look_whether_cleared(self, one: _Optimizer) -> None:
+        """Gradients of the last step are gone where they are None, others, or zero."""
+        if not one.cleared and one.last:
+            one.cleared = all(
+                p.grad is None or p.grad is not before or not bool(p.grad.any())
+                for p, before in zip(one.parameters[:1], one.last[:1], strict=True)
+            )
+
+    def _clip(self, tensors: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        # A generator is the function's to consume.
+        given = [tensors] if isinstance(tensors, Tensor) else [] if isinstance(tensors, Iterator) else list(tensors)
+        ids = {id(one) for one in given} | {id(one.grad) for one in given if one.grad_fn is None and one.is_leaf}
+        followed = [one for one in self._optimizers.values() if any(id(p.grad) in ids for p in one.parameters)]
+        scaled = any(one.scaled for one in followed) if followed else (
+            self._last_scaled and not any(known.unscaled for known in self._scalers.values())
+        )
+        if scaled:
+            self._add("gradients are clipped, or their norm is read, while they are scaled",
+                      "scaler.unscale_(optimizer) before it, or scaler.clip_grad_norm_(optimizer, max_norm)")
+        yield
+
+    # --- optimizers, schedulers, regions
+
+    def _of(self, optimizer: Optimizer) -> _Optimizer:
+        if id(optimizer) not in self._optimizers:
+            self._kept.append(optimizer)
+            some = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+            some = some[::-(-len(some) // _MOST_PARAMETERS) or 1]
+            self._optimizers[id(optimizer)] = _Optimizer(
+                some, scaled=self._last_scaled, backwards=dict(self._backwards_before), divided=self._divided_before
+            )
+        return self._optimizers[id(optimizer)]
+
+    def _optimizer_starts(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        one = self._of(optimizer)
+        self._optimizer_ran = True
+        if one.scaled and one.backwards and not self._in_scaler_step:
+            self._add("the optimizer steps with scaled gradients",
+                      "scaler.step(optimizer) in place of optimizer.step()")
+        if not one.cleared and one.backwards and len(args) < 2 and not kwargs.get("closure"):
+            self._add("gradients of the step before are still there: zero_grad is missing",
+                      "optimizer.zero_grad() after the step, or before backward")
+        most = max(one.backwards.values(), default=0)
+        if most > 1 and not one.divided:
+            line = max(one.backwards, key=one.backwards.__getitem__)
+            self._add(f"gradients of {most} backward calls are summed, and the losses are not divided",
+                      f"(loss / {most}).backward(), so that they are averaged", line)
+
+    def _optimizer_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._ended(optimizer)
+
+    def _ended(self, optimizer: Optimizer) -> None:
+        one = self._of(optimizer)
+        one.last = [p.grad for p in one.parameters]
+        one.cleared = not one.last
+        one.scaled = one.divided = False
+        one.backwards.clear()
+        one.attempts += 1
+        self._backwards_before.clear()
+        self._divided_before = False
+        self._dtypes.clear()
+        self.report.iterations += 1
+
+    def _scheduler(self, scheduler: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        optimizer = getattr(scheduler, "optimizer", None)
+        one = self._optimizers.get(id(optimizer))
+        if one is not None and one.skipped and one.attempts == 1:
+            self._add("the scheduler steps although the scaler skipped the step",
+                      "step it only where the step was taken: scale = scaler.get_scale() before update(), and "
+                      "scheduler.step() if scaler.get_scale() >= scale")
+        if one is not None:
+            one.attempts = 0
+        yield
+
+    def _region(self, region: Any) -> Iterator[None]:
+        yield
+        for device in {"cpu", getattr(torch.accelerator.current_accelerator(), "type", "cpu")}:
+            if torch.is_autocast_enabled(device):
+                self._dtypes.add(torch.get_autocast_dtype(device))
+
+
+def _with_subclasses(cls: type) -> list[type]:
+    return [cls, *(one for sub in cls.__subclasses__() for one in _with_subclasses(sub))]
+
+
+def _caller() -> tuple[str, int]:
+    line = find_caller(2).line()
+    return ("", 0) if line is None else (shown(line.file), line.line)
+
+
+def _is_divided(root: Tensor, scaled: bool) -> bool:
+    """Whether a loss is a quotient or a product: of several micro-batches, it may be its share."""
+    node = root.grad_fn
+    if scaled and node is not None:
+        node = node.next_functions[0][0] if node.next_functions else None
+    for _ in range(3):
+        if node is None:
+            return False
+        name = node.name()
+        if name.startswith(("Div", "Mul")):
+            return True
+        if not name.startswith(("ToCopy", "Alias", "Clone", "View", "Squeeze")) or not node.next_functions:
+            return False
+        node = node.next_functions[0][0]
+    return False

@@ -1,0 +1,192 @@
+"""The check of the loop is silent on correct loops, of ampkit, of torch and of libraries; it leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ampkit import GradScaler, autocast
+from ampkit.__main__ import main
+from ampkit.debugging import check_loop, detect_nonfinite
+from tests.debugging.test_examples_debug import load
+
+
+def parts(scale: float = 256.0, cls: Any = GradScaler) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    return model, torch.optim.SGD(model.parameters(), lr=0.01), cls("cpu", init_scale=scale)
+
+
+def loss_of(model: nn.Module, dtype: torch.dtype = torch.float16) -> Tensor:
+    with autocast("cpu", dtype=dtype):
+        return model(torch.randn(4, 8)).float().square().mean()
+
+
+def clipping(cls: Any) -> None:
+    model, optimizer, scaler = parts(cls=cls)
+    for _ in range(4):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        nn.utils.clip_grad_value_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def accumulation(cls: Any) -> None:
+    """Divided, and zeroed in place."""
+    model, optimizer, scaler = parts(cls=cls)
+    for _ in range(3):
+        for _ in range(4):
+            scaler.scale(loss_of(model) / 4).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=False)
+
+
+def adversaries(cls: Any) -> None:
+    """The generator's backward leaves gradients in the critic, which are zeroed before its own."""
+    critic, of_critic, scaler = parts(cls=cls)
+    maker = nn.Linear(8, 8)
+    of_maker = torch.optim.SGD(maker.parameters(), lr=0.01)
+    for _ in range(4):
+        of_critic.zero_grad()
+        real, fake = torch.randn(4, 8), maker(torch.randn(4, 8))
+        scaler.scale(F.softplus(-critic(real)).mean()).backward()
+        scaler.scale(F.softplus(critic(fake.detach())).mean()).backward()
+        scaler.step(of_critic)
+        of_maker.zero_grad()
+        scaler.scale(F.softplus(-critic(fake)).mean()).backward()
+        scaler.step(of_maker)
+        scaler.update()
+
+
+def no_scaler(cls: Any) -> None:
+    """In bfloat16, with gradients that are cleared by hand, a scheduler, and several losses of one graph."""
+    model, optimizer, _ = parts()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for _ in range(4):
+        outputs = model(torch.randn(4, 8))
+        for loss in (outputs.mean(), outputs.square().mean()):
+            loss.backward(retain_graph=True)
+        optimizer.step()
+        scheduler.step()
+        for p in model.parameters():
+            p.grad = None
+
+
+def scheduler_by_epoch(cls: Any) -> None:
+    """The last step of an epoch may be skipped."""
+    model, optimizer, scaler = parts(2.0**40, cls)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for _ in range(3):
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        scheduler.step()
+
+
+def closure(cls: Any) -> None:
+    model, _, _ = parts()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    batch = torch.randn(4, 8)
+
+    def evaluate() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(evaluate)
+
+
+def penalty(cls: Any) -> None:
+    """A gradient of a gradient, with `torch.autograd.grad` on a scaled loss."""
+    model, optimizer, scaler = parts(cls=cls)
+    for _ in range(3):
+        optimizer.zero_grad()
+        batch = torch.randn(4, 8, requires_grad=True)
+        loss = model(batch).mean()
+        gradient, = torch.autograd.grad(scaler.scale(loss), batch, create_graph=True)
+        scaler.scale(loss + (gradient / scaler.get_scale()).norm()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def example(name: str, cls: Any) -> None:
+    with contextlib.redirect_stdout(io.StringIO()):
+        load(name).main()
+
+
+LOOPS: list[Callable[[Any], None]] = [
+    clipping, accumulation, adversaries, no_scaler, scheduler_by_epoch, closure, penalty,
+    *(functools.partial(example, name) for name in ("scaler_two_losses", "scaler_gan", "scaler_gradient_penalty")),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("cls", [GradScaler, torch.amp.GradScaler])
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: getattr(loop, "__name__", "example"))
+def test_a_correct_loop(loop: Callable[[Any], None], cls: Any) -> None:
+    with check_loop() as report:
+        loop(cls)
+    assert report.status == "clean", str(report)
+    assert str(report).startswith("the loop is in order: ")
+
+
+def test_libraries(tmp_path: Any) -> None:
+    """Their loops scale, clip, accumulate and skip."""
+    with check_loop() as report:
+        example("loops_accelerate", None)
+    assert not report, str(report)
+
+
+def test_nothing_is_left_behind() -> None:
+    """Also where the loop raises; and within the context a function that is wrapped is still itself to the user."""
+    def wrapped() -> list[Any]:
+        return [vars(torch.amp.GradScaler)["step"], vars(GradScaler)["step"], torch.autograd.backward,
+                vars(torch.autocast)["__enter__"], torch.nn.utils.clip_grad_value_]
+
+    def fails() -> None:
+        assert all(one is not other for one, other in zip(before, wrapped(), strict=True))
+        assert torch.autograd.backward.__name__ == "backward"
+        raise KeyError
+
+    before, check = wrapped(), check_loop()
+    with pytest.raises(KeyError), check:
+        fails()
+    assert check.report.status == "inconclusive"
+    assert before == wrapped()
+
+
+def test_every_tool_checks_the_loop(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """And says so before anything else."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\nmodel = torch.nn.Linear(4, 1)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "scaler = torch.amp.GradScaler('cpu')\nfor step in range(3):\n    optimizer.zero_grad()\n"
+        "    scaler.scale(model(torch.ones(2, 4)).mean()).backward()\n    optimizer.step()\n"
+    )
+    monitor = ["monitor", "--out", str(tmp_path / "m.jsonl")]
+    for tool in (["loop"], ["nonfinite", "--keep-going"], monitor, ["precision"]):
+        assert main(["debug", *tool, str(script)]) == 1
+        assert capsys.readouterr().out.startswith("the optimizer steps with scaled gradients"), tool
+    model, optimizer, _ = parts()
+    with detect_nonfinite(model, on_found="record") as report:
+        for _ in range(2):
+            model(torch.ones(2, 8)).mean().backward()
+            optimizer.step()
+    assert "zero_grad is missing" in report.loop[0].what
+    assert report.status == "found"
