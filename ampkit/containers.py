@@ -75,6 +75,8 @@ def map_tensors(
 def _with_items(mapping: Mapping[Any, Any], changed: dict[Any, Any]) -> Mapping[Any, Any]:
     """A mapping of the same type with some values replaced; a plain dict where it can be neither copied nor
     written."""
+    if type(mapping) is dict:       # Dynamo traces no `copy.copy`
+        return {**mapping, **changed}
     try:
         copied: Any = copy.copy(mapping)
         for key, item in changed.items():

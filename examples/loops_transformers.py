@@ -18,7 +18,7 @@ def main(steps: int = 8) -> list[dict[str, Any]]:
     model = BertForSequenceClassification(config)
     rows = [{"input_ids": torch.randint(1, 64, (12,)), "labels": torch.tensor(row % 2)} for row in range(64)]
     cpu = not torch.cuda.is_available()
-    policy = Policy.default("cpu" if cpu else "cuda").for_modules({"classifier": "float32"})
+    policy = Policy.default("cpu" if cpu else "cuda").for_modules(model, {"classifier": "float32"})
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder, max_steps=steps, fp16=True, use_cpu=cpu, logging_steps=1, report_to=[], save_strategy="no"

@@ -49,12 +49,10 @@ def _seed() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _patterns_are_looked_at_afresh() -> None:
-    """A pattern that means no module is warned of once in a process."""
-    if "ampkit.region.unused_patterns" in sys.modules:
-        patterns = sys.modules["ampkit.region.unused_patterns"]
-        patterns._settled.clear()
-        patterns._seen.clear()
+def _module_rules_without_effect_are_reported_again() -> None:
+    """They are once in a process."""
+    if "ampkit.region.module_hooks" in sys.modules:
+        sys.modules["ampkit.region.module_hooks"]._warned.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -62,7 +62,7 @@ class PolicyChange:
         policy = Policy.default(self.device)
         if self.operators:
             policy = policy.with_rules(dict.fromkeys(self.operators, Rule.FLOAT32))
-        return policy.for_modules(dict.fromkeys(self.modules, "float32")) if self.modules else policy
+        return policy.for_modules(model, dict.fromkeys(self.modules, "float32")) if self.modules else policy
 
     @property
     def code(self) -> str:
@@ -71,7 +71,7 @@ class PolicyChange:
         if self.operators:
             text += ".with_rules({" + ", ".join(f'"{op}": Rule.FLOAT32' for op in self.operators) + "})"
         if self.modules:
-            text += ".for_modules({" + ", ".join(f'"{path}": torch.float32' for path in self.modules) + "})"
+            text += ".for_modules(model, {" + ", ".join(f'"{path}": torch.float32' for path in self.modules) + "})"
         return text
 
 

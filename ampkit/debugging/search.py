@@ -81,7 +81,7 @@ def search_policy(
 ) -> SearchResult:
     """The smallest set of modules, and of operators outside them, to keep in float32 so that a metric passes.
 
-    `evaluate(policy)` computes the metric from scratch, each time from the same state, in regions with that policy, and
+    `evaluate(policy)` runs `model` for the metric, each time from the same state, in regions with that policy, and
     `passes(metric)` says whether it is good enough. `policy` (`Policy.default` for the model's device) must fail, and
     everything in float32 must pass; float32 is evaluated twice, for the noise. The first evaluation's first step is
     compared with float32 operator by operator, ten times slower: those that round or overflow, or make the error that
@@ -192,7 +192,7 @@ class _Search:
 
     def _run(self, units: tuple[Unit, ...]) -> Evaluation:
         start = time.perf_counter()
-        value = self._evaluate(policy_with(self.policy, units))
+        value = self._evaluate(policy_with(self.policy, units, self.model))
         return Evaluation(units, value, bool(self._passes(value)), time.perf_counter() - start)
 
     def _show(self, *, end: bool = False) -> None:
@@ -210,7 +210,9 @@ class _Search:
         written = f'Policy.default("{self.policy.device_type}")'
         if self.policy != Policy.default(self.policy.device_type):
             written = "policy"
-        policy = self.policy if status == "passes already" else policy_with(self.policy, found) if found else None
+        policy = policy_with(self.policy, found, self.model) if found else None
+        if status == "passes already":
+            policy = self.policy
         shares = [self.shares.get(one) for one in found]
         return SearchResult(
             status, policy, tuple(found), code_of(found, written) if found else "", self.evaluations,

@@ -71,8 +71,8 @@ def units_below(unit: Unit, units: Iterable[Unit]) -> list[Unit]:
     return [one for one in units if one != unit and unit.covers(one)]
 
 
-def policy_with(policy: Policy, units: Sequence[Unit]) -> Policy:
-    """`policy` with units kept in float32."""
+def policy_with(policy: Policy, units: Sequence[Unit], model: Module) -> Policy:
+    """`policy` with units of `model` kept in float32."""
     everywhere, modules = _rules(units)
     if everywhere:
         policy = policy.with_rules(dict.fromkeys(everywhere, Rule.FLOAT32))
@@ -80,7 +80,7 @@ def policy_with(policy: Policy, units: Sequence[Unit]) -> Policy:
         path: torch.float32 if not ops else policy.with_rules(dict.fromkeys(ops, Rule.FLOAT32))
         for path, ops in modules.items()
     }
-    return policy.for_modules(rules) if rules else policy
+    return policy.for_modules(model, rules) if rules else policy
 
 
 def code_of(units: Sequence[Unit], policy: str) -> str:
@@ -92,7 +92,7 @@ def code_of(units: Sequence[Unit], policy: str) -> str:
 
     text = f"policy = {policy}" + (with_rules(everywhere) if everywhere else "")
     if modules:
-        text += ".for_modules({" + ", ".join(
+        text += ".for_modules(model, {" + ", ".join(
             f'"{path}": ' + (f"{policy}{with_rules(ops)}" if ops else "torch.float32") for path, ops in modules.items()
         ) + "})"
     return text
@@ -141,7 +141,7 @@ def _shares(units: Iterable[Unit], precision: PrecisionReport) -> dict[Unit, flo
 
 def _with_rules(policy: Policy) -> set[str]:
     """The modules that the policy names already."""
-    return {key for key, _ in policy.modules.items if isinstance(key, str)}
+    return {rule.key for rule in policy.modules.rules if isinstance(rule.key, str)}
 
 
 def _takes_float32(policy: Policy, op: str) -> bool:

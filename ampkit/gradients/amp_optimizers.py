@@ -48,8 +48,11 @@ class StepScalars:
 
     def on(self, device: torch.device) -> StepScalars:
         """The scalars on `device`; syncs only to copy them from a device to the CPU."""
-        scalars = (self.found_inf, self.grad_scale, self.grad_multiplier)
-        return StepScalars(*(None if scalar is None else moved(scalar, device) for scalar in scalars))
+        return StepScalars(
+            None if self.found_inf is None else moved(self.found_inf, device),
+            None if self.grad_scale is None else moved(self.grad_scale, device),
+            None if self.grad_multiplier is None else moved(self.grad_multiplier, device),
+        )
 
     def skips_on_host(self) -> bool:
         """Whether the host can see that this step is skipped."""

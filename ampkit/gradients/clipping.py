@@ -94,8 +94,20 @@ def norm_and_factor(
     max_norm: float | Tensor | None,
     across: Sequence[Any] = (),
 ) -> tuple[Tensor, Tensor]:
-    """`total_norm`, and what unscales and clips the gradients: `inv_scale` times `coefficient`, or `inv_scale` alone
-    where `max_norm` is None. One device's plain gradients get both from one launch.
+    """The norm of all gradients times `inv_scale`, as one vector, and the factor that unscales and clips them.
+
+    Gradients are only read; plain ones of one device are read by one launch. Call it without autograd. Never syncs.
+
+    Args:
+        gradients: the gradients, still scaled.
+        inv_scale: the factor, 0-d float32.
+        found_inf: a flag for each device; set to 1 where a gradient is not finite.
+        norm_type: the order; inf gives the largest magnitude.
+        max_norm: the largest norm to let pass; None: the factor only unscales.
+        across: process groups over which the whole vector is sharded, besides those of DTensor gradients.
+
+    Returns:
+        Both 0-d on `inv_scale`'s device. The norm is float64 when a gradient is float64 or complex128, else float32.
     """
     grads = gradients.by_device.get(inv_scale.device)
     if grads is not None and len(gradients.by_device) == 1 and not gradients.shards and not across:
@@ -105,58 +117,32 @@ def norm_and_factor(
             return ops.norm_and_clip_factor(grads, inv_scale, flag, norm_type, max_norm)
         norm = ops.norm_and_check(grads, inv_scale, flag, norm_type)
     else:
-        norm = total_norm(gradients, inv_scale, found_inf, norm_type, across)
+        norm = _norm_of_parts(gradients, inv_scale, found_inf, norm_type, across)
     return norm, inv_scale if max_norm is None else inv_scale * coefficient(norm, max_norm)
 
 
-def total_norm(
+def _norm_of_parts(
     gradients: Gradients,
     inv_scale: Tensor,
     found_inf: Mapping[torch.device, Tensor],
     norm_type: float,
-    across: Sequence[Any] = (),
+    across: Sequence[Any],
 ) -> Tensor:
-    """Norm of all gradients times `inv_scale`, as one vector, 0-d on `inv_scale`'s device. Gradients are only read.
-
-    Args:
-        gradients: the gradients, still scaled.
-        inv_scale: the factor, 0-d float32.
-        found_inf: a flag for each device; set to 1 where a gradient is not finite.
-        norm_type: the order; inf gives the largest magnitude.
-        across: process groups over which the whole vector is sharded, besides those of DTensor gradients.
-
-    Returns:
-        float64 when a gradient is float64 or complex128, else float32. Never syncs.
-    """
-    if gradients.shards:
-        shard_of = {id(tensor): groups for groups, tensor in gradients.shards}
-        spread: dict[tuple[Any, ...], dict[torch.device, list[Tensor]]] = {}
-        for device, tensors in gradients.by_device.items():
-            for tensor in tensors:
-                spread.setdefault(shard_of.get(id(tensor), ()), {}).setdefault(device, []).append(tensor)
-    else:
-        spread = {(): gradients.by_device} if gradients.by_device else {}
-    parts = [
-        ranks.total(_local_norm(by_device, inv_scale, found_inf, norm_type), norm_type, groups)
-        for groups, by_device in spread.items()
-    ]
-    norm = _joined(parts, norm_type) if parts else torch.zeros_like(inv_scale)
-    return ranks.total(norm, norm_type, across)
-
-
-def _local_norm(
-    by_device: Mapping[torch.device, list[Tensor]],
-    inv_scale: Tensor,
-    found_inf: Mapping[torch.device, Tensor],
-    norm_type: float,
-) -> Tensor:
-    norms = [
-        ampkit_kernels.backend(found_inf[device]).norm_and_check(
-            grads, moved(inv_scale, device), found_inf[device], norm_type
-        )
-        for device, grads in by_device.items()
-    ]
-    return _joined([moved(norm, inv_scale.device) for norm in norms], norm_type)
+    """The norm of gradients on several devices and ranks."""
+    shard_of = {id(tensor): groups for groups, tensor in gradients.shards}
+    parts: dict[tuple[Any, ...], dict[torch.device, list[Tensor]]] = {}
+    for device, tensors in gradients.by_device.items():
+        for tensor in tensors:
+            parts.setdefault(shard_of.get(id(tensor), ()), {}).setdefault(device, []).append(tensor)
+    norms = []
+    for groups, by_device in parts.items():
+        local = []
+        for device, tensors in by_device.items():
+            flag = found_inf[device]
+            norm = ampkit_kernels.backend(flag).norm_and_check(tensors, moved(inv_scale, device), flag, norm_type)
+            local.append(moved(norm, inv_scale.device))
+        norms.append(ranks.total(_joined(local, norm_type), norm_type, groups))
+    return ranks.total(_joined(norms, norm_type) if norms else torch.zeros_like(inv_scale), norm_type, across)
 
 
 def _joined(norms: Sequence[Tensor], norm_type: float) -> Tensor:
@@ -168,7 +154,10 @@ def _joined(norms: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def multiply_(gradients: Gradients, factor: Tensor, found_inf: Mapping[torch.device, Tensor]) -> None:
-    """Multiply every gradient by a 0-d factor, unless the factor is 1 or its device's flag is set. Never syncs."""
+    """Multiply every gradient by a 0-d factor, unless the factor is 1 or its device's flag is set. Never syncs.
+
+    Call it without autograd.
+    """
     factor = factor.float()
     for device, tensors in gradients.by_device.items():
         local = moved(factor, device)

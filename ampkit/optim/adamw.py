@@ -11,16 +11,15 @@ from torch.optim.adamw import adamw as torch_adamw
 
 import ampkit_kernels as kernels
 from ampkit.gradients.amp_optimizers import StepScalars
-from ampkit.optim import _scaled
-from ampkit.optim._planned import PlannedStep
-from ampkit.optim._scaled import Loss, Row
+from ampkit.optim import _step
+from ampkit.optim._step import DeviceStep, Loss, Row
 from ampkit.torch_internals.optimizers import foreach_mul
 
 _NAMES = ("exp_avg", "exp_avg_sq", "step")
 _NAMES_AMSGRAD = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
 
 
-class AdamW(PlannedStep, torch.optim.AdamW):
+class AdamW(DeviceStep, torch.optim.AdamW):
     """`torch.optim.AdamW` whose step unscales, clips and skips on the device while it updates.
 
     On CUDA one kernel per parameter group (and combination of dtypes) reads each gradient once, multiplied
@@ -65,9 +64,9 @@ class AdamW(PlannedStep, torch.optim.AdamW):
         fused: bool | None = None,
         impl: str = "auto",
     ) -> None:
-        _scaled.refuse_differentiable(differentiable, "AdamW")
+        _step.refuse_differentiable(differentiable, "AdamW")
         for beta in betas:
-            _scaled.plain_number(beta, "betas", "AdamW")
+            _step.plain_number(beta, "betas", "AdamW")
         self._prepare(impl)
         super().__init__(
             params,
@@ -91,28 +90,16 @@ class AdamW(PlannedStep, torch.optim.AdamW):
 
         Never synchronises on CUDA. With `found_inf` set by a scaler, nothing changes.
         """
-        loss = _scaled.run_closure(closure)
+        loss = _step.run_closure(closure)
         self._step_groups()
         return loss
 
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return _NAMES_AMSGRAD if group["amsgrad"] else _NAMES
 
-    def _plan(self, group: dict[str, Any], lists: list[list[Tensor]], copies: list[Tensor] | None) -> Any:
-        params, grads, *moments, steps = lists
-        moments = [*moments, []][:3]
-        return kernels.adamw_plan(
-            params, grads, *moments, steps, amsgrad=group["amsgrad"], copies=copies, impl=self.impl
-        )
-
-    def _step_rows(
-        self, group: dict[str, Any], device: torch.device, rows: list[Row], scalars: StepScalars, *, triton: bool
-    ) -> None:
-        (self._step_triton if triton else self._step_torch)(group, device, rows, scalars)
-
     def _options(self, group: dict[str, Any], scalars: StepScalars, device: torch.device) -> dict[str, Any]:
         return {
-            "lr": _scaled.lr_for_kernel(group["lr"], device),
+            "lr": _step.lr_for_kernel(group["lr"], device),
             "beta1": group["betas"][0],
             "beta2": group["betas"][1],
             "eps": group["eps"],
@@ -142,53 +129,35 @@ class AdamW(PlannedStep, torch.optim.AdamW):
             state["max_exp_avg_sq"] = torch.zeros_like(row.param, memory_format=torch.preserve_format)
         return state
 
-    def _lists(
-        self, states: Sequence[dict[str, Any]], amsgrad: bool
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if amsgrad else ("exp_avg", "exp_avg_sq")
-        lists = [[_scaled.local_tensor(state[name]) for state in states] for name in names]
-        return (lists[0], lists[1], lists[2] if amsgrad else [])
-
-    def _step_triton(
-        self, group: dict[str, Any], device: torch.device, rows: list[Row], scalars: StepScalars
+    def _step_kernel(
+        self, group: dict[str, Any], lists: list[list[Tensor]], states: list[dict[str, Any]], **options: Any
     ) -> None:
-        for part, copies in _scaled.split_by_copy(rows, self._targets):
-            states = self._states(part, group, device)
-            params = [row.local for row in part]
-            kernels.adamw_(
-                params,
-                [row.grad for row in part],
-                *self._lists(states, group["amsgrad"]),
-                [state["step"] for state in states],
-                amsgrad=group["amsgrad"],
-                copies=copies,
-                impl=self.impl,
-                **self._options(group, scalars, device),
-            )
-            # As any in-place operation would: what was saved for backward is stale now.
-            torch.autograd.graph.increment_version(params)
+        params, grads, *moments, steps = lists
+        moments = [*moments, []][:3]
+        kernels.adamw_(params, grads, *moments, steps, amsgrad=group["amsgrad"], **options)
 
     def _step_torch(
         self, group: dict[str, Any], device: torch.device, rows: list[Row], scalars: StepScalars
-    ) -> None:
+    ) -> bool:
         if scalars.skips_on_host():
-            return
+            return True
         on_host = device.type == "cpu"
         # Elsewhere torch's fused kernel is the one that can skip without asking the host.
         fused = group["fused"] if on_host else True
         counts_on_device = bool(fused or group["capturable"])
         for part, grads in self._multiplied(rows, scalars, on_host):
-            dtype = torch.float32 if fused else _scaled.default_step_dtype()
+            dtype = torch.float32 if fused else _step.default_step_dtype()
             step_device = device if counts_on_device else torch.device("cpu")
             states = [self._state_of(row, group, step_device, dtype) for row in part]
             for state in states:
                 if counts_on_device or not isinstance(state["step"], Tensor):
                     _count_on(state, step_device, dtype)
+            *moments, steps = [[_step.local_tensor(state[name]) for state in states] for name in self._names(group)]
             torch_adamw(
                 [row.local for row in part],
                 grads,
-                *self._lists(states, group["amsgrad"]),
-                [state["step"] for state in states],
+                *[*moments, []][:3],
+                steps,
                 foreach=group["foreach"] if on_host else False,
                 capturable=group["capturable"],
                 fused=fused,
@@ -202,13 +171,11 @@ class AdamW(PlannedStep, torch.optim.AdamW):
                 eps=group["eps"],
                 maximize=group["maximize"],
             )
-        for part, copies in _scaled.split_by_copy(rows, self._targets):
-            if copies is not None:
-                kernels.cast_([row.local for row in part], copies)
+        return True
 
     def _multiplied(self, rows: list[Row], scalars: StepScalars, on_host: bool) -> Any:
         if on_host:
-            return _scaled.scaled_parts(rows, scalars.factor_on_host())
+            return _step.scaled_parts(rows, scalars.factor_on_host())
         grads = [row.grad for row in rows]
         for factor in (scalars.grad_multiplier, scalars.inverse_scale()):
             if factor is not None:

@@ -11,16 +11,15 @@ from torch.optim.sgd import sgd as torch_sgd
 
 import ampkit_kernels as kernels
 from ampkit.gradients.amp_optimizers import StepScalars
-from ampkit.optim import _scaled
-from ampkit.optim._planned import PlannedStep
-from ampkit.optim._scaled import Loss, Row
+from ampkit.optim import _step
+from ampkit.optim._step import DeviceStep, Loss, Row
 from ampkit.torch_internals.optimizers import foreach_copy_
 
 # Extra state, kept only with dampening: whether the buffer holds a momentum yet, as 0.0 or 1.0 on the device.
 _STARTED = "momentum_started"
 
 
-class SGD(PlannedStep, torch.optim.SGD):
+class SGD(DeviceStep, torch.optim.SGD):
     """`torch.optim.SGD` whose step unscales, clips and skips on the device while it updates.
 
     On CUDA one kernel per parameter group (and combination of dtypes) reads each gradient once, multiplied
@@ -67,8 +66,8 @@ class SGD(PlannedStep, torch.optim.SGD):
         fused: bool | None = None,
         impl: str = "auto",
     ) -> None:
-        _scaled.refuse_differentiable(differentiable, "SGD")
-        _scaled.plain_number(weight_decay, "weight_decay", "SGD")
+        _step.refuse_differentiable(differentiable, "SGD")
+        _step.plain_number(weight_decay, "weight_decay", "SGD")
         self._prepare(impl)
         super().__init__(
             params,
@@ -91,34 +90,16 @@ class SGD(PlannedStep, torch.optim.SGD):
 
         Never synchronises on CUDA. With `found_inf` set by a scaler, nothing changes.
         """
-        loss = _scaled.run_closure(closure)
+        loss = _step.run_closure(closure)
         self._step_groups()
         return loss
 
-    def _names(self, group: dict[str, Any]) -> tuple[str, ...] | None:
-        if group["momentum"] == 0:
-            return ()
-        return None if group["dampening"] else ("momentum_buffer",)
-
-    def _plan(self, group: dict[str, Any], lists: list[list[Tensor]], copies: list[Tensor] | None) -> Any:
-        params, grads, buffers = [*lists, []][:3]
-        return kernels.sgd_plan(params, grads, buffers, momentum=group["momentum"], copies=copies, impl=self.impl)
-
-    def _states(self, rows: Sequence[Row], group: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
-        self._buffers(group, device, rows)
-        return [self.state[row.param] for row in rows] if group["momentum"] else []
-
-    def _step_rows(
-        self, group: dict[str, Any], device: torch.device, rows: list[Row], scalars: StepScalars, *, triton: bool
-    ) -> None:
-        if device.type == "cpu" and not triton:
-            self._step_torch(group, rows, scalars)
-        else:
-            self._step_kernel(group, device, rows, scalars)
+    def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] else ()
 
     def _options(self, group: dict[str, Any], scalars: StepScalars, device: torch.device) -> dict[str, Any]:
         return {
-            "lr": _scaled.lr_for_kernel(group["lr"], device),
+            "lr": _step.lr_for_kernel(group["lr"], device),
             "momentum": group["momentum"],
             "dampening": group["dampening"],
             "weight_decay": group["weight_decay"],
@@ -129,54 +110,41 @@ class SGD(PlannedStep, torch.optim.SGD):
             "found_inf": scalars.found_inf,
         }
 
-    def _step_kernel(
-        self, group: dict[str, Any], device: torch.device, rows: list[Row], scalars: StepScalars
-    ) -> None:
-        for part, copies in _scaled.split_by_copy(rows, self._targets):
-            params = [row.local for row in part]
-            buffers, flags = self._buffers(group, device, part)
-            started = torch.stack(flags) if flags else None
-            kernels.sgd_(
-                params,
-                [row.grad for row in part],
-                buffers,
-                started=started,
-                copies=copies,
-                impl=self.impl,
-                **self._options(group, scalars, device),
-            )
-            if started is not None:
-                foreach_copy_(flags, list(started.unbind()))
-            # As any in-place operation would: what was saved for backward is stale now.
-            torch.autograd.graph.increment_version(params)
-
-    def _buffers(
-        self, group: dict[str, Any], device: torch.device, rows: Sequence[Row]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Momentum buffers, and where dampening tells a fresh zero buffer from none, the flags that do."""
-        if group["momentum"] == 0:
-            return [], []
-        buffers, flags = [], []
-        for row in rows:
-            state = self.state[row.param]
+    def _states(self, rows: Sequence[Row], group: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
+        """With momentum: buffers, and where dampening tells a fresh zero buffer from none, the flags that do."""
+        if not group["momentum"]:
+            return [{} for _ in rows]
+        states = [self.state[row.param] for row in rows]
+        for row, state in zip(rows, states, strict=True):
             fresh = state.get("momentum_buffer") is None
             if fresh:
                 state["momentum_buffer"] = torch.zeros_like(row.param, memory_format=torch.preserve_format)
-            buffers.append(_scaled.local_tensor(state["momentum_buffer"]))
-            if group["dampening"] != 0:
-                if fresh or _STARTED not in state:
-                    state[_STARTED] = torch.full((), 0.0 if fresh else 1.0, dtype=torch.float32, device=device)
-                flags.append(state[_STARTED])
-        return buffers, flags
+            if group["dampening"] and (fresh or _STARTED not in state):
+                state[_STARTED] = torch.full((), 0.0 if fresh else 1.0, dtype=torch.float32, device=device)
+        return states
 
-    def _step_torch(self, group: dict[str, Any], rows: list[Row], scalars: StepScalars) -> None:
+    def _step_kernel(
+        self, group: dict[str, Any], lists: list[list[Tensor]], states: list[dict[str, Any]], **options: Any
+    ) -> None:
+        params, grads, buffers = [*lists, []][:3]
+        flags = [state[_STARTED] for state in states] if group["momentum"] and group["dampening"] else []
+        started = torch.stack(flags) if flags else None
+        kernels.sgd_(params, grads, buffers, started=started, **options)
+        if started is not None:
+            foreach_copy_(flags, list(started.unbind()))
+
+    def _step_torch(
+        self, group: dict[str, Any], device: torch.device, rows: list[Row], scalars: StepScalars
+    ) -> bool:
+        if device.type != "cpu":
+            return False
         if scalars.skips_on_host():
-            return
-        for part, grads in _scaled.scaled_parts(rows, scalars.factor_on_host()):
+            return True
+        for part, grads in _step.scaled_parts(rows, scalars.factor_on_host()):
             has_momentum = group["momentum"] != 0
             states = [self.state[row.param] for row in part] if has_momentum else []
             stored = [state.get("momentum_buffer") for state in states]
-            buffers = [None if buffer is None else _scaled.local_tensor(buffer) for buffer in stored]
+            buffers = [None if buffer is None else _step.local_tensor(buffer) for buffer in stored]
             params = [row.local for row in part]
             torch_sgd(
                 params,
@@ -193,7 +161,5 @@ class SGD(PlannedStep, torch.optim.SGD):
             )
             for state, row, before, buffer in zip(states, part, stored, buffers, strict=False):
                 if before is None:
-                    state["momentum_buffer"] = _scaled.shaped_like(row.param, buffer)
-        for part, copies in _scaled.split_by_copy(rows, self._targets):
-            if copies is not None:
-                kernels.cast_([row.local for row in part], copies)
+                    state["momentum_buffer"] = _step.shaped_like(row.param, buffer)
+        return True

@@ -1,8 +1,9 @@
-"""Paths of modules, as module rules match them."""
+"""Paths of modules: as module rules match them and records show them, without the wrappers that torch adds."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 
 from torch.nn import DataParallel, Module
 from torch.nn.parallel import DistributedDataParallel
@@ -12,11 +13,29 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _DATA_PARALLEL = (DataParallel, DistributedDataParallel)
 
 
+def unwrapped(module: Module) -> Module:
+    """The module inside wrappers that torch adds to compile, checkpoint or distribute one; else itself."""
+    for name, child in module._modules.items():
+        if child is not None and _is_wrapper(module, name):
+            return unwrapped(child)
+    return module
+
+
+def named_paths(model: Module, path: str = "", above: tuple[int, ...] = ()) -> Iterator[tuple[str, Module]]:
+    """Every module of `model`, itself included at "", with its path; one with several names has several paths."""
+    model = unwrapped(model)
+    if id(model) in above:      # a module inside itself
+        return
+    yield path, model
+    for name, child in model._modules.items():
+        if child is not None:
+            yield from named_paths(child, f"{path}.{name}" if path else name, (*above, id(model)))
+
+
 def path_of(root: Module, module: Module) -> str:
     """The module's name in `root.named_modules()`; its class's name if it is not below `root`.
 
-    Wrappers that torch adds to compile, checkpoint or distribute modules are left out. A module with several names
-    has the first of them.
+    Wrappers are left out. A module with several names has the first of them.
     """
     paths = _paths.get(root)
     if paths is None or not _is_at(root, paths.get(id(module), ("?", ""))[0], module):
@@ -36,7 +55,12 @@ def _is_at(root: Module, name: str, module: Module) -> bool:
 def _without_wrappers(root: Module, name: str) -> str:
     parts, module = [], root
     for part in name.split(".") if name else ():
-        if part not in _WRAPPERS and not (part == "module" and isinstance(module, _DATA_PARALLEL)):
+        if not _is_wrapper(module, part):
             parts.append(part)
         module = module._modules[part] or module
     return ".".join(parts)
+
+
+def _is_wrapper(module: Module, name: str) -> bool:
+    """Whether `module` only wraps its child `name`."""
+    return name in _WRAPPERS or (name == "module" and isinstance(module, _DATA_PARALLEL))

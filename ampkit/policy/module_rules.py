@@ -1,142 +1,233 @@
-"""Rules by module: which rule a module follows, found by instance, path or class.
+"""Rules for modules: which modules of a model a key of `Policy.for_modules` binds, and which rule a module follows.
 
-Only keys and matching: `policy` checks the values, `region.module_hooks` enters the regions.
+Keys are resolved when a model is given, at once. A rule keeps its key as data, for `Policy.to_dict`, and the modules
+that it binds weakly: a policy and the caches that hold it keep no model alive, and wrappers around a bound module
+change nothing. `policy` checks the values; `region.module_hooks` enters the regions.
 """
 
 from __future__ import annotations
 
 import copy
+import difflib
 import re
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.nn import Module
 
-from ampkit.policy.messages import short
+from ampkit.policy.module_paths import named_paths, unwrapped
+from ampkit.policy.values import short
+from ampkit.torch_internals.modules import request_kwargs
+
+__all__ = [
+    "NONE", "BoundRule", "ModuleCheck", "ModulePath", "ModuleRef", "ModuleRule", "ModuleRules", "NamedModules",
+    "checked_key", "describe", "is_one_path", "matches",
+]
 
 
-class Instance:
-    """A module as a key, compared by identity and held weakly: a policy and its caches keep no model alive.
+_LONGEST = 1000     # characters of a pattern, which is compared with every path of a model
 
-    A rule whose module was freed matches nothing.
-    """
 
-    __slots__ = ("module",)
+class ModuleRef:
+    """A module, compared by identity and held weakly."""
+
+    __slots__ = ("_hash", "module")
 
     def __init__(self, module: Module) -> None:
         self.module = weakref.ref(module)   # `ref` returns one object per live module
+        self._hash = id(self.module)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Instance) and self.module is other.module
+        return isinstance(other, ModuleRef) and self.module is other.module
 
     def __hash__(self) -> int:
-        return id(self.module)
+        return self._hash
+
+    def __repr__(self) -> str:
+        module = self.module()
+        return "<a module that is gone>" if module is None else f"<{type(module).__name__} at {id(module):#x}>"
 
 
-Key = str | type[Module] | Instance
+class ModulePath(str):
+    """The path of one module, as a policy that was written down names a module given as a key."""
+
+
+Key = str | type[Module] | ModuleRef
+
+
+class NamedModules:
+    """A model's modules by their paths: made once for all rules that are bound to it."""
+
+    def __init__(self, model: Module) -> None:
+        self.model = unwrapped(model)
+        self.pairs = list(named_paths(self.model))
+        self.by_path = dict(self.pairs)
+        self.by_module = {id(module): path for path, module in reversed(self.pairs)}    # the first of several paths
+
+    def matching(self, key: Any) -> list[tuple[str, Module]]:
+        """Each module that a checked key matches, once, with its path."""
+        if isinstance(key, Module):
+            path = self.by_module.get(id(unwrapped(key)))
+            return [] if path is None else [(path, unwrapped(key))]
+        if isinstance(key, type):
+            return [(self.by_module[id(one)], one) for one in self._distinct() if key in type(one).__mro__]
+        if is_one_path(key):
+            return [(str(key), self.by_path[key])] if key in self.by_path else []
+        found = {id(module): (path, module) for path, module in reversed(self.pairs) if matches(key, path)}
+        return list(reversed(found.values()))
+
+    def _distinct(self) -> list[Module]:
+        return list({id(module): module for _, module in self.pairs}.values())
+
+
+class ModuleRule(NamedTuple):
+    """A key of `for_modules`, its value, the model that it was given for, and the modules that it binds."""
+
+    key: Key
+    value: Any                                  # a dtype or a Policy
+    model: ModuleRef
+    bound: tuple[tuple[str, ModuleRef], ...]    # with their paths at binding; "" is the model itself
+
+    def rank(self, module: Module) -> int:
+        """How near the key is to a module that it binds: an instance 0, a pattern 1, classes by their distance."""
+        if isinstance(self.key, type):
+            return 2 + type(module).__mro__.index(self.key)
+        return 1 if isinstance(self.key, str) else 0
+
+    def key_text(self) -> str:
+        """The key in code and messages."""
+        return repr(self.key) if isinstance(self.key, str) else describe(self.key)
 
 
 class ModuleRules:
-    """An ordered, immutable set of (key, value); falsy when it is empty. Values are opaque, hashable and comparable."""
+    """The rules that `for_modules` has bound: immutable, apart from `ran`; falsy when there are none."""
 
-    __slots__ = ("items",)
+    __slots__ = ("_hash", "_values", "ran", "rules")
 
-    def __init__(self, items: tuple[tuple[Key, Any], ...] = ()) -> None:
-        self.items = items
+    def __init__(self, rules: tuple[ModuleRule, ...] = ()) -> None:
+        self.rules = rules
+        self.ran = False        # whether a bound module has run in a region
+        self._values = _values(rules)
+        self._hash = hash(frozenset(rules))
 
     def __bool__(self) -> bool:
-        return bool(self.items)
+        return bool(self.rules)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ModuleRules) and frozenset(self.items) == frozenset(other.items)
+        return isinstance(other, ModuleRules) and frozenset(self.rules) == frozenset(other.rules)
 
     def __hash__(self) -> int:
-        return hash(frozenset(self.items))
+        return self._hash
 
-    def extended(self, items: Iterable[tuple[Key, Any]]) -> ModuleRules:
-        """These rules and more; raises `ValueError` naming a key that is already set."""
-        found = dict(self.items)
-        for key, value in items:
-            if key in found:
-                raise ValueError(f"module {describe(key)} already has a rule in this policy")
-            found[key] = value
-        return ModuleRules(tuple(found.items()))
-
-    def find(self, module: Module, path: str) -> Any:
-        """The value for a module at a path ("" for the outermost); None if no key matches.
-
-        Raises `ValueError` if two path patterns match with different values.
-        """
-        for key, value in self.items:
-            if isinstance(key, Instance) and key.module() is module:
-                return value
-        matching = [(key, value) for key, value in self.items if isinstance(key, str) and _matches(key, path)]
-        if len({value for _, value in matching}) > 1:
-            raise ValueError(
-                f"module {path!r} matches several patterns that disagree: "
-                + ", ".join(f"{key!r}: {value}" for key, value in matching)
-                + "; make one of them narrower, or give the module itself as a key"
-            )
-        if matching:
-            return matching[0][1]
-        classes = {key: value for key, value in self.items if isinstance(key, type)}
-        for cls in type(module).__mro__:
-            if cls in classes:
-                return classes[cls]
+    def find(self, module: Module) -> Any:
+        """The value for a module; None if no rule binds it. A replica of `nn.DataParallel` follows its original."""
+        found = self._values.get(id(module))
+        if found is not None and found[0].module() is module:
+            return found[1]
+        if "_is_replica" in vars(module):
+            hooks = vars(module)["_forward_pre_hooks"]      # replicas share their original's
+            for reference, value in self._values.values():
+                original = reference.module()
+                if original is not None and vars(original)["_forward_pre_hooks"] is hooks:
+                    return value
         return None
 
+    def extended(self, modules: NamedModules, items: Iterable[tuple[Any, Any]]) -> ModuleRules:
+        """These rules and more, bound to modules of a model.
+
+        Raises `ValueError` for a key that binds no module or is set already, and for a module whose rules disagree.
+        """
+        reference = ModuleRef(modules.model)
+        known = {(rule.key, rule.model) for rule in self.rules}
+        rules = list(self.rules)
+        for key, value in items:
+            rule = _bound(key, value, modules)
+            if (rule.key, reference) in known:
+                raise ValueError(f"module {describe(key)} already has a rule in this policy")
+            known.add((rule.key, reference))
+            rules.append(rule)
+        extended = ModuleRules(tuple(rules))
+        for rule in extended.rules:
+            for _, bound in rule.bound:
+                request_kwargs(bound.module())
+        return extended
+
     def copied(self, memo: dict[int, Any]) -> ModuleRules:
-        """For `deepcopy`: modules that it has copied are replaced by their copies, others stay."""
-        return ModuleRules(tuple((_copied_key(key, memo), copy.deepcopy(value, memo)) for key, value in self.items))
+        """For `deepcopy`: rules for a model that it copies, or has copied, bind the modules of the copy."""
+        return ModuleRules(tuple(_copied(rule, memo) for rule in self.rules))
+
+    def check(self) -> ModuleCheck:
+        """What each rule binds now."""
+        return ModuleCheck(tuple(map(_checked, self.rules)))
 
     def describe(self) -> str:
-        """As it is written in code, for `repr`."""
-        if not self.items:
-            return ""
-        return ".for_modules({" + ", ".join(f"{_code(key)}: {value!r}" for key, value in self.items) + "})"
+        """As in code, for `repr`; a model is shown with its address."""
+        text, by_model = "", dict[ModuleRef, list[ModuleRule]]()
+        for rule in self.rules:
+            by_model.setdefault(rule.model, []).append(rule)
+        for model, rules in by_model.items():
+            shown = ", ".join(f"{rule.key_text()}: {rule.value!r}" for rule in rules)
+            text += f".for_modules({model}, {{{shown}}})"
+        return text
 
 
-NONE = ModuleRules()
+class BoundRule(NamedTuple):
+    """One rule: the paths of the modules that it binds, and of those among them that are no longer there."""
+
+    key: str                    # as in code
+    value: Any                  # a dtype or a Policy
+    modules: tuple[str, ...]    # paths at binding; "" is the model itself
+    gone: tuple[str, ...]       # freed, or no longer in the model
+
+    def __str__(self) -> str:
+        text = f"{self.key}: {self.value!r}: " + ", ".join(path or "the model itself" for path in self.modules)
+        return f"{text}; gone: {', '.join(path or 'the model itself' for path in self.gone)}" if self.gone else text
 
 
-def checked_key(key: Any) -> Key:
-    """A path pattern, a module class or a module as a key; `TypeError` or `ValueError` for anything else."""
-    if isinstance(key, Module):
-        return Instance(key)
-    if isinstance(key, type) and issubclass(key, Module):
+class ModuleCheck(NamedTuple):
+    """The result of `Policy.check`; `str()` of it is a line for each rule."""
+
+    rules: tuple[BoundRule, ...]
+
+    @property
+    def gone(self) -> tuple[BoundRule, ...]:
+        """The rules with modules that are no longer there: copied, replaced or freed since they were bound."""
+        return tuple(rule for rule in self.rules if rule.gone)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.rules)) if self.rules else "this policy has no rules for modules"
+
+
+def checked_key(key: Any) -> Any:
+    """A path pattern, a module class or a module; `TypeError` or `ValueError` for anything else."""
+    if isinstance(key, (Module, ModulePath)) or (isinstance(key, type) and issubclass(key, Module)):
         return key
     if not isinstance(key, str):
         raise TypeError(f"a key of for_modules is a path pattern, a module class or a module, got {short(key)}")
-    if not re.fullmatch(r"[\w*]+(\.[\w*]+)*", key):
+    if len(key) > _LONGEST or not re.fullmatch(r"[\w*]+(\.[\w*]+)*", key):
         raise ValueError(
-            f"{short(key)} is no module path pattern; expected names and '*' joined by dots, like 'blocks.*.attn'"
+            f"{short(key)} is no module path pattern; expected names and '*' joined by dots, like 'blocks.*.attn', of "
+            f"{_LONGEST} characters at most"
         )
     return key
 
 
-def describe(key: Key) -> str:
+def is_one_path(key: Any) -> bool:
+    """Whether a key is the path of one module, without stars."""
+    return isinstance(key, ModulePath) or (isinstance(key, str) and "*" not in key)
+
+
+def describe(key: Any) -> str:
     """A key as messages show it."""
-    return short(key) if isinstance(key, str) else _code(key)
-
-
-def _code(key: Key) -> str:
-    if isinstance(key, str):
-        return repr(key)
     if isinstance(key, type):
         return f"{key.__module__}.{key.__qualname__}"
-    module = key.module()
-    return "<a module that is gone>" if module is None else f"<{type(module).__name__} at {id(module):#x}>"
+    return repr(ModuleRef(key)) if isinstance(key, Module) else short(key)
 
 
-def _copied_key(key: Key, memo: dict[int, Any]) -> Key:
-    module = key.module() if isinstance(key, Instance) else None
-    return key if module is None else Instance(memo.get(id(module), module))
-
-
-def _matches(pattern: str, path: str) -> bool:
-    """`*` matches a name or part of one, `**` any number of names; nothing matches "", the outermost module's path.
+def matches(pattern: str, path: str) -> bool:
+    """Whether a path matches: `*` is a name or part of one, `**` any number of names; no pattern matches "".
 
     One pass over the pattern: as a regular expression, patterns with many stars would backtrack exponentially.
     """
@@ -144,12 +235,88 @@ def _matches(pattern: str, path: str) -> bool:
         return False
     names = path.split(".")
     *parts, last = pattern.split(".")
-    taken = [0]     # how many names the pattern may have used up so far, in order
+    used = [0]      # how many names the pattern may have used up so far, in order
     for part in parts:
         if part == "**":
-            taken = list(range(taken[0], len(names)))
+            used = list(range(used[0], len(names)))
         else:
-            taken = [n + 1 for n in taken if n + 1 < len(names) and fnmatchcase(names[n], part)]
-        if not taken:
+            used = [n + 1 for n in used if n + 1 < len(names) and fnmatchcase(names[n], part)]
+        if not used:
             return False
-    return last == "**" or (taken[-1] == len(names) - 1 and fnmatchcase(names[-1], last))
+    return last == "**" or (used[-1] == len(names) - 1 and fnmatchcase(names[-1], last))
+
+
+def _bound(key: Any, value: Any, modules: NamedModules) -> ModuleRule:
+    """The rule for a checked key; `ValueError` with the nearest names if it matches no module."""
+    found = modules.matching(key)
+    if not found:
+        raise ValueError(_unmatched(key, modules))
+    if isinstance(key, (Module, ModulePath)):
+        key = ModuleRef(found[0][1])
+    bound = tuple((path, ModuleRef(module)) for path, module in found)
+    return ModuleRule(key, value, ModuleRef(modules.model), bound)
+
+
+def _unmatched(key: Any, modules: NamedModules) -> str:
+    model = type(modules.model).__name__
+    if isinstance(key, Module):
+        return f"{describe(key)} is no module of {model}; give for_modules the model that it is part of"
+    if isinstance(key, type):
+        known = ", ".join(dict.fromkeys(type(module).__name__ for _, module in modules.pairs))
+        return f"no module of {model} is a {describe(key)}; the classes of its modules are {known}"
+    paths = [path for path, _ in modules.pairs if path]
+    nearest = difflib.get_close_matches(str(key)[:80], paths, n=3) or paths[:3]
+    return (
+        f"the pattern {short(str(key))} of for_modules matches no module of {model}; nearest: "
+        f"{', '.join(nearest) or 'none'}. Paths count from the model that for_modules is given"
+    )
+
+
+def _values(rules: Iterable[ModuleRule]) -> Mapping[int, tuple[ModuleRef, Any]]:
+    """Each bound module, by `id`, with the value of its nearest rule; `ValueError` where two are as near."""
+    nearest: dict[int, tuple[int, str, ModuleRef, ModuleRule]] = {}
+    for rule in rules:
+        for path, reference in rule.bound:
+            module = reference.module()
+            if module is None:
+                continue
+            rank = rule.rank(module)
+            other = nearest.get(id(module))
+            if other is None or rank < other[0]:
+                nearest[id(module)] = rank, path, reference, rule
+            elif rank == other[0] and rule.value != other[3].value:
+                raise ValueError(
+                    f"module {path!r} matches two rules that disagree: {other[3].key_text()}: {other[3].value!r} and "
+                    f"{rule.key_text()}: {rule.value!r}; make one of them narrower, or give the module itself as a key"
+                )
+    return {key: (reference, rule.value) for key, (_, _, reference, rule) in nearest.items()}
+
+
+def _checked(rule: ModuleRule) -> BoundRule:
+    model = rule.model.module()
+    there = None if model is None else {id(module) for module in model.modules()}
+    gone = []
+    for path, reference in rule.bound:
+        module = reference.module()
+        if module is None or (there is not None and id(module) not in there):
+            gone.append(path)
+    return BoundRule(rule.key_text(), rule.value, tuple(path for path, _ in rule.bound), tuple(gone))
+
+
+def _copied(rule: ModuleRule, memo: dict[int, Any]) -> ModuleRule:
+    model = rule.model.module()
+
+    def copy_of(reference: ModuleRef) -> ModuleRef:
+        module = reference.module()
+        if module is None:
+            return reference
+        if model is not None and id(model) in memo:     # the model is being copied, this module perhaps not yet
+            return ModuleRef(copy.deepcopy(module, memo))
+        return ModuleRef(memo.get(id(module), module))
+
+    key = copy_of(rule.key) if isinstance(rule.key, ModuleRef) else rule.key
+    bound = tuple((path, copy_of(reference)) for path, reference in rule.bound)
+    return ModuleRule(key, copy.deepcopy(rule.value, memo), copy_of(rule.model), bound)
+
+
+NONE = ModuleRules()

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ampkit.policy import casting
-from ampkit.policy.messages import short
 from ampkit.policy.rules import Rule
+from ampkit.policy.values import short
 from ampkit.torch_internals.operators import (
     OpOverload,
     OpOverloadPacket,

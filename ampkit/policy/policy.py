@@ -1,32 +1,43 @@
 """Policy: which rule every operator follows in a region, why, and how to change it.
 
 A policy is a stack of layers, later over earlier: torch.amp's list for the device, what ampkit adds to it,
-what `register_op` declared for the process, and each `with_rules`. It is immutable; `with_rules` and
-`for_modules` return a new one. Policies compare and hash by value, and serialise to plain dicts.
+what `register_op` declared for the process, and each `with_rules`; and rules for modules of a model. It is immutable:
+`with_rules` and `for_modules` return another one. Policies compare and hash by value; `to_dict` gives plain data.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Module
 
-from ampkit.policy import module_check, module_rules, operator_kernels, written
-from ampkit.policy.dtypes import PRECISIONS, as_dtype
-from ampkit.policy.explanations import Explanation, ModuleExplanation
-from ampkit.policy.messages import short
-from ampkit.policy.module_operators import called_operators
-from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, Group, Rule, fold, resolve
+from ampkit.policy import module_rules, operator_kernels, written
+from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, Group, Rule, fold
 from ampkit.policy.operator_keys import Operator, candidates, checked_rule, key_name, overloads
+from ampkit.policy.values import PRECISIONS, as_dtype, short
+from ampkit.torch_internals.dynamo import tracing
 from ampkit.torch_internals.operators import OpOverload, is_composite
 
 __all__ = ["Explanation", "Policy", "Rule", "register_op"]
 
 _WHY_COMPOSITE = "no list names it; the operators that it is made of follow their own rules"
 _WHY_UNLISTED = "no list names it; it runs in the dtype of its inputs"
+
+
+class Explanation(NamedTuple):
+    """The rule of one operator, and where it comes from; `str()` of it is one line."""
+
+    op: str
+    rule: Rule
+    layer: str      # "torch", "default", "register_op", "with_rules[0]", ... or "unlisted"
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.op}: {self.rule.name} (set by {self.layer}): {self.why}"
 
 
 class _Layer(NamedTuple):
@@ -67,7 +78,7 @@ class Policy:
     device_type: str
     overrides: tuple[tuple[tuple[OpOverload, Rule], ...], ...]  # one per with_rules, in order
     modules: module_rules.ModuleRules
-    text: str                                                   # all but `modules`, for `from_text`
+    text: str                                                   # all but `modules`, as JSON: for compiled graphs
 
     def __init__(
         self,
@@ -86,7 +97,7 @@ class Policy:
         for name, value in (
             ("base", base), ("device_type", device_type), ("overrides", overrides), ("modules", modules),
             ("_folded", None), ("_folded_at", -1), ("_hash", None),
-            ("text", "|".join([base, device_type, *map(written.layer_text, overrides)])),
+            ("text", _text(base, device_type, overrides)),
         ):
             object.__setattr__(self, name, value)
 
@@ -120,38 +131,48 @@ class Policy:
         """
         return Policy(self.base, self.device_type, (*self.overrides, _checked_layer(rules)), self.modules)
 
-    def for_modules(self, rules: Mapping[Any, Any]) -> Policy:
-        """A policy that computes some modules in another precision.
+    def for_modules(self, model: Module, rules: Mapping[Any, Any]) -> Policy:
+        """A policy that computes some modules of `model` in another precision, wherever they are called.
 
-        A key is a path pattern relative to the outermost module called in the region (`"blocks.*.attn"`; `*` stands
-        for one name, `**` for any number or none), a module class, or a module itself; a value is a dtype or its
-        name, or another `Policy` for the same device type. An instance beats a path, a path beats a class, a nearer
-        base class beats a farther one. `float32` computes everything inside in float32, whatever comes in.
-        Raises `TypeError` or `ValueError`, naming the key, for anything else and for a key that is already set.
+        A key is a path pattern relative to `model` (`"blocks.*.attn"`; `*` stands for one name or part of one, `**` for
+        any number of names), a module class (`nn.LayerNorm`), or a module itself. A value is a precision or another
+        `Policy` for the same device type. Precisions: `torch.float32` or its name casts the module's 16-bit inputs to
+        float32 and turns autocast off inside; bfloat16 and float16 are regions of that dtype.
+
+        Keys are resolved now, and the modules that they match are held weakly: wrappers put around them later change
+        nothing, but what replaces or copies modules has to come first. An instance beats a pattern, a pattern beats a
+        class, a nearer base class beats a farther one; of modules inside each other the innermost with a rule wins.
+
+        Raises `TypeError` or `ValueError`, naming the key, for a key that matches no module, is set already or is no
+        key, for another value, and where two patterns disagree about a module.
+
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        >>> policy = Policy.default("cpu").for_modules(model, {"1": torch.float32})
+        >>> print(policy.check())
+        '1': torch.float32: 1
         """
-        if not isinstance(rules, Mapping):
-            raise TypeError(f"for_modules takes a dict of module to dtype or policy, got {type(rules).__name__}")
-        return self._with_modules(rules.items())
+        if tracing():
+            raise RuntimeError("for_modules was called in the function that is compiled; call it outside")
+        if not isinstance(model, Module) or not isinstance(rules, Mapping):
+            raise TypeError(
+                "for_modules takes a model and a dict of its modules to precisions or policies, as in "
+                f"for_modules(model, {{'head': torch.float32}}); got {type(model).__name__} and {type(rules).__name__}"
+            )
+        return self._with_modules(module_rules.NamedModules(model), rules.items())
 
-    def _with_modules(self, rules: Iterable[tuple[Any, Any]]) -> Policy:
+    def _with_modules(self, modules: module_rules.NamedModules, rules: Iterable[tuple[Any, Any]]) -> Policy:
         """The policy with these rules of `for_modules` added, checked."""
         keys = [(module_rules.checked_key(key), value) for key, value in rules]
         items = [(key, self._precision(key, value)) for key, value in keys]
-        return Policy(self.base, self.device_type, self.overrides, self.modules.extended(items))
+        return Policy(self.base, self.device_type, self.overrides, self.modules.extended(modules, items))
 
-    def check(self, model: Module) -> module_check.ModuleCheck:
-        """Which modules each rule of `for_modules` matches if `model` is the outermost module called in a region.
+    def check(self) -> module_rules.ModuleCheck:
+        """Which modules each rule of `for_modules` binds, by their paths, and which of them are gone.
 
-        `str()` of it is a line for each rule; `.unused` holds those that match nothing, with the closest names.
-        Raises `TypeError` for anything but a module.
-
-        >>> model = torch.nn.ModuleDict({"head": torch.nn.Linear(1, 1)})
-        >>> print(Policy.default("cpu").for_modules({"haed": torch.float32}).check(model))
-        'haed': torch.float32: no module; nearest: head
+        `str()` of it is a line for each rule; `.gone` holds the rules with modules that were freed, or that their model
+        no longer contains. Such a module has to be bound again: `for_modules` after whatever replaced it.
         """
-        if not isinstance(model, Module):
-            raise TypeError(f"check takes a module; got {type(model).__name__}")
-        return module_check.check(self.modules, model)
+        return self.modules.check()
 
     def _precision(self, key: module_rules.Key, value: Any) -> torch.dtype | Policy:
         """The checked value of a rule of `for_modules`; `ValueError` naming the key if a module cannot follow it."""
@@ -171,37 +192,28 @@ class Policy:
         if not isinstance(dtype, torch.dtype) or dtype not in PRECISIONS.values():
             raise ValueError(
                 f"{short(value)} is no precision for module {module_rules.describe(key)}; expected torch.float32, "
-                "torch.bfloat16, torch.float16, their names, or a Policy"
+                f"torch.bfloat16, torch.float16, a name among {', '.join(PRECISIONS)}, or a Policy"
             )
         return dtype
 
     def _depth(self) -> int:
         """How many policies are nested here, this one included."""
-        return 1 + max((value._depth() for _, value in self.modules.items if isinstance(value, Policy)), default=0)
+        values = (rule.value for rule in self.modules.rules)
+        return 1 + max((value._depth() for value in values if isinstance(value, Policy)), default=0)
 
     def rule_for(self, op: Operator) -> Rule:
         """The rule `op` follows. DECOMPOSE for an unlisted composite, KEEP for any other unlisted operator."""
         return self.explain(op).rule
 
-    @overload
-    def explain(self, op: type[Module]) -> ModuleExplanation: ...  # pyright: ignore[reportOverlappingOverload]
-    @overload
-    def explain(self, op: Operator) -> Explanation: ...
-    def explain(self, op: Operator | type[Module]) -> Explanation | ModuleExplanation:
+    def explain(self, op: Operator) -> Explanation:
         """The rule `op` follows, which layer of the policy set it, and why. `str()` of it is one line.
 
-        `op` is a key as in `with_rules`, or a module class: then every operator that its forward calls, by its source.
-        Raises `ValueError` for an unknown operator, for overloads that follow different rules, or for a class whose
-        source cannot be read.
+        `op` is a key as in `with_rules`. Raises `ValueError` for an unknown operator, and for overloads that follow
+        different rules.
 
-        >>> print(Policy.torch("cpu").explain(torch.nn.Linear))
-        torch.nn.modules.linear.Linear calls
-          aten::linear: LOWER (set by torch): matrix units multiply in half precision and accumulate in float32
+        >>> print(Policy.torch("cpu").explain(torch.nn.functional.linear))
+        aten::linear: LOWER (set by torch): matrix units multiply in half precision and accumulate in float32
         """
-        if isinstance(op, type) and issubclass(op, Module):
-            listed = self.rules()
-            calls = [call for call, is_sure in called_operators(op).items() if is_sure or call in listed]
-            return ModuleExplanation(module_rules.describe(op), tuple(map(self._explain, calls)))
         answers = [self._explain(one) for one in candidates(op)]
         if len({answer.rule for answer in answers}) > 1:
             said = ", ".join(f"{answer.op} {answer.rule.name}" for answer in answers)
@@ -227,7 +239,7 @@ class Policy:
         def mm(_keys, self, mat2):
         """
         found = self.explain(op)
-        named = resolve(found.op)
+        (named,) = candidates(found.op)
         text = operator_kernels.source(named, found.rule) if named in self.rules() else None
         if text is None:
             why = "the kernel for every operator serves it" if named in self.rules() else "a region never sees it"
@@ -244,34 +256,48 @@ class Policy:
     def to_dict(self) -> dict[str, Any]:
         """The policy as plain dicts, lists and strings, for JSON or a checkpoint; `from_dict` reads it back.
 
-        Raises `ValueError` if `for_modules` was given a module instance, which has no name.
+        Module rules are written by pattern, class or path. Raises `ValueError` for a class made inside a function, and
+        for rules of several models, which one call of `from_dict` cannot bind.
         """
+        if len(self._models()) > 1:
+            raise ValueError(
+                "this policy has rules for modules of several models, and from_dict binds to one; write one policy for "
+                "each of them"
+            )
         return {
             "base": self.base,
             "device_type": self.device_type,
             "rules": [written.layer_dict(layer) for layer in self.overrides],
             "modules": [
-                [written.key_text(key), value.to_dict() if isinstance(value, Policy) else str(value)[len("torch.") :]]
-                for key, value in self.modules.items
+                [
+                    written.key_text(rule),
+                    rule.value.to_dict() if isinstance(rule.value, Policy) else str(rule.value)[len("torch.") :],
+                ]
+                for rule in self.modules.rules
             ],
         }
 
     @classmethod
-    def from_dict(cls, state: Mapping[str, Any]) -> Policy:
-        """The policy that `to_dict` wrote. Untrusted data is safe: reading it imports nothing and runs no code.
+    def from_dict(cls, state: Mapping[str, Any], model: Module | None = None) -> Policy:
+        """The policy that `to_dict` wrote, its module rules bound to `model`; all keys but "base" may be left out.
 
-        A module class that the policy names must therefore have been imported before.
-        Raises `TypeError` or `ValueError`, saying what is wrong, for anything that `to_dict` does not write.
+        Without "device_type" the policy is for the current accelerator, else the CPU. Untrusted data is safe: reading
+        it imports nothing and runs no code. A module class that the policy names must have been imported before.
+        Raises `TypeError` or `ValueError`, saying what is wrong, for anything that `to_dict` does not write, for module
+        rules without a model, and for those that match none of its modules.
+
+        >>> Policy.from_dict({"base": "torch", "device_type": "cpu", "rules": [{"aten::mm": "keep"}]})
+        Policy.torch('cpu').with_rules({'aten::mm.default': Rule.KEEP, 'aten::mm.dtype': Rule.KEEP})
         """
-        return _restored(*written.read_dict(state))
+        if model is not None and not isinstance(model, Module):
+            raise TypeError(f"from_dict binds module rules to a module; got {type(model).__name__}")
+        parts = written.read_dict(state)
+        return _restored(parts, None if model is None else module_rules.NamedModules(model))
 
-    @classmethod
-    def from_text(cls, text: str) -> Policy:
-        """The operator rules of the policy with this `text`, without its module rules.
-
-        Raises `TypeError` or `ValueError`, saying what is wrong, for any other text.
-        """
-        return _restored(*written.read_text(text))
+    def _models(self) -> set[module_rules.ModuleRef]:
+        """The models that module rules are bound to, those of policies for modules included."""
+        found = {rule.model for rule in self.modules.rules}
+        return found.union(*(rule.value._models() for rule in self.modules.rules if isinstance(rule.value, Policy)))
 
     def _layers(self) -> tuple[_Layer, ...]:
         return (
@@ -302,10 +328,12 @@ class Policy:
         return self if modules == self.modules else Policy(self.base, self.device_type, self.overrides, modules)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        for key, _ in self.modules.items:
-            written.check_travels(key)
-        layers = [written.layer_dict(layer) for layer in self.overrides]
-        return _restored, (self.base, self.device_type, layers, self.modules.items)
+        if self.modules:
+            raise ValueError(
+                "a policy with module rules is bound to its model and cannot be pickled; save policy.to_dict(), and "
+                "bind again with Policy.from_dict(state, model)"
+            )
+        return Policy.from_dict, (self.to_dict(),)
 
     def __repr__(self) -> str:
         text = f"Policy.{self.base}({self.device_type!r})"
@@ -337,12 +365,27 @@ def register_changes() -> int:
     return _Registered.changes
 
 
-def _restored(base: Any, device_type: Any, layers: Iterable[Any], modules: Iterable[tuple[Any, Any]]) -> Policy:
-    """The policy of these parts. Pickles call it; they refer to a module class by name, as to any class."""
-    policy = Policy(base, device_type, tuple(map(_checked_layer, layers)))
-    return policy._with_modules(
-        (key, _restored(*value) if isinstance(value, written.Parts) else value) for key, value in modules
-    )
+def _restored(parts: written.Parts, modules: module_rules.NamedModules | None) -> Policy:
+    """The policy of these parts, its module rules bound to these modules."""
+    policy = Policy(parts.base, parts.device_type, tuple(map(_checked_layer, parts.layers)))
+    if not parts.modules:
+        return policy
+    if modules is None:
+        raise ValueError(
+            f"this policy has rules for modules, {short(str(parts.modules[0][0]))} among them; give the model that "
+            "they are for: Policy.from_dict(state, model)"
+        )
+    return policy._with_modules(modules, (
+        (key, _restored(value, modules) if isinstance(value, written.Parts) else value) for key, value in parts.modules
+    ))
+
+
+def _text(base: str, device_type: str, overrides: Iterable[Any]) -> str:
+    """The operator rules as JSON that `from_dict` reads, for graphs, which hold constants alone."""
+    if overrides:
+        layers = [written.layer_dict(layer) for layer in overrides]
+        return json.dumps({"base": base, "device_type": device_type, "rules": layers})
+    return '{"base": "' + base + '", "device_type": "' + device_type + '"}'     # Dynamo traces no JSON
 
 
 def _checked_layer(rules: Any) -> tuple[tuple[OpOverload, Rule], ...]:

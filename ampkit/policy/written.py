@@ -1,6 +1,7 @@
-"""Policies as data: a dict for JSON and checkpoints, one line of text for compiled graphs.
+"""Policies as data: the dict of `Policy.to_dict`, for JSON and checkpoints.
 
-The data is untrusted: reading it imports nothing and runs no code, and raises on anything that is not a policy.
+The data is untrusted: reading it imports nothing and runs no code, takes time in proportion to its length, and raises
+on anything that is not a policy.
 """
 
 from __future__ import annotations
@@ -10,18 +11,19 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import torch
 from torch.nn import Module
 
-from ampkit.policy.messages import short
-from ampkit.policy.module_rules import Instance, Key, describe
+from ampkit.policy.module_rules import ModulePath, ModuleRule, describe, is_one_path
 from ampkit.policy.operator_keys import key_name
 from ampkit.policy.rules import Rule
+from ampkit.policy.values import short
 from ampkit.torch_internals.operators import OpOverload
 
 MOST_NESTED = 16        # policies within policies: reading one recurses, and so do its methods
 MOST_RULES = 20_000     # in all: policies may share their parts, so that a short pickle says endlessly many
+MOST_WIDE = 100         # of them for classes of modules, or patterns with stars: each is compared with every module
 _KEYS = {"base", "device_type", "rules", "modules"}
-Layer = Sequence[tuple[OpOverload, Rule]]
 
 
 class Parts(NamedTuple):
@@ -29,97 +31,97 @@ class Parts(NamedTuple):
 
     base: Any
     device_type: Any
-    layers: Sequence[Any]                       # one for each `with_rules`
-    modules: Sequence[tuple[Any, Any]] = ()     # keys of `for_modules`, with a precision's name or other `Parts`
+    layers: Sequence[Any]                   # one for each `with_rules`
+    modules: Sequence[tuple[Any, Any]]      # keys of `for_modules`, with a precision's name or other `Parts`
 
 
-def layer_dict(layer: Layer) -> dict[str, str]:
+def layer_dict(layer: Sequence[tuple[OpOverload, Rule]]) -> dict[str, str]:
     """The rules of one `with_rules` as strings."""
     return {key_name(op): rule.value for op, rule in layer}
 
 
-def layer_text(layer: Layer) -> str:
-    """The rules of one `with_rules` in one line."""
-    return ",".join(f"{key}={rule}" for key, rule in layer_dict(layer).items())
+def key_text(rule: ModuleRule) -> str:
+    """The key of a module rule as a string: a pattern, `class module:name` or `module path`.
 
-
-def key_text(key: Key) -> str:
-    """A key of `for_modules` as a string; `ValueError` for one that cannot be looked up again."""
-    check_travels(key)
-    if isinstance(key, type) and "<" in key.__qualname__:
+    Raises `ValueError` for a class that cannot be looked up again.
+    """
+    key = rule.key
+    if isinstance(key, str):
+        return key
+    if not isinstance(key, type):
+        return f"module {rule.bound[0][0]}"
+    if "<" in key.__qualname__:
         raise ValueError(
             f"a policy that names the class {describe(key)} cannot be written down: a class made inside a function "
             "cannot be found again; use a path, or a class at the top level of a module"
         )
-    return f"class {key.__module__}:{key.__qualname__}" if isinstance(key, type) else str(key)
+    return f"class {key.__module__}:{key.__qualname__}"
 
 
-def check_travels(key: Key) -> None:
-    """Raises `ValueError` for a module itself, which could only travel with its weights."""
-    if isinstance(key, Instance):
-        raise ValueError(
-            f"a policy that names the module {describe(key)} itself cannot be written down; use its path or class"
-        )
+class _Counter:
+    """How many rules a policy and those in it have so far."""
+
+    def __init__(self) -> None:
+        self.rules = 0      # layers of rules included
+        self.wide = 0
+
+    def add(self, *, rules: int = 0, wide: bool = False) -> None:
+        """Count some more; `ValueError` for more than there may be."""
+        self.rules += rules
+        self.wide += wide
+        if self.rules > MOST_RULES:
+            raise ValueError(f"not a policy: it holds more than {MOST_RULES} rules and layers of rules")
+        if self.wide > MOST_WIDE:
+            raise ValueError(f"not a policy: it names modules by more than {MOST_WIDE} classes and patterns with stars")
 
 
-def read_dict(state: Any, depth: int = 1, counter: list[int] | None = None) -> Parts:
-    """What `Policy.to_dict` wrote; `counter` holds how many rules and layers the policies around it have."""
-    counter = [0] if counter is None else counter
+def read_dict(state: Any, depth: int = 1, counter: _Counter | None = None) -> Parts:
+    """What `Policy.to_dict` wrote; `counter` has counted the rules of the policies around it."""
+    counter = _Counter() if counter is None else counter
     if not isinstance(state, Mapping):
         raise TypeError(f"a written policy is a dict, as to_dict gives it; got {short(state)}")
-    if set(state) != _KEYS:
-        missing, unknown = sorted(_KEYS - set(state)), sorted(set(state) - _KEYS, key=repr)
-        raise ValueError(f"not a policy: missing keys {missing}, unknown keys {short(unknown)}")
+    unknown = sorted(set(state) - _KEYS, key=repr)
+    if "base" not in state or unknown:
+        missing = "" if "base" in state else "'base' is missing; "
+        raise ValueError(
+            f"not a policy: {missing}{f'unknown keys {short(unknown)}; ' if unknown else ''}expected 'base' and, with "
+            "defaults, 'device_type', 'rules' and 'modules'"
+        )
     if depth > MOST_NESTED:
         raise ValueError(f"not a policy: it holds policies that hold policies, more than {MOST_NESTED} deep")
-    for key in ("rules", "modules"):
-        if not isinstance(state[key], (list, tuple)):
-            raise TypeError(f"{key!r} of a written policy is a list, got {short(state[key])}")
-    for layer in state["rules"]:
+    layers, modules = state.get("rules", ()), state.get("modules", ())
+    for key, value in (("rules", layers), ("modules", modules)):
+        if not isinstance(value, (list, tuple)):
+            raise TypeError(f"{key!r} of a written policy is a list, got {short(value)}")
+    for layer in layers:
         if not isinstance(layer, Mapping):
             raise TypeError(f"each of the 'rules' of a written policy is a dict, got {short(layer)}")
-    counter[0] += len(state["modules"]) + sum(1 + len(layer) for layer in state["rules"])
-    if counter[0] > MOST_RULES:
-        raise ValueError(f"not a policy: it holds more than {MOST_RULES} rules and layers of rules")
-    modules = [_read_module_rule(item, depth, counter) for item in state["modules"]]
-    return Parts(state["base"], state["device_type"], state["rules"], modules)
+    counter.add(rules=len(modules) + sum(1 + len(layer) for layer in layers))
+    device_type = state["device_type"] if "device_type" in state else _current_device_type()
+    return Parts(state["base"], device_type, layers, [_read_module_rule(item, depth, counter) for item in modules])
 
 
-def _read_module_rule(item: Any, depth: int, counter: list[int]) -> tuple[Any, Any]:
+def _current_device_type() -> str:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
+
+
+def _read_module_rule(item: Any, depth: int, counter: _Counter) -> tuple[Any, Any]:
     if not isinstance(item, (list, tuple)) or len(item) != 2:
         raise TypeError(f"a module rule of a written policy is a list of a module and its rule, got {short(item)}")
-    key, value = item
-    return _read_key(key), value if isinstance(value, str) else read_dict(value, depth + 1, counter)
-
-
-def read_text(text: Any) -> Parts:
-    """What `Policy.text` says."""
-    if not isinstance(text, str):
-        raise TypeError(f"the text of a policy is a str, got {short(text)}")
-    base, _, rest = text.partition("|")
-    device_type, *layers = rest.split("|")
-    if text.count(",") + len(layers) > MOST_RULES:
-        raise ValueError(f"the text of a policy holds more than {MOST_RULES} rules and layers of rules")
-    return Parts(base, device_type, [_read_layer(layer) for layer in layers])
-
-
-def _read_layer(text: str) -> dict[str, str]:
-    rules: dict[str, str] = {}
-    for item in text.split(",") if text else ():
-        op, equals, rule = item.partition("=")
-        if not equals or op in rules:
-            raise ValueError(
-                f"{short(item)} in the text of a policy {'names its operator again' if equals else 'is no rule'}; "
-                "expected one 'operator=rule' for each operator"
-            )
-        rules[op] = rule
-    return rules
+    key, value = _read_key(item[0]), item[1]
+    counter.add(wide=not is_one_path(key))
+    return key, value if isinstance(value, str) else read_dict(value, depth + 1, counter)
 
 
 def _read_key(text: Any) -> Any:
     """The key that `key_text` wrote. A class is looked up in `sys.modules`."""
     if not isinstance(text, str):
-        raise TypeError(f"a written policy names modules by path or as 'class module:name', got {short(text)}")
+        raise TypeError(
+            f"a written policy names modules by path, as 'module path' or as 'class module:name'; got {short(text)}"
+        )
+    if text.startswith("module "):
+        return ModulePath(text.removeprefix("module "))
     if not text.startswith("class "):
         return text
     module, _, name = text.removeprefix("class ").partition(":")

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from ampkit.policy.dtypes import as_dtype
-from ampkit.policy.messages import short
 from ampkit.policy.op_table import TORCH
 from ampkit.policy.policy import Policy
+from ampkit.policy.values import as_dtype, short
 from ampkit.region.spec import RegionSpec
 from ampkit.region.weight_cache import WeightCache
 from ampkit.torch_internals.dynamo import called_while_tracing

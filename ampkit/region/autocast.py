@@ -1,8 +1,8 @@
 """autocast: the region in which operators run in the precision their policy says.
 
 An `autocast` object holds a checked description and nothing else, so one object may be entered again while it is open,
-and a decorated function may recurse. `stack` changes and restores the state, `module_hooks` tracks modules, and
-`graph_modules` is what Dynamo traces in place of both.
+and a decorated function may recurse. `stack` changes and restores the state; `module_hooks` has the rules for modules,
+and what Dynamo traces in place of both.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ from collections.abc import Callable
 from typing import Any, Literal, ParamSpec, Self, TypeVar
 
 import torch
-from torch.nn import Module
 
 from ampkit.policy.policy import Policy
-from ampkit.region import graph_modules
 from ampkit.region.arguments import autocast_device_type, checked_spec, float32_spec
 from ampkit.region.decorate import in_region
-from ampkit.region.module_hooks import Watch, leave_interrupted
+from ampkit.region.module_hooks import ModuleRuleHooks, enter_in_trace, leave_in_trace
 from ampkit.region.spec import RegionSpec
 from ampkit.region.stack import depth_without, leave_down_to, leave_ended, push
 from ampkit.region.thread_state import thread
@@ -122,22 +120,21 @@ class autocast:
         return str(self.spec)
 
     @dynamo_skip
-    def __enter__(self, root: Module | None = None) -> Self:
+    def __enter__(self) -> Self:
         if tracing():
-            graph_modules.enter(self.spec, root)
+            enter_in_trace(self.spec)
         else:
-            leave_interrupted()
-            push(self.spec, root, Watch)
+            push(self.spec, ModuleRuleHooks)
         return self
 
-    enter = __enter__       # paths of `Policy.for_modules` count from `root`, where one is given
+    enter = __enter__
 
     @dynamo_skip
     def __exit__(self, exc_type: Any = None, exc_value: Any = None, traceback: Any = None) -> Literal[False]:
         depth = None
         try:
             if tracing():
-                graph_modules.leave(self.spec)
+                leave_in_trace()
                 return False
             stack, spec = thread.regions, self.spec
             innermost = bool(stack) and stack[-1].spec is spec and not stack[-1].exit_pending

@@ -12,8 +12,6 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from torch.nn import Module
-
 from ampkit.region.spec import RegionSpec
 
 
@@ -22,7 +20,7 @@ class Region(AbstractContextManager[Any], Protocol):
 
     spec: RegionSpec
 
-    def enter(self, root: Module | None = None) -> Any: ...
+    def enter(self) -> Any: ...
     def leave(self) -> Any: ...
 
 
@@ -51,11 +49,7 @@ def in_region(region: Region, func: Callable[..., Any]) -> Callable[..., Any]:
 
 def _plain(region: Region, func: Callable[..., Any]) -> Any:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        root = None
-        policy = region.spec.policy
-        if policy is not None and policy.modules and args and isinstance(args[0], Module):
-            root = args[0]      # a module's own forward: its children's paths count from it
-        region.enter(root)      # not `with`: torch.compile traces no context manager that was made outside
+        region.enter()      # not `with`: torch.compile traces no context manager that was made outside
         try:
             return func(*args, **kwargs)
         finally:

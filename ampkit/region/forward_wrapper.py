@@ -15,8 +15,8 @@ import torch
 from torch.nn import Module
 
 from ampkit.containers import cast_tree
-from ampkit.policy.dtypes import as_dtype
 from ampkit.policy.policy import Policy
+from ampkit.policy.values import as_dtype
 from ampkit.region.autocast import autocast
 from ampkit.region.weight_cache import WeightCache
 

@@ -11,6 +11,7 @@ For a region that is open around a compiled call, see `policy_guard`.
 from __future__ import annotations
 
 import functools
+import json
 import sys
 
 import torch
@@ -48,6 +49,10 @@ def enter_region(
         at_end_of_trace(tracing_in, functools.partial(leave_down_to, stack, len(stack)))
     caller = sys._getframe(1)
     spec = _spec(device_type, dtype, enabled, cache_enabled, rules)
+    if thread.announced and tracing_in is not None:
+        policy, of_module = thread.announced.pop(0)
+        if policy.text == rules:        # else the trace began again before it came here
+            spec = spec._replace(policy=policy, of_module=of_module)
     push(spec, frame=caller if runs_a_graph(caller) else None)
 
 
@@ -60,7 +65,7 @@ def leave_region() -> None:
 @functools.lru_cache(maxsize=256)
 def _spec(device_type: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool, rules: str | None) -> RegionSpec:
     """The region these constants describe. It was checked, with its warnings, when the user made it."""
-    policy = None if rules is None else Policy.from_text(rules)
+    policy = None if rules is None else Policy.from_dict(json.loads(rules))
     return RegionSpec(device_type, dtype, enabled, cache_enabled, policy)
 
 

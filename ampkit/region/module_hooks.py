@@ -1,177 +1,277 @@
-"""Entering the regions that `Policy.for_modules` asks for, as modules run.
+"""Module rules in a region: the forward of a module that `Policy.for_modules` bound runs in a region of its own.
 
-Global forward hooks, registered only while a region whose policy has module rules is open. They track which module runs
-inside which, find each one's path from the outermost, and enter a region around its forward if a rule matches.
+One pair of global module hooks, present while a region whose policy has module rules is open, looks every module that
+runs up among those that the policy bound. Hooks on the bound modules alone would be fewer calls, and wrong under
+`torch.compile`: Dynamo does not guard on a module's hooks, so what it has compiled for a module without hooks would run
+for a bound one of the same class as well. These hooks make it guard on the modules. They leave nothing behind that
+copies and pickles of a model would take along; `torch_internals.modules` has how they get keyword arguments.
+
+A rule of float32 casts the module's 16-bit inputs and turns autocast off; any other is a region inside the region.
+
+Under Dynamo the same hooks are traced; where the region is opened in traced code, the trace registers them. What a rule
+asks for is looked up in code that Dynamo calls while it traces, with the regions entered so far open, and becomes a
+constant of the graph. All state of a trace is undone by its end.
 """
 
 from __future__ import annotations
 
-import functools
-import os
-import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
-from ampkit.policy.module_paths import path_of
+from ampkit.containers import map_tensors
+from ampkit.policy.module_rules import ModuleRules
 from ampkit.policy.policy import Policy
-from ampkit.region.arguments import checked_spec, float32_spec
-from ampkit.region.graph_modules import AROUND, after, before
-from ampkit.region.running_modules import Called, Followed, in_force
+from ampkit.region import graph
+from ampkit.region.arguments import checked_spec
 from ampkit.region.spec import RegionSpec
 from ampkit.region.stack import is_entered, pop, push
 from ampkit.region.thread_state import thread
-from ampkit.region.unused_patterns import warn_of_unused
-from ampkit.torch_internals.dynamo import dynamo_skip, frame_on_stack, tracing
+from ampkit.torch_internals.dispatcher import current
+from ampkit.torch_internals.dynamo import called_while_tracing, dynamo_skip, object_at, tracer, tracing
 from ampkit.torch_internals.forks import renewed_lock
-from ampkit.torch_internals.modules import put_hooks, take_hooks
+from ampkit.torch_internals.modules import EAGER, TRACED, has_hooks, put_hooks, take_hooks
+from ampkit.user_warnings import warn_user
 
+_MOST = 1024
 _lock = renewed_lock(__name__, "_lock")     # reentrant: a signal handler may open such a region too
-_watches: weakref.WeakSet[Watch] = weakref.WeakSet()        # of all threads; freed with their thread
-_KEY = AROUND       # constant, unlike a RemovableHandle's id: torch.compile guards on hook keys
+_open: weakref.WeakSet[ModuleRuleHooks] = weakref.WeakSet()     # of all threads; freed with their thread
+_warned: set[ModuleRules] = set()           # by value: a policy may be made again in every step
 
 
-class Watch:
-    """An open region with module rules, from `begin` to `remove`; the hooks are registered while there is any.
+class ModuleRuleHooks:
+    """The hooks that an open region needs whose policy has module rules, from `begin` to `remove`."""
 
-    Paths count from `root`; if that is None, from the outermost module called in the region.
-    """
-
-    def __init__(self, policy: Policy, root: Module | None) -> None:
-        self.followed = thread.followed
-        self.modules = thread.modules
-        self.n_followed = len(self.followed)
-        self.depth = len(self.modules)
-        self.region = Followed(policy, root, self.depth, [] if root is None else [root])
-        self.at_end = weakref.finalize(self, _thread_ended)     # if it ends with the region open
-        self.at_end.atexit = False
-        if root is None and self.followed and self.followed[-1].policy == policy:
-            self.region = self.followed[-1]     # a nested region that inherits the policy
+    def __init__(self, policy: Policy) -> None:
+        self.rules = policy.modules
+        self.depth = len(thread.modules)
+        self.outer: ModuleRuleHooks | None = thread.module_hooks
+        self.called_a_model = False
 
     def begin(self) -> None:
-        """Start to track the modules that run in this thread."""
-        self.followed.append(self.region)
-        _watches.add(self)
-        _place_hooks()
+        """Have modules that this thread calls looked up from here on."""
+        if tracer() is None:        # a trace has hooks of its own
+            _open.add(self)
+            thread.module_hooks = self
+            _place_hooks()
 
     def remove(self) -> None:
-        """Stop; also completes a `begin` or `remove` that was cut short."""
-        self.at_end.detach()
-        del self.followed[self.n_followed :]
-        del self.modules[self.depth :]      # of modules that were interrupted; their hooks did not run
-        _watches.discard(self)
+        """End it, and warn if the rules had no effect; also completes a `begin` or `remove` that was cut short."""
+        while len(thread.modules) > self.depth:     # an interrupt has ended them: their hooks did not run
+            _leave_last()
+        thread.module_hooks = self.outer
+        _open.discard(self)
         _place_hooks()
-        warn_of_unused(self.region.policy.modules, self.region.roots)
+        if self.outer is not None and self.outer.rules == self.rules:
+            self.outer.called_a_model |= self.called_a_model
+        elif self.called_a_model and not self.rules.ran:
+            _warn_of_unused(self.rules)
 
 
 def _place_hooks() -> None:
-    """Register the global hooks if there is a region to watch, else remove them."""
+    """Register the global hooks if a region of any thread needs them, else remove them."""
     with _lock:
-        if any(_watches):       # `len` may still count one that was just freed
-            put_hooks(_KEY, _enter, _leave, always=True)
+        if any(_open):      # `len` may still count one that was just freed
+            put_hooks(EAGER, before, after, always=True)
         else:
-            take_hooks(_KEY, always=True)
+            take_hooks(EAGER, always=True)
 
 
-def _thread_ended() -> None:
-    """Remove hooks that no region needs, unless the lock is held: then its holder or the next region does.
+def _warn_of_unused(rules: ModuleRules) -> None:
+    """Warn, once, that none of the modules that these rules bind ran in a region that called another model."""
+    if rules in _warned:
+        return
+    if len(_warned) >= _MOST:
+        _warned.clear()
+    _warned.add(rules)      # first: where warnings are errors, leaving the region is completed by a second call
+    keys = ", ".join(rule.key for rule in rules.check().rules)
+    warn_user(
+        f"none of the modules that this policy's rules bind ({keys}) ran in this region: the rules have no effect on "
+        "what did. Bind the model that runs, after whatever copies it or replaces its modules: "
+        "policy.for_modules(model, {...}); policy.check() says which modules are gone",
+        ("torch.", "contextlib"),
+    )
 
-    A finalizer must not block. This one also runs in a forked child, where no thread is left to release the lock.
+
+@dynamo_skip
+def before(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+    """Global forward pre-hook: enters the regions that the module's rules ask for, and casts a float32 module's inputs.
+
+    torch gives keyword arguments for bound modules alone, and takes them back beside the others.
     """
-    if _lock.acquire(blocking=False):
-        try:
-            _place_hooks()
-        finally:
-            _lock.release()
-
-
-def _forked() -> None:
-    """In a forked child: only the thread that forked exists there."""
-    _watches.intersection_update([watch for watch in _watches if watch.followed is thread.followed])
-    _place_hooks()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
-
-
-def watch_again() -> Callable[[], Watch | None]:
-    """Makes the `Watch` for a recompute of what runs here, with paths from the same root."""
-    if not thread.followed:
-        return _no_watch
-    found = thread.followed[-1]
-    called = thread.modules[found.depth :]
-    root = called[0].module if found.root is None and called else found.root
-    return functools.partial(Watch, found.policy, root)
-
-
-def _no_watch() -> None:
-    return None
+    if tracing():
+        return _before_in_trace(module, args, kwargs)
+    hooks = thread.module_hooks
+    if hooks is None:       # another thread's region needs the hooks
+        return None
+    if module._modules:
+        hooks.called_a_model = True
+    found = list(_rules_of(module))
+    if not found:
+        return None
+    specs: list[RegionSpec] = []
+    thread.modules.append((module, specs))      # first: if what follows raises, `after` runs
+    for policy, value in found:
+        policy.modules.ran = True
+        if _is_followed(policy.device_type):
+            spec = _region(policy, value)
+            specs.append(spec)
+            push(spec)
+            if value is torch.float32:
+                args, kwargs = _cast_inputs(args, kwargs, policy.device_type)
+    return args if kwargs is None else (args, kwargs)
 
 
 @dynamo_skip
-def _enter(module: Module, args: Any) -> None:
+def after(module: Module, args: Any, output: Any) -> None:
+    """Global forward hook, also called when the forward raises: leaves the regions that `before` entered."""
     if tracing():
-        before(module, args)
+        _after_in_trace(module)
         return
-    if not thread.followed:
+    calls = thread.modules
+    if not any(called is module for called, _ in calls):
         return
-    leave_interrupted()
-    watched = thread.followed[-1]
-    policy = watched.policy
-    root = watched.start(module)
-    if root is module:
-        watched.roots.append(root)
-    value = policy.modules.find(module, path_of(root, module)) if in_force(policy) else None
-    region = None if value is None else _region(policy, value)
-    try:
-        if region is not None:
-            push(region, root, Watch)
-        thread.modules.append(Called(module, region, sys._getframe(1)))
-    except BaseException:
-        if region is not None and is_entered(region):
-            pop(region)
-        raise
-
-
-def leave_interrupted() -> None:
-    """Leave the innermost modules whose call ended without running hooks, as with `KeyboardInterrupt`."""
-    followed = thread.followed
-    if not followed:
-        return
-    modules = thread.modules
-    while followed and len(modules) > followed[-1].depth and not frame_on_stack(modules[-1].call):
-        _leave_last()
-
-
-@dynamo_skip
-def _leave(module: Module, args: Any, output: Any) -> None:
-    if tracing():
-        after(module, args, output)
-        return
-    if module not in [called.module for called in thread.modules]:
-        return      # it was entered before the region was
     while _leave_last() is not module:      # a module inside it ended without running hooks
         pass
 
 
 def _leave_last() -> Module:
-    """Drop the innermost module, and leave the region that was entered for it."""
-    depth = len(thread.modules) - 1
-    called = thread.modules[depth]
-    if called.region is not None and is_entered(called.region):     # an interrupt may have left it
-        pop(called.region)
-    del thread.modules[depth:]
-    return called.module
+    """Leave the regions of the innermost module."""
+    module, specs = thread.modules[-1]
+    for spec in reversed(specs):
+        if is_entered(spec):        # an interrupt may have left it
+            pop(spec)
+    del thread.modules[-1]
+    return module
+
+
+def _rules_of(module: Module) -> Iterator[tuple[Policy, Any]]:
+    """The policies here that bind a module, and what they say of it."""
+    mode = current()
+    for _, policy in () if mode is None else mode.policies:
+        value = policy.modules.find(module) if policy.modules else None
+        if value is not None:
+            yield policy, value
+
+
+def _is_followed(device_type: str) -> bool:
+    """Whether module rules are followed here: autocast is on, or only a rule of float32 around here has turned it off.
+    """
+    if torch.is_autocast_enabled(device_type):
+        return True
+    spec = thread.regions[-1].spec if thread.regions else None
+    return spec is not None and spec.of_module and not spec.enabled and spec.device_type == device_type
+
+
+def _cast_inputs(args: Any, kwargs: Any, device_type: str) -> tuple[Any, Any]:
+    """Arguments with the 16-bit tensors of a device, in any nesting of containers, cast to float32."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        low = tensor.dtype is torch.bfloat16 or tensor.dtype is torch.float16
+        return tensor.float() if low and tensor.device.type == device_type else tensor
+
+    return map_tensors(args, cast), map_tensors(kwargs, cast)
 
 
 def _region(policy: Policy, value: Any) -> RegionSpec:
-    """The region that a rule asks for: another policy, or a dtype under the same one."""
+    """The region that a rule asks for: another policy, float32 without autocast, or a dtype under the same policy."""
     if isinstance(value, Policy):
         return checked_spec(policy.device_type, policy=value, of_module=True)
     if value is torch.float32:
-        return float32_spec(policy.device_type, policy, of_module=True)
+        return checked_spec(policy.device_type, None, False, policy=policy, of_module=True)
     return checked_spec(policy.device_type, value, policy=policy, of_module=True)
+
+
+# In a trace
+
+# The regions that the trace has entered, as (None, 1), and the bound modules that it is in, with the number of regions
+# that their rules have entered. Dynamo runs no hooks for a module that raises: its entry goes with the one around it.
+_entered: list[tuple[Module | None, int]] = []
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def enter_in_trace(region: RegionSpec) -> None:
+    """Open `region` in traced code, and have modules called from here on looked up if a policy has rules for some."""
+    policy = region.policy
+    has_rules = policy is not None and len(policy.modules.rules) > 0    # no `bool`: Dynamo traces it since torch 2.12
+    text = None if policy is None else policy.text
+    if has_rules:
+        _announce(id(policy))
+    graph.enter(region.device_type, region.dtype, region.enabled, region.cache_enabled, text)
+    if has_rules or len(_entered) > 0 or has_hooks(EAGER):
+        _entered.append((None, 1))
+        if not has_hooks(EAGER):
+            put_hooks(TRACED, before, after)
+
+
+def leave_in_trace() -> None:
+    """Close the region that `enter_in_trace` opened last, and those of modules that ended inside it without hooks."""
+    if len(_entered) == 0:
+        graph.leave_region()
+        return
+    _leave_to(None)
+    if len(_entered) == 0:
+        take_hooks(TRACED)
+
+
+def _leave_to(module: Module | None) -> None:
+    called, n_regions = _entered.pop()
+    while called is not module:
+        for _ in range(n_regions):
+            graph.leave_region()
+        called, n_regions = _entered.pop()
+    for _ in range(n_regions):
+        graph.leave_region()
+
+
+def _before_in_trace(module: Module, args: Any, kwargs: Any) -> Any:
+    rules = _rules_in_trace(id(module))
+    if rules is None:
+        return None
+    lines = [] if rules == "" else rules.split("\n")
+    _entered.append((module, len(lines)))
+    for line in lines:
+        device_type, dtype, text = line.split("|", 2)
+        low = _DTYPES[dtype] if dtype in _DTYPES else torch.get_autocast_dtype(device_type)
+        graph.enter(device_type, low, dtype != "float32", torch.is_autocast_cache_enabled(), text)
+        if dtype == "float32":
+            args, kwargs = _cast_inputs(args, kwargs, device_type)
+    return args if kwargs is None else (args, kwargs)
+
+
+def _after_in_trace(module: Module) -> None:
+    for called, _ in _entered:
+        if called is module:
+            _leave_to(module)
+            return
+
+
+@called_while_tracing
+def _rules_in_trace(module_id: int) -> str | None:
+    """A line for each region that a module's rules ask for: `device type|dtype|Policy.text`; None if it is not bound.
+
+    The dtype is empty for the one in use. Dynamo guards on the module, since this takes its `id`.
+    """
+    found = list(_rules_of(object_at(module_id)))
+    if not found:
+        return None
+    lines = []
+    thread.announced.clear()
+    for policy, value in found:
+        policy.modules.ran = True
+        if _is_followed(policy.device_type):
+            inner, dtype = (value, "") if isinstance(value, Policy) else (policy, str(value).removeprefix("torch."))
+            thread.announced.append((inner, True))
+            lines.append(f"{policy.device_type}|{dtype}|{inner.text}")
+    return "\n".join(lines)
+
+
+@called_while_tracing
+def _announce(policy_id: int) -> bool:
+    """Have the region that the trace enters next follow this policy, module rules included, while it traces."""
+    thread.announced[:] = [(object_at(policy_id), False)]
+    return True

@@ -10,8 +10,9 @@ import torch
 
 from ampkit.policy.op_table import TORCH
 from ampkit.policy.policy import Policy
-from ampkit.region import all_float32, module_hooks, recording
+from ampkit.region import all_float32, recording
 from ampkit.region.mode import AutocastMode, DispatchGuard
+from ampkit.region.module_hooks import ModuleRuleHooks
 from ampkit.region.restoring import Restoring
 from ampkit.region.stack import leave_ended
 from ampkit.region.thread_state import thread
@@ -31,7 +32,7 @@ def native_state(device_types: Iterable[str]) -> NativeState:
 
 
 class reentered(Restoring[None]):
-    """A context for a recompute: regions with these policies, a cache of its own, and modules tracked by `watch`.
+    """A context for a recompute: regions with these policies and a cache of its own.
 
     `native` is the state of torch's own autocast to restore; the caller restores what it leaves out.
     """
@@ -41,17 +42,15 @@ class reentered(Restoring[None]):
         policies: tuple[tuple[str, Policy], ...],
         *,
         cached: bool,
-        watch: Callable[[], module_hooks.Watch | None],
         native: NativeState = (),
     ) -> None:
         self.policies = policies
         self.cached = cached
-        self.watch = watch
         self.native = native
 
     def record(self) -> None:
         self.found = native_state(device_type for device_type, _, _ in self.native)
-        self.watching = self.watch()
+        self.hooks = [ModuleRuleHooks(policy) for _, policy in self.policies if policy.modules]
         self.guard = DispatchGuard(
             recording.new_mode(self.policies, RegionCache() if self.cached else None), current(),
             active=bool(self.policies), everything=self._in_float32(),
@@ -66,13 +65,12 @@ class reentered(Restoring[None]):
     def change(self) -> None:
         _set_native(self.native)
         self.guard.enter()
-        if self.watching is not None:
-            self.watching.begin()
+        for hooks in self.hooks:
+            hooks.begin()
 
     def restore(self, *, again: bool) -> None:
-        module_hooks.leave_interrupted()
-        if self.watching is not None:
-            self.watching.remove()
+        for hooks in reversed(self.hooks):
+            hooks.remove()
         leave_ended(thread.regions)      # an early stop of the recompute is an exception
         self.guard.leave(again=again)
         _set_native(self.found)
@@ -92,11 +90,10 @@ class Snapshot:
         self.policies = mode.policies if mode is not None else ()
         self.cached = mode is not None and mode.cache is not None
         self.native = native_state(TORCH)
-        self.watch = module_hooks.watch_again()
 
     def restored(self) -> reentered:
         """A context that restores the state; it has a weight cache of its own."""
-        return reentered(self.policies, cached=self.cached, watch=self.watch, native=self.native)
+        return reentered(self.policies, cached=self.cached, native=self.native)
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` run in that state."""
@@ -114,10 +111,8 @@ def _run_again(mode: AutocastMode, function: Callable[..., Any]) -> Callable[...
 
     torch's checkpoint restores the enabled flags and dtypes itself.
     """
-    watch = module_hooks.watch_again()
-
     def recompute(*args: Any, **kwargs: Any) -> Any:
-        with reentered(mode.policies, cached=mode.cache is not None, watch=watch):
+        with reentered(mode.policies, cached=mode.cache is not None):
             return function(*args, **kwargs)
 
     return recompute

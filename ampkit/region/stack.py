@@ -13,7 +13,6 @@ from types import FrameType
 from typing import Any, Protocol
 
 import torch
-from torch.nn import Module
 
 from ampkit.policy.policy import Policy, register_changes
 from ampkit.region import recording
@@ -31,9 +30,9 @@ from ampkit.torch_internals.tensors import is_capturing
 
 
 class Watch(Protocol):
-    """Tracks which modules run while a region with module rules is open."""
+    """Looks up the modules that run while a region with module rules is open."""
 
-    def __init__(self, policy: Policy, root: Module | None) -> None: ...
+    def __init__(self, policy: Policy) -> None: ...
     def begin(self) -> None: ...
     def remove(self) -> None: ...
 
@@ -54,7 +53,6 @@ class Entry:
         self,
         spec: RegionSpec,
         stack: list[Entry],
-        root: Module | None,
         watch: type[Watch] | None,
         frame: FrameType | None,
     ) -> None:
@@ -78,7 +76,7 @@ class Entry:
         if mode.has_module_rules and watch is not None and spec.enabled:
             policy = dict(mode.policies)[device_type]
             if policy.modules:
-                self.watch = watch(policy, root)
+                self.watch = watch(policy)
         active = spec.enabled or any(
             torch.is_autocast_enabled(other) for other, _ in mode.policies if other != device_type
         )
@@ -201,19 +199,16 @@ def _still_serves(mode: AutocastMode) -> bool:
 
 
 def push(
-    spec: RegionSpec,
-    root: Module | None = None,
-    watch: type[Watch] | None = None,
-    frame: FrameType | None = None,
+    spec: RegionSpec, watch: type[Watch] | None = None, frame: FrameType | None = None
 ) -> None:
     """Enter a region; `frame` is that of the compiled graph that enters it, if one does.
 
-    If the policy has module rules, a `watch` tracks modules; their paths count from `root` if it is given.
+    If the policy has module rules, a `watch` looks up the modules that run.
     """
     stack = thread.regions
     if stack:
         leave_ended(stack)
-    entry = Entry(spec, stack, root, watch, frame)
+    entry = Entry(spec, stack, watch, frame)
     depth = len(stack)
     try:
         stack.append(entry)

@@ -633,7 +633,7 @@ class GradScaler(torch.amp.GradScaler):
         if not state["found_inf_per_device"]:
             return self._note_no_gradients(notes)
         scale: Any = self._scale
-        found_inf = ranks.combined(list(state["found_inf_per_device"].values()), scale.device)
+        found_inf = self._found_inf(notes)
         grad_scale = getattr(optimizer, "grad_scale", None)
         is_scaled = state["stage"] is OptState.READY and self._rule.scales_losses
         if is_scaled:
@@ -970,13 +970,12 @@ class GradScaler(torch.amp.GradScaler):
         """
         found: list[Counts] = []
         for each, last in list(self._last_steps.items()):
-            if last.found_inf is None or optimizer not in (None, each):
+            if last.found_inf is None or (optimizer is not None and optimizer is not each):
                 continue
-            counts = last.counts
-            if counts is None and not self.stepped(each):
-                counts = count_nonfinite(each)
-            if counts is not None:
-                found.append(counts)
+            if last.counts is not None:
+                found.append(last.counts)
+            elif not self.stepped(each):
+                found.append(count_nonfinite(each))
         self._order.wanted = True
         return report(found, self._order, model)
 
@@ -1080,11 +1079,6 @@ class GradScaler(torch.amp.GradScaler):
                 "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end after "
                 "scaler.update(): what is known about this iteration's gradients would be lost."
             )
-        if self.process_group is not None:
-            raise TypeError(
-                "a GradScaler with a process_group cannot be pickled, because process groups cannot: save "
-                "scaler.state_dict() instead"
-            )
         saved = self.state_dict()
         own = saved[saved_state.OWN_KEY]
         return state | {
@@ -1098,15 +1092,11 @@ class GradScaler(torch.amp.GradScaler):
         self._start()
         vars(self).update(state)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> GradScaler:  # process groups cannot be copied
-        group, self.process_group = self.process_group, None
-        try:
-            state = copy.deepcopy(self.__getstate__(), memo)
-        finally:
-            self.process_group = group
-        twin = self.__class__.__new__(self.__class__)
-        twin.__setstate__({**state, "process_group": group})
-        return twin
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradScaler:
+        memo[id(self.process_group)] = self.process_group   # cannot be copied
+        found = object.__new__(type(self))
+        found.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return found
 
 
 def _require_not_stepped(notes: Notes, name: str) -> None:

@@ -9,6 +9,17 @@ from torch.nn import Module
 from torch.nn.modules import module as _tables
 
 CALL = Module._call_impl.__code__
+EAGER, TRACED = "ampkit", "ampkit.traced"       # keys of hooks; constant, since torch.compile guards on them
+
+
+def request_kwargs(module: Module | None) -> None:
+    """Have torch pass keyword arguments of `module` to the global pre-hooks with these keys.
+
+    Outside of them a key in this table has no effect: copies and pickles of the module hold a string more.
+    """
+    table = None if module is None else vars(module).get("_forward_pre_hooks_with_kwargs")
+    if table is not None:       # scripted modules have none
+        table[EAGER] = table[TRACED] = True
 
 
 def has_hooks(key: Any) -> bool:
@@ -16,7 +27,7 @@ def has_hooks(key: Any) -> bool:
     return key in _tables._global_forward_pre_hooks
 
 
-def put_hooks(key: Any, before: Callable[..., None], after: Callable[..., None], *, always: bool = False) -> None:
+def put_hooks(key: Any, before: Callable[..., Any], after: Callable[..., None], *, always: bool = False) -> None:
     """Register `before` and `after` around every forward; with `always`, `after` also runs if the forward raises."""
     _tables._global_forward_pre_hooks[key] = before
     _tables._global_forward_hooks[key] = after

@@ -158,6 +158,7 @@ class FP16Optimizer(torch.optim.Optimizer):
             raise RuntimeError("no scaled gradients to take; call optimizer.backward(loss) before, not loss.backward()")
         self.scaler.unscale_arrived_(self._gradients)
 
+    @torch.no_grad()
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Limit the norm of all unscaled gradients together; returns the norm before. Never syncs.
 
@@ -170,8 +171,8 @@ class FP16Optimizer(torch.optim.Optimizer):
         gradients = collect(self._gradients.params(), coalesce=True)
         found = {device: torch.zeros((), device=device) for device in gradients.by_device}
         one = torch.ones((), device=next(iter(found), torch.device("cpu")))
-        norm = clipping.total_norm(gradients, one, found, float(norm_type))
-        clipping.multiply_(gradients, clipping.coefficient(norm, max_norm), found)
+        norm, factor = clipping.norm_and_factor(gradients, one, found, float(norm_type), max_norm)
+        clipping.multiply_(gradients, factor, found)
         return norm
 
     @overload

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 from ampkit.containers import REAL_FLOATS, cast, cast_tree
-from ampkit.policy.dtypes import as_dtype
-from ampkit.policy.module_rules import ModuleRules
+from ampkit.policy.module_rules import matches
+from ampkit.policy.values import as_dtype
 from ampkit.torch_internals.module_classes import BatchNorm, InstanceNorm
 from ampkit.whole_model.boundary import Boundary, put_boundary, refuse_bounded
 
@@ -202,7 +202,7 @@ class _Kept:
 
 def _matches(key: Any, module: Module, path: str) -> bool:
     if isinstance(key, str):
-        return ModuleRules(((key, torch.float32),)).find(module, path) is not None
+        return matches(key, path)
     return isinstance(module, key) if isinstance(key, type) else module is key
 
 

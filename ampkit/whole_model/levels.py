@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ampkit.containers import REAL_FLOATS
 from ampkit.gradients.masters import masters_of
-from ampkit.policy.dtypes import as_dtype
+from ampkit.policy.values import as_dtype
 from ampkit.scaler.loss_scale import SMALLEST_SCALE, DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 from ampkit.whole_model.boundary import refuse_bounded
 

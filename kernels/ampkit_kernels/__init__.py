@@ -10,15 +10,16 @@ from . import reference
 from .api import cast_, multiply_, nonfinite_counts, norm_and_check, unscale_, unscale_into_
 from .configs import is_capturing
 from .dispatch import IMPLS, TritonUnavailable, backend, uses_triton, why_not_triton
-from .optimizer_api import adamw_, adamw_plan, sgd_, sgd_plan
+from .optimizer_api import adamw_, sgd_
+from .step_cache import StepCache
 from .tensors import FlatList
 
 __all__ = [
     "IMPLS",
     "FlatList",
+    "StepCache",
     "TritonUnavailable",
     "adamw_",
-    "adamw_plan",
     "backend",
     "cast_",
     "is_capturing",
@@ -27,7 +28,6 @@ __all__ = [
     "norm_and_check",
     "reference",
     "sgd_",
-    "sgd_plan",
     "unscale_",
     "unscale_into_",
     "uses_triton",

@@ -5,6 +5,7 @@ spills, and from sm_90 on all programs of a grid resident at once, which the ahe
 `benchmarks/gpu.sh` tunes them on a device and its report says what it would choose.
 """
 
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -60,3 +61,9 @@ def multiprocessors(device: torch.device) -> int:
 def is_capturing(device: torch.device) -> bool:
     """Whether what is launched on this device now goes into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def place(device: torch.device) -> tuple[torch.device, int, int]:
+    """Device, its current stream, and thread: what a table belongs to."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return device, stream, threading.get_ident()

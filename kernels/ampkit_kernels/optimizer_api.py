@@ -1,15 +1,13 @@
 """The public optimizer steps: validate the parallel lists, choose an implementation, hand over."""
 
 from collections.abc import Sequence
-from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import reference
-from .configs import is_capturing
-from .dispatch import select, uses_triton
+from .dispatch import select
+from .step_cache import StepCache
 from .tensors import check_one_device, check_parallel, check_scalar, resolved, strided_floats
 
 
@@ -33,6 +31,7 @@ def adamw_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     copies: Sequence[Tensor] | None = None,
+    cache: StepCache | None = None,
     impl: str = "auto",
 ) -> None:
     """One AdamW step over lists of tensors, from gradients that may still be scaled; gradients are only read.
@@ -42,8 +41,9 @@ def adamw_(
     moments, `steps`, `copies`. `steps` are one float32 element per parameter, counted up in place.
     `max_exp_avg_sqs` is read and written with `amsgrad` only, and may be empty otherwise. `copies` receive
     the new parameters in their own dtype (float16 or bfloat16 weights for the next forward). `lr` may be a
-    one-element tensor on the device. Arithmetic is float32 (float64 for float64 parameters), rounded once
-    per stored value. Never synchronises. Moves 28 bytes per float32 element, 2 more with a half copy.
+    one-element tensor on the device. `cache` keeps what the step has found out, for the next one; PyTorch's operations
+    need none. Arithmetic is float32 (float64 for float64 parameters), rounded once per stored value. Never
+    synchronises. Moves 28 bytes per float32 element, 2 more with a half copy.
 
     Formula and order of operations: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", as in
     `torch.optim.AdamW`.
@@ -63,12 +63,14 @@ def adamw_(
     lists = _prepared(op, lists, multiplier, grad_scale, found_inf)
     _check_steps(op, steps, len(params))
     ops = select(impl, params[0].device) if params else reference
+    kept = {}
     if ops is not reference:
         check_one_device([lists["params"][0], *steps], op)
+        kept = {"cache": cache}
     parts = {"max_exp_avg_sqs": (), "copies": None, **lists}
     ops.adamw_(
-        **parts, steps=steps, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
-        amsgrad=amsgrad, maximize=maximize, multiplier=multiplier, grad_scale=grad_scale, found_inf=found_inf,
+        **parts, steps=steps, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad,
+        maximize=maximize, multiplier=multiplier, grad_scale=grad_scale, found_inf=found_inf, **kept,
     )
 
 
@@ -89,6 +91,7 @@ def sgd_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     copies: Sequence[Tensor] | None = None,
+    cache: StepCache | None = None,
     impl: str = "auto",
 ) -> None:
     """One SGD step over lists of tensors, from gradients that may still be scaled; gradients are only read.
@@ -96,8 +99,8 @@ def sgd_(
     `momentum_buffers` may be empty when `momentum` is 0. `started` is one float32 vector with an element
     per parameter: where it is 0 the buffer's contents are ignored, whatever they are, and the gradient
     itself becomes the first momentum, as in torch; a step that is not skipped sets it to 1. None means that
-    all buffers count. `multiplier`, `grad_scale`, `found_inf`, `copies` and `lr` as in `adamw_`. Never
-    synchronises. Moves 20 bytes per float32 element with momentum, 12 without.
+    all buffers count. `multiplier`, `grad_scale`, `found_inf`, `copies`, `lr` and `cache` (unused with `started`) as
+    in `adamw_`. Never synchronises. Moves 20 bytes per float32 element with momentum, 12 without.
 
     >>> import torch
     >>> p, g = torch.ones(1), torch.full((1,), 4.0)
@@ -120,87 +123,12 @@ def sgd_(
     if nesterov and (momentum <= 0 or dampening != 0):
         raise ValueError(f"{op}: nesterov needs momentum > 0 and dampening 0, got {momentum} and {dampening}")
     parts = {"momentum_buffers": (), "copies": None, **lists}
-    (select(impl, params[0].device) if params else reference).sgd_(
+    ops = select(impl, params[0].device) if params else reference
+    kept = {} if ops is reference else {"cache": cache}
+    ops.sgd_(
         **parts, started=started, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay,
-        nesterov=nesterov, maximize=maximize, multiplier=multiplier, grad_scale=grad_scale, found_inf=found_inf,
+        nesterov=nesterov, maximize=maximize, multiplier=multiplier, grad_scale=grad_scale, found_inf=found_inf, **kept,
     )
-
-
-@torch.no_grad()
-def adamw_plan(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    max_exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    *,
-    amsgrad: bool = False,
-    copies: Sequence[Tensor] | None = None,
-    impl: str = "auto",
-) -> Any:
-    """What `adamw_` has to find out about its lists, for one that steps the same parameters again and again.
-
-    None where Triton does not serve every row; else an object with `run(lists, options)`. `lists` are those given
-    here, in the order params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs with `amsgrad`, copies if there are any,
-    steps; `options` are `adamw_`'s from `lr` to `found_inf`, none left out. It returns False, having done nothing,
-    where the lists are not what they were (gradients may be other tensors, anything may have moved; all else may not
-    have changed), on another stream or thread, and under graph capture: call `adamw_` then. Checks and raises as
-    `adamw_`.
-    """
-    lists = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    if amsgrad:
-        lists["max_exp_avg_sqs"] = max_exp_avg_sqs
-    ops = _planner("adamw_", lists, copies, steps, impl)
-    if ops is None:
-        return None
-    return ops.adamw_plan(
-        params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, amsgrad=amsgrad, copies=copies
-    )
-
-
-@torch.no_grad()
-def sgd_plan(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    momentum_buffers: Sequence[Tensor],
-    *,
-    momentum: float = 0.0,
-    copies: Sequence[Tensor] | None = None,
-    impl: str = "auto",
-) -> Any:
-    """As `adamw_plan`, for `sgd_` without `started`: lists are params, grads, momentum_buffers with `momentum`, copies.
-
-    `run` takes `momentum` among its options too; it may change, but not from or to 0.
-    """
-    lists = {"params": params, "grads": grads}
-    if momentum != 0:
-        lists["momentum_buffers"] = momentum_buffers
-    ops = _planner("sgd_", lists, copies, (), impl)
-    return None if ops is None else ops.sgd_plan(params, grads, momentum_buffers, momentum=momentum, copies=copies)
-
-
-def _planner(
-    op: str, lists: dict[str, Sequence[Tensor]], copies: Sequence[Tensor] | None, steps: Sequence[Tensor], impl: str
-) -> ModuleType | None:
-    """Whoever serves every row of these lists as they are; None where that takes PyTorch, views or copies.
-
-    None also under graph capture, when nothing may be sent to the device that a replay would not send again.
-    """
-    if lists["params"] and is_capturing(lists["params"][0].device):
-        return None
-    given = lists if copies is None else {**lists, "copies": copies}
-    prepared = _prepared(op, given, None, None, None)
-    as_given = all(a is b for name in given for a, b in zip(given[name], prepared[name], strict=True))
-    if not lists["params"] or not as_given or not uses_triton(impl, lists["params"][0].device):
-        return None
-    from .triton_ops.launch import flat_rows
-
-    if len(flat_rows(*prepared.values())[0]) != len(lists["params"]):
-        return None
-    _check_steps(op, steps, len(lists["params"]) if op == "adamw_" else 0)
-    check_one_device([lists["params"][0], *steps], op)
-    return select(impl, lists["params"][0].device)
 
 
 def _check_steps(op: str, steps: Sequence[Tensor], n: int) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 ALIGNMENT = 16  # bytes of the widest access
 FLOATS = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
-_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _DTYPE, _LAYOUT, _IS_CPU = attrgetter("dtype"), attrgetter("layout"), attrgetter("is_cpu")
 _SHAPE, _NBYTES = attrgetter("shape"), attrgetter("nbytes")
 
@@ -35,7 +35,7 @@ class FlatList(list[Tensor]):
         # have no contiguity, and some no address: those calls raise.
         try:
             if (
-                not set(map(type, tensors)) <= _PLAIN
+                not set(map(type, tensors)) <= PLAIN
                 or len(dtypes := set(map(_DTYPE, tensors))) != 1
                 or not dtypes <= FLOATS
                 or len(set(map(Tensor.get_device, tensors))) != 1
@@ -73,7 +73,7 @@ def strided_floats(tensors: Sequence[Tensor], op: str) -> list[Tensor]:
         return tensors
     # The usual list needs no change, and sets over mapped accessors are the cheapest way to see that.
     if (
-        set(map(type, tensors)) <= _PLAIN
+        set(map(type, tensors)) <= PLAIN
         and set(map(_DTYPE, tensors)) <= FLOATS
         and set(map(_LAYOUT, tensors)) <= {torch.strided}
     ):

@@ -15,7 +15,7 @@ BOUNDS = {
     "scaler.step, torch's AdamW": 36,                       # 14, and 8 of ampkit's hooks on optimizers
     "scaler.update": 8,                                     # 3
     "unscale, check and clip": 45,                          # 9
-    "ampkit.optim.AdamW.step beside torch's fused": 50,     # 8 of ampkit's hooks
+    "ampkit.optim.AdamW.step beside torch's fused": 48,     # 8 of ampkit's hooks
 }
 
 

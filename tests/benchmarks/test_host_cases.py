@@ -56,10 +56,10 @@ def test_without_triton_it_says_so() -> None:
 
 
 def test_moving_gradients_move(launched: list[Callable[..., Any]]) -> None:
-    from ampkit_kernels.triton_ops.pointer_table import Upload
+    from ampkit_kernels.triton_ops import pointer_table
 
     sent = []
-    with mock.patch.object(Upload, "send", lambda self, values, destination: sent.append(len(values))):
+    with mock.patch.object(pointer_table, "send", lambda values, destination: sent.append(len(values))):
         for moving, expected in ((False, []), (True, [3, 3])):
             run = host.Host(name="step", job="AdamW step", count=3, moving=moving).sides(CPU)[AMPKIT].run
             run(2)

@@ -47,7 +47,7 @@ def factory(folder: Path) -> list[str]:
 def test_found(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(factory(folder)) == 1
     out = capsys.readouterr().out
-    assert '.for_modules({"1.inner": torch.float32, "6.inner": torch.float32})' in out
+    assert '.for_modules(model, {"1.inner": torch.float32, "6.inner": torch.float32})' in out
     assert "it fails without any one of the 2" in out
 
 

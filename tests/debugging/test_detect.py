@@ -46,7 +46,7 @@ def test_five_lines() -> None:
     assert lines[1].startswith("  origin    aten::addmm, 1, ")
     assert lines[2].startswith("  why       overflow: the result is ")
     assert "float16 ends at 6.55e+04; inputs float16[8] up to" in lines[2]
-    assert lines[3] == '  change    policy = Policy.default("cpu").for_modules({"1": torch.float32})'
+    assert lines[3] == '  change    policy = Policy.default("cpu").for_modules(model, {"1": torch.float32})'
     assert lines[4] == "  evidence  not verified: find_nonfinite(step, model) tries it"
     finding = raised.value.report.findings[0]
     exact = model[1].weight.detach().half().double() @ model[0](torch.full((1, 8), 8.0)).detach().half().double().T
@@ -63,7 +63,9 @@ def test_find_nonfinite_verifies_the_smallest_change() -> None:
     suggestion = report.findings[0].suggestion
     assert suggestion is not None
     assert suggestion.verified, suggestion
-    assert suggestion.code == 'policy = Policy.default("cpu").for_modules({"1": torch.float32, "2": torch.float32})'
+    assert suggestion.code == (
+        'policy = Policy.default("cpu").for_modules(model, {"1": torch.float32, "2": torch.float32})'
+    )
     assert suggestion.evidence == "verified: 4 steps with it are finite (it has no optimizer); 4 runs"
     assert not suggestion.tried
     assert all(map(torch.equal, before, model.state_dict().values()))

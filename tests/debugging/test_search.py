@@ -21,22 +21,22 @@ DEFAULT = Policy.default("cpu")
 PROTOCOL = 3        # the policy as it is, and float32 twice
 
 
-def searched(plant: Plant, **options: Any) -> tuple[SearchResult, set[str], Callable[[Policy], float]]:
+def searched(plant: Plant, **options: Any) -> tuple[SearchResult, set[str], Callable[[Policy], float], nn.Module]:
     model, batch, culprits = build(plant)
     evaluate = error_of(model, batch, plant.dtype)
-    return search_policy(evaluate, model, passes=passes(plant.dtype), **options), culprits, evaluate
+    return search_policy(evaluate, model, passes=passes(plant.dtype), **options), culprits, evaluate, model
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=str)
 def test_what_was_planted_is_found_and_nothing_can_be_dropped(plant: Plant) -> None:
-    result, culprits, evaluate = searched(plant)
+    result, culprits, evaluate, model = searched(plant)
     passing = passes(plant.dtype)
     assert result.status == "found"
     assert {one.name for one in result.units} == culprits
     assert result.policy is not None
     assert passing(evaluate(result.policy))
     for dropped in result.units:
-        fewer = policy_with(DEFAULT, [one for one in result.units if one != dropped])
+        fewer = policy_with(DEFAULT, [one for one in result.units if one != dropped], model)
         assert not passing(evaluate(fewer))
     assert result.noise == 0.0
     assert not passing(result.before)
@@ -44,29 +44,29 @@ def test_what_was_planted_is_found_and_nothing_can_be_dropped(plant: Plant) -> N
 
 @pytest.mark.parametrize("plant", [one for one in PLANTS if one.n_blocks <= 8], ids=str)
 def test_no_smaller_set_of_blocks_passes(plant: Plant) -> None:
-    result, _, evaluate = searched(plant)
+    result, _, evaluate, model = searched(plant)
     passing = passes(plant.dtype)
     blocks = [Unit(str(i)) for i in range(plant.n_blocks)]
     smaller = itertools.chain.from_iterable(
         itertools.combinations(blocks, n) for n in range(1, len(result.units))
     )
-    assert not any(passing(evaluate(policy_with(DEFAULT, some))) for some in smaller)
+    assert not any(passing(evaluate(policy_with(DEFAULT, some, model))) for some in smaller)
 
 
 def test_at_most_half_of_the_evaluations_of_delta_debugging() -> None:
     ours = theirs = 0
     for plant in PLANTS:
-        result, _, evaluate = searched(plant)
+        result, _, evaluate, model = searched(plant)
         ours += len(result.evaluations) - PROTOCOL
         known: dict[frozenset[Unit], bool] = {}
 
         def test(
             units: list[Unit], known: dict[frozenset[Unit], bool] = known,
-            evaluate: Callable[[Policy], float] = evaluate, plant: Plant = plant,
+            evaluate: Callable[[Policy], float] = evaluate, plant: Plant = plant, model: nn.Module = model,
         ) -> bool:
             key = frozenset(units)
             if key not in known:
-                known[key] = passes(plant.dtype)(evaluate(policy_with(DEFAULT, units)))
+                known[key] = passes(plant.dtype)(evaluate(policy_with(DEFAULT, units, model)))
             return known[key]
 
         ddmin(sorted(result.evaluations[1].units, key=lambda one: one.name), test)
@@ -116,7 +116,7 @@ def test_operators_inside_a_module() -> None:
     result = search_policy(evaluate, model, passes=lambda error: error < 0.1, scope="operators")
     assert [one.name for one in result.units] == ["0: aten::matmul"]
     assert result.code == (
-        'policy = Policy.default("cpu").for_modules('
+        'policy = Policy.default("cpu").for_modules(model, '
         '{"0": Policy.default("cpu").with_rules({"aten::matmul": Rule.FLOAT32})})'
     )
     assert result.policy == eval(result.code.removeprefix("policy = "))     # the names are imported here
@@ -151,7 +151,7 @@ def test_a_metric_of_training_with_backward_and_optimizer() -> None:
         return losses
 
     model = make()
-    exact = train(DEFAULT.for_modules({str(i): torch.float32 for i in range(5)}))
+    exact = train(DEFAULT.for_modules(model, {str(i): torch.float32 for i in range(5)}))
     result = search_policy(
         train, model, passes=lambda losses: all(abs(a - b) < 0.02 for a, b in zip(losses, exact, strict=True))
     )
@@ -164,11 +164,11 @@ def test_a_policy_that_has_rules_keeps_them() -> None:
     plant = PLANTS[1]
     model, batch, culprits = build(plant)
     first, second = sorted(culprits)
-    policy = DEFAULT.for_modules({first: torch.float32}).with_rules({"aten::gelu": Rule.FLOAT32})
+    policy = DEFAULT.for_modules(model, {first: torch.float32}).with_rules({"aten::gelu": Rule.FLOAT32})
     result = search_policy(error_of(model, batch, plant.dtype), model, policy=policy, passes=passes(plant.dtype))
     assert [one.name for one in result.units] == [second]
-    assert result.policy == policy.for_modules({second: torch.float32})
-    assert result.code == f'policy = policy.for_modules({{"{second}": torch.float32}})'
+    assert result.policy == policy.for_modules(model, {second: torch.float32})
+    assert result.code == f'policy = policy.for_modules(model, {{"{second}": torch.float32}})'
 
 
 # --- the protocol
@@ -204,7 +204,7 @@ def test_a_metric_whose_noise_decides_is_inconclusive() -> None:
 
 
 def test_a_budget_that_is_spent_leaves_the_best_so_far() -> None:
-    result, culprits, evaluate = searched(PLANTS[3], max_evaluations=9)
+    result, culprits, evaluate, _ = searched(PLANTS[3], max_evaluations=9)
     assert result.status == "budget spent"
     assert len(result.evaluations) == 9
     assert result.policy is not None

@@ -16,8 +16,6 @@ TORCH = Policy.torch("cpu")
 
 RULES = TORCH.with_rules({"aten::layer_norm": Rule.FLOAT32, "aten::gelu": Rule.FLOAT32, "aten::softmax.int": Rule.KEEP})
 
-MODULES = TORCH.for_modules({"norm": "float32", "last": torch.float16})
-
 
 class Net(nn.Module):
     """Matrix products around a normalisation: every policy here treats it differently."""
@@ -63,4 +61,12 @@ def assert_same(got: list[Tensor], wanted: list[Tensor], *, exact: bool = True) 
         # 1e-6 is exact for the two 16-bit dtypes; AOTAutograd may add up float32 gradients in another order.
         torch.testing.assert_close(a, b, rtol=1e-6 if exact else 0.05, atol=1e-5 if exact else 0.05)
 
-POLICIES = (TORCH, Policy.default("cpu"), RULES, MODULES, TORCH.for_modules({"last": "float32"}))
+
+def module_rules(net: nn.Module) -> Policy:
+    """Rules for the modules of a `Net`."""
+    return TORCH.for_modules(net, {"norm": "float32", "last": torch.float16})
+
+
+def policies(net: nn.Module) -> tuple[Policy, ...]:
+    """Policies that differ in what a `Net` computes."""
+    return TORCH, Policy.default("cpu"), RULES, module_rules(net), TORCH.for_modules(net, {"last": "float32"})

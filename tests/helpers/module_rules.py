@@ -1,9 +1,6 @@
 """Shared by the tests of `test_module_rules` and its neighbours."""
 
 import torch
-import torch.package
-import torch.utils.checkpoint
-from hypothesis import strategies as st
 from torch import nn
 
 from ampkit import Policy, autocast
@@ -52,8 +49,9 @@ def dtypes(model, policy, call=None, dtype=BF16):
     return seen
 
 
-def rules(modules):
-    return Policy.default("cpu").for_modules(modules)
+def rules(model, modules):
+    return Policy.default("cpu").for_modules(model, modules)
+
 
 ALL = {"blocks.0.attn", "blocks.0.mlp", "blocks.1.attn", "blocks.1.mlp", "head"}
 
@@ -61,5 +59,3 @@ ALL = {"blocks.0.attn", "blocks.0.mlp", "blocks.1.attn", "blocks.1.mlp", "head"}
 def only(*names):
     """What `dtypes` gives where only these layers are in float32."""
     return {name: FP32 if name in names else BF16 for name in ALL}
-
-names = st.lists(st.sampled_from(["a", "b", "blocks", "0", "attn_1"]), min_size=1, max_size=4).map(".".join)

@@ -3,9 +3,13 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ampkit.scaler.grad_scaler import GradScaler
+
+BOTH = pytest.mark.parametrize("cls", [GradScaler, torch.amp.GradScaler], ids=["ampkit", "torch"])
 READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default}
 
 
@@ -29,11 +33,19 @@ def count_reads() -> Iterator[list[str]]:
         yield reads
 
 
-def started(cls: type, *arguments, **options):
-    """A scaler whose scale lives on the CPU already."""
+def started(cls: type = GradScaler, *arguments, **options):
+    """A scaler whose scale is on the CPU already."""
     scaler = cls("cpu", *arguments, **options)
     scaler.scale(torch.ones((), requires_grad=True))
     return scaler
+
+
+def one_parameter(value: float = 1.0, grad: float | None = None, **options):
+    """A parameter, its SGD optimizer, and a gradient that is taken as already scaled."""
+    param = torch.nn.Parameter(torch.tensor([value], **options))
+    if grad is not None:
+        param.grad = torch.tensor([grad], **options)
+    return param, torch.optim.SGD([param], lr=1.0)
 
 
 def with_grads(grads: Sequence[torch.Tensor]) -> list[torch.nn.Parameter]:

@@ -30,7 +30,7 @@ TORCH = str(Path(torch.__file__).parent / "amp" / "autocast_mode.py")
 MINE = Policy.default("cpu").with_rules({"aten::mm": Rule.FLOAT32})
 WEIGHT = torch.nn.Parameter(torch.ones(2, 2))
 MODEL = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2)))
-BY_MODULE = MINE.for_modules({"0": Policy.torch("cpu"), "1": torch.float32})
+BY_MODULE = MINE.for_modules(MODEL, {"0": Policy.torch("cpu"), "1": torch.float32})
 X = torch.ones(2, 2)
 KINDS = ("cpu", "cuda", "ipu", "maia")
 
@@ -139,7 +139,7 @@ def everything() -> dict[str, Any]:
                 hooked._global_forward_hooks_always_called,
             )
         ],
-        "modules": (len(thread.regions), len(thread.followed), len(thread.modules)),
+        "modules": (len(thread.regions), thread.module_hooks, len(thread.modules)),
         "record": recording.current(),
     }
 
@@ -168,9 +168,10 @@ def clean_up(native: Any) -> None:
     dispatcher.set_excluded(dispatcher.KEY, False)
     unlisted.include(False)
     policy_guard.write((), anew=True)
-    for watch in list(module_hooks._watches):
+    for watch in list(module_hooks._open):
         watch.remove()
-    del thread.followed[:], thread.modules[:]
+    thread.module_hooks = None
+    del thread.modules[:]
     for kind, enabled, dtype in native:
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)

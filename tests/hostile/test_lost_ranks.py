@@ -61,10 +61,11 @@ def _train(rank: int, port: int, place: str, answers: Any) -> None:
     model, cache = DistributedDataParallel(layers), WeightCache()
     optimizer = DyingSGD(model.parameters(), lr=0.1)
     scaler = ampkit.GradScaler("cpu", process_group=dist.group.WORLD)
+    policy = Policy.default("cpu").for_modules(model, {"**": "float32"})
     error = ""
     try:
         for _ in range(5):
-            with ampkit.autocast("cpu", policy=Policy.default("cpu").for_modules({"**": "float32"}), cache=cache):
+            with ampkit.autocast("cpu", policy=policy, cache=cache):
                 loss = model(torch.ones(3, 4)).sum()
             scaler.scale(loss).backward()
             scaler.step(optimizer)

@@ -19,7 +19,6 @@ from ampkit_kernels.triton_ops import (
     norm,
     scale,
     sgd,
-    table_writer,
     unscale,
     unscale_into,
 )
@@ -166,8 +165,6 @@ def small_kernels() -> Iterator[Case]:
         constants = {"COUNTS": counted, "REFILLS_WHEN_CLEAN": clean}
         yield Case(f"update scale {counted} {clean}", scale.update_kernel, constants, 1, 64, types=counters)
     yield Case("tally", scale.tally_kernel, {}, 1, 32)
-    yield Case("table write", table_writer._write_kernel, {}, 1, 64)
-    yield Case("table expand", table_writer._expand_kernel, {"BLOCK": 1024}, 4, 64)
 
 
 def _case(

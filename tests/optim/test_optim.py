@@ -266,9 +266,9 @@ def test_closures_and_missing_gradients() -> None:
 
 
 def test_large_lists_are_scaled_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ampkit.optim import _scaled
+    from ampkit.optim import _step
 
-    monkeypatch.setattr(_scaled, "_ELEMENTS_AT_A_TIME", 10)
+    monkeypatch.setattr(_step, "_ELEMENTS_AT_A_TIME", 10)
     params = parameters()
     others = twins(params)
     mine, reference = AdamW(params), torch.optim.AdamW(others)

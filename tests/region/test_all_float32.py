@@ -113,7 +113,7 @@ def test_a_module_in_float32_takes_any_input(precision: Any) -> None:
     net.inner = Nested()
     x = torch.randn(4, 4)
     seen: dict[str, torch.dtype] = {}
-    with autocast("cpu", policy=Policy.default("cpu").for_modules({net.inner: precision})):
+    with autocast("cpu", policy=Policy.default("cpu").for_modules(net, {net.inner: precision})):
         h = net[0](x)
         out = net.inner({"x": h, "more": (h, [h])}, scale=h)
         seen = {"in": h.dtype, "out": out.dtype, "after": (h * h).dtype}

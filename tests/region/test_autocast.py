@@ -210,7 +210,7 @@ def test_flag_of_another_type(region):
         ({"enabled": 1}, TypeError, "enabled is 1; expected True or False"),
         ({"cache_enabled": "no"}, TypeError, "cache_enabled is 'no'; expected True or False"),
         ({"dtype": 16}, TypeError, "dtype is 16; expected a torch.dtype such as torch.bfloat16, one of 'bfloat16'"),
-        ({"dtype": "bf16"}, ValueError, "dtype is 'bf16'; .* one of 'bfloat16', 'float16' and 'float32', or None"),
+        ({"dtype": "half"}, ValueError, "dtype is 'half'; .* one of 'bfloat16', 'float16' and 'float32', or None"),
         ({"policy": 1}, TypeError, r"policy is 1; expected a Policy for 'cpu', such as Policy.default"),
         ({"policy": "apex"}, ValueError, r"policy is 'apex'; expected a Policy for 'cpu', .* 'default' or 'torch'"),
         ({"policy": Policy.torch("cuda")}, TypeError, r"policy is Policy.torch\('cuda'\); expected a Policy for 'cpu'"),

@@ -7,7 +7,7 @@ import inspect
 import pytest
 import torch
 
-from ampkit import Policy, autocast, float32_region
+from ampkit import autocast, float32_region
 from tests.helpers.regions import BF16, FP16, FP32, state
 
 REGIONS = [torch.autocast, autocast]
@@ -302,19 +302,3 @@ def test_one_decorator_object_on_many_functions():
     second = region(lambda: product())
     assert first() == (BF16, BF16)
     assert product() is FP32
-
-
-def test_decorated_forward_counts_module_paths_from_its_own_module():
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = torch.nn.Linear(2, 2)
-            self.head = torch.nn.Linear(2, 2)
-
-        @autocast("cpu", policy=Policy.default("cpu").for_modules({"head": FP32}))
-        def forward(self, x):
-            x = self.body(x)
-            return x.dtype, self.head(x).dtype
-
-    assert Model()(torch.ones(1, 2)) == (BF16, FP32)
-    assert torch.nn.Sequential(Model())(torch.ones(1, 2)) == (BF16, FP32)

@@ -105,7 +105,7 @@ def test_write_while_a_weight_is_being_cast_is_seen(monkeypatch):
 
 def test_policy_that_names_a_module_does_not_keep_it():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    policy = Policy.default("cpu").for_modules({model[1]: FP32})
+    policy = Policy.default("cpu").for_modules(model, {model[1]: FP32})
     with autocast("cpu", policy=policy):
         model(torch.ones(1, 4))
     alive = weakref.ref(model[1])

@@ -346,7 +346,7 @@ def test_a_recompute_that_ends_in_a_compiled_graph_leaves_nothing_open(checkpoin
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     compiled = torch.compile(lambda x: model(x), backend="eager")
-    policy = Policy.default("cpu").for_modules({"1": torch.float32})
+    policy = Policy.default("cpu").for_modules(model, {"1": torch.float32})
     before = state()
     with torch.utils.checkpoint.set_checkpoint_early_stop(True), autocast("cpu", policy=policy):
         loss = checkpoint(compiled, torch.ones(2, 4, requires_grad=True), use_reentrant=False).sum()

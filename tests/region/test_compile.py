@@ -15,14 +15,14 @@ import ampkit
 from ampkit import Policy, Rule, autocast, float32_region
 from tests.helpers.compiling import (
     EXACT,
-    MODULES,
-    POLICIES,
     RULES,
     TORCH,
     Net,
     _fresh,  # noqa: F401  (for every test)
     assert_same,
+    module_rules,
     outputs,
+    policies,
     step,
 )
 
@@ -64,17 +64,20 @@ def made_inside(net: nn.Module, x: Tensor) -> Any:
         return outputs(net, x)
 
 
-INSIDE = {
-    "torch": plain(TORCH),
-    "torch fp16": plain(TORCH, torch.float16),
-    "default": plain(None),
-    "with_rules": plain(RULES),
-    "for_modules": plain(MODULES),
-    "for_modules by class": plain(Policy.default("cpu").for_modules({nn.LayerNorm: torch.float16, "*": "float32"})),
-    "a policy for a module": plain(TORCH.for_modules({"last": RULES})),
-    "islands": islands,
-    "decorated": decorated,
-    "made inside": made_inside,
+# Each makes the function for a net.
+INSIDE: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
+    "torch": lambda net: plain(TORCH),
+    "torch fp16": lambda net: plain(TORCH, torch.float16),
+    "default": lambda net: plain(None),
+    "with_rules": lambda net: plain(RULES),
+    "for_modules": lambda net: plain(module_rules(net)),
+    "for_modules by class": lambda net: plain(
+        Policy.default("cpu").for_modules(net, {nn.LayerNorm: torch.float16, nn.Linear: "float32"})
+    ),
+    "a policy for a module": lambda net: plain(TORCH.for_modules(net, {"last": RULES})),
+    "islands": lambda net: islands,
+    "decorated": lambda net: decorated,
+    "made inside": lambda net: made_inside,
 }
 
 
@@ -82,8 +85,9 @@ INSIDE = {
 @pytest.mark.parametrize("name", INSIDE)
 def test_a_region_in_a_compiled_function_is_the_eager_region(name: str, backend: str) -> None:
     net, x = Net(), torch.randn(5, 8)
-    wanted = step(INSIDE[name], net, x)
-    compiled = torch.compile(INSIDE[name], backend=backend, fullgraph=True)
+    function = INSIDE[name](net)
+    wanted = step(function, net, x)
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
     for _ in range(2):
         assert_same(step(compiled, net, x), wanted)
 
@@ -91,8 +95,9 @@ def test_a_region_in_a_compiled_function_is_the_eager_region(name: str, backend:
 @pytest.mark.parametrize("name", ["default", "for_modules", "decorated"])
 def test_inductor_gives_the_eager_dtypes(name: str) -> None:
     net, x = Net(), torch.randn(5, 8)
-    compiled = torch.compile(INSIDE[name], fullgraph=True)
-    assert_same(step(compiled, net, x), step(INSIDE[name], net, x), exact=False)
+    function = INSIDE[name](net)
+    compiled = torch.compile(function, fullgraph=True)
+    assert_same(step(compiled, net, x), step(function, net, x), exact=False)
 
 
 def test_the_policies_of_these_tests_differ() -> None:
@@ -100,7 +105,7 @@ def test_the_policies_of_these_tests_differ() -> None:
     net, x = Net(), torch.randn(5, 8)
     seen = [[t.dtype for t in step(plain(policy), net, x)][:2] for policy in (TORCH, None)]
     assert seen[0] != seen[1]
-    values = [step(plain(policy), net, x)[0] for policy in (TORCH, RULES, MODULES)]
+    values = [step(plain(policy), net, x)[0] for policy in (TORCH, RULES, module_rules(net))]
     assert not torch.equal(values[0], values[1])
     assert values[2].dtype is torch.float16
 
@@ -113,7 +118,7 @@ def test_a_compiled_function_called_in_regions_never_serves_another_region(backe
     compiled = torch.compile(outputs, backend=backend, fullgraph=True)
     torch._dynamo.utils.counters.clear()
     for _ in range(2):
-        for policy in POLICIES:
+        for policy in policies(net):
             for dtype in (torch.bfloat16, torch.float16) if policy is RULES else (torch.bfloat16,):
                 with autocast("cpu", dtype, policy=policy, cache_enabled=False):
                     wanted, got = step(outputs, net, x), step(compiled, net, x)
@@ -123,7 +128,7 @@ def test_a_compiled_function_called_in_regions_never_serves_another_region(backe
                 assert_same(step(compiled, net, x), step(outputs, net, x))
         assert_same(step(compiled, net, x), step(outputs, net, x))
     counted = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert counted <= len(POLICIES) + 3, "the second round compiled again"
+    assert counted <= len(policies(net)) + 3, "the second round compiled again"
 
 
 def test_backward_after_the_region_is_that_of_the_eager_run() -> None:

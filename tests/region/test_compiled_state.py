@@ -1,5 +1,6 @@
 """Graph breaks, failures and state in compiled code; what keeps code compiled for one policy from serving another."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,14 +18,14 @@ from ampkit import Policy, Rule, WeightCache, autocast
 from ampkit.region import policy_guard as fingerprint
 from tests.helpers.compiling import (
     EXACT,
-    MODULES,
-    POLICIES,
     RULES,
     TORCH,
     Net,
     _fresh,  # noqa: F401  (for every test)
     assert_same,
+    module_rules,
     outputs,
+    policies,
     step,
 )
 from tests.helpers.regions import state
@@ -153,17 +154,19 @@ def test_the_graph_that_a_compiler_gets_is_that_of_torch_amp(dtype: torch.dtype)
     assert traced(lambda: autocast("cpu", dtype, policy=Policy.torch("cpu"))) == wanted
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_policy_travels_as_text_but_for_its_module_rules(policy: Policy) -> None:
-    found = Policy.from_text(policy.text)
-    assert (found.base, found.overrides) == (policy.base, policy.overrides)
-    assert not found.modules
+def test_a_policy_travels_as_text_but_for_its_module_rules() -> None:
+    net = Net()
+    for policy in policies(net):
+        found = Policy.from_dict(json.loads(policy.text))
+        assert (found.base, found.overrides) == (policy.base, policy.overrides)
+        assert not found.modules
 
 
 def test_marks() -> None:
     """No two policies share a mark; torch's list has none; a full register starts over."""
-    policies = [TORCH.with_rules({"aten::gelu": Rule.FLOAT32}), RULES, MODULES, Policy.default("cpu")]
-    marks = [fingerprint.mark_of((("cpu", policy),)) for policy in policies]
+    net, other = Net(), Net()
+    differ = [TORCH.with_rules({"aten::gelu": Rule.FLOAT32}), *policies(net)[1:], module_rules(other)]
+    marks = [fingerprint.mark_of((("cpu", policy),)) for policy in differ]
     assert len(set(marks)) == len(marks)
     assert fingerprint.mark_of((("cpu", TORCH),)) == ()
     assert fingerprint.mark_of((("cpu", Policy.torch("cpu")), ("cuda", Policy.torch("cuda")))) not in ((), *marks)

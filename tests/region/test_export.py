@@ -20,7 +20,7 @@ POLICIES = {
     "torch": TORCH,
     "default": None,
     "with_rules": TORCH.with_rules({"aten::softmax.int": Rule.FLOAT32, "aten::linear": Rule.KEEP}),
-    "for_modules": TORCH.for_modules({"last": "float32"}),
+    "for_modules": TORCH,
 }
 
 
@@ -31,6 +31,11 @@ class Net(nn.Module):
         super().__init__()
         self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
         self.policy, self.dtype = policy, dtype
+
+    def bind(self) -> None:
+        """Give the policy a rule for a module of this net."""
+        assert self.policy is not None
+        self.policy = self.policy.for_modules(self, {"last": "float32"})
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         with autocast("cpu", self.dtype, policy=self.policy):
@@ -50,6 +55,9 @@ def assert_same(got: Any, wanted: Any) -> None:
 def test_export_records_the_region(name: str, strict: bool) -> None:
     """The exported program has the region's casts in it and nothing of ampkit, also once decomposed and reloaded."""
     net, x = Net(POLICIES[name]), torch.randn(3, 8)
+    if name == "for_modules":
+        net.bind()
+        assert net(x)[0].dtype is torch.float32
     program = torch.export.export(net, (x,), strict=strict)
     assert_same(program.module()(x), net(x))
     targets = [node.target for node in program.graph.nodes if node.op == "call_function"]

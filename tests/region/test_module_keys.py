@@ -1,8 +1,7 @@
-"""Keys of module rules: what is refused, and how they travel, are copied and outlive their modules."""
+"""Keys of module rules: what they match, what is refused, how they are written down and read."""
 
-import copy
 import importlib
-import io
+import json
 import pickle
 import re
 import sys
@@ -10,67 +9,167 @@ import types
 
 import pytest
 import torch
-import torch.package
-import torch.utils.checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn.modules import module as hooked
 
-from ampkit import Policy, autocast
-from tests.helpers.module_rules import Model, dtypes, names, only, rules
-from tests.helpers.regions import FP16, FP32, state
+from ampkit import Policy
+from ampkit.policy.module_rules import matches
+from tests.helpers.module_rules import Model, dtypes, only, rules
+from tests.helpers.regions import BF16, FP16, FP32
 
-
-def test_two_patterns_that_disagree():
-    with pytest.raises(ValueError, match=r"'blocks.0.attn' matches several patterns that disagree: "
-                                         r"'blocks.\*.attn': torch.float32, 'blocks.0.\*': torch.float16; make one"):
-        dtypes(Model(), rules({"blocks.*.attn": FP32, "blocks.0.*": FP16}))
-    assert not nn.modules.module._global_forward_pre_hooks
-    assert dtypes(Model(), rules({"blocks.*.attn": FP32, "blocks.0.*": FP32})) == only(
-        "blocks.0.attn", "blocks.1.attn", "blocks.0.mlp")
+names = st.lists(st.sampled_from(["a", "b", "blocks", "0", "attn_1"]), min_size=1, max_size=4).map(".".join)
 
 
 @pytest.mark.parametrize(
     ("modules", "error", "message"),
     [
-        ([("head", FP32)], TypeError, "for_modules takes a dict of module to dtype or policy, got list"),
+        ([("head", FP32)], TypeError, "for_modules takes a model and a dict of its modules .* got Model and list"),
         ({"": FP32}, ValueError, r"'' is no module path pattern; expected names and '\*' joined by dots"),
         ({"a b": FP32}, ValueError, "'a b' is no module path pattern"),
         ({"a..b": FP32}, ValueError, "'a..b' is no module path pattern"),
         ({1: FP32}, TypeError, "a key of for_modules is a path pattern, a module class or a module, got 1"),
         ({torch.Tensor: FP32}, TypeError, "a key of for_modules is a path pattern, a module class or a module"),
         ({"head": torch.float64}, ValueError, "torch.float64 is no precision for module 'head'; expected"),
-        ({"head": "half"}, ValueError, "'half' is no precision for module 'head'"),
+        ({"head": "half"}, ValueError, "'half' is no precision for module 'head'; expected .* a name among float32, "),
         ({nn.Linear: None}, ValueError, "None is no precision for module torch.nn.modules.linear.Linear"),
         ({"head": Policy.torch("cuda")}, ValueError, "the policy for module 'head' is for 'cuda', not 'cpu'"),
+        ({"haed": FP32}, ValueError, r"pattern 'haed' of for_modules matches no module of Model; nearest: head\. "),
+        ({"net.head": FP32}, ValueError, "'net.head' of for_modules matches no module of Model; nearest: head"),
+        ({"zzz.**": FP32}, ValueError, r"matches no module of Model; nearest: blocks, blocks\.0, blocks\.0\.attn"),
+        ({nn.Conv2d: FP32}, ValueError,
+         r"no module of Model is a .*conv.Conv2d; the classes of its modules are Model, ModuleList, Block, Linear"),
+        ({nn.Linear(2, 2): FP32}, ValueError, "<Linear at 0x.*> is no module of Model; give for_modules the model"),
+        ({"blocks.*.attn": FP32, "blocks.0.*": FP16}, ValueError,
+         r"'blocks.0.attn' matches two rules that disagree: 'blocks.\*.attn': torch.float32 and 'blocks.0.\*': tor"),
     ],
 )
-def test_rules_that_mean_nothing(modules, error, message):
+def test_rules_that_are_refused(modules, error, message):
+    model = Model()
     with pytest.raises(error, match=message):
-        rules(modules)
+        rules(model, modules)
+    assert not any(module._forward_pre_hooks_with_kwargs for module in model.modules())
 
 
-def test_module_named_twice():
-    layer = nn.Linear(2, 2)
-    for key, name in (("head", "'head'"), (nn.Linear, "torch.nn.modules.linear.Linear"), (layer, "<Linear at 0x")):
+def test_what_is_no_model():
+    with pytest.raises(TypeError, match=r"as in for_modules\(model, \{'head': torch.float32\}\); got dict and dict"):
+        rules({}, {"head": FP32})
+    with pytest.raises(TypeError, match="from_dict binds module rules to a module; got str"):
+        Policy.from_dict({"base": "torch"}, "model")
+
+
+def test_patterns_that_agree():
+    model = Model()
+    assert dtypes(model, rules(model, {"blocks.*.attn": FP32, "blocks.0.*": FP32})) == only(
+        "blocks.0.attn", "blocks.1.attn", "blocks.0.mlp")
+
+
+def test_a_key_is_set_once():
+    model = Model()
+    for key, name in (("head", "'head'"), (nn.Linear, "torch.nn.modules.linear.Linear"), (model.head, "<Linear at 0x")):
         with pytest.raises(ValueError, match=rf"module {name}.* already has a rule in this policy"):
-            rules({key: FP32}).for_modules({key: FP16})
+            rules(model, {key: FP32}).for_modules(model, {key: FP16})
+    rules(model, {"head": FP32}).for_modules(Model(), {"head": FP16})
 
 
-def test_class_that_cannot_be_found_again():
+def test_wrappers_of_torch_have_no_part_in_paths():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = Model()
+    block = model.blocks[0]
+    model.blocks[0] = checkpoint_wrapper(block)
+    model.blocks[1].compile(backend="eager")
+    around = nn.DataParallel(model)
+    for whole, wrapped in ((around, block), (torch.compile(model, backend="eager"), model.blocks[0])):
+        found = rules(whole, {wrapped: FP32, "blocks.1.mlp": FP32, "head": FP16}).check()
+        assert [rule.modules for rule in found.rules] == [("blocks.0",), ("blocks.1.mlp",), ("head",)]
+    assert rules(around, {"head": FP32}) == rules(model, {"head": FP32})
+
+
+def test_a_shared_module_has_all_its_names():
+    model = Model()
+    model.head = model.blocks[0].mlp
+    model.blocks[1].itself = model      # a cycle
+    for name in ("head", "blocks.0.mlp"):
+        assert dtypes(model, rules(model, {name: FP32}))["blocks.0.mlp"] is FP32
+    with pytest.raises(ValueError, match=r"'(head|blocks\.0\.mlp)' matches two rules that disagree"):
+        rules(model, {"head": FP32, "blocks.0.mlp": FP16})
+
+
+def test_a_module_is_a_key_by_identity():
+    class Equal(nn.Linear):
+        def __eq__(self, other):
+            return isinstance(other, Equal)
+
+        __hash__ = nn.Module.__hash__
+
+    model = nn.Sequential(Equal(4, 4), Equal(4, 4))
+    assert rules(model, {model[0]: FP32}) != rules(model, {model[1]: FP32})
+    assert dtypes(model, rules(model, {model[0]: FP32, model[1]: FP16})) == {"0": FP32, "1": FP16}
+
+
+# check
+
+
+def test_check_lists_what_is_bound_and_what_is_gone():
+    model = Model()
+    policy = rules(model, {"blocks.*.attn": FP32, model.head: BF16, model: FP16})
+    assert str(policy.check()) == "\n".join([
+        "'blocks.*.attn': torch.float32: blocks.0.attn, blocks.1.attn",
+        f"<Linear at {id(model.head):#x}>: torch.bfloat16: head",
+        f"<Model at {id(model):#x}>: torch.float16: the model itself",
+    ])
+    assert policy.check().gone == ()
+    replaced = model.head
+    model.head, model.blocks[0].attn = nn.Identity(), nn.Sequential(model.blocks[0].attn)
+    del model.blocks[1].attn
+    (first, second) = policy.check().gone
+    assert (first.gone, second.gone) == (("blocks.1.attn",), ("head",))
+    assert str(first) == "'blocks.*.attn': torch.float32: blocks.0.attn, blocks.1.attn; gone: blocks.1.attn"
+    assert replaced is not None
+    assert str(Policy.default("cpu").check()) == "this policy has no rules for modules"
+
+
+# Written down and read
+
+
+def test_a_policy_is_bound_again_by_what_was_written():
+    model, other = Model(), Model()
+    inner = Policy.torch("cpu").with_rules({"gelu": "keep"}).for_modules(model, {"blocks.0.mlp": "bf16"})
+    policy = rules(model, {"blocks.*": inner, nn.LayerNorm: "16-mixed", model.head: "fp32"})
+    state = json.loads(json.dumps(policy.to_dict()))
+    assert state["modules"] == [
+        ["blocks.*", inner.to_dict()], ["class torch.nn.modules.normalization:LayerNorm", "float16"],
+        ["module head", "float32"],
+    ]
+    assert Policy.from_dict(state, model) == policy
+    again = Policy.from_dict(state, other)
+    assert again != policy
+    assert again.to_dict() == state
+    assert dtypes(other, again) == dtypes(model, policy)
+
+
+def test_what_cannot_be_bound_or_written():
     class Local(nn.Module):
         pass
 
+    model = Model()
+    state = rules(model, {"head": FP32}).to_dict()
+    with pytest.raises(ValueError, match=r"rules for modules, 'head' among them; give the model .*from_dict\(state, "):
+        Policy.from_dict(state)
+    with pytest.raises(ValueError, match=r"'head' of for_modules matches no module of Linear; nearest: none\. "):
+        Policy.from_dict(state, nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"pattern 'head\.0' of for_modules matches no module of Model"):
+        Policy.from_dict({**state, "modules": [["module head.0", "float32"]]}, model)
+    with pytest.raises(ValueError, match=r"bound to its model and cannot be pickled; save policy\.to_dict"):
+        pickle.dumps(rules(model, {"head": FP32}))
     with pytest.raises(ValueError, match=r"Local cannot be written down: a class made inside a function"):
-        rules({Local: FP32}).to_dict()
-    written = rules({nn.Linear: FP32}).to_dict()
-    written["modules"] = [["class torch.nn:Gone", "float32"]]
-    with pytest.raises(ValueError, match=r"names the module class .torch.nn.Gone., which is not there"):
-        Policy.from_dict(written)
-    written["modules"] = [["class os:environ", "float32"]]
-    with pytest.raises(ValueError, match=r"the policy names .os.environ. as a module class, which it is not: _Environ"):
-        Policy.from_dict(written)
+        rules(Local(), {Local: FP32}).to_dict()
+    several = rules(model, {"head": FP32}).for_modules(Model(), {"head": FP32})
+    nested = rules(model, {"head": rules(Model(), {"head": FP32})})
+    for policy in (several, nested):
+        with pytest.raises(ValueError, match="modules of several models, and from_dict binds to one; write one policy"):
+            policy.to_dict()
 
 
 CODE = "import torch\nNet = type('Net', (torch.nn.Module,), {'__module__': __name__})\n"
@@ -92,7 +191,8 @@ def test_reading_a_policy_imports_nothing(own_module):
         Policy.from_dict(state)
     assert own_module not in sys.modules
     net = importlib.import_module(own_module).Net
-    assert Policy.from_dict(state) == Policy.torch("cpu").for_modules({net: FP32})
+    model = net()
+    assert Policy.from_dict(state, model) == Policy.torch("cpu").for_modules(model, {net: FP32})
 
 
 def test_looking_for_a_class_runs_no_code(monkeypatch):
@@ -118,12 +218,15 @@ def test_looking_for_a_class_runs_no_code(monkeypatch):
     monkeypatch.setitem(sys.modules, "lazy_module", lazy)
     monkeypatch.setitem(sys.modules, "no_module", Proxy())
 
-    def read(name):
-        return Policy.from_dict({**Policy.torch("cpu").to_dict(), "modules": [[f"class {name}", "float32"]]})
+    inner = type.__getattribute__(Outer, "Inner")
+    model = nn.Sequential(nn.Linear(2, 2), inner())
 
-    assert read("lazy_module:Net") == Policy.torch("cpu").for_modules({nn.Linear: FP32})
-    (inner, _), = read("lazy_module:Outer.Inner").modules.items
-    assert inner.__name__ == "Inner"
+    def read(name):
+        state = {**Policy.torch("cpu").to_dict(), "modules": [[f"class {name}", "float32"]]}
+        return Policy.from_dict(state, model)
+
+    assert read("lazy_module:Net") == Policy.torch("cpu").for_modules(model, {nn.Linear: FP32})
+    assert read("lazy_module:Outer.Inner").check().rules[0].modules == ("1",)
     for name, message in (
         ("lazy_module:Gone", "is not there"), ("lazy_module:Outer.value", "is not: property"),
         ("lazy_module:Outer.value.fget", "is not there"), ("lazy_module:Outer", "is not: Meta"),
@@ -134,93 +237,18 @@ def test_looking_for_a_class_runs_no_code(monkeypatch):
             read(name)
 
 
-def test_a_pickle_takes_its_classes_along_as_any_pickle_does(own_module):
-    net = importlib.import_module(own_module).Net
-    saved = pickle.dumps(rules({net: FP32}))
-    del sys.modules[own_module]
-    (again, _), = pickle.loads(saved).modules.items
-    assert (again.__name__, again is net) == ("Net", False)
-
-    class Local(nn.Module):
-        pass
-
-    assert copy.deepcopy(rules({Local: FP32})) == rules({Local: FP32})
-
-
-def test_a_package_has_classes_of_its_own(own_module):
-    """What `torch.package` loads is another class of the same name; the policy beside it means that one."""
-    net, buffer = importlib.import_module(own_module).Net, io.BytesIO()
-    with torch.package.PackageExporter(buffer) as exporter:
-        exporter.intern(own_module)
-        exporter.extern(["ampkit.**", "torch.**"])
-        exporter.save_pickle("saved", "pair.pkl", (rules({net: FP32}), net()))
-    buffer.seek(0)
-    policy, model = torch.package.PackageImporter(buffer).load_pickle("saved", "pair.pkl")
-    (key, _), = policy.modules.items
-    assert key is type(model)
-    assert key is not net
-
-
-def test_the_rule_of_a_module_that_is_gone_means_nothing():
-    model = Model()
-    gone, alive = nn.Linear(2, 2), model.head
-    policy, same = rules({gone: FP32, alive: FP32}), rules({alive: FP32, gone: FP32})
-    other = rules({nn.Linear(2, 2): FP32})
-    del gone
-    assert policy == same
-    assert hash(policy) == hash(same)
-    assert policy not in {other, rules({alive: FP32})}
-    assert "<a module that is gone>: torch.float32" in repr(policy)
-    assert dtypes(model, policy) == only("head")
-    assert dtypes(model, policy.for_modules({"blocks.0.mlp": FP32})) == only("head", "blocks.0.mlp")
-    assert copy.deepcopy(policy) == policy
-    for write in (policy.to_dict, lambda: pickle.dumps(policy)):
-        with pytest.raises(ValueError, match="names the module <a module that is gone> itself cannot be written down"):
-            write()
-
-
-def test_a_module_is_a_key_by_identity():
-    class Equal(nn.Linear):
-        def __eq__(self, other):
-            return isinstance(other, Equal)
-
-        __hash__ = nn.Module.__hash__
-
-    one, two = Equal(4, 4), Equal(4, 4)
-    assert rules({one: FP32}) != rules({two: FP32})
-    assert dtypes(nn.Sequential(one, two), rules({one: FP32, two: FP16})) == {"0": FP32, "1": FP16}
-
-
-def test_a_copy_of_a_model_and_its_policy_belong_together():
-    """A module copied before the policy stands for its copy; a policy copied alone goes on naming the module."""
-    model = Model()
-    policy = rules({model.head: FP32, "blocks.1": Policy.default("cpu").for_modules({model.blocks[1].mlp: FP16})})
-    twin, its_policy = copy.deepcopy((model, policy))
-    expected = only("head") | {"blocks.1.mlp": FP16}
-    assert dtypes(model, policy) == dtypes(twin, its_policy) == expected
-    assert dtypes(model, its_policy) == dtypes(twin, policy) == only()
-    assert its_policy != policy
-    assert copy.deepcopy(policy) is policy
-    assert copy.copy(policy) is policy
-    model.policy = policy
-    twin = copy.deepcopy(model)
-    assert dtypes(twin, twin.policy) == expected
-
-
 @given(names)
-def test_pattern_without_stars_means_exactly_its_path(path):
-    found = rules({path: FP32}).modules
-    module = nn.Identity()
-    assert found.find(module, path) is FP32
+def test_a_pattern_without_stars_matches_its_path_alone(path):
+    assert matches(path, path)
     for other in (path + ".a", "x." + path, path + "x", path[:-1], path.upper() + "_"):
-        assert found.find(module, other) is None
-    starred = rules({".".join("*" for _ in path.split(".")): FP32}).modules
-    assert starred.find(module, path) is FP32
-    assert starred.find(module, path + ".a") is None
-    assert rules({"**": FP32}).modules.find(module, path) is FP32
-    assert rules({"**." + path: FP32}).modules.find(module, "x.y." + path) is FP32
-    assert rules({"**." + path: FP32}).modules.find(module, path) is FP32
-    assert rules({"**": FP32}).modules.find(module, "") is None
+        assert not matches(path, other)
+    starred = ".".join("*" for _ in path.split("."))
+    assert matches(starred, path)
+    assert not matches(starred, path + ".a")
+    assert matches("**." + path, "x.y." + path)
+    assert matches("**." + path, path)
+    assert matches("**", path)
+    assert not matches("**", "")
 
 
 @given(st.lists(st.sampled_from(["a", "b", "*", "**", "a*", "*a*b", "*b"]), min_size=1, max_size=5).map(".".join),
@@ -229,8 +257,7 @@ def test_patterns_mean_what_their_regular_expression_says(pattern, path):
     *parts, last = pattern.split(".")
     regex = "".join(r"([^.]+\.)*" if part == "**" else part.replace("*", "[^.]*") + r"\." for part in parts)
     regex += r"[^.]+(\.[^.]+)*" if last == "**" else last.replace("*", "[^.]*")
-    found = rules({pattern: FP32}).modules.find(nn.Identity(), path)
-    assert (found is FP32) is (re.fullmatch(regex, path) is not None)
+    assert matches(pattern, path) is (re.fullmatch(regex, path) is not None)
 
 
 @pytest.mark.timeout(20)
@@ -238,15 +265,6 @@ def test_patterns_mean_what_their_regular_expression_says(pattern, path):
     "*" * 60 + "x", "*a" * 30 + "x", ".".join(["**", "a"] * 30) + ".x", "**." * 60 + "x",
 ])
 def test_no_pattern_takes_years(pattern):
-    """A policy that was read from data is asked about every module of the model."""
+    """A policy that was read from data is matched with every module of the model."""
     for path in ("a" * 60, ".".join(["a"] * 60)):
-        assert rules({pattern: FP32}).modules.find(nn.Identity(), path) is None
-
-
-def test_hook_tables_cleared_by_somebody_else():
-    before = state()
-    with autocast("cpu", policy=Policy.default("cpu").for_modules({"attn": FP32})):
-        hooked._global_forward_pre_hooks.clear()
-        hooked._global_forward_hooks.clear()
-        hooked._global_forward_hooks_always_called.clear()
-    assert state() == before
+        assert not matches(pattern, path)

@@ -1,211 +1,237 @@
-"""Rules by module: by path, by class, by instance; what goes over what; and regions as modules run."""
+"""Rules for modules in regions: which modules follow them, what beats what, and what is around or inside them."""
 
 import contextlib
 import copy
+import functools
+import gc
+import io
+import threading
+import weakref
 
 import pytest
 import torch
-import torch.package
 import torch.utils.checkpoint
 from torch import nn
 from torch.nn.modules import module as hooked
 
-from ampkit import Policy, autocast, checkpoint
-from ampkit.policy.module_paths import path_of
+from ampkit import Policy, autocast, wrap_forward
+from ampkit.region.snapshot import Snapshot
+from ampkit.region.thread_state import thread
 from tests.helpers.module_rules import ALL, Block, Model, X, dtypes, only, rules
 from tests.helpers.regions import BF16, FP16, FP32, state
 
 
+@pytest.fixture(autouse=True)
+def _nothing_left():
+    yield
+    assert not hooked._global_forward_pre_hooks
+    assert not hooked._global_forward_hooks
+    assert thread.module_hooks is None
+    assert thread.modules == []
+
+
 @pytest.mark.parametrize(
-    ("pattern", "meant"),
+    ("pattern", "bound"),
     [
         ("head", {"head"}),
         ("blocks.1.mlp", {"blocks.1.mlp"}),
         ("blocks.*.attn", {"blocks.0.attn", "blocks.1.attn"}),
         ("blocks.0", {"blocks.0.attn", "blocks.0.mlp"}),
-        ("blocks.*", ALL - {"head"}),
         ("**.mlp", {"blocks.0.mlp", "blocks.1.mlp"}),
         ("**", ALL),
-        ("*", {"head"}),
+        ("*", {"head"}),        # and `blocks`, a list that is never called
         ("blocks.*.m*", {"blocks.0.mlp", "blocks.1.mlp"}),
         ("**.head", {"head"}),
-        ("blocks.**.mlp", {"blocks.0.mlp", "blocks.1.mlp"}),
         ("blocks.**", ALL - {"head"}),
+        (nn.Linear, ALL),
+        (Block, ALL - {"head"}),
+        (nn.Module, ALL),
     ],
 )
-def test_paths(pattern, meant):
-    assert dtypes(Model(), rules({pattern: FP32})) == only(*meant)
+def test_keys(pattern, bound):
+    model = Model()
+    assert dtypes(model, rules(model, {pattern: FP32})) == only(*bound)
 
 
-@pytest.mark.parametrize("pattern", ["mlp", "Head"])
-def test_paths_that_there_are_not(pattern):
-    with pytest.warns(UserWarning, match=f"the pattern '{pattern}' of for_modules means no module of Model"):
-        assert dtypes(Model(), rules({pattern: FP32})) == only()
-
-
-def test_classes():
-    assert dtypes(Model(), rules({nn.Linear: FP32})) == only(*ALL)
-    assert dtypes(Model(), rules({Block: "float32"})) == only(*ALL - {"head"})
-    assert dtypes(Model(), rules({nn.Conv2d: FP32})) == only()
-    assert dtypes(Model(), rules({nn.Module: FP32})) == only(*ALL)
-
-
-def test_nearer_base_class_wins():
+def test_what_beats_what():
     class Special(nn.Linear):
         pass
 
     model = Model()
     model.head = Special(4, 4)
-    assert dtypes(model, rules({nn.Linear: FP32, Special: FP16})) == only(*ALL - {"head"}) | {"head": FP16}
+    policy = rules(model, {nn.Linear: FP32, Special: FP16, "blocks.*.attn": FP16, model.blocks[0].attn: BF16})
+    found = dtypes(model, policy)
+    assert found == only(*ALL) | {"head": FP16, "blocks.0.attn": BF16, "blocks.1.attn": FP16}
 
 
-def test_instances():
+@pytest.mark.parametrize("outer", [FP32, FP16, Policy.default("cpu").with_rules({"aten::linear": "keep"})])
+def test_inside_each_other_the_innermost_wins(outer):
     model = Model()
-    assert dtypes(model, rules({model.head: FP32, model.blocks[1].mlp: "float32"})) == only("head", "blocks.1.mlp")
-    assert dtypes(copy.deepcopy(model), rules({model.head: FP32})) == only()
+    found = dtypes(model, rules(model, {"blocks.0": outer, "blocks.0.mlp": BF16}))
+    # A policy as a rule has the rules for modules inside that it brings itself.
+    mlp = FP32 if isinstance(outer, Policy) else BF16
+    assert found == only() | {"blocks.0.attn": outer if outer is FP16 else FP32, "blocks.0.mlp": mlp}
 
 
-def test_instance_over_path_over_class():
-    model = Model()
-    found = dtypes(model, rules({nn.Linear: FP32, "blocks.*.attn": FP16, model.blocks[0].attn: BF16}))
-    assert found == only(*ALL) | {"blocks.0.attn": BF16, "blocks.1.attn": FP16}
+def test_a_policy_for_a_module():
+    model, keeps = Model(), Policy.default("cpu").with_rules({"aten::linear": "keep"})
+    assert dtypes(model, rules(model, {"head": keeps})) == only("head")
+    inner = keeps.for_modules(model, {"blocks.0.attn": FP16}).with_rules({"aten::linear": "lower"})
+    assert dtypes(model, rules(model, {"blocks.0": inner})) == only() | {"blocks.0.attn": FP16}
 
 
-def test_inner_rule_inside_an_outer_one():
-    found = dtypes(Model(), rules({"blocks.0": FP32, "blocks.0.mlp": BF16}))
-    assert found == only("blocks.0.attn")
+def test_float32_computes_all_of_a_module_in_float32():
+    """Its inputs are cast, by position, by name and in containers; autocast is off inside."""
+    class Squares(nn.Module):
+        def forward(self, x, *, more, skip=None):
+            found.update(x=x * x, more=more["h"][0] * 2, mm=x @ x, skip=skip, on=torch.is_autocast_enabled("cpu"))
+            return x
 
-
-def test_policy_for_a_module():
-    keeps = Policy.default("cpu").with_rules({"aten::linear": "keep"})
-    assert dtypes(Model(), rules({"head": keeps})) == only("head")
-    inner = keeps.for_modules({"mlp": FP16}).with_rules({"aten::linear": "lower"})
-    with pytest.warns(UserWarning, match="the pattern 'mlp' of for_modules means no module of Model"):
-        found = dtypes(Model(), rules({"blocks.0": inner}))
-    assert found == only(), "its paths count from the outermost module as well"
-    inner = keeps.for_modules({"blocks.0.attn": FP16}).with_rules({"aten::linear": "lower"})
-    assert dtypes(Model(), rules({"blocks.0": inner})) == only() | {"blocks.0.attn": FP16}
-
-
-def test_float32_takes_in_low_precision():
-    """A float32 island alone would meet bfloat16 input with float32 weights."""
-    with autocast("cpu", policy=rules({"1": FP32})):
-        assert nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))(X).dtype is FP32
+    found, net, half = {}, nn.Sequential(Squares()), torch.ones(2, 2, dtype=BF16)
+    with autocast("cpu", policy=rules(net, {"0": FP32})):
+        net[0](half, more={"h": [half.half()]}, skip=half.double())
+        assert (half @ half).dtype is BF16
+    assert [found[name].dtype for name in ("x", "more", "mm", "skip")] == [FP32, FP32, FP32, torch.float64]
+    assert found["on"] is False
 
 
 def test_gradients_flow_through_mixed_modules():
     model = Model()
-    with autocast("cpu", policy=rules({"blocks.0": FP32, "head": FP16})):
+    with autocast("cpu", policy=rules(model, {"blocks.0": FP32, "head": FP16})):
         loss = model(X).float().pow(2).sum()
     loss.backward()
-    assert all(p.grad.dtype is FP32 for p in model.parameters())
-    assert all(p.grad.isfinite().all() for p in model.parameters())
+    assert all(p.grad.dtype is FP32 and p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_rules_add_up():
-    policy = rules({"head": FP32}).for_modules({"blocks.*.attn": FP16}).with_rules({"aten::gelu": "float32"})
-    assert dtypes(Model(), policy) == only("head") | {"blocks.0.attn": FP16, "blocks.1.attn": FP16}
+    model, other = Model(), Model()
+    policy = rules(model, {"head": FP32}).for_modules(model, {"blocks.*.attn": FP16}).for_modules(other, {Block: FP32})
+    policy = policy.with_rules({"aten::gelu": "float32"})
+    assert dtypes(model, policy) == only("head") | {"blocks.0.attn": FP16, "blocks.1.attn": FP16}
+    assert dtypes(other, policy) == only(*ALL - {"head"})
 
 
-@pytest.mark.parametrize("run", ["a submodule", "twice", "nested region"])
-def test_paths_count_from_the_outermost_module_called(run):
+def shared_weights(model):
+    model.blocks[1].mlp.weight = model.head.weight
+    return model
+
+
+class Looped(Model):
+    """Runs its blocks twice, and its head inside itself."""
+
+    def forward(self, x, depth=1):
+        if depth:
+            return self(x, depth - 1)
+        return self.head(super().forward(super().forward(x)))
+
+
+@pytest.mark.parametrize(("make", "around"), [
+    (Model, lambda model: nn.Sequential(model, nn.Identity())),
+    (Model, lambda model: nn.DataParallel(model)),
+    (Model, lambda model: nn.ModuleDict({"net": model})["net"]),
+    (Model, lambda model: functools.partial(torch.utils.checkpoint.checkpoint, model, use_reentrant=False)),
+    (Model, lambda model: model._replicate_for_data_parallel()),
+    (Model, lambda model: lambda x: wrap_forward(nn.Sequential(model), "cpu", BF16)(x)),
+    (lambda: shared_weights(Model()), lambda model: model),
+    (Looped, lambda model: model),
+])
+def test_what_is_around_the_model_changes_nothing(make, around):
+    model = make()
+    policy = rules(model, {"head": FP32, "blocks.1": FP32})
+    assert dtypes(model, policy, around(model)) == only("head", "blocks.1.attn", "blocks.1.mlp")
+    loss = 0
+    for _ in range(2):      # the cast of a weight that is shared is not taken where its rule is float32
+        with autocast("cpu", BF16, policy=policy):
+            loss = loss + around(model)(X).float().sum()
+    loss.backward()
+
+
+def test_replicas_follow_their_originals():
+    """`nn.DataParallel` calls shallow copies of the modules, each in a thread."""
+    layer = nn.Linear(4, 4)
+    policy, found = rules(layer, {layer: FP32}), []
+    replica = layer._replicate_for_data_parallel()
+    replica.weight, replica.bias = layer.weight, layer.bias
+
+    def run():
+        with autocast("cpu", BF16, policy=policy):
+            found.append(replica(X).dtype)
+
+    worker = threading.Thread(target=run)
+    worker.start()
+    worker.join()
+    assert found == [FP32]
+
+
+def test_threads_with_other_policies():
+    model, barrier = Model(), threading.Barrier(2)
+    seen = {}
+
+    class Waits(nn.Module):
+        def forward(self, x):
+            barrier.wait(10)
+            return x
+
+    model.blocks[0].attn = nn.Sequential(Waits(), nn.Linear(4, 4), Waits())
+
+    def run(name, policy):
+        with autocast("cpu", BF16, policy=policy):
+            x = model(X)
+        seen[name] = x.dtype
+
+    workers = [threading.Thread(target=run, args=item) for item in (
+        ("float32", rules(model, {"head": FP32})), ("float16", rules(model, {"head": FP16, "blocks.0.attn": FP32})),
+    )]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert seen == {"float32": FP32, "float16": FP16}
+
+
+def test_a_thread_that_ends_in_its_region_leaves_no_hooks_behind():
     model = Model()
-    policy = rules({"attn": FP32})
-    if run == "a submodule":
-        assert dtypes(model, policy, model.blocks[0])["blocks.0.attn"] is FP32
-    elif run == "twice":
-        found = dtypes(model, policy, lambda x: (model(x), model.blocks[1](x)))
-        assert (found["blocks.0.attn"], found["blocks.1.attn"]) == (BF16, FP32)
-    else:
-        with autocast("cpu", policy=policy):
-            assert dtypes(model, None, model.blocks[0])["blocks.0.attn"] is FP32
-
-
-def test_what_torch_wraps_around_a_module_is_not_counted():
-    model = nn.DataParallel(Model())
-    assert {n.removeprefix("module."): d for n, d in dtypes(model, rules({"head": FP32})).items()} == only("head")
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    model = Model()
-    model.blocks[0] = checkpoint_wrapper(model.blocks[0])
-    found = dtypes(model, rules({"blocks.0.mlp": FP32}))
-    assert {n.replace("_checkpoint_wrapped_module.", ""): d for n, d in found.items()} == only("blocks.0.mlp")
+    policy = rules(model, {"head": FP32})
+    worker = threading.Thread(target=lambda: autocast("cpu", policy=policy).__enter__())
+    worker.start()
+    worker.join()
+    gc.collect()
+    assert dtypes(model, policy) == only("head")
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("run", [torch.utils.checkpoint.checkpoint, checkpoint])
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_recompute_follows_the_rules_of_its_forward(whole, run, reentrant):
+def test_a_recompute_follows_the_rules_of_its_forward(whole, reentrant):
+    run = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=reentrant)
+
     class Checkpointed(Model):
         def forward(self, x):
             for block in self.blocks:
-                x = run(block, x, use_reentrant=reentrant)
-            return run(self.head, x, use_reentrant=reentrant)
+                x = run(block, x)
+            return run(self.head, x)
 
     model = Model() if whole else Checkpointed()
     seen = {name: [] for name in ("blocks.0.mlp", "blocks.1.mlp", "head")}
     for name, found in seen.items():
-        model.get_submodule(name).register_forward_pre_hook(
-            lambda *_, found=found: found.append(torch.get_autocast_dtype("cpu"))
-        )
+        # A recompute may stop before the hooks after a module.
+        model.get_submodule(name).register_forward_pre_hook(lambda _, args, found=found: found.append(args[0].dtype))
     x = X.clone().requires_grad_()
-    with autocast("cpu", policy=rules({"head": FP32, "blocks.1": FP32})):
-        loss = (run(model, x, use_reentrant=reentrant) if whole else model(x)).sum()
+    with autocast("cpu", BF16, policy=rules(model, {"head": FP32, "blocks.1": FP32})):
+        loss = (run(model, x) if whole else model(x)).sum()
     before = state()
     loss.backward()
     assert seen == {"blocks.0.mlp": [BF16] * 2, "blocks.1.mlp": [FP32] * 2, "head": [FP32] * 2}
     assert state() == before
-    assert not hooked._global_forward_pre_hooks
 
 
-def test_an_interrupted_recompute_leaves_the_regions_of_modules():
-    model, before = Model(), state()
-    with autocast("cpu", policy=rules({"head": FP32})):
-        loss = torch.utils.checkpoint.checkpoint(model, X, use_reentrant=False).sum()
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    model.head.register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        loss.backward()
-    assert state() == before
-    assert not hooked._global_forward_pre_hooks
-
-
-def test_modules_that_change_place():
-    model = Model()
-    policy = rules({"head": FP32})
-    assert dtypes(model, policy) == only("head")
-    model.head, model.blocks[0].mlp = model.blocks[0].mlp, model.head
-    assert dtypes(model, policy) == only("head")
-    for _ in range(20):
-        model.blocks[0].attn = nn.Linear(4, 4)
-        model.head = nn.Linear(4, 4)
-        assert dtypes(model, policy) == only("head")
-    model.tail, model.head = model.head, nn.Identity()
-    assert path_of(model, model.tail) == "tail"
-
-
-def test_shared_module_has_its_first_name():
-    model = Model()
-    model.head = model.blocks[0].mlp
-    assert path_of(model, model.head) == "blocks.0.mlp"
-    assert path_of(model, model) == ""
-    assert path_of(model, nn.ReLU()) == "ReLU"
-
-
-def test_module_that_calls_itself():
-    class Recursive(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x, depth=2):
-            return self(x, depth - 1) if depth else self.layer(x)
-
-    assert dtypes(Recursive(), rules({"layer": FP32})) == {"layer": FP32}
-    assert dtypes(Recursive(), rules({Recursive: FP32})) == {"layer": FP32}
+def test_a_snapshot_takes_the_rules_to_another_thread():
+    model, found = Model(), []
+    with autocast("cpu", BF16, policy=rules(model, {"head": FP32})):
+        run = Snapshot().wrap(lambda: found.append(model(X).dtype))
+    worker = threading.Thread(target=run)
+    worker.start()
+    worker.join()
+    assert found == [FP32]
 
 
 class Fails(nn.Module):
@@ -222,96 +248,201 @@ def test_exceptions_leave_every_region(error):
     before = state()
     model = nn.Sequential(nn.Sequential(Fails(error)))
     with pytest.raises(error):
-        with autocast("cpu", policy=rules({Fails: FP32, "0": FP16})):
+        with autocast("cpu", policy=rules(model, {Fails: FP32, "0": FP16})):
             model(X)
     assert state() == before
-    assert not nn.modules.module._global_forward_hooks
 
 
-@pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt])
-def test_exceptions_caught_inside_the_region(error):
-    """Whoever catches them inside goes on in the outer region, with paths counted afresh."""
+@pytest.mark.parametrize("where", ["forward", "pre-hook", "hook"])
+def test_an_exception_caught_inside_the_region(where):
     class Catches(Model):
         def forward(self, x):
-            with contextlib.suppress(error):
+            with contextlib.suppress(LookupError):
                 self.fails(x)
             return super().forward(x)
 
+    def fail(*_):
+        raise LookupError
+
     model = Catches()
-    model.fails = Fails(error)
-    policy = rules({"fails": FP16, "head": FP32})
-    with autocast("cpu", policy=policy):
-        with pytest.raises(error):
-            model.fails(X)
-    for _ in range(2):
-        assert dtypes(model, rules({"head": FP32})) == only("head")
-        assert dtypes(model, policy) == only("head")
-    assert torch.is_autocast_enabled("cpu") is False
+    model.fails = nn.Sequential(Fails(LookupError) if where == "forward" else nn.Identity())
+    if where != "forward":
+        getattr(model.fails[0], "register_forward_pre_hook" if where == "pre-hook" else "register_forward_hook")(fail)
+    policy = rules(model, {"fails": FP16, "fails.0": FP32, "head": FP32})
+    assert dtypes(model, policy) == only("head")
+
+
+def test_an_interrupted_recompute_leaves_the_regions_of_modules():
+    model, before = Model(), state()
+    with autocast("cpu", policy=rules(model, {"head": FP32})):
+        loss = torch.utils.checkpoint.checkpoint(model, X, use_reentrant=False).sum()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    model.head.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    assert state() == before
 
 
 def test_hooks_are_there_only_while_needed():
-    assert not nn.modules.module._global_forward_pre_hooks
-    with autocast("cpu", policy=rules({"head": FP32})):
-        assert len(nn.modules.module._global_forward_pre_hooks) == 1
-        with autocast("cpu"), autocast("cpu", policy=rules({"head": FP16})):
-            assert len(nn.modules.module._global_forward_pre_hooks) == 1
-    assert not nn.modules.module._global_forward_pre_hooks
-    with autocast("cpu"):
-        assert not nn.modules.module._global_forward_pre_hooks
-
-
-def test_island_has_no_module_rules():
     model = Model()
-    with autocast("cpu", policy=rules({"head": BF16})):
-        with autocast("cpu", enabled=False):
-            assert model(X).dtype is FP32
+    with autocast("cpu"):
+        assert not hooked._global_forward_pre_hooks
+        with autocast("cpu", policy=rules(model, {"head": FP32})):
+            with autocast("cpu"), autocast("cpu", policy=rules(model, {"head": FP16})):
+                assert len(hooked._global_forward_pre_hooks) == 1
+            assert len(hooked._global_forward_pre_hooks) == 1
+            model(X)
+        assert not hooked._global_forward_pre_hooks
 
 
-def test_island_of_torch_has_no_module_rules():
+def test_hook_tables_cleared_by_other_code():
+    model, before = Model(), state()
+    with autocast("cpu", policy=rules(model, {"head": FP32})):
+        for table in ("pre_hooks", "hooks", "hooks_always_called"):
+            getattr(hooked, f"_global_forward_{table}").clear()
+    assert state() == before
+
+
+@pytest.mark.parametrize("region", [autocast, torch.autocast])
+def test_a_disabled_region_has_no_module_rules(region):
     class HasIsland(Model):
         def forward(self, x):
-            with torch.autocast("cpu", enabled=False):
+            with region("cpu", enabled=False):
                 x = self.head(x)
             return super().forward(x)
 
     model, seen = HasIsland(), []
     model.head.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
-    with autocast("cpu", policy=rules({"head": FP16})):
+    with autocast("cpu", policy=rules(model, {"head": FP16})):
         model(X)
     assert seen == [FP32, FP16]
 
 
-def test_inner_region_with_another_policy_has_that_policys_rules():
+def test_an_inner_region_with_another_policy_has_that_policys_rules():
     model = Model()
-    with autocast("cpu", policy=rules({"head": FP32})):
+    with autocast("cpu", policy=rules(model, {"head": FP32})):
         assert dtypes(model, Policy.default("cpu")) == only()
-        assert dtypes(model, rules({"blocks.0": FP32})) == only("blocks.0.attn", "blocks.0.mlp")
+        assert dtypes(model, rules(model, {"blocks.0": FP32})) == only("blocks.0.attn", "blocks.0.mlp")
         assert dtypes(model, None) == only("head")
         with autocast("cuda:0"):
             assert dtypes(model, None) == only("head")
 
 
-def test_inner_region_counts_paths_from_where_the_outer_one_does():
+def test_a_decorated_forward_and_a_region_around_it():
     class Opens(Model):
-        @autocast("cpu", policy=rules({"head": FP32}))
         def forward(self, x):
-            with autocast("cpu", FP16):
-                return self.head(super().forward(x))
+            with autocast("cpu", BF16):
+                return super().forward(x)
 
-    assert Opens()(X).dtype is FP32
-    assert nn.Sequential(Opens())(X).dtype is FP32
+    model = Opens()
+    policy = rules(model, {"head": FP32, "blocks.0.mlp": FP32})
+    assert dtypes(model, policy) == only("head", "blocks.0.mlp")
+    decorated = autocast("cpu", BF16, policy=policy)(model.forward)
+    assert decorated(X).dtype is FP32
 
 
-def test_inner_region_with_other_rules_counts_paths_from_the_outermost_module_called_in_it():
-    class Opens(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.Sequential(nn.Linear(4, 4))
+# Copies, pickles, and models that are gone
 
-        def forward(self, x):
-            with autocast("cpu", policy=rules({"0": FP16})):
-                return self.layers(x)
 
-    for outer in (Policy.default("cpu"), rules({nn.LayerNorm: FP32})):
-        with autocast("cpu", policy=outer):
-            assert Opens()(X).dtype is FP16
+def test_a_copy_of_a_model_needs_a_binding_of_its_own():
+    model = Model()
+    inner = Policy.default("cpu").for_modules(model, {model.blocks[1].mlp: FP16})
+    policy = rules(model, {model.head: FP32, "blocks.1": inner})
+    expected = only("head") | {"blocks.1.mlp": FP16}
+    alone = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match="none of the modules that this policy's rules bind"):
+        assert dtypes(alone, policy) == only()
+    assert copy.deepcopy(policy) == policy
+    reference, its_policy = copy.deepcopy((model, policy))
+    assert dtypes(model, policy) == dtypes(reference, its_policy) == expected
+    assert its_policy != policy
+    model.policy = policy       # before the modules that it binds, in the order of the copy
+    reference = copy.deepcopy(model)
+    assert dtypes(reference, reference.policy) == expected
+    wrapped = copy.deepcopy(wrap_forward(model, "cpu", BF16, policy=policy))
+    assert dtypes(wrapped, Policy.default("cpu"), lambda x: wrapped(x)) == expected
+
+
+def test_a_bound_model_is_copied_saved_and_scripted_as_before():
+    model, again = Model(), io.BytesIO()
+    state_dict = model.state_dict()
+    policy = rules(model, {"head": FP32, nn.LayerNorm: FP16})
+    assert dtypes(model, policy) == only("head")
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    assert list(model.state_dict()) == list(state_dict)
+    torch.save(model, again)
+    assert b"ampkit.region" not in again.getvalue()
+    assert b"ampkit.policy" not in again.getvalue()
+    torch.jit.script(nn.Sequential(model.head))(X)
+
+
+def test_a_policy_keeps_no_model_alive():
+    model = Model()
+    policy, gone = rules(model, {"head": FP32}), weakref.ref(model)
+    other = rules(Model(), {"head": FP32})
+    assert dtypes(model, policy) == only("head")
+    del model
+    gc.collect()
+    assert gone() is None
+    assert policy == copy.deepcopy(policy)
+    assert policy != other
+    assert hash(policy) == hash(copy.copy(policy))
+    assert str(policy.check()) == "'head': torch.float32: head; gone: head"
+    assert "<a module that is gone>" in repr(policy)
+    assert policy.to_dict()["modules"] == [["head", "float32"]]
+    model = Model()
+    assert dtypes(model, policy.for_modules(model, {"head": FP32})) == only("head")
+
+
+# The warning where rules had no effect
+
+
+def test_rules_without_effect_are_reported_once_where_the_region_is_left():
+    model = Model()
+    policy = rules(model, {"head": FP32, nn.LayerNorm: FP32})
+    other = nn.Sequential(copy.deepcopy(model))
+    region = autocast("cpu", BF16, policy=policy)
+    with pytest.warns(UserWarning, match="none of the modules that") as caught, region, autocast("cpu"):
+        other(X)
+    (warning,) = caught
+    assert warning.filename == __file__
+    assert str(warning.message) == (
+        "none of the modules that this policy's rules bind ('head', torch.nn.modules.normalization.LayerNorm) ran in "
+        "this region: the rules have no effect on what did. Bind the model that runs, after whatever copies it or "
+        "replaces its modules: policy.for_modules(model, {...}); policy.check() says which modules are gone"
+    )
+    with autocast("cpu", BF16, policy=rules(model, {nn.LayerNorm: FP32, "head": FP32})):    # the same rules
+        other(X)
+
+
+@pytest.mark.parametrize("run", [
+    lambda model: None, lambda model: torch.mm(X, X.T), lambda model: nn.MSELoss()(X, X), lambda model: model(X),
+    lambda model: model.head(X), lambda model: (Model()(X), model(X)),
+])
+def test_rules_that_may_have_an_effect_are_silent(run):
+    model = Model()
+    with autocast("cpu", BF16, policy=rules(model, {"head": FP32})):
+        run(model)
+
+
+def test_rules_that_had_an_effect_are_silent():
+    model = Model()
+    policy = rules(model, {"head": FP32})
+    assert dtypes(model, policy) == only("head")
+    assert dtypes(Model(), policy) == only()
+
+
+def test_where_warnings_are_errors_the_region_is_left_all_the_same():
+    model, other, before = Model(), Model(), state()
+    with pytest.raises(UserWarning, match="none of the modules"):       # as they are in this suite
+        with autocast("cpu", policy=rules(model, {"head": FP32})):
+            other(X)
+    assert state() == before
+    assert thread.regions == []
+    with autocast("cpu", policy=rules(model, {"head": FP32})):
+        other(X)

@@ -94,7 +94,7 @@ def test_copy_of_one_with_a_cache_has_a_cache_of_its_own():
 def test_a_copy_follows_the_rules_for_its_own_modules():
     """Also where the policy names the wrapped module, whose region is opened too late for a rule about it."""
     model = Plain()
-    policy = Policy.default("cpu").for_modules({model: FP16, model.head: FP32})
+    policy = Policy.default("cpu").for_modules(model, {model: FP16, model.head: FP32})
     twin = copy.deepcopy(wrap_forward(model, "cpu", policy=policy))
     for one in (model, twin, copy.deepcopy(twin)):
         assert one(X).dtype is FP32
@@ -146,9 +146,9 @@ def test_hooks_still_run():
     assert seen == ["before", BF16]
 
 
-def test_paths_of_module_rules_count_from_the_wrapped_module():
-    policy = Policy.default("cpu").for_modules({"head": FP32})
-    model = wrap_forward(Plain(), "cpu", policy=policy)
+def test_a_wrapped_module_with_module_rules():
+    model = Plain()
+    wrap_forward(model, "cpu", policy=Policy.default("cpu").for_modules(model, {"head": FP32}))
     assert nn.Sequential(model)(X).dtype is FP32
     assert model(X, head=False).dtype is BF16
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ampkit.scaler.grad_scaler import GradScaler
-from tests.helpers.grad_scaler import BOTH, one_parameter, started
+from tests.helpers.scaler_tools import BOTH, one_parameter, started
 
 # Constructor
 
@@ -63,10 +63,6 @@ def test_bad_numbers_are_named() -> None:
         GradScaler("cpu", history_size=-1)
 
 
-def test_is_a_torch_scaler() -> None:
-    assert isinstance(GradScaler("cpu"), torch.amp.GradScaler)
-
-
 # scale
 
 
@@ -111,12 +107,6 @@ def test_containers_keep_their_types(cls) -> None:
 def test_what_is_no_tensor_is_refused(cls, outputs) -> None:
     with pytest.raises(ValueError, match="outputs must be a Tensor or an iterable of Tensors"):
         started(cls).scale(outputs)
-
-
-def test_scale_backward_is_scaled() -> None:
-    param, _ = one_parameter()
-    started(GradScaler, 8.0).scale(param.sum() * 3).backward()
-    assert param.grad.item() == 24.0
 
 
 def test_a_detached_loss_warns_once_and_says_why() -> None:
@@ -194,15 +184,6 @@ def test_update_wants_checks(cls) -> None:
 
 
 @BOTH
-def test_unscale_and_update_without_step(cls) -> None:
-    scaler = started(cls, growth_interval=1)
-    _, optimizer = one_parameter(grad=1.0)
-    scaler.unscale_(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 2.0**17
-
-
-@BOTH
 def test_step_takes_arguments_and_returns_the_optimizers_value(cls) -> None:
     class Chatty(torch.optim.SGD):
         def step(self, word, *, times=1):
@@ -224,29 +205,6 @@ def test_overflow_skips_and_backs_off(cls, bad) -> None:
     assert scaler.step(optimizer) is None
     scaler.update()
     assert (scaler.get_scale(), scaler._get_growth_tracker(), param.item()) == (4.0, 0, 0.0)
-
-
-@BOTH
-def test_each_optimizer_skips_alone_and_the_scale_backs_off_once(cls) -> None:
-    scaler = started(cls, 8.0)
-    good, steps = one_parameter(grad=8.0)
-    bad, skips = one_parameter(grad=float("inf"))
-    scaler.step(skips)
-    scaler.step(steps)
-    scaler.update()
-    assert (good.item(), bad.item(), scaler.get_scale()) == (0.0, 1.0, 4.0)
-
-
-@BOTH
-def test_growth_comes_exactly_at_the_interval(cls) -> None:
-    scaler = started(cls, 8.0, growth_interval=2)
-    seen = []
-    for _ in range(4):
-        _, optimizer = one_parameter(grad=1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        seen.append((scaler.get_scale(), scaler._get_growth_tracker()))
-    assert seen == [(8.0, 1), (16.0, 0), (16.0, 1), (32.0, 0)]
 
 
 # update(new_scale)
@@ -352,17 +310,6 @@ def test_private_names_that_other_libraries_use(cls) -> None:
     found = scaler._unscale_grads_(optimizer, inv, flag, True)
     assert optimizer.param_groups[0]["params"][0].grad.item() == 4.0
     assert [value.item() for value in found.values()] == [0.0]
-
-
-@BOTH
-def test_unscale_grads_can_be_replaced_to_allow_fp16(cls) -> None:
-    """Training scripts patch this method on the instance; the patched one must be used."""
-    scaler = started(cls, 4.0)
-    param, optimizer = one_parameter(grad=8.0, dtype=torch.float16)
-    original = scaler._unscale_grads_
-    scaler._unscale_grads_ = lambda optimizer, inv, found, _allow: original(optimizer, inv, found, True)
-    scaler.unscale_(optimizer)
-    assert param.grad.item() == 2.0
 
 
 def test_a_scale_that_was_put_there_by_hand() -> None:

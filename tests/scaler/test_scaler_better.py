@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ampkit.scaler.grad_scaler import GradScaler
+from tests.helpers.scaler_tools import started
 
 BETTER = pytest.mark.parametrize(
     "cls",
@@ -19,12 +20,6 @@ BETTER = pytest.mark.parametrize(
     ],
     ids=["ampkit", "torch"],
 )
-
-
-def started(cls, *arguments):
-    scaler = cls("cpu", *arguments)
-    scaler.scale(torch.ones((), requires_grad=True))
-    return scaler
 
 
 def with_grad(grad: torch.Tensor) -> torch.nn.Parameter:

@@ -160,5 +160,6 @@ def test_a_bad_loss_on_one_rank_ends_the_step_on_all() -> None:
 
 def test_process_groups_are_copied_and_not_pickled() -> None:
     for seen in on_ranks(scaler_ranks.pickling):
-        assert "a GradScaler with a process_group cannot be pickled" in seen["message"]
+        assert "cannot pickle" in seen["message"]
+        assert "ProcessGroup" in seen["message"]
         assert seen["same"]

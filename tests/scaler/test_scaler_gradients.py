@@ -1,14 +1,13 @@
 """What the scaler does to gradients, shared ones included."""
 
 import functools
-from collections import OrderedDict
 
 import pytest
 import torch
 
 from ampkit.optim import AdamW
 from ampkit.scaler.grad_scaler import GradScaler
-from tests.helpers.grad_scaler import BOTH, one_parameter, started
+from tests.helpers.scaler_tools import BOTH, one_parameter, started
 
 # Gradients as torch takes them
 
@@ -28,14 +27,6 @@ def test_fp16_gradients_are_refused_untouched(cls) -> None:
         with pytest.raises(ValueError, match="FP16 gradients"):
             scaler.clip_grad_norm_(optimizer, 1.0)
         assert a.grad.item() == 8.0
-
-
-@BOTH
-def test_inverse_scale_is_rounded_once_from_double(cls) -> None:
-    scaler = started(cls, 3.0)
-    param, optimizer = one_parameter(grad=1.0)
-    scaler.unscale_(optimizer)
-    assert param.grad.item() == torch.tensor(1.0 / 3.0, dtype=torch.float64).float().item()
 
 
 @BOTH
@@ -67,12 +58,6 @@ def test_gradients_broken_after_unscale_reach_the_parameters(cls) -> None:
     param.grad.fill_(float("nan"))
     scaler.step(optimizer)
     assert param.isnan().all()
-
-
-def test_ordered_and_custom_mappings_come_back_as_they_were() -> None:
-    scaled = started(GradScaler, 2.0).scale(OrderedDict(loss=torch.ones((), requires_grad=True)))
-    assert type(scaled) is OrderedDict
-    assert scaled["loss"].item() == 2.0
 
 
 # Several optimizers in one iteration

@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import OptState
 from ampkit import DynamicLossScale, NoOpLossScale, StaticLossScale
 from ampkit.optim import SGD
 from ampkit.scaler.grad_scaler import GradScaler
-from tests.helpers.grad_scaler import BOTH, one_parameter, started
+from tests.helpers.scaler_tools import BOTH, one_parameter, started
 
 CPU = torch.device("cpu")
 INF = float("inf")

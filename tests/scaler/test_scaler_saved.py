@@ -11,8 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 from ampkit.scaler.grad_scaler import GradScaler
 from ampkit.scaler.loss_scale import DynamicLossScale, StaticLossScale
-from tests.helpers.grad_scaler import BOTH, one_parameter, started
-from tests.helpers.scaler_tools import count_reads
+from tests.helpers.scaler_tools import BOTH, count_reads, one_parameter, started
 
 # Saving
 
@@ -227,13 +226,3 @@ def test_losses_are_followed_whatever_they_hold() -> None:
         scaler.unscale_(optimizer)
     assert reads == []
     assert param.grad == 2.0
-
-
-def test_reports_survive_reuse_of_a_twin() -> None:
-    scaler = started(GradScaler, 4.0)
-    _, optimizer = one_parameter(grad=float("inf"))
-    scaler.step(optimizer)
-    scaler.update()
-    twin = copy.deepcopy(scaler)
-    assert twin.stats() == scaler.stats()
-    assert twin.overflow_report() == ()

@@ -31,7 +31,7 @@ linear: nn.Conv2d = half(nn.Linear(1, 1))  # reportAssignmentType
 amp.initialize(nn.Linear(1, 1), level="O2")  # reportCallIssue
 amp.initialize("model")  # reportArgumentType
 pair: tuple[nn.Linear, int] = amp.initialize(nn.Linear(1, 1))  # reportAssignmentType
-Policy.default("cpu").explain(nn.Linear).rule  # reportAttributeAccessIssue
+Policy.default("cpu").for_modules({"head": "float32"})  # reportCallIssue
 text: str = checkpoint(loss_of, x, x)  # reportAssignmentType
 ampkit.integration  # reportAttributeAccessIssue
 ampkit.integrations.ligthning  # reportAttributeAccessIssue

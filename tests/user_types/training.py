@@ -43,7 +43,7 @@ from ampkit import (
 )
 from ampkit.debugging.precision_report import PrecisionReport
 from ampkit.debugging.report import NonFiniteReport
-from ampkit.policy.explanations import Explanation, ModuleExplanation
+from ampkit.policy.policy import Explanation
 from ampkit.region.cast_record import CastRecord, RecordedCall
 from ampkit.region.weight_cache import CacheInfo
 from ampkit.scaler.history import ScalerStats
@@ -113,14 +113,13 @@ def mixed(x: Tensor, times: int = 2) -> Tensor:
 
 def policies(model: Net) -> Policy:
     """Rules, read and changed."""
-    policy = Policy.default("cpu").with_rules({"aten::gelu": Rule.FLOAT32}).for_modules({"head": "float32"})
+    policy = Policy.default("cpu").with_rules({"aten::gelu": Rule.FLOAT32}).for_modules(model, {"head": "float32"})
     assert_type(policy, Policy)
     assert_type(policy.explain(torch.softmax), Explanation)
     assert_type(policy.explain("aten::linear").rule, Rule)
-    assert_type(policy.explain(nn.Linear), ModuleExplanation)
     assert_type(policy.rule_for(torch.ops.aten.mm), Rule)
-    assert_type(str(policy.check(model)), str)
-    assert_type(Policy.from_dict(policy.to_dict()), Policy)
+    assert_type(str(policy.check()), str)
+    assert_type(Policy.from_dict(policy.to_dict(), model), Policy)
     register_op("aten::frobenius_norm", "float32")
     return policy
 

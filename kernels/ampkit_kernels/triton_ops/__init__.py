@@ -1,23 +1,22 @@
 """The operations as Triton kernels: the only modules of this package that import Triton.
 
 Each launcher has the signature of the function of the same name in `reference`, and takes lists of strided float
-tensors on one device, unchecked. Rows that no kernel can address as flat memory go to `reference`. `adamw_plan` and
-`sgd_plan` keep what launching found out, for lists that are stepped again and again. `inverse_scale`,
+tensors on one device, unchecked. Rows that no kernel can address as flat memory go to `reference`. `inverse_scale`,
 `norm_and_clip_factor`, `update_scale_` and `tally_update_` save a scaler the launches that PyTorch needs for single
 numbers; on the CPU there are none to save, so `reference` has no counterparts.
 """
 
-from .adamw import adamw_, adamw_plan
+from .adamw import adamw_
 from .cast import cast_
 from .counts import nonfinite_counts
 from .multiply import multiply_
 from .norm import KERNEL_NORMS, norm_and_check, norm_and_clip_factor
 from .scale import inverse_scale, tally_update_, update_scale_
-from .sgd import sgd_, sgd_plan
+from .sgd import sgd_
 from .unscale import unscale_
 from .unscale_into import unscale_into_
 
 __all__ = [
-    "KERNEL_NORMS", "adamw_", "adamw_plan", "cast_", "inverse_scale", "multiply_", "nonfinite_counts", "norm_and_check",
-    "norm_and_clip_factor", "sgd_", "sgd_plan", "tally_update_", "unscale_", "unscale_into_", "update_scale_",
+    "KERNEL_NORMS", "adamw_", "cast_", "inverse_scale", "multiply_", "nonfinite_counts", "norm_and_check",
+    "norm_and_clip_factor", "sgd_", "tally_update_", "unscale_", "unscale_into_", "update_scale_",
 ]

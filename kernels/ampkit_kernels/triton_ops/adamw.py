@@ -31,11 +31,12 @@ from torch import Tensor
 
 from .. import reference
 from ..configs import Config, resident_programs
+from ..step_cache import StepCache
 from .chunks import chunk_extent, list_pointer, load_block, store_block
 from .coefficients import prepare
 from .entry import entry
 from .launch import flat_rows, pick
-from .steps import Plan, Rows, rows_of
+from .steps import Rows, fill, rows_of
 
 CONFIGS = {
     8: Config(block=512, chunk=32768, programs_per_multiprocessor=resident_programs(72, 8)),
@@ -189,11 +190,14 @@ def adamw_(
     *,
     amsgrad: bool = False,
     copies: Sequence[Tensor] | None = None,
+    cache: StepCache | None = None,
     config: Config | None = None,
     **options: Any,
 ) -> None:
     """Launch both kernels per combination of dtypes; see the module's docstring. `options` are those of `_launch`."""
-    lists = _lists(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, amsgrad, copies)
+    lists = [params, grads, exp_avgs, exp_avg_sqs]
+    lists += [max_exp_avg_sqs] if amsgrad else []
+    lists += [] if copies is None else [copies]
     configs = CONFIGS if config is None else dict.fromkeys(CONFIGS, config)
     flat, other, empty = flat_rows(*lists)
     if other or empty:
@@ -205,36 +209,15 @@ def adamw_(
         )
         if not flat:
             return
-    for rows in rows_of([pick(tensors, flat) for tensors in lists], pick(steps, flat), configs, N_COEFFICIENTS):
-        _launch(rows, amsgrad=amsgrad, copy=copies is not None, **options)
-
-
-def adamw_plan(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    max_exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    *,
-    amsgrad: bool,
-    copies: Sequence[Tensor] | None,
-) -> Plan:
-    """What `adamw_` would find out about these lists, for steps to come."""
-    lists = _lists(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, amsgrad, copies)
     launch = partial(_launch, amsgrad=amsgrad, copy=copies is not None)
-    return Plan(lists, steps, CONFIGS, N_COEFFICIENTS, launch)
-
-
-def _lists(
-    params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor],
-    max_exp_avg_sqs: Sequence[Tensor], amsgrad: bool, copies: Sequence[Tensor] | None,
-) -> list[Sequence[Tensor]]:
-    """The lists in the order of the table's columns."""
-    return [
-        params, grads, exp_avgs, exp_avg_sqs,
-        *([max_exp_avg_sqs] if amsgrad else []), *([] if copies is None else [copies]),
-    ]
+    found = rows_of(
+        [pick(tensors, flat) for tensors in lists], pick(steps, flat), configs, N_COEFFICIENTS,
+        own_tables=cache is not None and len(flat) == len(params),
+    )
+    for rows in found:
+        launch(rows, **options)
+    if cache is not None and len(flat) == len(params):
+        fill(cache, lists, steps, found, launch)
 
 
 def _launch(

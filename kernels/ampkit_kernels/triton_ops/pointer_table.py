@@ -7,41 +7,38 @@ of lengths. Addresses are compared, value by value, with those last sent, and th
 sent again: gradients move between iterations, parameters and moments do not. Identity of tensor objects is
 never consulted.
 
-A table belongs to one device, stream and thread, so that what one of them sends cannot overtake what
-another has launched. Eager uploads go through pinned host memory, two buffers in turn, never blocking.
+A table belongs to one device, stream and thread, so that what one of them sends cannot overtake what another has
+launched. What is sent goes through pinned host memory and does not block; PyTorch's allocator gives that memory to
+nobody else before the copy has run.
 
-While a CUDA graph is being captured nothing is uploaded, for a copy would be part of the graph, and read
-host memory again at every replay. What eager calls have sent for the same lengths, and the device is known to
-have, is read where it lies; only columns that are elsewhere (most often gradients in the graph's own memory) are
-written by kernels at every replay (`table_writer`). What graphs read is never written again, and is kept for
-good, because nothing says when a graph is gone.
+While a CUDA graph is being captured every launch gets a table of its own, sent in one copy, which becomes a node of
+the graph: every replay reads the pinned memory again. That memory is therefore never written again and never given
+back, because nothing says when a graph is gone. It is cut from buffers that eager calls make, because older releases of
+torch cannot allocate pinned memory during a capture: making a table leaves room for a few captured ones of its size.
 """
 
-import functools
-import os
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..configs import Config, is_capturing
+from ..configs import Config, is_capturing, place
 from ..tensors import addresses_of, sizes_of
-from . import table_writer
 from .launch import on_device
-from .upload import HostSlot, PinnedSlot, Slot, Upload
 
-# Tables are kept up to this much memory: thousands for small lists, such as one of a parameter group each, and some
-# hundreds for the longest. OVERHEAD is what a table takes besides its numbers.
+# Each thread keeps tables up to this much memory: thousands for small lists, such as one of a parameter group each, and
+# some hundreds for the longest. OVERHEAD is what a table takes besides its numbers.
 MAX_CACHED_BYTES = 64 << 20
 OVERHEAD = 16 << 10
 CHUNK_SHIFT = 32
 CHUNKS_PER_PROGRAM = 12
+GRAPH_WORDS = 1 << 19   # of a pinned buffer for captured tables: 4 MiB
+CAPTURED_TABLES = 4     # that there is room for, of the size of the last table made
 
 
 def chunk_length(total: int, config: Config, n_programs: int) -> int:
@@ -73,41 +70,24 @@ def block_map(numels: Sequence[int], chunk: int) -> np.ndarray:
     return (index[order] << CHUNK_SHIFT) | tensor[order]
 
 
-def tail_ranks(numels: Sequence[int], chunk: int) -> list[int]:
-    """Where `block_map` has each tensor's last chunk among those shorter than `chunk`, longest first."""
-    ranks = [0] * len(numels)
-    shorter = [i for i, numel in enumerate(numels) if numel % chunk]
-    for rank, i in enumerate(sorted(shorter, key=lambda i: -(numels[i] % chunk))):
-        ranks[i] = rank
-    return ranks
-
-
 @dataclass(eq=False)
 class Table:
     """The device side of one list of rows; see the module's docstring.
 
     addresses: int64 [n_lists * n_tensors], list by list. numels: int64 [n_tensors]. blocks: int64 [n_blocks].
-    lengths: `numels` on the host. sent: the columns of `addresses` on the host.
-    arriving: the buffer of the first copy, which has every column, until a launch finds that the device has it.
-    moved: columns sent again since. captured: columns that graphs read.
+    sent: the columns of `addresses` on the host.
     """
 
     device: torch.device
     addresses: Tensor
     numels: Tensor
     blocks: Tensor
-    lengths: list[int]
     n_tensors: int
     n_blocks: int
     chunk: int
     config: Config
     n_programs: int
-    upload: Upload | None
-    sent: list[list[int]] = field(default_factory=list)
-    arriving: Slot | None = None
-    moved: set[int] = field(default_factory=set)
-    captured: set[int] = field(default_factory=set)
-    thread: int = field(default_factory=threading.get_ident)
+    sent: list[list[int]]
 
     def launch(self, kernel: Any, *arguments: Any, enable_fp_fusion: bool = False, **constants: Any) -> None:
         """Launch a kernel that walks the table, with the arguments that all such kernels share, then `arguments`.
@@ -115,52 +95,27 @@ class Table:
         `enable_fp_fusion`: whether a product and a sum may become one instruction that rounds once, unlike the CPU's.
         """
         config = self.config
-        if self.arriving is not None and not self.arriving.busy():
-            self.arriving = None
         with on_device(self.device):
             kernel[(self.n_programs,)](
                 self.addresses, self.numels, self.blocks, self.n_blocks, self.chunk // config.block, *arguments,
                 BLOCK=config.block, num_warps=config.num_warps, enable_fp_fusion=enable_fp_fusion, **constants,
             )
 
-    def refresh(self, columns: list[list[int]]) -> bool:
-        """Send the addresses that differ from what the device holds; True if any did.
+    def refresh(self, columns: list[list[int]]) -> None:
+        """Send the addresses that differ from what the device holds, if any do.
 
-        One copy: of the columns from the first that differs to the last, which is most often the gradients' alone. If a
-        graph reads one of these, it keeps the memory, and all columns are sent to other memory.
+        One copy: of the columns from the first that differs to the last, which is most often the gradients' alone.
         """
         if columns == self.sent:
-            return False
-        if self.upload is None:
-            raise RuntimeError("a table written under graph capture cannot be refreshed")
+            return
         first, last = 0, len(columns)
-        anew = not self.sent
-        if not anew:
-            while columns[first] == self.sent[first]:
-                first += 1
-            while columns[last - 1] == self.sent[last - 1]:
-                last -= 1
-            if self.captured and not self.captured.isdisjoint(range(first, last)):
-                anew, first, last = True, 0, len(columns)
-                with torch.inference_mode(False):
-                    self.addresses = torch.empty_like(self.addresses)
-                self.captured, self.moved = set(), set()
+        while columns[first] == self.sent[first]:
+            first += 1
+        while columns[last - 1] == self.sent[last - 1]:
+            last -= 1
         n = self.n_tensors
-        values = np.array(columns[first:last], dtype=np.int64).ravel()
-        with on_device(self.device):
-            slot = self.upload.send(values, self.addresses[first * n : last * n])
-        if anew:
-            self.arriving = slot
-        else:
-            self.moved.update(range(first, last))
+        send(np.array(columns[first:last], dtype=np.int64).ravel(), self.addresses[first * n : last * n])
         self.sent = columns
-        return True
-
-    def holds(self, columns: list[list[int]]) -> set[int]:
-        """Which of these columns, if they are as many as were sent, the first copy had and none has sent again."""
-        if len(columns) != len(self.sent):
-            return set()
-        return {i for i, column in enumerate(columns) if column == self.sent[i] and i not in self.moved}
 
     @property
     def n_bytes(self) -> int:
@@ -168,88 +123,53 @@ class Table:
         return OVERHEAD + 8 * (3 * self.addresses.numel() + self.n_tensors + self.n_blocks)
 
 
-_tables: OrderedDict[tuple, Table] = OrderedDict()
-_cached_bytes = 0
-_uploaded: weakref.WeakSet[Table] = weakref.WeakSet()   # also those that are kept elsewhere
-_read_by_graphs: dict[int, Tensor] = {}                 # by address
-_lock = threading.Lock()
-
-
-def _forked() -> None:
-    """In a forked child: a thread that does not exist there may hold the lock."""
-    global _lock
-    _lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
-
-
 def table_for(lists: Sequence[Sequence[Tensor]], config: Config) -> Table:
     """The table for these parallel lists, all on one device and none of them without elements.
 
-    Reuses the table made for equal lengths, dtypes, config, device, stream and thread; sends addresses only
-    if they changed. Never waits for the device.
+    Reuses the thread's table for equal lengths, dtypes, config, device and stream; sends addresses only if they
+    changed. Never waits for the device. A new table while a graph is being captured.
     """
     device = lists[0][0].device
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return table_for(lists, config)
-    columns = list(map(addresses_of, lists))
-    if is_capturing(device):
-        return _captured(columns, list(map(Tensor.numel, lists[0])), config, device)
-    dtypes = tuple([tensors[0].dtype for tensors in lists])
-    # With the dtype, bytes say as much as elements, and are quicker to ask for.
-    key = (*place(device), config, dtypes, tuple(sizes_of(lists[0])))
-    with _lock:
-        table = _tables.get(key)
-        if table is not None:
-            _tables.move_to_end(key)
-    if table is None:
-        table = uploaded(len(columns), list(map(Tensor.numel, lists[0])), config, device)
-        _keep(key, table)
-    table.refresh(columns)
-    return table
+    with on_device(device):
+        if is_capturing(device):
+            return new_table(lists, config)
+        columns = list(map(addresses_of, lists))
+        dtypes = tuple([tensors[0].dtype for tensors in lists])
+        # With the dtype, bytes say as much as elements, and are quicker to ask for.
+        key = (*place(device), config, dtypes, tuple(sizes_of(lists[0])))
+        table = _kept.tables.get(key)
+        if table is None:
+            table = new_table(lists, config)
+            _kept.add(key, table)
+        else:
+            _kept.tables.move_to_end(key)
+            table.refresh(columns)
+        return table
 
 
-def place(device: torch.device) -> tuple[torch.device, int, int]:
-    """Device, stream and thread: what a table belongs to."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return device, stream, threading.get_ident()
+class _Kept(threading.local):
+    """The tables of a thread, the least recently used first."""
+
+    def __init__(self) -> None:
+        self.tables: OrderedDict[tuple, Table] = OrderedDict()
+        self.n_bytes = 0
+
+    def add(self, key: tuple, table: Table) -> None:
+        """Keep a table, and drop the least recently used ones beyond `MAX_CACHED_BYTES`."""
+        self.tables[key] = table
+        self.n_bytes += table.n_bytes
+        while self.n_bytes > MAX_CACHED_BYTES and len(self.tables) > 1:
+            _, oldest = self.tables.popitem(last=False)
+            self.n_bytes -= oldest.n_bytes
 
 
-def _keep(key: tuple, table: Table) -> None:
-    """Put a table into the cache, which evicts the least recently used."""
-    global _cached_bytes
-    with _lock:
-        before = _tables.get(key)
-        _tables[key] = table
-        _cached_bytes += table.n_bytes - (0 if before is None else before.n_bytes)
-        while _cached_bytes > MAX_CACHED_BYTES and len(_tables) > 1:
-            _, oldest = _tables.popitem(last=False)
-            _cached_bytes -= oldest.n_bytes
+_kept = _Kept()
 
 
 def clear_tables() -> None:
-    """Forget every cached table and free its memory, unless a graph reads it."""
-    global _cached_bytes
-    with _lock:
-        _tables.clear()
-        _cached_bytes = 0
-
-
-def _cut(numels: list[int], config: Config, device: torch.device) -> tuple[int, int]:
-    """Chunk length and full grid for these lengths."""
-    full = config.programs(device)
-    return chunk_length(sum(numels), config, full), full
-
-
-@functools.cache
-def _load_writer(device: torch.device) -> None:
-    """Compile and load the writing kernels before a capture needs them: loading code is not allowed during one."""
-    numels = torch.zeros(1, dtype=torch.int64, device=device)
-    table_writer.write([1], numels)
-    table_writer.expand(numels, numels, 1, 1, torch.empty(2, dtype=torch.int64, device=device))
+    """Drop every table that this thread keeps."""
+    _kept.tables.clear()
+    _kept.n_bytes = 0
 
 
 def _padded(n: int) -> int:
@@ -258,105 +178,87 @@ def _padded(n: int) -> int:
 
 
 @torch.inference_mode(False)
-def uploaded(n_lists: int, numels: list[int], config: Config, device: torch.device) -> Table:
-    """A new table whose lengths and cut have been sent; the addresses are for `refresh` to send.
+def new_table(lists: Sequence[Sequence[Tensor]], config: Config) -> Table:
+    """A table for these lists that no other launch uses, sent in one copy.
 
     An ordinary tensor even where `torch.inference_mode` is on: the table outlives it, and is written to outside.
     """
-    if device.type == "cuda":
-        _load_writer(device)
-    chunk, full = _cut(numels, config, device)
-    blocks = block_map(numels, chunk)
-    n, n_addresses = len(numels), n_lists * len(numels)
-    make_slot = PinnedSlot if device.type == "cuda" else HostSlot
-    static = np.zeros(_padded(n) + len(blocks), dtype=np.int64)
-    static[:n] = numels
-    static[_padded(n) :] = blocks
-    memory = torch.empty(_padded(n_addresses) + len(static), dtype=torch.int64, device=device)
-    rest = memory[_padded(n_addresses) :]
-    make_slot(len(static)).copy_to(static, rest)
-    table = Table(
-        device=device,
-        addresses=memory[:n_addresses],
-        numels=rest[:n],
-        blocks=rest[_padded(n) :],
-        lengths=numels,
-        n_tensors=n,
-        n_blocks=len(blocks),
-        chunk=chunk,
-        config=config,
-        n_programs=min(full, len(blocks)),
-        upload=Upload(n_addresses, make_slot),
-    )
-    with _lock:
-        _uploaded.add(table)
-    return table
-
-
-def _captured(columns: list[list[int]], numels: list[int], config: Config, device: torch.device) -> Table:
-    """A table for the graph being captured. What it has to write itself are kernel arguments, stored in the graph."""
-    chunk, full = _cut(numels, config, device)
-    n, n_blocks = len(numels), sum(-(-numel // chunk) for numel in numels)
-    known, held = _known(columns, numels, config, device)
-    if known is None:
-        lengths, blocks = _written_map(numels, chunk, n_blocks, device)
-    else:
-        lengths, blocks = known.numels, known.blocks
-        known.captured |= held
-        for memory in (blocks, known.addresses) if held else (blocks,):
-            _read_by_graphs[memory.data_ptr()] = memory
-    missing = [i for i in range(len(columns)) if i not in held]
-    if known is not None and not missing:
-        addresses = known.addresses
-    else:
-        addresses = torch.empty(len(columns) * n, dtype=torch.int64, device=device)
-        if known is not None and held:
-            addresses.copy_(known.addresses)
-        first, last = missing[0], missing[-1] + 1
-        table_writer.write([a for column in columns[first:last] for a in column], addresses[first * n : last * n])
+    device = lists[0][0].device
+    columns, numels = list(map(addresses_of, lists)), list(map(Tensor.numel, lists[0]))
+    full = config.programs(device)
+    chunk = chunk_length(sum(numels), config, full)
+    cut = block_map(numels, chunk)
+    n, n_addresses = len(numels), len(columns) * len(numels)
+    start = _padded(n_addresses)
+    values = np.zeros(start + _padded(n) + len(cut), dtype=np.int64)
+    values[:n_addresses] = np.array(columns, dtype=np.int64).ravel()
+    values[start : start + n] = numels
+    values[start + _padded(n) :] = cut
+    memory = torch.empty(len(values), dtype=torch.int64, device=device)
+    if device.type == "cuda" and not is_capturing(device):
+        graph_memory.make_room(CAPTURED_TABLES * len(values))
+    send(values, memory)
     return Table(
         device=device,
-        addresses=addresses,
-        numels=lengths,
-        blocks=blocks,
-        lengths=numels,
+        addresses=memory[:n_addresses],
+        numels=memory[start : start + n],
+        blocks=memory[start + _padded(n) :],
         n_tensors=n,
-        n_blocks=n_blocks,
+        n_blocks=len(cut),
         chunk=chunk,
         config=config,
-        n_programs=min(full, n_blocks),
-        upload=None,
+        n_programs=min(full, len(cut)),
         sent=columns,
     )
 
 
-def _known(
-    columns: list[list[int]], numels: list[int], config: Config, device: torch.device
-) -> tuple[Table | None, set[int]]:
-    """Of the tables that this thread has sent for these lengths, and the device has, one with most of these columns.
+def send(values: np.ndarray, destination: Tensor) -> None:
+    """Copy int64 values into a vector, in stream order, without waiting for the device.
 
-    And which of the columns it has.
+    While a graph is being captured the copy is a node of the graph, and the host memory is kept for good.
     """
-    with _lock:
-        tables = list(_uploaded)
-    thread = threading.get_ident()
-    best, held = None, set[int]()
-    for table in tables:
-        if (
-            table.config is config and table.device == device and table.thread == thread
-            and table.arriving is None and table.sent and table.lengths == numels
-        ):
-            here = table.holds(columns)
-            if best is None or len(here) > len(held):
-                best, held = table, here
-    return best, held
+    if is_capturing(destination.device):
+        pinned = graph_memory.take(len(values))
+    elif destination.is_cpu:        # the interpreter's tables
+        destination.copy_(torch.from_numpy(values))
+        return
+    else:
+        pinned = pinned_words(len(values))
+    pinned.numpy()[:] = values
+    destination.copy_(pinned, non_blocking=True)
 
 
-def _written_map(numels: list[int], chunk: int, n_blocks: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Lengths and block map, written by kernels."""
-    n = len(numels)
-    memory = torch.empty(2 * _padded(n) + n_blocks, dtype=torch.int64, device=device)
-    lengths, ranks, blocks = memory[:n], memory[_padded(n) :][:n], memory[2 * _padded(n) :]
-    table_writer.write([*numels, *[0] * (_padded(n) - n), *tail_ranks(numels, chunk)], memory[: _padded(n) + n])
-    table_writer.expand(lengths, ranks, chunk, sum(numel // chunk for numel in numels), blocks)
-    return lengths, blocks
+def pinned_words(n: int) -> Tensor:
+    """Pinned host memory. The device is named because torch.set_default_device may have put another in its place."""
+    return torch.empty(n, dtype=torch.int64, device="cpu", pin_memory=True)
+
+
+class GraphMemory:
+    """Pinned memory that CUDA graphs read at every replay: given out once, never taken back."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._buffers: list[Tensor] = []    # the last one has `_free` words left
+        self._free = 0
+
+    def make_room(self, n: int) -> None:
+        """Have room for `n` words, so that a capture that takes them allocates nothing."""
+        with self._lock:
+            self._make_room(n)
+
+    def take(self, n: int) -> Tensor:
+        """`n` words that nothing else is given."""
+        with self._lock:
+            self._make_room(n)
+            buffer = self._buffers[-1]
+            start = len(buffer) - self._free
+            self._free -= n
+            return buffer[start : start + n]
+
+    def _make_room(self, n: int) -> None:
+        if self._free < n:
+            self._free = max(n, GRAPH_WORDS)
+            self._buffers.append(pinned_words(self._free))
+
+
+graph_memory = GraphMemory()

@@ -29,11 +29,12 @@ from torch import Tensor
 
 from .. import reference
 from ..configs import Config
+from ..step_cache import StepCache
 from .chunks import chunk_extent, list_pointer, load_block, store_block
 from .coefficients import prepare
 from .entry import entry
 from .launch import flat_rows, pick
-from .steps import Plan, Rows, rows_of
+from .steps import Rows, fill, rows_of
 
 CONFIGS = {
     8: Config(block=1024, chunk=32768),
@@ -151,11 +152,14 @@ def sgd_(
     momentum: float = 0.0,
     started: Tensor | None = None,
     copies: Sequence[Tensor] | None = None,
+    cache: StepCache | None = None,
     config: Config | None = None,
     **options: Any,
 ) -> None:
     """Launch both kernels per combination of dtypes; see the module's docstring. `options` are those of `_launch`."""
-    lists = _lists(params, grads, momentum_buffers, momentum, copies)
+    lists = [params, grads]
+    lists += [momentum_buffers] if momentum != 0 else []
+    lists += [] if copies is None else [copies]
     configs = CONFIGS if config is None else dict.fromkeys(CONFIGS, config)
     flat, other, empty = flat_rows(*lists)
     if other or empty:
@@ -168,11 +172,16 @@ def sgd_(
         _put_back(started, flags, rest)
         if not flat:
             return
-    for rows in rows_of([pick(tensors, flat) for tensors in lists], (), configs, N_COEFFICIENTS):
+    launch = partial(_launch, copy=copies is not None)
+    cached = cache is not None and started is None and len(flat) == len(params)
+    found = rows_of([pick(tensors, flat) for tensors in lists], (), configs, N_COEFFICIENTS, own_tables=cached)
+    for rows in found:
         indices = [flat[i] for i in rows.indices]
         flags = _flags(started, indices)
-        _launch(rows, momentum=momentum, started=flags, copy=copies is not None, **options)
+        launch(rows, momentum=momentum, started=flags, **options)
         _put_back(started, flags, indices)
+    if cache is not None and cached:
+        fill(cache, lists, (), found, launch)
 
 
 def _flags(started: Tensor | None, rows: Sequence[int]) -> Tensor | None:
@@ -192,34 +201,13 @@ def _put_back(started: Tensor | None, flags: Tensor | None, rows: Sequence[int])
             started[i] = flag
 
 
-def sgd_plan(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    momentum_buffers: Sequence[Tensor],
-    *,
-    momentum: float,
-    copies: Sequence[Tensor] | None,
-) -> Plan:
-    """What `sgd_` would find out about these lists, for steps to come whose buffers all count."""
-    lists = _lists(params, grads, momentum_buffers, momentum, copies)
-    return Plan(lists, (), CONFIGS, N_COEFFICIENTS, partial(_launch, started=None, copy=copies is not None))
-
-
-def _lists(
-    params: Sequence[Tensor], grads: Sequence[Tensor], momentum_buffers: Sequence[Tensor], momentum: float,
-    copies: Sequence[Tensor] | None,
-) -> list[Sequence[Tensor]]:
-    """The lists in the order of the table's columns."""
-    return [params, grads, *([momentum_buffers] if momentum != 0 else []), *([] if copies is None else [copies])]
-
-
 def _launch(
     rows: Rows,
     *,
     copy: bool,
     lr: float | Tensor,
-    momentum: float,
-    started: Tensor | None,
+    momentum: float = 0.0,
+    started: Tensor | None = None,
     dampening: float = 0.0,
     weight_decay: float = 0.0,
     nesterov: bool = False,

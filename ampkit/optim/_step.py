@@ -1,0 +1,362 @@
+"""What the optimizers share: scalars that a scaler leaves for one step, local shards, groups stepped as last time."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import is_
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+import ampkit_kernels as kernels
+from ampkit.gradients.amp_optimizers import StepScalars
+from ampkit.gradients.transfer import host_value_or_none, moved
+from ampkit.torch_internals.optimizers import foreach_mul
+
+Loss = TypeVar("Loss")      # what a closure returns, and `step` then
+# Gradients scaled on the host are copies, made for so many elements at a time.
+_ELEMENTS_AT_A_TIME = 1 << 24
+# Neither has a local part of its own; by type, because a failing attribute lookup costs more than the rest.
+_ORDINARY = frozenset({Tensor, torch.nn.Parameter})
+
+
+class Row(NamedTuple):
+    """A parameter with a gradient, and the local tensors behind both."""
+
+    param: Tensor
+    local: Tensor
+    grad: Tensor
+
+
+class KnownPart(NamedTuple):
+    """Rows of a group (None: all) that one call of a kernel steps, their copies if they have any, its cache."""
+
+    rows: Sequence[int] | None
+    copies: list[list[Tensor]]
+    cache: kernels.StepCache
+
+
+@dataclass
+class KnownGroup:
+    """A group as its last step found it: parameters that had gradients, their state, names of the entries, parts."""
+
+    impl: str
+    device: torch.device
+    params: list[Tensor]
+    states: list[dict[str, Any]]
+    names: Sequence[str]
+    parts: list[KnownPart]
+
+
+class DeviceStep(ABC):
+    """Mixin for a `torch.optim` optimizer whose step reads its scalars on the device.
+
+    `_step_supports_amp_scaling` is torch's contract with fused optimizers, `_step_supports_grad_multiplier`
+    is ampkit's: the scaler may hand over `grad_multiplier`, the inverse scale times a clipping coefficient.
+
+    Where Triton runs, a group that is as its last step found it is stepped by what that step's caches hold. Parameters,
+    gradients and entries of state are read from where users can change them; only examining each tensor is spared.
+    """
+
+    _step_supports_amp_scaling = True
+    _step_supports_grad_multiplier = True
+    impl: str
+    param_groups: list[dict[str, Any]]
+    state: Any
+    _copies: dict[Tensor, Tensor]           # that the user wants written
+    _known: dict[int, KnownGroup]           # by number of the group
+    _known_state: tuple[list[Any], list[Any]]
+    _warned = False
+
+    @abstractmethod
+    def _names(self, group: dict[str, Any]) -> Sequence[str]:
+        """The entries of state that a kernel steps, "step" last."""
+
+    @abstractmethod
+    def _options(self, group: dict[str, Any], scalars: StepScalars, device: torch.device) -> dict[str, Any]:
+        """What the kernels take beside lists."""
+
+    @abstractmethod
+    def _states(self, rows: Sequence[Row], group: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
+        """The state of each parameter, made where there is none, as the kernels take it."""
+
+    @abstractmethod
+    def _step_kernel(
+        self, group: dict[str, Any], lists: list[list[Tensor]], states: list[dict[str, Any]], **options: Any
+    ) -> None:
+        """Step parameters, gradients and the entries that `_names` names, all local."""
+
+    @abstractmethod
+    def _step_torch(
+        self, group: dict[str, Any], device: torch.device, rows: list[Row], scalars: StepScalars
+    ) -> bool:
+        """Step rows by torch's functions; False where the kernels' reference is to do it."""
+
+    def _prepare(self, impl: str) -> None:
+        if impl not in kernels.IMPLS:
+            raise ValueError(f"unknown impl {impl!r}; expected 'auto', 'triton' or 'reference'")
+        self.impl = impl
+        self._set_copies({})
+
+    def _set_copies(self, copies: dict[Tensor, Tensor]) -> None:
+        self._copies = copies
+        self._known, self._known_state = {}, ([], [])
+
+    def write_copies(self, copies: Mapping[Tensor, Tensor]) -> None:
+        """Have every step also write new parameter values, converted, into these tensors.
+
+        Args: copies: low-precision tensor per parameter, of its shape and on its device; an empty mapping
+        ends it. A skipped step leaves them as they are. Not part of the `state_dict`; pickles and copies of the
+        optimizer have copies of their own.
+
+        Raises:
+            ValueError: a key is not one of the optimizer's parameters, or a copy differs in shape or device.
+        """
+        known = {param for group in self.param_groups for param in group["params"]}
+        for param, copy in copies.items():
+            if param not in known:
+                raise ValueError(
+                    f"write_copies got a key of shape {tuple(param.shape)} that is not a parameter of this "
+                    f"optimizer; expected tensors from its param_groups"
+                )
+            if copy.shape != param.shape or copy.device != param.device:
+                raise ValueError(
+                    f"write_copies got a copy of shape {tuple(copy.shape)} on {copy.device} for a parameter of shape "
+                    f"{tuple(param.shape)} on {param.device}; expected the same: torch.empty_like(param, dtype=...)"
+                )
+        self._set_copies(dict(copies))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickled or copied optimizer, and what `load_state_dict` of torch hands over: state and groups."""
+        super().__setstate__(state)  # type: ignore[misc]
+        self.__dict__.setdefault("impl", "auto")
+        self._set_copies(self.__dict__.get("_copies", {}))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What pickling keeps: with torch's entries `impl`, and the tensors that `write_copies` has named."""
+        return {**super().__getstate__(), "impl": self.impl, "_copies": self._copies}  # type: ignore[misc]
+
+    def _step_groups(self) -> None:
+        """Step every group: as last time where it is the same, else from the beginning."""
+        scalars, state = StepScalars.of(self), self.state
+        on_device: dict[torch.device, StepScalars] = {}
+        params, states = self._known_state
+        if not (same(list(state), params) and same(list(state.values()), states)):
+            self._known.clear()
+        all_known = True
+        for number, group in enumerate(self.param_groups):
+            known = self._known.get(number)
+            if known is not None and known.impl == self.impl:
+                here = on_device.get(known.device)
+                if here is None:
+                    here = on_device[known.device] = scalars.on(known.device)
+                if self._step_known(known, group, here):
+                    continue
+            all_known = False
+            self._step_anew(number, group, scalars)
+        if not all_known:
+            self._known_state = list(state), list(state.values())
+
+    def _step_known(self, known: KnownGroup, group: dict[str, Any], scalars: StepScalars) -> bool:
+        """Step a group by the caches of its last step; False, with nothing done, where they do not fit."""
+        names = self._names(group)
+        params = group["params"]
+        grads = [param.grad for param in params]
+        if type(None) in set(map(type, grads)):
+            params = [param for param, grad in zip(params, grads, strict=True) if grad is not None]
+            grads = [grad for grad in grads if grad is not None]
+        if names != known.names or not same(params, known.params):
+            return False
+        if group.get("dampening"):      # SGD's flags of momenta that have not begun are in no cache
+            return False
+        columns = [params, grads]
+        try:
+            for name in names:
+                columns.append([state[name] for state in known.states])
+        except KeyError:    # an entry has been taken out
+            return False
+        parts = []
+        n = len(columns) - ("step" in names)
+        for rows, copies, cache in known.parts:
+            lists = columns if rows is None else [[column[i] for i in rows] for column in columns]
+            if not cache.fits([*lists[:n], *copies, *lists[n:]]):
+                return False
+            parts.append((cache, lists[0]))
+        options = self._options(group, scalars, known.device)
+        for cache, stepped in parts:
+            cache.launch(options)
+            # As any in-place operation would: what was saved for backward is stale now.
+            torch.autograd.graph.increment_version(stepped)
+        return True
+
+    @torch.no_grad()
+    def _step_anew(self, number: int, group: dict[str, Any], scalars: StepScalars) -> None:
+        """Step a group of which nothing is known, and keep what that finds out where kernels step all of it."""
+        by_device = rows_by_device(group, type(self).__name__)
+        for device, rows in by_device.items():
+            here = scalars.on(device)
+            if not kernels.uses_triton(self.impl, device) and self._step_torch(group, device, rows, here):
+                copied = [row for row in rows if row.param in self._copies]
+                kernels.cast_([row.local for row in copied], [local_tensor(self._copies[row.param]) for row in copied])
+                continue
+            if is_on_host(group["lr"], device) and kernels.is_capturing(device):
+                self._warn_of_frozen_lr()
+            known = self._step_rows(group, device, rows, here)
+            if known.parts and len(by_device) == 1 and not kernels.is_capturing(device):
+                self._known[number] = known
+
+    def _step_rows(
+        self, group: dict[str, Any], device: torch.device, rows: list[Row], scalars: StepScalars
+    ) -> KnownGroup:
+        """Step rows of one device by the kernels."""
+        names, options = self._names(group), self._options(group, scalars, device)
+        states = self._states(rows, group, device)
+        found = KnownGroup(self.impl, device, [row.param for row in rows], states, names, [])
+        plain = all(row.local is row.param for row in rows)
+        for numbers, copies in split_by_copy(rows, self._copies):
+            part = rows if numbers is None else [rows[i] for i in numbers]
+            own = states if numbers is None else [states[i] for i in numbers]
+            entries = [[local_tensor(state[name]) for state in own] for name in names]
+            lists = [[row.local for row in part], [row.grad for row in part], *entries]
+            cache = kernels.StepCache() if plain else None
+            self._step_kernel(group, lists, own, copies=copies, cache=cache, impl=self.impl, **options)
+            # As any in-place operation would: what was saved for backward is stale now.
+            torch.autograd.graph.increment_version(lists[0])
+            if cache is not None:
+                found.parts.append(KnownPart(numbers, [] if copies is None else [copies], cache))
+        return found
+
+    def _warn_of_frozen_lr(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"ampkit.optim.{type(self).__name__}.step() is captured in a CUDA graph with a learning rate that the "
+                "host holds: every replay will use this one, whatever a scheduler sets. Pass lr=torch.tensor(...) on "
+                "the device and change it in place.",
+                stacklevel=5,
+            )
+def rows_by_device(group: dict[str, Any], name: str) -> dict[torch.device, list[Row]]:
+    """The group's parameters that have gradients, as local tensors, by device.
+
+    Raises:
+        RuntimeError: a gradient is sparse.
+    """
+    pairs = [(param, param.grad) for param in group["params"] if param.grad is not None]
+    for param, grad in pairs:
+        if grad.layout is not torch.strided:
+            raise RuntimeError(
+                f"ampkit.optim.{name} got a {grad.layout} gradient for a parameter of shape {tuple(param.shape)}; "
+                f"expected dense gradients: use torch.optim.SparseAdam or torch.optim.SGD for it, or sparse=False"
+            )
+    rows = [
+        Row(param, param, grad)
+        if type(param) in _ORDINARY and type(grad) in _ORDINARY
+        else Row(param, local_tensor(param), _local_gradient(param, grad))
+        for param, grad in pairs
+    ]
+    by_device: dict[torch.device, list[Row]] = {}
+    for row in rows:
+        by_device.setdefault(row.local.device, []).append(row)
+    return by_device
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor; any other tensor itself."""
+    if type(tensor) in _ORDINARY or not hasattr(tensor, "to_local"):
+        return tensor
+    return tensor.to_local()  # type: ignore[attr-defined]
+
+
+def _local_gradient(param: Any, grad: Any) -> Tensor:
+    placements = getattr(param, "placements", None)
+    if placements is not None and getattr(grad, "placements", placements) != placements:
+        grad = grad.redistribute(param.device_mesh, placements)
+    return local_tensor(grad)
+
+
+def shaped_like(param: Any, local: Tensor | None) -> Tensor | None:
+    """State for a parameter from its local part: a DTensor beside a DTensor."""
+    if local is None or type(param) in _ORDINARY or not hasattr(param, "to_local"):
+        return local
+    whole = torch.zeros_like(param, memory_format=torch.preserve_format)
+    local_tensor(whole).copy_(local)
+    return whole
+
+
+def scaled_parts(rows: Sequence[Row], factor: float) -> Iterator[tuple[Sequence[Row], list[Tensor]]]:
+    """Rows and their gradients times `factor`, a part at a time; the gradients themselves are left alone."""
+    if factor == 1.0:
+        yield rows, [row.grad for row in rows]
+        return
+    part: list[Row] = []
+    size = 0
+    for row in rows:
+        part.append(row)
+        size += row.grad.numel()
+        if size >= _ELEMENTS_AT_A_TIME or row is rows[-1]:
+            yield part, list(foreach_mul([one.grad for one in part], factor))
+            part, size = [], 0
+
+
+def split_by_copy(
+    rows: Sequence[Row], copies: Mapping[Tensor, Tensor]
+) -> Iterator[tuple[list[int] | None, list[Tensor] | None]]:
+    """Rows without a copy to write (None), then rows with one, by number; None for all of them."""
+    for with_copy in (False, True):
+        numbers = [i for i, row in enumerate(rows) if (row.param in copies) is with_copy]
+        if numbers:
+            targets = [local_tensor(copies[rows[i].param]) for i in numbers] if with_copy else None
+            yield None if len(numbers) == len(rows) else numbers, targets
+
+
+def run_closure(closure: Callable[[], Any] | None) -> Any:
+    """The closure's loss, computed with gradients enabled; None without a closure."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def plain_number(value: Any, name: str, cls: str) -> None:
+    """Refuse a hyperparameter given as a tensor where the kernels need a number."""
+    if isinstance(value, Tensor):
+        raise TypeError(
+            f"ampkit.optim.{cls} got a tensor for {name}; expected a float: only lr may be a tensor, or use "
+            f"torch.optim.{cls}(capturable=True)"
+        )
+
+
+def refuse_differentiable(differentiable: bool, cls: str) -> None:
+    """The kernels update in place, outside autograd."""
+    if differentiable:
+        raise ValueError(
+            f"ampkit.optim.{cls} got differentiable=True; its step is not recorded by autograd: "
+            f"use torch.optim.{cls}(differentiable=True)"
+        )
+
+
+def lr_for_kernel(lr: float | Tensor, device: torch.device) -> float | Tensor:
+    """The learning rate as a kernel takes it: a tensor on the device, or a number."""
+    if not isinstance(lr, Tensor):
+        return lr
+    value = host_value_or_none(lr.detach())
+    return moved(lr, device) if value is None else value
+
+
+def default_step_dtype() -> torch.dtype:
+    """The dtype in which torch.optim counts steps on the host."""
+    return torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
+
+
+def is_on_host(lr: float | Tensor, device: torch.device) -> bool:
+    """Whether a learning rate reaches the kernels of `device` as a number: it is one, or a tensor on the CPU."""
+    return not isinstance(lr, Tensor) or (lr.is_cpu and device.type != "cpu")
+
+
+def same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether two lists hold the same objects."""
+    return len(some) == len(others) and all(map(is_, some, others))

@@ -1,0 +1,117 @@
+"""What an optimizer's step has found out about its lists, kept for the next step over lists that are alike."""
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter, is_
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from .configs import is_capturing, place
+from .tensors import ALIGNMENT, FLOATS, PLAIN, all_aligned
+
+_DTYPE, _NBYTES, _SHAPE = attrgetter("dtype"), attrgetter("nbytes"), attrgetter("shape")
+_Columns = list[list[int]]
+_NEW_EVERY_STEP = 2     # parameters and gradients, which may be other objects
+
+
+class Refreshable(Protocol):
+    """A table of addresses on the device."""
+
+    def refresh(self, columns: _Columns) -> None: ...
+
+
+class Launch(NamedTuple):
+    """A table, the rows of the lists that it has (None: all of them), and what launches kernels over it."""
+
+    table: Refreshable
+    rows: Sequence[int] | None
+    run: Callable[..., None]
+
+
+class StepCache:
+    """The launches of a step over parallel lists, for a next step over lists that are alike.
+
+    Pass one to `adamw_` or `sgd_` for each parameter group. The next step asks `fits` and then calls `launch`, which
+    spares it all that the first one validated; where `fits` is False, the step is taken as the first one, and fills the
+    cache again. Types, dtypes, sizes and layouts of parameters and gradients are compared, and those of other lists
+    unless they hold the same objects at the same addresses. Addresses are sent where they differ. Belongs to the
+    device, stream and thread of the step that filled it; never fits while a CUDA graph is being captured.
+    """
+
+    def __init__(self) -> None:
+        self._launches: list[Launch] = []
+
+    def fits(self, lists: Sequence[Sequence[Tensor]]) -> bool:
+        """Whether `launch` can step these lists, which come in the order in which the cache was filled."""
+        if not self._launches or is_capturing(self._device) or place(self._device) != self._place:
+            return False
+        try:
+            for i, (tensors, kept) in enumerate(zip(lists, self._kept, strict=True)):
+                same = i >= _NEW_EVERY_STEP and len(tensors) == len(kept) and all(map(is_, tensors, kept))
+                if not same and _facts(tensors) != self._facts[i]:
+                    return False
+            if self._single and any(map(Tensor.is_neg, map(lists[1].__getitem__, self._single))):
+                return False
+            columns = [list(map(Tensor.data_ptr, tensors)) for tensors in lists]
+        except (RuntimeError, TypeError):   # no contiguity or no address, as sparse tensors; no tensor
+            return False
+        if columns != self._columns:
+            if not self._may_lie_at(columns, lists):
+                return False
+            self._columns = columns
+        return True
+
+    def launch(self, options: Mapping[str, Any]) -> None:
+        """Step the lists that `fits` has seen last. `options` are those of `adamw_` or `sgd_`, from `lr` on."""
+        columns = self._columns
+        for table, rows, run in self._launches:
+            table.refresh(columns if rows is None else [[column[i] for i in rows] for column in columns])
+            run(**options)
+
+    def fill(self, lists: Sequence[Sequence[Tensor]], n_wide: int, launches: list[Launch]) -> None:
+        """Keep the launches of a step over all rows of these lists, of which kernels walk the first `n_wide`.
+
+        Keeps nothing under capture, nor for tensors that are not plain float tensors.
+        """
+        self._launches = []
+        self._device = lists[0][0].device
+        facts = list(map(_facts, lists))
+        plain = all(is_plain and FLOATS.issuperset(dtypes) for dtypes, _, _, is_plain in facts)
+        if is_capturing(self._device) or not plain or any(map(Tensor.is_neg, lists[1])):
+            return
+        self._place, self._facts, self._kept = place(self._device), facts, [list(tensors) for tensors in lists]
+        self._columns = [list(map(Tensor.data_ptr, tensors)) for tensors in lists]
+        self._n_wide = n_wide
+        self._aligned = _aligned_rows(self._columns[:n_wide])
+        # Only a tensor of one element can be contiguous and lazily negated.
+        self._single = [i for i, tensor in enumerate(lists[1]) if tensor.numel() == 1]
+        self._launches = launches
+
+    def _may_lie_at(self, columns: _Columns, lists: Sequence[Sequence[Tensor]]) -> bool:
+        """Whether what has moved is on the same device, and its rows as aligned as they were."""
+        index = self._device.index if self._device.type == "cuda" else -1
+        for i, (tensors, addresses) in enumerate(zip(lists, columns, strict=True)):
+            if addresses != self._columns[i] and (
+                set(map(Tensor.get_device, tensors)) != {index} or _facts(tensors) != self._facts[i]
+            ):
+                return False
+        return _aligned_rows(columns[: self._n_wide]) == self._aligned
+
+
+def _facts(tensors: Sequence[Tensor]) -> tuple[list[torch.dtype], list[int], Any, bool]:
+    """What a kernel relies on beside addresses.
+
+    Dtypes, bytes, shapes and strides unless all are contiguous, whether all are plain tensors.
+    """
+    layouts = None
+    if not all(map(Tensor.is_contiguous, tensors)):
+        layouts = list(map(_SHAPE, tensors)), list(map(Tensor.stride, tensors))
+    return list(map(_DTYPE, tensors)), list(map(_NBYTES, tensors)), layouts, set(map(type, tensors)) <= PLAIN
+
+
+def _aligned_rows(columns: _Columns) -> list[bool] | None:
+    """Whether each row allows 128-bit accesses; None where all do."""
+    if all(map(all_aligned, columns)):
+        return None
+    return [not any(address % ALIGNMENT for address in row) for row in zip(*columns, strict=True)]

@@ -1,0 +1,263 @@
+"""Steps taken as the last one was: whatever a user changes between two steps is seen, as if nothing had been kept.
+
+Launches are noted, not run. After every change, a step with what the optimizer keeps has to launch what a step that
+knows nothing launches: the same kernels over the same addresses, lengths and cuts, with the same options.
+"""
+
+import contextlib
+import copy
+import os
+import pickle
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch import Tensor
+
+from ampkit.optim import SGD, AdamW
+from ampkit_kernels import StepCache
+from ampkit_kernels.triton_ops import pointer_table
+from tests.kernels.launches import Noted, noted_launches
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs the interpreter", allow_module_level=True)
+
+SHAPES = ((4, 4), (1,), (3, 5), (300,), (2, 3, 4, 5))
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "AdamW": lambda params: AdamW(params, lr=0.01, impl="triton"),
+    "SGD momentum": lambda params: SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1, impl="triton"),
+    "SGD": lambda params: SGD(params, lr=0.1, impl="triton"),
+}
+HYPERPARAMETERS: dict[str, list[dict[str, Any]]] = {
+    "AdamW": [{"lr": 0.5}, {"weight_decay": 0.5}, {"maximize": True}, {"amsgrad": True}, {"amsgrad": False},
+              {"betas": (0.3, 0.5)}, {"eps": 0.1}],
+    "SGD": [{"lr": 0.5}, {"weight_decay": 0.0}, {"maximize": True}, {"momentum": 0.0}, {"momentum": 0.5},
+            {"momentum": 0.5, "nesterov": True, "dampening": 0.0}, {"momentum": 0.5, "nesterov": False,
+                                                                     "dampening": 0.5}],
+}
+
+GRADIENTS = ("kept", "kept", "new", "none", "unaligned", "strided", "expanded", "reversed")
+
+
+def like(tensor: Tensor, how: str) -> Tensor:
+    """New values for a tensor: in new memory, at an odd address, with gaps, in another order."""
+    if how == "unaligned":
+        memory = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)
+        return memory[1:].view(tensor.shape)
+    if how == "strided":
+        return torch.zeros(*tensor.shape, 2, dtype=tensor.dtype)[..., 0]
+    if how == "expanded":
+        return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+    if how == "reversed" and tensor.ndim > 1:
+        return torch.zeros(tensor.shape[::-1], dtype=tensor.dtype).permute(*reversed(range(tensor.ndim)))
+    return torch.zeros_like(tensor)
+
+
+class Steps(RuleBasedStateMachine):
+    """An optimizer with two groups, what users do to it between steps, and its steps."""
+
+    @initialize(kind=st.sampled_from(list(OPTIMIZERS)))
+    def start(self, kind: str) -> None:
+        self.kind, self.gradients, self.capturing = kind.split()[0], ["new"] * 8, False
+        self.params = [torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES]
+        self.params[-1].data = self.params[-1].data.to(memory_format=torch.channels_last)
+        self.optimizer = OPTIMIZERS[kind]([{"params": self.params[:2]}, {"params": self.params[2:]}])
+
+    def noted_step(self, capturing: bool) -> list[Noted]:
+        with contextlib.ExitStack() as stack:
+            for where in ("", ".step_cache", ".triton_ops.pointer_table"):
+                stack.enter_context(mock.patch(f"ampkit_kernels{where}.is_capturing", return_value=capturing))
+            stack.enter_context(mock.patch.object(
+                pointer_table, "pinned_words", lambda n: torch.zeros(n, dtype=torch.int64)
+            ))
+            found = stack.enter_context(noted_launches())
+            self.optimizer.step()
+        return found
+
+    @rule(how=st.lists(st.sampled_from(GRADIENTS), min_size=8, max_size=8))
+    def put_gradients(self, how: list[str]) -> None:
+        """What the next step finds."""
+        self.gradients = how
+
+    @rule()
+    def capture(self) -> None:
+        """The next step is captured in a CUDA graph."""
+        self.capturing = True
+
+    @invariant()
+    def a_step_launches_what_one_that_knows_nothing_launches(self) -> None:
+        for param, how in zip(self.params, self.gradients, strict=False):
+            grad = param.grad
+            alike = grad is not None and (grad.shape, grad.dtype) == (param.shape, param.dtype)
+            if how != "kept" or not alike:
+                param.grad = None
+                param.grad = None if how == "none" else like(param.detach(), how)
+        optimizer = self.optimizer
+        with mock.patch.object(type(optimizer), "_warned", True):
+            found = self.noted_step(self.capturing)
+            kept = optimizer._known, optimizer._known_state
+            optimizer._known, optimizer._known_state = {}, ([], [])
+            fresh = self.noted_step(self.capturing)
+            optimizer._known, optimizer._known_state = kept
+        assert [one.kernel for one in found] == [one.kernel for one in fresh]
+        for ours, anew in zip(found, fresh, strict=True):
+            assert ours.arguments == anew.arguments
+            assert ours.options == anew.options
+        self.gradients, self.capturing = ["kept"] * 8, False
+
+    @rule(data=st.data(), number=st.integers(0, 3))
+    def set_hyperparameters(self, data: Any, number: int) -> None:
+        groups = self.optimizer.param_groups
+        groups[number % len(groups)].update(data.draw(st.sampled_from(HYPERPARAMETERS[self.kind])))
+
+    @rule(number=st.integers(0, 3))
+    def set_lr_tensor(self, number: int) -> None:
+        groups = self.optimizer.param_groups
+        groups[number % len(groups)]["lr"] = torch.tensor(0.5)
+
+    @rule(skipped=st.booleans())
+    def set_found_inf(self, skipped: bool) -> None:
+        self.optimizer.found_inf = torch.tensor(float(skipped))
+
+    @precondition(lambda self: len(self.params) < 8)
+    @rule(in_new_group=st.booleans())
+    def add_parameter(self, in_new_group: bool) -> None:
+        self.params.append(torch.nn.Parameter(torch.ones(6)))
+        if in_new_group:
+            self.optimizer.add_param_group({"params": self.params[-1]})
+        else:
+            self.optimizer.param_groups[-1]["params"].append(self.params[-1])
+
+    @rule(what=st.sampled_from(["parameter", "group", "order"]))
+    def take_out(self, what: str) -> None:
+        groups = self.optimizer.param_groups
+        if what == "group" and len(groups) > 1:
+            del groups[0]
+        elif what == "parameter" and len(groups[-1]["params"]) > 1:
+            del groups[-1]["params"][0]
+        else:
+            groups[-1]["params"].reverse()
+
+    @rule(number=st.integers(0, 7), how=st.sampled_from(["moved", "narrowed", "transposed", "widened", "unaligned"]))
+    def change_parameter(self, number: int, how: str) -> None:
+        """Other memory, or less of the same; state follows as far as a program would have it follow."""
+        param = self.params[number % len(self.params)]
+        state = self.optimizer.state.get(param, {})
+        if how == "narrowed" and len(param) > 1:
+            self.optimizer.write_copies({})
+            param.data = param.data[:-1].contiguous() if number % 2 else param.data[:-1]
+            for name, value in state.items():
+                if value.ndim:
+                    state[name] = value[:-1]
+        elif how == "transposed" and param.ndim == 2 and len(param) == param.shape[1]:
+            param.data = param.data.t()
+        elif how == "widened":
+            param.data = param.data.double()
+        elif how == "unaligned":
+            param.data = like(param.data, "unaligned")
+        else:
+            param.data = param.data.clone()
+
+    @rule(number=st.integers(0, 7), how=st.sampled_from(["replaced", "data replaced", "halved", "step as a number"]))
+    def change_entries(self, number: int, how: str) -> None:
+        state = self.optimizer.state.get(self.params[number % len(self.params)], {})
+        for name, value in list(state.items()):
+            if how == "replaced":
+                state[name] = value.clone()
+            elif how == "data replaced":
+                value.data = value.data.clone()
+            elif how == "halved" and value.ndim:
+                value.data = value.data.half()
+            elif how == "step as a number" and name == "step":
+                state[name] = 7.0
+
+    @rule(number=st.integers(0, 7), how=st.sampled_from(["cleared", "one gone", "entry gone", "new", "exchanged"]))
+    def change_state(self, number: int, how: str) -> None:
+        optimizer, param = self.optimizer, self.params[number % len(self.params)]
+        if how == "cleared":
+            optimizer.state.clear()
+        elif how == "one gone":
+            optimizer.state.pop(param, None)
+        elif how == "entry gone" and self.kind == "SGD":
+            optimizer.state.get(param, {}).pop("momentum_buffer", None)
+        elif how == "new":
+            optimizer.state = copy.copy(optimizer.state)
+        else:       # the state of one under the key of another of the same shape
+            others = [other for other in self.params if other is not param and other.shape == param.shape]
+            for other in others[:1]:
+                if param in optimizer.state and other in optimizer.state:
+                    state = optimizer.state
+                    state[param], state[other] = state[other], state[param]
+
+    @rule(how=st.sampled_from(["load", "deepcopy", "pickle"]))
+    def replace_all(self, how: str) -> None:
+        if how == "load":
+            try:
+                self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+            except KeyError:    # torch's, of a parameter that was taken out while its state was not
+                return
+        elif how == "deepcopy":
+            self.optimizer, self.params = copy.deepcopy((self.optimizer, self.params))
+        else:
+            self.optimizer, self.params = pickle.loads(pickle.dumps((self.optimizer, self.params)))
+
+    @rule(which=st.sampled_from(["none", "some", "all"]))
+    def write_copies(self, which: str) -> None:
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        chosen = {"none": [], "some": params[::2], "all": params}[which]
+        self.optimizer.write_copies({param: param.detach().half() for param in chosen})
+
+
+TestSteps = Steps.TestCase
+TestSteps.settings = settings(
+    max_examples=40, stateful_step_count=10, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate)
+)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_what_is_kept_is_used(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first step one look at each group suffices, also where gradients have moved."""
+    params = [torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES]
+    optimizer = OPTIMIZERS[kind]([{"params": params[:2]}, {"params": params[2:]}])
+    fits, found = StepCache.fits, []
+
+    def noted(self: StepCache, lists: Any) -> bool:
+        found.append(fits(self, lists))
+        return found[-1]
+
+    monkeypatch.setattr(StepCache, "fits", noted)
+    with noted_launches():
+        for _ in range(3):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+        assert found == [True] * 4
+        optimizer.impl = "reference"
+    optimizer.step()
+    assert found == [True] * 4
+
+
+def test_a_sparse_gradient_is_refused_after_dense_ones() -> None:
+    param = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer = AdamW([param], impl="triton")
+    with noted_launches():
+        param.grad = torch.ones(4, 4)
+        optimizer.step()
+        param.grad = torch.ones(4, 4).to_sparse()
+        with pytest.raises(RuntimeError, match=r"got a torch.sparse_coo gradient for a parameter of shape \(4, 4\)"):
+            optimizer.step()
+
+
+def test_a_lazily_negated_gradient_is_seen() -> None:
+    """Of one element, so that it is contiguous, after one that is not negated."""
+    param = torch.nn.Parameter(torch.zeros(1))
+    optimizer = SGD([param], lr=1.0, impl="triton")
+    for grad in (torch.ones(1), torch.view_as_complex(torch.ones(1, 2)).conj().imag, torch.ones(1)):
+        param.grad = grad
+        optimizer.step()
+    assert param.item() == -1.0
