@@ -25,7 +25,7 @@ def test_every_example_is_run_by_a_test() -> None:
     text = Path(__file__).read_text(encoding="utf-8")
     assert [
         path.stem for path in EXAMPLES.glob("*.py")
-        if not path.stem.startswith(("debug_", "demo")) and f'"{path.stem}"' not in text
+        if not path.stem.startswith(("debug_", "demo")) and path.stem not in text
     ] == []
 
 
