@@ -28,7 +28,7 @@ from benchmarks.case import AMPKIT, TORCH_OPERATORS, Aim, Case, Side, Unavailabl
 SCALE = 2.0
 SIZES = (1, 150, 1000)
 STEPS = ("AdamW step", "SGD step")
-LIMITS = {"AdamW step": 1.0, "SGD step": 1.0, "unscale": 1.2, "clip": 1.2, "clip after unscale": 1.2}
+LIMITS = {"AdamW step": 1.0, "SGD step": 1.0, "unscale": 1.2, "clip": 1.2}
 _IN_PLACE = (
     "_fused_adamw_", "_fused_sgd_", "_foreach_add_", "_foreach_sub_", "_foreach_mul_",
     "_amp_foreach_non_finite_check_and_unscale_",
@@ -42,28 +42,17 @@ def nothing(*_: Any, **__: Any) -> None:
 @contextlib.contextmanager
 def without_launches(norms: list[Tensor]) -> Iterator[None]:
     """Replace the launches of both sides; `norms` is the result of torch's norm of a list."""
-    from ampkit_kernels import triton_ops
+    from ampkit_kernels import dispatch, triton_ops
     from ampkit_kernels.triton_ops.unscale import unscale_kernel
 
-    def norm(*_: Any, **__: Any) -> list[Tensor]:
-        return norms
-
-    def launcher(*_: Any) -> Callable[..., None]:
-        return nothing
-
-    def available(_: torch.device) -> None:
-        return None
-
-    def backend(_: Tensor) -> Any:
-        return triton_ops
-
+    stand_ins: list[tuple[Any, str, Callable[..., Any]]] = [
+        *((torch, name, nothing) for name in _IN_PLACE), (torch, "_foreach_norm", lambda *_, **__: norms),
+        (type(unscale_kernel), "__getitem__", lambda *_: nothing), (dispatch, "why_not_triton", nothing),
+        (ampkit_kernels, "backend", lambda _: triton_ops),
+    ]
     with contextlib.ExitStack() as stack:
-        for name in _IN_PLACE:
-            stack.enter_context(mock.patch.object(torch, name, nothing))
-        stack.enter_context(mock.patch.object(torch, "_foreach_norm", norm))
-        stack.enter_context(mock.patch.object(type(unscale_kernel), "__getitem__", launcher))
-        stack.enter_context(mock.patch("ampkit_kernels.dispatch.why_not_triton", available))
-        stack.enter_context(mock.patch.object(ampkit_kernels, "backend", backend))
+        for owner, name, stand_in in stand_ins:
+            stack.enter_context(mock.patch.object(owner, name, stand_in))
         yield
 
 
@@ -75,7 +64,6 @@ class Host(Case):
     count: int
     groups: int = 1
     moving: bool = False
-    channels_last: bool = False
     family: str = "host"
     devices: tuple[str, ...] = ("cpu",)
     base: str = TORCH_OPERATORS
@@ -88,8 +76,8 @@ class Host(Case):
         return {AMPKIT: self._side(True), TORCH_OPERATORS: self._side(False)}
 
     def _side(self, ours: bool) -> Side:
-        params = [torch.nn.Parameter(self._tensor()) for _ in range(self.count)]
-        grads = [[self._tensor() for _ in params] for _ in range(2 if self.moving else 1)]
+        params = [torch.nn.Parameter(torch.zeros(8)) for _ in range(self.count)]
+        grads = [[torch.zeros(8) for _ in params] for _ in range(2 if self.moving else 1)]
         norms = [torch.ones(()) for _ in params]
         groups = [{"params": params[i :: self.groups]} for i in range(self.groups)]
         optimizer = self._optimizer(groups, ours)
@@ -113,11 +101,6 @@ class Host(Case):
 
         return Side(run)
 
-    def _tensor(self) -> Tensor:
-        if self.channels_last:
-            return torch.zeros(2, 2, 2, 2).to(memory_format=torch.channels_last)
-        return torch.zeros(8)
-
     def _optimizer(self, groups: list[dict[str, Any]], ours: bool) -> torch.optim.Optimizer:
         if self.job == "SGD step":
             if ours:
@@ -128,32 +111,19 @@ class Host(Case):
     def _job(self, optimizer: Any, scaler: Any, params: list[torch.nn.Parameter]) -> Callable[[], object]:
         if self.job in STEPS:
             return optimizer.step
+        if self.job == "clip":
+            optimizer = torch.optim.SGD(params, lr=1.0)     # takes no multiplier: clipping rewrites gradients
 
-        def unscale() -> None:
+        def job() -> None:
             scaler._per_optimizer_states.clear()    # READY again without update(), which is timed elsewhere
+            if self.job == "clip" and isinstance(scaler, GradScaler):
+                scaler.clip_grad_norm_(optimizer, 1.0)
+                return
             scaler.unscale_(optimizer)
-
-        if self.job == "unscale":
-            return unscale
-        rewrites = torch.optim.SGD(params, lr=1.0)   # takes no multiplier: clipping rewrites gradients
-
-        def clip() -> None:
-            if isinstance(scaler, GradScaler):
-                scaler.clip_grad_norm_(rewrites, 1.0)
-            else:
+            if self.job == "clip":
                 torch.nn.utils.clip_grad_norm_(params, 1.0)
 
-        if self.job == "clip after unscale":
-            scaler.unscale_(rewrites)
-            return clip
-
-        def both() -> None:
-            scaler._per_optimizer_states.clear()
-            if not isinstance(scaler, GradScaler):
-                scaler.unscale_(rewrites)
-            clip()
-
-        return both
+        return job
 
 
 def cases() -> list[Case]:
@@ -166,5 +136,4 @@ def cases() -> list[Case]:
 
     found: list[Case] = [case(job, count) for job in LIMITS for count in SIZES]
     found += [case(job, 1000, ", moving gradients", moving=True) for job in LIMITS]
-    found += [case("AdamW step", 1000, ", channels_last", channels_last=True)]
     return [*found, *(case(job, 140, ", a group each", groups=140) for job in STEPS)]

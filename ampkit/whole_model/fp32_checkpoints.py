@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from ampkit.whole_model.master_weights import HALVES, MasterWeights
+from ampkit.whole_model.master_weights import SIXTEEN_BIT, MasterWeights
 
 
 class Fp32Checkpoints:
@@ -43,7 +43,7 @@ class Fp32Checkpoints:
         tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
         for name, tensor in tensors.items():
             saved = state_dict.get(prefix + name)
-            if not isinstance(saved, Tensor) or isinstance(saved, Parameter) or saved.dtype not in HALVES:
+            if not isinstance(saved, Tensor) or isinstance(saved, Parameter) or saved.dtype not in SIXTEEN_BIT:
                 continue
             if id(tensor) not in widened:
                 master = self.master_of(tensor)

@@ -40,7 +40,7 @@ NORMS: tuple[type[Module], ...] = (
 )
 """Every normalization that torch has. All but batch norms get inputs cast up and outputs cast back."""
 
-HALVES = (torch.float16, torch.bfloat16)
+SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 _MIXED_BATCH_NORM_DEVICES = ("cpu", "cuda")
 
 
@@ -228,7 +228,7 @@ def _unused(model: Module, key: Any) -> str:
 def _check(model: Any, dtype: Any, cast_outputs: Any) -> None:
     if not isinstance(model, Module):
         raise TypeError(f"half takes an nn.Module, got {type(model).__name__}")
-    if dtype not in HALVES:
+    if dtype not in SIXTEEN_BIT:
         raise ValueError(f"dtype is {dtype!r}; expected torch.float16, torch.bfloat16 or one's name")
     if cast_outputs is not None and cast_outputs not in REAL_FLOATS:
         raise ValueError(f"cast_outputs is {cast_outputs!r}; expected a dtype such as torch.float32, its name, or None")

@@ -21,7 +21,7 @@ from ampkit.policy.values import as_dtype
 from ampkit.scaler.loss_scale import SMALLEST_SCALE, DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 from ampkit.whole_model.boundary import refuse_bounded
 
-HALVES = (torch.float16, torch.bfloat16)
+SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
@@ -142,9 +142,9 @@ def _checked_level(opt_level: Any) -> str:
 
 def _low_dtype(opt_level: str, level: Level, given: dict[str, Any], default: torch.dtype) -> torch.dtype:
     dtype, model_type = given.get("dtype"), given.get("cast_model_type") if level.casts_model else None
-    if dtype is not None and dtype not in HALVES:
+    if dtype is not None and dtype not in SIXTEEN_BIT:
         raise ValueError(f"dtype is {dtype!r}; expected torch.float16 or torch.bfloat16, the 16-bit type of the level")
-    if model_type is not None and model_type not in HALVES:
+    if model_type is not None and model_type not in SIXTEEN_BIT:
         raise ValueError(
             f"{opt_level} converts the model, so that cast_model_type={model_type} makes no sense; expected "
             f"torch.float16 or torch.bfloat16; use opt_level 'O0' for float32, 'O1' for float32 weights"

@@ -24,7 +24,7 @@ from ampkit.gradients.transfer import moved
 
 __all__ = ["MasterWeights"]
 
-HALVES = (torch.float16, torch.bfloat16)
+SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 
 @dataclass
@@ -238,7 +238,7 @@ class MasterWeights:
         for group in optimizer.param_groups:
             params: list[Tensor] = group["params"]
             for index, param in enumerate(params):
-                if param.dtype not in HALVES or not param.requires_grad:
+                if param.dtype not in SIXTEEN_BIT or not param.requires_grad:
                     continue
                 if id(param) in self._pairs:
                     raise RuntimeError(
@@ -324,7 +324,7 @@ def _move_state(optimizer: torch.optim.Optimizer, param: Tensor, master: Paramet
     if param not in optimizer.state:
         return
     optimizer.state[master] = {
-        name: value.to(torch.float32) if isinstance(value, Tensor) and value.dtype in HALVES else value
+        name: value.to(torch.float32) if isinstance(value, Tensor) and value.dtype in SIXTEEN_BIT else value
         for name, value in optimizer.state.pop(param).items()
     }
 

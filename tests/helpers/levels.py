@@ -1,11 +1,9 @@
 """Shared by the tests of `test_levels` and its neighbours."""
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ampkit import amp
 from ampkit.amp import (
     initialize,
     scale_loss,
@@ -14,12 +12,6 @@ from ampkit.amp import (
 HALVES = [torch.float16, torch.bfloat16]
 
 ids = {"ids": lambda value: str(value).removeprefix("torch.")}
-
-
-@pytest.fixture(autouse=True)
-def _forget_other_tests() -> None:
-    """Start with no initialize in memory: functions without an optimizer mean the only one."""
-    amp._sessions.clear()
 
 
 class Net(nn.Module):

@@ -1,10 +1,8 @@
 """Code that a test runs in an interpreter of its own."""
 
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 from tests.helpers.paths import ROOT
@@ -42,10 +40,3 @@ def torchrun(script: Path, *arguments: str, ranks: int, timeout: float = 100) ->
             break
     assert ran.returncode == 0, ran.stderr[-3000:]
     return ran.stdout
-
-
-def loaded_after(statement: str, names: Iterable[str]) -> list[str]:
-    """Which of these modules a new interpreter holds after a statement."""
-    listing = fresh_python(f"{statement}\nimport json, sys\nprint(json.dumps(sorted(sys.modules)))")
-    loaded = json.loads(listing.splitlines()[-1])
-    return [name for name in names if name in loaded]

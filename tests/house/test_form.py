@@ -42,6 +42,7 @@ def test_form() -> None:
         *undocumented(ampkit),
         *without_docstring(packages),
         *long_functions(sources),
+        *same_names(sources),
         *circles(graph),
         *circles(TOOLS["room_graph"](graph)),
         *upward_imports(graph),
@@ -84,6 +85,15 @@ def long_functions(texts: Mapping[str, str]) -> list[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (lines := (node.end_lineno or 0) - node.lineno + 1) > MOST_LINES
     ]
+
+
+def same_names(names: Iterable[str]) -> list[str]:
+    """Test files of one name, which pytest cannot collect together."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        if name.startswith("tests/") and (base := name.rpartition("/")[2]).startswith("test_"):
+            found.setdefault(base, []).append(name)
+    return [f"test files of one name: {', '.join(paths)}" for paths in found.values() if len(paths) > 1]
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[str]:
@@ -160,6 +170,9 @@ def test_every_check_finds_a_planted_offender() -> None:
     assert without_docstring({"a": "'''Says.'''", "b": "x = 1"}) == ["b has no docstring"]
     assert long_functions({"a": "def f():\n" + " x\n" * 60}) == ["a:1: f has 61 lines; at most 60"]
     assert long_functions({"a": "def f():\n" + " x\n" * 59}) == []
+    assert same_names(["tests/a/test_x.py", "tests/b/test_x.py", "tests/a/b.py", "tests/b/b.py"]) == [
+        "test files of one name: tests/a/test_x.py, tests/b/test_x.py"
+    ]
     assert circles({"a": {"b"}, "b": {"a"}}) in (["import circle: a -> b -> a"], ["import circle: b -> a -> b"])
     assert circles({"a": {"b"}, "b": set()}) == []
     graph = {"ampkit.region.x": {"ampkit.y"}, "ampkit.y": {"ampkit.scaler"}, "ampkit_kernels.k": {"ampkit.y"}}

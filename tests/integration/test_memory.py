@@ -15,6 +15,7 @@ from benchmarks.workloads import Decoder
 from tests.helpers.models import CASES, Case
 
 Region = Callable[[], contextlib.AbstractContextManager[Any]]
+PEAKS = ("convnet", "encoder", "decoder", "unet")
 
 
 def native() -> contextlib.AbstractContextManager[Any]:
@@ -88,23 +89,17 @@ def test_the_meter_reads_what_it_should() -> None:
     assert (traffic.peak, traffic.left) == (16000, 4000)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in PEAKS], ids=lambda case: case.name)
 def test_a_training_step_peaks_where_torchs_does(case: Case) -> None:
+    """Under the default policy too, lower than in float32, where all of the model is products and attention."""
     model = case.build()
-    torchs = measure(step_of(case, model, native))
-    mine = measure(step_of(case, model, ours))
+    torchs, mine = measure(step_of(case, model, native)), measure(step_of(case, model, ours))
     assert torchs.left == mine.left == 0
     assert 0 < mine.peak <= torchs.peak
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case.name in ("encoder", "decoder")], ids=lambda c: c.name)
-def test_a_transformers_step_peaks_no_higher_under_the_default_policy(case: Case) -> None:
-    """Nor as high as in float32. Where group norm is float32, as in `unet`, its input is kept in float32 too."""
-    model = case.build()
-    mine = measure(step_of(case, model, default))
-    assert mine.left == 0
-    assert mine.peak <= measure(step_of(case, model, native)).peak
-    assert mine.peak < measure(step_of(case, model, contextlib.nullcontext)).peak
+    if case.name in ("encoder", "decoder"):
+        mine = measure(step_of(case, model, default))
+        assert mine.left == 0
+        assert mine.peak <= torchs.peak < measure(step_of(case, model, contextlib.nullcontext)).peak
 
 
 def generation(model: nn.Module, region: Region, mode: Callable[[], Any]) -> Callable[[], None]:
@@ -119,12 +114,6 @@ def generation(model: nn.Module, region: Region, mode: Callable[[], Any]) -> Cal
     return generate
 
 
-def test_evaluation_peaks_where_torchs_does() -> None:
-    model = Decoder(width=64, heads=4)
-    torchs = measure(generation(model, native, torch.no_grad)).peak
-    assert measure(generation(model, ours, torch.no_grad)).peak <= torchs
-
-
 def test_inference_and_frozen_weights_are_cached_on_request() -> None:
     """There torch casts at every use and keeps nothing; so does a region, unless it is given a `WeightCache`.
 
@@ -132,7 +121,7 @@ def test_inference_and_frozen_weights_are_cached_on_request() -> None:
     """
     model = Decoder(width=64, heads=4)
     n_bytes = 2 * sum(p.numel() for p in model.parameters())
-    for mode, frozen in ((torch.inference_mode, False), (torch.no_grad, True)):
+    for mode, frozen in ((torch.inference_mode, False), (torch.no_grad, False), (torch.no_grad, True)):
         model.requires_grad_(not frozen)
         torchs = measure(generation(model, native, mode)).peak
         assert measure(generation(model, ours, mode)).peak <= torchs
@@ -187,4 +176,5 @@ def test_a_lasting_cache_costs_its_casts_and_no_more() -> None:
     n_bytes = 2 * sum(p.numel() for p in model.parameters())
     assert torchs.left == 0
     assert mine.peak <= torchs.peak + n_bytes
-    assert mine.left == 0
+    assert mine.left <= n_bytes         # the step has invalidated them; the next use of the cache frees them
+    assert cache.info().bytes == 0

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, assert_type
 
 import torch
-from ampkit.scaler.overflow import LossScaleStuckError
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler as TorchScaler
 
@@ -46,6 +45,7 @@ from ampkit.debugging.report import NonFiniteReport
 from ampkit.policy.policy import Explanation
 from ampkit.region.cast_record import CastRecord, RecordedCall
 from ampkit.region.weight_cache import CacheInfo
+from ampkit.scaler.grad_scaler import LossScaleStuckError
 from ampkit.scaler.history import ScalerStats
 from ampkit.scaler.overflow_report import OverflowReport
 from ampkit.whole_model.check_half import HalfReport

@@ -19,7 +19,6 @@ from ampkit.scaler.loss_scale import DynamicLossScale, NoOpLossScale
 from ampkit.whole_model.levels import LEVELS, resolve
 from tests.helpers.levels import (
     HALVES,
-    _forget_other_tests,  # noqa: F401  (for every test)
     backward,
     batches,
     ids,

@@ -13,7 +13,6 @@ from ampkit.amp import (
 from ampkit.optim import SGD
 from tests.helpers.levels import (
     HALVES,
-    _forget_other_tests,  # noqa: F401  (for every test)
     backward,
     batches,
     ids,

@@ -25,7 +25,6 @@ from ampkit.scaler.loss_scale import DynamicLossScale, StaticLossScale
 from ampkit.whole_model.levels import LEVELS
 from tests.helpers.levels import (
     HALVES,
-    _forget_other_tests,  # noqa: F401  (for every test)
     backward,
     batches,
     ids,

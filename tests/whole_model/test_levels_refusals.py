@@ -19,7 +19,6 @@ from ampkit.whole_model.levels import LEVELS
 from ampkit.whole_model.master_weights import MasterWeights
 from tests.helpers.levels import (
     Net,
-    _forget_other_tests,  # noqa: F401  (for every test)
     backward,
     batches,
     make,

@@ -22,7 +22,6 @@ from ampkit.whole_model.levels import LEVELS
 from tests.helpers.levels import (
     HALVES,
     Net,
-    _forget_other_tests,  # noqa: F401  (for every test)
     backward,
     batches,
     ids,
