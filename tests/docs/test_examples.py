@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.paths import ROOT
+from tests.helpers.paths import EXAMPLES
 from tests.helpers.processes import torchrun
-
-EXAMPLES = ROOT / "examples"
+from tests.helpers.ranks import on_ranks, run_script
 
 
 def run(name: str, *arguments: Any, **options: Any) -> Any:
@@ -50,28 +49,29 @@ def test_clipping_names_the_skipped_step(capsys: pytest.CaptureFixture[str]) -> 
     assert said in capsys.readouterr().out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "last"), [("scaler_ddp", r"weights -?[\d.]+"), ("scaler_fsdp", r"norm [\d.]+")])
 def test_two_ranks_end_alike(name: str, last: str) -> None:
-    printed = torchrun(EXAMPLES / f"{name}.py", ranks=2)
+    """DDP's as a user starts it."""
+    path = EXAMPLES / f"{name}.py"
+    printed = torchrun(path, ranks=2) if name == "scaler_ddp" else "".join(on_ranks(run_script, path))
     seen = dict(re.findall(rf"rank (\d): 1 skipped, scale 512, ({last})", printed))
     assert set(seen) == {"0", "1"}, printed
     assert seen["0"] == seen["1"]
 
 
-@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     """Weights, optimizer, scale and counts: the second half ends where an uninterrupted run ends."""
 
     def loss(how: str, folder: str, ranks: int, steps: int) -> float:
-        command = ("--parallel", how, "--folder", str(tmp_path / folder), "--steps", str(steps))
-        printed = torchrun(EXAMPLES / "ranks_resume.py", *command, ranks=ranks)
+        arguments = (EXAMPLES / "ranks_resume.py", how, tmp_path / folder, steps)
+        printed = on_ranks(run_script, *arguments, world=ranks)[0]
         match = re.fullmatch(rf"{how} on {ranks}, step {steps}: loss ([\d.]+), 1 skipped, scale 512\n", printed)
         assert match, printed
         return float(match[1])
 
     whole = loss("ddp", "whole", 1, 12)
-    for how, first, then in (("fsdp", 2, 1), ("tensor", 1, 2)):
+    for how, first, then in (("ddp", 2, 1), ("fsdp", 2, 1), ("tensor", 1, 2)):
         assert loss(how, how, first, 6) > 1.3 * whole, "half of the steps"
         assert loss(how, how, then, 12) == pytest.approx(whole, rel=1e-3)
 

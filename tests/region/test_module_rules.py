@@ -6,18 +6,23 @@ import functools
 import gc
 import io
 import threading
+import warnings
 import weakref
 
 import pytest
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.modules import module as hooked
+from torch.nn.parallel import DistributedDataParallel
 
 from ampkit import Policy, autocast, wrap_forward
 from ampkit.region.snapshot import Snapshot
 from ampkit.region.thread_state import thread
 from tests.helpers.module_rules import ALL, Block, Model, X, dtypes, only, rules
+from tests.helpers.ranks import on_ranks
 from tests.helpers.regions import BF16, FP16, FP32, state
 
 
@@ -144,6 +149,98 @@ def test_what_is_around_the_model_changes_nothing(make, around):
         with autocast("cpu", BF16, policy=policy):
             loss = loss + around(model)(X).float().sum()
     loss.backward()
+
+
+def sharded(model, *, first):
+    """A model under FSDP2, whose rules are bound before it is wrapped, or after."""
+    policy = rules(model, {"head": FP32, "blocks.1": FP32}) if first else None
+    for module in (*model.blocks, model):
+        fully_shard(module)
+    return model, policy or rules(model, {"head": FP32, "blocks.1": FP32})
+
+
+def distributed(rank, world, kind):
+    """What the layers of a wrapped model compute in."""
+    model = Model()
+    if kind.startswith("FSDP2"):
+        around, policy = sharded(model, first=kind.endswith("before"))
+    else:
+        policy = rules(model, {"head": FP32, "blocks.1": FP32})
+        around = DistributedDataParallel(model) if kind == "DDP" else FullyShardedDataParallel(
+            model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, device_id=torch.device("cpu"))
+    found = dtypes(around, policy)
+    with autocast("cpu", BF16, policy=policy):
+        loss = around(X).float().sum()
+    loss.backward()
+    return sorted(name for name, dtype in found.items() if dtype is FP32), str(policy.check().gone)
+
+
+@pytest.mark.parametrize("kind", ["DDP", "FSDP1", "FSDP2, bound before", "FSDP2, bound after"])
+def test_distributed_wrappers_change_nothing(kind):
+    for found, gone in on_ranks(distributed, kind):
+        assert [name.replace("_fsdp_wrapped_module.", "").removeprefix("module.") for name in found] == [
+            "blocks.1.attn", "blocks.1.mlp", "head"]
+        assert gone == "()"
+
+
+class Adapted(nn.Module):
+    """A layer with an adapter, as peft puts one in its place."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.base_layer, self.adapter = layer, nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.adapter(x)
+
+
+def test_modules_that_are_replaced_are_bound_after():
+    model = Model()
+    before = rules(model, {"blocks.*.attn": FP32})
+    for block in model.blocks:
+        block.attn = Adapted(block.attn)
+    after = rules(model, {"blocks.*.attn": FP32})
+    wrapped = nn.Sequential(nn.ModuleDict({"base_model": model})["base_model"])
+    layers = {f"0.blocks.{i}.attn.{name}" for i in range(2) for name in ("base_layer", "adapter")}
+    for policy, expected in (
+        (before, {name for name in layers if name.endswith("base_layer")}), (after, layers),
+    ):
+        found = dtypes(wrapped, policy)
+        assert {name for name, dtype in found.items() if dtype is FP32} == expected
+    for block in model.blocks:
+        block.attn = nn.Linear(4, 4)
+    assert after.check().gone[0].gone == ("blocks.0.attn", "blocks.1.attn")
+
+
+def test_lightning_changes_nothing(tmp_path):
+    pytest.importorskip("lightning", reason="it is in ampkit[dev]")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from lightning.pytorch import LightningModule, Trainer
+
+        from ampkit.integrations.lightning import MixedPrecision
+
+        class Module(LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.net, self.seen = Model(), set()
+
+            def training_step(self, batch):
+                out = self.net(batch)
+                self.seen.add(out.dtype)
+                return out.float().square().mean()
+
+            def configure_optimizers(self):
+                return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        module = Module()
+        policy = rules(module, {"net.head": FP32})
+        trainer = Trainer(
+            max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            plugins=MixedPrecision("bf16-mixed", "cpu", policy=policy), default_root_dir=tmp_path,
+        )
+        trainer.fit(module, torch.utils.data.DataLoader(torch.ones(4, 4)))
+    assert module.seen == {FP32}
 
 
 def test_replicas_follow_their_originals():
