@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from ampkit.debugging.nonfinite_recorder import NonfiniteRecorder
     from ampkit.debugging.snapshot import Snapshot
 
-__all__ = ["Change", "EpsChange", "LineChange", "LossChange", "PolicyTrial", "Region", "ScaleChange"]
+__all__ = ["Change", "EpsChange", "LineChange", "Lines", "LossChange", "PolicyTrial", "Region", "ScaleChange",
+    "function_around", "line_of"]
 
 Region = Literal["ampkit", "torch", "none"]     # what the user's step computes in
 _LOW = (torch.float16, torch.bfloat16)
@@ -40,7 +41,7 @@ class Change(Protocol):
     def code(self) -> str:
         """What a user writes for it."""
 
-    def around(self, recorder: NonfiniteRecorder, snapshot: Snapshot) -> AbstractContextManager[Any]:
+    def around(self, recorder: NonfiniteRecorder | None, snapshot: Snapshot) -> AbstractContextManager[Any]:
         """A context in which the step runs as if the code were there."""
 
     def extended(self, finding: Finding) -> Self | None:
@@ -69,7 +70,7 @@ class PolicyTrial:
     def code(self) -> str:
         return self.change.code
 
-    def around(self, recorder: NonfiniteRecorder, snapshot: Snapshot) -> AbstractContextManager[Any]:
+    def around(self, recorder: NonfiniteRecorder | None, snapshot: Snapshot) -> AbstractContextManager[Any]:
         policy = self.change.policy(self.model)
         return autocast(policy.device_type, enabled=False, policy=policy)
 
@@ -98,12 +99,12 @@ class LineChange:
         name = "autocast" if self.region == "ampkit" else "torch.autocast"
         return f'with {name}("{self.device}", enabled=False): around {where}, with .float() on its tensors'
 
-    def around(self, recorder: NonfiniteRecorder, snapshot: Snapshot) -> AbstractContextManager[Any]:
+    def around(self, recorder: NonfiniteRecorder | None, snapshot: Snapshot) -> AbstractContextManager[Any]:
         return _FloatLines(self)
 
     def extended(self, finding: Finding) -> LineChange | None:
         new = [place for one in (finding.made, finding.origin) if one is not None and (place := line_of(one))]
-        new += [whole for place in new[::-1] if (whole := _function_around(place)) is not None]
+        new += [whole for place in new[::-1] if (whole := function_around(place)) is not None]
         more = next((place for place in new if not any(one.covers(place) for one in self.lines)), None)
         if more is None:
             return None
@@ -133,7 +134,7 @@ def line_of(operation: Operation) -> Lines | None:
     return Lines(operation.file, operation.line, operation.line) if operation.line else None
 
 
-def _function_around(place: Lines) -> Lines | None:
+def function_around(place: Lines) -> Lines | None:
     """The body of the innermost function around a line."""
     try:
         tree = ast.parse(Path(place.file).read_text(encoding="utf-8"))
@@ -222,7 +223,7 @@ class ScaleChange(_Single):
     def code(self) -> str:
         return f"scaler = GradScaler(init_scale={self.scale:g})"
 
-    def around(self, recorder: NonfiniteRecorder, snapshot: Snapshot) -> AbstractContextManager[Any]:
+    def around(self, recorder: NonfiniteRecorder | None, snapshot: Snapshot) -> AbstractContextManager[Any]:
         for scaler in snapshot.scalers:
             scaler.load_state_dict({**scaler.state_dict(), "scale": self.scale})
         return nullcontext()
@@ -260,7 +261,7 @@ class EpsChange(_Single):
     def code(self) -> str:
         return f"eps={self.eps:g} in the optimizer, or float32 masters: ampkit.FP16Optimizer(optimizer)"
 
-    def around(self, recorder: NonfiniteRecorder, snapshot: Snapshot) -> AbstractContextManager[Any]:
+    def around(self, recorder: NonfiniteRecorder | None, snapshot: Snapshot) -> AbstractContextManager[Any]:
         for optimizer in snapshot.optimizers:
             for group in optimizer.param_groups:
                 if "eps" in group:

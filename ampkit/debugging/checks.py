@@ -33,7 +33,7 @@ def assert_finite(step: Callable[[], T], model: Module | None = None, *, allow_s
         result = step()
 
     result: Any = None
-    with detect_nonfinite(model, "now", on_found="record") as report:
+    with detect_nonfinite(model, on_found="record") as report:
         run()
     if report or (report.skipped and not allow_skipped):
         raise AssertionError(str(report))

@@ -7,26 +7,21 @@ Reports go to stdout, what is said on the way to stderr. Exit codes: 0 clean, 1 
 from __future__ import annotations
 
 import argparse
-import importlib
-import shlex
-import subprocess
 import sys
 import traceback
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from ampkit.debugging import html_report, report_file
+from ampkit.debugging import report_file
 from ampkit.debugging.detect import detect_nonfinite, rank
 from ampkit.debugging.loop import check_loop
 from ampkit.debugging.monitor import ScriptMonitor
 from ampkit.debugging.precision import PrecisionComparison
 from ampkit.debugging.report import NonFiniteError
 from ampkit.debugging.script import ScriptStopped, run_script
-from ampkit.debugging.search import search_policy
 
 CLEAN, FOUND, BAD_INPUT, INCONCLUSIVE, INTERRUPTED = 0, 1, 2, 3, 130
 _CODES = {"clean": CLEAN, "found": FOUND, "inconclusive": INCONCLUSIVE}
@@ -37,14 +32,13 @@ def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         return {
-            "nonfinite": _nonfinite, "precision": _precision, "loop": _loop, "search": _search, "monitor": _monitor,
-            "report": _report,
+            "nonfinite": _nonfinite, "precision": _precision, "loop": _loop, "monitor": _monitor, "report": _report,
         }[options.tool](options)
     except (OSError, ValueError) as error:
         print(f"ampkit debug: {error}", file=sys.stderr)
         return BAD_INPUT
     except Exception:
-        traceback.print_exc()       # of a factory's metric; 1 would say that something was found
+        traceback.print_exc()       # 1 would say that something was found
         return INCONCLUSIVE
 
 
@@ -67,15 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     for tool in (nonfinite, precision, loop, monitor):
         tool.add_argument("script")
         tool.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
-    search = tools.add_parser("search", help="the smallest part of a model to keep in float32, by your own metric")
-    search.add_argument("--factory", required=True, metavar="pkg.mod:make",
-                        help="a function that returns the arguments of search_policy as a dict: evaluate, model, ...")
-    search.add_argument("--check", metavar="CMD", help="run with the metric as last argument; exit code 0 passes")
-    search.add_argument("--scope", choices=("modules", "operators"), default="modules")
-    search.add_argument("--max-evaluations", type=_count, default=100, metavar="N")
     report = tools.add_parser("report", help="show reports; of several ranks, the one that made the first NaN first")
     report.add_argument("files", nargs="+")
-    report.add_argument("--html", metavar="F", help="write one HTML file with figures instead")
     return parser
 
 
@@ -127,38 +114,6 @@ def _monitor(options: Any) -> int:
     return FOUND if loop else INTERRUPTED if ended.interrupted else INCONCLUSIVE if why else CLEAN
 
 
-def _search(options: Any) -> int:
-    arguments = _made_by(options.factory)
-    if options.check:
-        command = shlex.split(options.check)
-        arguments["passes"] = lambda value: subprocess.run([*command, str(value)], check=False).returncode == 0
-    try:
-        result = search_policy(**arguments, scope=options.scope, max_evaluations=options.max_evaluations)
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    print(result)
-    return {"found": FOUND, "passes already": CLEAN}.get(result.status, INCONCLUSIVE)
-
-
-def _made_by(factory: str) -> dict[str, Any]:
-    """What a factory, given as `pkg.mod:make`, returns."""
-    module, _, name = factory.partition(":")
-    if not name:
-        raise ValueError(f"--factory is {factory!r}; expected 'pkg.mod:function'")      # importing it may do anything
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        make = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"--factory is {factory!r}: {error}; expected 'pkg.mod:function'") from error
-    finally:
-        sys.path.pop(0)
-    made = make()
-    if not isinstance(made, Mapping) or not {"evaluate", "model"} <= set(made):
-        raise ValueError(f"{factory} returned {made!r}; expected a dict with 'evaluate', 'model' and, if you like, "
-                         "'passes' and 'policy'")
-    return dict(made)
-
-
 class _Ended(NamedTuple):
     """How a script ended: `why` it did not run to its end, "" where it did or the tool stopped it."""
 
@@ -196,13 +151,9 @@ def _run(options: Any, tool: AbstractContextManager[Any]) -> _Ended:
 
 
 def _report(options: Any) -> int:
-    reports = [(name, report_file.read(name)) for name in options.files]
-    if options.html:
-        Path(options.html).write_text(html_report.page(reports), encoding="utf-8")
-        print(options.html)
-    else:
-        print("\n\n".join(map(report_file.text_of, report_file.in_order(report for _, report in reports))))
-    statuses = {report[0].get("status") for _, report in reports}
+    reports = report_file.in_order(map(report_file.read, options.files))
+    print("\n\n".join(map(report_file.text_of, reports)))
+    statuses = {report[0].get("status") for report in reports}
     return next((_CODES[one] for one in ("found", "inconclusive") if one in statuses), CLEAN)
 
 

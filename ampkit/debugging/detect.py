@@ -40,28 +40,20 @@ class detect_nonfinite:
     parameter or result where it shows. What is absorbed on the way, such as masks of -inf, is no finding; gradients
     that a GradScaler meets and that a smaller scale can cure are in `report.skipped`.
 
-    `model`: paths count from it; None takes the outermost module that runs. `check`: "now" reads each result on the
-    host at once, "deferred" when a step ends, without waiting in between but without inputs and cause (see
-    `find_nonfinite`); "auto" is "now" for a model on the CPU. `on_found`: "raise" raises `NonFiniteError` when the
-    step ends, "warn" warns, "record" only fills the report, a callable is called with each `Finding`.
+    `model`: paths count from it; None takes the outermost module that runs. `on_found`: "raise" raises
+    `NonFiniteError` when the step ends, "warn" warns, "record" only fills the report, a callable is called with each
+    `Finding`. Each result is read on the host, which waits for an accelerator at each operator.
 
     A step ends after `optimizer.step()`, when a scaler has skipped it, and at the end of the context. Compiled
     functions run eagerly meanwhile. Results and random numbers stay the same to the bit.
     """
 
-    def __init__(
-        self, model: Module | None = None, check: Literal["auto", "now", "deferred"] = "auto",
-        on_found: OnFound = "raise",
-    ) -> None:
-        if check not in ("auto", "now", "deferred"):
-            raise ValueError(f"check is {check!r}; expected 'auto', 'now' or 'deferred'")
+    def __init__(self, model: Module | None = None, on_found: OnFound = "raise") -> None:
         if on_found not in ("raise", "warn", "record") and not callable(on_found):
             raise ValueError(f"on_found is {on_found!r}; expected 'raise', 'warn', 'record' or a callable")
         self.report = NonFiniteReport(rank=rank(), world_size=_world_size())
         self._on_found = on_found
-        if check == "auto":
-            check = "now" if _on_cpu(model) else "deferred"
-        self.recorder = NonfiniteRecorder(model, check, self._judge)
+        self.recorder = NonfiniteRecorder(model, self._judge)
         self._complete = True       # False: an exception ended the step, and what nobody read might have been
 
     def __enter__(self) -> NonFiniteReport:
@@ -154,7 +146,7 @@ def _cause_unseen(origin: Record) -> Cause:
         return CONSTANT
     if origin.source == "uninitialised":
         return Cause("uninitialised", "memory was read that nothing was written to")
-    return Cause("unknown", "its inputs were not looked at; find_nonfinite(step, model) replays the step and does")
+    return Cause("unknown", "its inputs cannot be read")
 
 
 def _is_left_to_scaler(found: Trace, cause: Cause, scale: float | None) -> bool:
@@ -211,12 +203,6 @@ def operation_of(call: OperatorCall | None, place: Place) -> Operation:
 def _values(record: Record) -> str:
     named = (("nan", record.nan), ("inf", record.posinf), ("-inf", record.neginf))
     return " and ".join(name for name, there in named if there)
-
-
-def _on_cpu(model: Module | None) -> bool:
-    if model is None:
-        return not torch.accelerator.is_available()
-    return all(parameter.device.type == "cpu" for parameter in model.parameters())
 
 
 def rank() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.nn import Module
@@ -33,13 +33,12 @@ def find_nonfinite(
 ) -> NonFiniteReport:
     """Where a step's inf and NaN come from, why, and a change that was tried.
 
-    `step` takes no arguments and does the same each time: forward, backward and optimizer, on one batch. It runs once
-    with its operators' statistics left on the device; where that finds something, once more from the same state with
-    every inf and NaN looked at where it appears, and beside itself in a wider dtype, to tell a 0 that was rounded from
-    one that is exact. With `verify`, changes are tried: a policy for steps in ampkit's regions, lines in float32 for
-    others, another loss scale. A change is verified when four steps in a row with it are finite and update the
-    parameters, and the loss does not grow a hundredfold; a change that failed is not suggested. Then everything is put
-    back: parameters, buffers, gradients, optimizers, scalers, random number generators and the objects in `state`,
+    `step` takes no arguments and does the same each time: forward, backward and optimizer, on one batch. It runs once;
+    where an operator met a 0 that it cannot take, once more beside itself in a wider dtype, to tell a 0 that was
+    rounded from one that is exact. With `verify`, changes are tried: a policy for steps in ampkit's regions, lines in
+    float32 for others, another loss scale. A change is verified when four steps in a row with it are finite and update
+    the parameters, and the loss does not grow a hundredfold; a change that failed is not suggested. Then everything is
+    put back: parameters, buffers, gradients, optimizers, scalers, random number generators and the objects in `state`,
     which have `state_dict` and `load_state_dict`.
 
     A step that uses `torch.compile` runs eagerly here. Where it is finite as it is, compiled, that is the answer: the
@@ -48,17 +47,10 @@ def find_nonfinite(
     Raises what the step raises, after putting things back.
     """
     replay = _Replay(step, model, Snapshot(model, state))
-    first = replay.run("deferred")
-    if first and first.compiled and replay.is_finite_as_it_is():
-        first.notes.append(f"as it is, compiled, the step is finite; run eagerly: {first.findings[0]}")
-        first.findings = []
-    if not first and not first.skipped:
-        return first
-    report = replay.run("now")
-    if not report and first:
-        report.findings = first.findings
-        report.notes.append("not reproduced: the replay from the same state was finite")
-        return report
+    report = replay.run()
+    if report and report.compiled and replay.is_finite_as_it_is():
+        report.notes.append(f"as it is, compiled, the step is finite; run eagerly: {report.findings[0]}")
+        report.findings = []
     if report:
         report.findings[0] = replay.with_cause(report.findings[0])
         if verify:
@@ -76,9 +68,9 @@ class _Replay:
         self._region: Any = "none"
         self._runs = 0
 
-    def run(self, check: Literal["now", "deferred"]) -> NonFiniteReport:
+    def run(self) -> NonFiniteReport:
         """What a run finds, from the state at the beginning to which it also returns."""
-        detect = detect_nonfinite(self._model, check, on_found="record")
+        detect = detect_nonfinite(self._model, on_found="record")
         detect.recorder.on_scaler = self._snapshot.add
         try:
             with self._snapshot, detect as report:
@@ -157,7 +149,7 @@ class _Replay:
     def _lasts(self, change: Change) -> tuple[str, Finding | None]:
         """Whether steps with a change stay finite and update parameters: the evidence, or "" and a finding."""
         self._runs += 1
-        detect = detect_nonfinite(self._model, "now", on_found="raise")
+        detect = detect_nonfinite(self._model, on_found="raise")
         steps = lasting = 0
         try:
             with self._snapshot, change.around(detect.recorder, self._snapshot), detect:

@@ -1,8 +1,6 @@
 """Watches every operator's result for inf and NaN, and keeps what is needed to say where they began.
 
-Two ways to look. "now" reads each result on the host at once, and sees the inputs of the operator that went wrong:
-right where reading costs little. "deferred" leaves the statistics on the device until the step ends, so that nothing
-waits; inputs and cause then come from a replay.
+Each result is read on the host at once, while the inputs of an operator that went wrong are still there.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +26,7 @@ from ampkit.debugging.causes import (
     outputs_of,
     summarise,
 )
-from ampkit.debugging.extremes import extremes, item_at_fault, mark, ordered
+from ampkit.debugging.extremes import extremes, item_at_fault, mark
 from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver, Place
 from ampkit.debugging.operator_facts import readable, tensors_in
 from ampkit.debugging.source_lines import running_scaler, variable_of
@@ -37,8 +35,6 @@ from ampkit.debugging.taint import Record
 from ampkit.torch_internals.operator_tracing import OpOverload, storage_key
 
 __all__ = ["NonfiniteRecorder", "Seen"]
-
-_MOST_PENDING = 20_000      # statistics that wait on the device
 
 
 @dataclass(slots=True)
@@ -51,7 +47,7 @@ class Seen:
     shape: tuple[int, ...]
     device: torch.device
     inputs: tuple[InputSummary, ...] = ()       # where it went wrong, as they were before the call
-    cause: Cause | None = None                  # None: not looked for
+    cause: Cause | None = None                  # None: passed on
     target: str = ""                            # the parameter that it wrote, or is
     elements: str = ""                          # how many of them are broken, and in which rows
     micro_batch: int = 1                        # backward calls that had begun, of a forward the next one
@@ -68,22 +64,18 @@ class _Written(NamedTuple):
 class NonfiniteRecorder(OperatorObserver):
     """Notes which results are not finite; calls `on_step` whenever a step has ended, taken or skipped."""
 
-    def __init__(
-        self, model: Module | None, check: Literal["now", "deferred"], on_step: Callable[[NonfiniteRecorder], None]
-    ) -> None:
+    def __init__(self, model: Module | None, on_step: Callable[[NonfiniteRecorder], None]) -> None:
         super().__init__(model)
-        self.now = check == "now"
         self.records: dict[int, Record] = {}    # the broken ones of this step, and who read them
         self.seen: dict[int, Seen] = {}         # of the broken ones
         self.scale: float | None = None         # the loss scale, where a scaler takes part
         self.on_scaler: Callable[[torch.amp.GradScaler], object] | None = None      # before it changes
         self._on_step = on_step
-        self.losses: list[float] = []       # as backward began; where results are read at once
+        self.losses: list[float] = []       # as backward began
         self.seed_factor = 1.0              # what the gradient that backward starts with is multiplied by
         self._writers: StorageMap[_Written] = StorageMap()
         self._backwards = 0
         self._literals: StorageMap[Place] = StorageMap()
-        self._pending: list[tuple[Record, Seen, list[tuple[Tensor, Tensor]]]] = []
         self._next = 0
         self._left: set[int] = set()    # what was broken in a step that a scaler skipped
         self._begun_step = False    # it computes: a loss that is printed after the last one begins none
@@ -99,7 +91,7 @@ class NonfiniteRecorder(OperatorObserver):
             given = [one for one in given if not any(one is other for other in written)]
         kept: dict[int, Tensor] = {}        # what is written, as it was before
         buffers = facts.buffers(args, kwargs) if facts.undeclared_writes else []
-        if (written or buffers) and self.now and not facts.overwrites and not facts.communicates:
+        if (written or buffers) and not facts.overwrites and not facts.communicates:
             kept = {id(tensor): tensor.clone() for tensor in (*written, *buffers)}
         writers = [] if facts.shape_only else self._writers_of(given)
         result = func(*args, **kwargs)
@@ -126,18 +118,13 @@ class NonfiniteRecorder(OperatorObserver):
             return result
         if self._left and any(index in self._left for some in writers for index in some or ()):
             record.source = "skipped"       # should it be broken
-        if self.now:
-            mark(record, [extremes(one) for one in outputs])
-            if record.broken:
-                before = map_tensors((args, kwargs), lambda one: kept.get(id(one), one)) if kept else (args, kwargs)
-                inputs = [(kept.get(id(one), one), one, some) for one, some in zip(given, writers, strict=False)]
-                self._look(record, call, func, before, inputs, outputs)
-            elif read:
-                self.records[record.index] = record     # it absorbs something
-        else:
-            if not given or asks_for_nonfinite((args, kwargs)):
-                record.source = "constant"
-            self._leave_for_later(record, self._seen(call, outputs[0]), outputs)
+        mark(record, [extremes(one) for one in outputs])
+        if record.broken:
+            before = map_tensors((args, kwargs), lambda one: kept.get(id(one), one)) if kept else (args, kwargs)
+            inputs = [(kept.get(id(one), one), one, some) for one, some in zip(given, writers, strict=False)]
+            self._look(record, call, func, before, inputs, outputs)
+        elif read:
+            self.records[record.index] = record     # it absorbs something
         return result
 
     def literal(self, tensor: Tensor, place: Place) -> None:
@@ -148,7 +135,6 @@ class NonfiniteRecorder(OperatorObserver):
 
     def end_step(self, *, skipped: bool = False) -> None:
         """Have the step judged, and forget it."""
-        self._read_pending()
         if skipped:
             self._left = {index for index, record in self.records.items() if record.broken}
         try:
@@ -176,7 +162,7 @@ class NonfiniteRecorder(OperatorObserver):
                     return name
                 if one.grad is not None and storage_key(one.grad) == key:
                     return f"{name}.grad"
-        return variable_of(tensor) if self.now else ""
+        return variable_of(tensor)
 
     # --- the course of a step
 
@@ -197,8 +183,7 @@ class NonfiniteRecorder(OperatorObserver):
 
     def _note_loss(self, loss: Tensor) -> None:
         self._backwards += 1
-        if self.now:
-            self.losses.append(float(loss.detach()) / (self.scale or 1.0))
+        self.losses.append(float(loss.detach()) / (self.scale or 1.0))
         for index in self._records_of(loss) or ():
             if index in self.records:
                 self.records[index].is_loss = True
@@ -216,15 +201,10 @@ class NonfiniteRecorder(OperatorObserver):
 
     def _writers_of(self, tensors: list[Tensor]) -> list[tuple[int, ...] | None]:
         """For each tensor the records that wrote it; None for one that was there before."""
-        found: list[tuple[int, ...] | None] = []
-        for tensor in tensors:
-            writers = None
-            if tensor.is_floating_point() or tensor.is_complex():
-                writers = self._records_of(tensor)
-                if writers is None and not self.now:
-                    writers = self._arrive(tensor)
-            found.append(writers)
-        return found
+        return [
+            self._records_of(tensor) if tensor.is_floating_point() or tensor.is_complex() else None
+            for tensor in tensors
+        ]
 
     def _records_of(self, tensor: Tensor) -> tuple[int, ...] | None:
         written = self._writers.get(tensor)
@@ -251,12 +231,9 @@ class NonfiniteRecorder(OperatorObserver):
         literal = self._literals.get(tensor)
         if literal is not None:
             seen.place, seen.cause = literal, Cause("arrived", "inf or NaN is among the numbers that it is made of")
-        if self.now:
-            mark(record, [extremes(tensor)])
-            self.records[record.index] = record
-            self.seen[record.index] = seen
-        else:
-            self._leave_for_later(record, seen, [tensor])
+        mark(record, [extremes(tensor)])
+        self.records[record.index] = record
+        self.seen[record.index] = seen
         return (record.index,)
 
     def _seen(self, call: OperatorCall | None, tensor: Tensor) -> Seen:
@@ -350,55 +327,18 @@ class NonfiniteRecorder(OperatorObserver):
         if any(index in self.records and self.records[index].broken for index in record.inputs):
             record.source = None
 
-    def _leave_for_later(self, record: Record, seen: Seen, tensors: list[Tensor]) -> None:
-        self.records[record.index] = record
-        self._note_parameter(record, seen, tensors)
-        self._pending.append((record, seen, [torch.aminmax(ordered(one)) for one in tensors]))
-        if len(self._pending) > _MOST_PENDING:
-            self._read_pending()
-
     def _note_parameter(self, record: Record, seen: Seen, outputs: list[Tensor]) -> None:
         """The parameter that a call writes in place, or whose gradient a scaler does; the first broken one."""
         if seen.call is None or not (seen.call.facts.mutable or seen.call.facts.undeclared_writes):
             return
         for one in outputs:
-            if seen.call.phase == "scaler" and self.now and not math.isfinite(sum(extremes(one))):
+            if seen.call.phase == "scaler" and not math.isfinite(sum(extremes(one))):
                 seen.target = self.name_of(one).removesuffix(".grad")
                 return
             of_model = one.requires_grad if seen.call.facts.mutable else any(
                 one is buffer for root in self.modules.roots() for buffer in root.buffers()
             )
-            if one.is_leaf and of_model and not (self.now and math.isfinite(sum(extremes(one)))):
+            if one.is_leaf and of_model and not math.isfinite(sum(extremes(one))):
                 record.writes_parameter = True
                 seen.target = self.name_of(one)
                 return
-
-    def _read_pending(self) -> None:
-        """Read the statistics that were left on devices, with one transfer per device, and work out the sources."""
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for _, _, pairs in self._pending:
-            for pair in pairs:
-                by_device.setdefault(pair[0].device, []).extend(one.double() for one in pair)
-        values = {device: iter(torch.stack(some).tolist()) for device, some in by_device.items()}
-        for record, seen, pairs in self._pending:
-            mark(record, [(next(values[low.device]), next(values[low.device])) for low, _ in pairs])
-            if not record.broken:
-                continue
-            self.seen[record.index] = seen
-            broken = [self.records[index] for index in record.inputs if self.records[index].broken]
-            if record.source is not None:
-                continue
-            if broken:
-                record.source = "from inf" if record.nan and not any(one.nan for one in broken) else None
-                continue
-            received = [self.records[index] for index in record.inputs if self.records[index].source == "received"]
-            for one in received:
-                self._mark_unread(one, math.nan, math.nan)
-            record.source = None if received else "made"
-        self._pending.clear()
-        read = {index for record in self.records.values() if record.broken for index in (record.index, *record.inputs)}
-        self.records = {
-            index: record for index, record in self.records.items()
-            if index in read or record.source in ("uninitialised", "received")
-            or any(self.records[other].broken for other in record.inputs if other in self.records)
-        }

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.nn import Module
 
 from ampkit.debugging.causes import dtype_name
+from ampkit.debugging.changes import Change
 from ampkit.debugging.loop import check_loop
 from ampkit.debugging.precision_report import GradientError, OperatorError, PrecisionReport
+from ampkit.debugging.report import Suggestion
 from ampkit.debugging.shadow import Measured, ShadowRun, deviation
+from ampkit.debugging.snapshot import Snapshot
 from ampkit.debugging.source_lines import shown
+from ampkit.debugging.suggestions import advice_on_precision, changes_for_precision
 
 __all__ = ["PrecisionComparison", "compare_precision"]
 
 
 def compare_precision(
-    step: Callable[[], Any], model: Module | None = None, reference: torch.dtype = torch.float32
+    step: Callable[[], Any], model: Module | None = None, reference: torch.dtype = torch.float32, *,
+    verify: bool = True,
 ) -> PrecisionReport:
     """Run a step once, each operator also in `reference` (float32 or float64), forward and backward.
 
@@ -29,8 +37,13 @@ def compare_precision(
     of a true step in `reference` to the bit where `report.opaque` names no operator; `report.recommended_scale` is the
     loss scale to which nothing overflows in backward, where float16 takes part.
 
-    The step takes effect as always; its results and random numbers are the same to the bit. What the optimizer computes
-    is not compared. Weights that were cast before the step began count as they are. Reads each result on the host.
+    The step takes effect as always; its results and random numbers are the same to the bit. Numbers that it makes in 16
+    bits (`arange`, `full`) are made in `reference` beside; what came in 16 bits counts as it is, and is listed in
+    `report.given`. What the optimizer computes is not compared. Reads each result on the host.
+
+    Where gradients are 5 % off or more, or an update rounds to nothing, `report.suggestion` has a change. With `verify`
+    and a `model`, the step runs again with it from the state in which it began (it must do the same each time), and
+    the change is only suggested if it halves the error; then everything is as the first run left it.
 
     >>> model = torch.nn.Linear(8, 1)
     >>> report = compare_precision(lambda: model(torch.ones(2, 8)).sum().backward(), model)
@@ -38,9 +51,38 @@ def compare_precision(
     []
     """
     run = PrecisionComparison(model, reference)
-    with run:
+    before = Snapshot(model) if verify and model is not None else None
+    with before or nullcontext(), run:
         step()
-    return run.report
+    report = run.report
+    if report.is_far_off():
+        report.suggestion = advice_on_precision(report)
+        if before is not None and model is not None:
+            region = run.run.modules.region
+            report.suggestion = _tried(step, model, report, before, changes_for_precision(report, region, model))
+    return report
+
+
+def _tried(
+    step: Callable[[], Any], model: Module, report: PrecisionReport, before: Snapshot, changes: Iterable[Change]
+) -> Suggestion | None:
+    """The first change that halves the error, or advice; the model is left as it is."""
+    after = Snapshot(model, before.optimizers)
+    tried = []
+    try:
+        for change in changes:
+            before.restore()
+            comparison = PrecisionComparison(model, getattr(torch, report.reference))
+            with contextlib.suppress(RuntimeError), change.around(None, before), comparison:
+                step()
+            found = comparison.report
+            if found.parameters and found.error < report.error / 2:
+                evidence = f"verified: with it the error is {found.error:.2g} in place of {report.error:.2g}"
+                return Suggestion(change.code, "change", True, evidence, tuple(tried))
+            tried.append(change.code)
+    finally:
+        after.restore()
+    return replace(advice_on_precision(report), tried=tuple(tried))
 
 
 class PrecisionComparison:
@@ -79,7 +121,7 @@ class PrecisionComparison:
     def _fill(self) -> None:
         run, report = self.run, self.report
         report.operators = [_operator(one) for one in run.measured]
-        report.opaque, report.scale = dict(run.opaque), run.scale or 1.0
+        report.opaque, report.scale, report.given = dict(run.opaque), run.scale or 1.0, dict(run.given)
         report.recommended_scale = recommended_scale(run)
         if run.loss is not None:
             report.loss, report.reference_loss = run.loss
@@ -143,4 +185,5 @@ def _operator(one: Measured) -> OperatorError:
         overflowed=one.local.broken / count,
         largest=one.largest,
         norm=one.total.norm,
+        unmoved=one.unmoved,
     )

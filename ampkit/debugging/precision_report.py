@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ampkit.debugging.loop import LoopFinding
-from ampkit.debugging.report import COMPILED
+from ampkit.debugging.report import COMPILED, Suggestion
 from ampkit.debugging.report_file import Status, document
 
 __all__ = ["GradientError", "ModuleError", "OperatorError", "PrecisionReport"]
@@ -23,7 +23,8 @@ class OperatorError:
     own rounding; `propagated` is what came in with the inputs; `amplification` that over the largest error among them,
     which was mostly made by the call with the index `error_from`, -1 without one.
     `lost` is the share of elements that are zero and would not be, `overflowed` the share that is inf or NaN and would
-    not be, both of the operator's own making. `largest` is the largest magnitude in the reference, `norm` its 2-norm.
+    not be, both of the operator's own making; `unmoved`, of an update in place, the share that it was to change and did
+    not. `largest` is the largest magnitude in the reference, `norm` its 2-norm.
     """
 
     index: int
@@ -46,11 +47,13 @@ class OperatorError:
     overflowed: float
     largest: float
     norm: float
+    unmoved: float = 0.0
 
     def __str__(self) -> str:
+        name = f"the cast to {self.dtype} ({self.op})" if self.op == "aten::_to_copy" else self.op
         backward = f" in backward of {self.backward_of or 'an unseen operator'}" if self.phase == "backward" else ""
         module = f", {self.module}" if self.module else ""
-        return f"{self.op}{backward}{module}" + (f", {self.file}:{self.line}" if self.file else "")
+        return f"{name}{backward}{module}" + (f", {self.file}:{self.line}" if self.file else "")
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,8 @@ class PrecisionReport:
     operators: list[OperatorError] = field(default_factory=list)
     parameters: list[GradientError] = field(default_factory=list)
     opaque: dict[str, str] = field(default_factory=dict)    # operators without a reference of their own, and why
+    given: dict[str, str] = field(default_factory=dict)     # what came in 16 bits: its dtype, by name
+    suggestion: Suggestion | None = None
     scale: float = 1.0
     recommended_scale: float | None = None      # the largest power of two times `scale` that overflows nowhere
     loss: float | None = None
@@ -103,7 +108,7 @@ class PrecisionReport:
     @property
     def status(self) -> Status:
         """"found" where gradients overflowed or are gone; "inconclusive" where the step did not run to its end."""
-        if self.loop or not math.isfinite(self.gradient_error):
+        if self.loop or not math.isfinite(self.gradient_error) or self.gone:
             return "found"
         return "inconclusive" if self.incomplete else "clean"
 
@@ -115,6 +120,40 @@ class PrecisionReport:
     def gradient_error(self) -> float:
         """Of all gradients together."""
         return math.hypot(*(one.share for one in self.parameters))
+
+    @property
+    def error(self) -> float:
+        """Of the gradients, or of the loss where that is farther off."""
+        if self.loss is None or self.reference_loss is None:
+            return self.gradient_error
+        return max(self.gradient_error, abs(self.loss - self.reference_loss) / (abs(self.reference_loss) or 1.0))
+
+    def is_far_off(self) -> bool:
+        """Whether something should change."""
+        return not self.error < 0.05 or any(one.unmoved > 0.5 and one.phase == "forward" for one in self.operators)
+
+    @property
+    def gone(self) -> list[str]:
+        """Parameters whose gradient is 0 almost everywhere, and is not in the reference."""
+        return [one.parameter for one in self.parameters if one.lost > 0.99 and one.norm > 0]
+
+    def underflows(self) -> bool:
+        """Whether gradients are gone because float16 cannot hold them in backward."""
+        return bool(self.gone) and any(
+            one.phase == "backward" and one.dtype == "float16" and one.lost > 0.5 for one in self.operators
+        )
+
+    def rounds(self) -> OperatorError | None:
+        """Where the largest error began: an update that rounds to nothing, what is amplified later, or what rounds."""
+        stuck = _worst(self.operators, lambda one: one.unmoved if one.phase == "forward" else 0.0)
+        if stuck is not None and stuck.unmoved > 0.5:
+            return stuck
+        amplified = _worst(filter(self.matters, self.operators), lambda one: one.amplification)
+        if amplified is not None and amplified.amplification > 1:
+            maker = next((one for one in self.operators if one.index == amplified.error_from), None)
+            if maker is not None:
+                return maker
+        return _worst(self.operators, lambda one: one.local)
 
     def modules(self, phase: str | None = None) -> list[ModuleError]:
         """By module, forward and backward apart, the worst `local` error first."""
@@ -160,9 +199,20 @@ class PrecisionReport:
         lost = _worst(self.operators, lambda one: one.lost)
         if lost is not None:
             lines.append(f"  to zero    {lost.lost:.2%} by {lost}, {lost.dtype}")
+        stuck = _worst(self.operators, lambda one: one.unmoved)
+        if stuck is not None and stuck.unmoved > 0.5:
+            lines.append(f"  unmoved    {stuck.unmoved:.0%} of an update rounds to nothing in {stuck}, {stuck.dtype}")
         if self.recommended_scale is not None:
             lines.append(f"  scale      {self.scale:g}; up to {self.recommended_scale:g} nothing overflows in backward")
         lines += [f"  unseen     {op}: {why}" for op, why in self.opaque.items()]
+        if self.given:
+            names = list(self.given)
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            lines.append(f"  as given   {', '.join(names[:3])}{more}: in 16 bits before the step, and not compared")
+        if self.suggestion is not None:
+            lines.append(f"  {self.suggestion.kind:10} {self.suggestion.code}")
+            lines.append(f"  evidence   {self.suggestion.evidence}")
+            lines += [f"  in vain    {one}" for one in self.suggestion.tried]
         return "\n".join(lines)
 
     def table(self, rows: int = 20) -> str:
@@ -185,7 +235,9 @@ class PrecisionReport:
 
     def _symptom(self) -> str:
         parts = []
-        if self.parameters:
+        if self.gone:
+            parts.append(f"the gradients of {len(self.gone)} of {len(self.parameters)} parameters are gone: they are 0")
+        elif self.parameters:
             parts.append(f"gradients are {self.gradient_error:.2g} off")
         if self.loss is not None and self.reference_loss is not None:
             parts.append(f"the loss is {self.loss:.6g} for {self.reference_loss:.6g}")

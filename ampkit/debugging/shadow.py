@@ -16,16 +16,18 @@ from torch import Tensor
 from torch.nn import Module
 
 from ampkit.debugging.again import other_arguments
-from ampkit.debugging.causes import largest_finite
+from ampkit.debugging.causes import dtype_name, largest_finite
 from ampkit.debugging.extremes import extremes
 from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver, Place
 from ampkit.debugging.operator_facts import OperatorFacts, tensors_in
 from ampkit.debugging.shadow_memory import NONE, Error, ShadowMemory
-from ampkit.debugging.source_lines import running_scaler
+from ampkit.debugging.source_lines import running_scaler, variable_of
+from ampkit.debugging.storage_map import StorageMap
 from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque, storage_key, without_dispatch
 
 __all__ = ["Deviation", "Measured", "ShadowRun", "deviation"]
 
+_LOW = (torch.float16, torch.bfloat16)
 _OWN_FORMAT = ("mkldnn_rnn", "_cudnn_rnn", "miopen_rnn")     # memory that only their own backward can read
 
 
@@ -58,6 +60,7 @@ class Measured(NamedTuple):
     propagated: float               # of that operator from the twin, relative
     incoming: Error                 # the largest among the inputs
     largest: float                  # magnitude in the twin
+    unmoved: float = 0.0            # share of the elements that an update in place was to change and did not
 
 
 class ShadowRun(OperatorObserver):
@@ -75,6 +78,8 @@ class ShadowRun(OperatorObserver):
         self.loss: tuple[float, float] | None = None        # the user's, and its reference, as backward was given it
         self.only_first_step = False            # of several: from its end on operators just run
         self.finished = False
+        self.given: dict[str, str] = {}         # what came in 16 bits, by name, and its dtype: compared as it is
+        self._seen: StorageMap[bool] = StorageMap()
         self._new_gradients = False
         self._on_gradients = on_gradients
         self._on_step = on_step
@@ -101,6 +106,9 @@ class ShadowRun(OperatorObserver):
         low = any(map(self._is_low, given)) or self._asks_for_low((*args, *kwargs.values()))
         if not low and not any(map(self.memory.has_twin, given)):
             return func(*args, **kwargs)        # nothing differs here
+        for one in given:
+            if one.dtype in _LOW and not self.memory.has_twin(one):
+                self._note_given(one)
         if facts.name == "aten::ones_like" and given[0].numel() == 1 and given[0].requires_grad:
             # The gradient that backward starts with.
             scale = self.scale or 1.0
@@ -122,7 +130,7 @@ class ShadowRun(OperatorObserver):
     ) -> Any:
         """Numbers that are made in 16 bits, as `arange` does, and in the reference's dtype."""
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and result.dtype in (torch.float16, torch.bfloat16) and result.numel():
+        if isinstance(result, Tensor) and result.dtype in _LOW and result.numel():
             wide = func(*args, **{**kwargs, "dtype": self.memory.wide(result.dtype)})
             off = deviation(result, wide, count_lost=True)
             if off.error or off.broken:
@@ -143,6 +151,8 @@ class ShadowRun(OperatorObserver):
         for one in written:
             memory.make_writable(one)
         changes = {id(one) for one in written}
+        updated = not call.facts.overwrites and call.phase != "recompute"
+        before = {id(one): one.clone() for one in written if updated and one.dtype in _LOW}
 
         def widened(tensor: Tensor) -> Tensor:
             return tensor.detach().to(memory.wide(tensor.dtype), copy=id(tensor) in changes)
@@ -173,7 +183,7 @@ class ShadowRun(OperatorObserver):
             if cast and not self._is_low(results[0]):
                 errors = [incoming]     # from a narrower dtype: nothing happens
             else:
-                errors = self._measure(call, results, references, locals_, incoming)
+                errors = self._measure(call, results, references, locals_, incoming, before)
             for one, reference, error in zip(results, references, errors, strict=True):
                 if shared or id(one) in changes:
                     memory.note_error(one, error)
@@ -184,7 +194,7 @@ class ShadowRun(OperatorObserver):
 
     def _measure(
         self, call: OperatorCall, results: list[Tensor], references: list[Tensor], locals_: list[Tensor] | None,
-        incoming: Error,
+        incoming: Error, before: dict[int, Tensor],
     ) -> list[Error]:
         """Note how far a call's results are from the reference. Returns the error of each."""
         chosen = [i for i, one in enumerate(results) if one.numel() and (one.is_floating_point() or one.is_complex())]
@@ -204,9 +214,22 @@ class ShadowRun(OperatorObserver):
             first = results[chosen[0]]
             self.measured.append(Measured(
                 call, self.place(call), first.dtype, tuple(first.shape), total, local, propagated.relative, incoming,
-                max(_largest(references[i]) for i in chosen),
+                max(_largest(references[i]) for i in chosen), _unmoved(results, locals_ or [], before),
             ))
         return [Error(totals[i].relative, maker, lost) if i in totals else NONE for i in range(len(results))]
+
+    def _note_given(self, tensor: Tensor) -> None:
+        """Remember a tensor in 16 bits that the step was given: what rounded it cannot be seen."""
+        if is_opaque(tensor) or self._seen.get(tensor):
+            return
+        self._seen.set(tensor, True)
+        key = storage_key(tensor)
+        name = next((
+            name for root in self.modules.roots() for name, one in (*root.named_parameters(), *root.named_buffers())
+            if not is_opaque(one) and storage_key(one) == key
+        ), "") or variable_of(tensor)
+        if name:
+            self.given[name] = dtype_name(tensor.dtype)
 
     def _drop_same(self, result: tuple[Tensor, Tensor], given: Tensor, p: float, train: bool | None) -> None:
         """The reference of a dropout: the same elements of the input's."""
@@ -269,6 +292,18 @@ def _results(facts: OperatorFacts, result: Any, args: tuple[Any, ...], kwargs: d
     """What a call returned and what it wrote, each once."""
     found = tensors_in(result) + (facts.written(args, kwargs) if facts.mutable else [])
     return [one for one in {id(one): one for one in found}.values() if not is_opaque(one)]
+
+
+def _unmoved(results: list[Tensor], locals_: list[Tensor], before: dict[int, Tensor]) -> float:
+    """Of the elements that an update in place changes in the wider dtype, the share that stay what they were."""
+    wanted = stayed = 0
+    for one, exact in zip(results, locals_, strict=False):
+        old = before.get(id(one))
+        if old is not None:
+            changes = exact != old
+            wanted += int(changes.sum())
+            stayed += int((changes & (one == old)).sum())
+    return stayed / wanted if wanted else 0.0
 
 
 def _check_shapes(results: list[Tensor], references: list[Tensor]) -> None:

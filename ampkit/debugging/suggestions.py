@@ -12,16 +12,19 @@ from ampkit.debugging.changes import (
     Change,
     EpsChange,
     LineChange,
+    Lines,
     LossChange,
     PolicyTrial,
     Region,
     ScaleChange,
+    function_around,
     line_of,
 )
 from ampkit.debugging.policy_change import PolicyChange
+from ampkit.debugging.precision_report import PrecisionReport
 from ampkit.debugging.report import Finding, Suggestion
 
-__all__ = ["advice", "changes_for", "suggest"]
+__all__ = ["advice", "advice_on_precision", "changes_for", "changes_for_precision", "suggest"]
 
 _LOW = ("float16", "bfloat16")
 
@@ -73,8 +76,7 @@ def advice(finding: Finding) -> Suggestion:
     if cause.kind == "uninitialised":
         return Suggestion("write to the memory before it is read", evidence=f"{origin.op} fills nothing in")
     if cause.kind == "unknown":
-        return Suggestion("none is known: find_nonfinite(step, model) looks for the cause",
-                          evidence="the inputs were not looked at")
+        return Suggestion("none is known", evidence="the operator could not be run again to see why")
     if cause.kind == "overflow" and origin.op == "aten::_to_copy":
         return Suggestion("keep it in float32, or clamp it before the cast: x.clamp(-m, m) with m = "
                           f"torch.finfo(torch.{origin.dtype}).max", evidence="the value does not fit the dtype")
@@ -83,6 +85,38 @@ def advice(finding: Finding) -> Suggestion:
         why = "more precision alone did not help"
     _, what = advice_for(origin.op, origin.backward_of)
     return Suggestion(what, evidence=why or "no precision helps: float64 has no value either")
+
+
+def changes_for_precision(report: PrecisionReport, region: Region, model: Module) -> Iterator[Change]:
+    """What may bring a step nearer to its reference."""
+    one = report.rounds()
+    if one is None or report.underflows() or one.unmoved > 0.5:
+        return
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    if region == "ampkit":
+        change = PolicyChange(device).extended(one)
+        if change is not None:
+            yield PolicyTrial(change, model)
+    if one.line:
+        lines = Lines(one.file, one.line, one.line)
+        yield LineChange(device, region, (lines,))
+        whole = function_around(lines)
+        if whole is not None:
+            yield LineChange(device, region, (whole,))
+
+
+def advice_on_precision(report: PrecisionReport) -> Suggestion:
+    """What helps where no change was tried, or none helped."""
+    one = report.rounds()
+    if report.underflows():
+        scale = report.recommended_scale or 65536
+        return Suggestion("scale the loss: scaler = ampkit.GradScaler()",
+                          evidence=f"float16 ends at 6e-08, and a scale of up to {scale:g} overflows nowhere")
+    if one is not None and one.unmoved > 0.5:
+        return Suggestion(f"keep what {one.file}:{one.line} updates in float32, and cast a copy of it to {one.dtype}",
+                          evidence=f"{one.unmoved:.0%} of the update is less than half a unit in the last place")
+    where = "" if one is None or not one.line else f"compute {one.file}:{one.line} in float32, with .float()"
+    return Suggestion(where or "keep more of the model in float32", evidence="not verified")
 
 
 def _excess(finding: Finding) -> float:

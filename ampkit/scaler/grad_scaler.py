@@ -641,6 +641,8 @@ class GradScaler(torch.amp.GradScaler):
         if is_scaled or notes.clip_factor is not None:
             # torch's fused kernels write the unscaled gradients back unless they skip; those that take a multiplier
             # never write gradients.
+            if self._inv_scale is None:     # a subclass checks gradients by itself
+                self._inverse_scale()
             inv_scale: Any = self._inv_scale
             takes_multiplier = amp_optimizers.takes_multiplier(optimizer)
             notes.residual_inv_scale = inv_scale if takes_multiplier else torch.where(found_inf != 0, inv_scale, 1.0)

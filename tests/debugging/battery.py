@@ -437,8 +437,8 @@ def gradients_that_vanish() -> tuple[nn.Module, Step]:
     def step() -> None:
         model.zero_grad()
         with autocast("cpu", dtype=F16):
-            out = model(torch.ones(4, 8))      # here
-        (out.float().mean() * 1e-9).backward()
+            out = model(torch.ones(4, 8))
+        (out.float().mean() * 1e-9).backward()      # here
 
     return model, step
 

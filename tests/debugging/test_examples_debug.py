@@ -20,7 +20,7 @@ def load(name: str) -> Any:
 
 def test_every_debugging_example_is_run() -> None:
     assert {path.stem for path in EXAMPLES.glob("debug_*.py")} == {
-        "debug_monitor", "debug_nonfinite", "debug_precision", "debug_scaler", "debug_search",
+        "debug_monitor", "debug_nonfinite", "debug_precision", "debug_scaler",
     }
 
 
@@ -46,11 +46,6 @@ def test_precision() -> None:
     worst = max(report.operators, key=lambda one: one.amplification)
     assert worst.op == "aten::sub.Tensor"
     assert worst.module == "1"
-
-
-def test_search() -> None:
-    result = load("debug_search").main()
-    assert [one.name for one in result.units] == ["2.inner", "4.inner"]
 
 
 def test_monitor() -> None:

@@ -66,7 +66,7 @@ def test_the_named_operator_is_to_blame(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS[::6])
 def test_a_replay_finds_the_same(seed: int) -> None:
-    """`find_nonfinite` runs deferred, then replays; afterwards everything is as it was."""
+    """Afterwards everything is as it was."""
     fault = draw(seed)
     model, step = fault.build()
     before = [one.clone() for one in (*model.state_dict().values(), torch.get_rng_state())]

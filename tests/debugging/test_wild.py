@@ -27,18 +27,6 @@ def test_a_fault_is_named(fault: Wild) -> None:
     assert report.findings[0].suggestion is not None
 
 
-@pytest.mark.parametrize("fault", WILD, ids=lambda fault: fault.name)
-def test_and_its_place_when_reading_is_deferred(fault: Wild) -> None:
-    if fault.kinds == ("constant",):
-        pytest.skip("what a Python number made is found by the replay")
-    model, step = step_of(fault)
-    with detect_nonfinite(model, "deferred", on_found="record") as report:
-        step()
-    origin = report.findings[0].origin
-    assert (origin.op if fault.phase == "forward" else origin.backward_of) == fault.op
-    assert origin.line in fault.lines
-
-
 def test_numbers_that_something_masks_out_are_no_finding() -> None:
     x = torch.randn(4, 4, requires_grad=True)
     with detect_nonfinite(on_found="record") as report:

@@ -13,12 +13,16 @@ Starting Python and importing torch costs seconds; running a function on ranks t
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import gc
+import io
 import os
 import pickle
 import random
+import runpy
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -156,5 +160,23 @@ def _run(rank: int, world: int, meeting: str, timeout: float, call: bytes) -> An
         function, arguments = pickle.loads(call)
         return function(rank, world, *arguments)
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         gc.collect()
+
+
+def run_script(rank: int, world: int, path: Path, *arguments: Any) -> str:
+    """For `on_ranks`: call `main` of a script that makes its process group itself, as under torchrun.
+
+    Returns what it printed.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = [free.getsockname()[1]]
+    dist.broadcast_object_list(port, 0)
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port[0]))
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(str(path))["main"](*arguments)
+    return printed.getvalue()
