@@ -999,7 +999,7 @@ class GradScaler(torch.amp.GradScaler):
         compared = {name: float(getattr(stats, name)) for name in ("scale", "updates", "steps", "skips")}
         differing = ranks.differing(compared, self._scale_on(torch.device("cpu")).device, process_group)
         if differing:
-            ranges = ", ".join(f"{name} from {lowest:g} to {highest:g}" for name, (lowest, highest) in differing.items())
+            ranges = ", ".join(f"{name} from {low:g} to {high:g}" for name, (low, high) in differing.items())
             raise RuntimeError(
                 f"ranks have drifted apart: {ranges}. Load the same scaler state on all ranks, and tell the "
                 "scaler which ranks hold shards: GradScaler(process_group=...)"

@@ -19,7 +19,6 @@ from torch.nn.modules import module as hooked
 from torch.nn.parallel import DistributedDataParallel
 
 from ampkit import Policy, autocast, wrap_forward
-from ampkit.region.snapshot import Snapshot
 from ampkit.region.thread_state import thread
 from tests.helpers.module_rules import ALL, Block, Model, X, dtypes, only, rules
 from tests.helpers.ranks import on_ranks
@@ -319,16 +318,6 @@ def test_a_recompute_follows_the_rules_of_its_forward(whole, reentrant):
     loss.backward()
     assert seen == {"blocks.0.mlp": [BF16] * 2, "blocks.1.mlp": [FP32] * 2, "head": [FP32] * 2}
     assert state() == before
-
-
-def test_a_snapshot_takes_the_rules_to_another_thread():
-    model, found = Model(), []
-    with autocast("cpu", BF16, policy=rules(model, {"head": FP32})):
-        run = Snapshot().wrap(lambda: found.append(model(X).dtype))
-    worker = threading.Thread(target=run)
-    worker.start()
-    worker.join()
-    assert found == [FP32]
 
 
 class Fails(nn.Module):
