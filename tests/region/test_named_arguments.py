@@ -59,8 +59,8 @@ def test_wrapped_half_and_initialized_models_take_names():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: half(nn.Linear(1, 1), "fp16"), "dtype is 'fp16'; expected torch.float16, torch.bfloat16 or one's"),
-        (lambda: half(nn.Linear(1, 1), cast_outputs="fp32"), "cast_outputs is 'fp32'; .* torch.float32, its name"),
+        (lambda: half(nn.Linear(1, 1), "fp8"), "dtype is 'fp8'; expected torch.float16, torch.bfloat16 or one's"),
+        (lambda: half(nn.Linear(1, 1), cast_outputs="fp64"), "cast_outputs is 'fp64'; .* torch.float32, its name"),
         (lambda: initialize(nn.Linear(1, 1), opt_level="O2", dtype="half"), "dtype is 'half'; expected torch.float16"),
         (lambda: initialize(nn.Linear(1, 1), policy="apex"), "policy is 'apex'; expected a Policy for 'cpu'"),
         (lambda: wrap_forward(nn.Linear(1, 1), policy="apex"), "policy is 'apex'; expected a Policy for"),
