@@ -12,7 +12,6 @@ from ampkit.region.autocast import (
     get_autocast_dtype,
     is_autocast_enabled,
 )
-from ampkit.region.checkpointing import checkpoint, checkpoint_context_fn
 from ampkit.region.custom_function import custom_bwd, custom_fwd
 from ampkit.region.forward_wrapper import unwrap_forward, wrap_forward
 from ampkit.region.recording import record_casts
@@ -42,8 +41,6 @@ __all__ = [
     "amp",
     "autocast",
     "check_half",
-    "checkpoint",
-    "checkpoint_context_fn",
     "clear_autocast_cache",
     "custom_bwd",
     "custom_fwd",

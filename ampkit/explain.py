@@ -6,8 +6,7 @@ import argparse
 import sys
 from collections import defaultdict
 
-import torch
-
+from ampkit.policy.operator_keys import named_by
 from ampkit.policy.policy import Policy, Rule
 
 DEVICES = ("cpu", "cuda")
@@ -52,14 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def explanations(policy: Policy, op: str) -> list[str]:
     """One line for each overload that the name means: those that a list names, or else all of them."""
-    name = op if "::" in op else f"aten::{op}"
-    namespace, _, rest = name.partition("::")
-    base, _, overload = rest.partition(".")
-    packet = getattr(getattr(torch.ops, namespace), base, None)
-    if packet is None:
-        raise ValueError(f"no operator {name!r}; expected a name such as 'softmax' or 'aten::softmax.int'")
-    overloads = [overload] if overload else [one for one in packet.overloads() if not one.endswith("out")]
-    found = [policy.explain(f"{namespace}::{base}" + ("" if one == "default" else f".{one}")) for one in overloads]
+    found = [policy.explain(one) for one in named_by(op)]
     listed = [one for one in found if one.layer != "unlisted"]
     return sorted({str(one) for one in listed or found})
 

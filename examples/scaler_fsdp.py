@@ -1,4 +1,4 @@
-"""FSDP2 (`fully_shard`): gradients are DTensors, which tell the scaler which ranks have to agree.
+"""FSDP2 (`fully_shard`): gradients are DTensors, which name the ranks that have to agree.
 
 Run it on two processes: torchrun --nproc-per-node 2 examples/scaler_fsdp.py
 """

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -17,9 +17,7 @@ from ampkit.gradients.amp_optimizers import StepScalars
 from ampkit.gradients.transfer import host_value_or_none, moved
 from ampkit.torch_internals.optimizers import foreach_mul
 
-Loss = TypeVar("Loss")      # what a closure returns, and `step` then
-# Gradients scaled on the host are copies, made for so many elements at a time.
-_ELEMENTS_AT_A_TIME = 1 << 24
+Loss = TypeVar("Loss")      # that a closure returns, and `step` then
 # Neither has a local part of its own; by type, because a failing attribute lookup costs more than the rest.
 _ORDINARY = frozenset({Tensor, torch.nn.Parameter})
 
@@ -140,8 +138,22 @@ class DeviceStep(ABC):
         """What pickling keeps: with torch's entries `impl`, and the tensors that `write_copies` has named."""
         return {**super().__getstate__(), "impl": self.impl, "_copies": self._copies}  # type: ignore[misc]
 
-    def _step_groups(self) -> None:
-        """Step every group: as last time where it is the same, else from the beginning."""
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], Loss]) -> Loss: ...
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; returns the closure's loss, or None.
+
+        Never synchronises on CUDA. With `found_inf` set by a scaler, nothing changes.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         scalars, state = StepScalars.of(self), self.state
         on_device: dict[torch.device, StepScalars] = {}
         params, states = self._known_state
@@ -160,6 +172,7 @@ class DeviceStep(ABC):
             self._step_anew(number, group, scalars)
         if not all_known:
             self._known_state = list(state), list(state.values())
+        return loss
 
     def _step_known(self, known: KnownGroup, group: dict[str, Any], scalars: StepScalars) -> bool:
         """Step a group by the caches of its last step; False, with nothing done, where they do not fit."""
@@ -203,7 +216,8 @@ class DeviceStep(ABC):
                 copied = [row for row in rows if row.param in self._copies]
                 kernels.cast_([row.local for row in copied], [local_tensor(self._copies[row.param]) for row in copied])
                 continue
-            if is_on_host(group["lr"], device) and kernels.is_capturing(device):
+            lr_on_host = not isinstance(group["lr"], Tensor) or (group["lr"].is_cpu and device.type != "cpu")
+            if lr_on_host and kernels.is_capturing(device):
                 self._warn_of_frozen_lr()
             known = self._step_rows(group, device, rows, here)
             if known.parts and len(by_device) == 1 and not kernels.is_capturing(device):
@@ -237,7 +251,7 @@ class DeviceStep(ABC):
                 f"ampkit.optim.{type(self).__name__}.step() is captured in a CUDA graph with a learning rate that the "
                 "host holds: every replay will use this one, whatever a scheduler sets. Pass lr=torch.tensor(...) on "
                 "the device and change it in place.",
-                stacklevel=5,
+                stacklevel=6,
             )
 def rows_by_device(group: dict[str, Any], name: str) -> dict[torch.device, list[Row]]:
     """The group's parameters that have gradients, as local tensors, by device.
@@ -287,19 +301,10 @@ def shaped_like(param: Any, local: Tensor | None) -> Tensor | None:
     return whole
 
 
-def scaled_parts(rows: Sequence[Row], factor: float) -> Iterator[tuple[Sequence[Row], list[Tensor]]]:
-    """Rows and their gradients times `factor`, a part at a time; the gradients themselves are left alone."""
-    if factor == 1.0:
-        yield rows, [row.grad for row in rows]
-        return
-    part: list[Row] = []
-    size = 0
-    for row in rows:
-        part.append(row)
-        size += row.grad.numel()
-        if size >= _ELEMENTS_AT_A_TIME or row is rows[-1]:
-            yield part, list(foreach_mul([one.grad for one in part], factor))
-            part, size = [], 0
+def scaled(rows: Sequence[Row], factor: float) -> list[Tensor]:
+    """The rows' gradients times `factor`; the gradients themselves are left alone."""
+    grads = [row.grad for row in rows]
+    return grads if factor == 1.0 else list(foreach_mul(grads, factor))
 
 
 def split_by_copy(
@@ -311,14 +316,6 @@ def split_by_copy(
         if numbers:
             targets = [local_tensor(copies[rows[i].param]) for i in numbers] if with_copy else None
             yield None if len(numbers) == len(rows) else numbers, targets
-
-
-def run_closure(closure: Callable[[], Any] | None) -> Any:
-    """The closure's loss, computed with gradients enabled; None without a closure."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
 
 
 def plain_number(value: Any, name: str, cls: str) -> None:
@@ -345,16 +342,6 @@ def lr_for_kernel(lr: float | Tensor, device: torch.device) -> float | Tensor:
         return lr
     value = host_value_or_none(lr.detach())
     return moved(lr, device) if value is None else value
-
-
-def default_step_dtype() -> torch.dtype:
-    """The dtype in which torch.optim counts steps on the host."""
-    return torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
-
-
-def is_on_host(lr: float | Tensor, device: torch.device) -> bool:
-    """Whether a learning rate reaches the kernels of `device` as a number: it is one, or a tensor on the CPU."""
-    return not isinstance(lr, Tensor) or (lr.is_cpu and device.type != "cpu")
 
 
 def same(some: Sequence[Any], others: Sequence[Any]) -> bool:

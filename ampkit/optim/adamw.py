@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, overload
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.optim.adamw import adamw as torch_adamw
 import ampkit_kernels as kernels
 from ampkit.gradients.amp_optimizers import StepScalars
 from ampkit.optim import _step
-from ampkit.optim._step import DeviceStep, Loss, Row
+from ampkit.optim._step import DeviceStep, Row
 from ampkit.torch_internals.optimizers import foreach_mul
 
 _NAMES = ("exp_avg", "exp_avg_sq", "step")
@@ -81,19 +81,6 @@ class AdamW(DeviceStep, torch.optim.AdamW):
             fused=fused,
         )
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], Loss]) -> Loss: ...
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; returns the closure's loss, or None.
-
-        Never synchronises on CUDA. With `found_inf` set by a scaler, nothing changes.
-        """
-        loss = _step.run_closure(closure)
-        self._step_groups()
-        return loss
-
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return _NAMES_AMSGRAD if group["amsgrad"] else _NAMES
 
@@ -145,42 +132,43 @@ class AdamW(DeviceStep, torch.optim.AdamW):
         # Elsewhere torch's fused kernel is the one that can skip without asking the host.
         fused = group["fused"] if on_host else True
         counts_on_device = bool(fused or group["capturable"])
-        for part, grads in self._multiplied(rows, scalars, on_host):
-            dtype = torch.float32 if fused else _step.default_step_dtype()
-            step_device = device if counts_on_device else torch.device("cpu")
-            states = [self._state_of(row, group, step_device, dtype) for row in part]
-            for state in states:
-                if counts_on_device or not isinstance(state["step"], Tensor):
-                    _count_on(state, step_device, dtype)
-            *moments, steps = [[_step.local_tensor(state[name]) for state in states] for name in self._names(group)]
-            torch_adamw(
-                [row.local for row in part],
-                grads,
-                *[*moments, []][:3],
-                steps,
-                foreach=group["foreach"] if on_host else False,
-                capturable=group["capturable"],
-                fused=fused,
-                found_inf=None if on_host else scalars.found_inf,
-                has_complex=any(torch.is_complex(row.local) for row in part),
-                amsgrad=group["amsgrad"],
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=group["maximize"],
-            )
+        # As torch.optim counts: fused in float32, else in the default dtype where that is float64.
+        counts_in_float64 = not fused and torch.get_default_dtype() is torch.float64
+        dtype = torch.float64 if counts_in_float64 else torch.float32
+        step_device = device if counts_on_device else torch.device("cpu")
+        states = [self._state_of(row, group, step_device, dtype) for row in rows]
+        for state in states:
+            if counts_on_device or not isinstance(state["step"], Tensor):
+                _count_on(state, step_device, dtype)
+        *moments, steps = [[_step.local_tensor(state[name]) for state in states] for name in self._names(group)]
+        torch_adamw(
+            [row.local for row in rows],
+            _step.scaled(rows, scalars.factor_on_host()) if on_host else _multiplied(rows, scalars),
+            *[*moments, []][:3],
+            steps,
+            foreach=group["foreach"] if on_host else False,
+            capturable=group["capturable"],
+            fused=fused,
+            found_inf=None if on_host else scalars.found_inf,
+            has_complex=any(torch.is_complex(row.local) for row in rows),
+            amsgrad=group["amsgrad"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+        )
         return True
 
-    def _multiplied(self, rows: list[Row], scalars: StepScalars, on_host: bool) -> Any:
-        if on_host:
-            return _step.scaled_parts(rows, scalars.factor_on_host())
-        grads = [row.grad for row in rows]
-        for factor in (scalars.grad_multiplier, scalars.inverse_scale()):
-            if factor is not None:
-                grads = list(foreach_mul(grads, factor))
-        return [(rows, grads)]
+
+def _multiplied(rows: Sequence[Row], scalars: StepScalars) -> list[Tensor]:
+    """The rows' gradients times factors that lie on their device; the gradients themselves are left alone."""
+    grads = [row.grad for row in rows]
+    for factor in (scalars.grad_multiplier, scalars.inverse_scale()):
+        if factor is not None:
+            grads = list(foreach_mul(grads, factor))
+    return grads
 
 
 def _count_on(state: dict[str, Any], device: torch.device, dtype: torch.dtype) -> None:

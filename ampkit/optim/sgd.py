@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, overload
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +12,7 @@ from torch.optim.sgd import sgd as torch_sgd
 import ampkit_kernels as kernels
 from ampkit.gradients.amp_optimizers import StepScalars
 from ampkit.optim import _step
-from ampkit.optim._step import DeviceStep, Loss, Row
-from ampkit.torch_internals.optimizers import foreach_copy_
+from ampkit.optim._step import DeviceStep, Row
 
 # Extra state, kept only with dampening: whether the buffer holds a momentum yet, as 0.0 or 1.0 on the device.
 _STARTED = "momentum_started"
@@ -81,19 +80,6 @@ class SGD(DeviceStep, torch.optim.SGD):
             fused=fused,
         )
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], Loss]) -> Loss: ...
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; returns the closure's loss, or None.
-
-        Never synchronises on CUDA. With `found_inf` set by a scaler, nothing changes.
-        """
-        loss = _step.run_closure(closure)
-        self._step_groups()
-        return loss
-
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] else ()
 
@@ -128,10 +114,7 @@ class SGD(DeviceStep, torch.optim.SGD):
     ) -> None:
         params, grads, buffers = [*lists, []][:3]
         flags = [state[_STARTED] for state in states] if group["momentum"] and group["dampening"] else []
-        started = torch.stack(flags) if flags else None
-        kernels.sgd_(params, grads, buffers, started=started, **options)
-        if started is not None:
-            foreach_copy_(flags, list(started.unbind()))
+        kernels.sgd_(params, grads, buffers, started=flags or None, **options)
 
     def _step_torch(
         self, group: dict[str, Any], device: torch.device, rows: list[Row], scalars: StepScalars
@@ -140,26 +123,24 @@ class SGD(DeviceStep, torch.optim.SGD):
             return False
         if scalars.skips_on_host():
             return True
-        for part, grads in _step.scaled_parts(rows, scalars.factor_on_host()):
-            has_momentum = group["momentum"] != 0
-            states = [self.state[row.param] for row in part] if has_momentum else []
-            stored = [state.get("momentum_buffer") for state in states]
-            buffers = [None if buffer is None else _step.local_tensor(buffer) for buffer in stored]
-            params = [row.local for row in part]
-            torch_sgd(
-                params,
-                grads,
-                buffers if has_momentum else [None] * len(part),
-                foreach=group["foreach"],
-                fused=False,    # torch's leaves 16-bit parameters of a vector's length as they were, among others
-                weight_decay=group["weight_decay"],
-                momentum=group["momentum"],
-                lr=group["lr"],
-                dampening=group["dampening"],
-                nesterov=group["nesterov"],
-                maximize=group["maximize"],
-            )
-            for state, row, before, buffer in zip(states, part, stored, buffers, strict=False):
-                if before is None:
-                    state["momentum_buffer"] = _step.shaped_like(row.param, buffer)
+        has_momentum = group["momentum"] != 0
+        states = [self.state[row.param] for row in rows] if has_momentum else []
+        stored = [state.get("momentum_buffer") for state in states]
+        buffers = [None if buffer is None else _step.local_tensor(buffer) for buffer in stored]
+        torch_sgd(
+            [row.local for row in rows],
+            _step.scaled(rows, scalars.factor_on_host()),
+            buffers if has_momentum else [None] * len(rows),
+            foreach=group["foreach"],
+            fused=False,    # torch's leaves 16-bit parameters of a vector's length as they were, among others
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=group["dampening"],
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+        )
+        for state, row, before, buffer in zip(states, rows, stored, buffers, strict=False):
+            if before is None:
+                state["momentum_buffer"] = _step.shaped_like(row.param, buffer)
         return True

@@ -134,6 +134,10 @@ class ModuleRules:
                     return value
         return None
 
+    def are_gone(self) -> bool:
+        """Whether every bound module has been freed."""
+        return all(reference.module() is None for rule in self.rules for _, reference in rule.bound)
+
     def extended(self, modules: NamedModules, items: Iterable[tuple[Any, Any]]) -> ModuleRules:
         """These rules and more, bound to modules of a model.
 

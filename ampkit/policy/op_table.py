@@ -10,7 +10,6 @@ Names are ATen's: ``conv2d`` is the overload ``aten::conv2d`` (``torch.ops.aten.
 dtype of what they write to.
 """
 
-import difflib
 import functools
 import warnings
 from collections.abc import Iterable
@@ -18,48 +17,17 @@ from collections.abc import Iterable
 import torch
 
 from ampkit.policy.default_lists import DEFAULT_EXTRA
+from ampkit.policy.operator_keys import resolve
 from ampkit.policy.rules import Group, Rule
 from ampkit.policy.torch_lists import TORCH
-from ampkit.torch_internals.operators import OpOverload, canonical, operator_names
+from ampkit.torch_internals.operators import OpOverload, canonical
 from ampkit.torch_internals.versions import SUPPORTED, parsed
 
-__all__ = ["DEFAULT_EXTRA", "TORCH", "Group", "Rule", "fold", "left_out", "names", "resolve"]
+__all__ = ["DEFAULT_EXTRA", "TORCH", "Group", "Rule", "fold", "left_out", "names"]
 
 
 def _torch_version() -> tuple[int, int]:
     return parsed(torch.__version__)
-
-
-def resolve(name: str) -> OpOverload:
-    """The operator that `name` means: ``"conv2d"``, ``"conv2d.padding"`` or ``"aten::conv2d.padding"``.
-
-    Without a namespace the operator is ATen's; without an overload it is the one called ``default``.
-    Raises `ValueError`, with the nearest names, if this torch has no such operator. Never syncs.
-
-    >>> resolve("conv2d.padding")
-    <OpOverload(op='aten.conv2d', overload='padding')>
-    """
-    namespace, _, rest = name.rpartition("::")
-    namespace = namespace or "aten"
-    base, _, overload = rest.partition(".")
-    library = getattr(torch.ops, namespace)
-    packet = getattr(library, base, None)
-    if packet is None:
-        near = difflib.get_close_matches(base, _names(namespace), n=3)
-        raise ValueError(f"unknown operator {name!r} in torch {torch.__version__}; nearest: {near or 'none'}")
-    found = getattr(packet, overload or "default", None)
-    if found is None:
-        raise ValueError(
-            f"operator '{namespace}::{base}' has no overload {overload or 'default'!r}; "
-            f"expected one of {packet.overloads()}"
-        )
-    return canonical(found)
-
-
-def _names(namespace: str) -> list[str]:
-    """Base names of all operators of a namespace."""
-    every = operator_names()
-    return sorted({name.split("::")[1].split(".")[0] for name in every if name.startswith(namespace + "::")})
 
 
 def fold(groups: Iterable[Group]) -> dict[OpOverload, Rule]:

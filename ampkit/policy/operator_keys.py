@@ -1,4 +1,4 @@
-"""What a key of `Policy.with_rules` means: which operators, and whether they can follow the rule it is given.
+"""Operators by name: what a key of `Policy.with_rules` names, and whether it can follow the rule that it is given.
 
 A key is an overload, a packet, a name or a function of torch. Every refusal names the operator and says what to do
 instead.
@@ -45,7 +45,7 @@ def checked_rule(value: Any, op: Any) -> Rule:
 
 def overloads(key: Any, rule: Rule) -> list[OpOverload]:
     """The overloads that a key of `with_rules` means, each able to follow `rule`; `ValueError` if one is not."""
-    found = _meant(key)
+    found = named_by(key)
     if rule is Rule.FLOAT32_DTYPE_ARG and len(found) > 1:
         found = [op for op in found if casting.takes_dtype(op)] or found
     if rule is Rule.FLOAT32_DTYPE_ARG:
@@ -76,7 +76,7 @@ def _writes(op: OpOverload, rule: Rule) -> bool:
     )
 
 
-def _meant(key: Any) -> list[OpOverload]:
+def named_by(key: Any) -> list[OpOverload]:
     """The overloads that a key names; `ValueError` for those that no region sees."""
     if isinstance(key, OpOverload):
         found = [key]
@@ -99,14 +99,28 @@ def _named(key: Any) -> list[OpOverload]:
     if name.startswith("torch."):
         name = name.rpartition(".")[2]
     packet, overload = _find_packet(name)
-    if overload is None:
-        return _packet(packet)
-    if overload not in packet.overloads():
+    return _packet(packet) if overload is None else [_overload(packet, overload)]
+
+
+def resolve(name: str) -> OpOverload:
+    """The one operator of a name as lists have it: `"conv2d"` is the overload `default`, `"conv2d.padding"` another.
+
+    Without a namespace it is ATen's. Raises `ValueError`, with the nearest names, if this torch has no such operator.
+
+    >>> resolve("conv2d.padding")
+    <OpOverload(op='aten.conv2d', overload='padding')>
+    """
+    packet, overload = _find_packet(name)
+    return canonical(_overload(packet, overload or "default"))
+
+
+def _overload(packet: OpOverloadPacket, name: str) -> OpOverload:
+    if name not in packet.overloads():
         raise ValueError(
-            f"operator '{packet._qualified_op_name}' has no overload {short(overload)}; "
+            f"operator '{packet._qualified_op_name}' has no overload {short(name)}; "
             f"expected one of {packet.overloads()}"
         )
-    return [getattr(packet, overload)]
+    return getattr(packet, name)
 
 
 def _name_of_function(function: Callable[..., Any]) -> str | None:
@@ -163,6 +177,6 @@ def candidates(op: Any) -> list[OpOverload]:
 
     Named-tensor overloads, gone from torch 2.13, count only if there are no others.
     """
-    found = _meant(op)
+    found = named_by(op)
     plain = [one for one in found if "Dimname" not in str(one._schema)] or found
     return [one for one in plain if one._overloadname == "default"] or plain

@@ -17,7 +17,7 @@ from ampkit.region.arguments import autocast_device_type, checked_spec, float32_
 from ampkit.region.decorate import in_region
 from ampkit.region.module_hooks import ModuleRuleHooks, enter_in_trace, leave_in_trace
 from ampkit.region.spec import RegionSpec
-from ampkit.region.stack import depth_without, leave_down_to, leave_ended, push
+from ampkit.region.stack import RegionOrderError, leave_down_to, leave_ended, pop, push
 from ampkit.region.thread_state import thread
 from ampkit.region.weight_cache import WeightCache
 from ampkit.torch_internals.dynamo import dynamo_skip, tracing
@@ -124,28 +124,28 @@ class autocast:
         if tracing():
             enter_in_trace(self.spec)
         else:
-            push(self.spec, ModuleRuleHooks)
+            stack = thread.regions
+            depth = len(stack)
+            try:
+                push(self.spec, ModuleRuleHooks)
+            except BaseException:       # of a signal handler, as `push` returns
+                leave_down_to(stack, depth)
+                raise
         return self
 
     enter = __enter__
 
     @dynamo_skip
     def __exit__(self, exc_type: Any = None, exc_value: Any = None, traceback: Any = None) -> Literal[False]:
-        depth = None
         try:
             if tracing():
                 leave_in_trace()
-                return False
-            stack, spec = thread.regions, self.spec
-            innermost = bool(stack) and stack[-1].spec is spec and not stack[-1].exit_pending
-            depth = len(stack) - 1 if innermost else depth_without(spec, stack, exc_type)
-            leave_down_to(stack, depth)
-        except BaseException as error:      # an interrupt before or during the leave
-            stack, spec = thread.regions, self.spec
-            if depth is None and type(error) is not RuntimeError:
-                depth = depth_without(spec, stack, exc_type)
-            if depth is not None:
-                leave_down_to(stack, depth)
+            else:
+                pop(self.spec, exc_type)
+        except RegionOrderError:
+            raise
+        except BaseException as error:      # of a signal handler, before or while the region is left
+            pop(self.spec, type(error))
             raise
         return False
 

@@ -21,7 +21,7 @@ class Region(AbstractContextManager[Any], Protocol):
     spec: RegionSpec
 
     def enter(self) -> Any: ...
-    def leave(self) -> Any: ...
+    def leave(self, exc_type: type[BaseException] | None = None) -> Any: ...
 
 
 def in_region(region: Region, func: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,9 +51,12 @@ def _plain(region: Region, func: Callable[..., Any]) -> Any:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         region.enter()      # not `with`: torch.compile traces no context manager that was made outside
         try:
-            return func(*args, **kwargs)
-        finally:
-            region.leave()
+            output = func(*args, **kwargs)
+        except BaseException as error:
+            region.leave(type(error))
+            raise
+        region.leave()
+        return output
 
     return wrapper
 

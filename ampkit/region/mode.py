@@ -28,22 +28,14 @@ import torch
 from ampkit.policy import casting
 from ampkit.policy.policy import Policy, RuleTable, register_changes
 from ampkit.policy.rules import Rule
-from ampkit.region import all_float32, policy_guard, recurrent
+from ampkit.region import policy_guard, recurrent
 from ampkit.region.specialised import kernels_for
-from ampkit.region.thread_state import thread
 from ampkit.region.weight_cache import RegionCache, WeightCache
 from ampkit.torch_internals.checkpoint import note_region, top_hooks
 from ampkit.torch_internals.dispatcher import (
-    KEY,
-    TLS_NAME,
     Exclude,
     TorchDispatchMode,
-    is_excluded,
-    is_included,
     keysets,
-    put_in_tls,
-    set_excluded,
-    set_included,
 )
 from ampkit.torch_internals.dynamo import dynamo_skip
 from ampkit.torch_internals.kernels import install
@@ -65,13 +57,20 @@ class AutocastMode(TorchDispatchMode):
 
     Immutable, so regions with the same policies and cache share one. Whether a device's autocast is enabled, and its
     dtype, are read from torch at every operator, so a `torch.autocast` region inside, of any library, is respected.
-    `DispatchGuard` puts it at its key; `with` raises, since it would put the mode below autograd.
+    `stack` puts it at its key; `with` raises, since it would put the mode below autograd.
     """
 
     record: Any = None      # where calls are recorded, if they are; see `recording`
 
-    def __init__(self, policies: tuple[tuple[str, Policy], ...], cache: WeightCache | RegionCache | None) -> None:
+    def __init__(
+        self,
+        policies: tuple[tuple[str, Policy], ...],
+        cache: WeightCache | RegionCache | None,
+        recomputing: Callable[[Any, Callable[..., Any]], Callable[..., Any]] | None = None,
+    ) -> None:
+        """`recomputing(mode, function)` is `function` as a checkpoint is to run it again under this mode."""
         super().__init__()
+        self._recomputing = recomputing
         self.policies = policies
         self.policy = policies[0][1] if len(policies) == 1 else None
         self.cache = cache
@@ -101,6 +100,10 @@ class AutocastMode(TorchDispatchMode):
         mode = AutocastMode(self.policies, None)
         mode.open = False
         return mode
+
+    def recomputing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` as a checkpoint is to run it again."""
+        return function if self._recomputing is None else self._recomputing(self, function)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -175,53 +178,6 @@ class AutocastMode(TorchDispatchMode):
         ):
             raise RuntimeError(_banned_message(op))
         return op._op, args, kwargs
-
-
-class DispatchGuard:
-    """Puts a mode into this thread's dispatcher state, and restores that state on leaving.
-
-    The state is recorded before anything changes and restored as values: `leave` also undoes an `enter`, or completes a
-    `leave`, that an exception cut short.
-    """
-
-    __slots__ = ("active", "excluded", "included", "mark", "mode", "previous", "unlisted_included")
-
-    def __init__(
-        self, mode: AutocastMode, previous: AutocastMode | None, *, active: bool, everything: bool = False
-    ) -> None:
-        """`mode` replaces `previous`, the `current` one. With `active` False its key is excluded.
-
-        `everything`: operators that no list names are intercepted as well.
-        """
-        self.mode = mode
-        self.previous = previous
-        self.active = active
-        self.included = is_included(KEY)
-        self.excluded = is_excluded(KEY)      # inside a disabled region, or inside an operator
-        self.mark = thread.mark
-        self.unlisted_included: bool | None = all_float32.prepare() if everything else None
-
-    def enter(self) -> None:
-        """Put the mode into TLS and include its key."""
-        put_in_tls(TLS_NAME, self.mode)
-        policy_guard.write(self.mode.mark if self.active else ())
-        if self.active and not self.included:
-            set_included(KEY, True)
-        if self.excluded is self.active:
-            set_excluded(KEY, not self.active)
-        if self.unlisted_included is False:
-            all_float32.include(True)
-
-    def leave(self, *, again: bool = False) -> None:
-        """Restore the state found on entry; `again` after `enter` or `leave` was cut short."""
-        if again or (self.active and not self.included):
-            set_included(KEY, self.included)
-        if again or self.excluded is self.active:
-            set_excluded(KEY, self.excluded)
-        if self.unlisted_included is not None:
-            all_float32.include(self.unlisted_included)
-        policy_guard.write(self.mark, anew=again)
-        put_in_tls(TLS_NAME, self.previous or self.mode.closed_copy)
 
 
 def _banned_message(op: OpOverload) -> str:

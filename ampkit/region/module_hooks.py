@@ -68,7 +68,7 @@ class ModuleRuleHooks:
         _place_hooks()
         if self.outer is not None and self.outer.rules == self.rules:
             self.outer.called_a_model |= self.called_a_model
-        elif self.called_a_model and not self.rules.ran:
+        elif self.called_a_model and (not self.rules.ran or self.rules.are_gone()):
             _warn_of_unused(self.rules)
 
 
@@ -82,7 +82,7 @@ def _place_hooks() -> None:
 
 
 def _warn_of_unused(rules: ModuleRules) -> None:
-    """Warn, once, that none of the modules that these rules bind ran in a region that called another model."""
+    """Warn, once, that a region called a model and no module that these rules bind."""
     if rules in _warned:
         return
     if len(_warned) >= _MOST:
@@ -159,8 +159,7 @@ def _rules_of(module: Module) -> Iterator[tuple[Policy, Any]]:
 
 
 def _is_followed(device_type: str) -> bool:
-    """Whether module rules are followed here: autocast is on, or only a rule of float32 around here has turned it off.
-    """
+    """Whether module rules apply here: autocast is on, or the module around is one that a rule keeps in float32."""
     if torch.is_autocast_enabled(device_type):
         return True
     spec = thread.regions[-1].spec if thread.regions else None

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import sys
 from typing import Any
 
 import torch
 
 from ampkit.policy.policy import Policy, register_changes, registered
 from ampkit.region.thread_state import thread
-from ampkit.torch_internals.dynamo import compile_callbacks, forget_compiled
+from ampkit.torch_internals.dynamo import DYNAMO_CALLBACKS, compile_callbacks, forget_compiled
 from ampkit.torch_internals.forks import renewed_lock
 from ampkit.torch_internals.operators import autocast_device_types
 
@@ -91,12 +92,13 @@ def _free_mark(text: str) -> Mark:
         number += 1
 
 
-def write(mark: Mark, *, anew: bool = False) -> None:
-    """Set this thread's mark; `anew` if an exception may have cut an earlier write short."""
+def write(mark: Mark, *, again: bool = False) -> None:
+    """Set this thread's mark; `again` if an interrupt may have cut a write of it short."""
     before = thread.mark
-    if anew or (mark is not before and mark != before):
+    if again or mark != before:
+        thread.mark = mark
         digits = thread.digits
-        if anew:
+        if again:
             before = _EVERY
             digits.clear()
         for device, _ in before:
@@ -106,13 +108,12 @@ def write(mark: Mark, *, anew: bool = False) -> None:
                 torch.set_autocast_dtype(device, digit)
                 digits[device] = digit
             _set_enabled(device, True)
-        thread.mark = mark
-    if mark:
+    if mark and DYNAMO_CALLBACKS in sys.modules:
         _watch()
 
 
 def _watch() -> None:
-    """Register for the start and end of compilation if Dynamo is imported; `torch._dynamo.reset` drops callbacks."""
+    """Register for the start and end of compilation; `torch._dynamo.reset` drops callbacks."""
     handler = compile_callbacks()
     if handler is not None and _tag not in handler.start_callbacks:     # None also while another thread imports it
         handler.register_end_callback(_untag)       # first: without it, a start would tag all later compilations

@@ -27,7 +27,6 @@ from ampkit.policy.policy import Policy
 from ampkit.region.cast_record import CastRecord, RecordedCall
 from ampkit.region.matrix_products import matrix_products, shape_of
 from ampkit.region.mode import AutocastMode
-from ampkit.region.restoring import Restoring
 from ampkit.region.weight_cache import RegionCache, WeightCache
 from ampkit.torch_internals.dynamo import TracingContext, has_compiled
 from ampkit.torch_internals.kernels import GENERAL
@@ -40,7 +39,7 @@ _LIBRARIES = tuple(f"{Path(str(package.__file__)).parent}/" for package in (torc
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
-class record_casts(Restoring[CastRecord], contextlib.ContextDecorator):
+class record_casts(contextlib.ContextDecorator):
     """Note what every region entered in here does, in all threads: forward, recomputation, and casts in backward.
 
     Shows why an operator was cast, and what casting costs in a step::
@@ -57,40 +56,42 @@ class record_casts(Restoring[CastRecord], contextlib.ContextDecorator):
     record takes the regions for itself. The record holds no tensors. Never syncs.
     """
 
-    def record(self) -> None:
+    def __enter__(self) -> CastRecord:
         self.taken = CastRecord()
-
-    def change(self) -> CastRecord:
-        _taken.append(self.taken)
+        records.append(self.taken)
         return self.taken
 
-    def restore(self, *, again: bool) -> None:
-        _taken[:] = [record for record in _taken if record is not self.taken]      # not always the last: threads
+    def __exit__(self, *exc: Any) -> None:
+        records[:] = [record for record in records if record is not self.taken]     # not always the last: threads
         if not self.taken.calls:
             self.taken.compiled = self.taken.compiled or has_compiled()
 
 
-_taken: list[CastRecord] = []
+records: list[CastRecord] = []      # that are being taken; regions note in the one begun last
 
 
-def current() -> CastRecord | None:
-    """The record that is being taken, if any; the one begun last."""
-    return next(reversed(_taken), None) if _taken else None     # threads: it may be empty by now
-
-
-def new_mode(policies: tuple[tuple[str, Policy], ...], cache: WeightCache | RegionCache | None) -> AutocastMode:
+def new_mode(
+    policies: tuple[tuple[str, Policy], ...],
+    cache: WeightCache | RegionCache | None,
+    recomputing: Callable[[AutocastMode, Callable[..., Any]], Callable[..., Any]],
+) -> AutocastMode:
     """A mode for these policies and this cache, which takes notes if a record is being taken."""
-    record = current()
-    return AutocastMode(policies, cache) if record is None else _RecordingMode(policies, cache, record)
+    for record in records[-1:]:     # threads: it may be empty by now
+        return _RecordingMode(policies, cache, recomputing, record)
+    return AutocastMode(policies, cache, recomputing)
 
 
 class _RecordingMode(AutocastMode):
     """A mode that notes each call it prepares."""
 
     def __init__(
-        self, policies: tuple[tuple[str, Policy], ...], cache: WeightCache | RegionCache | None, record: CastRecord
+        self,
+        policies: tuple[tuple[str, Policy], ...],
+        cache: WeightCache | RegionCache | None,
+        recomputing: Callable[[AutocastMode, Callable[..., Any]], Callable[..., Any]],
+        record: CastRecord,
     ) -> None:
-        super().__init__(policies, cache)
+        super().__init__(policies, cache, recomputing)
         self.kernels = GENERAL
         self.record = record
         self.reused = _Reused()

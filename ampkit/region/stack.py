@@ -1,253 +1,284 @@
 """The open regions of a thread: a stack of entries, each of which records the state to restore.
 
 An entry writes torch's own autocast state (enabled, dtype, cache flag) as `torch.autocast` does, and puts a mode above
-it. What it changes is recorded first and restored as values. Restoring is therefore idempotent, and repeating it
-completes an enter or a leave that an interrupt cut short.
+it. What it changes is recorded first and restored as values, so leaving may be repeated: what an interrupt cut short,
+the next region that is entered or left completes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import sys
+import functools
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
 
 import torch
 
 from ampkit.policy.policy import Policy, register_changes
-from ampkit.region import recording
+from ampkit.region import all_float32, policy_guard
 from ampkit.region.arguments import NAMED_POLICIES
-from ampkit.region.mode import AutocastMode, DispatchGuard
+from ampkit.region.mode import AutocastMode
+from ampkit.region.recording import new_mode, records
 from ampkit.region.spec import RegionSpec
 from ampkit.region.thread_state import thread
 from ampkit.region.weight_cache import RegionCache, WeightCache
 from ampkit.torch_internals import self_check
 from ampkit.torch_internals.checkpoint import note_region, top_hooks
-from ampkit.torch_internals.dispatcher import current
+from ampkit.torch_internals.dispatcher import (
+    KEY,
+    TLS_NAME,
+    get_in_tls,
+    is_excluded,
+    is_in_tls,
+    is_included,
+    put_in_tls,
+    set_excluded,
+    set_included,
+)
 from ampkit.torch_internals.dynamo import frame_on_stack, tracer
 from ampkit.torch_internals.forks import clear_torch_cache
 from ampkit.torch_internals.tensors import is_capturing
 
+__all__ = ["Hooks", "RegionOrderError", "is_entered", "leave_down_to", "leave_ended", "pop", "push"]
 
-class Watch(Protocol):
-    """Looks up the modules that run while a region with module rules is open."""
+_is_enabled, _dtype_of, _cache_flag = (
+    torch.is_autocast_enabled, torch.get_autocast_dtype, torch.is_autocast_cache_enabled
+)
+_set_enabled, _set_dtype, _set_cache_flag = (
+    torch.set_autocast_enabled, torch.set_autocast_dtype, torch.set_autocast_cache_enabled
+)
+_uncached_modes: dict[Any, AutocastMode] = {}
 
-    def __init__(self, policy: Policy) -> None: ...
+
+class RegionOrderError(RuntimeError):
+    """A region is left in another order than it was entered, or in another thread."""
+
+
+class Hooks(Protocol):
+    """What a region with module rules needs while it is open."""
+
     def begin(self) -> None: ...
     def remove(self) -> None: ...
 
 
 class Entry:
-    """An open region: what entering it changes, and the state to restore.
-
-    The state is recorded before anything changes, so `leave` also undoes an `enter` that an exception cut short, and
-    completes a `leave` that was cut short.
-    """
+    """An open region: what entering it changes, and the state to restore."""
 
     __slots__ = (
-        "cache", "cache_flag", "complete", "dtype", "enabled", "entered_cache", "exit_pending", "frame", "guard",
-        "leaving", "spec", "watch",
+        "active", "cache", "cache_flag", "counted", "dtype", "enabled", "ended", "excluded", "frame", "hooks",
+        "included", "mark", "mode", "outer", "own_cache", "spec", "unlisted",
     )
 
     def __init__(
         self,
         spec: RegionSpec,
         stack: list[Entry],
-        watch: type[Watch] | None,
+        hooks: Callable[[Policy], Hooks] | None,
         frame: FrameType | None,
+        recomputes: bool,
     ) -> None:
-        device_type = spec.device_type
-        outer = current()
+        """Record the state; changes nothing."""
+        kind = spec.device_type
+        outer = get_in_tls(TLS_NAME) if is_in_tls(TLS_NAME) else None
+        self.outer = outer = outer if outer is not None and outer.open else None
         if top_hooks(True) is not None:
             note_region(outer)
         self.spec = spec
-        self.frame = frame              # of the compiled graph that enters it; an exception may end that call
-        self.exit_pending = False       # to be left as soon as nothing is open inside it
-        self.complete = False           # `enter` has ended, and `leave` has not begun
-        self.leaving: FrameType | None = None   # of `leave`, while it runs
-        self.enabled = torch.is_autocast_enabled(device_type)
-        self.dtype = torch.get_autocast_dtype(device_type)
-        self.cache_flag = torch.is_autocast_cache_enabled()
-        self.cache = cache = _cache_for(spec, stack)
-        first = cache is spec.cache and all(outside.cache is not cache for outside in stack)
-        self.entered_cache = spec.cache if first else None
-        mode = _mode(outer, device_type, spec.policy, cache if spec.cache_enabled else None)
-        self.watch = None
-        if mode.has_module_rules and watch is not None and spec.enabled:
-            policy = dict(mode.policies)[device_type]
-            if policy.modules:
-                self.watch = watch(policy)
-        active = spec.enabled or any(
-            torch.is_autocast_enabled(other) for other, _ in mode.policies if other != device_type
-        )
-        in_float32 = spec.enabled and spec.dtype is torch.float32
-        self.guard = DispatchGuard(mode, outer, active=active, everything=in_float32)
+        self.frame = frame          # of the compiled graph that enters it; an exception may end that call
+        self.ended = False          # to be left as soon as nothing is open inside it
+        self.counted = False        # in torch's count of open regions
+        self.enabled = _is_enabled(kind)
+        self.dtype = _dtype_of(kind)
+        self.cache_flag = _cache_flag()
+        self.mark = thread.mark
+        capture = kind == "cuda" and is_capturing()
+        cache: WeightCache | RegionCache | None = None if capture else spec.cache
+        self.own_cache = None if cache is None or any(entry.cache is cache for entry in stack) else spec.cache
+        if cache is None:
+            cache = stack[-1].cache if stack else thread.cache
+            if cache is None or cache.in_capture != capture:
+                cache = _new_cache(capture)
+        self.cache = cache
+        mode = cache.latest
+        if (
+            mode is None or outer is not None or mode.policy is not (spec.policy or NAMED_POLICIES["default", kind])
+            or mode.changes != register_changes() or mode.record is not None or records or not spec.cache_enabled
+        ):
+            mode = _mode(outer, kind, spec.policy, cache if spec.cache_enabled else None, hooks)
+        self.mode = mode
+        self.included = is_included(KEY)
+        self.excluded = is_excluded(KEY)    # inside a disabled region, or inside an operator
+        self.hooks = None
+        active = spec.enabled or recomputes
+        if mode.has_module_rules and hooks is not None and active:
+            policy = dict(mode.policies)[kind]
+            self.hooks = hooks(policy) if policy.modules else None
+        self.active = active or True in [_is_enabled(other) for other, _ in mode.policies if other != kind]
+        self.unlisted = all_float32.prepare() if spec.enabled and spec.dtype is torch.float32 else None
 
     def enter(self) -> None:
         """Make this the innermost region of the thread."""
-        spec = self.spec
-        if self.entered_cache is not None:
-            self.entered_cache.enter()
-        self.guard.enter()
-        torch.set_autocast_enabled(spec.device_type, spec.enabled)
-        if spec.dtype is not self.dtype:
-            torch.set_autocast_dtype(spec.device_type, spec.dtype)
-        if spec.cache_enabled is not self.cache_flag:
-            torch.set_autocast_cache_enabled(spec.cache_enabled)
-        thread.levels[self]
-        if self.watch is not None:
-            self.watch.begin()
-        self.complete = True
+        spec, active = self.spec, self.active
+        if self.own_cache is not None:
+            self.own_cache.enter()
+        put_in_tls(TLS_NAME, self.mode)
+        mark = self.mode.mark if active else ()
+        if mark is not self.mark:
+            policy_guard.write(mark)
+        if active and not self.included:
+            set_included(KEY, True)
+        if self.excluded is active:
+            set_excluded(KEY, not active)
+        if self.unlisted is False:
+            all_float32.include(True)
+        _set_enabled(spec.device_type, spec.enabled)
+        _set_dtype(spec.device_type, spec.dtype)
+        _set_cache_flag(spec.cache_enabled)
+        self.counted = True
+        torch.autocast_increment_nesting()
+        if self.hooks is not None:
+            self.hooks.begin()
 
     def leave(self, *, last: bool) -> None:
-        """Restore the state found on entry."""
-        self.leaving = sys._getframe()
-        again = not self.complete
-        self.exit_pending = True        # if this is cut short, the next region that is entered or left completes it
-        self.complete = False
-        if self.watch is not None:
-            self.watch.remove()
-        if again:
-            self._uncount_again()
-        elif torch.autocast_decrement_nesting() == 0:
-            clear_torch_cache()
-        torch.set_autocast_enabled(self.spec.device_type, self.enabled)
-        torch.set_autocast_dtype(self.spec.device_type, self.dtype)
-        torch.set_autocast_cache_enabled(self.cache_flag)
-        self.guard.leave(again=again)
-        if self.entered_cache is not None:
-            self.entered_cache.leave()
+        """Restore the state found on entry; `last`: no other entry is open in this thread. May be repeated."""
+        again = self.ended          # an interrupt may have cut it short anywhere
+        self.ended = True
+        if self.hooks is not None:
+            self.hooks.remove()
+        if self.counted:
+            self.counted = False
+            if torch.autocast_decrement_nesting() <= 0 or (last and not self.enabled):
+                clear_torch_cache()
+        kind = self.spec.device_type
+        _set_enabled(kind, self.enabled)
+        _set_dtype(kind, self.dtype)
+        _set_cache_flag(self.cache_flag)
+        set_included(KEY, self.included)
+        set_excluded(KEY, self.excluded)
+        if self.unlisted is not None:
+            all_float32.include(self.unlisted)
+        if again or thread.mark is not self.mark:
+            policy_guard.write(self.mark, again=again)
+        put_in_tls(TLS_NAME, self.outer or self.mode.closed_copy)
+        if self.own_cache is not None:
+            self.own_cache.leave()
         elif last and self.spec.cache is None:
             self.cache.clear()
-        thread.levels.pop(self, None)
-        self.leaving = None
-
-    def is_overdue(self) -> bool:
-        """Whether to leave it now: its exit is pending, and no `leave` of it runs further down this thread's stack.
-
-        One does if a signal handler, or a finalizer that leaving triggers, opens a region of its own.
-        """
-        return self.exit_pending and (self.leaving is None or not frame_on_stack(self.leaving))
-
-    def _uncount_again(self) -> None:
-        """Take the region out of torch's nesting count; an interrupt may have come before or after it was counted."""
-        level = thread.levels.get(self)
-        if level is None:
-            return
-        now = torch.autocast_decrement_nesting()
-        while now >= level:
-            now = torch.autocast_decrement_nesting()
-        while now < level - 1:
-            now = torch.autocast_increment_nesting()
-        if now == 0:
-            clear_torch_cache()
 
 
-_uncached_modes: dict[Any, AutocastMode] = {}
-
-
-def _cache_for(spec: RegionSpec, stack: list[Entry]) -> WeightCache | RegionCache:
-    """The cache of an entry: the one it was given, else the enclosing region's, else the thread's."""
-    capture = is_capturing()
-    if spec.cache is not None and not capture:
-        return spec.cache
-    if stack and stack[-1].cache.in_capture == capture:
-        return stack[-1].cache
-    if capture:
-        fresh = RegionCache()
-        fresh.in_capture = True
-        return fresh
-    cache = thread.cache
-    if cache is None:
-        cache = thread.cache = RegionCache()
-    return cache
+def _new_cache(capture: bool) -> RegionCache:
+    """The cache of an outermost region that was given none: the thread's, or one for a CUDA graph being captured."""
+    fresh = RegionCache()
+    fresh.in_capture = capture
+    if not capture:
+        thread.cache = thread.cache or fresh
+        return thread.cache
+    return fresh
 
 
 def _mode(
-    outer: AutocastMode | None, device_type: str, policy: Policy | None, cache: WeightCache | RegionCache | None
+    outer: AutocastMode | None,
+    device_type: str,
+    policy: Policy | None,
+    cache: WeightCache | RegionCache | None,
+    hooks: Callable[[Policy], Hooks] | None,
 ) -> AutocastMode:
-    """The mode of a region: its policy for its device type, the enclosing mode's for the others."""
-    if outer is None:
-        policy = policy or NAMED_POLICIES["default", device_type]
-        latest = None if cache is None else cache.latest
-        if latest is not None and latest.policy is policy and _still_serves(latest):
-            return latest
-        policies = ((device_type, policy),)
-    else:
-        every = dict(outer.policies)
-        every[device_type] = policy or every.get(device_type) or NAMED_POLICIES["default", device_type]
-        policies = tuple(every.items())
-    return _mode_for(policies, cache)
+    """The mode of a region: its policy for its device type, the enclosing mode's for the others.
 
-
-def _mode_for(policies: tuple[tuple[str, Policy], ...], cache: WeightCache | RegionCache | None) -> AutocastMode:
-    """The mode for these policies and this cache; made once, and again after `register_op` has changed the rules."""
+    Made once for a cache and its policies, and again after `register_op` has changed the rules.
+    """
+    every = {} if outer is None else dict(outer.policies)
+    every[device_type] = policy or every.get(device_type) or NAMED_POLICIES["default", device_type]
+    policies = tuple(every.items())
     modes = _uncached_modes if cache is None else cache.modes
     mode = modes.get(policies)
-    if mode is None or not _still_serves(mode):
+    record = records[-1] if records else None
+    if mode is None or mode.changes != register_changes() or mode.record is not record:
         self_check.once()
         if len(modes) >= 16:
             modes.clear()
-        mode = modes[policies] = recording.new_mode(policies, cache)
+        mode = modes[policies] = new_mode(policies, cache, functools.partial(_recomputing, hooks))
     if cache is not None:
         cache.latest = mode
     return mode
 
 
-def _still_serves(mode: AutocastMode) -> bool:
-    return mode.changes == register_changes() and mode.record is recording.current()
-
-
 def push(
-    spec: RegionSpec, watch: type[Watch] | None = None, frame: FrameType | None = None
+    spec: RegionSpec,
+    hooks: Callable[[Policy], Hooks] | None = None,
+    frame: FrameType | None = None,
+    *,
+    recomputes: bool = False,
 ) -> None:
-    """Enter a region; `frame` is that of the compiled graph that enters it, if one does.
+    """Enter a region; `hooks(policy)` makes what a policy with module rules needs.
 
-    If the policy has module rules, a `watch` looks up the modules that run.
+    `frame` is that of the compiled graph that enters it, if one does. `recomputes`: operators reach the region though
+    autocast is off, because torch's checkpoint turns it on afterwards where it was on in the forward.
     """
     stack = thread.regions
     if stack:
         leave_ended(stack)
-    entry = Entry(spec, stack, watch, frame)
     depth = len(stack)
     try:
-        stack.append(entry)
-        entry.enter()
+        stack.append(Entry(spec, stack, hooks, frame, recomputes))
+        stack[depth].enter()
     except BaseException:
         leave_down_to(stack, depth)
         raise
 
 
-def leave_down_to(stack: list[Entry], depth: int) -> None:
-    """Leave the innermost regions of this thread until `depth` are open, then those whose exit is pending."""
-    try:
-        _leave_all(stack, depth)
-    except BaseException:       # an interrupt: complete what it cut short
-        _leave_all(stack, depth)
-        raise
+def pop(spec: RegionSpec, exc_type: type[BaseException] | None = None) -> None:
+    """Leave a region and those of modules inside it; `exc_type` is that of the exception that ends it.
 
-
-def _leave_all(stack: list[Entry], depth: int) -> None:
-    while len(stack) > depth or (stack and stack[-1].is_overdue()):
+    An exception may come from a signal handler and have cut the exit of regions inside short, so it ends those too and
+    nothing is raised beside it. `GeneratorExit` and `CancelledError` come from none: they end generators and tasks,
+    inside whose regions others may have opened theirs. Raises `RegionOrderError` for a region that is not open, or not
+    the innermost.
+    """
+    stack = thread.regions
+    if stack and stack[-1].spec is spec and not stack[-1].ended:
         entry = stack[-1]
         entry.leave(last=len(stack) == 1)
+        if stack and stack[-1] is entry:
+            stack.pop()
+        if stack and stack[-1].ended:
+            leave_ended(stack)
+        return
+    leave_ended(stack)
+    depth = len(stack) - 1
+    while depth >= 0 and (stack[depth].spec is not spec or stack[depth].ended):
+        depth -= 1
+    if exc_type is None or issubclass(exc_type, (GeneratorExit, asyncio.CancelledError)):
+        if depth < 0:
+            raise RegionOrderError(_out_of_order(spec, None))
+        if False in [inner.spec.of_module for inner in stack[depth + 1 :]]:
+            stack[depth].ended = True
+            raise RegionOrderError(_out_of_order(spec, stack[-1].spec))
+    if depth >= 0:
+        leave_down_to(stack, depth)
+
+
+def leave_down_to(stack: list[Entry], depth: int) -> None:
+    """Leave the innermost regions of this thread until `depth` are open, then those that have ended."""
+    while len(stack) > depth or (stack and stack[-1].ended):
+        entry = stack[-1]
+        try:
+            entry.leave(last=len(stack) == 1)
+        except BaseException:       # an interrupt, or an error of the hooks: restore the rest
+            entry.leave(last=len(stack) == 1)
+            raise
         if stack and stack[-1] is entry:
             stack.pop()
 
 
 def leave_ended(stack: list[Entry]) -> None:
-    """Leave the innermost regions whose exit is pending, or whose compiled graph an exception has ended."""
+    """Leave the innermost regions that have ended, or whose compiled graph an exception has ended."""
     while stack:
         frame = stack[-1].frame
-        if not stack[-1].is_overdue() and (frame is None or frame_on_stack(frame) or tracer() is not None):
+        if not stack[-1].ended and (frame is None or frame_on_stack(frame) or tracer() is not None):
             return      # a trace must leave the thread's state as it was
         leave_down_to(stack, len(stack) - 1)
-
-
-def pop(spec: RegionSpec) -> None:
-    """Leave a region, which must be the innermost open one of this thread, apart from modules' regions inside it."""
-    stack = thread.regions
-    leave_down_to(stack, depth_without(spec, stack))
 
 
 def is_entered(spec: RegionSpec) -> bool:
@@ -256,25 +287,30 @@ def is_entered(spec: RegionSpec) -> bool:
     return id(spec) in [id(entry.spec) for entry in thread.regions]
 
 
-def depth_without(spec: RegionSpec, stack: list[Entry], exc_type: type[BaseException] | None = None) -> int:
-    """How many regions stay open when `spec` is left, together with regions inside it whose own exit did not run.
+def _recomputing(
+    hooks: Callable[[Policy], Hooks] | None, mode: AutocastMode, function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`function` for a checkpoint's recompute in backward, under the policies of its forward.
 
-    Those are regions of modules, whose forward was interrupted; and any region, if an exception ends `spec`: it may
-    come from a signal handler that has cut their exit short. `GeneratorExit` and `CancelledError` come from none: they
-    end generators and tasks, inside whose regions others may have opened theirs. Raises `RuntimeError` for a region
-    that is not open, or not the innermost.
+    torch's checkpoint restores the enabled flags and dtypes itself.
     """
-    leave_ended(stack)
-    depth = len(stack) - 1
-    while depth >= 0 and (stack[depth].spec is not spec or stack[depth].exit_pending):
-        depth -= 1
-    if depth < 0:
-        raise RuntimeError(_out_of_order(spec, None))
-    suspended = exc_type is None or issubclass(exc_type, (GeneratorExit, asyncio.CancelledError))
-    if suspended and False in [inner.spec.of_module for inner in stack[depth + 1 :]]:
-        stack[depth].exit_pending = True
-        raise RuntimeError(_out_of_order(spec, stack[-1].spec))
-    return depth
+    policies, cached = mode.policies, mode.cache is not None
+    of_module = bool(thread.regions) and thread.regions[-1].spec.of_module
+
+    def recompute(*args: Any, **kwargs: Any) -> Any:
+        stack = thread.regions
+        depth = len(stack)
+        try:
+            for kind, policy in policies:
+                spec = RegionSpec(
+                    kind, _dtype_of(kind), _is_enabled(kind), cached, policy, of_module=of_module
+                )
+                push(spec, hooks, recomputes=True)
+            return function(*args, **kwargs)
+        finally:
+            leave_down_to(stack, depth)
+
+    return recompute
 
 
 def _out_of_order(spec: RegionSpec, innermost: RegionSpec | None) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -14,9 +13,6 @@ class ThreadState(threading.local):
 
     def __init__(self) -> None:
         self.regions: list[Any] = []        # the entries of the open ones, outermost first; see `stack`
-        # Entry -> its level in torch's count of open regions. Looking an entry up the first time counts it: one
-        # instruction, so an interrupt comes before or after it, and whether an entry is counted is never in doubt.
-        self.levels: defaultdict[Any, int] = defaultdict(torch.autocast_increment_nesting)
         self.cache: Any = None              # of regions that were given none; empty while none is open
         self.mark: tuple[tuple[str, torch.dtype], ...] = ()     # in torch's autocast state; see `policy_guard`
         self.digits: dict[str, torch.dtype] = {}    # last written of a mark, open or closed

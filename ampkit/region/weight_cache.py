@@ -44,7 +44,7 @@ from ampkit.torch_internals.tensors import (
     owns_its_memory,
     tracing_state,
 )
-from ampkit.torch_internals.transforms import is_wrapped, transforms
+from ampkit.torch_internals.transforms import functorch_level, is_wrapped, transforms
 
 __all__ = ["CacheInfo", "RegionCache", "WeightCache"]
 
@@ -206,7 +206,7 @@ class RegionCache:
         self._casts: dict[tuple[str, torch.dtype], _Casts] = {}
         self.latest: Any = None             # of the modes, the one that a region had last
         self.modes: dict[Any, Any] = {}     # the dispatch modes that cast for this cache, by policies; see `stack`
-        watch_steps()
+        watch_steps(self)
 
     @property
     def hits(self) -> int:
@@ -215,7 +215,14 @@ class RegionCache:
 
     def weights(self, device_type: str, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         """What casts the weights of an operator that runs here and now."""
-        if not _may_use(device_type == "cuda", self.in_capture) or (_inference_mode() and not self._kept):
+        if (
+            not _cache_enabled()        # by a `torch.autocast` region inside ours
+            or (n_dispatch_modes() != 0 and not only_observed())    # traced, recorded or made of fake tensors
+            or tracing_state() is not None
+            or (functorch_level() is not None and transforms())
+            or (device_type == "cuda" and is_capturing() != self.in_capture)    # casts belong to one CUDA graph
+            or (_inference_mode() and not self._kept)
+        ):
             return cast_to(device_type, dtype).tensor
         key = device_type, dtype
         casts = self._casts.get(key)
@@ -300,13 +307,3 @@ def _forgetting(casts: _Casts) -> Callable[[Any], None]:
 def _layout(weight: Tensor) -> tuple[Any, Any]:
     return weight.shape, weight.stride()
 
-
-def _may_use(on_cuda: bool, in_capture: bool) -> bool:
-    """Whether cached casts may be used here: not where something records, and only in the CUDA graph they belong to."""
-    return (
-        _cache_enabled()        # by a `torch.autocast` region inside ours
-        and (n_dispatch_modes() == 0 or only_observed())
-        and tracing_state() is None
-        and not transforms()
-        and (not on_cuda or is_capturing() == in_capture)
-    )

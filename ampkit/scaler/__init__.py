@@ -1,1 +1,1 @@
-"""The scaler: `GradScaler`, loss scales as strategies, gradients of every kind, and what it can tell afterwards."""
+"""The scaler: `GradScaler`, loss scales as strategies, gradients of every kind, and the report on skipped steps."""

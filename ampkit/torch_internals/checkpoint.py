@@ -19,9 +19,6 @@ from ampkit.torch_internals.lookup import private
 # The innermost (pack, unpack) hooks for saved tensors, or None; the argument says to look past disabled hooks.
 top_hooks: Callable[[bool], Any] = private("_C._autograd._top_saved_tensors_default_hooks")
 
-# Set by `autocast`: how to run a function again under a mode. Kept here so that the mode need not know regions.
-reenter: Callable[[Any, Callable[..., Any]], Callable[..., Any]] | None = None
-
 
 def note_region(mode: Any) -> None:
     """If a checkpointed function has begun to run, have it recomputed under `mode`, the one it was called in.
@@ -30,9 +27,9 @@ def note_region(mode: Any) -> None:
     """
     hooks = top_hooks(True)
     frame = None if hooks is None else _frame_of(hooks[0])
-    if frame is not None and reenter is not None and not getattr(frame, "_ampkit_region", False):
+    if frame is not None and not getattr(frame, "_ampkit_region", False):
         if mode is not None:
-            frame.recompute_fn = reenter(mode, frame.recompute_fn)
+            frame.recompute_fn = mode.recomputing(frame.recompute_fn)
         frame._ampkit_region = True
 
 
@@ -46,8 +43,8 @@ def follow_reentrant(current: Callable[[], Any]) -> None:
     def followed(ctx: Any, *args: Any) -> Any:
         outputs = forward(ctx, *args)
         mode = current()
-        if mode is not None and reenter is not None:
-            ctx.run_function = reenter(mode, ctx.run_function)
+        if mode is not None:
+            ctx.run_function = mode.recomputing(ctx.run_function)
         return outputs
 
     followed._ampkit_wraps = forward  # type: ignore[attr-defined]

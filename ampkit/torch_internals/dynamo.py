@@ -20,6 +20,8 @@ _Strategy = private("_C._dynamo.eval_frame._FrameExecStrategy")
 _set_strategy = private("_C._dynamo.eval_frame.set_code_exec_strategy")
 TracingContext = private("_guards.TracingContext")
 
+DYNAMO_CALLBACKS = "torch._dynamo.callback"     # the module, if Dynamo is imported
+
 # Whether Dynamo is tracing the call. An alias, not a wrapper, which would cost every region two calls.
 tracing = torch.compiler.is_dynamo_compiling
 
@@ -86,7 +88,7 @@ def frame_on_stack(frame: FrameType) -> bool:
 
 def compile_callbacks() -> Any:
     """Dynamo's registry of callbacks for start and end of compilation; None while Dynamo is not imported."""
-    return getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
+    return getattr(sys.modules.get(DYNAMO_CALLBACKS), "callback_handler", None)
 
 
 def has_compiled() -> bool:

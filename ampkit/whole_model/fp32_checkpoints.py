@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from ampkit.whole_model.master_weights import SIXTEEN_BIT, MasterWeights
+from ampkit.containers import SIXTEEN_BIT
+from ampkit.whole_model.master_weights import MasterWeights
 
 
 class Fp32Checkpoints:

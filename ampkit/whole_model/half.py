@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
-from ampkit.containers import REAL_FLOATS, cast, cast_tree
+from ampkit.containers import REAL_FLOATS, SIXTEEN_BIT, cast, cast_tree
 from ampkit.policy.module_rules import matches
 from ampkit.policy.values import as_dtype
 from ampkit.torch_internals.module_classes import BatchNorm, InstanceNorm
@@ -40,7 +40,6 @@ NORMS: tuple[type[Module], ...] = (
 )
 """Every normalization that torch has. All but batch norms get inputs cast up and outputs cast back."""
 
-SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 _MIXED_BATCH_NORM_DEVICES = ("cpu", "cuda")
 
 

@@ -15,13 +15,12 @@ from torch import nn
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ampkit.containers import REAL_FLOATS
+from ampkit.containers import REAL_FLOATS, SIXTEEN_BIT
 from ampkit.gradients.masters import masters_of
 from ampkit.policy.values import as_dtype
 from ampkit.scaler.loss_scale import SMALLEST_SCALE, DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 from ampkit.whole_model.boundary import refuse_bounded
 
-SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 

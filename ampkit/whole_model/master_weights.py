@@ -18,13 +18,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import ampkit_kernels
+from ampkit.containers import SIXTEEN_BIT
 from ampkit.gradients import closures
 from ampkit.gradients.masters import masters_of, set_masters
 from ampkit.gradients.transfer import moved
 
 __all__ = ["MasterWeights"]
-
-SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 
 @dataclass

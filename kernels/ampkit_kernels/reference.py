@@ -6,7 +6,6 @@ The functions take lists as `tensors.strided_floats` gives them; the public name
 """
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
 
 import torch
@@ -16,8 +15,6 @@ from .tensors import by_dtype, written_in_place
 
 INF = float("inf")
 _DTYPE = attrgetter("dtype")
-# Below this many elements a second thread costs more than it saves.
-_ELEMENTS_PER_THREAD = 1 << 23
 
 
 def is_on_host(scalar: Tensor) -> bool:
@@ -111,7 +108,7 @@ def _is_finite(value: float) -> bool:
 
 def _total(grads: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
     """Norm of the norms, each accumulated and returned in `dtype`."""
-    norms = [norm for group in by_dtype(grads) for norm in _norms(group, norm_type, dtype)]
+    norms = [norm for group in by_dtype(grads) for norm in torch._foreach_norm(group, norm_type, dtype=dtype)]
     if norm_type == 0:
         return torch.stack(norms).sum()
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
@@ -121,38 +118,6 @@ def _total_unscaled(grads: Sequence[Tensor], inv_scale: Tensor, norm_type: float
     """`_total` of copies that have been multiplied, one tensor at a time."""
     norms = [_total([g * inv_scale.reshape(())], norm_type, dtype) for group in by_dtype(grads) for g in group]
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
-
-
-def _norms(group: list[Tensor], norm_type: float, dtype: torch.dtype) -> Sequence[Tensor]:
-    """`torch._foreach_norm`, with the tensors shared out over threads on the CPU.
-
-    torch computes the norm of one tensor on one core. Sharing out whole tensors uses the other cores and
-    leaves every norm the bits it has in torch. The threads are short-lived, so a later fork inherits none.
-    """
-    n_threads = min(torch.get_num_threads(), len(group), 8) if group[0].device.type == "cpu" else 1
-    n_threads = min(n_threads, sum(map(Tensor.numel, group)) // _ELEMENTS_PER_THREAD)
-    if n_threads < 2:
-        return torch._foreach_norm(group, norm_type, dtype=dtype)
-    shares: list[list[int]] = [[] for _ in range(n_threads)]
-    sizes = [0] * n_threads
-    for i in sorted(range(len(group)), key=lambda i: -group[i].numel()):
-        lightest = sizes.index(min(sizes))
-        shares[lightest].append(i)
-        sizes[lightest] += group[i].numel()
-
-    def compute(share: list[int]) -> Sequence[Tensor]:
-        with torch.no_grad():  # grad mode belongs to a thread
-            return torch._foreach_norm([group[i] for i in share], norm_type, dtype=dtype)
-
-    with ThreadPoolExecutor(n_threads - 1) as pool:
-        others = [pool.submit(compute, share) for share in shares[1:]]
-        results = [compute(shares[0]), *(other.result() for other in others)]
-    norms = {
-        i: norm
-        for share, part in zip(shares, results, strict=True)
-        for i, norm in zip(share, part, strict=True)
-    }
-    return [norms[i] for i in range(len(group))]
 
 
 def _unscaled_is_finite(grads: Sequence[Tensor], inv_scale: Tensor) -> Tensor:
@@ -296,7 +261,7 @@ def sgd_(
     weight_decay: float = 0.0,
     nesterov: bool = False,
     maximize: bool = False,
-    started: Tensor | None = None,
+    started: Sequence[Tensor] | None = None,
     multiplier: Tensor | None = None,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
@@ -328,8 +293,8 @@ def sgd_(
         else:
             new_p = torch.add(p.to(acc), g, alpha=-lr)
         _store(p, new_p, stored, copies[i] if copies else None, skip)
-    if started is not None:
-        started.copy_(torch.ones_like(started) if skip is None else torch.where(skip, started, 1))
+    for flag in started or ():
+        flag.copy_(torch.ones_like(flag) if skip is None else torch.where(skip, flag, 1))
 
 
 def _skips_on_host(found_inf: Tensor | None) -> bool:

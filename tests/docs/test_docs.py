@@ -1,9 +1,12 @@
-"""What the documentation shows is true: its Python runs, its examples print what they say."""
+"""What the documentation shows is true: its Python runs and prints what it says, its links lead somewhere."""
 
+import contextlib
 import doctest
 import importlib
+import io
 import pkgutil
 import re
+import runpy
 import warnings
 from pathlib import Path
 from types import ModuleType
@@ -12,8 +15,9 @@ import pytest
 import torch
 
 import ampkit
+import ampkit_kernels
+from tests.helpers.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 DOCUMENTS = [
     README,
@@ -24,44 +28,87 @@ DOCUMENTS = [
 
 # A block that cannot run here says why: `<!-- not run: needs two GPUs -->` on the line before its fence.
 BLOCK = re.compile(
-    r"^(?:<!-- not run: (?P<why>[^\n]*?) -->\n)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
+    r"^(?:<!-- not run: (?P<why>[^\n]*?) -->\n)?^```python\n(?P<code>.*?)^```$(?:\n\n```text\n(?P<prints>.*?)^```$)?",
+    re.MULTILINE | re.DOTALL,
 )
+SHOWN = re.compile(r"<!-- output of (?P<script>[^\n]+) -->\n```text\n(?P<text>.*?)```", re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
-
-
-def blocks_of(document: str) -> list[tuple[int, str, str | None]]:
-    """Line number, code, and the reason not to run it, of every Python block."""
-    return [
-        (document.count("\n", 0, found.start("code")), found["code"], found["why"])
-        for found in BLOCK.finditer(document)
-    ]
+GOES_ON = "# goes on from the first example\n"
+LIBRARIES = ("accelerate", "transformers", "lightning", "timm")     # which an environment may lack
 
 
 def run_document(text: str, name: str) -> int:
     """Run a document's blocks in order, in one namespace, as a reader would type them. Returns how many."""
     namespace: dict[str, object] = {"__name__": name}
     ran = 0
-    for line, code, why_not in blocks_of(text):
-        if why_not is None:
+    for found in BLOCK.finditer(text):
+        if found["why"] is None:
             # Blank lines in front, so that a traceback points into the document.
-            exec(compile("\n" * line + code, name, "exec"), namespace)
+            line = text.count("\n", 0, found.start("code"))
+            exec(compile("\n" * line + found["code"], name, "exec"), namespace)
             ran += 1
     return ran
 
 
-# What a module of `ampkit.integrations` imports, which an environment may lack.
-LIBRARIES = ("accelerate", "transformers", "lightning", "timm")
+def wrong_blocks(text: str) -> list[str]:
+    """What goes wrong in the blocks that are copied alone, or after the first one if their first line says so."""
+    first, wrong = next(BLOCK.finditer(text))["code"], []
+    for found in BLOCK.finditer(text):
+        code = found["code"]
+        namespace: dict[str, object] = {}
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            try:
+                if code.startswith(GOES_ON):
+                    exec(first, namespace)
+                exec(code, namespace)
+            except Exception as error:
+                wrong.append(f"{code}raises {error!r}")
+                continue
+        if printed.getvalue() != (found["prints"] or ""):
+            wrong.append(f"{code}prints\n{printed.getvalue()}and the document says\n{found['prints']}")
+    return wrong
 
 
-def doctested_modules() -> list[str]:
-    """Every module of both packages. `__main__` runs the command when imported by name, so not that one."""
-    import ampkit_kernels
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_documented_code_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every Python block of a document, top to bottom."""
+    monkeypatch.chdir(tmp_path)
+    run_document(path.read_text(encoding="utf-8"), str(path))
 
-    names = []
-    for package in (ampkit, ampkit_kernels):
-        names.append(package.__name__)
-        names += [found.name for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
-    return [name for name in names if not name.endswith("__main__")]
+
+def test_each_block_of_the_readme_runs_when_it_is_copied() -> None:
+    """And prints what stands below it. The first is the training loop, short enough to be read at once."""
+    text = README.read_text(encoding="utf-8")
+    assert not (wrong := wrong_blocks(text)), "\n".join(wrong)
+    loop = next(BLOCK.finditer(text))["code"].partition("\nfor ")[2].strip().splitlines()
+    assert len(loop) <= 10
+    assert {"autocast", "scale", "backward", "step", "update"} <= set(re.findall(r"\w+", "\n".join(loop)))
+
+
+def test_the_readme_shows_what_an_example_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers may differ in their last digit between builds of torch; words may not."""
+    monkeypatch.chdir(ROOT)
+    number = re.compile(r"\d+\.\d+(e[+-]\d+)?")
+    shown = list(SHOWN.finditer(README.read_text(encoding="utf-8")))
+    assert shown
+    for found in shown:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            runpy.run_path(found["script"], run_name="__main__")
+        assert number.sub("#", printed.getvalue()) == number.sub("#", found["text"])
+
+
+def test_the_runners_can_fail() -> None:
+    """Blocks share names in a document; a broken one raises with its line; one with a reason is left alone."""
+    good = "x\n```python\na = 1\n```\n<!-- not run: no -->\n```python\nraise OSError\n```\n```python\na + 1\n```\n"
+    assert run_document(good, "good.md") == 2
+    with pytest.raises(NameError) as raised:
+        run_document("one\n\n```python\nmissing_name\n```\n", "bad.md")
+    assert raised.traceback[-1].lineno == 3
+    alone = "```python\na = 1\n```\n\n```python\nprint(a)\n```\n\n```python\n" + GOES_ON + "print(a)\n```\n\n"
+    assert [block.splitlines()[-1] for block in wrong_blocks(alone + "```text\n1\n```\n")] == [
+        "raises NameError(\"name 'a' is not defined\")"
+    ]
+    assert "prints\n1\nand the document says\n2" in wrong_blocks(alone + "```text\n2\n```\n")[1]
 
 
 def run_doctests(module: ModuleType) -> doctest.TestResults:
@@ -71,39 +118,15 @@ def run_doctests(module: ModuleType) -> doctest.TestResults:
         return doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in DOCUMENTS if path.exists()], ids=lambda path: str(path.relative_to(ROOT))
-)
-def test_documented_code_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every Python block of a document, top to bottom."""
-    monkeypatch.chdir(tmp_path)
-    run_document(path.read_text(encoding="utf-8"), str(path))
-
-
-def test_the_document_runner_runs_and_can_fail() -> None:
-    """Blocks share names; a broken one raises with its line; a block with a reason is left alone."""
-    good = "x\n```python\na = 1\n```\n<!-- not run: no -->\n```python\nraise OSError\n```\n"
-    good += "```python\na + 1\n```\n"
-    assert run_document(good, "good.md") == 2
-    assert [why for _, _, why in blocks_of(good)] == [None, "no", None]
-    with pytest.raises(NameError) as raised:
-        run_document("one\n\n```python\nmissing_name\n```\n", "bad.md")
-    assert raised.traceback[-1].lineno == 3
-
-
-def test_the_readme_shows_the_training_loop() -> None:
-    """The first block is the loop, and it is short enough to be read at once."""
-    _, code, why_not = blocks_of(README.read_text(encoding="utf-8"))[0]
-    assert why_not is None
-    loop = code[code.index("for ") :].strip().splitlines()
-    assert len(loop) <= 10
-    assert {"autocast", "scale", "backward", "step", "update"} <= set(re.findall(r"\w+", "\n".join(loop)))
-
-
 def test_docstring_examples() -> None:
     """Examples in docstrings print what they say; doctest prints each that does not. All modules are run."""
+    names = ["ampkit", "ampkit_kernels"]
+    for package in (ampkit, ampkit_kernels):
+        names += [found.name for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
     failed = {}
-    for name in doctested_modules():
+    for name in names:
+        if name.endswith("__main__"):       # runs the command when it is imported
+            continue
         try:
             module = importlib.import_module(name)
         except ImportError as error:
@@ -123,12 +146,6 @@ def test_the_doctest_runner_can_fail(capsys: pytest.CaptureFixture[str]) -> None
     assert "Expected:\n    3" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the README counts torch 2.13's lists")
-def test_the_readme_counts_the_operators_of_the_default_policy() -> None:
-    named = {op.overloadpacket.__name__ for device in ("cpu", "cuda") for op in ampkit.Policy.default(device).rules()}
-    assert f"names {len(named)} operators" in README.read_text(encoding="utf-8")
-
-
 def anchors_of(document: str) -> set[str]:
     """What `#...` may say after a link to a document, as GitHub makes it from the headings."""
     headings = re.findall(r"^#+ (.+)$", document, re.MULTILINE)
@@ -146,3 +163,32 @@ def test_links_inside_the_repository_lead_somewhere() -> None:
                 continue
             broken.append(f"{path.name}: {found['target']}")
     assert not broken
+
+
+def test_tests_that_documents_name_exist() -> None:
+    """As `test_file::test_name` in the differences, as `folder/test_file.py::name` among the guarantees."""
+    files = {path.stem: path for path in (ROOT / "tests").rglob("test_*.py")}
+    defined = {
+        stem: set(re.findall(r"^ *(?:class|def) (\w+)|^(\w+)(?=.* = )", path.read_text("utf-8"), re.MULTILINE))
+        for stem, path in files.items()
+    }
+    defined = {stem: {name for pair in names for name in pair} for stem, names in defined.items()}
+    every = set.union(*defined.values())
+    wrong = []
+    for page in (ROOT / "docs" / "differences.md", ROOT / "tests" / "GUARANTEES.md"):
+        for quoted in re.findall(r"`([^`]*\btest_[^`]*)`", page.read_text(encoding="utf-8")):
+            named = re.fullmatch(r"(?:[\w/]*/)?(?:(test_[\w*]+)(?:\.py)?(?:::|$))?(\w+)?", quoted)
+            stem, name = named.groups() if named else (quoted, None)
+            known = stem is None or "*" in stem or stem in files or (stem in every and name is None)
+            if not known or (name and name not in (defined.get(stem, every) if stem else every)):
+                wrong.append(f"{page.name}: {quoted}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_difference_of_a_region_names_a_test() -> None:
+    """The rows before those of the scaler, whose tests are the lockstep ones."""
+    text = (ROOT / "docs" / "differences.md").read_text(encoding="utf-8").partition("\n## GradScaler")[0]
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    rows = [row for row in rows if not row.startswith(("| torch.amp |", "| --- "))]
+    assert len(rows) > 25
+    assert [row for row in rows if not re.search(r"`test_\w+::test_\w+` \|$", row)] == []

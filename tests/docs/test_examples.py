@@ -1,91 +1,149 @@
-"""The examples for levels, FP16Optimizer and half inference run, and show what they say they show."""
+"""The examples run, and show what they say they show. Those for debugging are in tests/debugging, the demo's in
+tests/integration."""
 
-import importlib.util
+import re
+import runpy
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-MINE = (
-    "data_parallel", "fp16_optimizer_bert", "half_deployment", "half_rnn", "levels_accumulation", "levels_compare",
-    "levels_resnet", "levels_several",
-)
+from tests.helpers.paths import EXAMPLES
+from tests.helpers.processes import torchrun
+from tests.helpers.ranks import on_ranks, run_script
 
 
-def load(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module: ModuleType = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def run(name: str, *arguments: Any, **options: Any) -> Any:
+    """What an example's `main` returns."""
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"](*arguments, **options)
 
 
 def test_every_example_is_run_by_a_test() -> None:
-    """The demo, and those for the scaler, the debugging tools, other loops and several ranks, are tested elsewhere."""
-    elsewhere = ("scaler_", "debug_", "loops_", "ranks_", "demo")
-    found = {path.stem for path in EXAMPLES.glob("*.py") if not path.stem.startswith(elsewhere)}
-    assert found == set(MINE)
-    scaler = {path.stem for path in EXAMPLES.glob("scaler_*.py")}
-    # autocast with a scaler, clipping after unscale_, gradient penalty, several losses and optimizers
-    assert {"scaler_basic", "scaler_clipping", "scaler_gradient_penalty", "scaler_two_losses", "scaler_gan"} <= scaler
+    """By its name in this file; the demo and the debugging tools' elsewhere."""
+    text = Path(__file__).read_text(encoding="utf-8")
+    assert [
+        path.stem for path in EXAMPLES.glob("*.py")
+        if not path.stem.startswith(("debug_", "demo")) and path.stem not in text
+    ] == []
+
+
+# --- loss scaling
+
+
+def test_scaler_loops_reach_their_loss() -> None:
+    assert run("scaler_basic") < 4.0
+    assert run("scaler_accumulation") < 4.0
+    assert run("scaler_gradient_penalty") < 6.0
+    seen = run("scaler_two_losses")
+    assert seen["steps"] == 40
+    assert seen["score"] < 1.0
+    assert run("scaler_gan") == {"updates": 40, "steps": 40}
+    ours, theirs = run("scaler_resume_from_torch")
+    assert ours == theirs == 2.0**19
+
+
+def test_clipping_names_the_skipped_step(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("scaler_clipping").stats().skips >= 1
+    said = "step 6 was skipped:\nfinite down to 2.bias; first bad: 2.weight\n  2.weight: 0 inf, 1 NaN of 32 (float32)"
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "last"), [("scaler_ddp", r"weights -?[\d.]+"), ("scaler_fsdp", r"norm [\d.]+")])
+def test_two_ranks_end_alike(name: str, last: str) -> None:
+    """DDP's as a user starts it."""
+    path = EXAMPLES / f"{name}.py"
+    printed = torchrun(path, ranks=2) if name == "scaler_ddp" else "".join(on_ranks(run_script, path))
+    seen = dict(re.findall(rf"rank (\d): 1 skipped, scale 512, ({last})", printed))
+    assert set(seen) == {"0", "1"}, printed
+    assert seen["0"] == seen["1"]
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    """Weights, optimizer, scale and counts: the second half ends where an uninterrupted run ends."""
+
+    def loss(how: str, folder: str, ranks: int, steps: int) -> float:
+        arguments = (EXAMPLES / "ranks_resume.py", how, tmp_path / folder, steps)
+        printed = on_ranks(run_script, *arguments, world=ranks)[0]
+        match = re.fullmatch(rf"{how} on {ranks}, step {steps}: loss ([\d.]+), 1 skipped, scale 512\n", printed)
+        assert match, printed
+        return float(match[1])
+
+    whole = loss("ddp", "whole", 1, 12)
+    for how, first, then in (("ddp", 2, 1), ("fsdp", 2, 1), ("tensor", 1, 2)):
+        assert loss(how, how, first, 6) > 1.3 * whole, "half of the steps"
+        assert loss(how, how, then, 12) == pytest.approx(whole, rel=1e-3)
+
+
+# --- whole models
 
 
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
 def test_levels_resnet(opt_level: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert load("levels_resnet").main(opt_level, epochs=3) > 0.8
+    assert run("levels_resnet", opt_level, epochs=3) > 0.8
     printed = capsys.readouterr().out
     assert printed.startswith(f"ampkit {opt_level} in bfloat16")
     weights = "torch.float32" if opt_level == "O1" else "torch.bfloat16"
     assert f"checkpoint in torch.float32, weights in {weights}" in printed
 
 
-@pytest.mark.parametrize("delay", [False, True])
-def test_levels_accumulation(delay: bool) -> None:
-    assert load("levels_accumulation").main(delay, epochs=4) > 0.94
-
-
-def test_levels_several() -> None:
-    assert load("levels_several").main(steps=400) < 0.7
-
-
-@pytest.mark.parametrize("dtype", ["bf16"])
-def test_levels_compare(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = load("levels_compare").main(dtype, epochs=3)
-    assert list(rows) == ["O0", "O1", "O2", "O3"]
+def test_levels_reach_their_accuracy() -> None:
+    assert run("levels_accumulation", False, epochs=4) > 0.94
+    assert run("levels_accumulation", True, epochs=4) > 0.94
+    assert run("levels_several", steps=400) < 0.7
+    rows = run("levels_compare", "bf16", epochs=3)
     assert all(row["accuracy"] > 0.9 and row["ms"] > 0 for row in rows.values())
     held = {level: round(row["bytes"], 1) for level, row in rows.items()}
     assert held == {"O0": 12.0, "O1": 12.0, "O2": 14.0, "O3": 6.0}
-    assert len(capsys.readouterr().out.splitlines()) == 5
 
 
 @pytest.mark.parametrize(
     "arguments", [(), ("--fp16",), ("--fp16", "--loss_scale", "128")], ids=["fp32", "dynamic", "static"]
 )
 def test_fp16_optimizer_bert(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    accuracy = load("fp16_optimizer_bert").main([*arguments, "--device", "cpu", "--num_train_epochs", "4"])
-    assert accuracy > 0.8
+    assert run("fp16_optimizer_bert", [*arguments, "--device", "cpu", "--num_train_epochs", "4"]) > 0.8
     printed = capsys.readouterr().out
     assert ("torch.float16, loss scale" in printed) is bool(arguments)
     assert ("loss scale 128" in printed) is ("128" in arguments)
 
 
 def test_data_parallel() -> None:
-    found = load("data_parallel").main()
     low = torch.float16 if torch.cuda.is_available() else torch.bfloat16
-    assert found == {"Plain": [torch.float32] * 2, "Decorated": [low] * 2, "DataParallel": [low]}
+    assert run("data_parallel") == {"Plain": [torch.float32] * 2, "Decorated": [low] * 2, "DataParallel": [low]}
 
 
-def test_half_deployment(capsys: pytest.CaptureFixture[str]) -> None:
-    changed = load("half_deployment").main()
+def test_half_models(capsys: pytest.CaptureFixture[str]) -> None:
+    changed = run("half_deployment")
     assert changed["as advised"] <= 0.005 < 0.02 < changed["all half"]
     assert "worth keeping in float32: 0 (output error 1.89e-01 -> " in capsys.readouterr().out
-
-
-def test_half_rnn() -> None:
-    errors = load("half_rnn").main()
+    errors = run("half_rnn")
     assert len(errors) == 4
     assert all(error < (2e-3 if "float16" in name.split()[1:] else 2e-2) for name, error in errors.items())
+
+
+# --- other libraries' loops
+
+
+def test_accelerate(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("accelerate", reason="it is in ampkit[dev]")
+    assert run("loops_accelerate") == pytest.approx(0.01 * 0.99**7)    # eight steps, one of them skipped
+    said = "step 5 was skipped:\nfinite down to 0.bias; first bad: 0.weight\n  0.weight: 0 inf, 1 NaN"
+    assert said in capsys.readouterr().out
+
+
+def test_transformers() -> None:
+    pytest.importorskip("transformers", reason="it is in ampkit[dev]")
+    pytest.importorskip("accelerate", reason="it is in ampkit[dev]")
+    rows = [row for row in run("loops_transformers") if "grad_norm" in row]
+    assert len(rows) == 8
+    assert all(row["grad_norm"] < 2.0 and row["loss_scale"] > 1.0 for row in rows)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore::DeprecationWarning:lightning")
+@pytest.mark.filterwarnings("ignore::FutureWarning:lightning")
+def test_lightning() -> None:
+    pytest.importorskip("lightning", reason="it is in ampkit[dev]")
+    metrics, loss = run("loops_lightning")
+    assert set(metrics) == {"loss_scale", "skipped_steps"}
+    assert loss < 12.0

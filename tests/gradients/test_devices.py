@@ -12,7 +12,7 @@ CPU, CUDA, OTHER = torch.device("cpu"), torch.device("cuda", 0), torch.device("c
 
 
 class Elsewhere:
-    """Stands for a tensor on a device, and keeps how it was asked to move."""
+    """A tensor on a device, with the arguments of its last `to`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

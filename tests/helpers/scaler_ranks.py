@@ -109,7 +109,7 @@ def flat(rank: int, world: int, which: str, original: bool = False, clip: bool =
 
 
 def plain_clipping_of_shards(rank: int, world: int) -> dict[str, Any]:
-    """A disabled scaler clips as an enabled one: over the ranks it is told, and no flat shards without."""
+    """A disabled scaler clips as an enabled one: over the ranks of a process group, and no flat shards without one."""
     scaler = GradScaler("cpu", enabled=False)
     out: dict[str, Any] = {}
     for order in (2.0, math.inf):
@@ -173,7 +173,7 @@ def two_dimensions(rank: int, world: int, which: str, clip: bool = False) -> dic
     return train(model, optimizer, GradScaler("cpu"), inputs, spoiled=spoiled, clip=clip)
 
 
-def several_meshes(rank: int, world: int, culprit: int, cls=GradScaler) -> dict[str, Any]:
+def several_meshes(rank: int, world: int, bad_rank: int, cls=GradScaler) -> dict[str, Any]:
     """A replicated parameter first, then one sharded over each dimension of a mesh: all ranks must agree."""
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("rows", "columns"))
     plain = nn.Parameter(torch.ones(2))
@@ -185,7 +185,7 @@ def several_meshes(rank: int, world: int, culprit: int, cls=GradScaler) -> dict[
     params = [plain, *sharded]
     for param in params:
         param.grad = torch.ones_like(param)
-    if rank == culprit:
+    if rank == bad_rank:
         spoil_grad(sharded[1], "nan")
     optimizer = torch.optim.SGD(params, lr=1.0)
     scaler.step(optimizer)
@@ -212,7 +212,7 @@ def pending_reduction(rank: int, world: int) -> dict[str, Any]:
 
 
 def by_hand(rank: int, world: int, which: str, empty: bool = False, cls=GradScaler) -> dict[str, Any]:
-    """Each rank owns another parameter; only a process group can tell that they belong together."""
+    """Each rank owns another parameter; only a process group says that they belong together."""
     param = nn.Parameter(torch.ones(3))
     optimizer = OPTIMIZERS[which]([param])
     scaler = cls("cpu", process_group=dist.group.WORLD)

@@ -14,7 +14,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -53,7 +52,7 @@ def in_regions(net: torch.nn.Module) -> None:
     layers = Policy.default("cpu").with_rules({"aten::mul.Tensor": Rule.LOWER})
     for n in range(TURN % 3):
         layers = layers.with_rules({("aten::mm", "aten::bmm", "aten::addmm")[(TURN + n) % 3]: Rule.FLOAT32})
-    with autocast("cpu", policy=layers.for_modules(net, {"1": torch.float32}), cache=CACHE):
+    with autocast("cpu", policy=layers.for_modules({"1": torch.float32}), cache=CACHE):
         net(X)
 
 
@@ -65,6 +64,7 @@ def step() -> None:
     with autocast("cpu"):
         net(X).sum().backward()
     optimizer.step()
+    assert not module_hooks._watches, "hooks of the parent's threads are still there"
 
 
 def in_a_child(call: Callable[[], None], seconds: float = 30.0) -> str:
@@ -186,21 +186,20 @@ def test_a_thread_that_forks_while_it_clears_torchs_cache_goes_on(monkeypatch):
     assert results == [""]
 
 
-@pytest.mark.parametrize("cache", [None, WeightCache()], ids=["no cache", "cache"])
-def test_what_dies_with_the_parents_threads_waits_for_no_lock(cache):
+def test_what_dies_with_the_parents_threads_waits_for_no_lock():
     """In the child, the other threads' own data is freed before any hook of ours runs: regions open there among it."""
     own, entered, held, done = threading.local(), threading.Event(), threading.Event(), threading.Event()
 
     def in_region() -> None:
         own.net, own.weights = model(), [torch.nn.Parameter(torch.ones(2, 2))]
-        with autocast("cpu", policy=Policy.default("cpu").for_modules(own.net, {"1": torch.float32}), cache=cache):
+        with autocast("cpu", policy=Policy.default("cpu").for_modules(own.net, {"1": torch.float32})):
             own.net(X)
             torch.mm(X, own.weights[0])
             entered.set()
             done.wait()
 
     def hold() -> None:
-        with module_hooks._lock, nullcontext() if cache is None else cache._lock:
+        with module_hooks._lock:
             held.set()
             done.wait()
 

@@ -1,4 +1,4 @@
-"""Scalers driven by what nobody would write: broken checkpoints, and calls in any order beside torch.amp."""
+"""Scalers under hostile use: broken checkpoints, and calls in any order beside torch.amp."""
 
 import copy
 import pickle
@@ -18,7 +18,7 @@ from tests.hostile.budget import rounds
 
 # Broken checkpoints
 
-CASES = 8_400
+CASES = 600
 STRANGE: list[Any] = [
     None, [], {}, (), "", "1.0", "dynamic", b"2", True, False, object, torch.float32, [1], {"scale": 1.0}, 1j,
     Decimal(2), -1, 0, 1, 3, 2**31 - 1, 2**31, 2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 10**400, Fraction(1, 3),
@@ -37,7 +37,7 @@ RULES: list[Callable[[], Any]] = [
 
 
 def silent(_: object) -> None:
-    """No alarm for scales that collapse."""
+    """For `on_stuck`: scales collapse here."""
 
 
 def made(rule: Any, iterations: int) -> GradScaler:
@@ -124,9 +124,9 @@ def test_a_checkpoint_loads_as_a_whole_or_not_at_all() -> None:
             scale = scaler.get_scale()
             assert scaler.loss_scale.min_scale <= scale <= scaler.loss_scale.max_scale, state
             iterate(scaler, 4)
-            twin = made(RULES[kind[0]](), 1)  # a scale on a device is rounded to float32
-            twin.load_state_dict(scaler.state_dict())
-            assert twin.state_dict() == scaler.state_dict(), state
+            again = made(RULES[kind[0]](), 1)  # a scale on a device is rounded to float32
+            again.load_state_dict(scaler.state_dict())
+            assert again.state_dict() == scaler.state_dict(), state
         assert CASES / 4 < refused < CASES
 
 
@@ -141,7 +141,7 @@ OPTIMIZERS: list[Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = 
 ]
 
 
-class Lane:
+class Run:
     """A scaler and what it trains."""
 
     def __init__(self, cls: type, kinds: list[int], arguments: tuple[Any, ...]) -> None:
@@ -166,8 +166,8 @@ class Lane:
         self.scaler, state = self.new(), self.scaler.state_dict()
         self.scaler.load_state_dict(state)
 
-    def replaced(self, twin_of: Callable[[Any], Any]) -> None:
-        self.scaler = twin_of(self.scaler)
+    def replaced(self, copied: Callable[[Any], Any]) -> None:
+        self.scaler = copied(self.scaler)
 
     def unscale_by(self, which: int, factor: float) -> Any:
         return self.scaler._unscale_grads_(self.optimizers[which], torch.tensor(factor), torch.zeros(()), True)
@@ -187,41 +187,41 @@ class Lane:
         return [*tensors, scaler.get_scale(), scaler._get_growth_tracker(), scaler.get_growth_factor()]
 
 
-def draw_call(rng: random.Random) -> tuple[str, Callable[[Lane], Any]]:
-    """One call, to be made on both lanes."""
+def draw_call(rng: random.Random) -> tuple[str, Callable[[Run], Any]]:
+    """One call, to be made on both runs."""
     which, fault = rng.randrange(2), rng.choice((1.0, 1.0, 1.0, 0.5, float("inf"), float("nan")))
     interval, factor = rng.choice((1, 2, 5)), rng.choice((2.0, 3.0))
     new = rng.choice((None, None, None, None, 2.0**10, 12345.0, torch.tensor(64.0)))
     set_to = rng.choice((None, 0.0, 1.0))
-    calls: list[tuple[int, str, Callable[[Lane], Any]]] = [
-        (6, "backward", lambda lane: lane.backward(which, fault)),
-        (1, "scale", lambda lane: lane.scaler.scale([torch.ones(2), (torch.ones((), dtype=torch.float16),)])),
-        (3, "zero_grad", lambda lane: lane.optimizers[which].zero_grad(set_to_none=False)),
-        (3, "unscale_", lambda lane: lane.scaler.unscale_(lane.optimizers[which])),
-        (6, "step", lambda lane: lane.scaler.step(lane.optimizers[which])),
-        (5, "update", lambda lane: lane.scaler.update(new)),
-        (1, "set_growth_interval", lambda lane: lane.scaler.set_growth_interval(interval)),
-        (1, "set_growth_factor", lambda lane: lane.scaler.set_growth_factor(factor)),
-        (1, "set_backoff_factor", lambda lane: lane.scaler.set_backoff_factor(1 / factor)),
-        (1, "save and load", lambda lane: lane.restored()),
-        (1, "pickle", lambda lane: lane.replaced(lambda scaler: pickle.loads(pickle.dumps(scaler)))),
-        (1, "deepcopy", lambda lane: lane.replaced(copy.deepcopy)),
-        (1, "_unscale_grads_", lambda lane: lane.unscale_by(which, 0.5)),
-        (1, "_check_inf_per_device", lambda lane: lane.scaler._check_inf_per_device(lane.optimizers[which])),
-        (1, "_found_inf_per_device", lambda lane: lane.scaler._found_inf_per_device(lane.optimizers[which])),
-        (1, "_maybe_opt_step", lambda lane: lane.step_if(which, set_to)),
-        (1, "_per_optimizer_states", lambda lane: lane.known(which)),
-        (1, "_get_scale_async", lambda lane: lane.scaler._get_scale_async()),
+    calls: list[tuple[int, str, Callable[[Run], Any]]] = [
+        (6, "backward", lambda run: run.backward(which, fault)),
+        (1, "scale", lambda run: run.scaler.scale([torch.ones(2), (torch.ones((), dtype=torch.float16),)])),
+        (3, "zero_grad", lambda run: run.optimizers[which].zero_grad(set_to_none=False)),
+        (3, "unscale_", lambda run: run.scaler.unscale_(run.optimizers[which])),
+        (6, "step", lambda run: run.scaler.step(run.optimizers[which])),
+        (5, "update", lambda run: run.scaler.update(new)),
+        (1, "set_growth_interval", lambda run: run.scaler.set_growth_interval(interval)),
+        (1, "set_growth_factor", lambda run: run.scaler.set_growth_factor(factor)),
+        (1, "set_backoff_factor", lambda run: run.scaler.set_backoff_factor(1 / factor)),
+        (1, "save and load", lambda run: run.restored()),
+        (1, "pickle", lambda run: run.replaced(lambda scaler: pickle.loads(pickle.dumps(scaler)))),
+        (1, "deepcopy", lambda run: run.replaced(copy.deepcopy)),
+        (1, "_unscale_grads_", lambda run: run.unscale_by(which, 0.5)),
+        (1, "_check_inf_per_device", lambda run: run.scaler._check_inf_per_device(run.optimizers[which])),
+        (1, "_found_inf_per_device", lambda run: run.scaler._found_inf_per_device(run.optimizers[which])),
+        (1, "_maybe_opt_step", lambda run: run.step_if(which, set_to)),
+        (1, "_per_optimizer_states", lambda run: run.known(which)),
+        (1, "_get_scale_async", lambda run: run.scaler._get_scale_async()),
     ]
     weights, names, made_calls = zip(*calls, strict=True)
     at = rng.choices(range(len(calls)), weights)[0]
     return f"{names[at]}({which}, {fault}, {new})", made_calls[at]
 
 
-def outcome(call: Callable[[Lane], Any], lane: Lane) -> Any:
+def outcome(call: Callable[[Run], Any], run: Run) -> Any:
     """What a call returned or raised."""
     try:
-        return call(lane)
+        return call(run)
     except Exception as error:
         return error
 
@@ -246,13 +246,13 @@ def test_calls_in_any_order_do_what_torch_does() -> None:
         for _ in range(PROGRAMS):
             kinds = [rng.randrange(len(OPTIMIZERS)) for _ in range(2)]
             arguments = (rng.choice((2.0**16, 2.0, 1000.0)), 2.0, 0.5, rng.choice((1, 2, 2000)))
-            ours, theirs = (Lane(cls, kinds, arguments) for cls in (GradScaler, torch.amp.GradScaler))
+            ours, theirs = (Run(cls, kinds, arguments) for cls in (GradScaler, torch.amp.GradScaler))
             program = []
             for _ in range(CALLS):
                 name, call = draw_call(rng)
                 program.append(name)
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", "scale\\(\\) got a loss that does not require grad")
-                    ended = [outcome(call, lane) for lane in (ours, theirs)]
+                    ended = [outcome(call, run) for run in (ours, theirs)]
                 assert alike(*ended), f"{kinds} {arguments} {program} {ended}"
                 assert alike(ours.values(), theirs.values()), f"{kinds} {arguments} {program}"

@@ -19,12 +19,6 @@ def test_importing_ampkit_warns_of_nothing() -> None:
     fresh_python("import torch, warnings\nwarnings.simplefilter('error')\nimport ampkit, ampkit_kernels")
 
 
-def test_the_checkout_shadows_no_other_package() -> None:
-    """The folder `kernels` is a source root, so `import kernels` finds no module of ours."""
-    code = "import importlib.util as u\nspec = u.find_spec('kernels')\nprint(spec.origin if spec else None)"
-    assert str(ROOT) not in fresh_python(code)
-
-
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `make wheel` leaves in `dist/`."""
@@ -67,15 +61,6 @@ def test_the_wheel_holds_both_packages_and_nothing_else(wheel: Path) -> None:
     assert shipped == sources
 
 
-def test_the_wheel_works_away_from_the_sources(wheel: Path, tmp_path: Path) -> None:
-    """Unpacked elsewhere, both packages import from there and the command answers."""
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path)
-    code = "import ampkit, ampkit_kernels\nprint(ampkit.__file__, ampkit_kernels.__file__)"
-    printed = fresh_python(code, cwd=tmp_path, path=str(tmp_path)).split()
-    assert all(Path(name).is_relative_to(tmp_path) for name in printed)
-
-
 @pytest.mark.slow
 def test_the_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
     """Installed by pip where there is nothing but what it asks for, the README's first example runs in another folder.
@@ -96,14 +81,6 @@ def test_the_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) ->
     assert "FLOAT32" in environment.run("ampkit", "explain", "softmax", cwd=elsewhere)
 
 
-def test_an_environment_that_lacks_a_requirement_is_refused(wheel: Path, tmp_path: Path) -> None:
-    """The environment above has what it was given, and pip asks for what the wheel says it needs."""
-    environment = Environment(tmp_path / "environment")
-    environment.link(requirements_of("triton") | requirements_of("numpy"))
-    with pytest.raises(AssertionError, match="No matching distribution found for torch"):
-        environment.install(wheel)
-
-
 # Of no use without a repository.
 LEFT_OUT = {".gitignore"}
 
@@ -120,8 +97,8 @@ def test_the_source_archive_holds_what_the_repository_holds(unpacked: Path) -> N
 
 @pytest.mark.slow
 def test_the_tests_run_from_the_source_archive(unpacked: Path) -> None:
-    """Those that look at the files themselves, and those of the policy's words; the others need no more."""
-    chosen = ["tests/house/test_form.py", "tests/house/test_workflows.py", "tests/policy/test_policy.py"]
+    """Those that look at the files themselves, and those of the operator lists; the others need no more."""
+    chosen = ["tests/house/test_form.py::test_form", "tests/house/test_workflows.py", "tests/policy/test_op_table.py"]
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *chosen],
         cwd=unpacked, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""},

@@ -128,14 +128,14 @@ def test_memory_is_what_a_step_needs_beyond_what_is_allocated(monkeypatch: pytes
 def test_the_digits_reach_97_percent_and_the_fault_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What the README promises: every run learns, the loss scale is at work, the record is complete."""
-    results = run_demo(tmp_path, "--model", "digits")
+    """In half of its steps: every run learns, the loss scale is at work, the record is complete."""
+    results = run_demo(tmp_path, "--model", "digits", "--steps", "150")
     runs = results["tasks"]["digits"]["runs"]
     assert [run["name"] for run in runs] == ["fp32", "torch.amp", "ampkit"]
     assert [run["dtype"] for run in runs] == ["fp32", "fp16", "fp16"]
     assert all(run["held_out"] >= 97 for run in runs)
     assert all(max(run["scales"]) > 65536 and run["skipped_steps"] for run in runs[1:])
-    assert {len(run[key]) for run in runs for key in ("losses", "seconds")} == {300}
+    assert {len(run[key]) for run in runs for key in ("losses", "seconds")} == {150}
     assert results["machine"]["torch"] == torch.__version__
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out

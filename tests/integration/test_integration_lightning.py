@@ -214,14 +214,6 @@ def test_a_cache_keeps_casts_between_batches(tmp_path: Path) -> None:
     assert (cache.info().hits, cache.info().misses) == (8, 8)
 
 
-def test_lbfgs_stays_refused(tmp_path: Path) -> None:
-    """By Lightning, in float16."""
-    module = Module()
-    module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())    # type: ignore[method-assign]
-    with pytest.raises(Exception, match="AMP and the LBFGS optimizer are not compatible"):
-        fit(module, sixteen(), tmp_path)
-
-
 class FsdpOnCpu(FSDPStrategy):
     """Lightning's strategy, which is for GPUs, but for the call that wraps the model."""
 
@@ -284,22 +276,6 @@ def test_what_the_fsdp_plugin_refuses() -> None:
     assert FSDPPrecision("bf16-mixed").scaler is None
     if not torch.accelerator.is_available():
         assert FSDPPrecision("bf16-mixed").device == "cpu"
-
-
-def test_manual_clipping_and_stepping_know_one_optimizer(tmp_path: Path) -> None:
-    """Lightning hands a wrapper to the one and the optimizer itself to the other."""
-    module, plugin = Module("ampkit", manual=True), sixteen()
-    assert plugin.scaler is not None
-    known: list[int] = []
-    update = plugin.scaler.update
-
-    def noted() -> None:
-        known.append(len(plugin.scaler._per_optimizer_states))      # type: ignore[union-attr]
-        update()
-
-    plugin.scaler.update = noted    # pyright: ignore[reportAttributeAccessIssue]
-    fit(module, plugin, tmp_path)
-    assert known == [1] * 4
 
 
 @pytest.mark.parametrize("cls", [MixedPrecision, for_fabric.MixedPrecision])

@@ -25,7 +25,7 @@ def all_operations(impl: str) -> list[Tensor]:
     for accumulate in (False, True):
         unscale_into_([zeros(3, dtype=torch.float16)], lists[0], scale, flag, accumulate=accumulate, impl=impl)
     adamw_(*lists, [], [zeros(())], lr=0.1, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.1, impl=impl, **scalars)
-    sgd_(*lists[:3], lr=0.1, momentum=0.9, started=zeros(1), impl=impl, **scalars)
+    sgd_(*lists[:3], lr=0.1, momentum=0.9, started=[zeros(())], impl=impl, **scalars)
     norms = [norm_and_check(mixed[:n], scale, flag, order, impl=impl) for order in (2.0, 3.0) for n in (0, 5)]
     return [*norms, nonfinite_counts(mixed, impl=impl), nonfinite_counts([], impl=impl)]
 

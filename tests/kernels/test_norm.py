@@ -37,16 +37,6 @@ def test_reference_has_torchs_bits_at_powers_of_two(exponent: int, order: float)
         torch.testing.assert_close(got, total, rtol=1e-5, atol=0)
 
 
-def test_threads_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ampkit_kernels import reference
-
-    grads = gradients(torch.float32, (5000, 17, 9000, 1, 4000))
-    alone = norm_and_check(grads, scalar(0.5), scalar(0.0))
-    monkeypatch.setattr(reference, "_ELEMENTS_PER_THREAD", 1000)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert torch.equal(norm_and_check(grads, scalar(0.5), scalar(0.0)), alone)
-
-
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("offset", [0, 1, 3])
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -61,7 +61,7 @@ class SGDState:
         return self.params, self.buffers, [self.started]
 
     def step(self, grads, **options) -> None:
-        started = self.started if options.get("momentum") else None
+        started = list(self.started.unbind()) if options.get("momentum") else None
         sgd_(self.params, grads, self.buffers, lr=0.1, started=started, **options)
 
 
@@ -268,9 +268,9 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="nesterov needs momentum > 0 and"):
         sgd_(p, g, [torch.ones(2)], lr=0.1, momentum=0.9, dampening=0.1, nesterov=True)
     with pytest.raises(
-        ValueError, match=r"started is a torch.float64 tensor of shape \(1,\); expected float32"
+        ValueError, match=r"an element of started is a torch.float64 tensor of shape \(\); expected one float32"
     ):
-        sgd_(p, g, [torch.ones(2)], lr=0.1, momentum=0.9, started=torch.zeros(1).double())
+        sgd_(p, g, [torch.ones(2)], lr=0.1, momentum=0.9, started=[torch.zeros(()).double()])
     with pytest.raises(ValueError, match=r"multiplier is a torch.float64"):
         sgd_(p, g, [], lr=0.1, multiplier=torch.ones(()).double())
     assert torch.equal(p[0], torch.ones(2))

@@ -261,3 +261,14 @@ def test_a_lazily_negated_gradient_is_seen() -> None:
         param.grad = grad
         optimizer.step()
     assert param.item() == -1.0
+
+
+def test_a_captured_step_warns_once_of_a_learning_rate_that_the_host_holds() -> None:
+    param = torch.nn.Parameter(torch.ones(2))
+    param.grad = torch.ones(2)
+    optimizer = AdamW([param], impl="triton")
+    with noted_launches(), mock.patch("ampkit_kernels.is_capturing", return_value=True):
+        with pytest.warns(UserWarning, match=r"AdamW.step\(\) is captured in a CUDA graph with") as found:
+            optimizer.step()
+        optimizer.step()
+    assert [one.filename for one in found] == [__file__]

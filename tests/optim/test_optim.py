@@ -265,22 +265,6 @@ def test_closures_and_missing_gradients() -> None:
     assert torch.equal(params[3], before[3])
 
 
-def test_large_lists_are_scaled_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ampkit.optim import _step
-
-    monkeypatch.setattr(_step, "_ELEMENTS_AT_A_TIME", 10)
-    params = parameters()
-    others = twins(params)
-    mine, reference = AdamW(params), torch.optim.AdamW(others)
-    mine.grad_scale = torch.tensor(4.0)
-    for p, q in zip(params, others, strict=True):
-        q.grad = torch.randn_like(q)
-        p.grad = q.grad * 4
-    mine.step()
-    reference.step()
-    assert_same(params, others)
-
-
 def test_pickle_and_deepcopy() -> None:
     params = parameters()
     optimizer = AdamW(params, impl="reference")

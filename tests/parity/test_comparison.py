@@ -1,6 +1,7 @@
-"""The README's comparison with torch.amp, line by line: each probe is put to both, and both answers are pinned.
+"""The README's comparison with torch.amp, line by line: each probe is put to both, and both answers are compared.
 
-A line goes from the README when torch starts to answer as ampkit does; the test then says so.
+Differences that only docs/differences.md names are here too. When torch starts to answer as ampkit does, a test fails
+and the line goes.
 """
 
 import asyncio

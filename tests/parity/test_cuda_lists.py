@@ -10,7 +10,8 @@ import torch
 from torch._ops import OpOverload
 
 from ampkit import Policy
-from ampkit.policy.op_table import TORCH, fold, resolve
+from ampkit.policy.op_table import TORCH, fold
+from ampkit.policy.operator_keys import resolve
 from ampkit.region import specialised
 from ampkit.region.mode import AutocastMode
 from ampkit.region.thread_state import thread

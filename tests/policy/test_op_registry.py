@@ -11,7 +11,8 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit import Policy
-from ampkit.policy.op_table import TORCH, Group, Rule, fold, names, resolve
+from ampkit.policy.op_table import TORCH, Group, Rule, fold, names
+from ampkit.policy.operator_keys import resolve
 from ampkit.torch_internals.dispatcher import current
 from tests.helpers.op_samples import Call, op_db_calls, run
 from tests.tools import operator_drift

@@ -8,7 +8,8 @@ import torch
 
 from ampkit import explain
 from ampkit.policy import op_table
-from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, Group, Rule, fold, resolve
+from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, Group, Rule, fold
+from ampkit.policy.operator_keys import resolve
 
 aten = torch.ops.aten
 
@@ -29,7 +30,7 @@ def test_resolve_reads_names_as_the_dispatcher_writes_them(name: str, op: torch.
 
 
 def test_resolve_names_the_nearest_operators() -> None:
-    with pytest.raises(ValueError, match=r"unknown operator 'con2d' in torch .*; nearest: \['conv2d'"):
+    with pytest.raises(ValueError, match=r"unknown operator 'con2d' in torch .*; nearest: \['aten::conv2d'"):
         resolve("con2d")
     with pytest.raises(ValueError, match=r"'aten::softmax' has no overload 'default'; expected one of \['int'"):
         resolve("softmax")

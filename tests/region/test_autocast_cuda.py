@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit import Policy, autocast
-from ampkit.policy.op_table import TORCH, fold, resolve
+from ampkit.policy.op_table import TORCH, fold
+from ampkit.policy.operator_keys import resolve
 from tests.helpers.op_samples import native
 from tests.helpers.regions import BF16, FP16, FP32, FP64, on_fake_cuda
 

@@ -6,8 +6,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
 
-import ampkit
-from ampkit import Policy, WeightCache, autocast, checkpoint_context_fn
+from ampkit import Policy, WeightCache, autocast
 from tests.helpers.regions import BF16, FP16, FP32, like_torch, state
 
 
@@ -25,17 +24,7 @@ def plain(use_reentrant):
     return lambda function, *args: torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant)
 
 
-def ours(use_reentrant):
-    return lambda function, *args: ampkit.checkpoint(function, *args, use_reentrant=use_reentrant)
-
-
-def with_context_fn(function, *args):
-    return torch.utils.checkpoint.checkpoint(
-        function, *args, use_reentrant=False, context_fn=checkpoint_context_fn
-    )
-
-
-WAYS = {"plain": plain(False), "ampkit": ours(False), "ampkit reentrant": ours(True), "context_fn": with_context_fn}
+WAYS = {"not reentrant": plain(False), "reentrant": plain(True)}
 
 
 class Net(nn.Module):
@@ -100,7 +89,7 @@ def test_recompute_sees_what_the_forward_saw(way, name):
 def test_torch_does_the_same_with_its_own_region(use_reentrant):
     """The oracle of the test above."""
     theirs, seen = run(plain(use_reentrant), torch.autocast("cpu", FP16, cache_enabled=False))
-    mine, ours_seen = run(ours(use_reentrant), like_torch(FP16, cache_enabled=False))
+    mine, ours_seen = run(plain(use_reentrant), like_torch(FP16, cache_enabled=False))
     assert seen == ours_seen
     assert len(seen) == 2
     assert all(torch.equal(a, b) for a, b in zip(theirs, mine, strict=True))
@@ -136,31 +125,6 @@ def test_forward_outside_and_backward_inside(region, use_reentrant):
     assert seen[0][:4] == (FP32, FP32, FP32, False)
 
 
-def test_checkpoint_called_outside_and_backward_inside():
-    seen = []
-    net, x = Net(seen), torch.randn(4, 8, requires_grad=True)
-    loss = net(x, ours(True)).sum()
-    with autocast("cpu"):
-        loss.backward()
-    assert seen[0] == seen[1]
-    assert seen[0][3] is False
-
-
-def test_region_for_a_device_that_the_forward_did_not_know():
-    """Forward in a CPU region, backward in a CUDA one: the recompute has CUDA off."""
-    def body(x):
-        seen.append((torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")))
-        return x.exp()
-
-    seen = []
-    x = torch.ones(2, requires_grad=True)
-    with autocast("cpu"):
-        y = ampkit.checkpoint(body, x).sum()
-    with autocast("cuda:0"):
-        y.backward()
-    assert seen == [(True, False)] * 2
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_region_inside_the_checkpointed_function(use_reentrant):
     def body(x):
@@ -170,7 +134,7 @@ def test_region_inside_the_checkpointed_function(use_reentrant):
         return torch.mm(x, x).float()
 
     for outer, expected in ((autocast("cpu", enabled=False), FP32), (autocast("cpu"), BF16)):
-        for way in (plain(False), ours(use_reentrant)):
+        for way in (plain(False), plain(use_reentrant)):
             seen = []
             x = torch.ones(4, 4, requires_grad=True)
             with outer:
@@ -230,12 +194,6 @@ def test_decorated_forward_needs_nothing():
         assert seen[0] == seen[1]
 
 
-def test_plain_reentrant_checkpoint_keeps_torchs_part():
-    """Enabled and dtype are torch's own state, so they come back; a policy does not: use `ampkit.checkpoint`."""
-    _, seen = run(plain(True), like_torch(FP16))
-    assert seen[0] == seen[1]
-
-
 def test_recompute_that_ends_early():
     """torch ends it by an exception: regions open at that moment are left, and gradients are the same."""
     class Decorated(Net):
@@ -246,7 +204,7 @@ def test_recompute_that_ends_early():
     before = state()
     for net_type in (Net, Decorated):
         gradients = []
-        for way in (None, plain(False), ours(False), with_context_fn):
+        for way in (None, plain(False)):
             net, x = net_type([]), torch.ones(4, 8, requires_grad=True)
             with torch.utils.checkpoint.set_checkpoint_early_stop(True), autocast("cpu"):
                 loss = net(x, way).float().pow(2).sum()
@@ -254,22 +212,7 @@ def test_recompute_that_ends_early():
             assert state() == before
             assert len(net.seen) == 1
             gradients.append([x.grad, *(p.grad for p in net.parameters())])
-        for other in gradients[1:]:
-            assert all(torch.equal(a, b) for a, b in zip(gradients[0], other, strict=True))
-
-
-def test_arguments_go_through():
-    def body(x, *, scale):
-        return torch.mm(x, x) * scale, x
-
-    x = torch.ones(2, 2, requires_grad=True)
-    with autocast("cpu"):
-        y, z = ampkit.checkpoint(body, x, scale=3.0, preserve_rng_state=False, determinism_check="none")
-    assert y.dtype is BF16
-    (y.float() + z).sum().backward()
-    assert x.grad is not None
-    with pytest.raises(ValueError, match="Unexpected keyword"):
-        ampkit.checkpoint(lambda x: x, x, use_reentrant=True, unknown=1)
+        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 def test_exception_in_the_recompute():
@@ -327,7 +270,7 @@ def test_recompute_leaves_the_caches_of_open_regions_alone():
 def test_compiled_in_one_graph(backend):
     def function(x):
         with autocast("cpu", policy=KEEPS_MM):
-            return ampkit.checkpoint(lambda x: torch.softmax(x @ x, -1), x)
+            return plain(False)(lambda x: torch.softmax(x @ x, -1), x)
 
     def run(function):
         x = torch.eye(3, requires_grad=True)
@@ -340,8 +283,7 @@ def test_compiled_in_one_graph(backend):
     assert all(map(torch.equal, got, run(function)))
 
 
-@pytest.mark.parametrize("checkpoint", [torch.utils.checkpoint.checkpoint, ampkit.checkpoint])
-def test_a_recompute_that_ends_in_a_compiled_graph_leaves_nothing_open(checkpoint):
+def test_a_recompute_that_ends_in_a_compiled_graph_leaves_nothing_open():
     """The graph opens the region of a module with a rule, and the recompute stops when it has what backward needs."""
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -349,7 +291,7 @@ def test_a_recompute_that_ends_in_a_compiled_graph_leaves_nothing_open(checkpoin
     policy = Policy.default("cpu").for_modules(model, {"1": torch.float32})
     before = state()
     with torch.utils.checkpoint.set_checkpoint_early_stop(True), autocast("cpu", policy=policy):
-        loss = checkpoint(compiled, torch.ones(2, 4, requires_grad=True), use_reentrant=False).sum()
+        loss = plain(False)(compiled, torch.ones(2, 4, requires_grad=True)).sum()
     loss.backward()
     assert state() == before
     for _ in range(2):

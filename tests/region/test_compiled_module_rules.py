@@ -110,8 +110,8 @@ NESTED: dict[str, Callable[[nn.Module], Policy]] = {
 }
 INNER_REGIONS: dict[str, Callable[[], Any]] = {
     "the same policy": lambda: autocast("cpu"),
-    "an island": lambda: autocast("cpu", enabled=False),
-    "torch's island": lambda: torch.autocast("cpu", enabled=False),
+    "disabled": lambda: autocast("cpu", enabled=False),
+    "torch's, disabled": lambda: torch.autocast("cpu", enabled=False),
     "another policy": lambda: autocast("cpu", policy=TORCH),
     "another dtype": lambda: autocast("cpu", torch.float16),
 }

@@ -19,7 +19,6 @@ from torch.nn.modules import module as hooked
 from torch.nn.parallel import DistributedDataParallel
 
 from ampkit import Policy, autocast, wrap_forward
-from ampkit.region.snapshot import Snapshot
 from ampkit.region.thread_state import thread
 from tests.helpers.module_rules import ALL, Block, Model, X, dtypes, only, rules
 from tests.helpers.ranks import on_ranks
@@ -100,14 +99,6 @@ def test_float32_computes_all_of_a_module_in_float32():
     assert found["on"] is False
 
 
-def test_gradients_flow_through_mixed_modules():
-    model = Model()
-    with autocast("cpu", policy=rules(model, {"blocks.0": FP32, "head": FP16})):
-        loss = model(X).float().pow(2).sum()
-    loss.backward()
-    assert all(p.grad.dtype is FP32 and p.grad.isfinite().all() for p in model.parameters())
-
-
 def test_rules_add_up():
     model, other = Model(), Model()
     policy = rules(model, {"head": FP32}).for_modules(model, {"blocks.*.attn": FP16}).for_modules(other, {Block: FP32})
@@ -149,6 +140,7 @@ def test_what_is_around_the_model_changes_nothing(make, around):
         with autocast("cpu", BF16, policy=policy):
             loss = loss + around(model)(X).float().sum()
     loss.backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
 def sharded(model, *, first):
@@ -286,16 +278,6 @@ def test_threads_with_other_policies():
     assert seen == {"float32": FP32, "float16": FP16}
 
 
-def test_a_thread_that_ends_in_its_region_leaves_no_hooks_behind():
-    model = Model()
-    policy = rules(model, {"head": FP32})
-    worker = threading.Thread(target=lambda: autocast("cpu", policy=policy).__enter__())
-    worker.start()
-    worker.join()
-    gc.collect()
-    assert dtypes(model, policy) == only("head")
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_recompute_follows_the_rules_of_its_forward(whole, reentrant):
@@ -319,16 +301,6 @@ def test_a_recompute_follows_the_rules_of_its_forward(whole, reentrant):
     loss.backward()
     assert seen == {"blocks.0.mlp": [BF16] * 2, "blocks.1.mlp": [FP32] * 2, "head": [FP32] * 2}
     assert state() == before
-
-
-def test_a_snapshot_takes_the_rules_to_another_thread():
-    model, found = Model(), []
-    with autocast("cpu", BF16, policy=rules(model, {"head": FP32})):
-        run = Snapshot().wrap(lambda: found.append(model(X).dtype))
-    worker = threading.Thread(target=run)
-    worker.start()
-    worker.join()
-    assert found == [FP32]
 
 
 class Fails(nn.Module):
@@ -395,23 +367,15 @@ def test_hooks_are_there_only_while_needed():
         assert not hooked._global_forward_pre_hooks
 
 
-def test_hook_tables_cleared_by_other_code():
-    model, before = Model(), state()
-    with autocast("cpu", policy=rules(model, {"head": FP32})):
-        for table in ("pre_hooks", "hooks", "hooks_always_called"):
-            getattr(hooked, f"_global_forward_{table}").clear()
-    assert state() == before
-
-
 @pytest.mark.parametrize("region", [autocast, torch.autocast])
 def test_a_disabled_region_has_no_module_rules(region):
-    class HasIsland(Model):
+    class HasRegion(Model):
         def forward(self, x):
             with region("cpu", enabled=False):
                 x = self.head(x)
             return super().forward(x)
 
-    model, seen = HasIsland(), []
+    model, seen = HasRegion(), []
     model.head.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
     with autocast("cpu", policy=rules(model, {"head": FP16})):
         model(X)
@@ -527,11 +491,14 @@ def test_rules_that_may_have_an_effect_are_silent(run):
         run(model)
 
 
-def test_rules_that_had_an_effect_are_silent():
+def test_rules_that_had_an_effect_are_silent_until_their_modules_are_gone():
     model = Model()
     policy = rules(model, {"head": FP32})
     assert dtypes(model, policy) == only("head")
     assert dtypes(Model(), policy) == only()
+    model.head = nn.Linear(4, 4)        # as quantization replaces layers
+    with pytest.warns(UserWarning, match="none of the modules that this policy's rules bind"):
+        assert dtypes(model, policy) == only()
 
 
 def test_where_warnings_are_errors_the_region_is_left_all_the_same():

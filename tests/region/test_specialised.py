@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ampkit import Policy, Rule, WeightCache, autocast
-from ampkit.policy.op_table import resolve
 from ampkit.policy.operator_kernels import source
+from ampkit.policy.operator_keys import resolve
 from ampkit.region import specialised
 from ampkit.region.thread_state import thread
 from ampkit.region.weight_cache import RegionCache

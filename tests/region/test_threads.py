@@ -14,7 +14,6 @@ from torch import nn
 
 from ampkit import Policy, WeightCache, autocast, wrap_forward
 from ampkit.region import module_hooks
-from ampkit.region.snapshot import Snapshot
 from ampkit.region.stack import Entry
 from tests.helpers.regions import BF16, FP16, FP32, state
 
@@ -160,19 +159,6 @@ def test_gradients_of_threads_that_share_a_cache_add_up():
 
     in_threads([call] * 4)
     assert torch.equal(layer.weight.grad, torch.full((8, 8), 40.0))
-
-
-def test_snapshot_takes_a_region_to_another_thread():
-    keeps = Policy.default("cpu").with_rules({"aten::mm": "keep"})
-    results = []
-    for region, expected in ((autocast("cpu", FP16), FP16), (autocast("cpu", policy=keeps), FP32)):
-        with region:
-            call = Snapshot().wrap(product)
-        thread = threading.Thread(target=lambda call=call: results.append(call()))
-        thread.start()
-        thread.join()
-        assert results.pop() is expected
-    assert product() is FP32
 
 
 FIRST_REGIONS = """

@@ -118,7 +118,7 @@ def test_a_detached_loss_warns_once_and_says_why() -> None:
     with pytest.warns(UserWarning, match="does not require grad"):
         GradScaler("cpu").scale([torch.tensor(1.0)])
     with torch.no_grad():
-        GradScaler("cpu").scale(torch.tensor(1.0))  # nobody expects a backward here
+        GradScaler("cpu").scale(torch.tensor(1.0))  # no backward can follow
     GradScaler("cpu").scale([torch.tensor(1.0), torch.tensor(1.0, requires_grad=True)])
 
 

@@ -1,4 +1,4 @@
-"""Where Triton serves the scale's device: what an iteration launches, and that single numbers keep their bits.
+"""What an iteration launches where Triton runs on the scale's device, and that single numbers keep their bits.
 
 Kernels over gradients do not run here, only the few that compute with single numbers.
 """
@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampkit_kernels
-from ampkit import DynamicLossScale, GradScaler, StaticLossScale
+from ampkit import DynamicLossScale, GradScaler
 from ampkit.gradients import clipping
 from ampkit.scaler.history import History
 
@@ -116,7 +116,7 @@ def test_the_kernel_that_counts_is_loaded_by_the_first_update(launches) -> None:
 
 @pytest.mark.parametrize("size", [0, 5])
 def test_counting_in_one_launch_gives_the_same_counts(launches, size: int) -> None:
-    """Beside the operators that the launch stands for, with no, one and several steps between updates."""
+    """Beside the operators that the launch replaces, with no, one and several steps between updates."""
     ours, theirs = History(torch.device("cpu"), size), History(torch.device("cpu"), size)
     theirs.triton = None
     generator = torch.Generator().manual_seed(0)
@@ -183,24 +183,3 @@ def test_an_update_in_one_launch_follows_the_strategy(launches) -> None:
             scaler._advance(*ours[:2], found_inf)
             compared = 2 if rule.is_plain else 5      # torch's rule has no counters to move
             assert [value.item() for value in ours[:compared]] == [value.item() for value in theirs[:compared]], rule
-
-
-def test_a_static_scale_is_counted_and_stays(launches) -> None:
-    scaler = GradScaler("cpu", loss_scale=StaticLossScale(64.0))
-    scaler.scale(torch.ones((), requires_grad=True))
-    for flag in (0.0, 1.0):
-        scaler._advance(scaler._scale, scaler._growth_tracker, torch.tensor(flag))
-    assert (scaler.get_scale(), scaler.stats().overflows) == (64.0, 1)
-
-
-def test_what_only_code_after_a_step_asks_for_is_there(launches, monkeypatch) -> None:
-    """A second optimizer that shares a gradient unscales it by the first one's scale."""
-    monkeypatch.setattr(f"{__name__}.OVER_GRADIENTS", ())
-    param = torch.nn.Parameter(torch.ones(5))
-    param.grad = torch.full((5,), 1024.0)
-    scaler, optimizer = GradScaler("cpu", 1024.0), Aware([param], lr=0.1)
-    scaler.scale(torch.ones((), requires_grad=True))
-    scaler.clip_grad_norm_(optimizer, 1e9)
-    scaler.step(optimizer)
-    scaler.unscale_(torch.optim.SGD([param], lr=0.0))
-    assert torch.equal(param.grad, torch.ones(5))

@@ -1,4 +1,4 @@
-"""Reports that name the parameters behind a skipped step, and the alarm for a collapsed scale."""
+"""Reports that name the parameters behind a skipped step, and `on_stuck` for a collapsed scale."""
 
 import math
 
@@ -63,17 +63,6 @@ def test_the_report_stays_when_gradients_are_gone_and_training_goes_on() -> None
     assert [c.name for c in scaler.overflow_report()] == ["group 0, parameter 1"]
     assert [c.name for c in scaler.overflow_report(model)] == ["0.bias"]
     assert [c.name for c in scaler.overflow_report(model, optimizer=optimizer)] == ["0.bias"]
-
-
-def test_two_optimizers_report_together_or_apart() -> None:
-    scaler = started(GradScaler)
-    a, b = with_grads([torch.tensor([math.inf, math.nan]), torch.tensor([math.nan])])
-    first, second = torch.optim.SGD([("a", a)], lr=0.1), torch.optim.SGD([("b", b)], lr=0.1)
-    scaler.step(first)
-    scaler.step(second)
-    scaler.update()
-    assert [c.name for c in scaler.overflow_report()] == ["b", "a"]
-    assert [c.name for c in scaler.overflow_report(optimizer=second)] == ["b"]
 
 
 def test_every_kind_of_gradient_is_counted() -> None:

@@ -142,7 +142,7 @@ def test_the_origin_is_where_hooks_see_the_first_bad_gradient(name: str, path: s
     report = scaler.overflow_report()
     bad = [module for module, finite in seen if not finite]
     assert len(report) == len(bad)
-    if not bad:     # the first layer's input: nobody's gradient
+    if not bad:     # the first layer's input is no parameter
         return
     before = [module for module, _ in seen[: seen.index((bad[0], False))]]
     assert report.first_bad == (bad[0],)
@@ -298,28 +298,17 @@ def test_the_first_overflow_of_a_growing_scale_is_named(path: str) -> None:
     report = scaler.overflow_report()
     bad = [module for module, finite in seen if not finite]
     first = seen.index((bad[0], False))
-    assert bad[0] in map(module_of, (culprit.name for culprit in report.origin))
+    assert bad[0] in map(module_of, (gradient.name for gradient in report.origin))
     before = [module for module, _ in seen[:first] if module != bad[0]]
     # a parameter of one of these, where another of the same module is bad
     assert report.finite_down_to in before[-1:] or module_of(str(report.finite_down_to)) in (*before[-1:], bad[0])
 
 
-class TestUsesOfLeaves:
-    def test_a_cast_counts_where_it_is_used(self) -> None:
-        early, late = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2, requires_grad=True)
-        casts = early.bfloat16(), late.bfloat16()
-        loss = (casts[0].t() @ torch.ones(2, 2).bfloat16() @ casts[1]).sum()
-        uses = uses_of_leaves([loss])
-        assert uses[id(late)][1] < uses[id(early)][1]
-
-    def test_a_loss_that_is_a_cast_of_a_leaf(self) -> None:
-        leaf = torch.ones((), requires_grad=True)
-        assert list(uses_of_leaves([leaf.double()])) == [id(leaf)]
-
-    def test_leaves_and_graphs_that_are_too_large_say_nothing(self) -> None:
-        leaf = torch.ones((), requires_grad=True)
-        assert uses_of_leaves([leaf]) == {}
-        assert uses_of_leaves([leaf * leaf * leaf], most_nodes=2) == {}
+def test_losses_that_are_casts_of_leaves_leaves_or_too_large() -> None:
+    leaf = torch.ones((), requires_grad=True)
+    assert list(uses_of_leaves([leaf.double()])) == [id(leaf)]
+    assert uses_of_leaves([leaf]) == {}
+    assert uses_of_leaves([leaf * leaf * leaf], most_nodes=2) == {}
 
 
 def test_graphs_are_looked_at_until_a_step_is_taken_and_after_one_was_skipped(monkeypatch) -> None:

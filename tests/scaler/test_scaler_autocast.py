@@ -30,7 +30,7 @@ class Reader(nn.Module):
         return nn.functional.cross_entropy(logits, targets)
 
 
-def make_lane(ours: bool, fused: bool):
+def make_run(ours: bool, fused: bool):
     torch.manual_seed(0)
     model = Reader()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
@@ -42,14 +42,14 @@ def make_lane(ours: bool, fused: bool):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("fused", "clip"), [(False, False), (False, True), (True, False), (True, True)])
 def test_fifty_steps_of_a_model(dtype, fused, clip) -> None:
-    lanes = {ours: make_lane(ours, fused) for ours in (True, False)}
+    runs = {ours: make_run(ours, fused) for ours in (True, False)}
     batches = torch.Generator().manual_seed(1)
     skips = 0
     for step in range(50):
         tokens = torch.randint(20, (4, 6), generator=batches)
         targets = torch.randint(5, (4,), generator=batches)
         losses = {}
-        for ours, (model, optimizer, scaler) in lanes.items():
+        for ours, (model, optimizer, scaler) in runs.items():
             torch.manual_seed(step)  # the same dropout
             region = autocast("cpu", dtype, policy=Policy.torch("cpu")) if ours else torch.autocast("cpu", dtype)
             optimizer.zero_grad()
@@ -63,7 +63,7 @@ def test_fifty_steps_of_a_model(dtype, fused, clip) -> None:
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)
             scaler.update()
-        (mine, optimizer, ours), (theirs, _, torchs) = lanes[True], lanes[False]
+        (mine, optimizer, ours), (theirs, _, torchs) = runs[True], runs[False]
         skipped = bool(ours.found_inf(optimizer))
         skips += skipped
         assert equal_bits(losses[True], losses[False]), step

@@ -29,7 +29,7 @@ class SAM(torch.optim.Optimizer):
 
 
 class Problem:
-    """A small least-squares fit, whose closure can be told to fail at its n-th evaluation."""
+    """A small least-squares fit, whose closure fails at its n-th evaluation on request."""
 
     def __init__(self, scaler: GradScaler | None, fail_at: int | None = None, how: str = "loss") -> None:
         generator = torch.Generator().manual_seed(0)

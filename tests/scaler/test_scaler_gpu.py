@@ -94,15 +94,15 @@ def test_clipping_equals_the_reference(norm_type) -> None:
 
 @pytest.mark.parametrize("which", AWARE)
 def test_lockstep_with_torch_on_the_device(which) -> None:
-    lanes = []
+    runs = []
     for cls in (GradScaler, torch.amp.GradScaler):
         params = with_grads(torch.ones(33, device="cuda"), torch.ones(5, 3, device="cuda"))
         make = AWARE[which] if cls is GradScaler else AWARE["torch_fused"]
-        lanes.append((cls("cuda", 2.0**8, growth_interval=3), params, make(params)))
+        runs.append((cls("cuda", 2.0**8, growth_interval=3), params, make(params)))
     generator = torch.Generator("cuda").manual_seed(0)
     for step in range(30):
-        noise = [torch.randn(p.shape, device="cuda", generator=generator) for p in lanes[0][1]]
-        for scaler, params, optimizer in lanes:
+        noise = [torch.randn(p.shape, device="cuda", generator=generator) for p in runs[0][1]]
+        for scaler, params, optimizer in runs:
             scaler.scale(torch.ones((), device="cuda", requires_grad=True))
             for param, grad in zip(params, noise, strict=True):
                 param.grad = grad * scaler.get_scale()
@@ -110,8 +110,8 @@ def test_lockstep_with_torch_on_the_device(which) -> None:
                 params[0].grad[3] = math.inf
             scaler.step(optimizer)
             scaler.update()
-        assert lanes[0][0].get_scale() == lanes[1][0].get_scale()
-        for a, b in zip(lanes[0][1], lanes[1][1], strict=True):
+        assert runs[0][0].get_scale() == runs[1][0].get_scale()
+        for a, b in zip(runs[0][1], runs[1][1], strict=True):
             if which == "torch_fused":
                 assert torch.equal(a, b)
             else:

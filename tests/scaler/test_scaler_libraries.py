@@ -200,6 +200,19 @@ def test_private_methods_that_a_subclass_replaces_are_called() -> None:
     assert param.tolist() == [0.0, 0.0]
 
 
+def test_a_subclass_may_check_gradients_by_itself() -> None:
+    class Checks(GradScaler):
+        def _check_inf_per_device(self, optimizer):
+            self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found = {CPU: torch.zeros(())}
+            return found
+
+    scaler = started(Checks, 4.0)
+    param = torch.nn.Parameter(torch.ones(2))
+    param.grad = torch.full((2,), 2.0)
+    scaler.step(torch.optim.SGD([param], lr=1.0, fused=True))
+    assert param.tolist() == [0.5, 0.5]
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("_scale", torch.tensor(2.0)), ("_growth_tracker", torch.tensor(3, dtype=torch.int32)), ("_growth_factor", 3.0),
@@ -265,8 +278,8 @@ def test_every_method_works_under_a_default_device(meta_by_default, rule) -> Non
     scaler.update(4.0)
     assert (scaler.stats().steps, scaler.stats().skips, len(scaler.history)) == (5, 4, 9)
     assert len(scaler.overflow_report(optimizer=uses[0][0])) == 1
-    twins = copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))
-    assert [twin.state_dict() for twin in twins] == [scaler.state_dict()] * 2
+    copies = copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))
+    assert [again.state_dict() for again in copies] == [scaler.state_dict()] * 2
     assert GradScaler("cpu", enabled=False).found_inf(lbfgs).device == CPU
 
 
@@ -294,7 +307,7 @@ def test_fake_tensors_are_unscaled_and_stepped(cls) -> None:
 @BOTH
 @pytest.mark.parametrize("fused", [True, False])
 def test_parameters_may_be_swapped_after_an_iteration(cls, fused: bool) -> None:
-    """`torch.utils.swap_tensors` and `Module.to` refuse tensors that somebody refers to weakly."""
+    """`torch.utils.swap_tensors` and `Module.to` refuse tensors with weak references."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
     scaler = cls("cpu")

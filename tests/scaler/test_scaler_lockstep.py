@@ -22,11 +22,11 @@ FAULTS = [None, None, None, None, "inf", "-inf", "nan"]
 
 
 def make(cls: type, *arguments: float) -> torch.amp.GradScaler:
-    """A scaler on the CPU; collapsing scales are part of the game and raise no alarm."""
+    """A scaler on the CPU; a collapsing scale is expected here."""
     return cls("cpu", *arguments, **({"on_stuck": lambda _: None} if cls is GradScaler else {}))
 
 
-class Lane:
+class Run:
     """One scaler with the optimizers and parameters that it trains."""
 
     def __init__(self, scaler: torch.amp.GradScaler, names: list[str]) -> None:
@@ -74,7 +74,7 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class Lockstep(RuleBasedStateMachine):
-    """Random legal iterations; the two lanes may never differ."""
+    """Random legal iterations; the two runs may never differ."""
 
     @initialize(
         names=st.lists(st.sampled_from(sorted(OPTIMIZERS)), min_size=1, max_size=2),
@@ -85,12 +85,12 @@ class Lockstep(RuleBasedStateMachine):
     )
     def begin(self, names: list[str], init: float, growth: float, backoff: float, interval: int) -> None:
         arguments = (init, growth, backoff, interval)
-        self.ours = Lane(make(GradScaler, *arguments), names)
-        self.theirs = Lane(make(torch.amp.GradScaler, *arguments), names)
+        self.ours = Run(make(GradScaler, *arguments), names)
+        self.theirs = Run(make(torch.amp.GradScaler, *arguments), names)
         self.power_of_two = math.log2(init) % 1 == 0 and growth != 1.5 and backoff != 0.75
         self.steps = 0
 
-    def lanes(self) -> tuple[Lane, Lane]:
+    def runs(self) -> tuple[Run, Run]:
         return self.ours, self.theirs
 
     @rule(
@@ -104,63 +104,63 @@ class Lockstep(RuleBasedStateMachine):
     def iterate(self, seed, faults, missing, micro_batches, how, max_norm) -> None:
         for which, name in enumerate(self.ours.names):
             overflows = faults[which] is not None
-            for lane in self.lanes():
-                lane.optimizers[which].zero_grad(set_to_none=bool(seed % 2))
+            for run in self.runs():
+                run.optimizers[which].zero_grad(set_to_none=bool(seed % 2))
                 for micro in range(micro_batches):
-                    lane.backward(which, seed + micro, faults[which] if micro == 0 else None, missing)
+                    run.backward(which, seed + micro, faults[which] if micro == 0 else None, missing)
             if how[which] == "unscale":
-                for lane in self.lanes():
-                    lane.scaler.unscale_(lane.optimizers[which])
+                for run in self.runs():
+                    run.scaler.unscale_(run.optimizers[which])
                 self.compare_grads(which)
             # one bfloat16 norm and one multiplication less make clipping equal only where all is float32
             elif how[which] == "clip" and "fused" in name and self.power_of_two:
-                norms = [lane.clip(which, max_norm) for lane in self.lanes()]
+                norms = [run.clip(which, max_norm) for run in self.runs()]
                 if not overflows:
                     assert torch.equal(*norms), norms
                     self.compare_grads(which)
             elif how[which] == "clip_value":
-                for lane in self.lanes():
-                    if lane is self.ours:
-                        lane.scaler.clip_grad_value_(lane.optimizers[which], 0.5)
+                for run in self.runs():
+                    if run is self.ours:
+                        run.scaler.clip_grad_value_(run.optimizers[which], 0.5)
                     else:
-                        lane.scaler.unscale_(lane.optimizers[which])
-                        torch.nn.utils.clip_grad_value_(lane.params(which), 0.5)
+                        run.scaler.unscale_(run.optimizers[which])
+                        torch.nn.utils.clip_grad_value_(run.params(which), 0.5)
                 self.compare_grads(which)
             before = [param.detach().clone() for param in self.ours.params(which)]
-            results = [lane.scaler.step(lane.optimizers[which]) for lane in self.lanes()]
+            results = [run.scaler.step(run.optimizers[which]) for run in self.runs()]
             assert results[0] is results[1] is None
             assert bool(self.ours.scaler.found_inf(self.ours.optimizers[which])) == overflows
             assert self.ours.scaler.stepped(self.ours.optimizers[which]) != overflows
             if overflows:
                 assert all(map(equal, before, self.ours.params(which)))
-        for lane in self.lanes():
-            lane.scaler.update()
+        for run in self.runs():
+            run.scaler.update()
         self.steps += 1
 
     @rule(new=st.sampled_from([2.0, 2.0**10, 12345.0]), as_tensor=st.booleans())
     @precondition(lambda self: self.ours.scaler._scale is not None)
     def set_scale(self, new: float, as_tensor: bool) -> None:
         self.power_of_two &= math.log2(new) % 1 == 0
-        for lane in self.lanes():
-            lane.scaler.update(torch.tensor(new) if as_tensor else new)
+        for run in self.runs():
+            run.scaler.update(torch.tensor(new) if as_tensor else new)
 
     @rule(growth=st.sampled_from([2.0, 3.0]), backoff=st.sampled_from([0.5, 0.25]), interval=st.integers(1, 5))
     def change_rule(self, growth: float, backoff: float, interval: int) -> None:
         self.power_of_two &= growth == 2.0 and backoff == 0.5
-        for lane in self.lanes():
-            lane.scaler.set_growth_factor(growth)
-            lane.scaler.set_backoff_factor(backoff)
-            lane.scaler.set_growth_interval(interval)
+        for run in self.runs():
+            run.scaler.set_growth_factor(growth)
+            run.scaler.set_backoff_factor(backoff)
+            run.scaler.set_growth_interval(interval)
 
     @rule(swap=st.booleans(), fresh=st.booleans())
     def save_and_load(self, swap: bool, fresh: bool) -> None:
-        states = [lane.scaler.state_dict() for lane in self.lanes()]
+        states = [run.scaler.state_dict() for run in self.runs()]
         if swap:
             states.reverse()
-        for lane, state in zip(self.lanes(), states, strict=True):
+        for run, state in zip(self.runs(), states, strict=True):
             if fresh:
-                lane.scaler = make(type(lane.scaler))
-            lane.scaler.load_state_dict(state)
+                run.scaler = make(type(run.scaler))
+            run.scaler.load_state_dict(state)
 
     def compare_grads(self, which: int) -> None:
         for ours, theirs in zip(self.ours.params(which), self.theirs.params(which), strict=True):

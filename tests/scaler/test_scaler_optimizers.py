@@ -175,7 +175,7 @@ def test_fp16_parameters_with_leave() -> None:
 
 @pytest.mark.parametrize("missing_group", [False, True])
 def test_several_groups_and_missing_gradients(missing_group) -> None:
-    lanes = []
+    runs = []
     for cls in (GradScaler, torch.amp.GradScaler):
         params = with_grads([torch.ones(2), torch.ones(3, dtype=torch.float64), torch.ones(1)])
         if missing_group:
@@ -185,5 +185,5 @@ def test_several_groups_and_missing_gradients(missing_group) -> None:
         optimizer = torch.optim.Adam(groups, lr=0.1)
         scaler.step(optimizer)
         scaler.update()
-        lanes.append(params)
-    assert all(equal_bits(a.detach(), b.detach()) for a, b in zip(*lanes, strict=True))
+        runs.append(params)
+    assert all(equal_bits(a.detach(), b.detach()) for a, b in zip(*runs, strict=True))

@@ -3,7 +3,6 @@
 import copy
 import math
 import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -57,12 +56,6 @@ def test_missing_and_unknown_entries_are_named() -> None:
     assert scaler.get_scale() == 4.0
 
 
-@pytest.mark.parametrize("scale", [0.0, float("inf"), float("nan")])
-def test_a_collapsed_checkpoint_is_refused(scale) -> None:
-    with pytest.raises(ValueError, match="the saved scale is"):
-        GradScaler("cpu").load_state_dict({**torch.amp.GradScaler("cpu").state_dict(), "scale": scale})
-
-
 def test_the_state_survives_a_weights_only_checkpoint(tmp_path) -> None:
     saved = started().state_dict()
     torch.save(saved, tmp_path / "scaler.pt")
@@ -89,62 +82,41 @@ def test_a_distributed_checkpoint_brings_every_count_to_a_fresh_scaler(tmp_path,
 
 
 @BOTH
-@pytest.mark.parametrize("twin_of", [lambda s: pickle.loads(pickle.dumps(s)), copy.deepcopy], ids=["pickle", "copy"])
-def test_pickle_and_deepcopy(cls, twin_of) -> None:
-    lazy = twin_of(cls("cpu", 4.0))
+@pytest.mark.parametrize("copied", [lambda s: pickle.loads(pickle.dumps(s)), copy.deepcopy], ids=["pickle", "copy"])
+def test_pickle_and_deepcopy(cls, copied) -> None:
+    lazy = copied(cls("cpu", 4.0))
     assert lazy.get_scale() == 4.0
     scaler = started(cls, 4.0)
     _, optimizer = one_parameter(grad=1.0)
     scaler.step(optimizer)
     with pytest.raises(AssertionError, match="may only be pickled at the beginning of an iteration, or at the end"):
-        twin_of(scaler)
+        copied(scaler)
     scaler.update()
-    twin = twin_of(scaler)
-    assert twin.state_dict() == scaler.state_dict()
+    again = copied(scaler)
+    assert again.state_dict() == scaler.state_dict()
     _, optimizer = one_parameter(grad=float("inf"))
-    twin.scale(torch.ones((), requires_grad=True))
-    twin.step(optimizer)
-    twin.update()
-    assert (twin.get_scale(), scaler.get_scale()) == (2.0, 4.0), "a twin lives its own life"
+    again.scale(torch.ones((), requires_grad=True))
+    again.step(optimizer)
+    again.update()
+    assert (again.get_scale(), scaler.get_scale()) == (2.0, 4.0), "the two are independent"
 
 
 @BOTH
-@pytest.mark.parametrize("twin_of", [lambda s: pickle.loads(pickle.dumps(s)), copy.deepcopy], ids=["pickle", "copy"])
-def test_pickle_and_deepcopy_between_scale_and_step(cls, twin_of) -> None:
-    """The twin is at the beginning of an iteration, and knows nothing of the original's losses."""
+@pytest.mark.parametrize("copied", [lambda s: pickle.loads(pickle.dumps(s)), copy.deepcopy], ids=["pickle", "copy"])
+def test_pickle_and_deepcopy_between_scale_and_step(cls, copied) -> None:
+    """The copy is at the beginning of an iteration, and knows nothing of the original's losses."""
     scaler = cls("cpu", 4.0)
     param, optimizer = one_parameter()
     loss = scaler.scale(param.sum())
-    twin = twin_of(scaler)
-    assert twin.state_dict() == scaler.state_dict()
-    assert cls is torch.amp.GradScaler or (twin._scale_calls, twin._largest_norm) == (0, None)
+    again = copied(scaler)
+    assert again.state_dict() == scaler.state_dict()
+    assert cls is torch.amp.GradScaler or (again._scale_calls, again._largest_norm) == (0, None)
     with pytest.raises(AssertionError, match="Attempted step but _scale is None"):
-        twin.step(optimizer)
+        again.step(optimizer)
     loss.backward()
     scaler.step(optimizer)
     scaler.update()
     assert param.item() == 0.0
-
-
-ENTRIES: dict[str, list[Any]] = {
-    "'ampkit'": [None, [], "x", 3],
-    "'scale'": [None, "8", [], True],
-    "'growth_factor'": [None, "2"],
-    "'growth_interval'": [2**63, 2.5, "5"],
-    "'_growth_tracker'": [None, "3", float("inf"), float("nan"), -1, 2**31, 0.5],
-}
-
-
-@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in ENTRIES.items() for value in values])
-@pytest.mark.parametrize("live", [False, True])
-def test_a_bad_entry_is_named_and_nothing_is_loaded(key, value, live) -> None:
-    scaler = started(GradScaler, 4.0) if live else GradScaler("cpu", 4.0)
-    before = scaler.state_dict()
-    saved = {**GradScaler("cpu", 8.0, 3.0, 0.25, 7).state_dict(), key.strip("'"): value}
-    with pytest.raises((TypeError, ValueError), match=rf"the saved {key}|the saved {key[1:-1]}"):
-        scaler.load_state_dict(saved)
-    assert scaler.state_dict() == before
-    assert scaler._init_scale == 4.0
 
 
 @pytest.mark.parametrize(
@@ -159,22 +131,22 @@ def test_a_bad_entry_is_named_and_nothing_is_loaded(key, value, live) -> None:
         ({"loss_scale": None}, "the saved 'loss_scale' is None; expected a dict"),
         ({"loss_scale": {"kind": "static"}}, r"the saved loss scale \(static\) lacks \['scale'\]"),
         ({"version": 2}, "the saved 'version' is 2; expected 1"),
+        ({"ampkit": []}, r"the saved 'ampkit' is \[\]; expected a dict"),
+        ({"scale": "8"}, "the saved scale is '8'; expected a number"),
+        ({"scale": math.inf}, "the saved scale is inf; expected a positive finite number"),
+        ({"growth_interval": 2.5}, "the saved growth_interval is 2.5; expected a whole number"),
+        ({"_growth_tracker": 2**31}, "the saved _growth_tracker is 2147483648; expected a whole number from 0"),
         ({"flavour": 1}, r"the saved 'ampkit' has unknown entries \['flavour'\].*newer ampkit"),
     ],
 )
-def test_a_bad_entry_of_our_own_is_named(own, message) -> None:
+def test_a_bad_entry_is_named(own, message) -> None:
     scaler = started(GradScaler, 4.0)
     saved = GradScaler("cpu", 8.0).state_dict()
     before = scaler.state_dict()
+    theirs = {name: own.pop(name) for name in list(own) if name in saved}
     with pytest.raises((TypeError, ValueError), match=message):
-        scaler.load_state_dict({**saved, "ampkit": {**saved["ampkit"], **own}})
+        scaler.load_state_dict({**saved, "ampkit": {**saved["ampkit"], **own}, **theirs})
     assert scaler.state_dict() == before
-
-
-@pytest.mark.parametrize("state", [None, [], 3, [("scale", 1.0)]])
-def test_what_is_no_state_dict_is_refused(state) -> None:
-    with pytest.raises(TypeError, match=r"the scaler's state dict is .*; expected a dict, as GradScaler.state_dict"):
-        GradScaler("cpu").load_state_dict(state)
 
 
 @BOTH

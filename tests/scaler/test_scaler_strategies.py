@@ -7,7 +7,7 @@ import torch
 
 from ampkit.scaler.grad_scaler import GradScaler
 from ampkit.scaler.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
-from tests.helpers.scaler_tools import count_reads, equal_bits, started, with_grads
+from tests.helpers.scaler_tools import equal_bits, started, with_grads
 
 STRATEGIES = [
     DynamicLossScale(8.0, growth_interval=2, hysteresis=2, tolerance=0.1, min_scale=2.0, max_scale=16.0),
@@ -60,14 +60,6 @@ def test_noop_neither_scales_nor_divides_and_still_guards() -> None:
     assert run(scaler, [True, False]) == [1.0, 1.0]
 
 
-def test_static_scales_divide_by_themselves() -> None:
-    scaler = started(GradScaler, loss_scale=StaticLossScale(128.0))
-    (param,) = with_grads([torch.tensor([256.0])])
-    scaler.unscale_(torch.optim.SGD([param], lr=1.0))
-    assert param.grad.item() == 2.0
-    assert run(scaler, [True] * 3) == [128.0] * 3
-
-
 @pytest.mark.parametrize("rule", STRATEGIES, ids=lambda rule: rule.kind)
 @pytest.mark.parametrize("live", [True, False])
 def test_a_resumed_run_goes_on_as_if_nothing_had_happened(rule, live) -> None:
@@ -86,18 +78,6 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(rule, live) -> None:
     assert second.state_dict() == first.state_dict()
     assert run(second, after) == expected
     assert second.stats() == whole.stats()
-
-
-def test_no_strategy_reads_the_device() -> None:
-    for rule in STRATEGIES:
-        scaler = started(GradScaler, loss_scale=rule)
-        (param,) = with_grads([torch.ones(2)])
-        optimizer = torch.optim.AdamW([param], lr=0.1, fused=True)
-        with count_reads() as reads:
-            for _ in range(3):
-                scaler.step(optimizer)
-                scaler.update()
-        assert reads == []
 
 
 def test_the_script_decides_about_the_kind_of_strategy() -> None:

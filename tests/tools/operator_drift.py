@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from ampkit.policy import casting
-from ampkit.policy.op_table import TORCH, Group, Rule, names, resolve
+from ampkit.policy.op_table import TORCH, Group, Rule, names
+from ampkit.policy.operator_keys import resolve
 from ampkit.torch_internals.dispatcher import KEY, TLS_NAME, keysets, put_in_tls, set_included
 from ampkit.torch_internals.kernels import GENERAL, install
 from ampkit.torch_internals.operators import (

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 import ampkit
-from ampkit import GradScaler, Policy, amp, autocast, checkpoint, half, optim, wrap_forward
+from ampkit import GradScaler, Policy, amp, autocast, half, optim, wrap_forward
 
 
 @autocast("cpu")
@@ -32,7 +32,6 @@ amp.initialize(nn.Linear(1, 1), level="O2")  # reportCallIssue
 amp.initialize("model")  # reportArgumentType
 pair: tuple[nn.Linear, int] = amp.initialize(nn.Linear(1, 1))  # reportAssignmentType
 Policy.default("cpu").for_modules({"head": "float32"})  # reportCallIssue
-text: str = checkpoint(loss_of, x, x)  # reportAssignmentType
 ampkit.integration  # reportAttributeAccessIssue
 ampkit.integrations.ligthning  # reportAttributeAccessIssue
 ampkit.initialize  # reportAttributeAccessIssue

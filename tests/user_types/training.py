@@ -24,8 +24,6 @@ from ampkit import (
     amp,
     autocast,
     check_half,
-    checkpoint,
-    checkpoint_context_fn,
     clear_autocast_cache,
     custom_bwd,
     custom_fwd,
@@ -185,8 +183,6 @@ def regions() -> None:
     also: Callable[[Tensor], AsyncIterator[Tensor]] = streamed
     assert callable(as_given)
     assert callable(also)
-    assert_type(checkpoint(loss_of, x, torch.zeros(4, dtype=torch.int64)), Tensor)
-    checkpoint_context_fn()
     wrapped = wrap_forward(nn.Linear(4, 4), "cpu", "bfloat16", policy="torch", cast_outputs="float32")
     assert_type(wrapped, nn.Linear)
     assert_type(unwrap_forward(wrapped), nn.Linear)

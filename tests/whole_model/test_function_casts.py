@@ -66,52 +66,40 @@ def test_what_a_function_sees(decorate: Callable[..., Any], expected: list[torch
     assert function.__wrapped__ is seen
 
 
-def test_float64_passes_and_containers_are_looked_into() -> None:
-    @half_function
-    def of(batch: dict[str, Any]) -> list[torch.dtype]:
-        return [batch["x"][0].dtype, batch["y"].dtype]
-
+def test_containers_are_looked_into_and_casts_differentiated() -> None:
+    """float64 passes."""
+    x = torch.ones(2, requires_grad=True)
     with autocast("cpu", LOW):
-        assert of({"x": [torch.ones(1)], "y": torch.ones(1).double()}) == [LOW, torch.float64]
+        half_function(lambda batch: batch["x"][0] * 2)({"x": [x]}).float().sum().backward()
+        dtypes = half_function(lambda batch: [batch["x"][0].dtype, batch["y"].dtype])
+        assert dtypes({"x": [x], "y": torch.ones(1).double()}) == [LOW, torch.float64]
+    assert x.grad.dtype is torch.float32
+    assert x.grad.tolist() == [2.0, 2.0]
 
 
 def test_promotion_of_one_dtype_keeps_it() -> None:
     function = promote_function(lambda a, b: (a.dtype, b.dtype))
     with autocast("cpu", LOW):
-        assert function(torch.ones(1).to(LOW), torch.ones(1).to(LOW)) == (LOW, LOW)
-        assert function(torch.ones(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)) == (torch.int64,) * 2
+        for dtype in (LOW, torch.int64):
+            assert function(torch.ones(1, dtype=dtype), torch.ones(1, dtype=dtype)) == (dtype, dtype)
 
 
-def test_casts_are_differentiated() -> None:
-    x = torch.ones(2, requires_grad=True)
-    with autocast("cpu", LOW):
-        half_function(lambda t: t * 2)(x).float().sum().backward()
-    assert x.grad.dtype is torch.float32
-    assert x.grad.tolist() == [2.0, 2.0]
-
-
-@pytest.mark.parametrize("cause", [None, KeyError], ids=["left", "raised"])
-def test_disable_casts_restores_everything(cause: type[Exception] | None) -> None:
+def test_disable_casts_restores_everything() -> None:
+    """Nested, and also when the body raises."""
     a = torch.ones(2, 2)
 
-    def suspended() -> None:
+    def suspended(cause: type[Exception]) -> None:
         with disable_casts():
             assert torch.mm(a, a).dtype is torch.float32
             with disable_casts():
                 assert torch.mm(a, a).dtype is torch.float32
             assert torch.mm(a, a).dtype is torch.float32
-            if cause is not None:
-                raise cause
+            raise cause
 
     with autocast("cpu", LOW):
-        if cause is None:
-            suspended()
-        else:
-            with pytest.raises(cause):
-                suspended()
+        with pytest.raises(KeyError):
+            suspended(KeyError)
         assert torch.mm(a, a).dtype is LOW
-    with disable_casts():
-        assert torch.mm(a, a).dtype is torch.float32
 
 
 def test_torchs_functions_become_rules_and_stay_themselves() -> None:

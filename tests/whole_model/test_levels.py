@@ -25,6 +25,7 @@ from tests.helpers.levels import (
     make,
     set_up,
     sgd,
+    train,
 )
 
 
@@ -84,11 +85,7 @@ def test_o0_is_plain_float32_to_the_bit(make_optimizer: Callable[[nn.Module], to
         expected = F.cross_entropy(plain(x), y)
         expected.backward()
         plain_optimizer.step()
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        backward(loss, optimizer)
-        optimizer.step()
-        assert torch.equal(loss, expected)
+        assert torch.equal(*train(model, optimizer, [(x, y)]), expected)
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(p, q)
             assert torch.equal(p.grad, q.grad)

@@ -22,8 +22,10 @@ from tests.helpers.levels import (
     backward,
     batches,
     make,
+    overflowing,
     set_up,
     sgd,
+    train,
 )
 
 
@@ -113,9 +115,7 @@ def test_overrides_that_make_sense_train(opt_level: str, options: dict[str, obje
     low = {} if opt_level == "O0" or "cast_model_type" in options else {"dtype": torch.float16}
     model, optimizer = set_up(opt_level, **low, **options)
     before = [p.detach().clone() for p in model.parameters()]
-    ((x, y),) = batches(1)
-    backward(F.cross_entropy(model(x), y), optimizer)
-    optimizer.step()
+    train(model, optimizer, batches(1))
     assert not any(map(torch.equal, model.parameters(), before))
     kept = options.get("keep_batchnorm_fp32", opt_level != "O3") in (True, "True")
     assert (model.bn.running_mean.dtype is torch.float32) is kept
@@ -150,9 +150,7 @@ def test_a_float64_buffer_makes_no_float64_model(opt_level: str) -> None:
     model, optimizer = set_up(opt_level, model)
     converted = opt_level in ("O2", "O3")
     assert model.table.dtype is (torch.bfloat16 if converted else torch.float64)
-    ((x, y),) = batches(1)
-    backward(F.cross_entropy(model(x), y), optimizer)
-    optimizer.step()
+    train(model, optimizer, batches(1))
 
 
 class Larc:
@@ -177,10 +175,7 @@ def test_an_optimizer_around_another_is_taken(opt_level: str) -> None:
         optimizer = wrap(torch.optim.SGD(model.parameters(), lr=lr))
         model, returned = initialize(model, optimizer, opt_level, loss_scale=128.0, verbosity=0)
         assert returned is optimizer
-        for x, y in batches(3):
-            optimizer.zero_grad()
-            backward(F.cross_entropy(model(x), y), optimizer)
-            optimizer.step()
+        train(model, optimizer, batches(3))
         assert all(master.dtype is torch.float32 for master in master_params(optimizer)) or opt_level == "O3"
         amp.load_state_dict(amp.state_dict(optimizer), optimizer)
         assert loss_scalers(optimizer)[0].stats().updates == 3
@@ -290,3 +285,14 @@ def test_delayed_gradients_meet_no_other_scale() -> None:
     optimizer.zero_grad()       # gives the accumulation up
     backward(loss(), optimizer, loss_id=1)
     optimizer.step()
+
+
+def test_delayed_gradients_meet_no_scale_that_has_moved_since() -> None:
+    """Two optimizers under one loss id: the other's overflow has halved the scale."""
+    first, second = make(0), make(1)
+    models, optimizers = initialize([first, second], [sgd(first), sgd(second)], dtype=torch.float16, verbosity=0)
+    (x, y), = batches(1)
+    backward(F.cross_entropy(models[0](x), y), optimizers[0], delay_unscale=True)
+    backward(overflowing(models[1], x, y), optimizers[1])
+    with pytest.raises(RuntimeError, match="waiting under another loss scale; end the accumulation with the same loss"):
+        backward(F.cross_entropy(models[0](x), y), optimizers[0])

@@ -29,6 +29,7 @@ from tests.helpers.levels import (
     overflowing,
     set_up,
     sgd,
+    train,
 )
 
 
@@ -37,12 +38,6 @@ from tests.helpers.levels import (
 def test_checkpoints_are_float32_and_resume_to_the_bit(opt_level: str, dtype: torch.dtype) -> None:
     low = {} if opt_level == "O0" else {"dtype": dtype}
     data = batches(8)
-
-    def train(model: nn.Module, optimizer: torch.optim.Optimizer, part: list[tuple[Tensor, Tensor]]) -> None:
-        for x, y in part:
-            optimizer.zero_grad()
-            backward(F.cross_entropy(model(x), y), optimizer)
-            optimizer.step()
 
     def start() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = make()
@@ -67,10 +62,8 @@ def test_checkpoints_are_float32_and_resume_to_the_bit(opt_level: str, dtype: to
     optimizer.load_state_dict(saved["optimizer"])
     amp.load_state_dict(saved["amp"], optimizer)
     train(model, optimizer, data[4:])
-    for a, b in zip(master_params(optimizer), master_params(straight_optimizer), strict=True):
-        assert torch.equal(a, b)
-    for a, b in zip(model.parameters(), straight.parameters(), strict=True):
-        assert torch.equal(a, b)
+    assert all(map(torch.equal, master_params(optimizer), master_params(straight_optimizer)))
+    assert all(map(torch.equal, model.parameters(), straight.parameters()))
 
 
 def test_a_wrapper_saves_and_loads_the_masters_too() -> None:
@@ -81,11 +74,9 @@ def test_a_wrapper_saves_and_loads_the_masters_too() -> None:
     other = {name: torch.full_like(t, 1.0 + 2.0**-20) if t.ndim else t for name, t in saved.items()}
     nn.Sequential(model).load_state_dict(other)
     assert all(bool((p == 1.0 + 2.0**-20).all()) for p in master_params(optimizer))
-    (x, y), = batches(1)
-    backward(F.cross_entropy(model(x), y), optimizer)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    optimizer.step()        # nothing rounds the masters on the way
+    train(model, optimizer, batches(1))     # nothing rounds the masters on the way
     assert bool((model.head.weight == 1.0).all())
     assert all(bool((p == 1.0 + 2.0**-20).all()) for p in master_params(optimizer))
 
@@ -119,9 +110,7 @@ def test_copies_of_an_o2_model_hold_no_masters() -> None:
     model, optimizer = set_up("O2", dtype=torch.bfloat16)
     twin = copy.deepcopy(model)
     loaded = pickle.loads(pickle.dumps(model))
-    (x, y), = batches(1)
-    backward(F.cross_entropy(model(x), y), optimizer)
-    optimizer.step()
+    train(model, optimizer, batches(1))
     for each in (twin, loaded):
         saved = each.state_dict()["head.weight"]
         assert torch.equal(saved, each.head.weight.float())
@@ -197,8 +186,5 @@ def test_state_dict_of_torchs_distributed_checkpoint(level):
     assert optimizer.param_groups[0]["lr"] == 1e-3
     assert all(map(torch.equal, model.parameters(), before))
     set_optimizer_state_dict(model, optimizer, state)
-    x, y = torch.randn(8, 4), torch.randint(2, (8,))
-    with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    train(model, optimizer, [(torch.randn(8, 4), torch.randint(2, (8,)))])
     assert not any(map(torch.equal, model.parameters(), before))

@@ -33,10 +33,8 @@ from .. import reference
 from ..configs import Config, resident_programs
 from ..step_cache import StepCache
 from .chunks import chunk_extent, list_pointer, load_block, store_block
-from .coefficients import prepare
-from .entry import entry
-from .launch import flat_rows, pick
-from .steps import Rows, fill, rows_of
+from .launch import entry, flat_rows, pick
+from .steps import Rows, fill, prepare, rows_of
 
 CONFIGS = {
     8: Config(block=512, chunk=32768, programs_per_multiprocessor=resident_programs(72, 8)),

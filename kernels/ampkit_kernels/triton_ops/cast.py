@@ -16,8 +16,7 @@ from torch import Tensor
 from .. import reference
 from ..configs import Config
 from .chunks import chunk_extent, converted, list_pointer
-from .entry import entry
-from .launch import TRITON_DTYPES, flat_rows, groups, pick
+from .launch import TRITON_DTYPES, entry, flat_rows, groups, pick
 from .pointer_table import table_for
 
 CONFIG = Config(block=4096)

@@ -18,8 +18,7 @@ from torch import Tensor
 from .. import reference
 from ..configs import Config, resident_programs
 from .chunks import chunk_bounds
-from .entry import entry
-from .launch import flat_rows, one_list, pick
+from .launch import entry, flat_rows, one_list, pick
 from .pointer_table import table_for
 
 CONFIG = Config(block=4096, programs_per_multiprocessor=resident_programs(112, 8))

@@ -1,12 +1,14 @@
-"""What every launcher needs: the device to launch on, Triton's names for dtypes, lists sorted into launches."""
+"""What every kernel and launcher needs: how a kernel is declared, dtypes and devices, lists sorted into launches."""
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -20,6 +22,18 @@ TRITON_DTYPES = {
 }
 _DTYPE = attrgetter("dtype")
 _NOTHING = contextlib.nullcontext()
+
+
+def entry(function: Callable[..., None]) -> Any:
+    """Compile one variant per set of `tl.constexpr` arguments, whatever the run-time arguments are.
+
+    Triton would otherwise look at every integer and address for divisibility by 16 and compile another variant for
+    each pattern: host time in every call, and a compilation in the middle of a CUDA graph capture, where loading code
+    is not allowed. Nothing is lost: the kernels state the alignment that wide accesses need (`tl.multiple_of`).
+    """
+    parameters = inspect.signature(function).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.annotation is not tl.constexpr]
+    return triton.jit(do_not_specialize=names)(function)
 
 
 def accumulator(dtype: torch.dtype) -> tl.dtype:

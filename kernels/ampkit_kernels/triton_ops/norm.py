@@ -21,8 +21,7 @@ from .. import reference
 from ..configs import Config, resident_programs
 from ..tensors import by_dtype
 from .chunks import chunk_bounds
-from .entry import entry
-from .launch import flat_rows, on_device, one_list, pick
+from .launch import entry, flat_rows, on_device, one_list, pick
 from .pointer_table import table_for
 
 # By bytes per element. Grids that every compiler's registers leave room for keep 40 to 48 KiB in flight per

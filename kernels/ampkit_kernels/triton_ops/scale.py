@@ -13,8 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from .entry import entry
-from .launch import on_device
+from .launch import entry, on_device
 
 
 @entry

@@ -6,8 +6,8 @@ Contract, per tensor, with g = sign * gradient * multiplier / grad_scale + weigh
     p <- p - lr * d, where d is b, or g + momentum * b under nesterov, or g without momentum
 
 params, momentum_buffers: dense CUDA tensors with equal strides, any float dtypes; grads are only read;
-copies (optional) receive the new p in their own dtype; started (optional): float32 [n], set to 1 by a step
-that is not skipped. Where found_inf is set nothing is written. While `started` is 0 the buffer's contents
+copies (optional) receive the new p in their own dtype; started (optional): one float32 element each, set to 1 by a
+step that is not skipped. Where found_inf is set nothing is written. While `started` is 0 the buffer's contents
 do not matter, NaN included: it is overwritten. Arithmetic in float32 (float64 for float64 parameters), in
 the order of `torch.optim.SGD(foreach=False)`, with a multiply-add fused where, and only where, its CPU
 kernels fuse one. Does not synchronise.
@@ -31,10 +31,8 @@ from .. import reference
 from ..configs import Config
 from ..step_cache import StepCache
 from .chunks import chunk_extent, list_pointer, load_block, store_block
-from .coefficients import prepare
-from .entry import entry
-from .launch import flat_rows, pick
-from .steps import Rows, fill, rows_of
+from .launch import entry, flat_rows, pick
+from .steps import Rows, fill, prepare, rows_of
 
 CONFIGS = {
     8: Config(block=1024, chunk=32768),
@@ -150,7 +148,7 @@ def sgd_(
     momentum_buffers: Sequence[Tensor],
     *,
     momentum: float = 0.0,
-    started: Tensor | None = None,
+    started: Sequence[Tensor] | None = None,
     copies: Sequence[Tensor] | None = None,
     cache: StepCache | None = None,
     config: Config | None = None,
@@ -164,41 +162,24 @@ def sgd_(
     flat, other, empty = flat_rows(*lists)
     if other or empty:
         rest = [*other, *empty]
-        flags = _flags(started, rest)
         reference.sgd_(
             pick(params, rest), pick(grads, rest), pick(momentum_buffers, rest) if momentum != 0 else (),
-            momentum=momentum, started=flags, copies=None if copies is None else pick(copies, rest), **options,
+            momentum=momentum, started=None if started is None else pick(started, rest),
+            copies=None if copies is None else pick(copies, rest), **options,
         )
-        _put_back(started, flags, rest)
         if not flat:
             return
     launch = partial(_launch, copy=copies is not None)
     cached = cache is not None and started is None and len(flat) == len(params)
     found = rows_of([pick(tensors, flat) for tensors in lists], (), configs, N_COEFFICIENTS, own_tables=cached)
     for rows in found:
-        indices = [flat[i] for i in rows.indices]
-        flags = _flags(started, indices)
+        own = [] if started is None else [started[flat[i]] for i in rows.indices]
+        flags = torch.stack(own) if own else None
         launch(rows, momentum=momentum, started=flags, **options)
-        _put_back(started, flags, indices)
+        if flags is not None:
+            torch._foreach_copy_(own, list(flags.unbind()))
     if cache is not None and cached:
         fill(cache, lists, (), found, launch)
-
-
-def _flags(started: Tensor | None, rows: Sequence[int]) -> Tensor | None:
-    """The flags of these rows; `started` itself where they are all of them.
-
-    Tensor by tensor: an index that is a list would be copied from the host, and waited for.
-    """
-    if started is None or len(rows) == len(started):
-        return started
-    return torch.stack([started[i] for i in rows])
-
-
-def _put_back(started: Tensor | None, flags: Tensor | None, rows: Sequence[int]) -> None:
-    """Write what became of `_flags` into `started`."""
-    if started is not None and flags is not None and flags is not started:
-        for i, flag in zip(rows, flags, strict=True):
-            started[i] = flag
 
 
 def _launch(

@@ -1,4 +1,9 @@
-"""What the optimizers' launchers share: rows that one launch steps, and the cache of a step's launches."""
+"""What the optimizers' launchers share: rows that one launch steps, their coefficients, the cache of a step's launches.
+
+Hyperparameters reach a kernel as one row of coefficients per tensor. A small kernel per optimizer (`prepare_kernel`)
+computes the rows in float64, from kernel arguments and from optional device scalars: a learning rate, factors on the
+gradient, `found_inf`.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +16,10 @@ from torch import Tensor
 
 from ..configs import Config
 from ..step_cache import Launch, StepCache
-from .launch import TRITON_DTYPES, accumulator, groups, pick
+from .launch import TRITON_DTYPES, accumulator, groups, on_device, pick
 from .pointer_table import Table, new_table, table_for
+
+_BLOCK = 128     # rows of coefficients that a program computes
 
 
 @dataclass
@@ -66,3 +73,30 @@ def fill(
     n = len(lists[0])
     launches = [Launch(one.table, None if len(one.indices) == n else one.indices, partial(launch, one)) for one in rows]
     cache.fill([*lists, steps] if steps else lists, len(lists), launches)
+
+
+def prepare(
+    kernel: Any,
+    device: torch.device,
+    n: int,
+    coefficients: Tensor,
+    lr: float | Tensor,
+    multiplier: Tensor | None,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    **arguments: Any,
+) -> None:
+    """Launch a `prepare_kernel` for `n` rows of coefficients, with the arguments that all of them share, and others.
+
+    The pointer of a scalar that is absent is not read.
+    """
+    lr_is_tensor = isinstance(lr, Tensor)
+    with on_device(device):
+        kernel[(-(-n // _BLOCK),)](
+            coefficients_ptr=coefficients, n=n,
+            lr_ptr=lr if lr_is_tensor else coefficients, lr=0.0 if lr_is_tensor else lr, HAS_LR=lr_is_tensor,
+            multiplier_ptr=coefficients if multiplier is None else multiplier, HAS_MULTIPLIER=multiplier is not None,
+            grad_scale_ptr=coefficients if grad_scale is None else grad_scale, HAS_GRAD_SCALE=grad_scale is not None,
+            found_inf_ptr=coefficients if found_inf is None else found_inf, HAS_FOUND_INF=found_inf is not None,
+            **arguments, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False,
+        )

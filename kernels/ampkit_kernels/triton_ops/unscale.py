@@ -21,8 +21,7 @@ from .. import reference
 from ..configs import Config
 from ..tensors import by_dtype
 from .chunks import chunk_bounds
-from .entry import entry
-from .launch import flat_rows, one_list, pick
+from .launch import entry, flat_rows, one_list, pick
 from .pointer_table import table_for
 
 CONFIGS = {8: Config(block=2048), 4: Config(block=4096), 2: Config(block=4096)}  # by bytes per element

@@ -22,8 +22,7 @@ from torch import Tensor
 from .. import reference
 from ..configs import Config, resident_programs
 from .chunks import chunk_extent, list_pointer, load_block, store_block
-from .entry import entry
-from .launch import TRITON_DTYPES, accumulator, flat_rows, groups, pick
+from .launch import TRITON_DTYPES, accumulator, entry, flat_rows, groups, pick
 from .pointer_table import table_for
 
 CONFIG = Config(block=4096)
