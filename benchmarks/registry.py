@@ -12,7 +12,7 @@ from benchmarks.case import Case
 def every_case() -> list[Case]:
     """All cases, small ones first, so that an interrupted run has covered most families.
 
-    Raises `ValueError` if two cases of a family have one name: results could not be told apart.
+    Raises `ValueError` if two cases of a family have one name: results could not be distinguished.
     """
     modules = (regions, host, scaling, kernels, tuning, training, debugging)
     found: list[Case] = [case for module in modules for case in module.cases()]

@@ -62,16 +62,16 @@ def merged(before: dict[torch.device, Tensor], found: dict[torch.device, Tensor]
     return {**before, **found, **both}
 
 
-def differing(values: Sequence[float], device: torch.device, group: Any) -> dict[int, tuple[float, float]]:
+def differing(values: dict[str, float], device: torch.device, group: Any) -> dict[str, tuple[float, float]]:
     """Compare numbers between the ranks of a group; None: all ranks. One all-reduce and a host read.
 
-    Returns the lowest and the highest value of those that differ, by their index.
+    Returns the lowest and the highest value of those that differ.
     """
-    mine = torch.tensor(values, dtype=torch.float64, device="cpu")
+    mine = torch.tensor([*values.values()], dtype=torch.float64, device="cpu")
     message = torch.cat((mine, -mine)).to(device)
     dist.all_reduce(message, dist.ReduceOp.MAX, group=group)
     highest, lowest = message.reshape(2, -1).tolist()
-    return {i: (-low, high) for i, (low, high) in enumerate(zip(lowest, highest, strict=True)) if -low != high}
+    return {name: (-low, high) for name, low, high in zip(values, lowest, highest, strict=True) if -low != high}
 
 
 def total(norm: Tensor, norm_type: float, groups: Sequence[Any]) -> Tensor:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import functools
 import numbers
-import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
@@ -997,13 +996,12 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled or not ranks.several():
             return
         stats = self.stats()
-        compared = ("scale", "updates", "steps", "skips")
-        device = self._scale_on(torch.device("cpu")).device
-        differing = ranks.differing([float(getattr(stats, name)) for name in compared], device, process_group)
+        compared = {name: float(getattr(stats, name)) for name in ("scale", "updates", "steps", "skips")}
+        differing = ranks.differing(compared, self._scale_on(torch.device("cpu")).device, process_group)
         if differing:
-            ranges = [f"{compared[i]} from {lowest:g} to {highest:g}" for i, (lowest, highest) in differing.items()]
+            ranges = ", ".join(f"{name} from {low:g} to {high:g}" for name, (low, high) in differing.items())
             raise RuntimeError(
-                f"ranks have drifted apart: {', '.join(ranges)}. Load the same scaler state on all ranks, and tell the "
+                f"ranks have drifted apart: {ranges}. Load the same scaler state on all ranks, and tell the "
                 "scaler which ranks hold shards: GradScaler(process_group=...)"
             )
 
@@ -1132,5 +1130,5 @@ def _can_scale_on(device_type: str) -> bool:
     """Whether there is such a device; warns, with torch's sentence, where "cuda" is not available."""
     if device_type != "cuda" or torch.cuda.is_available() or find_spec("torch_xla"):
         return True
-    warnings.warn("GradScaler is enabled for 'cuda', but CUDA is not available.  Disabling.", stacklevel=3)
+    warn_user("GradScaler is enabled for 'cuda', but CUDA is not available.  Disabling.")
     return False

@@ -103,9 +103,7 @@ class History:
         self._notes, self._captured = _Notes(), _Notes()
         self._has_graph = False
         self._has_updates = False
-        self._size = size
-        self._blocks: deque[tuple[Tensor, list[bool]]] = deque()
-        self._kept = 0
+        self._rows: deque[_Update] = deque(maxlen=size)
 
     def note_step(self, found_inf: Tensor) -> None:
         """Note an optimizer step, skipped where the 0-d flag is set."""
@@ -125,31 +123,28 @@ class History:
         Returns whether to `fold` once the scale has moved: when a block is full, always under CUDA graph capture and
         after it, and at once where a kernel does it, which has to be loaded before a capture.
         """
-        notes = self._notes
+        notes, update = self._notes, (scale, found_inf, norm)
         if ampkit_kernels.is_capturing(self._device):
             notes, self._has_graph = self._captured, True
-        notes.updates.append((scale, found_inf, norm))
+        else:
+            self._rows.append(update)
+        notes.updates.append(update)
         first, self._has_updates = not self._has_updates, True
         return self._has_graph or (first and self.triton is not None) or len(notes.updates) >= _BLOCK
 
     def fold(self, scale: Tensor) -> None:
         """Add what is pending to the totals; `scale` is the scale after the last noted update. Never syncs."""
-        capturing = ampkit_kernels.is_capturing(self._device)
-        if capturing:
+        if ampkit_kernels.is_capturing(self._device):
             notes, self._captured = self._captured, _Notes()
         else:
             notes, self._notes = self._notes, _Notes()
-        tallied = len(notes.updates) == 1 and self._tally(notes, scale)
-        keeps = self._size > 0 and not capturing
-        if notes.steps and not tallied:
+        if len(notes.updates) == 1 and self._tally(notes, scale):
+            return
+        if notes.steps:
             self._totals[_AT["attempts"]] += len(notes.steps)
             self._totals[_AT["skips"]] += (torch.stack(notes.steps) != 0).sum()
-        if notes.updates and (keeps or not tallied):
-            before, overflow = _stacked(notes.updates)
-            if not tallied:
-                self._sum_up(before, overflow, scale)
-            if keeps:
-                self._keep(before, overflow, [norm for _, _, norm in notes.updates])
+        if notes.updates:
+            self._sum_up(*_stacked(notes.updates), scale)
 
     def _tally(self, notes: _Notes, scale: Tensor) -> bool:
         """Add one update to the totals, in one launch; False, with nothing done, where there is no kernel for that."""
@@ -173,13 +168,6 @@ class History:
         self._totals[_AT["overflows"]] += overflow.sum()
         self._totals[_AT["growths"]] += (after > before).sum()
         self._totals[_AT["backoffs"]] += (after < before).sum()
-
-    def _keep(self, before: Tensor, overflow: Tensor, norms: Sequence[Tensor | None]) -> None:
-        filled = torch.stack([before[0] if norm is None else norm.to(before) for norm in norms])
-        self._blocks.append((torch.stack((before, overflow.float(), filled), dim=1), [n is not None for n in norms]))
-        self._kept += len(norms)
-        while self._kept - len(self._blocks[0][1]) >= self._size:
-            self._kept -= len(self._blocks.popleft()[1])
 
     def totals(self, scale: Tensor) -> ScalerStats:
         """Everything counted so far. One host read."""
@@ -209,18 +197,22 @@ class History:
         the iteration did not clip.
         """
         self.fold(scale)
-        if not self._blocks:
+        if not self._rows:
             return []
-        table = torch.cat([block for block, _ in self._blocks]).double()
-        updates = self._totals[_AT["updates"]].double().expand(1, table.shape[1])
-        *values, (last, *_) = torch.cat((table, updates)).tolist()
-        clipped = [flag for _, flags in self._blocks for flag in flags]
-        first = int(last) - len(values) + 1
-        rows = [
-            {"update": first + i, "scale": used, "overflow": bool(flag), "grad_norm": norm if known else None}
-            for i, ((used, flag, norm), known) in enumerate(zip(values, clipped, strict=True))
+        before, overflow = _stacked(self._rows)
+        norms = torch.stack([before[0] if norm is None else norm.to(before) for _, _, norm in self._rows])
+        table = torch.stack((before, overflow, norms), dim=1).double()
+        *values, last = torch.cat((table.flatten(), self._totals[_AT["updates"]].double().reshape(1))).tolist()
+        first = int(last) - len(self._rows) + 1
+        return [
+            {
+                "update": first + i,
+                "scale": values[3 * i],
+                "overflow": bool(values[3 * i + 1]),
+                "grad_norm": None if norm is None else values[3 * i + 2],
+            }
+            for i, (_, _, norm) in enumerate(self._rows)
         ]
-        return rows[-self._size :]
 
 
 def _stacked(updates: Sequence[_Update]) -> tuple[Tensor, Tensor]:

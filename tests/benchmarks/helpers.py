@@ -1,4 +1,4 @@
-"""What tests of the benchmarks share: a clock that is told the time, cases of no size, rows of results."""
+"""What tests of the benchmarks share: a clock that is set by the test, small cases, rows of results."""
 
 import itertools
 from collections.abc import Callable

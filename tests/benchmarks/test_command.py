@@ -84,7 +84,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_a_run_writes_results_and_a_report(measured, tmp_path: Path, capsys):
     """A case that fails is shown, costs nothing else, and turns the status red; one that cannot run here does not."""
-    broken, _ = sleepy_case(base="nobody")
+    broken, _ = sleepy_case(base="absent")
     object.__setattr__(broken, "name", "broken")
     status, rows = measured([sleepy_case()[0], acting("lunar", lambda: None)])
     assert (status, list(rows)) == (0, ["sleepy", "lunar"])

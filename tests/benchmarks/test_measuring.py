@@ -1,4 +1,4 @@
-"""Taking times, on clocks that say what they are told; from a case to a row of results; what is counted on the way."""
+"""Timing, on clocks that the test sets; from a case to a row of results; what is counted."""
 
 import time
 
@@ -119,8 +119,8 @@ def test_a_row_says_what_was_found(monkeypatch: pytest.MonkeyPatch):
     assert row["sides"][AMPKIT]["facts"] == {"casts": 3}
     assert row["aims"] == [{"side": AMPKIT, "limit": 0.4, "base": TORCH, "ratio": half}]
     assert row["work"] == {"flops": 1e9, "bytes": 1e9, "model": "made up"}
-    with pytest.raises(ValueError, match=r"compared with 'nobody', which is none of torch\.amp, ampkit"):
-        measure.measure(sleepy_case(base="nobody")[0], CPU, clock=clock)
+    with pytest.raises(ValueError, match=r"compared with 'absent', which is none of torch\.amp, ampkit"):
+        measure.measure(sleepy_case(base="absent")[0], CPU, clock=clock)
 
 
 def test_copies_and_peaks_are_counted():

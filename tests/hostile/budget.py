@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Iterator
 
-CI_SECONDS = 15.0
+CI_SECONDS = 4.0
 
 
 def rounds(name: str, share: float = 1.0) -> Iterator[random.Random]:

@@ -18,8 +18,8 @@ def total(rank: int, world: int, values: torch.Tensor) -> tuple[int, list[float]
     return os.getpid(), mine.tolist()
 
 
-def raises_on(rank: int, world: int, culprit: int) -> None:
-    if rank == culprit:
+def raises_on(rank: int, world: int, failing: int) -> None:
+    if rank == failing:
         raise ValueError(f"rank {rank} raises")
     dist.all_reduce(torch.ones(1))
 
@@ -33,14 +33,14 @@ def sleeps(rank: int, world: int) -> None:
 
 
 def test_the_pool_answers_and_survives_an_exception() -> None:
-    """The same processes serve every call; who raises ends the wait of the others."""
+    """The same processes handle every call; a rank that raises ends the wait of the others."""
     values = torch.tensor([1.0, 2.0])
     first = on_ranks(total, values)
     assert [sums for _, sums in first] == [[3.0, 6.0]] * 2
-    for culprit in (0, 1):
+    for failing in (0, 1):
         began = time.monotonic()
-        with pytest.raises(RankError, match=rf"rank {culprit}:\nTraceback[^$]*ValueError: rank {culprit} raises"):
-            on_ranks(raises_on, culprit)
+        with pytest.raises(RankError, match=rf"rank {failing}:\nTraceback[^$]*ValueError: rank {failing} raises"):
+            on_ranks(raises_on, failing)
         assert time.monotonic() - began < 30, "the other rank waited for its time limit"
     assert on_ranks(total, values) == first
 

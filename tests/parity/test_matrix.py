@@ -1,0 +1,571 @@
+"""Regions beside everything else that torch does: programs that have torch.amp's bits, and the default policy near.
+
+See `tests.helpers.matrix` for what is compared.
+"""
+
+import contextlib
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+import ampkit
+from ampkit import Policy, Rule
+from tests.helpers.matrix import QUIET, Net, Program, Programs, Region, default, gradients, native, ours, weights
+
+PROGRAMS = Programs()
+pytestmark = QUIET
+
+
+# --- autograd: grad modes, double backward, hooks
+
+
+@PROGRAMS.add
+def no_grad_first_then_training(region: Region) -> Any:
+    model, x = Net(), torch.randn(4, 6)
+    with region():
+        with torch.no_grad():
+            evaluated = model(x)
+        out = model(x)
+    out.float().sum().backward()
+    return evaluated, out, gradients(model)
+
+
+@PROGRAMS.add
+def inference_mode_first_then_training(region: Region) -> Any:
+    model, x = Net(), torch.randn(4, 6)
+    with region():
+        with torch.inference_mode():
+            evaluated = model(x)
+        out = model(x)
+    assert evaluated.is_inference()
+    out.float().sum().backward()
+    return evaluated.clone(), out, gradients(model)
+
+
+@PROGRAMS.add
+def region_in_inference_mode(region: Region) -> Any:
+    model = Net()
+    with torch.inference_mode():
+        x = torch.randn(4, 6)
+        with region():
+            return model(x)
+
+
+@PROGRAMS.add
+def model_made_in_inference_mode(region: Region) -> Any:
+    with torch.inference_mode():
+        model, x = Net(), torch.randn(4, 6)
+        with region():
+            return model(x), model(x)
+
+
+@PROGRAMS.add
+def double_backward_inside(region: Region) -> Any:
+    model, x = Net(), torch.randn(4, 6, requires_grad=True)
+    with region():
+        out = model(x).float().pow(2).sum()
+        (slope,) = torch.autograd.grad(out, x, create_graph=True)
+        (out + slope.norm()).backward()
+    return slope, x.grad, gradients(model)
+
+
+@PROGRAMS.add
+def gradient_penalty(region: Region) -> Any:
+    """Gradient outside the region, its penalty inside: torch's own recipe."""
+    model, x = Net(), torch.randn(4, 6)
+    with region():
+        loss = model(x).float().pow(2).sum()
+    slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    with region():
+        penalty = sum((slope.pow(2).sum() for slope in slopes), loss.new_zeros(())).sqrt()
+        loss = loss + penalty
+    loss.backward()
+    return loss, gradients(model)
+
+
+@PROGRAMS.add_where_torch_fails("expected m1 and m2 to have the same dtype")
+def forward_mode_ad(region: Region) -> Any:
+    model, x = Net(), torch.randn(4, 6)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        with region():
+            out = model(dual)
+        return list(torch.autograd.forward_ad.unpack_dual(out))
+
+
+@PROGRAMS.add
+def batched_gradients(region: Region) -> Any:
+    model, x = Net(), torch.randn(4, 6, requires_grad=True)
+    with region():
+        out = model(x).float().sum(0)
+        return torch.autograd.grad(out, x, torch.eye(3), is_grads_batched=True)
+
+
+@PROGRAMS.add
+def partly_frozen(region: Region) -> Any:
+    model, x = Net(), torch.randn(4, 6)
+    model.enter.requires_grad_(False)
+    with region():
+        out = model(x)
+        model.enter.requires_grad_(True)
+        again = model(x)
+    (out + again).float().sum().backward()
+    return out, again, gradients(model)
+
+
+@PROGRAMS.add
+def hooks_of_every_kind(region: Region) -> Any:
+    model, x, seen = Net(), torch.randn(4, 6), []
+
+    def keep(*values: Any) -> None:
+        seen.extend(v.detach().clone() for v in tree_leaves(values) if isinstance(v, Tensor))
+
+    model.enter.register_forward_pre_hook(lambda module, args: keep(args))
+    model.enter.register_forward_hook(lambda module, args, out: keep(args, out))
+    model.norm.register_full_backward_pre_hook(lambda module, grad: keep(grad))
+    model.norm.register_full_backward_hook(lambda module, grad_in, grad_out: keep(grad_in, grad_out))
+    model.leave.weight.register_hook(lambda grad: keep(grad))
+    model.enter.weight.register_post_accumulate_grad_hook(lambda p: keep(p.grad))
+    with region():
+        out = model(x)
+        out.register_hook(lambda grad: 2 * grad)
+        hidden = out.float()
+    assert out.grad_fn is not None
+    out.grad_fn.register_prehook(lambda grads: keep(grads))
+    hidden.sum().backward()
+    return out, seen, gradients(model)
+
+
+@PROGRAMS.add
+def saved_tensor_hooks(region: Region) -> Any:
+    """What autograd saves is packed by the user, in whatever dtype the casts have given it."""
+    model, x, packed = Net(), torch.randn(4, 6), []
+
+    def pack(value: Tensor) -> Tensor:
+        packed.append(value.detach().clone())
+        return value.clone()
+
+    with saved_tensors_hooks(pack, lambda value: value), region():
+        out = model(x)
+    out.float().sum().backward()
+    return out, packed, gradients(model)
+
+
+@PROGRAMS.add
+def parameters_and_casts_with_own_hooks(region: Region) -> Any:
+    """A hook on the weight fires once, with the gradient of both uses of its cached cast."""
+    model, x, seen = nn.Linear(6, 6), torch.randn(4, 6), []
+    model.weight.register_hook(lambda grad: seen.append(grad.clone()))
+    with region():
+        out = model(model(x))
+    out.float().sum().backward()
+    assert len(seen) == 1
+    return out, seen, gradients(model)
+
+
+# --- modules: parametrizations, copies, optimizers, scripts
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+@PROGRAMS.add
+def parametrizations(region: Region) -> Any:
+    model, x = nn.Sequential(weight_norm(nn.Linear(6, 6)), spectral_norm(nn.Linear(6, 6)), orthogonal(nn.Linear(6, 6)),
+                             nn.Linear(6, 6)), torch.randn(4, 6)
+    parametrize.register_parametrization(model[3], "weight", Doubled())
+    with region():
+        out = model(x)
+    out.float().sum().backward()
+    return out, gradients(model)
+
+
+@PROGRAMS.add
+def cached_parametrizations(region: Region) -> Any:
+    """The weight is computed once and is no leaf: it is cast at each use, never taken from the cache."""
+    model, x = nn.Sequential(*[nn.Linear(6, 6)] * 2), torch.randn(4, 6)
+    parametrize.register_parametrization(model[0], "weight", Doubled())
+    with region(), parametrize.cached():
+        out = model(x)
+    out.float().sum().backward()
+    return out, gradients(model)
+
+
+@PROGRAMS.add
+def copied_in_the_region(region: Region) -> Any:
+    """A copy made while its original's casts are cached has weights, and casts, of its own."""
+    model, x = Net(), torch.randn(4, 6)
+    with region():
+        first = model(x)
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            for p in twin.parameters():
+                p.mul_(2)
+        second = twin(x)
+        third = pickle.loads(pickle.dumps(model))(x)
+    (first + second).float().sum().backward()
+    return first, second, third, gradients(model), gradients(twin)
+
+
+@PROGRAMS.add
+def optimizer_step_in_the_region(region: Region) -> Any:
+    model, x = Net(), torch.randn(4, 6)
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(model.enter.parameters(), foreach=True), torch.optim.Adam(model.norm.parameters()),
+        torch.optim.SGD(model.leave.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1),
+    ]
+    with region():
+        model(x).float().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return [p.detach() for p in model.parameters()], gradients(model)
+
+
+@PROGRAMS.add
+def encoder_fast_path(region: Region) -> Any:
+    """Evaluation of torch's own transformer layers, where it may take a fused operator."""
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False
+    ).eval()
+    attention, x = nn.MultiheadAttention(8, 2, batch_first=True).eval(), torch.randn(2, 5, 8)
+    with torch.inference_mode(), region():
+        return encoder(x), attention(x, x, x, need_weights=False)[0]
+
+
+@PROGRAMS.add
+def traced_module(region: Region) -> Any:
+    """`torch.jit.trace` in a region with its cache off, as torch demands; the trace has the casts."""
+    model, x = Net(), torch.randn(4, 6)
+    with region(), off_cache(), torch.no_grad():
+        traced = cast("nn.Module", torch.jit.trace(model, x, check_trace=False))
+    return traced(x)
+
+
+@contextlib.contextmanager
+def off_cache() -> Iterator[None]:
+    """Weight casts are not kept in here, whoever makes them."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+@PROGRAMS.add
+def scripted_module(region: Region) -> Any:
+    """The result only: TorchScript's executor rounds its gradients otherwise once it has warmed up."""
+    scripted: Any = torch.jit.script(Net())
+    x = torch.randn(4, 6)
+    with region():
+        return scripted(x)
+
+
+# --- tensors that are not plain: sparse, complex, nested, subclasses, out= and in place
+
+
+@PROGRAMS.add
+def sparse_embedding_gradients(region: Region) -> Any:
+    embedding, head = nn.Embedding(10, 6, sparse=True), nn.Linear(6, 3)
+    with region():
+        out = head(embedding(torch.tensor([1, 3, 3, 7])))
+    out.float().sum().backward()
+    assert embedding.weight.grad is not None
+    assert embedding.weight.grad.is_sparse
+    return out, embedding.weight.grad.to_dense(), gradients(head)
+
+
+@PROGRAMS.add
+def embedding_bag(region: Region) -> Any:
+    bag, head = nn.EmbeddingBag(10, 6), nn.Linear(6, 3)
+    with region():
+        out = head(bag(torch.tensor([1, 2, 4, 5]), torch.tensor([0, 2])))
+    out.float().sum().backward()
+    return out, gradients(bag), gradients(head)
+
+
+@PROGRAMS.add
+def sparse_coo_times_dense_in_an_island(region: Region) -> Any:
+    """Sparse products have no bfloat16 kernel; people step out of the region for them, and back in."""
+    matrix, dense, head = torch.eye(6).to_sparse(), torch.randn(6, 4, requires_grad=True), nn.Linear(4, 3)
+    with region():
+        with torch.autocast("cpu", enabled=False):
+            product = torch.sparse.mm(matrix, dense)
+        out = head(product)
+    out.float().sum().backward()
+    return product, out, dense.grad
+
+
+@PROGRAMS.add
+def complex_numbers(region: Region) -> Any:
+    """Complex tensors are not autocast's; the real ones beside them are."""
+    z = torch.randn(4, 6, dtype=torch.complex64, requires_grad=True)
+    model = Net()
+    with region():
+        product = z @ z.conj().T
+        magnitude = model(torch.view_as_real(z).sum(-1))
+        spectrum = torch.fft.fft(magnitude.float()).abs()
+    (product.abs().sum() + spectrum.sum()).backward()
+    assert z.grad is not None
+    return torch.view_as_real(product.detach()), magnitude, spectrum, torch.view_as_real(z.grad), gradients(model)
+
+
+@PROGRAMS.add
+def conjugate_and_negative_views(region: Region) -> Any:
+    z, w = torch.randn(4, 6, dtype=torch.complex64), torch.randn(3, 6)
+    with region():
+        return F.linear(z.conj().imag, w), F.linear(z.real, w)
+
+
+@PROGRAMS.add
+def double_precision_and_integers_pass(region: Region) -> Any:
+    x, w = torch.randn(4, 6, dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
+    n = torch.arange(12).view(3, 4)
+    with region():
+        return F.linear(x, w), n @ n.T, x.softmax(-1)
+
+
+@PROGRAMS.add
+def jagged_nested_tensors(region: Region) -> Any:
+    model = nn.Linear(6, 3)
+    rows = [torch.randn(2, 6, requires_grad=True), torch.randn(3, 6, requires_grad=True)]
+    ragged = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    with region():
+        out = model(ragged)
+    out.values().float().sum().backward()
+    return out.values(), [row.grad for row in rows], gradients(model)
+
+
+@PROGRAMS.add
+def jagged_attention(region: Region) -> Any:
+    rows = [torch.randn(length, 2, 4) for length in (3, 5)]
+    ragged = torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=True)
+    with region():
+        heads = ragged.transpose(1, 2)
+        out = F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2)
+    out.values().float().sum().backward()
+    return out.values()
+
+
+@PROGRAMS.add
+def strided_nested_tensors(region: Region) -> Any:
+    model = nn.Linear(6, 3)
+    rows = [torch.randn(2, 6), torch.randn(3, 6)]
+    nested = torch.nested.nested_tensor(rows, requires_grad=True)
+    with region():
+        out = model(nested)
+        padded = torch.nested.to_padded_tensor(out, 0.0)
+    padded.float().sum().backward()
+    return padded, gradients(model)
+
+
+@PROGRAMS.add
+def tensor_subclass(region: Region) -> Any:
+    """A wrapper subclass stays one through casts, and the two tensors inside are cast alike."""
+    x = TwoTensor(torch.randn(4, 6), torch.randn(4, 6))
+    weight = torch.randn(3, 6, requires_grad=True)
+    with region():
+        out = F.linear(x, weight)
+    assert isinstance(out, TwoTensor)
+    out.float().sum().backward()
+    return out.a, out.b, weight.grad.a if isinstance(weight.grad, TwoTensor) else weight.grad
+
+
+@PROGRAMS.add
+def torch_function_subclass(region: Region) -> Any:
+    class Named(Tensor):
+        pass
+
+    x, model = torch.randn(4, 6).as_subclass(Named), Net()
+    with region():
+        out = model(x)
+    assert type(out) is Named
+    out.float().sum().backward()
+    return out.as_subclass(Tensor), gradients(model)
+
+
+@PROGRAMS.add
+def out_and_in_place(region: Region) -> Any:
+    """What the caller writes to keeps its dtype: those variants are never cast."""
+    x, w = torch.randn(4, 6), torch.randn(6, 6)
+    product, base = torch.empty(4, 6), torch.ones(4, 6)
+    with region():
+        torch.mm(x, w, out=product)
+        base.addmm_(x, w)
+        return product, base, base.exp_()
+
+
+# --- functional transforms: torch.func, torch.autograd.functional, functional calls
+
+
+def loss_of(w: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    """A smooth scalar with a matrix product, a softmax and a reduction in it."""
+    return F.linear(torch.tanh(F.linear(x, w)), v).softmax(-1).pow(2).sum()
+
+
+TRANSFORMS: dict[str, Callable[[Callable[..., Tensor], Tensor, Tensor, Tensor], Any]] = {
+    "grad": lambda f, w, v, x: torch.func.grad(f, argnums=(0, 1))(w, v, x),
+    "grad_and_value": lambda f, w, v, x: torch.func.grad_and_value(f)(w, v, x),
+    "vmap": lambda f, w, v, x: torch.vmap(f, (None, None, 0))(w, v, x),
+    "vmap_weights": lambda f, w, v, x: torch.vmap(f, (0, None, None))(torch.stack([w, 2 * w]), v, x),
+    "per_sample_grad": lambda f, w, v, x: torch.vmap(torch.func.grad(f), (None, None, 0))(w, v, x),
+    "jvp": lambda f, w, v, x: torch.func.jvp(f, (w, v, x), (torch.ones_like(w), torch.ones_like(v), x)),
+    "vjp": lambda f, w, v, x: torch.func.vjp(f, w, v, x)[1](torch.ones(())),
+    "jacrev": lambda f, w, v, x: torch.func.jacrev(f)(w, v, x),
+    "jacfwd": lambda f, w, v, x: torch.func.jacfwd(f, argnums=1)(w, v, x),
+    "hessian": lambda f, w, v, x: torch.func.hessian(f, argnums=1)(w, v, x),
+    "grad_of_grad": lambda f, w, v, x: torch.func.grad(
+        lambda w: torch.func.grad(f)(w, v, x).pow(2).sum())(w),
+    "functionalize": lambda f, w, v, x: torch.func.functionalize(f)(w, v, x),
+    "linearize": lambda f, w, v, x: torch.func.linearize(f, w, v, x)[1](
+        torch.ones_like(w), torch.ones_like(v), x),
+    "autograd_jacobian": lambda f, w, v, x: torch.autograd.functional.jacobian(lambda v: f(w, v, x), v),
+    "autograd_hessian": lambda f, w, v, x: torch.autograd.functional.hessian(lambda v: f(w, v, x), v),
+}
+
+
+def _add_transforms() -> None:
+    for name, transform in TRANSFORMS.items():
+        def inside(region: Region, transform: Any = transform) -> Any:
+            def function(w: Tensor, v: Tensor, x: Tensor) -> Tensor:
+                with region():
+                    return loss_of(w, v, x)
+
+            x, w, v = weights()
+            return transform(function, w, v, x)
+
+        def around(region: Region, transform: Any = transform) -> Any:
+            x, w, v = weights()
+            with region():
+                return transform(loss_of, w, v, x)
+
+        PROGRAMS.append(Program(f"{name}_inside", inside))
+        PROGRAMS.append(Program(f"{name}_around", around))
+
+
+_add_transforms()
+
+
+@PROGRAMS.add
+def functional_call(region: Region) -> Any:
+    model, x = Net(), torch.randn(4, 6)
+    parameters = {name: 2 * p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, parameters, (x,)).float().pow(2).mean()
+
+    with region():
+        return list(torch.func.grad(loss)(parameters).values()), model(x)
+
+
+@PROGRAMS.add
+def an_autograd_function_under_vmap(region: Region) -> Any:
+    class Square(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x: Tensor, w: Tensor) -> Tensor:
+            return (x @ w) ** 2
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            x, w = ctx.saved_tensors
+            slope = (2 * grads[0] * (x @ w)).to(w.dtype)
+            return slope @ w.T, torch.outer(x.to(w.dtype), slope)
+
+    x, w = torch.randn(4, 6), torch.randn(6, 3, requires_grad=True)
+    with region():
+        out = torch.vmap(Square.apply, (0, None))(x, w)
+    out.float().sum().backward()
+    return out, w.grad
+
+
+# --- what holds of each
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+def test_programs_have_torchs_bits(program: Program) -> None:
+    program.check_bits()
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+def test_programs_under_the_default_policy_stay_near_float32(program: Program) -> None:
+    program.check_near_float32()
+
+
+def test_reentrant_checkpoints_recompute_under_the_policy_of_their_forward() -> None:
+    """And not under the policy of whoever calls backward, nor torch's list."""
+    kept = Policy.default("cpu").with_rules({"aten::linear": Rule.FLOAT32})
+    x, w = torch.randn(4, 6, requires_grad=True), torch.randn(3, 6)
+    seen = []
+
+    def function(x: Tensor) -> Tensor:
+        out = F.linear(x, w)
+        seen.append(out.dtype)
+        return out
+
+    with ampkit.autocast("cpu", policy=kept):
+        out = checkpoint(function, x, use_reentrant=True)
+    with ampkit.autocast("cpu"):
+        out.sum().backward()
+    assert seen == [torch.float32] * 2
+    seen.clear()
+    out = checkpoint(function, x, use_reentrant=True)
+    with ampkit.autocast("cpu", policy=kept):
+        out.sum().backward()
+    assert seen == [torch.float32] * 2
+
+
+def test_models_saved_in_a_region_hold_weights_and_no_casts() -> None:
+    model, x = Net(), torch.randn(4, 6)
+    with default():
+        model(x)
+        buffer = io.BytesIO()
+        torch.save(model.state_dict(), buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer)
+    assert {value.dtype for value in loaded.values()} == {torch.float32}
+    assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
+
+
+def test_vmap_over_models_is_the_loop_over_models() -> None:
+    """ampkit's rules come before vmap, torch's after it has decomposed `linear`, which leaves biases float32."""
+    models, x = [Net() for _ in range(3)], torch.randn(4, 6)
+    parameters, buffers = torch.func.stack_module_state(models)  # pyright: ignore[reportArgumentType]
+    base = copy.deepcopy(models[0]).to("meta")
+
+    def call(parameters: Any, buffers: Any, x: Tensor) -> Tensor:
+        return torch.func.functional_call(base, (parameters, buffers), (x,))
+
+    for as_torch in (native, ours):
+        with as_torch():
+            assert torch.vmap(call, (0, 0, None))(parameters, buffers, x).dtype is torch.float32
+    with default():
+        out = torch.vmap(call, (0, 0, None))(parameters, buffers, x)
+        loop = torch.stack([model(x) for model in models])
+    assert out.dtype is loop.dtype is torch.bfloat16
+    torch.testing.assert_close(out, loop, rtol=0.01, atol=0.01)
+    out.float().sum().backward()
+    loop.float().sum().backward()
+    for name, batched in parameters.items():
+        grads = torch.stack([grad for model in models if (grad := model.get_parameter(name).grad) is not None])
+        torch.testing.assert_close(batched.grad, grads, rtol=0.02, atol=0.02)
