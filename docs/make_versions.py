@@ -1,4 +1,4 @@
-"""Write the row of docs/versions.md for the torch that runs this, from a report of the whole suite: see `make matrix`.
+"""Write the row of docs/versions.md for the running torch, from a report of the whole suite: see `make matrix`.
 
     python docs/make_versions.py REPORT.xml
 """
@@ -21,9 +21,9 @@ HEAD = f"""# Versions of torch
 
 Supported are {SUPPORTED}, on Python 3.11 and newer. Every row is a run of the whole suite by `make matrix`, which
 writes it; CUDA builds ran on a CPU. Skipped tests need a GPU, or what that torch does not have; tests that are
-expected to fail (xfail) hold a defect of torch in view.
+expected to fail (xfail) watch a defect of torch.
 
-A newer torch is tried out by the first region of a process, and `ampkit doctor` says what came of it.
+The first region of a process tests a newer torch, and `ampkit doctor` reports the result.
 
 | torch | triton | Python | passed | failed | skipped | xfail | seconds | on |
 | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- |
@@ -51,7 +51,7 @@ def counts(report: Path) -> tuple[int, int, int, int, float, str]:
 
 
 def with_row(page: str, row: str | None = None) -> str:
-    """The page made anew, with a row in place of the one for the same version, in order of versions."""
+    """The page with a row added, or put in the place of the one for the same version, in order of versions."""
     rows = {line.split()[1]: line for line in [*page.splitlines(), row or ""] if line.startswith("| 2")}
     names = "\n".join(f"- `torch.{path}`" for path in sorted(set(looked_up)))
     return HEAD + "".join(f"{rows[version]}\n" for version in sorted(rows, key=_key)) + FOOT.format(names)

@@ -80,8 +80,12 @@ class detect_nonfinite:
         """Turn what a step recorded into findings, and tell of the new ones."""
         new = []
         self._count()
-        for one in trace(recorder.records, complete=self._complete):
-            finding = make_finding(recorder, one)
+        found = [(one, make_finding(recorder, one)) for one in trace(recorder.records, complete=self._complete)]
+        overflows = any(finding.skipped for _, finding in found)
+        for one, finding in found:
+            # An inf that a smaller scale cures makes NaN of what would have been absorbed: the next step tells.
+            if overflows and not finding.skipped and one.symptom.phase in ("backward", "scaler"):
+                continue
             if self.report.add(finding) and not finding.skipped:
                 new.append(finding)
         if new and self._on_found == "raise":

@@ -16,7 +16,7 @@ from ampkit.debugging.detect import detect_nonfinite, operation_of
 from ampkit.debugging.operator_calls import OperatorCall
 from ampkit.debugging.operator_facts import tensors_in
 from ampkit.debugging.report import Finding, NonFiniteError, NonFiniteReport, Suggestion
-from ampkit.debugging.shadow import ShadowRun
+from ampkit.debugging.shadow import Measured, ShadowRun
 from ampkit.debugging.snapshot import Snapshot
 from ampkit.debugging.suggestions import advice, changes_for
 from ampkit.torch_internals.operator_tracing import OpOverload
@@ -104,11 +104,11 @@ class _Replay:
         made = run.made()
         if made is None:
             return finding
-        call, dtype = made
-        text = number_that_is_zero(call.numbers, dtype) or (
-            f"0 in {dtype_name(dtype)}, and not in exact arithmetic: it underflows"
-        )
-        return replace(finding, cause=Cause("rounded", text), made=operation_of(call, run.place(call)))
+        text = number_that_is_zero(made.call.numbers, made.dtype)
+        if text is None:
+            how = "it underflows" if made.local.lost else "what it is made of is rounded"
+            text = f"0 in {dtype_name(made.dtype)}, and not in exact arithmetic: {how}"
+        return replace(finding, cause=Cause("rounded", text), made=operation_of(made.call, made.place))
 
     def with_suggestion(self, finding: Finding, *, loop_is_wrong: bool) -> Finding:
         """A finding with what was tried for it: the first change that lasts, or advice."""
@@ -190,14 +190,13 @@ class _OriginRun(ShadowRun):
 
     def observe(self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if call.index == self._index:
-            rounded = [
-                self.memory.error(one).lost for one in tensors_in((args, kwargs))
+            errors = [
+                self.memory.error(one) for one in tensors_in((args, kwargs))
                 if self.memory.has_twin(one) and bool(((one == 0) & (self.memory.read(one) != 0)).any())
             ]
-            self._made = max(rounded, default=-1)
+            self._made = max((one.lost if one.lost >= 0 else one.maker for one in errors), default=-1)
         return super().observe(call, func, args, kwargs)
 
-    def made(self) -> tuple[OperatorCall, torch.dtype] | None:
-        """The call that rounded an input to 0, and its dtype."""
-        one = next((one for one in self.measured if one.call.index == self._made), None)
-        return None if one is None else (one.call, one.dtype)
+    def made(self) -> Measured | None:
+        """The call that rounded an input to 0."""
+        return next((one for one in self.measured if one.call.index == self._made), None)

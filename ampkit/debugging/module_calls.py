@@ -83,6 +83,8 @@ class ModuleCalls:
         self._numbers.clear()
 
     def _enter(self, module: Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return      # a trace follows hooks, and fails on what they do
         if self.region != "ampkit":
             self._note_region()
         stack = self._running.stack
@@ -104,6 +106,8 @@ class ModuleCalls:
             self.region = "torch"
 
     def _leave(self, module: Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         stack = self._running.stack
         while stack and stack.pop()[0] is not module:
             pass        # those inside it that an exception ended

@@ -16,7 +16,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ampkit.debugging.causes import dtype_name
-from ampkit.debugging.module_calls import ModuleCalls
+from ampkit.debugging.module_calls import ModuleCalls, module_paths
+from ampkit.debugging.operator_calls import no_advice_on_hooks
 from ampkit.debugging.operator_facts import readable, tensors_in
 from ampkit.debugging.report_file import line
 
@@ -91,6 +92,7 @@ class TensorMonitor:
 
     def _watch(self) -> None:
         hooks = self._hooks = ExitStack()
+        hooks.enter_context(no_advice_on_hooks())
         self._watch_optimizers(hooks)
         hooks.callback(register_module_forward_hook(self._look).remove)     # before `modules` leaves the module
         self._modules.start()
@@ -103,6 +105,8 @@ class TensorMonitor:
         hooks.callback(register_optimizer_step_post_hook(self._optimizer_ends).remove)
 
     def _look(self, module: Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         call = self._modules.current()
         if call is None:
             return
@@ -130,7 +134,10 @@ class TensorMonitor:
 
     @torch.no_grad()
     def _optimizer_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        names = {id(p): name for root in self._modules.roots() for name, p in root.named_parameters()}
+        names = {
+            id(p): f"{path}.{name}" if path else name for root in self._modules.roots()
+            for path, module in module_paths(root) for name, p in module.named_parameters(recurse=False)
+        }
         for place, (parameter, before, wanted) in enumerate(self._before):
             lost = (wanted & (_some(parameter) == before)).sum() / wanted.sum().clamp_min(1)
             self._lost.append((names.get(id(parameter), f"parameter {place}"), lost))

@@ -31,7 +31,7 @@ from ampkit.torch_internals.operator_tracing import (
     without_dispatch,
 )
 
-__all__ = ["OperatorCall", "OperatorObserver", "Phase", "Place"]
+__all__ = ["OperatorCall", "OperatorObserver", "Phase", "Place", "no_advice_on_hooks"]
 
 Phase = Literal["forward", "backward", "recompute", "optimizer", "scaler"]
 
@@ -116,7 +116,7 @@ class OperatorObserver(ObserverMode):
         """Look from here on; until then only optimizer steps are counted."""
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(self._noting_compiled())
-        stack.enter_context(_no_advice_on_hooks())
+        stack.enter_context(no_advice_on_hooks())
         self.modules.start()
         stack.callback(self.modules.stop)
         self._thread = _Thread()
@@ -277,7 +277,7 @@ class OperatorObserver(ObserverMode):
 
 
 @contextmanager
-def _no_advice_on_hooks() -> Iterator[None]:
+def no_advice_on_hooks() -> Iterator[None]:
     """A compiled module warns that global hooks fire for its wrapper too: they do, and wrappers have no path here.
 
     One filter is added and taken away, as `catch_warnings` would also undo what the user's own code sets meanwhile.

@@ -193,6 +193,25 @@ def mask_of_large_numbers() -> tuple[nn.Module, Step]:
     return model, step
 
 
+@planted("aten::rsqrt", r"1e-10 is 0 in float16", FLOAT, dtype=F16)
+def root_mean_square_norm(x: Tensor) -> Tensor:
+    y = x * 0
+    square = y.pow(2).mean(-1, keepdim=True) + 1e-10     # here
+    return y * torch.rsqrt(square) + x
+
+
+@planted("aten::log", r"0 in float16.*underflows", FLOAT, dtype=F16)
+def log_of_a_softmax(x: Tensor) -> Tensor:
+    p = torch.softmax(x + torch.arange(16.0).half() * 3, -1)    # here
+    return p.log() * 1e-3
+
+
+@planted("aten::log", r"0 in float16.*rounded", FLOAT, dtype=F16)
+def entropy_by_hand(x: Tensor) -> Tensor:
+    p = torch.sigmoid(x * 0 + 12)       # here
+    return (1 - p).log() * x
+
+
 # --- undefined in any precision: advice for the user's own code, by operator
 
 

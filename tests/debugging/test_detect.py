@@ -209,6 +209,26 @@ def test_a_compiled_model_and_a_closure() -> None:
     assert report.findings[0].origin.module == "1"
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")       # of Dynamo, on the input of the function
+def test_a_compiled_step_that_is_finite_is_the_answer() -> None:
+    """The fault is of the eager run alone: it is a note."""
+    @torch.compile(backend="aot_eager")
+    def function(x: Tensor) -> Tensor:
+        return x * 2 if torch.compiler.is_compiling() else x / 0
+
+    model = nn.Linear(4, 4)
+
+    def step() -> Tensor:
+        loss = function(model(torch.ones(2, 4))).sum()
+        loss.backward()
+        return loss
+
+    report = debugging.find_nonfinite(step, model)
+    assert report.status == "clean"
+    assert str(report).startswith("compiled functions run eagerly here: ")
+    assert "note: as it is, compiled, the step is finite; run eagerly: the loss is nan" in str(report)
+
+
 def test_on_found() -> None:
     """Warn, call, and bad values."""
     told: list[Finding] = []

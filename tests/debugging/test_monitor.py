@@ -176,6 +176,17 @@ for step in range(int(sys.argv[1])):
 """
 
 
+def test_a_compiled_script_is_monitored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also one that refuses graph breaks; a former run's lines are none of this one's."""
+    script, out = tmp_path / "train.py", tmp_path / "out.jsonl"
+    script.write_text(SCRIPT.replace("optimizer =", "run = torch.compile(model, backend='aot_eager', fullgraph=True)\n"
+                                     "optimizer =").replace("loss = model", "loss = run"))
+    for _ in range(2):
+        assert main(["debug", "monitor", "--every", "2", "--out", str(out), str(script), "3"]) == 0
+    assert len(out.read_text().splitlines()) == 2
+    assert "updates" in capsys.readouterr().out
+
+
 def test_a_script_is_monitored_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script, out = tmp_path / "train.py", tmp_path / "out.jsonl"
     script.write_text(SCRIPT)

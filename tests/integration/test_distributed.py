@@ -86,20 +86,18 @@ def ddp_has_torchs_bits() -> None:
 
 @check
 def ddp_options_have_torchs_bits() -> None:
-    def wrap(model: nn.Module) -> nn.Module:
+    """Views of buckets, unused parameters; static graphs, compressed gradients."""
+
+    def viewing(model: nn.Module) -> nn.Module:
         return DistributedDataParallel(model, gradient_as_bucket_view=True, find_unused_parameters=True)
 
-    assert_same(train(wrap, ours, "decoder"), train(wrap, native, "decoder"))
-
-
-@check
-def ddp_static_graphs_and_compressed_gradients_have_torchs_bits() -> None:
-    def wrap(model: nn.Module) -> nn.Module:
+    def static(model: nn.Module) -> nn.Module:
         model = DistributedDataParallel(model, static_graph=True)
         model.register_comm_hook(None, fp16_compress_hook)
         return model
 
-    assert_same(train(wrap, ours), train(wrap, native))
+    assert_same(train(viewing, ours, "decoder"), train(viewing, native, "decoder"))
+    assert_same(train(static, ours), train(static, native))
 
 
 @check
@@ -159,7 +157,7 @@ def ddp_accumulates_with_a_lasting_cache() -> None:
 
 @check
 def ddp_runs_a_wrapped_forward() -> None:
-    """The region belongs to the module inside, and the loop around it knows nothing of it."""
+    """The region belongs to the module inside, the loop around it opens none."""
 
     def wrap(model: nn.Module) -> nn.Module:
         return DistributedDataParallel(ampkit.wrap_forward(model, "cpu", torch.bfloat16, policy=Policy.torch("cpu")))
@@ -204,7 +202,7 @@ def fsdp2_with_its_own_low_precision_parameters_has_torchs_bits() -> None:
 
 
 @check
-def fsdp2_weights_are_cast_anew_after_a_step() -> None:
+def fsdp2_weights_are_recast_after_a_step() -> None:
     """FSDP writes gathered weights into one storage, below the version counter: a lasting cache must notice steps."""
     cache = WeightCache()
 
@@ -219,8 +217,8 @@ def fsdp2_weights_are_cast_anew_after_a_step() -> None:
 
 
 @check
-def sharded_weights_written_between_regions_are_cast_anew() -> None:
-    """No optimizer steps, and the all-gather of the next forward moves no version. FSDP 2 and 1."""
+def sharded_weights_written_between_regions_are_recast() -> None:
+    """No optimizer steps, and the all-gather of the next forward does not bump the version counter. FSDP 2 and 1."""
 
     def assert_fresh(model: nn.Module, ids: Tensor, rewritten: Callable[[nn.Module], None]) -> None:
         cache = WeightCache()
@@ -258,7 +256,7 @@ def sharded_weights_written_between_regions_are_cast_anew() -> None:
 
 @check
 def collectives_that_write_weights_are_seen() -> None:
-    """They move no version. A cache that outlives regions starts anew after each."""
+    """They do not bump the version counter. A cache that outlives regions recasts after each."""
     rank = dist.get_rank()
 
     def exchange(p: Tensor) -> None:
@@ -374,7 +372,7 @@ def sequence_parallel_has_torchs_bits() -> None:
 
 @check
 def dtensor_operators_follow_the_policy() -> None:
-    """Casts of a DTensor stay DTensors with the same placement, and rules of one's own reach them."""
+    """Casts of a DTensor stay DTensors with the same placement, and the user's rules reach them."""
     mesh = init_device_mesh("cpu", (WORLD,))
     x = distribute_tensor(torch.randn(4, 8), mesh, [Shard(0)])
     weight = nn.Parameter(distribute_tensor(torch.randn(8, 8), mesh, [Replicate()]))

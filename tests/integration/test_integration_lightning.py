@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ampkit.optim
-from ampkit import GradScaler, Policy, WeightCache, is_autocast_enabled
+from ampkit import GradScaler, Policy, WeightCache
 from tests.helpers.faults import plant_nonfinite
 from tests.helpers.ranks import on_ranks
 
@@ -214,14 +214,6 @@ def test_a_cache_keeps_casts_between_batches(tmp_path: Path) -> None:
     assert (cache.info().hits, cache.info().misses) == (8, 8)
 
 
-def test_lbfgs_stays_refused(tmp_path: Path) -> None:
-    """By Lightning, in float16."""
-    module = Module()
-    module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())    # type: ignore[method-assign]
-    with pytest.raises(Exception, match="AMP and the LBFGS optimizer are not compatible"):
-        fit(module, sixteen(), tmp_path)
-
-
 class FsdpOnCpu(FSDPStrategy):
     """Lightning's strategy, which is for GPUs, but for the call that wraps the model."""
 
@@ -286,22 +278,6 @@ def test_what_the_fsdp_plugin_refuses() -> None:
         assert FSDPPrecision("bf16-mixed").device == "cpu"
 
 
-def test_manual_clipping_and_stepping_know_one_optimizer(tmp_path: Path) -> None:
-    """Lightning hands a wrapper to the one and the optimizer itself to the other."""
-    module, plugin = Module("ampkit", manual=True), sixteen()
-    assert plugin.scaler is not None
-    known: list[int] = []
-    update = plugin.scaler.update
-
-    def noted() -> None:
-        known.append(len(plugin.scaler._per_optimizer_states))      # type: ignore[union-attr]
-        update()
-
-    plugin.scaler.update = noted    # pyright: ignore[reportAttributeAccessIssue]
-    fit(module, plugin, tmp_path)
-    assert known == [1] * 4
-
-
 @pytest.mark.parametrize("cls", [MixedPrecision, for_fabric.MixedPrecision])
 def test_scalers_of_torch_and_wrong_policies_and_devices_are_refused(cls: Any) -> None:
     """When they are given, not at the first region."""
@@ -325,7 +301,7 @@ def test_fabric_clips_steps_and_resumes(tmp_path: Path, which: str, precision: A
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
     layers = Module().layers
     seen: list[bool] = []
-    layers[0].register_forward_hook(lambda *_: seen.append(is_autocast_enabled("cpu")))
+    layers[0].register_forward_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
     plain = Module().layers
     model, optimizer = fabric.setup(layers, OPTIMIZERS[which](layers.parameters()))
     for step, batch in enumerate(batches()):
