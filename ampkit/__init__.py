@@ -5,13 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from ampkit import amp, optim
 from ampkit.policy.policy import Policy, Rule, register_op
-from ampkit.region.autocast import (
-    autocast,
-    clear_autocast_cache,
-    float32_region,
-    get_autocast_dtype,
-    is_autocast_enabled,
-)
+from ampkit.region.autocast import autocast, clear_autocast_cache
 from ampkit.region.custom_function import custom_bwd, custom_fwd
 from ampkit.region.forward_wrapper import unwrap_forward, wrap_forward
 from ampkit.region.recording import record_casts
@@ -45,11 +39,8 @@ __all__ = [
     "custom_bwd",
     "custom_fwd",
     "debugging",
-    "float32_region",
-    "get_autocast_dtype",
     "half",
     "integrations",
-    "is_autocast_enabled",
     "optim",
     "record_casts",
     "register_op",

@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 
 from ampkit.gradients import amp_optimizers, closures
 from ampkit.policy.policy import Policy
-from ampkit.region.arguments import named_policy
-from ampkit.region.autocast import autocast_device_type
+from ampkit.region.arguments import autocast_device_type, named_policy
 from ampkit.scaler.loss_scale import LossScale
 from ampkit.whole_model import levels
 from ampkit.whole_model.boundary import Boundary, device_type_of, put_boundary

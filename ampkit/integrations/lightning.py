@@ -15,7 +15,8 @@ from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
 
 from ampkit.integrations._precision import OwnRegions, dtype_of, policy_for, scaler_for
 from ampkit.policy.policy import Policy
-from ampkit.region.autocast import autocast, autocast_device_type
+from ampkit.region.arguments import autocast_device_type
+from ampkit.region.autocast import autocast
 from ampkit.scaler.grad_scaler import GradScaler
 
 __all__ = ["FSDPPrecision", "MixedPrecision", "ScaleMonitor"]

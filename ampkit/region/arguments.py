@@ -123,14 +123,6 @@ def named_policy(policy: Any, kind: str) -> Policy:
     )
 
 
-def float32_spec(device_type: Any, policy: Any, *, of_module: bool = False) -> RegionSpec:
-    """A region that casts to float32, which torch's autocast supports on no device."""
-    spec = checked_spec(device_type, None, False, policy=policy, of_module=of_module)
-    return RegionSpec(
-        spec.device_type, torch.float32, True, spec.cache_enabled, spec.policy, None, spec.device, of_module
-    )
-
-
 def _available(device: str, kind: str, dtype: torch.dtype) -> bool:
     """Whether a region is available for the device and dtype; warns as torch does if not."""
     if kind == "cuda" and ":" not in device:
@@ -146,7 +138,7 @@ def _available(device: str, kind: str, dtype: torch.dtype) -> bool:
     if dtype not in supported:
         warnings.warn(
             f"autocast for {kind} takes {' or '.join(map(str, supported))}, not {dtype}: it is disabled. "
-            "For a region in float32, use ampkit.float32_region().",
+            "To compute in float32, use autocast(enabled=False) and .float() inputs.",
             stacklevel=4,
         )
         return False

@@ -13,7 +13,7 @@ from typing import Any, Literal, ParamSpec, Self, TypeVar
 import torch
 
 from ampkit.policy.policy import Policy
-from ampkit.region.arguments import autocast_device_type, checked_spec, float32_spec
+from ampkit.region.arguments import checked_spec
 from ampkit.region.decorate import in_region
 from ampkit.region.module_hooks import ModuleRuleHooks, enter_in_trace, leave_in_trace
 from ampkit.region.spec import RegionSpec
@@ -23,9 +23,7 @@ from ampkit.region.weight_cache import WeightCache
 from ampkit.torch_internals.dynamo import dynamo_skip, tracing
 from ampkit.torch_internals.forks import clear_torch_cache
 
-__all__ = [
-    "autocast", "clear_autocast_cache", "float32_region", "get_autocast_dtype", "is_autocast_enabled",
-]
+__all__ = ["autocast", "clear_autocast_cache"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -77,16 +75,6 @@ class autocast:
         region = cls.__new__(cls)
         region.spec = spec
         return region
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if "spec" not in state:     # a pickle from before there were specs
-            flags = state["_enabled"], state["_cache_enabled"]
-            state = {
-                "spec": RegionSpec(
-                    state["_kind"], state["fast_dtype"], *flags, state["policy"], state["cache"], state["device"]
-                )
-            }
-        vars(self).update(state)
 
     @property
     def device(self) -> str:
@@ -156,34 +144,9 @@ class autocast:
         return in_region(self, func)
 
 
-class float32_region(autocast):
-    """Region that computes everything in float32, from low-precision inputs too.
-
-    `autocast(enabled=False)` leaves low-precision tensors as they are, and they then meet float32 weights. Here every
-    ATen operator that computes something casts them up first. Views, conversions, in-place and `out=` operators keep
-    their dtype; so do operators of other libraries that no policy lists and, under `torch.export`, unlisted operators
-    of ATen. Arguments, and use as a decorator, as for `autocast`.
-    """
-
-    @dynamo_skip
-    def __init__(self, device_type: str | None = None, *, policy: Policy | str | None = None) -> None:
-        if not tracing() and thread.regions:
-            leave_ended(thread.regions)
-        self.spec = float32_spec(device_type, policy)
-
-
-def is_autocast_enabled(device_type: str | None = None) -> bool:
-    """Whether autocast is enabled here for a device type, in this thread. None: the current accelerator, else CPU."""
-    return torch.is_autocast_enabled(autocast_device_type(device_type))
-
-
-def get_autocast_dtype(device_type: str | None = None) -> torch.dtype:
-    """The dtype that a region for a device type casts to, or would. None is the current accelerator, else CPU."""
-    return torch.get_autocast_dtype(autocast_device_type(device_type))
-
-
 def clear_autocast_cache() -> None:
-    """Drop the weight casts of the regions open in this thread; weights are cast anew at their next use."""
+    """Drop the weight casts of the regions open in this thread, torch's own included; weights are cast again at their
+    next use."""
     for entry in thread.regions:
         entry.cache.clear()
     clear_torch_cache()

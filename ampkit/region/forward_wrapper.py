@@ -116,11 +116,6 @@ class _Wrapped(WrappedForward):
         return _Wrapped._reduced(self, super().__reduce_ex__(protocol))
 
 
-def _make(make: Callable[..., M], arguments: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> M:
-    """The name by which pickles of version 0.1 make a wrapped module."""
-    return wrap_forward(make(*arguments), *args, **kwargs)
-
-
 def wrap_forward(
     module: M,
     device_type: str | None = None,

@@ -169,7 +169,7 @@ class AutocastMode(TorchDispatchMode):
             dtype = casting.widest_dtype(args, device)
             if kwargs:
                 dtype = casting.widest_dtype(kwargs.values(), device, dtype)
-            # Any other dtype is common to all: nothing to cast, except in a region that computes all in float32.
+            # Any other dtype is common to all: nothing to cast, except in a region in float32.
             if dtype is torch.float32 or (dtype is not None and _dtype_of(device) is torch.float32):
                 cast = casting.cast_to(device, torch.float32)
                 kwargs, args = cast.kwargs(kwargs), cast.args(args)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from ampkit.policy.policy import Policy, register_changes
-from ampkit.region import all_float32, policy_guard
+from ampkit.region import policy_guard
 from ampkit.region.arguments import NAMED_POLICIES
 from ampkit.region.mode import AutocastMode
 from ampkit.region.recording import new_mode, records
@@ -67,7 +67,7 @@ class Entry:
 
     __slots__ = (
         "active", "cache", "cache_flag", "counted", "dtype", "enabled", "ended", "excluded", "frame", "hooks",
-        "included", "mark", "mode", "outer", "own_cache", "spec", "unlisted",
+        "included", "mark", "mode", "outer", "own_cache", "spec",
     )
 
     def __init__(
@@ -115,7 +115,6 @@ class Entry:
             policy = dict(mode.policies)[kind]
             self.hooks = hooks(policy) if policy.modules else None
         self.active = active or True in [_is_enabled(other) for other, _ in mode.policies if other != kind]
-        self.unlisted = all_float32.prepare() if spec.enabled and spec.dtype is torch.float32 else None
 
     def enter(self) -> None:
         """Make this the innermost region of the thread."""
@@ -130,8 +129,6 @@ class Entry:
             set_included(KEY, True)
         if self.excluded is active:
             set_excluded(KEY, not active)
-        if self.unlisted is False:
-            all_float32.include(True)
         _set_enabled(spec.device_type, spec.enabled)
         _set_dtype(spec.device_type, spec.dtype)
         _set_cache_flag(spec.cache_enabled)
@@ -156,8 +153,6 @@ class Entry:
         _set_cache_flag(self.cache_flag)
         set_included(KEY, self.included)
         set_excluded(KEY, self.excluded)
-        if self.unlisted is not None:
-            all_float32.include(self.unlisted)
         if again or thread.mark is not self.mark:
             policy_guard.write(self.mark, again=again)
         put_in_tls(TLS_NAME, self.outer or self.mode.closed_copy)

@@ -158,7 +158,7 @@ def _general(op: OpOverload) -> Kernel:
                 return result
         if any(type(args[slot]) in _NUMBERS for slot in slots if slot < len(args)):
             # A number in the place of a tensor: see _PASSING. Where no list has `op`, torch has no autocast kernel for
-            # it either, and torch's key must stay: without it, autocast counts as disabled for `unlisted` kernels.
+            # it either, and torch's key must stay: without it, autocast counts as disabled for its parts.
             listed = any(op in table for _, table in mode.tables)
             with Exclude(mode.excluded_keys if listed else keysets(())[0]):
                 return op._op(*args, **kwargs)

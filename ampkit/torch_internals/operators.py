@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 __all__ = [
-    "FakeTensorMode", "OpOverload", "OpOverloadPacket", "aten_operators", "autocast_device_types", "canonical",
+    "FakeTensorMode", "OpOverload", "OpOverloadPacket", "autocast_device_types", "canonical",
     "composite_names", "has_any_kernel", "is_composite", "is_dispatched", "meets_autocast", "operator_names",
     "privateuse1_name", "registered_for_autocast",
 ]
@@ -36,18 +33,6 @@ def canonical(op: OpOverload) -> OpOverload:
 def operator_names() -> list[str]:
     """The names of all operators: `aten::add.Tensor`."""
     return torch._C._dispatch_get_all_op_names()
-
-
-def aten_operators(wanted: Callable[[Any], bool]) -> Iterator[OpOverload]:
-    """The operators of ATen that are not composites and whose schema is `wanted`."""
-    dispatched = set(operator_names())
-    for schema in torch._C._jit_get_all_schemas():
-        name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
-        if name not in dispatched or not name.startswith("aten::") or not wanted(schema):
-            continue
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
-            packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"))
-            yield canonical(getattr(packet, schema.overload_name or "default"))
 
 
 def is_composite(op: OpOverload) -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ampkit.optim
-from ampkit import GradScaler, Policy, WeightCache, is_autocast_enabled
+from ampkit import GradScaler, Policy, WeightCache
 from tests.helpers.faults import plant_nonfinite
 from tests.helpers.ranks import on_ranks
 
@@ -301,7 +301,7 @@ def test_fabric_clips_steps_and_resumes(tmp_path: Path, which: str, precision: A
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
     layers = Module().layers
     seen: list[bool] = []
-    layers[0].register_forward_hook(lambda *_: seen.append(is_autocast_enabled("cpu")))
+    layers[0].register_forward_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
     plain = Module().layers
     model, optimizer = fabric.setup(layers, OPTIMIZERS[which](layers.parameters()))
     for step, batch in enumerate(batches()):

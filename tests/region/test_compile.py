@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import ampkit
-from ampkit import Policy, Rule, autocast, float32_region
+from ampkit import Policy, Rule, autocast
 from tests.helpers.compiling import (
     EXACT,
     RULES,
@@ -38,20 +38,18 @@ def plain(policy: Policy | None, dtype: torch.dtype | None = None) -> Callable[.
 
 
 def islands(net: Any, x: Tensor) -> Any:
-    """Regions in a region: other dtypes, disabled, float32, and torch's own."""
+    """Regions in a region: other dtypes, disabled, and torch's own."""
     with autocast("cpu", torch.bfloat16):
         y = net.first(x)
         with autocast("cpu", enabled=False):
             y = net.norm(y.float())
         with autocast("cpu", torch.float16):
             half = net.last(y)
-        with float32_region("cpu"):
-            whole = net.last(y.bfloat16())
         with torch.autocast("cpu", enabled=False):
             plain = net.last(y)
         with torch.autocast("cpu", dtype=torch.float16):
             ours = net.last(y)
-    return half, whole, plain, ours
+    return half, plain, ours
 
 
 @autocast("cpu", policy=RULES)

@@ -12,10 +12,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampkit import Policy, WeightCache, autocast, float32_region
+from ampkit import Policy, WeightCache, autocast
 from ampkit.torch_internals import dispatcher, kernels
 from tests.helpers.autocasting import both, product
-from tests.helpers.regions import BF16, FP16, FP32, FP64, state
+from tests.helpers.regions import BF16, FP16, FP32, state
 
 # State
 
@@ -372,41 +372,6 @@ def test_coroutines_that_take_turns_inside_their_regions_are_told():
     assert "decorate its function with autocast instead" in str(first)
     assert second is None
     assert state() == before
-
-
-# float32_region
-
-
-def test_float32_region_casts_up():
-    x = torch.ones(2, 2, dtype=BF16)
-    weight = torch.nn.Linear(2, 2)
-    with autocast("cpu"):
-        with autocast("cpu", enabled=False), pytest.raises(RuntimeError, match=r"dtype"):
-            weight(x)
-        with float32_region("cpu"):
-            assert weight(x).dtype is FP32
-            assert product(BF16) is FP32
-            assert product(FP64) is FP64
-            with autocast("cpu", BF16):
-                assert product() is BF16
-        assert weight(x).dtype is BF16
-
-
-def test_float32_region_outside_any_region_and_as_a_decorator():
-    before = state()
-
-    @float32_region("cpu")
-    def call(x):
-        return torch.mm(x, x).dtype
-
-    assert call(torch.ones(2, 2, dtype=FP16)) is FP32
-    assert product(FP16) is FP16
-    assert state() == before
-
-
-def test_float32_region_for_a_device_that_is_absent_changes_nothing_here():
-    with float32_region("cuda"):
-        assert product(BF16) is BF16
 
 
 def test_caches_are_accepted_by_islands_and_other_devices():
