@@ -5,7 +5,7 @@ active, as in torch.amp. If that code calls a listed operator, the region decide
 `cross_entropy_loss` in `log_softmax.int` and `nll_loss`. Such composites are `DECOMPOSED`, and so are the doubtful
 ones. `OPAQUE` are those that call no operator of any shipped list, on any device: a region changes nothing in them.
 
-Every composite of every supported torch is in exactly one of the two tables, except those that write to `out=`, which no
+Every composite of every supported torch is in one of the two tables, except those that write to `out=`, which no
 list names, and those of named dimensions, which end with torch 2.12. A test walks the registry and fails on a composite
 that a new torch adds, for a decision whether a list should name it. Another test runs the opaque ones and checks that a
 region changes nothing. An operator that is also on a list follows the list.

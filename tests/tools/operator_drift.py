@@ -73,7 +73,7 @@ def composite_drift() -> tuple[list[str], list[str]]:
 
 def _left_out(op: OpOverload) -> bool:
     """Whether a composite needs no class: it writes to `out=`, or takes named dimensions (before torch 2.13)."""
-    writes = op._overloadname.endswith("out") or any(argument.is_out for argument in op._schema.arguments)
+    writes = op._overloadname == "out" or any(argument.is_out for argument in op._schema.arguments)
     return writes or "Dimname" in str(op._schema)
 
 
