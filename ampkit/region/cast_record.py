@@ -28,7 +28,7 @@ class RecordedCall(NamedTuple):
     layer: str                          # of the policy, that set the rule: "torch", "default", "with_rules[0]", ...
     why: str
     module: str                         # path from the outermost module, a class for that one itself; "" outside any
-    line: str                           # of the user's code: "model.py:67"
+    line: str                           # the call site in the user's code: "model.py:67"
     operands: tuple[torch.dtype, ...]   # of the tensors given, lists looked into
     computed_in: tuple[torch.dtype, ...]    # of the tensors the operator got, or the `dtype` that it was asked for
     casts: int                          # copies made for this call

@@ -1,7 +1,7 @@
 """Which matrix products an operator is: their sizes and floating-point operations, from the shapes it is called with.
 
-Operators as regions meet them, before they are taken apart (`linear`), and as kernels do (`addmm`). FLOPs are counted
-as `torch.utils.flop_counter` counts what they are taken apart into: two for a multiplication, none for anything else.
+Operators as regions meet them, before they are decomposed (`linear`), and as kernels do (`addmm`). FLOPs are counted
+as `torch.utils.flop_counter` counts what they are decomposed into: two for a multiplication, none for anything else.
 """
 
 from __future__ import annotations

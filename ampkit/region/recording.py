@@ -128,7 +128,7 @@ class _RecordingMode(AutocastMode):
         )
         _, rule, layer, why = policy.explain(op)
         asked = tuple(value for value in got if rule is Rule.FLOAT32_DTYPE_ARG and isinstance(value, torch.dtype))
-        module, line = _whereabouts(sys._getframe(1))
+        module, line = _call_site(sys._getframe(1))
         undone = [
             (maker, _nbytes(old) + _nbytes(new))
             for old, new in made
@@ -191,7 +191,7 @@ def _look_up(cache: WeightCache | RegionCache, reused: _Reused, leaf: Tensor, dt
     return cast
 
 
-def _whereabouts(frame: FrameType | None) -> tuple[str, str]:
+def _call_site(frame: FrameType | None) -> tuple[str, str]:
     """The path of the module that runs, and the line of the user's code that called the operator."""
     modules: list[Module] = []
     line = ""
