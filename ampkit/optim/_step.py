@@ -169,7 +169,7 @@ class DeviceStep(ABC):
                 if self._step_known(known, group, here):
                     continue
             all_known = False
-            self._step_anew(number, group, scalars)
+            self._step_validated(number, group, scalars)
         if not all_known:
             self._known_state = list(state), list(state.values())
         return loss
@@ -207,8 +207,8 @@ class DeviceStep(ABC):
         return True
 
     @torch.no_grad()
-    def _step_anew(self, number: int, group: dict[str, Any], scalars: StepScalars) -> None:
-        """Step a group of which nothing is known, and keep what that finds out where kernels step all of it."""
+    def _step_validated(self, number: int, group: dict[str, Any], scalars: StepScalars) -> None:
+        """Step a group after examining every tensor, and keep what that finds out where kernels step all of it."""
         by_device = rows_by_device(group, type(self).__name__)
         for device, rows in by_device.items():
             here = scalars.on(device)

@@ -22,8 +22,8 @@ from ampkit.policy.values import short
 from ampkit.torch_internals.modules import request_kwargs
 
 __all__ = [
-    "NONE", "BoundRule", "ModuleCheck", "ModulePath", "ModuleRef", "ModuleRule", "ModuleRules", "NamedModules",
-    "checked_key", "describe", "is_one_path", "matches",
+    "NONE", "BoundRule", "ModuleCheck", "ModuleRef", "ModuleRules", "NamedModules", "checked_key", "describe",
+    "matches",
 ]
 
 
@@ -50,13 +50,6 @@ class ModuleRef:
         return "<a module that is gone>" if module is None else f"<{type(module).__name__} at {id(module):#x}>"
 
 
-class ModulePath(str):
-    """The path of one module, as a policy that was written down names a module given as a key."""
-
-
-Key = str | type[Module] | ModuleRef
-
-
 class NamedModules:
     """A model's modules by their paths: made once for all rules that are bound to it."""
 
@@ -64,41 +57,62 @@ class NamedModules:
         self.model = unwrapped(model)
         self.pairs = list(named_paths(self.model))
         self.by_path = dict(self.pairs)
-        self.by_module = {id(module): path for path, module in reversed(self.pairs)}    # the first of several paths
+        self.paths = {id(module): path for path, module in reversed(self.pairs)}    # the first of several paths
 
-    def matching(self, key: Any) -> list[tuple[str, Module]]:
-        """Each module that a checked key matches, once, with its path."""
-        if isinstance(key, Module):
-            path = self.by_module.get(id(unwrapped(key)))
-            return [] if path is None else [(path, unwrapped(key))]
+    def key_of(self, module: Module) -> str:
+        """The path of a module, the first of several; `ValueError` if the model does not contain it."""
+        path = self.paths.get(id(unwrapped(module)))
+        if path is None:
+            raise ValueError(
+                f"{describe(module)} is no module of {type(self.model).__name__}; give for_modules the model that it "
+                "is part of"
+            )
+        return path
+
+    def matching(self, key: str | type[Module]) -> tuple[tuple[str, ModuleRef], ...]:
+        """Each module that a key matches, once, with its path; `ValueError` with the nearest names if there is none."""
         if isinstance(key, type):
-            return [(self.by_module[id(one)], one) for one in self._distinct() if key in type(one).__mro__]
-        if is_one_path(key):
-            return [(str(key), self.by_path[key])] if key in self.by_path else []
-        found = {id(module): (path, module) for path, module in reversed(self.pairs) if matches(key, path)}
-        return list(reversed(found.values()))
+            found = [(path, module) for path, module in self.pairs if key in type(module).__mro__]
+        elif "*" in key:
+            found = [(path, module) for path, module in self.pairs if matches(key, path)]
+        else:
+            found = [(key, self.by_path[key])] if key in self.by_path else []
+        if not found:
+            raise ValueError(self._unmatched(key))
+        once = {id(module): (path, ModuleRef(module)) for path, module in reversed(found)}
+        return tuple(reversed(once.values()))
 
-    def _distinct(self) -> list[Module]:
-        return list({id(module): module for _, module in self.pairs}.values())
+    def _unmatched(self, key: str | type[Module]) -> str:
+        model = type(self.model).__name__
+        if isinstance(key, type):
+            known = ", ".join(dict.fromkeys(type(module).__name__ for _, module in self.pairs))
+            return f"no module of {model} is a {describe(key)}; the classes of its modules are {known}"
+        paths = [path for path, _ in self.pairs if path]
+        nearest = difflib.get_close_matches(key[:80], paths, n=3) or paths[:3]
+        return (
+            f"the pattern {short(key)} of for_modules matches no module of {model}; nearest: "
+            f"{', '.join(nearest) or 'none'}. Paths count from the model that for_modules is given"
+        )
 
 
 class ModuleRule(NamedTuple):
     """A key of `for_modules`, its value, the model that it was given for, and the modules that it binds."""
 
-    key: Key
+    key: str | type[Module]                     # the path of a module that was given as a key
     value: Any                                  # a dtype or a Policy
     model: ModuleRef
     bound: tuple[tuple[str, ModuleRef], ...]    # with their paths at binding; "" is the model itself
 
     def rank(self, module: Module) -> int:
-        """How near the key is to a module that it binds: an instance 0, a pattern 1, classes by their distance."""
+        """How near the key is to a module that it binds: a path 0, a pattern with stars 1, classes by their distance.
+        """
         if isinstance(self.key, type):
             return 2 + type(module).__mro__.index(self.key)
-        return 1 if isinstance(self.key, str) else 0
+        return int("*" in self.key)
 
     def key_text(self) -> str:
         """The key in code and messages."""
-        return repr(self.key) if isinstance(self.key, str) else describe(self.key)
+        return describe(self.key) if isinstance(self.key, type) else repr(self.key)
 
 
 class ModuleRules:
@@ -146,12 +160,12 @@ class ModuleRules:
         reference = ModuleRef(modules.model)
         known = {(rule.key, rule.model) for rule in self.rules}
         rules = list(self.rules)
-        for key, value in items:
-            rule = _bound(key, value, modules)
-            if (rule.key, reference) in known:
-                raise ValueError(f"module {describe(key)} already has a rule in this policy")
-            known.add((rule.key, reference))
-            rules.append(rule)
+        for given, value in items:
+            key = modules.key_of(given) if isinstance(given, Module) else given
+            if (key, reference) in known:
+                raise ValueError(f"module {describe(given)} already has a rule in this policy")
+            known.add((key, reference))
+            rules.append(ModuleRule(key, value, reference, modules.matching(key)))
         extended = ModuleRules(tuple(rules))
         for rule in extended.rules:
             for _, bound in rule.bound:
@@ -205,22 +219,17 @@ class ModuleCheck(NamedTuple):
 
 
 def checked_key(key: Any) -> Any:
-    """A path pattern, a module class or a module; `TypeError` or `ValueError` for anything else."""
-    if isinstance(key, (Module, ModulePath)) or (isinstance(key, type) and issubclass(key, Module)):
+    """A path pattern ("" is the model itself), a module class or a module; `TypeError` or `ValueError` for others."""
+    if isinstance(key, Module) or (isinstance(key, type) and issubclass(key, Module)):
         return key
     if not isinstance(key, str):
         raise TypeError(f"a key of for_modules is a path pattern, a module class or a module, got {short(key)}")
-    if len(key) > _LONGEST or not re.fullmatch(r"[\w*]+(\.[\w*]+)*", key):
+    if len(key) > _LONGEST or not re.fullmatch(r"([\w*]+(\.[\w*]+)*)?", key):
         raise ValueError(
             f"{short(key)} is no module path pattern; expected names and '*' joined by dots, like 'blocks.*.attn', of "
             f"{_LONGEST} characters at most"
         )
     return key
-
-
-def is_one_path(key: Any) -> bool:
-    """Whether a key is the path of one module, without stars."""
-    return isinstance(key, ModulePath) or (isinstance(key, str) and "*" not in key)
 
 
 def describe(key: Any) -> str:
@@ -248,32 +257,6 @@ def matches(pattern: str, path: str) -> bool:
         if not used:
             return False
     return last == "**" or (used[-1] == len(names) - 1 and fnmatchcase(names[-1], last))
-
-
-def _bound(key: Any, value: Any, modules: NamedModules) -> ModuleRule:
-    """The rule for a checked key; `ValueError` with the nearest names if it matches no module."""
-    found = modules.matching(key)
-    if not found:
-        raise ValueError(_unmatched(key, modules))
-    if isinstance(key, (Module, ModulePath)):
-        key = ModuleRef(found[0][1])
-    bound = tuple((path, ModuleRef(module)) for path, module in found)
-    return ModuleRule(key, value, ModuleRef(modules.model), bound)
-
-
-def _unmatched(key: Any, modules: NamedModules) -> str:
-    model = type(modules.model).__name__
-    if isinstance(key, Module):
-        return f"{describe(key)} is no module of {model}; give for_modules the model that it is part of"
-    if isinstance(key, type):
-        known = ", ".join(dict.fromkeys(type(module).__name__ for _, module in modules.pairs))
-        return f"no module of {model} is a {describe(key)}; the classes of its modules are {known}"
-    paths = [path for path, _ in modules.pairs if path]
-    nearest = difflib.get_close_matches(str(key)[:80], paths, n=3) or paths[:3]
-    return (
-        f"the pattern {short(str(key))} of for_modules matches no module of {model}; nearest: "
-        f"{', '.join(nearest) or 'none'}. Paths count from the model that for_modules is given"
-    )
 
 
 def _values(rules: Iterable[ModuleRule]) -> Mapping[int, tuple[ModuleRef, Any]]:
@@ -318,9 +301,8 @@ def _copied(rule: ModuleRule, memo: dict[int, Any]) -> ModuleRule:
             return ModuleRef(copy.deepcopy(module, memo))
         return ModuleRef(memo.get(id(module), module))
 
-    key = copy_of(rule.key) if isinstance(rule.key, ModuleRef) else rule.key
     bound = tuple((path, copy_of(reference)) for path, reference in rule.bound)
-    return ModuleRule(key, copy.deepcopy(rule.value, memo), copy_of(rule.model), bound)
+    return ModuleRule(rule.key, copy.deepcopy(rule.value, memo), copy_of(rule.model), bound)
 
 
 NONE = ModuleRules()

@@ -140,8 +140,9 @@ class Policy:
         float32 and turns autocast off inside; bfloat16 and float16 are regions of that dtype.
 
         Keys are resolved now, and the modules that they match are held weakly: wrappers put around them later change
-        nothing, but what replaces or copies modules has to come first. An instance beats a pattern, a pattern beats a
-        class, a nearer base class beats a farther one; of modules inside each other the innermost with a rule wins.
+        nothing, but what replaces or copies modules has to come first. A module or its path beats a pattern with stars,
+        that beats a class, a nearer base class beats a farther one; of modules inside each other the innermost with a
+        rule wins.
 
         Raises `TypeError` or `ValueError`, naming the key, for a key that matches no module, is set already or is no
         key, for another value, and where two patterns disagree about a module.
@@ -233,7 +234,7 @@ class Policy:
         """The kernel that a region runs for `op`, as Python: its casts, and the call.
 
         `op` is a key as in `with_rules`; names with a leading underscore are ampkit's own. Raises `ValueError` for
-        an unknown operator, one that a region never sees, and one that is served by the kernel for every operator.
+        an unknown operator, one that a region never sees, and one without a kernel of its own.
 
         >>> print(Policy.torch("cpu").source("aten::mm").splitlines()[0])
         def mm(_keys, self, mat2):
@@ -242,7 +243,7 @@ class Policy:
         (named,) = candidates(found.op)
         text = operator_kernels.source(named, found.rule) if named in self.rules() else None
         if text is None:
-            why = "the kernel for every operator serves it" if named in self.rules() else "a region never sees it"
+            why = "the general kernel runs it" if named in self.rules() else "a region never sees it"
             raise ValueError(f"'{found.op}' has no kernel of its own, {why}: {found.rule.name}, {found.why}")
         return text
 
@@ -256,8 +257,8 @@ class Policy:
     def to_dict(self) -> dict[str, Any]:
         """The policy as plain dicts, lists and strings, for JSON or a checkpoint; `from_dict` reads it back.
 
-        Module rules are written by pattern, class or path. Raises `ValueError` for a class made inside a function, and
-        for rules of several models, which one call of `from_dict` cannot bind.
+        A module that was given as a key is written by its path. Raises `ValueError` for a class made inside a function,
+        and for rules of several models, which one call of `from_dict` cannot bind.
         """
         if len(self._models()) > 1:
             raise ValueError(
@@ -270,7 +271,7 @@ class Policy:
             "rules": [written.layer_dict(layer) for layer in self.overrides],
             "modules": [
                 [
-                    written.key_text(rule),
+                    written.key_text(rule.key),
                     rule.value.to_dict() if isinstance(rule.value, Policy) else str(rule.value)[len("torch.") :],
                 ]
                 for rule in self.modules.rules

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Module
 
-from ampkit.policy.module_rules import ModulePath, ModuleRule, describe, is_one_path
+from ampkit.policy.module_rules import describe
 from ampkit.policy.operator_keys import key_name
 from ampkit.policy.rules import Rule
 from ampkit.policy.values import short
@@ -40,16 +40,10 @@ def layer_dict(layer: Sequence[tuple[OpOverload, Rule]]) -> dict[str, str]:
     return {key_name(op): rule.value for op, rule in layer}
 
 
-def key_text(rule: ModuleRule) -> str:
-    """The key of a module rule as a string: a pattern, `class module:name` or `module path`.
-
-    Raises `ValueError` for a class that cannot be looked up again.
-    """
-    key = rule.key
+def key_text(key: str | type[Module]) -> str:
+    """The key of a module rule as a string; `ValueError` for a class that cannot be looked up again."""
     if isinstance(key, str):
         return key
-    if not isinstance(key, type):
-        return f"module {rule.bound[0][0]}"
     if "<" in key.__qualname__:
         raise ValueError(
             f"a policy that names the class {describe(key)} cannot be written down: a class made inside a function "
@@ -110,18 +104,14 @@ def _read_module_rule(item: Any, depth: int, counter: _Counter) -> tuple[Any, An
     if not isinstance(item, (list, tuple)) or len(item) != 2:
         raise TypeError(f"a module rule of a written policy is a list of a module and its rule, got {short(item)}")
     key, value = _read_key(item[0]), item[1]
-    counter.add(wide=not is_one_path(key))
+    counter.add(wide=isinstance(key, type) or "*" in key)
     return key, value if isinstance(value, str) else read_dict(value, depth + 1, counter)
 
 
 def _read_key(text: Any) -> Any:
     """The key that `key_text` wrote. A class is looked up in `sys.modules`."""
     if not isinstance(text, str):
-        raise TypeError(
-            f"a written policy names modules by path, as 'module path' or as 'class module:name'; got {short(text)}"
-        )
-    if text.startswith("module "):
-        return ModulePath(text.removeprefix("module "))
+        raise TypeError(f"a written policy names modules by path or as 'class module:name', got {short(text)}")
     if not text.startswith("class "):
         return text
     module, _, name = text.removeprefix("class ").partition(":")

@@ -47,9 +47,9 @@ class StepCache:
         if not self._launches or is_capturing(self._device) or place(self._device) != self._place:
             return False
         try:
-            for i, (tensors, kept) in enumerate(zip(lists, self._kept, strict=True)):
-                same = i >= _NEW_EVERY_STEP and len(tensors) == len(kept) and all(map(is_, tensors, kept))
-                if not same and _facts(tensors) != self._facts[i]:
+            for tensors, kept, facts in zip(lists, self._kept, self._facts, strict=True):
+                same = kept is not None and len(tensors) == len(kept) and all(map(is_, tensors, kept))
+                if not same and _facts(tensors) != facts:
                     return False
             if self._single and any(map(Tensor.is_neg, map(lists[1].__getitem__, self._single))):
                 return False
@@ -80,7 +80,9 @@ class StepCache:
         plain = all(is_plain and FLOATS.issuperset(dtypes) for dtypes, _, _, is_plain in facts)
         if is_capturing(self._device) or not plain or any(map(Tensor.is_neg, lists[1])):
             return
-        self._place, self._facts, self._kept = place(self._device), facts, [list(tensors) for tensors in lists]
+        self._place, self._facts = place(self._device), facts
+        # Gradients are not kept, whose memory the next forward pass needs.
+        self._kept = [list(tensors) if i >= _NEW_EVERY_STEP else None for i, tensors in enumerate(lists)]
         self._columns = [list(map(Tensor.data_ptr, tensors)) for tensors in lists]
         self._n_wide = n_wide
         self._aligned = _aligned_rows(self._columns[:n_wide])

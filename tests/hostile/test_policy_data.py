@@ -1,4 +1,4 @@
-"""Policies from data that nobody vouches for: one clear sentence or a policy that holds together, and no trace left.
+"""Policies from untrusted data: one clear sentence or a policy that holds together, and no trace left.
 
 Each test is one round of drawn cases. With AMPKIT_SOAK_SECONDS set it goes on for that long, one seed after another,
 from AMPKIT_SOAK_SEED; the seed of a failure is printed with it.
@@ -71,7 +71,7 @@ STRANGE_CLASSES = [
 rules = st.sampled_from([rule.value for rule in Rule if rule is not Rule.FLOAT32_DTYPE_ARG])
 layers = st.lists(st.dictionaries(st.sampled_from(OPERATORS), rules, max_size=4), max_size=3)
 precisions = st.sampled_from(["float32", "bfloat16", "float16"])
-places = st.sampled_from(["head", "blocks.*.attn", "**.norm", "module blocks.0", *CLASSES])
+places = st.sampled_from(["head", "blocks.*.attn", "**.norm", "blocks.0", "", *CLASSES])
 
 
 class Model(nn.Module):

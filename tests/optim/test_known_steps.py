@@ -6,8 +6,10 @@ knows nothing launches: the same kernels over the same addresses, lengths and cu
 
 import contextlib
 import copy
+import gc
 import os
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -105,9 +107,9 @@ class Steps(RuleBasedStateMachine):
             fresh = self.noted_step(self.capturing)
             optimizer._known, optimizer._known_state = kept
         assert [one.kernel for one in found] == [one.kernel for one in fresh]
-        for ours, anew in zip(found, fresh, strict=True):
-            assert ours.arguments == anew.arguments
-            assert ours.options == anew.options
+        for ours, other in zip(found, fresh, strict=True):
+            assert ours.arguments == other.arguments
+            assert ours.options == other.options
         self.gradients, self.capturing = ["kept"] * 8, False
 
     @rule(data=st.data(), number=st.integers(0, 3))
@@ -272,3 +274,19 @@ def test_a_captured_step_warns_once_of_a_learning_rate_that_the_host_holds() -> 
             optimizer.step()
         optimizer.step()
     assert [one.filename for one in found] == [__file__]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_gradients_are_not_kept(kind: str) -> None:
+    """Their memory is free for the next forward pass."""
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = OPTIMIZERS[kind](params)
+    with noted_launches():
+        for _ in range(2):
+            for param in params:
+                param.grad = torch.ones(3)
+            gradients = [weakref.ref(param.grad) for param in params]
+            optimizer.step()
+            optimizer.zero_grad()
+            gc.collect()
+            assert [ref() for ref in gradients] == [None, None]

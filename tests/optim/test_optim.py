@@ -107,7 +107,7 @@ def test_kernel_path_over_many_steps(pair: str) -> None:
         mine.grad_multiplier, mine.found_inf = torch.tensor(2.0**-10), torch.tensor(float(i in SKIPPED))
         versions = [p._version for p in params]
         mine.step()
-        assert all(p._version > v for p, v in zip(params, versions, strict=True))  # autograd is told
+        assert all(p._version > v for p, v in zip(params, versions, strict=True))  # autograd is notified
         if i not in SKIPPED:
             reference.step()
     for p, q in zip(params, others, strict=True):

@@ -25,9 +25,8 @@ names = st.lists(st.sampled_from(["a", "b", "blocks", "0", "attn_1"]), min_size=
     ("modules", "error", "message"),
     [
         ([("head", FP32)], TypeError, "for_modules takes a model and a dict of its modules .* got Model and list"),
-        ({"": FP32}, ValueError, r"'' is no module path pattern; expected names and '\*' joined by dots"),
         ({"a b": FP32}, ValueError, "'a b' is no module path pattern"),
-        ({"a..b": FP32}, ValueError, "'a..b' is no module path pattern"),
+        ({"a..b": FP32}, ValueError, r"'a..b' is no module path pattern; expected names and '\*' joined by dots"),
         ({1: FP32}, TypeError, "a key of for_modules is a path pattern, a module class or a module, got 1"),
         ({torch.Tensor: FP32}, TypeError, "a key of for_modules is a path pattern, a module class or a module"),
         ({"head": torch.float64}, ValueError, "torch.float64 is no precision for module 'head'; expected"),
@@ -66,7 +65,8 @@ def test_patterns_that_agree():
 
 def test_a_key_is_set_once():
     model = Model()
-    for key, name in (("head", "'head'"), (nn.Linear, "torch.nn.modules.linear.Linear"), (model.head, "<Linear at 0x")):
+    for key, name in (("head", "'head'"), (nn.Linear, "torch.nn.modules.linear.Linear"), (model.head, "<Linear at 0x"),
+                      (model, "<Model at 0x")):
         with pytest.raises(ValueError, match=rf"module {name}.* already has a rule in this policy"):
             rules(model, {key: FP32}).for_modules(model, {key: FP16})
     rules(model, {"head": FP32}).for_modules(Model(), {"head": FP16})
@@ -116,8 +116,7 @@ def test_check_lists_what_is_bound_and_what_is_gone():
     policy = rules(model, {"blocks.*.attn": FP32, model.head: BF16, model: FP16})
     assert str(policy.check()) == "\n".join([
         "'blocks.*.attn': torch.float32: blocks.0.attn, blocks.1.attn",
-        f"<Linear at {id(model.head):#x}>: torch.bfloat16: head",
-        f"<Model at {id(model):#x}>: torch.float16: the model itself",
+        "'head': torch.bfloat16: head", "'': torch.float16: the model itself",
     ])
     assert policy.check().gone == ()
     replaced = model.head
@@ -140,7 +139,7 @@ def test_a_policy_is_bound_again_by_what_was_written():
     state = json.loads(json.dumps(policy.to_dict()))
     assert state["modules"] == [
         ["blocks.*", inner.to_dict()], ["class torch.nn.modules.normalization:LayerNorm", "float16"],
-        ["module head", "float32"],
+        ["head", "float32"],
     ]
     assert Policy.from_dict(state, model) == policy
     again = Policy.from_dict(state, other)
@@ -160,7 +159,7 @@ def test_what_cannot_be_bound_or_written():
     with pytest.raises(ValueError, match=r"'head' of for_modules matches no module of Linear; nearest: none\. "):
         Policy.from_dict(state, nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"pattern 'head\.0' of for_modules matches no module of Model"):
-        Policy.from_dict({**state, "modules": [["module head.0", "float32"]]}, model)
+        Policy.from_dict({**state, "modules": [["head.0", "float32"]]}, model)
     with pytest.raises(ValueError, match=r"bound to its model and cannot be pickled; save policy\.to_dict"):
         pickle.dumps(rules(model, {"head": FP32}))
     with pytest.raises(ValueError, match=r"Local cannot be written down: a class made inside a function"):

@@ -230,8 +230,8 @@ def test_source_says_what_a_kernel_does() -> None:
     ("op", "why"),
     [
         ("aten::relu", "'aten::relu' has no kernel of its own, a region never sees it: KEEP, no list names it"),
-        ("aten::lstm.input", "the kernel for every operator serves it: LOWER"),
-        ("aten::norm.Scalar", "the kernel for every operator serves it: FLOAT32_DTYPE_ARG"),
+        ("aten::lstm.input", "the general kernel runs it: LOWER"),
+        ("aten::norm.Scalar", "the general kernel runs it: FLOAT32_DTYPE_ARG"),
     ],
 )
 def test_an_operator_without_a_kernel_of_its_own_says_why(op: str, why: str) -> None:

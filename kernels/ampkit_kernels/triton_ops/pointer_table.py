@@ -8,8 +8,8 @@ sent again: gradients move between iterations, parameters and moments do not. Id
 never consulted.
 
 A table belongs to one device, stream and thread, so that what one of them sends cannot overtake what another has
-launched. What is sent goes through pinned host memory and does not block; PyTorch's allocator gives that memory to
-nobody else before the copy has run.
+launched. What is sent goes through pinned host memory and does not block; PyTorch's allocator does not give that
+memory to another allocation before the copy has run.
 
 While a CUDA graph is being captured every launch gets a table of its own, sent in one copy, which becomes a node of
 the graph: every replay reads the pinned memory again. That memory is therefore never written again and never given
