@@ -25,7 +25,6 @@ from ampkit.policy.module_paths import path_of
 from ampkit.policy.op_table import Rule
 from ampkit.policy.policy import Policy
 from ampkit.region.cast_record import CastRecord, RecordedCall
-from ampkit.region.matrix_products import matrix_products, shape_of
 from ampkit.region.mode import AutocastMode
 from ampkit.region.weight_cache import RegionCache, WeightCache
 from ampkit.torch_internals.dynamo import TracingContext, has_compiled
@@ -137,7 +136,7 @@ class _RecordingMode(AutocastMode):
         return RecordedCall(
             op.name(), rule, layer, why, module, line, _dtypes(before), asked or _dtypes(after),
             len(made), len(cast) - len(made), sum(_nbytes(old) + _nbytes(new) for old, new in made),
-            tuple(map(shape_of, before)), matrix_products(op.name(), args, kwargs),
+            tuple(map(_shape_of, before)),
             undone[0][0] if undone else None, sum(nbytes for _, nbytes in undone),
         )
 
@@ -217,6 +216,12 @@ def _nbytes(tensor: Tensor) -> int:
     if isinstance(numel, torch.SymInt):
         numel = numel.node.hint or 0        # asking for its value would fix the size
     return numel * tensor.element_size()
+
+
+def _shape_of(tensor: Tensor) -> tuple[int, ...]:
+    """A tensor's shape in numbers; of a symbolic size its example, as asking for its value would fix it."""
+    sizes: tuple[Any, ...] = tuple(tensor.shape)
+    return tuple(size if type(size) is int else size.node.hint or 0 for size in sizes)
 
 
 def _dtypes(tensors: Sequence[Tensor]) -> tuple[torch.dtype, ...]:
