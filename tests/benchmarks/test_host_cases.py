@@ -10,7 +10,6 @@ import torch
 import ampkit_kernels
 from benchmarks import host
 from benchmarks.case import AMPKIT, TORCH_OPERATORS, UnavailableError
-from benchmarks.measure import measure
 from tests.benchmarks.helpers import CPU
 
 pytest.importorskip("triton")
@@ -19,9 +18,9 @@ pytest.importorskip("triton")
 def test_every_case_runs_and_leaves_nothing_behind() -> None:
     before = torch._foreach_norm, torch._fused_adamw_, ampkit_kernels.backend
     for case in host.cases():
-        small = dataclasses.replace(case, count=3, groups=min(case.groups, 3), moving=case.moving)
-        row = measure(small, CPU, effort=0.001)
-        assert row["aims"][0]["limit"] == host.LIMITS[case.job]
+        small = dataclasses.replace(case, count=3, groups=min(case.groups, 3))
+        for side in small.sides(CPU).values():
+            side.run(2)
     assert before == (torch._foreach_norm, torch._fused_adamw_, ampkit_kernels.backend)
     with mock.patch.object(host, "find_spec", return_value=None), pytest.raises(UnavailableError, match="Triton"):
         host.Host(name="any", job="unscale", count=1).sides(CPU)

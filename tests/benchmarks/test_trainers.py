@@ -39,7 +39,7 @@ def test_all_ways_share_one_drawing_of_the_batches():
 
 
 @pytest.mark.parametrize("variant", [
-    trainer.Variant(torch.bfloat16, 8), trainer.Variant(torch.float16, 2, clip=True),
+    trainer.Variant(torch.bfloat16, 4), trainer.Variant(torch.float16, 2, clip=True),
     trainer.Variant(torch.bfloat16, clip=True), trainer.Variant(torch.float16),
 ], ids=str)
 def test_every_variant_trains(variant: trainer.Variant):
@@ -47,22 +47,22 @@ def test_every_variant_trains(variant: trainer.Variant):
     case = tiny_case(variant, TINY["gpt"])
     sides = case.sides(CPU)
     case.check(sides)
-    ways = (TORCH, SAME_LIST, KEPT) if variant.accumulation == 8 else (SAME_LIST,)
+    ways = (TORCH, SAME_LIST, KEPT) if variant.accumulation == 4 else (SAME_LIST,)
     facts = {way: sides[way].facts() for way in ways}
     assert facts[SAME_LIST]["samples_per_step"] == 2 * variant.accumulation
     assert facts[SAME_LIST]["peak_bytes"] > 0
     assert facts[SAME_LIST]["launches"] is None
-    if variant.accumulation == 8:
+    if variant.accumulation == 4:
         assert facts[SAME_LIST]["copies"] == facts[TORCH]["copies"]
         n_weights = 2 * 4 * 2 + 1       # two blocks of four linears with biases; the tied head
-        assert facts[TORCH]["copies"] - facts[KEPT]["copies"] == 7 * n_weights
+        assert facts[TORCH]["copies"] - facts[KEPT]["copies"] == 3 * n_weights
         again = sides[TORCH].facts()["peak_bytes"]
         assert again == pytest.approx(facts[TORCH]["peak_bytes"], rel=1e-3), "depends on what was counted before"
 
 
 def test_compiled_training_gives_eager_losses(monkeypatch: pytest.MonkeyPatch):
     """Without code generation, which takes half a minute; that part is torch's."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     losses = []
     for run in ("eager", "compiled"):
         one = trainer.Trainer(TINY["gpt"](), trainer.Variant(run=run), AMPKIT, CPU)
