@@ -218,6 +218,20 @@ def test_without_a_graph_the_order_of_registration_stands_in() -> None:
     )
 
 
+def test_an_order_learned_for_parameters_that_are_gone_is_dropped() -> None:
+    """Parameters are known by ids, which others may have later."""
+    scaler = GradScaler("cpu", 1.0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    step(scaler, model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(1, 2))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    learned = list(scaler._order.uses.values())
+    scaler._order.uses = dict(zip(map(id, model.parameters()), learned, strict=True))     # as if ids were used again
+    for param in model.parameters():
+        param.grad = torch.full_like(param, float("inf"))
+    scaler.step(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert scaler.overflow_report(model).ordered_by == "registration"
+
+
 def test_compiled_code_is_one_step_of_backward() -> None:
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))

@@ -100,11 +100,13 @@ def test_a_shared_gradient_is_unscaled_again_after_records_were_replaced() -> No
     first, second = (torch.optim.SGD([shared], lr=1.0) for _ in range(2))
     scaler = started(GradScaler, 4.0)
     shared.grad = torch.tensor([8.0])
-    scaler.unscale_(first)
+    scaler.clip_grad_norm_(first, 1e9)
     scaler._per_optimizer_states = defaultdict(torchs_state)
     shared.grad.fill_(16.0)
     scaler.unscale_(second)
     assert shared.grad.item() == 4.0
+    scaler.update()
+    assert scaler.history[-1]["grad_norm"] is None
 
 
 def test_records_that_code_for_torchs_scaler_makes_are_taken() -> None:
