@@ -11,12 +11,6 @@ import pytest
 
 from tests.helpers.environments import Environment, requirements_of
 from tests.helpers.paths import ROOT
-from tests.helpers.processes import fresh_python
-
-
-def test_importing_ampkit_warns_of_nothing() -> None:
-    """Also where the user turns warnings into errors."""
-    fresh_python("import torch, warnings\nwarnings.simplefilter('error')\nimport ampkit, ampkit_kernels")
 
 
 @pytest.fixture(scope="module")
