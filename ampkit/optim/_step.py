@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from operator import is_
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
@@ -30,26 +28,6 @@ class Row(NamedTuple):
     grad: Tensor
 
 
-class KnownPart(NamedTuple):
-    """Rows of a group (None: all) that one call of a kernel steps, their copies if they have any, its cache."""
-
-    rows: Sequence[int] | None
-    copies: list[list[Tensor]]
-    cache: kernels.StepCache
-
-
-@dataclass
-class KnownGroup:
-    """A group as its last step found it: parameters that had gradients, their state, names of the entries, parts."""
-
-    impl: str
-    device: torch.device
-    params: list[Tensor]
-    states: list[dict[str, Any]]
-    names: Sequence[str]
-    parts: list[KnownPart]
-
-
 class DeviceStep(ABC):
     """Mixin for a `torch.optim` optimizer whose step reads its scalars on the device.
 
@@ -66,8 +44,8 @@ class DeviceStep(ABC):
     param_groups: list[dict[str, Any]]
     state: Any
     _copies: dict[Tensor, Tensor]           # that the user wants written
-    _known: dict[int, KnownGroup]           # by number of the group
-    _known_state: tuple[list[Any], list[Any]]
+    # By number of the group, whether copies are written, and `impl`.
+    _caches: dict[tuple[int, bool, str], kernels.StepCache]
     _warned = False
 
     @abstractmethod
@@ -102,7 +80,7 @@ class DeviceStep(ABC):
 
     def _set_copies(self, copies: dict[Tensor, Tensor]) -> None:
         self._copies = copies
-        self._known, self._known_state = {}, ([], [])
+        self._caches = {}
 
     def write_copies(self, copies: Mapping[Tensor, Tensor]) -> None:
         """Have every step also write new parameter values, converted, into these tensors.
@@ -154,63 +132,48 @@ class DeviceStep(ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        scalars, state = StepScalars.of(self), self.state
-        on_device: dict[torch.device, StepScalars] = {}
-        params, states = self._known_state
-        if not (same(list(state), params) and same(list(state.values()), states)):
-            self._known.clear()
-        all_known = True
+        scalars = StepScalars.of(self)
         for number, group in enumerate(self.param_groups):
-            known = self._known.get(number)
-            if known is not None and known.impl == self.impl:
-                here = on_device.get(known.device)
-                if here is None:
-                    here = on_device[known.device] = scalars.on(known.device)
-                if self._step_known(known, group, here):
-                    continue
-            all_known = False
-            self._step_validated(number, group, scalars)
-        if not all_known:
-            self._known_state = list(state), list(state.values())
+            if not (self._caches and self._step_again(number, group, scalars)):
+                self._step_validated(number, group, scalars)
         return loss
 
-    def _step_known(self, known: KnownGroup, group: dict[str, Any], scalars: StepScalars) -> bool:
+    def _step_again(self, number: int, group: dict[str, Any], scalars: StepScalars) -> bool:
         """Step a group by the caches of its last step; False, with nothing done, where they do not fit."""
-        names = self._names(group)
-        params = group["params"]
+        if group.get("dampening"):      # SGD's flags of momenta that have not begun are in no cache
+            return False
+        params, names = group["params"], self._names(group)
         grads = [param.grad for param in params]
         if type(None) in set(map(type, grads)):
             params = [param for param, grad in zip(params, grads, strict=True) if grad is not None]
             grads = [grad for grad in grads if grad is not None]
-        if names != known.names or not same(params, known.params):
-            return False
-        if group.get("dampening"):      # SGD's flags of momenta that have not begun are in no cache
-            return False
         columns = [params, grads]
-        try:
-            for name in names:
-                columns.append([state[name] for state in known.states])
-        except KeyError:    # an entry has been taken out
-            return False
-        parts = []
-        n = len(columns) - ("step" in names)
-        for rows, copies, cache in known.parts:
-            lists = columns if rows is None else [[column[i] for i in rows] for column in columns]
-            if not cache.fits([*lists[:n], *copies, *lists[n:]]):
+        if names:
+            state = self.state
+            states = [state[param] for param in params]
+            try:
+                for name in names:
+                    columns.append([one[name] for one in states])
+            except KeyError:
                 return False
-            parts.append((cache, lists[0]))
-        options = self._options(group, scalars, known.device)
-        for cache, stepped in parts:
-            cache.launch(options)
+        found = []
+        n = len(columns) - ("step" in names)
+        for rows, copies in split_by_copy(params, self._copies):
+            lists = columns if rows is None else [[column[i] for i in rows] for column in columns]
+            cache = self._caches.get((number, copies is not None, self.impl))
+            if cache is None or not cache.fits([*lists[:n], *([] if copies is None else [copies]), *lists[n:]]):
+                return False
+            found.append((cache, lists[0]))
+        for cache, stepped in found:
+            cache.launch(self._options(group, scalars.on(cache.device), cache.device))
             # As any in-place operation would: what was saved for backward is stale now.
             torch.autograd.graph.increment_version(stepped)
         return True
 
     @torch.no_grad()
     def _step_validated(self, number: int, group: dict[str, Any], scalars: StepScalars) -> None:
-        """Step a group after examining every tensor, and keep what that finds out where kernels step all of it."""
-        by_device = rows_by_device(group, type(self).__name__)
-        for device, rows in by_device.items():
+        """Step a group after examining every tensor; kernels keep what that finds out in caches."""
+        for device, rows in rows_by_device(group, type(self).__name__).items():
             here = scalars.on(device)
             if not kernels.uses_triton(self.impl, device) and self._step_torch(group, device, rows, here):
                 copied = [row for row in rows if row.param in self._copies]
@@ -219,30 +182,20 @@ class DeviceStep(ABC):
             lr_on_host = not isinstance(group["lr"], Tensor) or (group["lr"].is_cpu and device.type != "cpu")
             if lr_on_host and kernels.is_capturing(device):
                 self._warn_of_frozen_lr()
-            known = self._step_rows(group, device, rows, here)
-            if known.parts and len(by_device) == 1 and not kernels.is_capturing(device):
-                self._known[number] = known
-
-    def _step_rows(
-        self, group: dict[str, Any], device: torch.device, rows: list[Row], scalars: StepScalars
-    ) -> KnownGroup:
-        """Step rows of one device by the kernels."""
-        names, options = self._names(group), self._options(group, scalars, device)
-        states = self._states(rows, group, device)
-        found = KnownGroup(self.impl, device, [row.param for row in rows], states, names, [])
-        plain = all(row.local is row.param for row in rows)
-        for numbers, copies in split_by_copy(rows, self._copies):
-            part = rows if numbers is None else [rows[i] for i in numbers]
-            own = states if numbers is None else [states[i] for i in numbers]
-            entries = [[local_tensor(state[name]) for state in own] for name in names]
-            lists = [[row.local for row in part], [row.grad for row in part], *entries]
-            cache = kernels.StepCache() if plain else None
-            self._step_kernel(group, lists, own, copies=copies, cache=cache, impl=self.impl, **options)
-            # As any in-place operation would: what was saved for backward is stale now.
-            torch.autograd.graph.increment_version(lists[0])
-            if cache is not None:
-                found.parts.append(KnownPart(numbers, [] if copies is None else [copies], cache))
-        return found
+            names, states = self._names(group), self._states(rows, group, device)
+            plain = all(row.local is row.param for row in rows)
+            for numbers, copies in split_by_copy([row.param for row in rows], self._copies):
+                part = rows if numbers is None else [rows[i] for i in numbers]
+                own = states if numbers is None else [states[i] for i in numbers]
+                entries = [[local_tensor(state[name]) for state in own] for name in names]
+                lists = [[row.local for row in part], [row.grad for row in part], *entries]
+                key = number, copies is not None, self.impl
+                self._step_kernel(
+                    group, lists, own, copies=copies, impl=self.impl,
+                    cache=self._caches.setdefault(key, kernels.StepCache()) if plain else None,
+                    **self._options(group, here, device),
+                )
+                torch.autograd.graph.increment_version(lists[0])
 
     def _warn_of_frozen_lr(self) -> None:
         if not self._warned:
@@ -308,14 +261,18 @@ def scaled(rows: Sequence[Row], factor: float) -> list[Tensor]:
 
 
 def split_by_copy(
-    rows: Sequence[Row], copies: Mapping[Tensor, Tensor]
-) -> Iterator[tuple[list[int] | None, list[Tensor] | None]]:
-    """Rows without a copy to write (None), then rows with one, by number; None for all of them."""
+    params: Sequence[Tensor], copies: Mapping[Tensor, Tensor]
+) -> list[tuple[list[int] | None, list[Tensor] | None]]:
+    """Numbers of parameters without a copy to write (None), then of those with one; None for all of them."""
+    if not copies:
+        return [(None, None)] if params else []
+    parts = []
     for with_copy in (False, True):
-        numbers = [i for i, row in enumerate(rows) if (row.param in copies) is with_copy]
+        numbers = [i for i, param in enumerate(params) if (param in copies) is with_copy]
         if numbers:
-            targets = [local_tensor(copies[rows[i].param]) for i in numbers] if with_copy else None
-            yield None if len(numbers) == len(rows) else numbers, targets
+            targets = [local_tensor(copies[params[i]]) for i in numbers] if with_copy else None
+            parts.append((None if len(numbers) == len(params) else numbers, targets))
+    return parts
 
 
 def plain_number(value: Any, name: str, cls: str) -> None:
@@ -342,8 +299,3 @@ def lr_for_kernel(lr: float | Tensor, device: torch.device) -> float | Tensor:
         return lr
     value = host_value_or_none(lr.detach())
     return moved(lr, device) if value is None else value
-
-
-def same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether two lists hold the same objects."""
-    return len(some) == len(others) and all(map(is_, some, others))

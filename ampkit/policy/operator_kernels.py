@@ -9,7 +9,7 @@ that has to know the region. Operators with an unusual schema or rule have the g
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from ampkit.policy.casting import dtype_overload
@@ -77,7 +77,7 @@ _DTYPE_ARGUMENT = """\
 
 @functools.cache
 def source(op: OpOverload, rule: Rule) -> str | None:
-    """The kernel that follows `rule` for `op`, as Python source; None where the general one serves."""
+    """The kernel that follows `rule` for `op`, as Python source; None where the general one is used."""
     signature = signature_of(op)
     body = None if signature is None else _body(op, rule, signature)
     return None if body is None else _KERNEL.format(s=signature, body=body)
@@ -107,13 +107,12 @@ def _each(template: str, s: Signature) -> str:
 
 
 @functools.cache
-def factory(op: OpOverload, rule: Rule) -> Callable[[Mapping[str, Any]], Callable[..., Any]] | None:
-    """Makes the kernel of `source`, given values for `FREE_VARIABLES`; None where there is no source."""
+def factory(op: OpOverload, rule: Rule) -> Callable[..., Callable[..., Any]] | None:
+    """Makes the kernel of `source`, given values for `FREE_VARIABLES` by name; None where there is no source."""
     text = source(op, rule)
     if text is None:
         return None
     body = "".join(f"    {line}" for line in text.splitlines(keepends=True))
     name = text.partition("(")[0].removeprefix("def ")
     text = f"def make({', '.join(FREE_VARIABLES)}):\n{body}    return {name}\n"
-    make = compiled(text, "make", f"<ampkit {op.name()} {rule.name}>")
-    return lambda variables: make(**variables)
+    return compiled(text, "make", f"<ampkit {op.name()} {rule.name}>")

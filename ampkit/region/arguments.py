@@ -173,7 +173,7 @@ def _supported_by_backend() -> Sequence[torch.dtype]:
     module = getattr(torch, name, None)
     if module is None or not hasattr(module, "get_amp_supported_dtype"):
         raise RuntimeError(
-            f"the backend {name!r} has not told torch which dtypes its autocast takes: it must register a module with "
+            f"the backend {name!r} has not registered which dtypes its autocast takes: it must register a module with "
             "torch._register_device_module that has get_amp_supported_dtype()"
         )
     return module.get_amp_supported_dtype()

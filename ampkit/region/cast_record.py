@@ -1,4 +1,4 @@
-"""What `record_casts` noted: calls, and what they come to: by kind, misaligned sizes, casts that undo each other."""
+"""What `record_casts` noted: calls by kind, their casts and bytes, and casts that undo each other."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from ampkit.policy.rules import Rule
-from ampkit.region.matrix_products import MatrixProduct
 
-__all__ = ["CastRecord", "MisalignedProduct", "RecordedCall", "RoundTrip"]
+__all__ = ["CastRecord", "RecordedCall", "RoundTrip"]
 
 T = TypeVar("T")
 
-_HEADER = ("calls", "operator", "rule, set by", "module", "operands", "computed in", "casts", "cached", "MB", "MFLOP")
-_FLUSH_RIGHT = frozenset({"calls", "casts", "cached", "MB", "MFLOP"})
+_HEADER = ("calls", "operator", "rule, set by", "module", "operands", "computed in", "casts", "cached", "MB")
+_FLUSH_RIGHT = frozenset({"calls", "casts", "cached", "MB"})
 
 
 class RecordedCall(NamedTuple):
@@ -28,36 +27,15 @@ class RecordedCall(NamedTuple):
     layer: str                          # of the policy, that set the rule: "torch", "default", "with_rules[0]", ...
     why: str
     module: str                         # path from the outermost module, a class for that one itself; "" outside any
-    line: str                           # of the user's code: "model.py:67"
+    line: str                           # the call site in the user's code: "model.py:67"
     operands: tuple[torch.dtype, ...]   # of the tensors given, lists looked into
     computed_in: tuple[torch.dtype, ...]    # of the tensors the operator got, or the `dtype` that it was asked for
     casts: int                          # copies made for this call
     cached: int                         # casts of weights that were there already
     nbytes: int                         # read and written by the casts made
     shapes: tuple[tuple[int, ...], ...] = ()        # of the tensors given
-    products: tuple[MatrixProduct, ...] = ()        # that the operator is, if it is any
     undoes: RecordedCall | None = None  # an earlier one, cast up, whose float32 result is cast down for this one
     undoing: int = 0                    # the bytes of that cast, among `nbytes`
-
-    @property
-    def flops(self) -> int:
-        """Floating-point operations of its matrix products, as `torch.utils.flop_counter` counts them."""
-        return sum(product.flops for product in self.products)
-
-
-class MisalignedProduct(NamedTuple):
-    """Matrix products with a dimension that is no multiple of what was asked for."""
-
-    op: str
-    module: str
-    sizes: dict[str, int]
-    odd: dict[str, int]         # those of `sizes` to change
-    calls: int
-    flops: int
-
-    def __str__(self) -> str:
-        sizes = ", ".join(f"{name} {size}" for name, size in self.sizes.items())
-        return f"{', '.join(self.odd)} of {self.op} in {self.module or 'no module'} ({sizes}), {_times(self.calls)}"
 
 
 class RoundTrip(NamedTuple):
@@ -104,34 +82,6 @@ class CastRecord:
         """Bytes read and written by the copies."""
         return sum(call.nbytes for call in self.calls)
 
-    @property
-    def flops(self) -> int:
-        """Floating-point operations of the matrix products."""
-        return sum(call.flops for call in self.calls)
-
-    def misaligned(self, multiple: int = 8) -> list[MisalignedProduct]:
-        """Matrix products in 16 bits with a dimension that is no multiple of `multiple`, the largest first.
-
-        Tensor cores take 8 elements of 16 bits at once; what is left over is padded or computed without them.
-        """
-        if multiple < 1:
-            raise ValueError(f"multiple is {multiple}; expected how many elements are taken at once, such as 8")
-        found = [
-            (call, product)
-            for call in self.calls
-            for product in call.products
-            if call.computed_in[0].itemsize == 2 and product.odd(multiple)
-        ]
-        groups = _grouped(found, lambda pair: (pair[0].op, _pattern(pair[0].module), pair[1].sizes))
-        products = [
-            MisalignedProduct(
-                some[0][0].op, _path([call.module for call, _ in some]), dict(some[0][1].sizes),
-                some[0][1].odd(multiple), len(some), sum(product.flops for _, product in some),
-            )
-            for some in groups
-        ]
-        return sorted(products, key=lambda product: -product.flops)
-
     def round_trips(self) -> list[RoundTrip]:
         """Casts up right before casts down, the most bytes first: what a rule "keep" for the first operator saves."""
         pairs = [(call.undoes, call) for call in self.calls if call.undoes is not None]
@@ -173,12 +123,11 @@ class CastRecord:
 def _row(calls: Sequence[RecordedCall]) -> tuple[str, ...]:
     """The cells of calls that differ in numbers only."""
     first = calls[0]
-    numbers = ((each.casts, each.cached, each.nbytes, each.flops) for each in calls)
-    casts, cached, nbytes, flops = map(sum, zip(*numbers, strict=True))
+    numbers = ((each.casts, each.cached, each.nbytes) for each in calls)
+    casts, cached, nbytes = map(sum, zip(*numbers, strict=True))
     return (
         str(len(calls)), first.op, f"{first.rule.name}, {first.layer}", _path([call.module for call in calls]),
         _named(first.operands), _named(first.computed_in), str(casts), str(cached), f"{nbytes / 1e6:.3f}",
-        f"{flops / 1e6:.3f}" if first.products else "",
     )
 
 

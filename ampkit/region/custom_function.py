@@ -117,12 +117,12 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
 
 @called_while_tracing
 def _rules(kind: str) -> str:
-    """The rules in force for a device type, as a `Policy.text`."""
+    """The active rules for a device type, as a `Policy.text`."""
     return _policy_here(kind).text
 
 
 def _policy_here(kind: str) -> Policy:
-    """The policy in force for a device type; torch.amp's in a region of torch's, or in none."""
+    """The active policy for a device type; torch.amp's in a region of torch's, or in none."""
     mode = current()
     return (None if mode is None else dict(mode.policies).get(kind)) or _torch_policy(kind)
 

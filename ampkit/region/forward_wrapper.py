@@ -36,7 +36,7 @@ class Wrapper(Protocol):
 class WrappedForward(Module):
     """What the class of a module derives from, beside the class it had, when its forward has been wrapped.
 
-    Wrappers of one sort share a subclass of this one, by which they are told from others; a module may have several.
+    Wrappers of one sort share a subclass of this one, which distinguishes them from others; a module may have several.
     Copies and pickles are made as the class underneath, and wrapped again.
     """
 
@@ -90,7 +90,7 @@ def _finish(module: Any, saved: tuple[Any, Wrapper]) -> None:
 
 
 class _Region(NamedTuple):
-    """The region that `wrap_forward` opens, as it was told."""
+    """The region that `wrap_forward` opens: its arguments."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

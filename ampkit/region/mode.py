@@ -120,7 +120,7 @@ class AutocastMode(TorchDispatchMode):
     ) -> Any:
         """Cast what the policy casts, and call `func` with this mode's key and torch's autocast keys excluded.
 
-        NotImplemented if no rule in force names `func`: the operator is then redispatched below the mode's key.
+        NotImplemented if no active rule names `func`: the operator is then redispatched below the mode's key.
         """
         call = self.prepare(func, args, _NO_ARGUMENTS if kwargs is None else kwargs)
         if call is None:
@@ -132,7 +132,7 @@ class AutocastMode(TorchDispatchMode):
             return run(*args, **kwargs)
 
     def prepare(self, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call | None:
-        """The call to make in place of `op(*args, **kwargs)`; None if no rule in force names `op`."""
+        """The call to make in place of `op(*args, **kwargs)`; None if no active rule names `op`."""
         if len(self.tables) == 1:
             device, table = self.tables[0]
             rule = table.get(op)

@@ -77,15 +77,15 @@ def _short_mark(policies: tuple[tuple[str, Policy], ...]) -> Mark | None:
 
 def _free_mark(text: str) -> Mark:
     """A mark that no other policy of this process has; the same in every process unless another took it first."""
-    room = len(_DIGITS) ** 2
-    if len(_texts) >= room:
+    capacity = len(_DIGITS) ** 2
+    if len(_texts) >= capacity:
         _marks.clear()
         _texts.clear()
         _mark_of.cache_clear()
         forget_compiled()       # code compiled under an old mark must not match a new one
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
     while True:
-        first, second = divmod(number % room, len(_DIGITS))
+        first, second = divmod(number % capacity, len(_DIGITS))
         mark = ((_DEVICES[0], _DIGITS[first]), (_DEVICES[1], _DIGITS[second]))
         if mark not in _texts:
             return mark

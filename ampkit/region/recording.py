@@ -25,7 +25,6 @@ from ampkit.policy.module_paths import path_of
 from ampkit.policy.op_table import Rule
 from ampkit.policy.policy import Policy
 from ampkit.region.cast_record import CastRecord, RecordedCall
-from ampkit.region.matrix_products import matrix_products, shape_of
 from ampkit.region.mode import AutocastMode
 from ampkit.region.weight_cache import RegionCache, WeightCache
 from ampkit.torch_internals.dynamo import TracingContext, has_compiled
@@ -128,7 +127,7 @@ class _RecordingMode(AutocastMode):
         )
         _, rule, layer, why = policy.explain(op)
         asked = tuple(value for value in got if rule is Rule.FLOAT32_DTYPE_ARG and isinstance(value, torch.dtype))
-        module, line = _whereabouts(sys._getframe(1))
+        module, line = _call_site(sys._getframe(1))
         undone = [
             (maker, _nbytes(old) + _nbytes(new))
             for old, new in made
@@ -137,7 +136,7 @@ class _RecordingMode(AutocastMode):
         return RecordedCall(
             op.name(), rule, layer, why, module, line, _dtypes(before), asked or _dtypes(after),
             len(made), len(cast) - len(made), sum(_nbytes(old) + _nbytes(new) for old, new in made),
-            tuple(map(shape_of, before)), matrix_products(op.name(), args, kwargs),
+            tuple(map(_shape_of, before)),
             undone[0][0] if undone else None, sum(nbytes for _, nbytes in undone),
         )
 
@@ -191,7 +190,7 @@ def _look_up(cache: WeightCache | RegionCache, reused: _Reused, leaf: Tensor, dt
     return cast
 
 
-def _whereabouts(frame: FrameType | None) -> tuple[str, str]:
+def _call_site(frame: FrameType | None) -> tuple[str, str]:
     """The path of the module that runs, and the line of the user's code that called the operator."""
     modules: list[Module] = []
     line = ""
@@ -217,6 +216,12 @@ def _nbytes(tensor: Tensor) -> int:
     if isinstance(numel, torch.SymInt):
         numel = numel.node.hint or 0        # asking for its value would fix the size
     return numel * tensor.element_size()
+
+
+def _shape_of(tensor: Tensor) -> tuple[int, ...]:
+    """A tensor's shape in numbers; of a symbolic size its example, as asking for its value would fix it."""
+    sizes: tuple[Any, ...] = tuple(tensor.shape)
+    return tuple(size if type(size) is int else size.node.hint or 0 for size in sizes)
 
 
 def _dtypes(tensors: Sequence[Tensor]) -> tuple[torch.dtype, ...]:

@@ -21,7 +21,7 @@ from ampkit.torch_internals.bindings import binding
 from ampkit.torch_internals.checkpoint import top_hooks
 from ampkit.torch_internals.dispatcher import KEY, TLS_NAME, autocast_key, get_in_tls, is_excluded, set_excluded
 from ampkit.torch_internals.dynamo import dynamo_skip
-from ampkit.torch_internals.kernels import GENERAL, OPERATORS, Kernel, passing
+from ampkit.torch_internals.kernels import GENERAL, OPERATORS, Kernel, redispatching
 from ampkit.torch_internals.transforms import functorch_level
 
 __all__ = ["kernels_for"]
@@ -62,11 +62,11 @@ class _Kernels(dict[str, Kernel]):
         op, general, rule = OPERATORS[name], GENERAL[name], self.rules.get(name)
         make = None if rule is None else factory(op, rule)
         if rule is None:
-            kernel = passing(op, self.device_type)
+            kernel = redispatching(op, self.device_type)
         elif make is None:
             kernel = general
         else:
-            kernel = dynamo_skip(make({**self.variables, "_general": general, "_operator": binding(op)}))
+            kernel = dynamo_skip(make(**self.variables, _general=general, _operator=binding(op)))
         self[name] = kernel
         return kernel
 

@@ -94,7 +94,7 @@ def _prepare() -> None:
     except RuntimeError as error:
         raise RuntimeError(
             f"the dispatch key {KEY_NAME} that ampkit needs for itself is taken: by another copy of ampkit, imported "
-            "anew or reloaded in this process, or by another library. Start a new process and import ampkit once"
+            "again or reloaded in this process, or by another library. Start a new process and import ampkit once"
         ) from error
     for op in higher_order_ops.values():    # `torch.cond` and its kin dispatch in Python, without fallbacks
         op.fallthrough(KEY)
@@ -105,13 +105,13 @@ def _prepare() -> None:
 
 
 # The dispatcher passes numbers in the place of tensors (`x + 1`), which redispatch does not accept.
-_PASSING = """\
+_REDISPATCH = """\
 def make(go_on, below, general, Tensor):
-    def passing(_keys, {s.params}):
+    def redispatch(_keys, {s.params}):
         if {numbers}:
             return general(_keys, {s.call})
         return go_on(_keys & below, {s.call})
-    return passing
+    return redispatch
 """
 _ENTRY = """\
 def make(get_in_tls, name):
@@ -129,14 +129,14 @@ def _entry(op: OpOverload) -> Kernel:
     return dynamo_skip(_maker(_ENTRY.format(s=signature, tls=TLS_NAME))(get_in_tls, op.name()))
 
 
-def passing(op: OpOverload, device_type: str) -> Kernel:
+def redispatching(op: OpOverload, device_type: str) -> Kernel:
     """The kernel of `op` under a policy that does not name it, where another does: it redispatches below the key."""
     signature, general = signature_of(op), GENERAL[op.name()]
     if signature is None:
         return general
     tensors = [name for name, kind in signature.tensors if kind == TENSOR]
     numbers = " or ".join(f"not isinstance({name}, Tensor)" for name in tensors) or "False"
-    make = _maker(_PASSING.format(s=signature, numbers=numbers))
+    make = _maker(_REDISPATCH.format(s=signature, numbers=numbers))
     return dynamo_skip(make(op._handle.redispatch_boxed, keysets((device_type,))[1], general, torch.Tensor))
 
 
@@ -157,8 +157,8 @@ def _general(op: OpOverload) -> Kernel:
             if result is not NotImplemented:
                 return result
         if any(type(args[slot]) in _NUMBERS for slot in slots if slot < len(args)):
-            # A number in the place of a tensor: see _PASSING. Where no list has `op`, torch has no autocast kernel for
-            # it either, and torch's key must stay: without it, autocast counts as disabled for its parts.
+            # A number in the place of a tensor: see _REDISPATCH. Where no list has `op`, torch has no autocast kernel
+            # for it either, and torch's key must stay: without it, autocast counts as disabled for its parts.
             listed = any(op in table for _, table in mode.tables)
             with Exclude(mode.excluded_keys if listed else keysets(())[0]):
                 return op._op(*args, **kwargs)

@@ -93,7 +93,7 @@ def _tried() -> str | None:
     if mode.seen[:1] != [_MM]:
         return "an operator with a rule does not reach the region"
     if negated.dtype is not torch.float32 or negated.grad_fn is None:
-        return "an operator without a rule does not go past the region"
+        return "an operator without a rule does not fall through the region"
     if product.dtype is not torch.bfloat16:
         return "an operator does not compute with what the region casts"
     node: Any = product.grad_fn

@@ -41,10 +41,13 @@ class StepCache:
 
     def __init__(self) -> None:
         self._launches: list[Launch] = []
+        self.device = torch.device("cpu")   # of the lists
 
     def fits(self, lists: Sequence[Sequence[Tensor]]) -> bool:
         """Whether `launch` can step these lists, which come in the order in which the cache was filled."""
-        if not self._launches or is_capturing(self._device) or place(self._device) != self._place:
+        if not self._launches or len(lists) != len(self._facts):
+            return False
+        if is_capturing(self.device) or place(self.device) != self._place:
             return False
         try:
             for tensors, kept, facts in zip(lists, self._kept, self._facts, strict=True):
@@ -74,13 +77,14 @@ class StepCache:
 
         Keeps nothing under capture, nor for tensors that are not plain float tensors.
         """
-        self._launches = []
-        self._device = lists[0][0].device
+        if is_capturing(lists[0][0].device):
+            return
+        self._launches, self.device = [], lists[0][0].device
         facts = list(map(_facts, lists))
         plain = all(is_plain and FLOATS.issuperset(dtypes) for dtypes, _, _, is_plain in facts)
-        if is_capturing(self._device) or not plain or any(map(Tensor.is_neg, lists[1])):
+        if not plain or any(map(Tensor.is_neg, lists[1])):
             return
-        self._place, self._facts = place(self._device), facts
+        self._place, self._facts = place(self.device), facts
         # Gradients are not kept, whose memory the next forward pass needs.
         self._kept = [list(tensors) if i >= _NEW_EVERY_STEP else None for i, tensors in enumerate(lists)]
         self._columns = [list(map(Tensor.data_ptr, tensors)) for tensors in lists]
@@ -92,7 +96,7 @@ class StepCache:
 
     def _may_lie_at(self, columns: _Columns, lists: Sequence[Sequence[Tensor]]) -> bool:
         """Whether what has moved is on the same device, and its rows as aligned as they were."""
-        index = self._device.index if self._device.type == "cuda" else -1
+        index = self.device.index if self.device.type == "cuda" else -1
         for i, (tensors, addresses) in enumerate(zip(lists, columns, strict=True)):
             if addresses != self._columns[i] and (
                 set(map(Tensor.get_device, tensors)) != {index} or _facts(tensors) != self._facts[i]

@@ -16,7 +16,7 @@ BOUNDS = {
     "scaler.step, torch's AdamW": 34,                       # 20
     "scaler.update": 8,                                     # 3
     "unscale, check and clip": 44,                          # 9
-    "ampkit.optim.AdamW.step beside torch's fused": 45,     # 6
+    "ampkit.optim.AdamW.step beside torch's fused": 43,     # 6
 }
 
 

@@ -102,10 +102,9 @@ class Steps(RuleBasedStateMachine):
         optimizer = self.optimizer
         with mock.patch.object(type(optimizer), "_warned", True):
             found = self.noted_step(self.capturing)
-            kept = optimizer._known, optimizer._known_state
-            optimizer._known, optimizer._known_state = {}, ([], [])
+            kept, optimizer._caches = optimizer._caches, {}
             fresh = self.noted_step(self.capturing)
-            optimizer._known, optimizer._known_state = kept
+            optimizer._caches = kept
         assert [one.kernel for one in found] == [one.kernel for one in fresh]
         for ours, other in zip(found, fresh, strict=True):
             assert ours.arguments == other.arguments

@@ -5,9 +5,8 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.func import grad, vmap
 
-from ampkit import Policy, WeightCache, autocast
+from ampkit import Policy, autocast
 from tests.helpers.regions import BF16, FP16, FP32, like_torch
 
 REGIONS = [torch.autocast, autocast]
@@ -160,50 +159,3 @@ def test_backward_in_another_thread(region, where):
     assert all(torch.equal(a, b) for a, b in zip(expected, gradients, strict=True))
 
 
-def test_vmap_of_a_product():
-    """Cast under the transform as without it."""
-    a, b = torch.rand(3, 4, 4), torch.rand(3, 4, 4)
-    results = []
-    for region in (torch.autocast("cpu"), like_torch()):
-        with region:
-            results.append(vmap(torch.matmul)(a, b))
-    assert results[0].dtype is results[1].dtype is BF16
-    assert torch.equal(*results)
-
-
-def test_gradients_of_gradients():
-    def penalty(region):
-        torch.manual_seed(0)
-        x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
-        with region:
-            first, = torch.autograd.grad(torch.mm(x, w).float().pow(2).sum(), x, create_graph=True)
-            loss = first.pow(2).sum()
-        loss.backward()
-        return loss, x.grad, w.grad
-
-    theirs, ours = penalty(torch.autocast("cpu")), penalty(like_torch())
-    assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
-
-
-def test_functional_gradient_beside_autograd():
-    x, w = torch.randn(4, 4), torch.randn(4, 4)
-
-    def loss(w):
-        return torch.mm(x, w).float().pow(2).mean()
-
-    with autocast("cpu"):
-        functional = grad(loss)(w)
-        leaf = w.clone().requires_grad_()
-        direct, = torch.autograd.grad(loss(leaf), leaf)
-    assert torch.equal(functional, direct)
-    assert functional.dtype is FP32
-
-
-def test_graph_kept_for_a_second_backward():
-    w = torch.randn(4, 4, requires_grad=True)
-    with autocast("cpu", cache=WeightCache()):
-        loss = torch.mm(torch.ones(4, 4), w).float().sum()
-    loss.backward(retain_graph=True)
-    once = w.grad.clone()
-    loss.backward()
-    assert torch.equal(w.grad, 2 * once)

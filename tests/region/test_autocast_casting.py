@@ -28,15 +28,6 @@ def under_default(call, dtype=BF16):
 # LOWER
 
 
-@lower
-def test_product_equals_a_cast_by_hand(dtype):
-    """Bit for bit."""
-    a, b = rand(8, 8), rand(8, 8)
-    result = on_both(lambda: torch.mm(a, b), dtype)
-    assert torch.equal(result, torch.mm(a.to(dtype), b.to(dtype)))
-    assert result.dtype is dtype
-
-
 def test_half_in_a_bfloat16_region():
     """The other half type is cast too."""
     assert on_both(lambda: torch.mm(rand(4, 4, dtype=FP16), rand(4, 4, dtype=FP16))).dtype is BF16
@@ -64,14 +55,6 @@ def test_float8_is_cast():
     assert on_both(lambda: torch.mm(rand(4, 4, dtype=torch.float8_e4m3fn), rand(4, 4))).dtype is BF16
 
 
-def test_keyword_arguments_are_cast():
-    """As positional ones are."""
-    assert on_both(lambda: F.linear(input=rand(2, 4), weight=rand(3, 4), bias=rand(3))).dtype is BF16
-    assert on_both(lambda: torch.ops.aten.linear(rand(2, 4), weight=rand(3, 4))).dtype is BF16
-    assert on_both(lambda: torch.ops.aten.mse_loss(self=rand(4, dtype=BF16), target=rand(4, dtype=BF16))).dtype is FP32
-    assert on_both(lambda: torch.ops.aten.cat(tensors=[rand(4, dtype=BF16), rand(4)])).dtype is FP32
-
-
 def test_out_variants_are_not_cast():
     """The caller chose the dtype of what is written."""
     assert on_both(lambda: torch.mm(rand(4, 4), rand(4, 4), out=torch.empty(4, 4))).dtype is FP32
@@ -84,42 +67,6 @@ def test_in_place_variants_are_not_cast():
     assert on_both(lambda: rand(4, 4).addmm_(rand(4, 4), rand(4, 4))).dtype is FP32
     with pytest.raises(RuntimeError, match="dtype"):
         on_both(lambda: rand(4, 4).addmm_(rand(4, 4, dtype=BF16), rand(4, 4)))
-
-
-def test_linear_with_and_without_bias():
-    """A bias of None is passed on; a float64 bias raises."""
-    assert on_both(lambda: F.linear(rand(2, 4), rand(3, 4), None)).dtype is BF16
-    assert on_both(lambda: F.linear(rand(2, 4), rand(3, 4), rand(3))).dtype is BF16
-    with pytest.raises(RuntimeError, match="dtype"):
-        on_both(lambda: F.linear(rand(2, 4), rand(3, 4), rand(3, dtype=FP64)))
-
-
-def test_attention_masks():
-    """A floating-point mask is cast, a boolean one is not."""
-    q = torch.rand(1, 2, 4, 8)
-    additive, boolean = torch.zeros(4, 4), torch.ones(4, 4, dtype=torch.bool).tril()
-    assert on_both(lambda: F.scaled_dot_product_attention(q, q, q, additive)).dtype is BF16
-    assert on_both(lambda: F.scaled_dot_product_attention(q, q, q, boolean)).dtype is BF16
-    assert on_both(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True)).dtype is BF16
-
-
-def test_scalars_are_unchanged():
-    """`alpha` and `beta` are passed on."""
-    assert on_both(lambda: torch.addmm(rand(4, 4), rand(4, 4), rand(4, 4), beta=0.3, alpha=1 / 3)).dtype is BF16
-    assert on_both(lambda: torch.baddbmm(rand(1, 4, 4), rand(1, 4, 4), rand(1, 4, 4), beta=0, alpha=2)).dtype is BF16
-
-
-def test_lists_are_cast_item_by_item():
-    """`cat` and `multi_dot`."""
-    assert on_both(lambda: torch.linalg.multi_dot([rand(4, 4), rand(4, 4), rand(4, 4)])).dtype is BF16
-    assert on_both(lambda: torch.cat([rand(4, dtype=BF16), rand(4), torch.ones(4, dtype=torch.int64)])).dtype is FP32
-    assert on_both(lambda: torch.cat((rand(4, dtype=BF16), rand(4)))).dtype is FP32
-
-
-def test_convolution_with_padding_by_name():
-    """padding='same' is an overload of its own, and cast as well."""
-    assert on_both(lambda: F.conv2d(rand(1, 2, 8, 8), rand(3, 2, 3, 3), padding="same")).dtype is BF16
-    assert on_both(lambda: F.conv1d(rand(1, 2, 8), rand(3, 2, 4), rand(3), padding="valid")).dtype is BF16
 
 
 def test_meta_tensors_pass_and_fake_ones_are_cast():
@@ -135,16 +82,6 @@ def test_sparse_tensors_are_cast():
     assert on_both(lambda: torch.mm(torch.eye(4).to_sparse(), rand(4, 4)).dtype) is BF16
     dense = on_both(lambda: torch.mm(torch.eye(4).to_sparse(), rand(4, 4)))
     assert dense.layout is torch.strided
-
-
-def test_composites_over_listed_operators():
-    """einsum and its kind are cast by the products inside them."""
-    assert on_both(lambda: torch.einsum("ij,jk->ik", rand(4, 4), rand(4, 4))).dtype is BF16
-    assert on_both(lambda: torch.tensordot(rand(4, 4), rand(4, 4), 1)).dtype is BF16
-    assert on_both(lambda: F.bilinear(rand(2, 3), rand(2, 4), rand(5, 3, 4))) is not None
-    assert on_both(lambda: F.multi_head_attention_forward(
-        rand(3, 1, 4), rand(3, 1, 4), rand(3, 1, 4), 4, 2, rand(12, 4), rand(12), None, None, False, 0.0,
-        rand(4, 4), rand(4), training=False)[0]).dtype is BF16
 
 
 @pytest.mark.parametrize(
@@ -165,35 +102,6 @@ def test_cpu_policy_of_torch_keeps_these_and_the_default_does_not(call):
     assert (better - exact).abs().max() <= (call(x) - exact).abs().max()
 
 
-@pytest.mark.parametrize(
-    ("call", "dtype"),
-    [
-        (lambda x: F.mse_loss(x, x.flip(0)), FP32),
-        (lambda x: F.cross_entropy(x, torch.tensor([0, 1, 2, 3])), FP32),
-        (torch.prod, FP32),
-        (torch.trace, FP32),
-        (lambda x: torch.quantile(x, 0.5), FP32),
-        (lambda x: torch.linalg.inv(x + 4 * torch.eye(4, dtype=BF16)), FP32),
-        (torch.fft.fft, torch.complex64),
-        (lambda x: F.avg_pool3d(x.reshape(1, 1, 4, 2, 2), 2), FP32),
-        (lambda x: F.grid_sample(x.reshape(1, 1, 4, 4), rand(1, 2, 2, 2), align_corners=False), FP32),
-    ],
-    ids=["mse", "cross_entropy", "prod", "trace", "quantile", "inv", "fft", "avg_pool3d", "grid_sample"],
-)
-def test_cpu_operators_in_float32(call, dtype):
-    """Losses, prod, trace, quantile, inverses and FFTs."""
-    x = rand(4, 4, dtype=BF16)
-    assert on_both(lambda: call(x)).dtype is dtype
-    assert under_default(lambda: call(x)).dtype is dtype
-
-
-def test_prod_with_an_explicit_dtype():
-    """The caller's dtype stands."""
-    x = rand(4, dtype=BF16)
-    assert on_both(lambda: torch.prod(x, dtype=BF16)).dtype is BF16
-    assert on_both(lambda: torch.prod(x, dtype=FP64)).dtype is FP64
-
-
 def test_binary_cross_entropy_is_allowed_on_cpu():
     """On CUDA it is banned."""
     x = rand(4, dtype=BF16)
@@ -201,19 +109,7 @@ def test_binary_cross_entropy_is_allowed_on_cpu():
     assert under_default(lambda: F.binary_cross_entropy(x, x)).dtype is FP32
 
 
-def test_float32_rule_leaves_double():
-    """float64 beside bfloat16 stays float64."""
-    assert on_both(lambda: F.mse_loss(rand(4, dtype=FP64), rand(4, dtype=BF16))).dtype is FP64
-
-
 # PROMOTE
-
-
-def test_cat_promotes():
-    """To the widest of its inputs."""
-    assert on_both(lambda: torch.cat([rand(4, dtype=BF16), rand(4)])).dtype is FP32
-    assert on_both(lambda: torch.cat([rand(4), rand(4, dtype=BF16)])).dtype is FP32
-    assert on_both(lambda: torch.cat([rand(4, dtype=BF16), rand(4, dtype=BF16)])).dtype is BF16
 
 
 def only_ampkit(call, dtype=BF16):
@@ -237,21 +133,6 @@ def test_order_of_arguments_does_not_matter():
     assert only_ampkit(lambda: torch.cat([half, single])).dtype is FP32
     assert only_ampkit(lambda: torch.cat([half, brain])).dtype is FP32
     assert only_ampkit(lambda: torch.cat([brain, half]), FP16).dtype is FP32
-
-
-def test_cat_with_double_and_with_integers():
-    """float64 stays the widest; integers promote to the floating-point dtype."""
-    assert on_both(lambda: torch.cat([rand(4, dtype=FP64), rand(4, dtype=BF16)])).dtype is FP64
-    assert on_both(lambda: torch.cat([torch.ones(4, dtype=torch.int64), rand(4, dtype=BF16)])).dtype is BF16
-
-
-def test_stack_and_index_copy_promote():
-    """Their in-place forms do not."""
-    index = torch.tensor([0, 2])
-    assert on_both(lambda: torch.stack([rand(4, dtype=BF16), rand(4)])).dtype is FP32
-    assert on_both(lambda: torch.index_copy(rand(4, dtype=BF16), 0, index, rand(2))).dtype is FP32
-    with pytest.raises(RuntimeError, match="index_copy_"):
-        on_both(lambda: rand(4, dtype=BF16).index_copy_(0, index, rand(2)))
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,6 @@ def test_calls_in_order_with_rule_place_and_reason(net):
     assert (linear.operands, linear.computed_in, linear.casts) == ((FP32,) * 3, (BF16,) * 3, 3)
     assert linear.nbytes == 6 * (16 + 64 + 8)
     assert linear.shapes == ((2, 8), (8, 8), (8,))
-    assert linear.flops == 2 * 2 * 8 * 8
-    assert (norm.flops, norm.products) == (0, ())
     assert (second.operands, second.casts) == ((BF16, FP32, FP32), 2)
     assert (softmax.operands, softmax.computed_in, softmax.casts) == ((BF16,), (FP32,), 0)
     assert linear.line.startswith("test_recording.py:")
@@ -126,10 +124,10 @@ def test_table(net):
     with record_casts() as record, autocast("cpu"):
         net(torch.ones(1000, 8))
     assert str(record) == textwrap.dedent("""\
-        calls  operator           rule, set by                module      operands              computed in  casts  cached     MB  MFLOP
-            2  aten::linear       LOWER, torch                blocks.*.0  float32 x3            bfloat16 x3      6       0  0.097  0.256
+        calls  operator           rule, set by                module      operands              computed in  casts  cached     MB
+            2  aten::linear       LOWER, torch                blocks.*.0  float32 x3            bfloat16 x3      6       0  0.097
             2  aten::layer_norm   FLOAT32, default            blocks.*.1  bfloat16, float32 x2  float32 x3       2       0  0.096
-            1  aten::linear       LOWER, torch                head        float32 x3            bfloat16 x3      3       0  0.048  0.064
+            1  aten::linear       LOWER, torch                head        float32 x3            bfloat16 x3      3       0  0.048
             1  aten::softmax.int  FLOAT32_DTYPE_ARG, default  Net         bfloat16              float32          0       0  0.000
         6 calls, 11 casts made (0.241 MB read and written), 0 taken from the cache""")  # noqa: E501
 
