@@ -257,8 +257,8 @@ class Policy:
     def to_dict(self) -> dict[str, Any]:
         """The policy as plain dicts, lists and strings, for JSON or a checkpoint; `from_dict` reads it back.
 
-        A module that was given as a key is written by its path. Raises `ValueError` for a class made inside a function,
-        and for rules of several models, which one call of `from_dict` cannot bind.
+        A module that was given as a key is written by its path. Raises `ValueError` for rules of several models, which
+        one call of `from_dict` cannot bind.
         """
         if len(self._models()) > 1:
             raise ValueError(
@@ -283,7 +283,7 @@ class Policy:
         """The policy that `to_dict` wrote, its module rules bound to `model`; all keys but "base" may be left out.
 
         Without "device_type" the policy is for the current accelerator, else the CPU. Untrusted data is safe: reading
-        it imports nothing and runs no code. A module class that the policy names must have been imported before.
+        it imports nothing and runs no code; module classes are looked up among those of the model.
         Raises `TypeError` or `ValueError`, saying what is wrong, for anything that `to_dict` does not write, for module
         rules without a model, and for those that match none of its modules.
 
