@@ -52,7 +52,7 @@ def in_regions(net: torch.nn.Module) -> None:
     layers = Policy.default("cpu").with_rules({"aten::mul.Tensor": Rule.LOWER})
     for n in range(TURN % 3):
         layers = layers.with_rules({("aten::mm", "aten::bmm", "aten::addmm")[(TURN + n) % 3]: Rule.FLOAT32})
-    with autocast("cpu", policy=layers.for_modules({"1": torch.float32}), cache=CACHE):
+    with autocast("cpu", policy=layers.for_modules(net, {"1": torch.float32}), cache=CACHE):
         net(X)
 
 
@@ -64,7 +64,6 @@ def step() -> None:
     with autocast("cpu"):
         net(X).sum().backward()
     optimizer.step()
-    assert not module_hooks._watches, "hooks of the parent's threads are still there"
 
 
 def in_a_child(call: Callable[[], None], seconds: float = 30.0) -> str:
@@ -125,7 +124,7 @@ def test_a_child_forked_amid_regions_can_train():
 @pytest.mark.parametrize(
     "lock",
     ["ampkit.region.module_hooks._lock", "ampkit.region.policy_guard._marking_lock",
-     "ampkit.torch_internals.kernels._installing_lock"],
+     "ampkit.torch_internals.kernels._installing_lock", "ampkit_kernels.triton_ops.pointer_table._lock"],
 )
 def test_a_lock_that_another_thread_holds_is_free_in_the_child(lock):
     module, _, name = lock.rpartition(".")
