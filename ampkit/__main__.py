@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:     # `| head`: nobody reads on, and flushing at exit would complain once more
+    except BrokenPipeError:     # `| head` has ended, and flushing at exit would raise once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 

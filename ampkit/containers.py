@@ -26,7 +26,7 @@ _PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.
 def cast_tree(value: Any, dtype: torch.dtype) -> Any:
     """`value` with every real floating-point tensor in it cast to `dtype`, recorded by autograd.
 
-    An object of another class that has a `to` method (a batch class of the user's own) is sent
+    An object of another class that has a `to` method (a batch class of the user) is sent
     `value.to(dtype)`, as Apex does; modules and everything else pass as they came. Never syncs.
 
     >>> cast_tree({"x": [torch.ones(1)], "ids": torch.ones(1, dtype=torch.int64)}, torch.float16)

@@ -17,10 +17,10 @@ policy about every operator that is called inside it:
 
 {rules}
 
-*Eligible* is a floating-point tensor on the region's device, float64 excepted. An operator that no list names runs on
+Only floating-point tensors on the region's device are cast, float64 excepted. An operator that no list names runs on
 its arguments as they came, and so do in-place and `out=` overloads: the caller chose the dtype of what they write to.
-`Policy.explain(op)` gives the rule and the reason for one operator, or for all that a module's class calls, such as
-`nn.LSTM`; `Policy.with_rules({{op: rule}})` changes it.
+`ampkit explain softmax` and `Policy.explain(op)` give an operator's rule and the reason; `record_casts()` shows the
+operators of a module; `Policy.with_rules({{op: rule}})` changes a rule.
 
 `Policy.torch(device)` is torch.amp's own list for the device. `Policy.default(device)` lays ampkit's additions on top.
 Names are ATen's, with the overload after the dot where it is not the default one. [The default policy](policy.md)

@@ -18,7 +18,7 @@ LOW = torch.float16 if DEVICE == "cuda" else torch.bfloat16
 
 
 class Plain(nn.Module):
-    """Knows nothing of regions."""
+    """Opens no region."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -206,7 +206,7 @@ class check_loop:
             self._kept.append(scaler)
         return self._scalers.setdefault(id(scaler), _Scaler())
 
-    def _scale(self, scaler: Any, outputs: Any) -> Iterator[None]:
+    def _scale(self, scaler: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         if scaler.is_enabled():
             self._pending_scale = True
             if self._dtypes == {torch.bfloat16}:
@@ -214,7 +214,7 @@ class check_loop:
                           "scaler = GradScaler(enabled=False), or float16 in the region")
         yield
 
-    def _unscale(self, scaler: Any, optimizer: Optimizer, **kwargs: Any) -> Iterator[None]:
+    def _unscale(self, scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Iterator[None]:
         known = self._scaler(scaler)
         if id(optimizer) in known.unscaled and scaler.is_enabled() and not kwargs.get("allow_repeat"):
             self._add("unscale_ is called twice for one step", "call scaler.unscale_(optimizer) once, before clipping")
@@ -252,7 +252,8 @@ class check_loop:
 
     def _backward(self, tensors: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         scaled, self._pending_scale = self._pending_scale, False
-        root = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
+        roots = [tensors] if isinstance(tensors, Tensor) else tensors if isinstance(tensors, (list, tuple)) else ()
+        root = next((one for one in roots if isinstance(one, Tensor)), None)
         if root is not None and torch.is_autocast_enabled(root.device.type):
             self._add("backward runs inside the autocast region: its operators would be cast once more",
                       "leave the region first: loss.backward() outside of `with autocast`")
@@ -283,11 +284,12 @@ class check_loop:
         """Gradients of the last step are gone where they are None, others, or zero."""
         if not one.cleared and one.last:
             one.cleared = all(
-                p.grad is None or p.grad is not before or not bool(p.grad.any())
+                p.grad is None or p.grad is not before or not _holds_numbers(p.grad)
                 for p, before in zip(one.parameters[:1], one.last[:1], strict=True)
             )
 
-    def _clip(self, tensors: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+    def _clip(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        tensors = next(iter((*args, *kwargs.values())))
         # A generator is the function's to consume.
         given = [tensors] if isinstance(tensors, Tensor) else [] if isinstance(tensors, Iterator) else list(tensors)
         ids = {id(one) for one in given} | {id(one.grad) for one in given if one.grad_fn is None and one.is_leaf}
@@ -358,6 +360,11 @@ class check_loop:
         for device in {"cpu", getattr(torch.accelerator.current_accelerator(), "type", "cpu")}:
             if torch.is_autocast_enabled(device):
                 self._dtypes.add(torch.get_autocast_dtype(device))
+
+
+def _holds_numbers(gradient: Tensor) -> bool:
+    """Whether a gradient is other than 0; of sparse ones and of subclasses it is not known."""
+    return type(gradient) is Tensor and gradient.layout is torch.strided and bool(gradient.any())
 
 
 def _with_subclasses(cls: type) -> list[type]:

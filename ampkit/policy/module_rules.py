@@ -22,8 +22,8 @@ from ampkit.policy.values import short
 from ampkit.torch_internals.modules import request_kwargs
 
 __all__ = [
-    "NONE", "BoundRule", "ModuleCheck", "ModuleRef", "ModuleRules", "NamedModules", "checked_key", "describe",
-    "matches",
+    "NONE", "BoundRule", "ClassName", "ModuleCheck", "ModuleRef", "ModuleRules", "NamedModules", "checked_key",
+    "class_name", "describe", "matches",
 ]
 
 
@@ -50,6 +50,15 @@ class ModuleRef:
         return "<a module that is gone>" if module is None else f"<{type(module).__name__} at {id(module):#x}>"
 
 
+class ClassName(str):
+    """A module class as `class_name` writes it: a key that is looked up among the classes of a model's modules."""
+
+
+def class_name(cls: type) -> str:
+    """`module:name` of a class."""
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
 class NamedModules:
     """A model's modules by their paths: made once for all rules that are bound to it."""
 
@@ -59,12 +68,25 @@ class NamedModules:
         self.by_path = dict(self.pairs)
         self.paths = {id(module): path for path, module in reversed(self.pairs)}    # the first of several paths
 
-    def key_of(self, module: Module) -> str:
-        """The path of a module, the first of several; `ValueError` if the model does not contain it."""
-        path = self.paths.get(id(unwrapped(module)))
+    def key_of(self, given: Any) -> str | type[Module]:
+        """A checked key as rules have it: the first path of a module, the class of a name, others as they are.
+
+        Raises `ValueError` for a module or a class that the model does not contain.
+        """
+        if isinstance(given, ClassName):
+            found = {cls for _, module in self.pairs for cls in type(module).__mro__ if class_name(cls) == given}
+            if len(found) > 1:
+                model = type(self.model).__name__
+                raise ValueError(f"the modules of {model} have several classes named {short(given)}")
+            if not found:
+                raise ValueError(self._no_class(given))
+            return found.pop()
+        if not isinstance(given, Module):
+            return given
+        path = self.paths.get(id(unwrapped(given)))
         if path is None:
             raise ValueError(
-                f"{describe(module)} is no module of {type(self.model).__name__}; give for_modules the model that it "
+                f"{describe(given)} is no module of {type(self.model).__name__}; give for_modules the model that it "
                 "is part of"
             )
         return path
@@ -85,14 +107,17 @@ class NamedModules:
     def _unmatched(self, key: str | type[Module]) -> str:
         model = type(self.model).__name__
         if isinstance(key, type):
-            known = ", ".join(dict.fromkeys(type(module).__name__ for _, module in self.pairs))
-            return f"no module of {model} is a {describe(key)}; the classes of its modules are {known}"
+            return self._no_class(describe(key))
         paths = [path for path, _ in self.pairs if path]
         nearest = difflib.get_close_matches(key[:80], paths, n=3) or paths[:3]
         return (
             f"the pattern {short(key)} of for_modules matches no module of {model}; nearest: "
             f"{', '.join(nearest) or 'none'}. Paths count from the model that for_modules is given"
         )
+
+    def _no_class(self, name: str) -> str:
+        known = ", ".join(dict.fromkeys(type(module).__name__ for _, module in self.pairs))
+        return f"no module of {type(self.model).__name__} is a {short(str(name))}; its modules are {known}"
 
 
 class ModuleRule(NamedTuple):
@@ -161,7 +186,7 @@ class ModuleRules:
         known = {(rule.key, rule.model) for rule in self.rules}
         rules = list(self.rules)
         for given, value in items:
-            key = modules.key_of(given) if isinstance(given, Module) else given
+            key = modules.key_of(given)
             if (key, reference) in known:
                 raise ValueError(f"module {describe(given)} already has a rule in this policy")
             known.add((key, reference))
@@ -220,7 +245,7 @@ class ModuleCheck(NamedTuple):
 
 def checked_key(key: Any) -> Any:
     """A path pattern ("" is the model itself), a module class or a module; `TypeError` or `ValueError` for others."""
-    if isinstance(key, Module) or (isinstance(key, type) and issubclass(key, Module)):
+    if isinstance(key, (Module, ClassName)) or (isinstance(key, type) and issubclass(key, Module)):
         return key
     if not isinstance(key, str):
         raise TypeError(f"a key of for_modules is a path pattern, a module class or a module, got {short(key)}")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Module
 
-from ampkit.policy import module_rules, operator_kernels, written
+from ampkit.policy import module_rules, written
 from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, Group, Rule, fold
 from ampkit.policy.operator_keys import Operator, candidates, checked_rule, key_name, overloads
 from ampkit.policy.values import PRECISIONS, as_dtype, short
@@ -230,23 +230,6 @@ class Policy:
             return Explanation(found.name(), Rule.DECOMPOSE, "unlisted", _WHY_COMPOSITE)
         return Explanation(found.name(), Rule.KEEP, "unlisted", _WHY_UNLISTED)
 
-    def source(self, op: Operator) -> str:
-        """The kernel that a region runs for `op`, as Python: its casts, and the call.
-
-        `op` is a key as in `with_rules`; names with a leading underscore are ampkit's own. Raises `ValueError` for
-        an unknown operator, one that a region never sees, and one without a kernel of its own.
-
-        >>> print(Policy.torch("cpu").source("aten::mm").splitlines()[0])
-        def mm(_keys, self, mat2):
-        """
-        found = self.explain(op)
-        (named,) = candidates(found.op)
-        text = operator_kernels.source(named, found.rule) if named in self.rules() else None
-        if text is None:
-            why = "the general kernel runs it" if named in self.rules() else "a region never sees it"
-            raise ValueError(f"'{found.op}' has no kernel of its own, {why}: {found.rule.name}, {found.why}")
-        return text
-
     def rules(self) -> RuleTable:
         """Every operator with a rule of its own, after all layers. Operators that are absent run as they are."""
         if self._folded is None or self._folded_at != _Registered.changes:
@@ -257,8 +240,8 @@ class Policy:
     def to_dict(self) -> dict[str, Any]:
         """The policy as plain dicts, lists and strings, for JSON or a checkpoint; `from_dict` reads it back.
 
-        A module that was given as a key is written by its path. Raises `ValueError` for a class made inside a function,
-        and for rules of several models, which one call of `from_dict` cannot bind.
+        A module that was given as a key is written by its path. Raises `ValueError` for rules of several models, which
+        one call of `from_dict` cannot bind.
         """
         if len(self._models()) > 1:
             raise ValueError(
@@ -283,7 +266,7 @@ class Policy:
         """The policy that `to_dict` wrote, its module rules bound to `model`; all keys but "base" may be left out.
 
         Without "device_type" the policy is for the current accelerator, else the CPU. Untrusted data is safe: reading
-        it imports nothing and runs no code. A module class that the policy names must have been imported before.
+        it imports nothing and runs no code; module classes are looked up among those of the model.
         Raises `TypeError` or `ValueError`, saying what is wrong, for anything that `to_dict` does not write, for module
         rules without a model, and for those that match none of its modules.
 

@@ -1,20 +1,18 @@
 """Policies as data: the dict of `Policy.to_dict`, for JSON and checkpoints.
 
 The data is untrusted: reading it imports nothing and runs no code, takes time in proportion to its length, and raises
-on anything that is not a policy.
+on anything that is not a policy. Module classes are looked up by name among those of the model.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Module
 
-from ampkit.policy.module_rules import describe
+from ampkit.policy.module_rules import ClassName, class_name
 from ampkit.policy.operator_keys import key_name
 from ampkit.policy.rules import Rule
 from ampkit.policy.values import short
@@ -23,6 +21,7 @@ from ampkit.torch_internals.operators import OpOverload
 MOST_NESTED = 16        # policies within policies: reading one recurses, and so do its methods
 MOST_RULES = 20_000     # in all: policies may share their parts, so that a short pickle says endlessly many
 MOST_WIDE = 100         # of them for classes of modules, or patterns with stars: each is compared with every module
+_CLASS = "class "
 _KEYS = {"base", "device_type", "rules", "modules"}
 
 
@@ -41,15 +40,8 @@ def layer_dict(layer: Sequence[tuple[OpOverload, Rule]]) -> dict[str, str]:
 
 
 def key_text(key: str | type[Module]) -> str:
-    """The key of a module rule as a string; `ValueError` for a class that cannot be looked up again."""
-    if isinstance(key, str):
-        return key
-    if "<" in key.__qualname__:
-        raise ValueError(
-            f"a policy that names the class {describe(key)} cannot be written down: a class made inside a function "
-            "cannot be found again; use a path, or a class at the top level of a module"
-        )
-    return f"class {key.__module__}:{key.__qualname__}"
+    """The key of a module rule as a string."""
+    return key if isinstance(key, str) else f"{_CLASS}{class_name(key)}"
 
 
 class _Counter:
@@ -104,41 +96,12 @@ def _read_module_rule(item: Any, depth: int, counter: _Counter) -> tuple[Any, An
     if not isinstance(item, (list, tuple)) or len(item) != 2:
         raise TypeError(f"a module rule of a written policy is a list of a module and its rule, got {short(item)}")
     key, value = _read_key(item[0]), item[1]
-    counter.add(wide=isinstance(key, type) or "*" in key)
+    counter.add(wide=isinstance(key, ClassName) or "*" in key)
     return key, value if isinstance(value, str) else read_dict(value, depth + 1, counter)
 
 
-def _read_key(text: Any) -> Any:
-    """The key that `key_text` wrote. A class is looked up in `sys.modules`."""
+def _read_key(text: Any) -> str:
+    """The key that `key_text` wrote."""
     if not isinstance(text, str):
         raise TypeError(f"a written policy names modules by path or as 'class module:name', got {short(text)}")
-    if not text.startswith("class "):
-        return text
-    module, _, name = text.removeprefix("class ").partition(":")
-    shown = short(f"{module}.{name}")
-    scope, found = _names_in(sys.modules.get(module)), None
-    if scope is None:
-        raise ValueError(
-            f"the policy names the module class {shown}, and {short(module)} is not imported: import it before "
-            "reading the policy"
-        )
-    for part in name.split("."):
-        found = None if scope is None else scope.get(part)
-        scope = _names_in(found)
-    if found is None:
-        raise ValueError(f"the policy names the module class {shown}, which is not there")
-    if not (_is_a(found, type) and issubclass(found, Module)):
-        raise ValueError(f"the policy names {shown} as a module class, which it is not: {type(found).__name__}")
-    return found
-
-
-def _names_in(holder: Any) -> Any:
-    """The `__dict__` of a module or class, read without running its code; None for anything else."""
-    if _is_a(holder, ModuleType):
-        return object.__getattribute__(holder, "__dict__")      # a lazy module imports in its own `__getattribute__`
-    return type.__dict__["__dict__"].__get__(holder) if _is_a(holder, type) else None
-
-
-def _is_a(value: Any, cls: type) -> bool:
-    """`isinstance` that ignores `value.__class__`, which a proxy may override."""
-    return issubclass(type(value), cls)
+    return ClassName(text.removeprefix(_CLASS)) if text.startswith(_CLASS) else text

@@ -1,8 +1,8 @@
 """Casts for single functions, by Apex's names: half, float and promote, as decorators and by registration.
 
 They act where a region does: inside `ampkit.autocast`, and so inside the forward of a model at O1. A torch function is
-registered as a rule for its operator; a function of the user's, or of another library, is wrapped. torch itself is left
-as it is.
+registered as a rule for its operator; a user's function, or one of another library, is wrapped. torch itself stays as
+it is.
 """
 
 from __future__ import annotations

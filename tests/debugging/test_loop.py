@@ -125,6 +125,23 @@ def penalty(cls: Any) -> None:
         scaler.update()
 
 
+def keywords_and_sparse_gradients(cls: Any) -> None:
+    """Wrapped functions take what they took before."""
+    _, _, scaler = parts(cls=cls)
+    table = nn.Embedding(8, 4, sparse=True)
+    model = nn.Sequential(table, nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        loss = model(torch.arange(4)).mean()
+        torch.autograd.backward(tensors=[scaler.scale(outputs=loss)])
+        scaler.unscale_(optimizer=optimizer)
+        nn.utils.clip_grad_norm_(parameters=model[1].parameters(), max_norm=1.0)
+        nn.utils.clip_grad_value_(parameters=model[1].parameters(), clip_value=1.0)
+        scaler.step(optimizer=optimizer)
+        scaler.update(new_scale=None)
+
+
 def example(name: str, cls: Any) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         load(name).main()
@@ -132,6 +149,7 @@ def example(name: str, cls: Any) -> None:
 
 LOOPS: list[Callable[[Any], None]] = [
     clipping, accumulation, adversaries, no_scaler, scheduler_by_epoch, closure, penalty,
+    keywords_and_sparse_gradients,
     *(functools.partial(example, name) for name in ("scaler_two_losses", "scaler_gan", "scaler_gradient_penalty")),
 ]
 

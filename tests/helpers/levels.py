@@ -1,4 +1,4 @@
-"""Shared by the tests of `test_levels` and its neighbours."""
+"""Shared by the tests of levels."""
 
 import torch
 import torch.nn.functional as F
@@ -8,8 +8,6 @@ from ampkit.amp import (
     initialize,
     scale_loss,
 )
-
-HALVES = [torch.float16, torch.bfloat16]
 
 ids = {"ids": lambda value: str(value).removeprefix("torch.")}
 

@@ -61,7 +61,7 @@ STRANGE_NAMES = [
     "import_module::x", "load_library::x", "loaded_libraries::add", "higher_order::cond", "__name__::join", "a::b::c",
     "aten::mm.default.x", "aten::\ud800", "aten::mm\0", "torch.", "nolib::op", "aten::Bool.int", "x" * 5000,
 ]
-CLASSES = ["class torch.nn.modules.linear:Linear", "class torch.nn:LayerNorm"]
+CLASSES = ["class torch.nn.modules.linear:Linear", "class torch.nn.modules.normalization:LayerNorm"]
 STRANGE_CLASSES = [
     "class ", "class :", "class torch:", "class torch:nn", "class os:environ", "class os:system",
     "class antigravity:fly", "class torch.nn:Module.forward", "class torch.nn:Module.__init__.__globals__", "class .:x",

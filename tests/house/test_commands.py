@@ -103,7 +103,7 @@ def test_doctor_says_where_bfloat16_is_emulated_and_why_triton_is_not_used(
 def test_explain_an_operator(run: Run) -> None:
     assert "aten::softmax.int: FLOAT32_DTYPE_ARG (set by torch)" in run("explain", "softmax")
     assert "under Policy.torch:\naten::softmax.int: DECOMPOSE" in run("explain", "aten::softmax.int", "--device", "cpu")
-    assert "no operator 'aten::nosuch'" in run("explain", "nosuch", code=2)
+    assert "unknown operator 'nosuch'" in run("explain", "nosuch", code=2)
     assert "no operator lists for device type 'toaster'" in run("explain", "mm", "--device", "toaster", code=2)
 
 

@@ -104,7 +104,7 @@ def test_handlers_are_read() -> None:
 
 
 def test_accumulated_batches_are_clipped_and_stepped_once() -> None:
-    """Two halves of a batch give the step of the whole."""
+    """Two micro-batches give one step."""
     accelerator = use_ampkit(make("fp16", gradient_accumulation_steps=2), scaler=GradScaler("cpu", init_scale=256.0))
     seen = train(accelerator, "ampkit", steps=8)
     assert len(seen["norms"]) == 4

@@ -1,7 +1,8 @@
 """Models as people use them: Hugging Face's and timm's architectures, tiny, with random weights, built in code.
 
 Under `Policy.torch("cpu")` everything they compute has torch.amp's bits: training, evaluation, generation, and
-training with gradient checkpointing. Their own disabled islands and dtype look-ups run inside our region unchanged.
+training with gradient checkpointing. Their own `autocast(enabled=False)` and dtype look-ups run inside our region
+unchanged.
 """
 
 import contextlib
@@ -200,7 +201,7 @@ def test_evaluation_equals_torchs(real: Real, mode: Callable[[], Any]) -> None:
     model.zero_grad()
     expected_trained.loss.backward()
     expected_gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    # The cast made first serves both passes here, so a tied weight may sum its gradients in another order.
+    # The cast made first is used in both passes here, so a tied weight may sum its gradients in another order.
     torch.testing.assert_close(gradients, expected_gradients, rtol=1e-5, atol=1e-6)
 
 
@@ -273,7 +274,7 @@ def test_attention_implementations_equal_torchs(attention: str) -> None:
     )
 
 
-def test_islands_of_a_library_are_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_librarys_nested_disabled_regions_are_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPT-2 can compute its attention scores under `torch.autocast(enabled=False)`, in float32."""
     gpt2 = REAL[0]
     upcast = {"attn_implementation": "eager", "reorder_and_upcast_attn": True}

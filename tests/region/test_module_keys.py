@@ -1,11 +1,8 @@
 """Keys of module rules: what they match, what is refused, how they are written down and read."""
 
-import importlib
 import json
 import pickle
 import re
-import sys
-import types
 
 import pytest
 import torch
@@ -14,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ampkit import Policy
-from ampkit.policy.module_rules import matches
+from ampkit.policy.module_rules import class_name, matches
 from tests.helpers.module_rules import Model, dtypes, only, rules
 from tests.helpers.regions import BF16, FP16, FP32
 
@@ -37,7 +34,7 @@ names = st.lists(st.sampled_from(["a", "b", "blocks", "0", "attn_1"]), min_size=
         ({"net.head": FP32}, ValueError, "'net.head' of for_modules matches no module of Model; nearest: head"),
         ({"zzz.**": FP32}, ValueError, r"matches no module of Model; nearest: blocks, blocks\.0, blocks\.0\.attn"),
         ({nn.Conv2d: FP32}, ValueError,
-         r"no module of Model is a .*conv.Conv2d; the classes of its modules are Model, ModuleList, Block, Linear"),
+         r"no module of Model is a .*conv.Conv2d'; its modules are Model, ModuleList, Block, Linear"),
         ({nn.Linear(2, 2): FP32}, ValueError, "<Linear at 0x.*> is no module of Model; give for_modules the model"),
         ({"blocks.*.attn": FP32, "blocks.0.*": FP16}, ValueError,
          r"'blocks.0.attn' matches two rules that disagree: 'blocks.\*.attn': torch.float32 and 'blocks.0.\*': tor"),
@@ -149,9 +146,6 @@ def test_a_policy_is_bound_again_by_what_was_written():
 
 
 def test_what_cannot_be_bound_or_written():
-    class Local(nn.Module):
-        pass
-
     model = Model()
     state = rules(model, {"head": FP32}).to_dict()
     with pytest.raises(ValueError, match=r"rules for modules, 'head' among them; give the model .*from_dict\(state, "):
@@ -162,8 +156,6 @@ def test_what_cannot_be_bound_or_written():
         Policy.from_dict({**state, "modules": [["head.0", "float32"]]}, model)
     with pytest.raises(ValueError, match=r"bound to its model and cannot be pickled; save policy\.to_dict"):
         pickle.dumps(rules(model, {"head": FP32}))
-    with pytest.raises(ValueError, match=r"Local cannot be written down: a class made inside a function"):
-        rules(Local(), {Local: FP32}).to_dict()
     several = rules(model, {"head": FP32}).for_modules(Model(), {"head": FP32})
     nested = rules(model, {"head": rules(Model(), {"head": FP32})})
     for policy in (several, nested):
@@ -171,69 +163,28 @@ def test_what_cannot_be_bound_or_written():
             policy.to_dict()
 
 
-CODE = "import torch\nNet = type('Net', (torch.nn.Module,), {'__module__': __name__})\n"
+def test_a_class_is_looked_up_in_the_model():
+    """Data may name any class; nothing is imported or looked for elsewhere."""
+    class Local(nn.Linear):
+        pass
 
+    model = nn.Sequential(nn.Linear(4, 4), Local(4, 4))
+    policy = rules(model, {Local: FP32, nn.Module: FP16})
+    state = policy.to_dict()
+    assert state["modules"][0] == [f"class {__name__}:{Local.__qualname__}", "float32"]
+    assert Policy.from_dict(state, model) == policy
+    assert dtypes(model, Policy.from_dict(state, model)) == {"0": FP16, "1": FP32}
+    first = Local
 
-@pytest.fixture
-def own_module(tmp_path, monkeypatch):
-    """The name of a module with a class `Net` that is on the path and not imported."""
-    (tmp_path / "own_module.py").write_text(CODE)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield "own_module"
-    sys.modules.pop("own_module", None)
+    class Local(nn.Linear):
+        pass
 
-
-def test_reading_a_policy_imports_nothing(own_module):
-    """Data may name any module; a class rule needs the module that the model came from, which is there with it."""
-    state = {**Policy.torch("cpu").to_dict(), "modules": [[f"class {own_module}:Net", "float32"]]}
-    with pytest.raises(ValueError, match=r"class 'own_module.Net', and 'own_module' is not imported: import it before"):
-        Policy.from_dict(state)
-    assert own_module not in sys.modules
-    net = importlib.import_module(own_module).Net
-    model = net()
-    assert Policy.from_dict(state, model) == Policy.torch("cpu").for_modules(model, {net: FP32})
-
-
-def test_looking_for_a_class_runs_no_code(monkeypatch):
-    """Modules that import when they are asked, descriptors, classes of classes: all are looked through."""
-    def run(*_):
-        raise AssertionError("code was run")
-
-    class Lazy(types.ModuleType):
-        __getattr__ = __getattribute__ = run
-
-    class Meta(type):
-        __getattribute__ = run
-
-    class Outer(metaclass=Meta):
-        value = property(run)
-        Inner = type("Inner", (nn.Module,), {})
-
-    class Proxy:
-        __getattr__ = __getattribute__ = run
-
-    lazy = Lazy("lazy_module")
-    types.ModuleType.__getattribute__(lazy, "__dict__").update(Outer=Outer, Proxy=Proxy(), Net=nn.Linear)
-    monkeypatch.setitem(sys.modules, "lazy_module", lazy)
-    monkeypatch.setitem(sys.modules, "no_module", Proxy())
-
-    inner = type.__getattribute__(Outer, "Inner")
-    model = nn.Sequential(nn.Linear(2, 2), inner())
-
-    def read(name):
-        state = {**Policy.torch("cpu").to_dict(), "modules": [[f"class {name}", "float32"]]}
-        return Policy.from_dict(state, model)
-
-    assert read("lazy_module:Net") == Policy.torch("cpu").for_modules(model, {nn.Linear: FP32})
-    assert read("lazy_module:Outer.Inner").check().rules[0].modules == ("1",)
-    for name, message in (
-        ("lazy_module:Gone", "is not there"), ("lazy_module:Outer.value", "is not: property"),
-        ("lazy_module:Outer.value.fget", "is not there"), ("lazy_module:Outer", "is not: Meta"),
-        ("lazy_module:Proxy", "is not: Proxy"), ("lazy_module:Proxy.Net", "is not there"),
-        ("no_module:Net", "'no_module' is not imported"), ("lazy_module:", "is not there"), ("", "is not imported"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            read(name)
+    assert class_name(first) == class_name(Local)
+    with pytest.raises(ValueError, match="the modules of Sequential have several classes named "):
+        Policy.from_dict(state, nn.Sequential(first(4, 4), Local(4, 4)))
+    for name in ("torch.nn:Gone", "os:environ", "antigravity:fly", ""):
+        with pytest.raises(ValueError, match=f"no module of Sequential is a '{name}'; its modules are "):
+            Policy.from_dict({**state, "modules": [[f"class {name}", "float32"]]}, model)
 
 
 @given(names)

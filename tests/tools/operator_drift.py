@@ -67,8 +67,14 @@ def list_drift(device_type: str, groups: tuple[Group, ...] | None = None) -> Dri
 def composite_drift() -> tuple[list[str], list[str]]:
     """Composites of this torch that neither `OPAQUE` nor `DECOMPOSED` names, and those named that it does not have."""
     classified = {name for group in (*OPAQUE, *DECOMPOSED) for name in names(group)}
-    live = composites()
+    live = {name for name in composites() if not _left_out(resolve(name))}
     return sorted(live - classified), sorted(classified - live - set(ONLY_WHERE_BUILT))
+
+
+def _left_out(op: OpOverload) -> bool:
+    """Whether a composite needs no class: it writes to `out=`, or takes named dimensions (before torch 2.13)."""
+    writes = op._overloadname == "out" or any(argument.is_out for argument in op._schema.arguments)
+    return writes or "Dimname" in str(op._schema)
 
 
 def composites() -> set[str]:
@@ -103,7 +109,7 @@ def rule_of(op: OpOverload, device_type: str) -> Rule | None:
 
 
 class _Arrived(BaseException):
-    """Ends a call when the operator is redispatched with cast arguments. No `Exception`, so nobody catches it."""
+    """Ends a call when the operator is redispatched with cast arguments. No `Exception`: no handler catches it."""
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         self.dtypes = {tensor.dtype for tensor in casting.tensors(args)}

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampkit import optim
+from ampkit.containers import SIXTEEN_BIT
 from ampkit.scaler.grad_scaler import GradScaler
 from ampkit.scaler.loss_scale import DynamicLossScale
 from ampkit.whole_model.fp16_optimizer import FP16Optimizer
 from ampkit.whole_model.master_weights import MasterWeights
 
-HALVES = [torch.float16, torch.bfloat16]
 ids = {"ids": lambda value: str(value).removeprefix("torch.")}
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "torch": lambda params: torch.optim.AdamW(params, lr=1e-2),
@@ -44,14 +44,14 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
-@pytest.mark.parametrize("dtype", HALVES, **ids)
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT, **ids)
 def test_it_is_a_scaler_and_masters_to_the_bit(dtype: torch.dtype, make: Callable[[Any], Any]) -> None:
     """Losses, scale and weights of 12 steps with clipping, an overflow and a growth among them."""
     rule = {"init_scale": 2.0**12, "scale_window": 4}
     model = model_of(dtype)
     optimizer = FP16Optimizer(make(model.parameters()), dynamic_loss_scale=True, dynamic_loss_args=rule)
-    twin = model_of(dtype)
-    by_hand = make(twin.parameters())
+    reference = model_of(dtype)
+    by_hand = make(reference.parameters())
     masters = MasterWeights(by_hand)
     scaler = GradScaler("cpu", loss_scale=DynamicLossScale(init_scale=2.0**12, growth_interval=4))
     for index, (x, y) in enumerate(batches(12)):
@@ -62,7 +62,7 @@ def test_it_is_a_scaler_and_masters_to_the_bit(dtype: torch.dtype, make: Callabl
         optimizer.clip_master_grads(0.5)
         optimizer.step()
         by_hand.zero_grad()
-        expected = loss_of(twin, x, y) * factor
+        expected = loss_of(reference, x, y) * factor
         scaler.scale(expected).backward()
         scaler.unscale_(by_hand)
         scaler.clip_grad_norm_(by_hand, 0.5)
@@ -73,7 +73,7 @@ def test_it_is_a_scaler_and_masters_to_the_bit(dtype: torch.dtype, make: Callabl
         assert optimizer.overflow is (index == 5)
         for a, b in zip(optimizer.masters.masters(), masters.masters(), strict=True):
             assert torch.equal(a, b)
-        for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        for a, b in zip(model.parameters(), reference.parameters(), strict=True):
             assert torch.equal(a, b)
     stats = optimizer.scaler.stats()
     assert (stats.steps, stats.skips, stats.growths) == (11, 1, 2)
@@ -291,7 +291,7 @@ def test_a_skipped_step_names_the_parameters(make: Callable[[Any], Any]) -> None
     optimizer.backward(model(x.half()).float().sum() * float("nan"))
     optimizer.step()        # which drops the masters' gradients
     report = optimizer.scaler.overflow_report(model)
-    assert sorted(culprit.name for culprit in report) == sorted(name for name, _ in model.named_parameters())
+    assert sorted(row.name for row in report) == sorted(name for name, _ in model.named_parameters())
     assert optimizer.scaler.stats().nan_values == sum(param.numel() for param in model.parameters())
 
 

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ampkit import wrap_forward
-from ampkit.containers import cast_tree
+from ampkit.containers import SIXTEEN_BIT, cast_tree
 from ampkit.whole_model.half import NORMS, half
 
-HALVES = [torch.float16, torch.bfloat16]
 ids = {"ids": lambda value: str(value).removeprefix("torch.")}
 
 
@@ -133,7 +132,7 @@ def sample() -> dict[str, Tensor]:
     return {"image": torch.randn(3, 1, 8, 8)}
 
 
-@pytest.mark.parametrize("dtype", HALVES, **ids)
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT, **ids)
 def test_a_half_model_takes_what_it_took_before(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = Net().eval()
@@ -147,7 +146,7 @@ def test_a_half_model_takes_what_it_took_before(dtype: torch.dtype) -> None:
     assert half(model, dtype)(batch)["y"].dtype is dtype
 
 
-@pytest.mark.parametrize("dtype", HALVES, **ids)
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT, **ids)
 def test_what_is_converted(dtype: torch.dtype) -> None:
     model = Net()
     low = half(model, dtype)
@@ -173,7 +172,7 @@ def test_masks_saturate_and_infinities_stay() -> None:
 
 
 @pytest.mark.parametrize("keep", ["block.*", ("block.1",), (nn.LayerNorm,), NORMS], ids=str)
-@pytest.mark.parametrize("dtype", HALVES, **ids)
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT, **ids)
 def test_kept_modules_compute_in_float32(keep: Any, dtype: torch.dtype) -> None:
     seen = {}
     low = half(Net(), dtype, keep)
@@ -235,7 +234,7 @@ class Factory(nn.Module):
         return self.rnn(x, self.first)[0]
 
 
-@pytest.mark.parametrize("dtype", HALVES, **ids)
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT, **ids)
 @pytest.mark.parametrize("cell", [nn.RNN, nn.LSTM, nn.GRU])
 def test_a_region_covers_what_forward_makes(cell: type[nn.Module], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -284,22 +283,22 @@ def test_a_model_on_the_meta_device_is_converted_unseen() -> None:
     assert half(model).conv.weight.dtype is torch.float16
 
 
-@pytest.mark.parametrize("twin_of", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @pytest.mark.parametrize("region_first", [False, True])
-def test_copies_of_a_model_with_two_things_around_its_forward_have_both(twin_of, region_first) -> None:
+def test_copies_of_a_model_with_two_things_around_its_forward_have_both(copy_of, region_first) -> None:
     model = nn.Sequential(nn.Linear(4, 3))
     for turn in (region_first, not region_first):
         if turn:
             wrap_forward(model, "cpu", torch.bfloat16)
         else:
             half(model, torch.bfloat16, cast_outputs=torch.float64, in_place=True)
-    twin = twin_of(twin_of(model))
-    assert type(twin) is not type(model)
-    assert [cls.__name__ for cls in type(twin).__mro__] == [cls.__name__ for cls in type(model).__mro__]
+    copied = copy_of(copy_of(model))
+    assert type(copied) is not type(model)
+    assert [cls.__name__ for cls in type(copied).__mro__] == [cls.__name__ for cls in type(model).__mro__]
     x = torch.ones(2, 4)
-    assert twin(x).dtype is torch.float64
-    assert torch.equal(twin(x), model(x))
+    assert copied(x).dtype is torch.float64
+    assert torch.equal(copied(x), model(x))
     with pytest.raises(RuntimeError, match="is wrapped already"):
-        wrap_forward(twin, "cpu")
+        wrap_forward(copied, "cpu")
     with pytest.raises(RuntimeError, match=r"has been through ampkit\.half"):
-        half(twin)
+        half(copied)

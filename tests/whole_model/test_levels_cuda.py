@@ -10,9 +10,9 @@ from ampkit.amp import (
     loss_scalers,
     master_params,
 )
+from ampkit.containers import SIXTEEN_BIT
 from ampkit.optim import SGD
 from tests.helpers.levels import (
-    HALVES,
     backward,
     batches,
     ids,
@@ -22,7 +22,7 @@ from tests.helpers.levels import (
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", HALVES, **ids)
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT, **ids)
 @pytest.mark.parametrize("opt_level", ["O1", "O2", "O3"])
 def test_on_cuda_levels_train_without_waiting_for_the_device(opt_level: str, dtype: torch.dtype) -> None:
     """With an optimizer that skips on the device, an overflow among the steps included."""

@@ -19,12 +19,12 @@ from ampkit.amp import (
     master_params,
     scale_loss,
 )
+from ampkit.containers import SIXTEEN_BIT
 from ampkit.optim import SGD
 from ampkit.scaler.grad_scaler import GradScaler
 from ampkit.scaler.loss_scale import DynamicLossScale, StaticLossScale
 from ampkit.whole_model.levels import LEVELS
 from tests.helpers.levels import (
-    HALVES,
     backward,
     batches,
     ids,
@@ -36,7 +36,7 @@ from tests.helpers.levels import (
 
 
 @pytest.mark.parametrize("opt_level", ["O1", "O2", "O3"])
-@pytest.mark.parametrize("dtype", HALVES, **ids)
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT, **ids)
 def test_losses_add_up_under_scales_of_their_own(opt_level: str, dtype: torch.dtype) -> None:
     """Two losses with static scales give the gradients of their sum with none, as far as rounding goes."""
     (x, y), = batches(1)
@@ -285,16 +285,16 @@ def test_forward_called_directly_in_threads_and_in_copies() -> None:
     model, _ = set_up("O1", dtype=torch.bfloat16)
     seen: list[torch.dtype] = []
     x = batches(1)[0][0]
-    twin = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     loaded = pickle.loads(pickle.dumps(model))
-    for each in (model, twin, loaded):
+    for each in (model, copied, loaded):
         each.head.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
         assert each.forward(x).dtype is torch.float32
     thread = threading.Thread(target=lambda: model(x))
     thread.start()
     thread.join()
     assert seen == [torch.bfloat16] * 4
-    assert torch.equal(twin(x), model(x))
+    assert torch.equal(copied(x), model(x))
 
 
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])

@@ -187,11 +187,11 @@ def test_a_rule_for_a_module_is_about_the_copy_in_a_copied_model() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     policy = Policy.default("cpu").for_modules(model, {model[1]: torch.float16})
     model, _ = set_up("O1", model, policy=policy, cast_model_outputs=torch.float64)
-    twin = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     del model, policy, _
     gc.collect()
     with record_casts() as record:
-        twin(torch.ones(2, 4))
+        copied(torch.ones(2, 4))
     assert [call.computed_in for call in record.calls] == [(torch.bfloat16,) * 3, (torch.float16,) * 3]
 
 

@@ -18,9 +18,9 @@ from ampkit.amp import (
     master_params,
     scale_loss,
 )
+from ampkit.containers import SIXTEEN_BIT
 from ampkit.whole_model.levels import LEVELS
 from tests.helpers.levels import (
-    HALVES,
     Net,
     backward,
     batches,
@@ -33,7 +33,7 @@ from tests.helpers.levels import (
 )
 
 
-@pytest.mark.parametrize("dtype", HALVES, **ids)
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT, **ids)
 @pytest.mark.parametrize("opt_level", LEVELS)
 def test_checkpoints_are_float32_and_resume_to_the_bit(opt_level: str, dtype: torch.dtype) -> None:
     low = {} if opt_level == "O0" else {"dtype": dtype}
@@ -108,10 +108,10 @@ def test_keep_vars_gives_the_models_own_parameters() -> None:
 
 def test_copies_of_an_o2_model_hold_no_masters() -> None:
     model, optimizer = set_up("O2", dtype=torch.bfloat16)
-    twin = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     loaded = pickle.loads(pickle.dumps(model))
     train(model, optimizer, batches(1))
-    for each in (twin, loaded):
+    for each in (copied, loaded):
         saved = each.state_dict()["head.weight"]
         assert torch.equal(saved, each.head.weight.float())
         assert not torch.equal(saved, model.state_dict()["head.weight"])
@@ -162,7 +162,7 @@ def test_inference_needs_no_optimizer() -> None:
     assert isinstance(pair, list)
 
 
-def test_two_calls_are_told_apart() -> None:
+def test_two_calls_are_distinguished() -> None:
     _, first = set_up("O1", dtype=torch.float16)
     _, second = set_up("O2", dtype=torch.float16, loss_scale=8.0)
     with pytest.raises(RuntimeError, match="initialize has been called 2 times; pass an optimizer"):

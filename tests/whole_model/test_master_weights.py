@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ampkit import optim
+from ampkit.containers import SIXTEEN_BIT
 from ampkit.scaler.grad_scaler import GradScaler
 from ampkit.whole_model.master_weights import MasterWeights
 from tests.helpers.ranks import on_ranks
 
-HALVES = [torch.float16, torch.bfloat16]
 ids = {"ids": lambda value: str(value).removeprefix("torch.")}
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "torch-adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
@@ -45,7 +45,7 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
-@pytest.mark.parametrize("dtype", HALVES, **ids)
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT, **ids)
 def test_it_is_an_optimizer_over_float32_weights(
     dtype: torch.dtype, make: Callable[[Any], torch.optim.Optimizer]
 ) -> None:
@@ -53,24 +53,24 @@ def test_it_is_an_optimizer_over_float32_weights(
     model = model_of(dtype)
     optimizer = make(model.parameters())
     masters = MasterWeights(optimizer)
-    twin = copy.deepcopy(model)
-    wide = [p.detach().float().requires_grad_() for p in twin.parameters()]
+    reference = copy.deepcopy(model)
+    wide = [p.detach().float().requires_grad_() for p in reference.parameters()]
     by_hand = make(wide)
     for x in inputs(6):
         optimizer.zero_grad()
         loss_of(model, x).backward()
         optimizer.step()
-        twin.zero_grad()
-        loss_of(twin, x).backward()
+        reference.zero_grad()
+        loss_of(reference, x).backward()
         with torch.no_grad():
-            for p, w in zip(twin.parameters(), wide, strict=True):
+            for p, w in zip(reference.parameters(), wide, strict=True):
                 w.grad = p.grad.float()
             by_hand.step()
-            for p, w in zip(twin.parameters(), wide, strict=True):
+            for p, w in zip(reference.parameters(), wide, strict=True):
                 p.copy_(w)
         for a, b in zip(masters.masters(), wide, strict=True):
             assert torch.equal(a, b)
-        for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        for a, b in zip(model.parameters(), reference.parameters(), strict=True):
             assert torch.equal(a, b)
     assert all(p.grad is None for p in (*model.parameters(), *masters.masters()))
 
@@ -358,7 +358,7 @@ def test_zero_grad_clears_both_sides() -> None:
 
 
 def test_what_autograd_saved_before_a_step_is_stale_after_it() -> None:
-    """Also where a kernel writes the halves by address, of which autograd sees nothing."""
+    """Also where a kernel writes the 16-bit parameters by address, which does not bump their version counters."""
     makers = list(OPTIMIZERS.values())
     if os.environ.get("TRITON_INTERPRET") == "1":
         makers.append(lambda params: optim.SGD(params, lr=0.1, impl="triton"))
@@ -443,7 +443,7 @@ def test_on_two_ranks(function: Callable[[int, int], None]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", HALVES, **ids)
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT, **ids)
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
 def test_on_cuda_halves_are_masters_rounded(dtype: torch.dtype, make: Callable[[Any], torch.optim.Optimizer]) -> None:
     """Where ampkit's optimizers write them in the step's own launch, without a host read."""
