@@ -40,15 +40,18 @@ class Change(Protocol):
     @property
     def code(self) -> str:
         """What a user writes for it."""
+        ...
 
     def around(self, recorder: NonfiniteRecorder | None, snapshot: Snapshot) -> AbstractContextManager[Any]:
         """A context in which the step runs as if the code were there."""
+        ...
 
     def extended(self, finding: Finding) -> Self | None:
         """With what a finding asks for that is left with it; None if there is nothing more to do."""
 
     def smaller(self) -> Iterator[Self]:
         """With one rule less, for each rule."""
+        ...
 
 
 class _Single:
@@ -243,8 +246,9 @@ class LossChange(_Single):
         return f"(loss / {self.divisor:g}).backward()    # gradients are {self.divisor:g} times smaller then"
 
     @contextmanager
-    def around(self, recorder: NonfiniteRecorder, snapshot: Snapshot) -> Iterator[None]:
-        recorder.seed_factor = 1 / self.divisor
+    def around(self, recorder: NonfiniteRecorder | None, snapshot: Snapshot) -> Iterator[None]:
+        if recorder is not None:
+            recorder.seed_factor = 1 / self.divisor
         yield
 
     def extended(self, finding: Finding) -> LossChange | None:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import ampkit_kernels
 from ampkit.gradients import ranks
-from ampkit.gradients.collect import Gradients, parameters
+from ampkit.gradients.collect import Gradients
 from ampkit.gradients.transfer import moved
 from ampkit.torch_internals.fsdp import is_flat
 from ampkit.torch_internals.optimizers import foreach_clamp_max_, foreach_clamp_min_
@@ -28,49 +28,21 @@ HOMOGENEOUS_ORDERS = (0.0, 1.0, 2.0, math.inf)
 Other orders round differently, and their powers of scaled gradients overflow early: they need `unscale_` first.
 """
 
-Part = tuple[list[Tensor], bool]
-"""Parameters, and whether they are to be clipped."""
 
-
-def parts(optimizer: torch.optim.Optimizer, groups: Sequence[int] | Literal["each"] | None) -> list[Part]:
-    """The optimizer's parameters, divided as `GradScaler.clip_grad_norm_` says under `groups`.
-
-    Raises:
-        IndexError: a number that is no parameter group's.
-        ValueError: another string than "each".
-    """
-    if groups is None:
-        return [(parameters(optimizer), True)]
-    everyone = range(len(optimizer.param_groups))
-    if isinstance(groups, str):
-        if groups != "each":
-            raise ValueError(f"groups is {groups!r}; expected None, 'each' or numbers of parameter groups")
-        return [(parameters(optimizer, [number]), True) for number in everyone]
-    others = [number for number in everyone if number not in groups]
-    divided = [(parameters(optimizer, groups), True)]
-    return [*divided, (parameters(optimizer, others), False)] if others else divided
-
-
-def clip_plain(
-    parts: Sequence[Part], max_norm: float | Tensor, norm_type: float, process_group: Any = None, *, each: bool
-) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` by parts, for a disabled scaler; over all ranks of a `process_group`.
+def clip_plain(params: Sequence[Tensor], max_norm: float | Tensor, norm_type: float, process_group: Any) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_`, for a disabled scaler; over all ranks of a `process_group`.
 
     Raises:
         RuntimeError: FSDP1 shards without a `process_group`. Nothing has changed then.
     """
-    clipped = [params for params, clips in parts if clips]
-    if process_group is None and ranks.several() and any(is_flat(param) for params in clipped for param in params):
+    if process_group is None and ranks.several() and any(map(is_flat, params)):
         raise refusal_of_flat_shards()
-    device = next((param.device for params, _ in parts for param in params), torch.device("cpu"))
-    norms = []
-    for params in clipped:
-        norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None], norm_type)
-        if process_group is not None:   # without gradients the norm is on the CPU, where NCCL has no all-reduce
-            norm = ranks.total(norm.to(device), norm_type, (process_group,))
-        torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)  # pyright: ignore[reportArgumentType]
-        norms.append(norm)
-    return torch.stack(norms) if each else norms[0]
+    norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None], norm_type)
+    if process_group is not None:   # without gradients the norm is on the CPU, where NCCL has no all-reduce
+        device = params[0].device if params else torch.device("cpu")
+        norm = ranks.total(norm.to(device), norm_type, (process_group,))
+    torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)  # pyright: ignore[reportArgumentType]
+    return norm
 
 
 def refusal_of_flat_shards() -> RuntimeError:
@@ -91,7 +63,7 @@ def norm_and_factor(
     inv_scale: Tensor,
     found_inf: Mapping[torch.device, Tensor],
     norm_type: float,
-    max_norm: float | Tensor | None,
+    max_norm: float | Tensor,
     across: Sequence[Any] = (),
 ) -> tuple[Tensor, Tensor]:
     """The norm of all gradients times `inv_scale`, as one vector, and the factor that unscales and clips them.
@@ -103,7 +75,7 @@ def norm_and_factor(
         inv_scale: the factor, 0-d float32.
         found_inf: a flag for each device; set to 1 where a gradient is not finite.
         norm_type: the order; inf gives the largest magnitude.
-        max_norm: the largest norm to let pass; None: the factor only unscales.
+        max_norm: the largest norm to let pass.
         across: process groups over which the whole vector is sharded, besides those of DTensor gradients.
 
     Returns:
@@ -118,7 +90,7 @@ def norm_and_factor(
         norm = ops.norm_and_check(grads, inv_scale, flag, norm_type)
     else:
         norm = _norm_of_parts(gradients, inv_scale, found_inf, norm_type, across)
-    return norm, inv_scale if max_norm is None else inv_scale * coefficient(norm, max_norm)
+    return norm, inv_scale * coefficient(norm, max_norm)
 
 
 def _norm_of_parts(

@@ -6,7 +6,7 @@ storage, so that writing them writes the gradient. Only metadata is looked at: n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -52,30 +52,20 @@ class Gradients:
         self.by_device.setdefault(tensor.device, []).append(tensor)
 
 
-def parameters(optimizer: torch.optim.Optimizer, groups: Collection[int] | None = None) -> list[Tensor]:
-    """The optimizer's parameters in order, of all parameter groups or of the numbered ones.
+def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The optimizer's parameters in order, of all parameter groups.
 
     Raises:
         AssertionError: a parameter is not a tensor.
-        IndexError: a number that is no parameter group's.
     """
     params: list[Any] = []
-    for group in optimizer.param_groups if groups is None else [_group(optimizer, number) for number in groups]:
+    for group in optimizer.param_groups:
         params += group["params"]
     for cls in set(map(type, params)) - _ORDINARY:
         if not issubclass(cls, Tensor):
             # torch's class of error, so that code that catches it keeps working
             raise AssertionError(f"expected param to be torch.Tensor, got {cls.__name__}")
     return params
-
-
-def _group(optimizer: torch.optim.Optimizer, number: int) -> dict[str, Any]:
-    if not 0 <= number < len(optimizer.param_groups):
-        raise IndexError(
-            f"parameter group {number} does not exist; the optimizer has groups 0 to "
-            f"{len(optimizer.param_groups) - 1}"
-        )
-    return optimizer.param_groups[number]
 
 
 def collect(

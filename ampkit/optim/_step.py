@@ -32,7 +32,7 @@ class DeviceStep(ABC):
     """Mixin for a `torch.optim` optimizer whose step reads its scalars on the device.
 
     `_step_supports_amp_scaling` is torch's contract with fused optimizers, `_step_supports_grad_multiplier`
-    is ampkit's: the scaler may hand over `grad_multiplier`, the inverse scale times a clipping coefficient.
+    is ampkit's: the scaler may set `grad_multiplier`, the inverse scale times a clipping coefficient.
 
     Where Triton runs, a group that is as its last step found it is stepped by what that step's caches hold. Parameters,
     gradients and entries of state are read from where users can change them; only examining each tensor is spared.

@@ -23,7 +23,7 @@ class AdamW(DeviceStep, torch.optim.AdamW):
     """`torch.optim.AdamW` whose step unscales, clips and skips on the device while it updates.
 
     On CUDA one kernel per parameter group (and combination of dtypes) reads each gradient once, multiplied
-    by what the scaler has handed over, and moves 28 bytes per float32 element; `found_inf` makes it return
+    by what the scaler provides, and moves 28 bytes per float32 element; `found_inf` makes it return
     at once, moments and step counts untouched. The step never synchronises and can be captured in a CUDA
     graph. On the CPU, or where Triton cannot run, `torch.optim`'s own functions do the arithmetic, with
     results equal to `torch.optim.AdamW` with the same arguments.

@@ -22,7 +22,7 @@ class SGD(DeviceStep, torch.optim.SGD):
     """`torch.optim.SGD` whose step unscales, clips and skips on the device while it updates.
 
     On CUDA one kernel per parameter group (and combination of dtypes) reads each gradient once, multiplied
-    by what the scaler has handed over, and moves 20 bytes per float32 element with momentum, 12 without;
+    by what the scaler provides, and moves 20 bytes per float32 element with momentum, 12 without;
     `found_inf` makes it return at once. A first step that is skipped leaves no trace: the next one starts
     the momentum, as torch's would have. The step never synchronises and can be captured in a CUDA graph. On
     the CPU `torch.optim`'s own functions do the arithmetic, with results equal to `torch.optim.SGD` with

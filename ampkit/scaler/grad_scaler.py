@@ -434,7 +434,6 @@ class GradScaler(torch.amp.GradScaler):
         max_norm: float | Tensor,
         norm_type: float = 2.0,
         *,
-        groups: Sequence[int] | Literal["each"] | None = None,
         process_group: Any = None,
     ) -> Tensor:
         """Unscale, check and clip the optimizer's gradients together; returns their unscaled norm. Never syncs.
@@ -446,22 +445,18 @@ class GradScaler(torch.amp.GradScaler):
         Args:
             max_norm: the largest norm to let pass.
             norm_type: the order of the norm; `inf` for the largest magnitude.
-            groups: None: one norm over all parameter groups. "each": every group is clipped by its own norm.
-                Numbers: those groups together; the others are unscaled only.
             process_group: ranks that each hold other gradients of the same model (pipeline stages, hand-made
                 shards): the norm is taken over all of them. DTensor shards are added up without it.
 
         Returns:
-            The norm, 0-d on the scale's device; with `groups="each"` one per group. float64 for float64 gradients, else
-            float32.
+            The norm over all parameter groups, 0-d on the scale's device; float64 for float64 gradients, else float32.
 
         Raises as `unscale_`, but may be called after it; RuntimeError for FSDP1 without a `process_group`.
         """
         norm_type = float(norm_type)
         take_master_gradients(optimizer)
-        parts = clipping.parts(optimizer, groups)
         if not self._enabled:
-            return clipping.clip_plain(parts, max_norm, norm_type, process_group, each=groups == "each")
+            return clipping.clip_plain(parameters(optimizer), max_norm, norm_type, process_group)
         self._check_scale_growth_tracker("clip_grad_norm_")
         notes = self._notes_of(optimizer)
         _require_not_stepped(notes, "clip_grad_norm_")
@@ -471,16 +466,13 @@ class GradScaler(torch.amp.GradScaler):
             norm_type not in clipping.HOMOGENEOUS_ORDERS or self._has_shared(optimizer)
         ):
             self.unscale_(optimizer)
-        norms = self._clip_norm_(notes, parts, max_norm, norm_type, process_group)
-        norm = norms[0] if len(norms) == 1 else torch.stack(norms).max()
+        norm = self._clip_norm_(notes, max_norm, norm_type, () if process_group is None else (process_group,))
         largest = self._largest_norm
         self._largest_norm = norm if largest is None else torch.maximum(largest, norm.to(largest))
-        return torch.stack(norms) if groups == "each" else norms[0]
+        return norm
 
-    def _clip_norm_(
-        self, notes: Notes, parts: Sequence[clipping.Part], max_norm: float | Tensor, norm_type: float, group: Any
-    ) -> list[Tensor]:
-        """Unscale unless that is done, check, and clip; returns the unscaled norm of each part that is clipped."""
+    def _clip_norm_(self, notes: Notes, max_norm: float | Tensor, norm_type: float, across: tuple[Any, ...]) -> Tensor:
+        """Unscale unless that is done, check, and clip; returns the unscaled norm."""
         optimizer, state = notes.optimizer, notes.state
         self._apply_clip_factor_(notes)
         found: Flags = {}
@@ -491,29 +483,20 @@ class GradScaler(torch.amp.GradScaler):
             inv_scale = torch.ones_like(self._scale_on(torch.device("cpu")))
             flag = torch.zeros_like(inv_scale)
         refusal = None if self.allow_fp16 else functools.partial(fp16_refusal, optimizer)
-        gradients = [collect(params, refusal, coalesce=True) for params, _ in parts]
-        across = () if group is None else (group,)
-        norms, factors = [], []
+        gradients = collect(parameters(optimizer), refusal, coalesce=True)
+        for device in gradients.by_device:
+            if device not in found:
+                found[device] = moved(flag, device)
         with torch.set_grad_enabled(False):
-            for part, (_, clips) in zip(gradients, parts, strict=True):
-                for device in part.by_device:
-                    if device not in found:
-                        found[device] = moved(flag, device)
-                limit = max_norm if clips else None
-                norm, factor = clipping.norm_and_factor(part, inv_scale, found, norm_type, limit, across)
-                norms.append(norm)
-                factors.append(factor)
-            self._agree(optimizer, found, [each for part in gradients for each in part.groups])
-            state["found_inf_per_device"] = found
-            state["stage"] = OptState.UNSCALED
-            leaves_factor = len(parts) == 1 and amp_optimizers.takes_multiplier(optimizer)
-            for part, factor in zip(gradients, factors, strict=True):
-                if leaves_factor:
-                    notes.clip_factor = factor.float()
-                else:
-                    clipping.multiply_(part, factor, found)
-                self._mark(notes, part)
-        return [norm for norm, (_, clips) in zip(norms, parts, strict=True) if clips]
+            norm, factor = clipping.norm_and_factor(gradients, inv_scale, found, norm_type, max_norm, across)
+            self._agree(optimizer, found, gradients.groups)
+            state["found_inf_per_device"], state["stage"] = found, OptState.UNSCALED
+            if amp_optimizers.takes_multiplier(optimizer):
+                notes.clip_factor = factor.float()
+            else:
+                clipping.multiply_(gradients, factor, found)
+        self._mark(notes, gradients)
+        return norm
 
     def _apply_clip_factor_(self, notes: Notes) -> None:
         """Apply now the factor that clipping had left for the optimizer's `step`."""

@@ -200,7 +200,7 @@ def bare_optimizers(value: Any) -> list[Optimizer]:
     """
     items = []
     for item in value if isinstance(value, list | tuple) else [value]:
-        inner = getattr(item, "optim", None) or getattr(item, "optimizer", None)
+        inner: Any = getattr(item, "optim", None) or getattr(item, "optimizer", None)
         wraps = not isinstance(item, Optimizer) and isinstance(inner, Optimizer)
         shares = wraps and getattr(item, "param_groups", None) is inner.param_groups
         items.append(inner if shares else item)

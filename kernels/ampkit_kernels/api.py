@@ -1,4 +1,4 @@
-"""The public operations: validate, choose an implementation, hand over.
+"""The public operations: validate, choose an implementation, call it.
 
 Each function's contract is written here; the kernels' own are in the modules of `triton_ops`. A `FlatList` goes to the
 kernels unchecked, and so do the scalars beside it, which must be as documented.
@@ -53,7 +53,7 @@ def norm_and_check(
     float32. `found_inf` is set to 1.0 exactly as `unscale_` would set it: a finite gradient whose squares
     overflow sets nothing. Where they do overflow float32 the Triton path returns inf, the CPU path adds
     them up again in float64. The same list on the same device gives the same bits every time, captured in a
-    CUDA graph or not. An empty list has norm 0. Triton serves orders 1, 2 and inf, PyTorch any. Never
+    CUDA graph or not. An empty list has norm 0. Triton computes orders 1, 2 and inf, PyTorch any. Never
     synchronises. Moves 4 bytes per float32 element.
 
     >>> import torch

@@ -1,4 +1,4 @@
-"""Which implementation serves a call, and why: Triton on a CUDA device that can run it, PyTorch elsewhere.
+"""Which implementation handles a call, and why: Triton on a CUDA device that can run it, PyTorch elsewhere.
 
 `impl="auto"` may choose; `"triton"` and `"reference"` are explicit requests, and one that cannot be met raises.
 Triton is imported here at first use, never when the package is imported.
@@ -102,7 +102,7 @@ def backend(tensor: Tensor) -> ModuleType:
     Both have `unscale_`, `norm_and_check`, `multiply_`, `nonfinite_counts`, `cast_`, `unscale_into_`, `adamw_` and
     `sgd_`, with the arguments of the functions of this package's top level, without `impl`, and check none of them: the
     caller passes lists of strided float tensors on one device, and scalars of one float32 element there. The answer is
-    remembered by device. Triton is imported when the first tensor on a CUDA device that it serves is asked about.
+    cached by device. The first one for a CUDA device where Triton runs imports Triton.
 
     >>> import torch
     >>> backend(torch.ones(2)).__name__

@@ -31,7 +31,7 @@ class FlatList(list[Tensor]):
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> "FlatList | None":
         """The tensors as such a list; None if they do not qualify."""
-        # Sets over mapped accessors are the cheapest way to look at a thousand tensors. Layouts that are not strided
+        # Sets over mapped accessors are the cheapest way to examine a thousand tensors. Layouts that are not strided
         # have no contiguity, and some no address: those calls raise.
         try:
             if (
@@ -190,7 +190,7 @@ def check_scalar(name: str, value: Tensor, tensors: Sequence[Tensor], op: str) -
 
 
 def check_one_device(tensors: Sequence[Tensor], op: str) -> None:
-    """Refuse a list spread over devices: one launch serves one device."""
+    """Refuse a list spread over devices: a launch runs on one device."""
     if not tensors or type(tensors) is FlatList:
         return
     # Device indices (-1 where there is none) are far cheaper to collect than device objects.

@@ -15,7 +15,7 @@ BOUNDS = {
     "x @ weight": 6,                                        # 0: it is C++
     "scaler.step, torch's AdamW": 34,                       # 20
     "scaler.update": 8,                                     # 3
-    "unscale, check and clip": 44,                          # 9
+    "unscale, check and clip": 40,                          # 9
     "ampkit.optim.AdamW.step beside torch's fused": 43,     # 6
 }
 

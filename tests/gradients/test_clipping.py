@@ -169,49 +169,6 @@ def test_the_limit_may_live_on_the_device(as_tensor) -> None:
     assert clipped[0].item() == pytest.approx(0.5, rel=1e-5)
 
 
-class TestGroups:
-    def make(self, scale: float = 2.0):
-        params = with_grads([torch.tensor([6.0, 8.0]), torch.tensor([20.0]), torch.tensor([2.0])])
-        groups = [{"params": [params[0]]}, {"params": [params[1]]}, {"params": [params[2]]}]
-        return params, torch.optim.SGD(groups, lr=0.1), started(GradScaler, scale)
-
-    def test_each_by_its_own_norm(self) -> None:
-        params, optimizer, scaler = self.make()
-        norms = scaler.clip_grad_norm_(optimizer, 2.0, groups="each")
-        assert norms.tolist() == [5.0, 10.0, 1.0]
-        assert params[1].grad.item() == pytest.approx(2.0)
-        assert params[2].grad.item() == 1.0
-
-    def test_some_together_and_the_rest_unscaled_only(self) -> None:
-        params, optimizer, scaler = self.make()
-        norm = scaler.clip_grad_norm_(optimizer, 1.0, groups=[0, 2])
-        assert norm.item() == pytest.approx(math.sqrt(26.0))
-        assert params[1].grad.item() == 10.0
-        assert params[2].grad.item() == pytest.approx(1.0 / math.sqrt(26.0))
-
-    @pytest.mark.parametrize("groups", ["each", [0]])
-    def test_a_group_may_be_without_gradients(self, groups) -> None:
-        params, optimizer, scaler = self.make()
-        params[0].grad = None
-        norms = scaler.clip_grad_norm_(optimizer, 2.0, groups=groups)
-        assert norms.flatten()[0].item() == 0.0
-        assert params[1].grad.item() == pytest.approx(2.0 if groups == "each" else 10.0)
-
-    def test_an_overflow_in_the_rest_counts(self) -> None:
-        params, optimizer, scaler = self.make()
-        params[1].grad[0] = math.inf
-        assert scaler.clip_grad_norm_(optimizer, 1.0, groups=[0]).isfinite()
-        scaler.step(optimizer)
-        assert scaler.found_inf(optimizer)
-
-    def test_mistakes_are_named(self) -> None:
-        _, optimizer, scaler = self.make()
-        with pytest.raises(IndexError, match="parameter group 7 does not exist"):
-            scaler.clip_grad_norm_(optimizer, 1.0, groups=[7])
-        with pytest.raises(ValueError, match="groups is 'all'; expected None, 'each' or numbers"):
-            scaler.clip_grad_norm_(optimizer, 1.0, groups="all")
-
-
 class TestMultiplier:
     """Optimizers that unscale and clip on the fly."""
 

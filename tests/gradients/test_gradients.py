@@ -134,15 +134,6 @@ def test_gradients_with_a_graph_can_be_written() -> None:
     param.grad = None  # breaks the reference cycle that create_graph makes
 
 
-def test_parameter_groups_can_be_chosen() -> None:
-    a, b = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([{"params": [a]}, {"params": [b]}], lr=0.1)
-    assert [id(p) for p in parameters(optimizer)] == [id(a), id(b)]
-    assert [id(p) for p in parameters(optimizer, [1])] == [id(b)]
-    with pytest.raises(IndexError, match="parameter group 2 does not exist; the optimizer has groups 0 to 1"):
-        parameters(optimizer, [2])
-
-
 def test_parameters_must_be_tensors() -> None:
     class Odd:
         param_groups = [{"params": [3.0]}]

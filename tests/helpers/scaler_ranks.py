@@ -120,8 +120,7 @@ def plain_clipping_of_shards(rank: int, world: int) -> dict[str, Any]:
         out[f"norm {order}"] = float(norm)
         out[f"grad {order}"] = param.grad.tolist()
     optimizer = torch.optim.SGD([{"params": []}, {"params": [param]}], lr=1.0)
-    norms = scaler.clip_grad_norm_(optimizer, 1.0, groups="each", process_group=dist.group.WORLD)
-    out["with an empty group"] = norms.tolist()
+    out["with an empty group"] = float(scaler.clip_grad_norm_(optimizer, 1.0, process_group=dist.group.WORLD))
     model = FullyShardedDataParallel(network(), device_id=torch.device("cpu"))
     model(torch.ones(2, 6)).sum().backward()
     try:

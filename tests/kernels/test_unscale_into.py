@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ampkit_kernels import unscale_, unscale_into_
+from ampkit_kernels import unscale_into_
 from ampkit_kernels.configs import Config
 from tests.kernels.helpers import FLOATS, HALF, NONFINITE, SIZES, Guarded, assert_same, clones, gradients
 
@@ -109,28 +109,3 @@ def test_bad_lists_are_refused() -> None:
         unscale_into_([torch.ones(1), torch.ones(1)], [torch.ones(1)], scalar(1.0), scalar(0.0))
     with pytest.raises(ValueError, match=r"unscale_into_: inv_scale is a torch.float64"):
         unscale_into_([torch.ones(1)], [torch.ones(1)], scalar(1.0).double(), scalar(0.0))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("source", HALF)
-def test_cuda_equals_cpu(source: torch.dtype, accumulate: bool) -> None:
-    sizes = (*SIZES, 1_000_003)
-    sources, before = gradients(source, sizes, scale=100.0), gradients(torch.float32, sizes)
-    want, want_inf = clones(before), scalar(0.0)
-    unscale_into_(sources, want, scalar(2.0**-3), want_inf, accumulate=accumulate)
-    got = [b.cuda() for b in before]
-    found_inf = scalar(0.0).cuda()
-    inv_scale = scalar(2.0**-3).cuda()
-    unscale_into_(
-        [s.cuda() for s in sources], got, inv_scale, found_inf, accumulate=accumulate, impl="triton"
-    )
-    assert_same([*(g.cpu() for g in got), found_inf.cpu()], [*want, want_inf])
-
-
-def test_unscale_in_place_agrees() -> None:
-    values = gradients(torch.float32, scale=10.0)
-    into = [torch.empty_like(v) for v in values]
-    unscale_into_(values, into, scalar(0.3), scalar(0.0))
-    unscale_(values, scalar(0.3), scalar(0.0))
-    assert_same(into, values)

@@ -27,7 +27,7 @@ _NOTHING = contextlib.nullcontext()
 def entry(function: Callable[..., None]) -> Any:
     """Compile one variant per set of `tl.constexpr` arguments, whatever the run-time arguments are.
 
-    Triton would otherwise look at every integer and address for divisibility by 16 and compile another variant for
+    Triton would otherwise examine every integer and address for divisibility by 16 and compile another variant for
     each pattern: host time in every call, and a compilation in the middle of a CUDA graph capture, where loading code
     is not allowed. Nothing is lost: the kernels state the alignment that wide accesses need (`tl.multiple_of`).
     """
@@ -75,7 +75,7 @@ def groups(*lists: Sequence[Tensor]) -> Iterator[tuple[list[list[Tensor]], list[
 
 
 def flat_rows(*lists: Sequence[Tensor]) -> tuple[Sequence[int], list[int], list[int]]:
-    """Rows of parallel lists by what can serve them: kernels, PyTorch, and rows without elements.
+    """Rows of parallel lists: those that kernels can address, those left to PyTorch, and those without elements.
 
     A kernel addresses a row as flat memory: every tensor in it is dense and all have the same strides.
     """

@@ -5,7 +5,7 @@ dtypes (two where addresses differ in alignment).
 
 Contract. sources, destinations: dense CUDA tensors of float dtypes, equal shapes and strides pairwise, none
 empty, no memory in common. inv_scale, found_inf: one float32 element each. found_inf is set to 1.0, never
-cleared, where the product, as the destination's dtype holds it, is not finite; the sum is not looked at.
+cleared, where the product, as the destination's dtype holds it, is not finite; the sum is not checked.
 Arithmetic in float32 (float64 where a list is float64), product and sum rounded once each. Does not
 synchronise.
 
