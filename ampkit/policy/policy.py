@@ -175,7 +175,7 @@ class Policy:
         """
         return self.modules.check()
 
-    def _precision(self, key: module_rules.Key, value: Any) -> torch.dtype | Policy:
+    def _precision(self, key: Any, value: Any) -> torch.dtype | Policy:
         """The checked value of a rule of `for_modules`; `ValueError` naming the key if a module cannot follow it."""
         if isinstance(value, Policy):
             if value.device_type != self.device_type:
