@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Module
 
-from ampkit.policy import module_rules, operator_kernels, written
+from ampkit.policy import module_rules, written
 from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, Group, Rule, fold
 from ampkit.policy.operator_keys import Operator, candidates, checked_rule, key_name, overloads
 from ampkit.policy.values import PRECISIONS, as_dtype, short
@@ -175,7 +175,7 @@ class Policy:
         """
         return self.modules.check()
 
-    def _precision(self, key: module_rules.Key, value: Any) -> torch.dtype | Policy:
+    def _precision(self, key: Any, value: Any) -> torch.dtype | Policy:
         """The checked value of a rule of `for_modules`; `ValueError` naming the key if a module cannot follow it."""
         if isinstance(value, Policy):
             if value.device_type != self.device_type:
@@ -229,23 +229,6 @@ class Policy:
         if is_composite(found):
             return Explanation(found.name(), Rule.DECOMPOSE, "unlisted", _WHY_COMPOSITE)
         return Explanation(found.name(), Rule.KEEP, "unlisted", _WHY_UNLISTED)
-
-    def source(self, op: Operator) -> str:
-        """The kernel that a region runs for `op`, as Python: its casts, and the call.
-
-        `op` is a key as in `with_rules`; names with a leading underscore are ampkit's own. Raises `ValueError` for
-        an unknown operator, one that a region never sees, and one without a kernel of its own.
-
-        >>> print(Policy.torch("cpu").source("aten::mm").splitlines()[0])
-        def mm(_keys, self, mat2):
-        """
-        found = self.explain(op)
-        (named,) = candidates(found.op)
-        text = operator_kernels.source(named, found.rule) if named in self.rules() else None
-        if text is None:
-            why = "the general kernel runs it" if named in self.rules() else "a region never sees it"
-            raise ValueError(f"'{found.op}' has no kernel of its own, {why}: {found.rule.name}, {found.why}")
-        return text
 
     def rules(self) -> RuleTable:
         """Every operator with a rule of its own, after all layers. Operators that are absent run as they are."""

@@ -48,6 +48,7 @@ _is_enabled, _dtype_of, _cache_flag = (
 _set_enabled, _set_dtype, _set_cache_flag = (
     torch.set_autocast_enabled, torch.set_autocast_dtype, torch.set_autocast_cache_enabled
 )
+_DEFAULT = {kind: policy for (name, kind), policy in NAMED_POLICIES.items() if name == "default"}
 _uncached_modes: dict[Any, AutocastMode] = {}
 
 
@@ -102,7 +103,7 @@ class Entry:
         self.cache = cache
         mode = cache.latest
         if (
-            mode is None or outer is not None or mode.policy is not (spec.policy or NAMED_POLICIES["default", kind])
+            mode is None or outer is not None or mode.policy is not (spec.policy or _DEFAULT[kind])
             or mode.changes != register_changes() or mode.record is not None or records or not spec.cache_enabled
         ):
             mode = _mode(outer, kind, spec.policy, cache if spec.cache_enabled else None, hooks)
@@ -130,8 +131,10 @@ class Entry:
         if self.excluded is active:
             set_excluded(KEY, not active)
         _set_enabled(spec.device_type, spec.enabled)
-        _set_dtype(spec.device_type, spec.dtype)
-        _set_cache_flag(spec.cache_enabled)
+        if spec.dtype is not self.dtype:
+            _set_dtype(spec.device_type, spec.dtype)
+        if spec.cache_enabled is not self.cache_flag:
+            _set_cache_flag(spec.cache_enabled)
         self.counted = True
         torch.autocast_increment_nesting()
         if self.hooks is not None:
@@ -152,7 +155,8 @@ class Entry:
         _set_dtype(kind, self.dtype)
         _set_cache_flag(self.cache_flag)
         set_included(KEY, self.included)
-        set_excluded(KEY, self.excluded)
+        if again or self.excluded is self.active:
+            set_excluded(KEY, self.excluded)
         if again or thread.mark is not self.mark:
             policy_guard.write(self.mark, again=again)
         put_in_tls(TLS_NAME, self.outer or self.mode.closed_copy)
@@ -184,7 +188,7 @@ def _mode(
     Made once for a cache and its policies, and again after `register_op` has changed the rules.
     """
     every = {} if outer is None else dict(outer.policies)
-    every[device_type] = policy or every.get(device_type) or NAMED_POLICIES["default", device_type]
+    every[device_type] = policy or every.get(device_type) or _DEFAULT[device_type]
     policies = tuple(every.items())
     modes = _uncached_modes if cache is None else cache.modes
     mode = modes.get(policies)

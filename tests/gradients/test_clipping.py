@@ -140,7 +140,7 @@ def test_squares_that_overflow_are_no_overflow() -> None:
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_an_overflow_is_told_and_nothing_is_multiplied(bad, norm_type) -> None:
+def test_an_overflow_sets_the_flag_and_nothing_is_multiplied(bad, norm_type) -> None:
     params = with_grads([torch.tensor([8.0]), torch.tensor([bad, 4.0])])
     optimizer = torch.optim.SGD(params, lr=0.1)
     scaler = started(GradScaler, 4.0)

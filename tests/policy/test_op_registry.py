@@ -47,7 +47,7 @@ def test_the_rule_of_every_operator_is_seen(device: str) -> None:
     assert len(registered(device)) > 90
 
 
-def test_a_list_that_differs_is_told_apart() -> None:
+def test_differences_of_a_list_are_named() -> None:
     groups = tuple(group for group in TORCH["cpu"] if group.rule not in (Rule.LOWER, Rule.PROMOTE))
     more = (Group(Rule.LOWER, "why", "cat"), Group(Rule.KEEP, "why", "add.Tensor"), Group(Rule.PROMOTE, "why", "stack"))
     drift = list_drift("cpu", (*groups, *more))

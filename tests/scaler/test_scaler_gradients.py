@@ -66,7 +66,7 @@ def test_gradients_broken_after_unscale_reach_the_parameters(cls) -> None:
 @BOTH
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("fused", [True, False])
-def test_gradients_made_anew_between_two_steps_are_divided_anew(cls, set_to_none, fused) -> None:
+def test_gradients_computed_again_between_two_steps_are_unscaled_again(cls, set_to_none, fused) -> None:
     """A GAN without an update between its phases: the second optimizer's gradients are new, though shared."""
     shared = torch.nn.Parameter(torch.ones(2))
     optimizers = [torch.optim.SGD([shared], lr=0.5, fused=fused) for _ in range(2)]
