@@ -154,7 +154,6 @@ class _Search:
     state: Snapshot
     evaluations: list[Evaluation] = field(default_factory=list)
     answers: dict[frozenset[Unit], bool] = field(default_factory=dict)
-    ruled: list[Unit] = field(default_factory=list)     # modules that the policy has rules for
 
     def run(self, operators: bool) -> SearchResult:
         """Evaluate the policy, everything kept, and then smaller sets."""
@@ -165,18 +164,18 @@ class _Search:
             if self._run(()):
                 return self._result("passes already", ())
         units, inside = self._ranked(calls, comparison.report)
-        if not (units and self.test(units) and self._run(self._outermost(units))):
+        if not (units and self.test(units) and self._run(_outermost(units))):
             return self._result("inconclusive", ())
         try:
             found = self._refined(minimal_subset(units, self.test), [*units, *inside] if operators else units)
         except _BudgetSpent:
             passing = (one for one in self.evaluations if one.passes)
             return self._result("budget spent", min(passing, key=lambda one: len(one.kept)).kept)
-        return self._result("found", self._outermost(found))
+        return self._result("found", _outermost(found))
 
     def test(self, units: Sequence[Unit]) -> bool:
         """Whether the metric passes with these units kept."""
-        kept = self._outermost(units)
+        kept = _outermost(units)
         key = frozenset(kept)
         if key not in self.answers:
             if len(self.evaluations) >= self.max_evaluations:
@@ -196,7 +195,7 @@ class _Search:
         while (module := next((one for one in found if one not in seen), None)) is not None:
             seen.add(module)
             smaller = [one for one in found if one != module]
-            smaller += [one for one in units if one not in found and self._covers(module, one)]
+            smaller += [one for one in units if one not in found and module.covers(one)]
             if len(smaller) >= len(found) and self.test(smaller):
                 found = minimal_subset(smaller, self.test)
         return found
@@ -204,10 +203,13 @@ class _Search:
     def _ranked(self, calls: _LocatedCalls, precision: PrecisionReport) -> tuple[list[Unit], list[Unit]]:
         """What computed in less than `precision`, the most suspect first; and the operators in modules."""
         rules = [(rule.key, bound.module()) for rule in self.policy.modules.rules for _, bound in rule.bound]
+        ruled = {id(module) for _, module in rules}
         own = {id(module) for key, module in rules if isinstance(key, str) and "*" not in key}
         named = module_paths(self.model)
-        paths = {path for path, module in named if path and id(module) not in own}      # others keep their rule
-        self.ruled = [Unit(path) for path, module in named if any(module is ruled for _, ruled in rules)]
+        kept = {path for path, module in named if id(module) in own}
+        # All in float32, a module around one with a rule might be given 16 bits by it: there, only operators are units.
+        around = {path for path, one in named if any(id(inner) in ruled for inner in one.modules() if inner is not one)}
+        paths = {path for path, _ in named if path} - kept - around
         found: dict[Unit, None] = {}
         inside: dict[Unit, None] = {}
         for place, call in zip(calls.places, calls, strict=True):
@@ -216,9 +218,8 @@ class _Search:
             path = place.path if place is not None and place.known else ""
             if path in paths:
                 found[Unit(path)] = None
-            takes_rule = self.precision is torch.float32 and takes_float32(call.op, self.policy.device_type)
-            if takes_rule and (not path or path in paths):
-                (inside if path else found)[Unit(path, call.op)] = None
+            if path not in kept and self.precision is torch.float32 and takes_float32(call.op, self.policy.device_type):
+                (inside if path in paths else found)[Unit(path, call.op)] = None
         for one in precision.operators:
             if one.path in paths and _is_low(getattr(torch, one.dtype)):
                 found[Unit(one.path)] = None
@@ -226,16 +227,6 @@ class _Search:
         # A region sees matmul where kernels see bmm: an operator without a score has that of all outside modules.
         ranked = sorted(found, key=lambda unit: -max(scores[unit.path], scores[unit.op] if unit.op else 0.0))
         return ranked, list(inside)
-
-    def _outermost(self, units: Sequence[Unit]) -> tuple[Unit, ...]:
-        """Without units that another one covers."""
-        return tuple(one for one in units if not any(self._covers(other, one) for other in units))
-
-    def _covers(self, outer: Unit, inner: Unit) -> bool:
-        """Whether a rule for `outer` holds in `inner`: not where the policy has a rule for a module in between."""
-        return outer != inner and outer.covers(inner) and not any(
-            rule != outer and outer.covers(rule) and rule.covers(inner) for rule in self.ruled
-        )
 
     def _policy_and_code(self, kept: Iterable[Unit]) -> tuple[Policy, str]:
         """The policy with these units kept, and the line that makes it."""
@@ -275,6 +266,11 @@ class _LocatedCalls(list[RecordedCall]):
     def append(self, call: RecordedCall) -> None:
         super().append(call)
         self.places.append(self.modules.current())
+
+
+def _outermost(units: Sequence[Unit]) -> tuple[Unit, ...]:
+    """Without units that another one covers."""
+    return tuple(one for one in units if not any(other != one and other.covers(one) for other in units))
 
 
 def _is_low(dtype: torch.dtype) -> bool:

@@ -107,6 +107,11 @@ def test_operators_outside_modules_and_inside_them() -> None:
     assert names(result) == {"0: aten::matmul"}
     assert result.policy == eval(result.code.removeprefix("policy = "))     # the names are imported here
     assert evaluate(result.policy) < 0.1
+    model[0].add_module("child", nn.Linear(2, 2))       # type: ignore[operator]
+    model.append(nn.Linear(16, 16))     # type: ignore[operator]
+    around = DEFAULT.for_modules(model, {nn.Linear: torch.bfloat16})
+    evaluate = error_of(model, torch.bfloat16)
+    assert names(search_policy(evaluate, model, lambda error: error < 0.1, policy=around)) == {"0: aten::matmul"}
 
 
 def test_modules_are_named_from_the_model_also_where_another_module_calls_it() -> None:
@@ -135,7 +140,7 @@ def test_a_policy_that_has_rules_keeps_them() -> None:
     assert result.code == 'policy = policy.for_modules(model, {"4.inner": torch.float32})'
     own = DEFAULT.for_modules(model, {"4.inner": torch.bfloat16})
     assert search_policy(evaluate, model, lambda error: error < 0.1, policy=own).status == "inconclusive"
-    by_class = DEFAULT.for_modules(model, {nn.Linear: torch.bfloat16})      # which holds inside a block in float32
+    by_class = DEFAULT.for_modules(model, {nn.Linear: torch.bfloat16})      # so that no block is kept as a whole
     result = search_policy(evaluate, model, lambda error: error < 0.1, policy=by_class)
     assert names(result) == {"2.inner", "4.inner"}
 
