@@ -7,8 +7,9 @@ from ampkit.debugging.loop import check_loop
 from ampkit.debugging.monitor import TensorMonitor
 from ampkit.debugging.precision import compare_precision
 from ampkit.debugging.report import NonFiniteError
+from ampkit.debugging.search import search_policy
 
 __all__ = [
     "NonFiniteError", "TensorMonitor", "assert_close_to_reference", "assert_finite", "check_loop", "compare_precision",
-    "detect_nonfinite", "find_nonfinite",
+    "detect_nonfinite", "find_nonfinite", "search_policy",
 ]

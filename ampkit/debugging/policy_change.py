@@ -9,7 +9,7 @@ from torch.nn import Module
 
 from ampkit.policy.policy import Policy, Rule
 
-__all__ = ["Origin", "PolicyChange"]
+__all__ = ["Origin", "PolicyChange", "takes_float32"]
 
 
 class Origin(Protocol):
@@ -49,7 +49,7 @@ class PolicyChange:
         if path and path not in self.modules:
             return replace(self, modules=(*self.modules, path))
         op = origin.op if origin.phase in ("forward", "recompute") else origin.backward_of
-        if op and op not in self.operators and _takes_rule(op, self.device):
+        if op and op not in self.operators and takes_float32(op, self.device):
             return replace(self, operators=(*self.operators, op))
         while path:
             path = path.rpartition(".")[0]
@@ -75,7 +75,7 @@ class PolicyChange:
         return text
 
 
-def _takes_rule(op: str, device: str) -> bool:
+def takes_float32(op: str, device: str) -> bool:
     """Whether a region can cast for an operator: those that only exist below it, it never sees."""
     if op == "aten::_to_copy":
         return False

@@ -33,4 +33,4 @@ def test_shown_output_is_real(found: re.Match[str], monkeypatch: pytest.MonkeyPa
 
 
 def test_the_page_shows_outputs() -> None:
-    assert len(SHOWN.findall(PAGE.read_text())) == 5
+    assert len(SHOWN.findall(PAGE.read_text())) == 6

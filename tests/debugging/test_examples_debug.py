@@ -20,7 +20,7 @@ def load(name: str) -> Any:
 
 def test_every_debugging_example_is_run() -> None:
     assert {path.stem for path in EXAMPLES.glob("debug_*.py")} == {
-        "debug_monitor", "debug_nonfinite", "debug_precision", "debug_scaler",
+        "debug_monitor", "debug_nonfinite", "debug_precision", "debug_scaler", "debug_search",
     }
 
 
@@ -52,3 +52,9 @@ def test_monitor() -> None:
     sample = load("debug_monitor").main().last
     assert sample["step"] == 40
     assert sample["lost_updates"]["0.weight"] > 0.5
+
+
+def test_search() -> None:
+    result = load("debug_search").main()
+    assert result.status == "found"
+    assert [one.path for one in result.kept] == ["2.inner", "4.inner"]

@@ -37,6 +37,7 @@ from ampkit import (
 )
 from ampkit.debugging.precision_report import PrecisionReport
 from ampkit.debugging.report import NonFiniteReport
+from ampkit.debugging.search import SearchResult
 from ampkit.policy.policy import Explanation
 from ampkit.region.cast_record import CastRecord, RecordedCall
 from ampkit.region.weight_cache import CacheInfo
@@ -237,6 +238,7 @@ def faults(model: Net) -> None:
     assert_type(report, NonFiniteReport)
     assert_type(debugging.find_nonfinite(step, model), NonFiniteReport)
     assert_type(debugging.compare_precision(step, model), PrecisionReport)
+    assert_type(debugging.search_policy(lambda policy: True, model), SearchResult)
     assert_type(ampkit.integrations.__all__, list[str])
     assert_type(ampkit.__version__, str)
 
