@@ -17,7 +17,7 @@ policy about every operator that is called inside it:
 
 {rules}
 
-Only floating-point tensors on the region's device are cast, float64 excepted. An operator that no list names runs on
+Only floating-point tensors on the region's device are cast, float64 excepted. An unlisted operator runs on
 its arguments as they came, and so do in-place and `out=` overloads: the caller chose the dtype of what they write to.
 `ampkit explain softmax` and `Policy.explain(op)` give an operator's rule and the reason; `record_casts()` shows the
 operators of a module; `Policy.with_rules({{op: rule}})` changes a rule.
@@ -31,7 +31,7 @@ is the same in one table, for CPU and CUDA.
 
 COMPOSITES = """## Composites
 
-A composite operator is written in terms of others. One that no list names runs its own code with the region active, so
+A composite operator is written in terms of others. An unlisted one runs its own code with the region active, so
 a listed operator inside it follows its rule: `einsum` ends in `bmm`, `cross_entropy_loss` in `log_softmax` and
 `nll_loss`.
 

@@ -54,7 +54,7 @@ class detect_nonfinite:
         self.report = NonFiniteReport(rank=rank(), world_size=_world_size())
         self._on_found = on_found
         self.recorder = NonfiniteRecorder(model, self._judge)
-        self._complete = True       # False: an exception ended the step, and what nobody read might have been
+        self._complete = True       # False: an exception ended the step, and what was not read might have been
 
     def __enter__(self) -> NonFiniteReport:
         self._loop = check_loop()

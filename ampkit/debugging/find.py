@@ -192,7 +192,7 @@ class _OriginRun(ShadowRun):
         if call.index == self._index:
             errors = [
                 self.memory.error(one) for one in tensors_in((args, kwargs))
-                if self.memory.has_twin(one) and bool(((one == 0) & (self.memory.read(one) != 0)).any())
+                if self.memory.has_copy(one) and bool(((one == 0) & (self.memory.read(one) != 0)).any())
             ]
             self._made = max((one.lost if one.lost >= 0 else one.maker for one in errors), default=-1)
         return super().observe(call, func, args, kwargs)

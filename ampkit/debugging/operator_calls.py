@@ -177,7 +177,7 @@ class OperatorObserver(ObserverMode):
             return NotImplemented       # a tensor subclass takes itself apart, and its parts come by
         kwargs = kwargs or {}
         facts = facts_of(func)
-        if facts.composite:     # in inference mode nobody above takes them apart
+        if facts.composite:     # in inference mode no key above decomposes them
             with self._again():
                 return func.decompose(*args, **kwargs)
         number = next_sequence_number() - 1
@@ -269,7 +269,7 @@ class OperatorObserver(ObserverMode):
         return self._unscaled and call.phase == "forward" and call.module is not None
 
     def next_step(self) -> None:
-        """Count anew; the operators of the step before last are forgotten."""
+        """Count from 0 again; the operators of the step before last are forgotten."""
         self.step += 1
         self._backward_seen = self._unscaled = False
         self.modules.new_step()

@@ -1,7 +1,7 @@
-"""A step that carries its own reference along: every operator runs on the user's tensors, and again on wider twins.
+"""A step that carries its own reference along: every operator runs on the user's tensors, and again on wider copies.
 
 Forward and backward; the optimizer is left out. What an operator did to the numbers is told apart by a third run, in
-the wider dtype on the user's own inputs: against it an operator's own rounding shows, and between it and the twin what
+the wider dtype on the user's own inputs: against it an operator's own rounding shows, and between it and the copy what
 came in with the inputs.
 """
 
@@ -55,11 +55,11 @@ class Measured(NamedTuple):
     place: Place
     dtype: torch.dtype
     shape: tuple[int, ...]
-    total: Deviation                # from the twin
+    total: Deviation                # from the reference copy
     local: Deviation                # from the wider operator on the same inputs
-    propagated: float               # of that operator from the twin, relative
+    propagated: float               # of that operator from the reference copy, relative
     incoming: Error                 # the largest among the inputs
-    largest: float                  # magnitude in the twin
+    largest: float                  # magnitude in the reference copy
     unmoved: float = 0.0            # share of the elements that an update in place was to change and did not
 
 
@@ -104,10 +104,10 @@ class ShadowRun(OperatorObserver):
         if not given and not facts.uninitialised and not facts.random:
             return self._run_factory(call, func, args, kwargs)
         low = any(map(self._is_low, given)) or self._asks_for_low((*args, *kwargs.values()))
-        if not low and not any(map(self.memory.has_twin, given)):
+        if not low and not any(map(self.memory.has_copy, given)):
             return func(*args, **kwargs)        # nothing differs here
         for one in given:
-            if one.dtype in _LOW and not self.memory.has_twin(one):
+            if one.dtype in _LOW and not self.memory.has_copy(one):
                 self._note_given(one)
         if facts.name == "aten::ones_like" and given[0].numel() == 1 and given[0].requires_grad:
             # The gradient that backward starts with.
@@ -158,7 +158,7 @@ class ShadowRun(OperatorObserver):
             return tensor.detach().to(memory.wide(tensor.dtype), copy=id(tensor) in changes)
 
         cast = call.op == "aten::_to_copy"
-        twins = other_arguments(func, args, kwargs, memory.read, memory.wide)
+        wider = other_arguments(func, args, kwargs, memory.read, memory.wide)
         own = other_arguments(func, args, kwargs, widened, memory.wide) if low else None
         result = func(*args, **kwargs)
         results = _results(call.facts, result, args, kwargs)
@@ -170,7 +170,7 @@ class ShadowRun(OperatorObserver):
                 own = None      # what is held from here on is the most that a step needs
                 shared = cast and memory.share(results[0], args[0])
                 references = [memory.read(results[0])] if shared else _results(
-                    call.facts, func(*twins[0], **twins[1]), *twins
+                    call.facts, func(*wider[0], **wider[1]), *wider
                 )
                 _check_shapes(results, references)
             except Exception as error:      # kernels say in many ways that they do not take a wider dtype
@@ -178,8 +178,8 @@ class ShadowRun(OperatorObserver):
                 for one in results:
                     memory.forget(one)
                 return result
-            taken = {storage_key(one) for one in tensors_in(twins) if not is_opaque(one)}
-            del twins
+            taken = {storage_key(one) for one in tensors_in(wider) if not is_opaque(one)}
+            del wider
             if cast and not self._is_low(results[0]):
                 errors = [incoming]     # from a narrower dtype: nothing happens
             else:
@@ -249,7 +249,7 @@ class ShadowRun(OperatorObserver):
                 self._on_gradients(self)
 
     def _meet_scaler(self, *, scaling: bool) -> None:
-        """Note its scale; it may skip the step, and then nobody else says that gradients are ready."""
+        """Note its scale; it may skip the step, and then no hook says that gradients are ready."""
         scaler = running_scaler() if self.scale is None or scaling else None
         if scaler is not None and scaler.is_enabled():
             self.scale = scaler.get_scale()

@@ -1,8 +1,9 @@
-"""What every tensor would hold had the step been computed in a wider dtype: a twin of its memory.
+"""What every tensor would hold had the step been computed in a wider dtype: a reference copy of its memory.
 
-A twin belongs to a storage, element for element, so that views and in-place writes find it where they find the
-user's values. Memory that no operator has computed anything different for has no twin: it is read as it is. Casts copy
-nothing here: before and after, the reference values are the same, and lie in one memory until somebody writes there.
+A reference copy belongs to a storage, element for element, so that views and in-place writes find it where they find
+the user's values. Memory for which no operator has computed anything different has no reference copy: it is read as it
+is. A cast copies nothing here: the reference values before and after it are the same and share memory until one of the
+two is written.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ _SPARE = 1 << 20        # bytes of twins beyond which those of memory that is go
 
 
 class Error(NamedTuple):
-    """How far a tensor is from its twin, relatively, and the operator calls that made it, by index; -1 for none."""
+    """How far a tensor is from its reference copy, relatively, and the calls that made it, by index; -1 for none."""
 
     relative: float
     maker: int          # of the most of it
-    lost: int = -1      # the last that made elements 0 which are none in the twin
+    lost: int = -1      # the last that made elements 0 which are none in the reference copy
 
 
 NONE = Error(0.0, -1)
 
 
-class _Twin:
+class _Copy:
     """The same elements in another dtype, and how far the user's are from them."""
 
     __slots__ = ("__weakref__", "error", "flat", "real", "shared")
@@ -40,7 +41,7 @@ class _Twin:
     def __init__(self, flat: Tensor, real: torch.dtype) -> None:
         self.flat = flat        # one dimension, real numbers
         self.real = real        # the user's dtype, real for a complex one
-        self.shared = False     # whether `flat` may be others' memory too: a twin's, or the user's own
+        self.shared = False     # whether `flat` may be others' memory too: a reference copy's, or the user's own
         self.error = NONE
 
     def is_gone(self) -> bool:
@@ -49,54 +50,54 @@ class _Twin:
 
 
 class ShadowMemory:
-    """Twins of tensors in at least `reference`, made when an operator computes them."""
+    """Reference copies of tensors in at least `reference`, made when an operator computes them."""
 
     def __init__(self, reference: torch.dtype) -> None:
         self.reference = reference
-        self._twins: StorageMap[_Twin] = StorageMap()
-        self._sharing: dict[int, WeakSet[_Twin]] = {}       # by the memory that they share
+        self._copies: StorageMap[_Copy] = StorageMap()
+        self._sharing: dict[int, WeakSet[_Copy]] = {}       # by the memory that they share
         self._grown, self._limit = 0, _SPARE
 
     def wide(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of a twin: that of the tensor if it is no float, or as wide as the reference."""
+        """The dtype of a reference copy: that of the tensor if it is no float, or as wide as the reference."""
         if not (dtype.is_floating_point or dtype.is_complex):
             return dtype
         return self.reference if dtype.itemsize == 1 else torch.promote_types(dtype, self.reference)
 
-    def has_twin(self, tensor: Tensor) -> bool:
+    def has_copy(self, tensor: Tensor) -> bool:
         """Whether a tensor's reference values are other than its own."""
-        return self._twin(tensor) is not None
+        return self._copy_of(tensor) is not None
 
     def error(self, tensor: Tensor) -> Error:
         """What was noted when a tensor's memory was last computed."""
-        twin = self._twin(tensor)
-        return NONE if twin is None else twin.error
+        shadow = self._copy_of(tensor)
+        return NONE if shadow is None else shadow.error
 
     def read(self, tensor: Tensor) -> Tensor:
         """The reference values of a tensor. They may be the user's own: for reading only."""
-        twin = self._twin(tensor)
-        if twin is None:
+        shadow = self._copy_of(tensor)
+        if shadow is None:
             return tensor if is_opaque(tensor) else tensor.detach().to(self.wide(tensor.dtype))
-        return _view_as(twin.flat, tensor)
+        return _view_as(shadow.flat, tensor)
 
     def make_writable(self, tensor: Tensor) -> None:
-        """Give a tensor's memory a twin that may be written in place."""
-        twin = self._twin(tensor)
-        if twin is not None and twin.shared:
-            self._sharing[storage_key(twin.flat)].discard(twin)
-            twin.flat, twin.shared = twin.flat.clone(), False
-        elif twin is None and not is_opaque(tensor):
+        """Give a tensor's memory a reference copy that may be written in place."""
+        shadow = self._copy_of(tensor)
+        if shadow is not None and shadow.shared:
+            self._sharing[storage_key(shadow.flat)].discard(shadow)
+            shadow.flat, shadow.shared = shadow.flat.clone(), False
+        elif shadow is None and not is_opaque(tensor):
             whole = _whole(tensor)
             self._keep(tensor, whole.to(self.wide(whole.dtype), copy=True))
 
     def before_write(self, tensor: Tensor) -> None:
-        """The user's values of a tensor are about to change: twins in their memory move to a copy."""
+        """The user's values of a tensor are about to change: reference copies in their memory move to a copy."""
         sharing = self._sharing.pop(storage_key(tensor), None) if self._sharing and not is_opaque(tensor) else None
         one = next(iter(sharing), None) if sharing else None
         if sharing and one is not None:
             copy = one.flat.new_empty(0) if one.is_gone() else one.flat.clone()
-            for twin in sharing:
-                twin.flat = copy
+            for shadow in sharing:
+                shadow.flat = copy
             self._sharing[storage_key(copy)] = sharing
 
     def share(self, tensor: Tensor, source: Tensor) -> bool:
@@ -105,20 +106,20 @@ class ShadowMemory:
             return False
         if source.device != tensor.device or source.stride() != tensor.stride():
             return False
-        twin = self._twin(source)
-        if twin is None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        shadow = self._copy_of(source)
+        if shadow is None and torch.distributed.is_available() and torch.distributed.is_initialized():
             return False        # FSDP frees parameters, and fills their memory again, out of sight
-        flat = _whole(source) if twin is None else twin.flat
+        flat = _whole(source) if shadow is None else shadow.flat
         if flat.dtype is not self.wide(tensor.dtype) or not _fills(tensor, flat.numel()):
             return False
-        for one in (self._keep(tensor, flat), twin):
+        for one in (self._keep(tensor, flat), shadow):
             if one is not None:
                 one.shared = True
                 self._sharing.setdefault(storage_key(flat), WeakSet()).add(one)
         return True
 
     def write(self, tensor: Tensor, value: Tensor, error: Error, *, own: bool) -> None:
-        """Note the reference values of a new tensor; `own`: nobody else holds the memory of `value`."""
+        """Note the reference values of a new tensor; `own`: nothing else holds the memory of `value`."""
         count = _n_elements(tensor)
         value = value.to(self.wide(tensor.dtype))
         if own and _fills(tensor, count) and _fills(value, count) and value.stride() == tensor.stride():
@@ -130,31 +131,31 @@ class ShadowMemory:
         self.note_error(tensor, error)
 
     def note_error(self, tensor: Tensor, error: Error) -> None:
-        """Note how far a tensor is from its twin."""
-        twin = self._twin(tensor)
-        if twin is not None:
-            twin.error = error
+        """Note how far a tensor is from its reference copy."""
+        shadow = self._copy_of(tensor)
+        if shadow is not None:
+            shadow.error = error
 
     def forget(self, tensor: Tensor) -> None:
         """From here on a tensor's own values are the reference."""
-        self._twins.discard(tensor)
+        self._copies.discard(tensor)
 
-    def _twin(self, tensor: Tensor) -> _Twin | None:
-        twin = None if is_opaque(tensor) else self._twins.get(tensor)
-        if twin is None or (
-            twin.real is _real(tensor) and twin.flat.numel() == _n_elements(tensor) and not twin.is_gone()
+    def _copy_of(self, tensor: Tensor) -> _Copy | None:
+        shadow = None if is_opaque(tensor) else self._copies.get(tensor)
+        if shadow is None or (
+            shadow.real is _real(tensor) and shadow.flat.numel() == _n_elements(tensor) and not shadow.is_gone()
         ):
-            return twin
+            return shadow
         return None         # the memory was given another meaning, or another size
 
-    def _keep(self, tensor: Tensor, flat: Tensor) -> _Twin:
-        made = _Twin(flat, _real(tensor))
-        self._twins.set(tensor, made)
+    def _keep(self, tensor: Tensor, flat: Tensor) -> _Copy:
+        made = _Copy(flat, _real(tensor))
+        self._copies.set(tensor, made)
         self._grown += flat.untyped_storage().nbytes()
         if self._grown > self._limit:
-            self._twins.forget_expired()
+            self._copies.forget_expired()
             self._sharing = {key: twins for key, twins in self._sharing.items() if twins}
-            live = sum(twin.flat.untyped_storage().nbytes() for twin in self._twins.values())
+            live = sum(shadow.flat.untyped_storage().nbytes() for shadow in self._copies.values())
             self._grown, self._limit = 0, max(_SPARE, live // 32)
         return made
 
@@ -183,7 +184,7 @@ def _fills(tensor: Tensor, count: int) -> bool:
 
 
 def _view_as(flat: Tensor, tensor: Tensor) -> Tensor:
-    """A twin seen as a tensor sees the memory that it is the twin of."""
+    """A reference copy seen as a tensor sees the memory that it is the reference copy of."""
     whole = torch.view_as_complex(flat.view(-1, 2)) if tensor.is_complex() else flat
     view = whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
     if tensor.is_conj():

@@ -32,7 +32,7 @@ class _File(enum.Enum):
     SCALER = enum.auto()        # torch.amp.GradScaler, or ampkit's
     RECOMPUTE = enum.auto()     # torch.utils.checkpoint
     BACKWARD = enum.auto()      # above it is who called backward
-    PRINTING = enum.auto()      # looking at a tensor computes on it, and is nobody's step
+    PRINTING = enum.auto()      # looking at a tensor computes on it, and is no part of a step
 
 
 _SPECIAL = {

@@ -24,8 +24,8 @@ from ampkit.torch_internals.operators import OpOverload, is_composite
 
 __all__ = ["Explanation", "Policy", "Rule", "register_op"]
 
-_WHY_COMPOSITE = "no list names it; the operators that it is made of follow their own rules"
-_WHY_UNLISTED = "no list names it; it runs in the dtype of its inputs"
+_WHY_COMPOSITE = "unlisted; the operators that it decomposes into follow their own rules"
+_WHY_UNLISTED = "unlisted; it runs in the dtype of its inputs"
 
 
 class Explanation(NamedTuple):

@@ -260,14 +260,14 @@ def test_complex_numbers_and_inference_mode() -> None:
     assert total.largest == pytest.approx(float(exact))
 
 
-def test_twins_of_memory_that_is_gone_are_given_back() -> None:
+def test_copies_of_memory_that_is_gone_are_given_back() -> None:
     comparison = PrecisionComparison(None)
     most = 0
     with comparison:
         x = torch.ones(1 << 18, dtype=torch.float16)
         for _ in range(60):
             x = x * 1.0001
-            live = sum(one.flat.untyped_storage().nbytes() for one in comparison.run.memory._twins.values())
+            live = sum(one.flat.untyped_storage().nbytes() for one in comparison.run.memory._copies.values())
             most = max(most, live)
     assert most <= 6 << 20      # one MiB each, sixty of them
 

@@ -12,25 +12,25 @@ from ampkit.debugging.report_file import in_order
 from tests.helpers.ranks import on_ranks
 
 
-def step(rank: int, world: int, culprit: int) -> str:
+def step(rank: int, world: int, offender: int) -> str:
     """Both ranks reduce their gradients; one of them makes an inf."""
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with detect_nonfinite(model, on_found="record") as report:
         loss = model(torch.ones(2, 4)).sum()
-        if rank == culprit:
+        if rank == offender:
             loss = loss * (loss.detach() * 0).reciprocal()
         loss.backward()
         optimizer.step()
     return report.to_json()
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
-def test_the_rank_to_blame(culprit: int) -> None:
-    reports: list[dict[str, Any]] = [json.loads(text) for text in on_ranks(step, culprit)]
+@pytest.mark.parametrize("offender", [0, 1])
+def test_the_rank_to_blame(offender: int) -> None:
+    reports: list[dict[str, Any]] = [json.loads(text) for text in on_ranks(step, offender)]
     (made,), (received,) = in_order([one] for one in reports)
-    assert (made["rank"], received["rank"]) == (culprit, 1 - culprit)
+    assert (made["rank"], received["rank"]) == (offender, 1 - offender)
     assert made["findings"][0]["origin"]["op"] == "aten::reciprocal"
     assert made["findings"][0]["cause"]["kind"] == "undefined"
     assert received["findings"][0]["cause"]["kind"] == "received"

@@ -177,7 +177,7 @@ def test_memory_of_casts_that_are_gone_is_given_back() -> None:
         for _ in range(40):
             torch.ones(1 << 18).half()
         memory = comparison.run.memory
-        assert len(memory._twins) < 10
+        assert len(memory._copies) < 10
         assert len(memory._sharing) < 10
 
 

@@ -117,7 +117,7 @@ def test_backward_inside_the_region_has_torchs_bits(case: Case) -> None:
 
 
 def test_accumulation_with_a_lasting_cache_has_torchs_bits() -> None:
-    """Casts kept over the micro-batches of a step are the ones torch makes anew for each."""
+    """Casts kept over the micro-batches of a step are the ones torch makes again for each."""
     case = BY_NAME["decoder"]
     cache = ampkit.WeightCache()
     expected = train(case, lambda: native(torch.bfloat16), micro_batches=4)

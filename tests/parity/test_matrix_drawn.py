@@ -79,8 +79,8 @@ def ours(**options: Any) -> contextlib.AbstractContextManager[Any]:
 
 Step = tuple[str, Any]      # an operator's name and None, or a context's name and the steps inside it
 CONTEXTS = (
-    "region", "island", "uncached", "torch_region", "torch_island", "no_grad", "enable_grad", "inference", "checkpoint",
-    "reentrant",
+    "region", "disabled", "uncached", "torch_region", "torch_disabled", "no_grad", "enable_grad", "inference",
+    "checkpoint", "reentrant",
 )
 
 
@@ -107,10 +107,10 @@ def run(steps: list[Step], weights: Weights, x: Tensor, lane: Lane, dtype: torch
         else:
             context = {
                 "region": lambda: lane(dtype=dtype),
-                "island": lambda: lane(enabled=False),
+                "disabled": lambda: lane(enabled=False),
                 "uncached": lambda: lane(dtype=dtype, cache_enabled=False),
                 "torch_region": lambda: torch.autocast("cpu", dtype),
-                "torch_island": lambda: torch.autocast("cpu", enabled=False),
+                "torch_disabled": lambda: torch.autocast("cpu", enabled=False),
                 "no_grad": torch.no_grad,
                 "enable_grad": torch.enable_grad,
                 "inference": torch.inference_mode,
@@ -145,10 +145,11 @@ def may_share_other_casts(steps: list[Step]) -> bool:
     """Whether two uses of a weight can share a cast on one side and not on the other.
 
     The gradients of a shared cast are added in low precision, those of two casts in float32. It takes a region that is
-    opened again inside an island or a recompute: torch has one cache for all, ampkit one for each recompute.
+    opened again inside an disabled or a recompute: torch has one cache for all, ampkit one for each recompute.
     """
     names = names_in(steps)
-    return bool(names & {"island", "checkpoint", "reentrant"}) and bool(names & {"region", "torch_region", "uncached"})
+    opened = names & {"region", "torch_region", "uncached"}
+    return bool(opened and names & {"disabled", "checkpoint", "reentrant"})
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
@@ -159,7 +160,7 @@ def test_drawn_programs_have_torchs_bits(dtype: torch.dtype, steps: list[Step]) 
     expected = outcome(steps, native, dtype)
     got = outcome(steps, ours, dtype)
     if isinstance(expected, RuntimeError):
-        return      # torch cannot run it: mixed dtypes in an island, say
+        return      # torch cannot run it: mixed dtypes in an disabled, say
     assert not isinstance(got, RuntimeError), got
     assert got[0].dtype is expected[0].dtype
     assert torch.equal(got[0], expected[0])

@@ -254,7 +254,7 @@ ARITHMETIC = {
 
 @pytest.mark.parametrize("name", ARITHMETIC)
 def test_numbers_beside_operators_that_some_policy_names(name):
-    """A rule for `add` somewhere in the process must not change what `x + 1` does where it is not in force."""
+    """A rule for `add` somewhere in the process must not change what `x + 1` does where it is not active."""
     names = ("add", "mul", "sub", "rsub", "div", "floor_divide")
     policy = Policy.torch("cpu").with_rules(dict.fromkeys(names, "float32") | {"aten::add_": "keep"})
     with autocast("cpu", policy=policy):

@@ -37,7 +37,7 @@ def plain(policy: Policy | None, dtype: torch.dtype | None = None) -> Callable[.
     return function
 
 
-def islands(net: Any, x: Tensor) -> Any:
+def disabled_regions(net: Any, x: Tensor) -> Any:
     """Regions in a region: other dtypes, disabled, and torch's own."""
     with autocast("cpu", torch.bfloat16):
         y = net.first(x)
@@ -73,7 +73,7 @@ INSIDE: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
         Policy.default("cpu").for_modules(net, {nn.LayerNorm: torch.float16, nn.Linear: "float32"})
     ),
     "a policy for a module": lambda net: plain(TORCH.for_modules(net, {"last": RULES})),
-    "islands": lambda net: islands,
+    "disabled_regions": lambda net: disabled_regions,
     "decorated": lambda net: decorated,
     "made inside": lambda net: made_inside,
 }

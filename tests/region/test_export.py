@@ -135,17 +135,17 @@ def test_operators_without_a_rule_are_recorded_as_they_are() -> None:
 
 
 def test_pre_dispatch_tracing_outside_a_region_is_untouched() -> None:
-    """The look-up that the mode goes before stays what it was where no region is open, or in an island."""
+    """The look-up that the mode goes before stays what it was where no region is open, or in a disabled region."""
     weight, x = torch.randn(8, 4), torch.randn(3, 8)
 
     def product(x: Tensor) -> Tensor:
         return x @ weight
 
-    def island(x: Tensor) -> Tensor:
+    def disabled_region(x: Tensor) -> Tensor:
         with autocast("cpu"), autocast("cpu", enabled=False):
             return product(x)
 
-    functions: list[Callable[[Tensor], Tensor]] = [product, island]
+    functions: list[Callable[[Tensor], Tensor]] = [product, disabled_region]
     for function in functions:
         graph = make_fx(function, pre_dispatch=True)(x)
         assert [n.target for n in graph.graph.nodes if n.op == "call_function"] == [torch.ops.aten.matmul.default]

@@ -139,7 +139,7 @@ def test_flex_attention(policy: Policy) -> None:
 
 @pytest.fixture
 def product() -> Iterator[Any]:
-    """A custom operator with a gradient, unknown to every list and made of operators that no list names."""
+    """A custom operator with a gradient, unknown to every list and made of unlisted operators."""
     with torch.library._scoped_library("ampkit_test_hop", "FRAGMENT"):
 
         @torch.library.custom_op("ampkit_test_hop::product", mutates_args=())

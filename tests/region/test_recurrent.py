@@ -167,7 +167,7 @@ def test_layout_with_projection(monkeypatch):
 
 
 def test_a_wrong_dtype_in_an_island_is_refused():
-    """torch's own check asks whether autocast is on anywhere, which the mark of a policy answers in torch's islands."""
+    """torch's own check asks whether autocast is on anywhere; in torch's disabled regions a policy's mark answers."""
     layer, x = nn.LSTM(4, 3), torch.randn(5, 2, 4, dtype=FP16)
     marked = autocast("cpu", policy=Policy.torch("cpu").with_rules({"gelu": "keep"}))
     with marked, autocast("cpu", enabled=False), pytest.raises(ValueError, match=r"RNN input dtype .* does not match"):

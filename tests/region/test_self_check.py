@@ -1,4 +1,4 @@
-"""A torch that nobody has tried: what regions try out by themselves, and what still works where they do not."""
+"""A torch that is not tested: what regions try out by themselves, and what still works where they do not."""
 
 import inspect
 import os

@@ -37,7 +37,7 @@ def test_what_gets_a_cast_per_use(region):
 
 
 def test_frozen_parameters_are_cast_once_with_a_cache_of_ones_own():
-    """Without one, no cast is kept that torch.amp makes anew: it is right after any write."""
+    """Without one, no cast is kept that torch.amp makes again: it is right after any write."""
     assert uses(autocast, weight(False), cache=WeightCache()) == 1
     assert uses(autocast, torch.ones(4, 4), cache=WeightCache()) == 3
 
@@ -106,7 +106,7 @@ def test_no_grad_first_and_gradients_after(region):
 
 
 def test_inference_mode():
-    """Nothing is kept there; a cache of one's own serves it too, and gradients after it still flow."""
+    """Nothing is kept there; a user-provided cache is used for it too, and gradients after it still flow."""
     leaf = weight()
 
     def run(region, **kwargs):
@@ -236,7 +236,7 @@ def test_outer_region_that_casts_nothing(outer):
 
 
 def test_casts_that_torch_made_inside_do_not_outlive_our_region():
-    """A library's torch.autocast in an island casts by torch's own cache, which only the outermost region clears."""
+    """torch.autocast in a disabled region casts by torch's own cache, which only the outermost region clears."""
     leaf = weight()
     with autocast("cpu", enabled=False), torch.autocast("cpu"):
         torch.mm(X, leaf)
@@ -318,7 +318,7 @@ def test_use_in_a_custom_function_does_not_poison_later_use(region):
 
 @both
 def test_cleared_in_the_middle(region):
-    """Weights are cast anew from there on."""
+    """Weights are cast again from there on."""
     clear = torch.clear_autocast_cache if region is torch.autocast else clear_autocast_cache
     leaf = weight()
 

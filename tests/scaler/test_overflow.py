@@ -31,7 +31,7 @@ def train(scaler, model, optimizer, steps: int) -> None:
 
 
 @pytest.mark.parametrize("maker", MAKERS)
-def test_the_culprits_are_named_and_counted_as_backward_meets_them(maker) -> None:
+def test_the_offending_parameters_are_named_and_counted_as_backward_meets_them(maker) -> None:
     model = small_model()
     optimizer = MAKERS[maker](model.named_parameters())
     scaler = GradScaler("cpu")

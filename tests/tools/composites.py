@@ -1,6 +1,6 @@
 """Composite operators, which are written in terms of other operators, and whether autocast affects them.
 
-A composite (an operator with a CompositeImplicitAutograd kernel) that no list names runs its own code with the region
+A composite (an operator with a CompositeImplicitAutograd kernel) that is unlisted runs its own code with the region
 active, as in torch.amp. If that code calls a listed operator, the region decides there: `einsum` ends in `bmm`,
 `cross_entropy_loss` in `log_softmax.int` and `nll_loss`. Such composites are `DECOMPOSED`, and so are the doubtful
 ones. `OPAQUE` are those that call no operator of any shipped list, on any device: a region changes nothing in them.
