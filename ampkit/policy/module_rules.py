@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import re
 import weakref
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -89,6 +88,8 @@ class NamedModules:
                 f"{describe(given)} is no module of {type(self.model).__name__}; give for_modules the model that it "
                 "is part of"
             )
+        if "*" in path:
+            raise ValueError(f"the path {short(path)} of {describe(given)} reads as a pattern; name it without a '*'")
         return path
 
     def matching(self, key: str | type[Module]) -> tuple[Bound, ...]:
@@ -250,7 +251,7 @@ def checked_key(key: Any) -> Any:
         return key
     if not isinstance(key, str):
         raise TypeError(f"a key of for_modules is a path pattern, a module class or a module, got {short(key)}")
-    if len(key) > _LONGEST or not re.fullmatch(r"([\w*]+(\.[\w*]+)*)?", key):
+    if len(key) > _LONGEST or (key and "" in key.split(".")):
         raise ValueError(
             f"{short(key)} is no module path pattern; expected names and '*' joined by dots, like 'blocks.*.attn', of "
             f"{_LONGEST} characters at most"
@@ -273,7 +274,7 @@ def matches(pattern: str, path: str) -> bool:
     if path == "":
         return False
     names = path.split(".")
-    *parts, last = pattern.split(".")
+    *parts, last = pattern.replace("[", "[[]").replace("?", "[?]").split(".")      # a star alone is special here
     used = [0]      # how many names the pattern may have used up so far, in order
     for part in parts:
         if part == "**":

@@ -170,10 +170,16 @@ class Policy:
     def check(self) -> module_rules.ModuleCheck:
         """Which modules each rule of `for_modules` binds, by their paths, and which of them are gone.
 
+        The rules of a policy that is given as a value come after the rule that has it.
         `str()` of it is a line for each rule; `.gone` holds the rules with modules that were freed, or that their model
         no longer contains. Such a module has to be bound again: `for_modules` after whatever replaced it.
         """
-        return self.modules.check()
+        found: list[module_rules.BoundRule] = []
+        for rule, checked in zip(self.modules.rules, self.modules.check().rules, strict=True):
+            found.append(checked)
+            if isinstance(rule.value, Policy):
+                found += rule.value.check().rules
+        return module_rules.ModuleCheck(tuple(found))
 
     def _precision(self, key: Any, value: Any) -> torch.dtype | Policy:
         """The checked value of a rule of `for_modules`; `ValueError` naming the key if a module cannot follow it."""

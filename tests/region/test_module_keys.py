@@ -23,7 +23,8 @@ names = st.lists(st.sampled_from(["a", "b", "blocks", "0", "attn_1"]), min_size=
     ("modules", "error", "message"),
     [
         ([("head", FP32)], TypeError, "for_modules takes a model and a dict of its modules .* got Model and list"),
-        ({"a b": FP32}, ValueError, "'a b' is no module path pattern"),
+        ({"a" * 1001: FP32}, ValueError, "is no module path pattern; .* of 1000 characters at most"),
+        ({".a": FP32}, ValueError, "'.a' is no module path pattern"),
         ({"a..b": FP32}, ValueError, r"'a..b' is no module path pattern; expected names and '\*' joined by dots"),
         ({1: FP32}, TypeError, "a key of for_modules is a path pattern, a module class or a module, got 1"),
         ({torch.Tensor: FP32}, TypeError, "a key of for_modules is a path pattern, a module class or a module"),
@@ -115,6 +116,19 @@ def test_a_class_that_changes_after_binding_keeps_its_rule():
     assert dtypes(model, policy.for_modules(model, {"0": FP16})) == {"0": FP16}
 
 
+@pytest.mark.parametrize("name", ["conv-1", "a b", "a[0]", "what?", "x/y:z", "\n"])
+def test_names_that_are_no_identifiers(name):
+    other = "".join("0" if letter in "[?]" else letter for letter in name) + "1"
+    model = nn.Sequential(nn.ModuleDict({name: nn.Linear(4, 4), other: nn.Linear(4, 4)}))
+    for key in (model[0][name], f"0.{name}", f"0.*{name}", f"**.{name}"):
+        policy = rules(model, {key: FP32})
+        assert [rule.modules for rule in policy.check().rules] == [(f"0.{name}",)]
+        assert Policy.from_dict(policy.to_dict(), model) == policy
+    starred = nn.ModuleDict({"a*": nn.Linear(4, 4), "ab": nn.Linear(4, 4)})
+    with pytest.raises(ValueError, match=r"the path 'a\*' of <Linear at .*> reads as a pattern"):
+        rules(starred, {starred["a*"]: FP32})
+
+
 # check
 
 
@@ -134,6 +148,15 @@ def test_check_lists_what_is_bound_and_what_is_gone():
     assert str(first) == "'blocks.*.attn': torch.float32: blocks.0.attn, blocks.1.attn; gone: blocks.1.attn"
     assert replaced is not None
     assert str(Policy.default("cpu").check()) == "this policy has no rules for modules"
+
+
+def test_check_looks_into_policies_that_are_values():
+    model = Model()
+    policy = rules(model, {"blocks.0": rules(model, {"blocks.0": rules(model, {"blocks.0.attn": FP32})})})
+    assert policy.check().gone == ()
+    model.blocks[0].attn = nn.Identity()
+    assert [rule.key for rule in policy.check().gone] == ["'blocks.0.attn'"]
+    assert len(policy.check().rules) == 3
 
 
 # Written down and read
