@@ -150,7 +150,7 @@ def unscale_into_(
     (tensor([1., 2.]), tensor(0.))
     """
     op = "unscale_into_"
-    sources, destinations = strided_floats(sources, op), strided_floats(destinations, op)
+    sources, destinations = strided_floats(resolved(sources), op), strided_floats(destinations, op)
     check_parallel(op, sources=sources, destinations=destinations)
     check_one_device([*sources, *destinations], op)
     for name, value in (("inv_scale", inv_scale), ("found_inf", found_inf)):
