@@ -257,6 +257,29 @@ def test_mismatched_strides_and_empty_parameters_go_to_pytorch(interpreted, impl
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2**-22)
 
 
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_aligned_and_other_rows_of_equal_sizes(interpreted, kind: str) -> None:
+    """Both kinds of rows have the same lengths and dtypes, so nothing but alignment tells their tables apart."""
+    results = []
+    for impl in ("triton", "reference"):
+        buffer = torch.zeros(32)
+        params = [buffer[i : i + 3] for i in (0, 5, 12, 21)]    # every other one starts at a multiple of 16 bytes
+        state = AdamWState([]) if kind == "adamw" else SGDState([])
+        state.params = params
+        if kind == "adamw":
+            state.exp_avgs, state.exp_avg_sqs = clones(params), clones(params)
+            state.steps = [torch.full((), float(i)) for i in range(4)]
+        else:
+            state.buffers, state.started = clones(params), torch.tensor([0.0, 1.0, 0.0, 1.0])
+        for step in range(2):
+            grads = [torch.full((3,), 10.0**i + step) for i in range(4)]
+            state.step(grads, impl=impl, **({} if kind == "adamw" else SGD["dampening"]))
+        results.append([buffer, *(t for tensors in state.lists()[1:] for t in tensors)])
+    assert results[1][0].unique().numel() > 3
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
 def test_refusals() -> None:
     p, g = [torch.ones(2)], [torch.ones(2)]
     with pytest.raises(ValueError, match="got 0 steps for 1 params"):

@@ -99,3 +99,23 @@ def test_steps_of_tensors_without_values(form: str, fused: bool | None) -> None:
                 one.step()
         states.append({name: value.shape for name, value in one.state[param].items() if value is not None})
     assert states[0] == states[1]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("form", FORMS)
+def test_views_of_one_buffer_at_any_alignment(form: str) -> None:
+    """A parameter that PyTorch steps is among them, and dampening: nothing is kept for the next step then."""
+    ours, theirs, options = FORMS[form]
+    results = []
+    for optimizer, arguments in ((ours, {"impl": "triton"}), (theirs, {})):
+        buffer = torch.zeros(32)
+        params = [torch.nn.Parameter(buffer[i : i + 3]) for i in (0, 5, 12, 21)]
+        params.append(torch.nn.Parameter(torch.zeros(2, 2)))
+        one = optimizer(params, **options, **arguments)
+        for step in range(3):
+            for number, param in enumerate(params):
+                param.grad = torch.full(param.shape, float((number - 1) * 3**number + step))
+            params[-1].grad = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).t()
+            one.step()
+        results.append([buffer, params[-1].detach()])
+    torch.testing.assert_close(*results)

@@ -51,5 +51,5 @@ def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor], config: Con
         reference.cast_(pick(sources, other), pick(destinations, other))
     for parts, _, aligned in groups(pick(sources, flat), pick(destinations, flat)):
         source, destination = (TRITON_DTYPES[part[0].dtype] for part in parts)
-        table = table_for(parts, config or CONFIG)
+        table = table_for(parts, config or CONFIG, aligned=aligned)
         table.launch(cast_kernel, table.n_tensors, SOURCE=source, DESTINATION=destination, ALIGNED=aligned)

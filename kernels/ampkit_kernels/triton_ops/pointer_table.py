@@ -123,11 +123,14 @@ class Table:
         return OVERHEAD + 8 * (3 * self.addresses.numel() + self.n_tensors + self.n_blocks)
 
 
-def table_for(lists: Sequence[Sequence[Tensor]], config: Config) -> Table:
+def table_for(lists: Sequence[Sequence[Tensor]], config: Config, *, aligned: bool = True) -> Table:
     """The table for these parallel lists, all on one device and none of them without elements.
 
-    Reuses the thread's table for equal lengths, dtypes, config, device and stream; sends addresses only if they
-    changed. Never waits for the device. A new table while a graph is being captured.
+    Reuses the thread's table for equal lengths, dtypes, config, alignment, device and stream, which then holds the
+    addresses of these lists: launch what uses the earlier ones first. Sends addresses only if they changed. Never waits
+    for the device. A new table while a graph is being captured.
+
+    Args: aligned: as `groups` gives it, so that the two parts of lists of mixed alignment have a table each.
     """
     device = lists[0][0].device
     with on_device(device):
@@ -136,7 +139,7 @@ def table_for(lists: Sequence[Sequence[Tensor]], config: Config) -> Table:
         columns = list(map(addresses_of, lists))
         dtypes = tuple([tensors[0].dtype for tensors in lists])
         # With the dtype, bytes say as much as elements, and are quicker to ask for.
-        key = (*place(device), config, dtypes, tuple(sizes_of(lists[0])))
+        key = (*place(device), config, dtypes, aligned, tuple(sizes_of(lists[0])))
         table = _kept.tables.get(key)
         if table is None:
             table = new_table(lists, config)

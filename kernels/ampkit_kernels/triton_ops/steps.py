@@ -58,7 +58,9 @@ def rows_of(
             "COPY_TO": dtypes[-1], "ACC": acc, "ALIGNED": aligned,
         }
         columns = [*parts, pick(steps, indices)] if steps else parts
-        table = (new_table if own_tables else table_for)(columns, configs[8 if acc is tl.float64 else 4])
+        config = configs[8 if acc is tl.float64 else 4]
+        # Every table is made before the first launch: no two of them may be one, so alignment tells them apart.
+        table = new_table(columns, config) if own_tables else table_for(columns, config, aligned=aligned)
         dtype = torch.float64 if acc is tl.float64 else torch.float32
         coefficients = torch.empty((table.n_tensors, n_coefficients), dtype=dtype, device=table.device)
         found.append(Rows(table, coefficients, constants, indices, len(parts)))

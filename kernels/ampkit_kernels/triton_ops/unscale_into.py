@@ -90,7 +90,7 @@ def unscale_into_(
         )
     for parts, _, aligned in groups(pick(sources, flat), pick(destinations, flat)):
         source, destination = (part[0].dtype for part in parts)
-        table = table_for(parts, config or (CONFIG_ADDING if accumulate else CONFIG))
+        table = table_for(parts, config or (CONFIG_ADDING if accumulate else CONFIG), aligned=aligned)
         table.launch(
             unscale_into_kernel, table.n_tensors, inv_scale, found_inf, SOURCE=TRITON_DTYPES[source],
             DESTINATION=TRITON_DTYPES[destination], ACC=accumulator(torch.promote_types(source, destination)),
