@@ -121,7 +121,8 @@ class AdamW(DeviceStep, torch.optim.AdamW):
     ) -> None:
         params, grads, exp_avgs, exp_avg_sqs, *largest, steps = lists
         max_exp_avg_sqs = largest[0] if largest else []
-        kernels.adamw_(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, amsgrad=group["amsgrad"], **options)
+        amsgrad = group["amsgrad"]
+        kernels.adamw_(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, amsgrad=amsgrad, **options)
 
     def _step_torch(
         self, group: dict[str, Any], device: torch.device, rows: list[Row], scalars: StepScalars
@@ -140,7 +141,9 @@ class AdamW(DeviceStep, torch.optim.AdamW):
         for state in states:
             if counts_on_device or not isinstance(state["step"], Tensor):
                 _count_on(state, step_device, dtype)
-        exp_avgs, exp_avg_sqs, *largest, steps = [[_step.local_tensor(state[name]) for state in states] for name in self._names(group)]
+        exp_avgs, exp_avg_sqs, *largest, steps = [
+            [_step.local_tensor(state[name]) for state in states] for name in self._names(group)
+        ]
         torch_adamw(
             [row.local for row in rows],
             _step.scaled(rows, scalars.factor_on_host()) if on_host else _multiplied(rows, scalars),

@@ -153,14 +153,14 @@ class GradScaler(torch.amp.GradScaler):
         self._order.is_of_this_iteration = False
 
     @property
-    def _per_optimizer_states(  # pyright: ignore[reportIncompatibleVariableOverride]  a plain attribute there
-        self,
-    ) -> MutableMapping[int, Any]:
+    def _per_optimizer_states(self) -> MutableMapping[int, Any]:
         """torch's records by `id(optimizer)`. Setting it begins an iteration: other subclasses' `update` ends so."""
         return self._states
 
     @_per_optimizer_states.setter
-    def _per_optimizer_states(self, states: MutableMapping[int, Any]) -> None:
+    def _per_optimizer_states(  # pyright: ignore[reportIncompatibleVariableOverride]  torch has a plain attribute
+        self, states: MutableMapping[int, Any]
+    ) -> None:
         self._begin_iteration()
         self._states = states
 
