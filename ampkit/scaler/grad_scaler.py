@@ -539,7 +539,8 @@ class GradScaler(torch.amp.GradScaler):
 
         With a closure (keyword or first positional argument), as LBFGS and SAM take it, every evaluation is unscaled
         and checked; the closure calls `scaler.scale(loss).backward()` and returns the unscaled loss. A non-finite
-        evaluation ends the step and restores parameters and optimizer state. One host read per evaluation.
+        evaluation ends the step, restores parameters and optimizer state, and sets the optimizer's gradients to None.
+        One host read per evaluation.
         Returns what `optimizer.step` returned; None when the step was skipped by the host.
 
         Raises AssertionError before anything has been scaled, RuntimeError when called before in this iteration.
@@ -686,10 +687,15 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def _abandon(self, notes: Notes) -> None:
-        """End a step with a closure of which an evaluation was not finite."""
+        """End a step with a closure of which an evaluation was not finite; its gradients become None.
+
+        The next step would take them for those of a backward outside its closure, and end before it calls the closure.
+        """
         notes.state["stage"] = OptState.STEPPED
         found_inf = self._found_inf(notes)
         self._count(notes, found_inf, skipped=True)
+        for param in parameters(notes.optimizer):
+            param.grad = None
         self._note_step(notes, found_inf, skipped=True)
 
     def _found_inf(self, notes: Notes) -> Tensor:
