@@ -159,7 +159,7 @@ def _set_up(
     """Check everything, then change everything."""
     for model in models:
         levels.check_model(model, casts_model=options.casts_model)
-    levels.check_optimizers(models, optimizers)
+    levels.check_optimizers(models, optimizers, has_masters=options.master_weights)
     keep = BATCH_NORMS if options.keep_batchnorm_fp32 else ()
     plans = [HalfPlan(model, options.dtype, keep) for model in models] if options.casts_model else []
     for plan in plans:
@@ -244,7 +244,7 @@ def scale_loss(
     try:
         yield scaler.scale(loss.float())
     except BaseException:
-        for each in gradients:
+        for each in reversed(gradients):    # the first one has set aside what several share
             each.give_up()
         raise
     if delay_unscale:
@@ -362,6 +362,7 @@ class _Steps:
     def before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Step pre-hook: raise for a step that cannot be right, and set gradients to None if one is not finite."""
         self._flag_on_optimizer.close()     # left over if the last step raised
+        self._set_to_none.clear()           # likewise; they are not finite and belong to a step that is over
         if not self.session.scalers:
             return
         if closures.extract(args[1:], kwargs) is not None:

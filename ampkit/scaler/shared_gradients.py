@@ -3,11 +3,14 @@
 A shared gradient is unscaled again if it holds scaled values again: if a backward pass may have run since and its
 version counter has changed. Neither alone is proof: users clip gradients, and a loss reaches only some of them. So
 version counters are noted when a pass may begin: at the next `scale`, or when the backward of a loss that was scaled
-earlier begins. Gradients are known by a mark on them, which keeps nothing alive and refers to no parameter.
+earlier begins. Gradients are known by a mark on them, an integer: it keeps nothing alive, refers to no parameter, and
+`torch.load` takes a saved gradient that has one.
 """
 
 from __future__ import annotations
 
+import itertools
+import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +22,9 @@ from ampkit.scaler.overflow_report import Counts
 
 MARK = "_ampkit_unscaled_for"
 """The attribute of a gradient that holds the `Notes.mark` of the optimizer that unscaled it."""
+
+# Begins anywhere: a gradient that was loaded from a file bears the mark of another process, which must mean nothing.
+_marks = itertools.count(secrets.randbits(62))
 
 
 def ready() -> dict[str, Any]:
@@ -70,7 +76,7 @@ class Notes:
     clip_factor: Tensor | None = None
     residual_inv_scale: Tensor | None = None
     known_finite: bool = False
-    mark: object = field(default_factory=object)
+    mark: int = field(default_factory=_marks.__next__)
     versions: dict[int, int] | None = None
 
 
@@ -86,7 +92,7 @@ def split(optimizer: Any, params: Iterable[Tensor], everyone: Iterable[Notes]) -
         if notes.state["stage"] is not OptState.READY and notes.optimizer is not optimizer
     }
     fresh: list[Tensor] = []
-    unscaled: dict[object, list[Tensor]] = {}
+    unscaled: dict[int, list[Tensor]] = {}
     for param in params:
         grad: Any = param.grad
         mark = getattr(grad, MARK, None)
@@ -103,4 +109,4 @@ def note_versions(everyone: Iterable[Notes]) -> None:
     for notes in everyone:
         if notes.versions is None:
             grads = (param.grad for group in notes.optimizer.param_groups for param in group["params"])
-            notes.versions = {id(grad): grad._version for grad in grads if getattr(grad, MARK, None) is notes.mark}
+            notes.versions = {id(grad): grad._version for grad in grads if getattr(grad, MARK, None) == notes.mark}

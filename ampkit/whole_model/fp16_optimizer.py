@@ -169,8 +169,8 @@ class FP16Optimizer(torch.optim.Optimizer):
         """
         self._require_unscaled("clip_master_grads")
         gradients = collect(self._gradients.params(), coalesce=True)
-        found = {device: torch.zeros((), device=device) for device in gradients.by_device}
-        one = torch.ones((), device=next(iter(found), torch.device("cpu")))
+        found = {device: torch.zeros((), dtype=torch.float32, device=device) for device in gradients.by_device}
+        one = torch.ones((), dtype=torch.float32, device=next(iter(found), torch.device("cpu")))
         norm, factor = clipping.norm_and_factor(gradients, one, found, float(norm_type), max_norm)
         clipping.multiply_(gradients, factor, found)
         return norm

@@ -235,9 +235,14 @@ def check_model(model: Module, *, casts_model: bool) -> None:
                 )
 
 
-def check_optimizers(models: Sequence[Module], optimizers: Sequence[Optimizer]) -> None:
-    """Refuse an optimizer that has master weights, or that holds no parameter of the models."""
+def check_optimizers(models: Sequence[Module], optimizers: Sequence[Optimizer], *, has_masters: bool) -> None:
+    """Refuse an optimizer that has master weights, or that holds no parameter of the models.
+
+    Where optimizers are to get masters, refuse a parameter of two: each would step a master of its own.
+    """
     theirs = {id(param) for model in models for param in model.parameters()}
+    names = {id(param): name for model in models for name, param in model.named_parameters()}
+    owners: dict[int, Optimizer] = {}
     for optimizer in optimizers:
         if masters_of(optimizer) is not None:
             raise RuntimeError(
@@ -249,3 +254,9 @@ def check_optimizers(models: Sequence[Module], optimizers: Sequence[Optimizer]) 
                 f"{type(optimizer).__name__} holds no parameter of the models given; make the optimizer from the model "
                 f"that is passed along with it, after anything that replaces its parameters"
             )
+        for param in (param for group in optimizer.param_groups for param in group["params"] if has_masters):
+            if owners.setdefault(id(param), optimizer) is not optimizer:
+                raise RuntimeError(
+                    f"parameter {names.get(id(param), tuple(param.shape))} is in two optimizers, which would each step "
+                    f"a master weight of their own; give it to one of them, or use opt_level 'O1'"
+                )

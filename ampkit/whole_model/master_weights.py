@@ -297,7 +297,7 @@ def _scalars(
     device: torch.device, inv_scale: Tensor | None, found: dict[torch.device, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """The factor and the flag of a device; the flag is made where there is none."""
-    factor = torch.ones((), device=device) if inv_scale is None else moved(inv_scale, device)
+    factor = torch.ones((), dtype=torch.float32, device=device) if inv_scale is None else moved(inv_scale, device)
     if device not in found:
         found[device] = torch.zeros((), dtype=torch.float32, device=device)
     return factor, found[device]

@@ -199,3 +199,31 @@ def test_disabled_scalers_hand_the_closure_on() -> None:
     scaler.step(lbfgs(scaled), scaled.closure)
     lbfgs(plain).step(plain.closure)
     assert torch.equal(scaled.weight, plain.weight)
+
+
+def test_another_loss_of_the_iteration_does_not_block_the_step_after_a_bad_evaluation() -> None:
+    """The bad gradients must not pass for those of a backward outside the closure, as SAM has it."""
+    scaler = GradScaler("cpu")
+    problem = Problem(scaler, fail_at=1, how="gradient")
+    ours = lbfgs(problem)
+    other = torch.nn.Parameter(torch.ones(3))
+    sgd = torch.optim.SGD([other], lr=0.1)
+    results = []
+    for _ in range(3):
+        sgd.zero_grad()
+        scaler.scale(other.square().sum()).backward()
+        scaler.step(sgd)
+        results.append(scaler.step(ours, problem.closure))
+        scaler.update()
+    assert results[0] is None
+    assert all(loss.isfinite() for loss in results[1:])
+    assert problem.evaluations > 3
+
+
+def test_gradients_of_an_abandoned_evaluation_are_none() -> None:
+    scaler = GradScaler("cpu")
+    problem = Problem(scaler, fail_at=1, how="gradient")
+    optimizer = lbfgs(problem)
+    assert scaler.step(optimizer, problem.closure) is None
+    assert problem.weight.grad is None
+    assert scaler.overflow_report(), "counted before"

@@ -198,3 +198,15 @@ def test_losses_are_followed_whatever_they_hold() -> None:
         scaler.unscale_(optimizer)
     assert reads == []
     assert param.grad == 2.0
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, torch.nn.Parameter])
+def test_unscaled_gradients_survive_a_weights_only_checkpoint(kind, tmp_path) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = kind(torch.full((3,), 4.0))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.ones(1, requires_grad=True))
+    scaler.unscale_(optimizer)
+    torch.save(weight.grad, tmp_path / "gradient.pt")
+    assert torch.load(tmp_path / "gradient.pt", weights_only=True).tolist() == [2.0] * 3

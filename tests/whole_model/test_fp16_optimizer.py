@@ -327,3 +327,29 @@ def test_what_is_refused() -> None:
             copying(optimizer)
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = optimizer.no_such_name
+
+
+def test_a_default_dtype_other_than_float32() -> None:
+    weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        optimizer = FP16Optimizer(torch.optim.SGD([weight], lr=1.0), static_loss_scale=64.0)
+        optimizer.backward((weight * 2.0).sum())
+        assert optimizer.clip_master_grads(1.0).item() == 4.0
+        optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert weight.tolist() == [0.5] * 4
+
+
+def test_plain_masters_under_another_default_dtype() -> None:
+    weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        MasterWeights(optimizer)
+        weight.sum().backward()
+        optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert weight.tolist() == [0.0] * 4

@@ -1,6 +1,7 @@
 """Levels with several losses, accumulation, overflows and clipping."""
 
 import copy
+import math
 import pickle
 import threading
 from collections.abc import Callable
@@ -321,3 +322,39 @@ def test_outputs_are_cast_to_what_was_asked() -> None:
     for opt_level in LEVELS:
         model, _ = set_up(opt_level, cast_model_outputs=torch.float16)
         assert model(batches(1)[0][0]).dtype is torch.float16
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_gradient_that_two_optimizers_share_is_unscaled_once(fails: bool) -> None:
+    """And comes back once, where the next backward raises."""
+    model = nn.Linear(1, 1, bias=False)
+    first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    initialize(model, [first, second], "O1", dtype=torch.bfloat16, loss_scale=128.0, verbosity=0)
+    for _ in range(2):
+        backward(2.0 * model.weight.sum(), [first, second])
+    if fails:
+        with pytest.raises(KeyError), scale_loss(model.weight.sum(), [first, second]):
+            raise KeyError
+    assert model.weight.grad.item() == 4.0
+    backward(math.inf * model.weight.sum(), [first, second])
+    before = model.weight.item()
+    first.step()
+    second.step()
+    assert model.weight.item() == before
+
+
+def test_a_skipped_step_that_was_interrupted_leaves_no_gradients_behind() -> None:
+    """Its gradients, which are not finite, must not come back after the next step."""
+    model, optimizer = set_up("O1", dtype=torch.bfloat16, loss_scale=128.0)
+    (x, y), = batches(1)
+    backward(F.cross_entropy(model(x), y) * math.inf, optimizer)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with optimizer.register_step_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    optimizer.zero_grad()
+    backward(F.cross_entropy(model(x), y), optimizer)
+    optimizer.step()
+    assert all(p.grad.isfinite().all() and p.isfinite().all() for p in model.parameters())

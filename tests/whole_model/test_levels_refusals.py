@@ -296,3 +296,11 @@ def test_delayed_gradients_meet_no_scale_that_has_moved_since() -> None:
     backward(overflowing(models[1], x, y), optimizers[1])
     with pytest.raises(RuntimeError, match="waiting under another loss scale; end the accumulation with the same loss"):
         backward(F.cross_entropy(models[0](x), y), optimizers[0])
+
+
+def test_a_parameter_of_two_optimizers_is_refused_where_each_would_have_a_master() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    with pytest.raises(RuntimeError, match=r"parameter weight is in two optimizers.*'O1'"):
+        initialize(model, optimizers, "O2", dtype=torch.bfloat16, verbosity=0)
+    assert model.weight.dtype is torch.float32
