@@ -202,7 +202,7 @@ class _Search:
 
     def _ranked(self, calls: _LocatedCalls, precision: PrecisionReport) -> tuple[list[Unit], list[Unit]]:
         """What computed in less than `precision`, the most suspect first; and the operators in modules."""
-        rules = [(rule.key, bound.module()) for rule in self.policy.modules.rules for _, bound in rule.bound]
+        rules = [(rule.key, bound.module.module()) for rule in self.policy.modules.rules for bound in rule.bound]
         ruled = {id(module) for _, module in rules}
         own = {id(module) for key, module in rules if isinstance(key, str) and "*" not in key}
         named = module_paths(self.model)

@@ -91,8 +91,8 @@ class NamedModules:
             )
         return path
 
-    def matching(self, key: str | type[Module]) -> tuple[tuple[str, ModuleRef], ...]:
-        """Each module that a key matches, once, with its path; `ValueError` with the nearest names if there is none."""
+    def matching(self, key: str | type[Module]) -> tuple[Bound, ...]:
+        """Each module that a key matches, once; `ValueError` with the nearest names if there is none."""
         if isinstance(key, type):
             found = [(path, module) for path, module in self.pairs if key in type(module).__mro__]
         elif "*" in key:
@@ -101,7 +101,7 @@ class NamedModules:
             found = [(key, self.by_path[key])] if key in self.by_path else []
         if not found:
             raise ValueError(self._unmatched(key))
-        once = {id(module): (path, ModuleRef(module)) for path, module in reversed(found)}
+        once = {id(module): Bound(path, ModuleRef(module), _rank(key, module)) for path, module in reversed(found)}
         return tuple(reversed(once.values()))
 
     def _unmatched(self, key: str | type[Module]) -> str:
@@ -120,20 +120,21 @@ class NamedModules:
         return f"no module of {type(self.model).__name__} is a {short(str(name))}; its modules are {known}"
 
 
+class Bound(NamedTuple):
+    """A module that a rule binds."""
+
+    path: str           # at binding; "" is the model itself
+    module: ModuleRef
+    rank: int           # see `_rank`
+
+
 class ModuleRule(NamedTuple):
     """A key of `for_modules`, its value, the model that it was given for, and the modules that it binds."""
 
     key: str | type[Module]                     # the path of a module that was given as a key
     value: Any                                  # a dtype or a Policy
     model: ModuleRef
-    bound: tuple[tuple[str, ModuleRef], ...]    # with their paths at binding; "" is the model itself
-
-    def rank(self, module: Module) -> int:
-        """How near the key is to a module that it binds: a path 0, a pattern with stars 1, classes by their distance.
-        """
-        if isinstance(self.key, type):
-            return 2 + type(module).__mro__.index(self.key)
-        return int("*" in self.key)
+    bound: tuple[Bound, ...]
 
     def key_text(self) -> str:
         """The key in code and messages."""
@@ -175,7 +176,7 @@ class ModuleRules:
 
     def are_gone(self) -> bool:
         """Whether every bound module has been freed."""
-        return all(reference.module() is None for rule in self.rules for _, reference in rule.bound)
+        return all(reference.module() is None for rule in self.rules for _, reference, _ in rule.bound)
 
     def extended(self, modules: NamedModules, items: Iterable[tuple[Any, Any]]) -> ModuleRules:
         """These rules and more, bound to modules of a model.
@@ -193,8 +194,8 @@ class ModuleRules:
             rules.append(ModuleRule(key, value, reference, modules.matching(key)))
         extended = ModuleRules(tuple(rules))
         for rule in extended.rules:
-            for _, bound in rule.bound:
-                request_kwargs(bound.module())
+            for bound in rule.bound:
+                request_kwargs(bound.module.module())
         return extended
 
     def copied(self, memo: dict[int, Any]) -> ModuleRules:
@@ -284,15 +285,24 @@ def matches(pattern: str, path: str) -> bool:
     return last == "**" or (used[-1] == len(names) - 1 and fnmatchcase(names[-1], last))
 
 
+def _rank(key: str | type[Module], module: Module) -> int:
+    """How near a key is to a module that it matches: a path 0, a pattern with stars 1, classes by their distance.
+
+    A rule keeps it: the class of a module may change, as that of `nn.LazyLinear` does at its first call.
+    """
+    if isinstance(key, type):
+        return 2 + type(module).__mro__.index(key)
+    return int("*" in key)
+
+
 def _values(rules: Iterable[ModuleRule]) -> Mapping[int, tuple[ModuleRef, Any]]:
     """Each bound module, by `id`, with the value of its nearest rule; `ValueError` where two are as near."""
     nearest: dict[int, tuple[int, str, ModuleRef, ModuleRule]] = {}
     for rule in rules:
-        for path, reference in rule.bound:
+        for path, reference, rank in rule.bound:
             module = reference.module()
             if module is None:
                 continue
-            rank = rule.rank(module)
             other = nearest.get(id(module))
             if other is None or rank < other[0]:
                 nearest[id(module)] = rank, path, reference, rule
@@ -308,11 +318,11 @@ def _checked(rule: ModuleRule) -> BoundRule:
     model = rule.model.module()
     there = None if model is None else {id(module) for module in model.modules()}
     gone = []
-    for path, reference in rule.bound:
+    for path, reference, _ in rule.bound:
         module = reference.module()
         if module is None or (there is not None and id(module) not in there):
             gone.append(path)
-    return BoundRule(rule.key_text(), rule.value, tuple(path for path, _ in rule.bound), tuple(gone))
+    return BoundRule(rule.key_text(), rule.value, tuple(bound.path for bound in rule.bound), tuple(gone))
 
 
 def _copied(rule: ModuleRule, memo: dict[int, Any]) -> ModuleRule:
@@ -326,7 +336,7 @@ def _copied(rule: ModuleRule, memo: dict[int, Any]) -> ModuleRule:
             return ModuleRef(copy.deepcopy(module, memo))
         return ModuleRef(memo.get(id(module), module))
 
-    bound = tuple((path, copy_of(reference)) for path, reference in rule.bound)
+    bound = tuple(Bound(path, copy_of(reference), rank) for path, reference, rank in rule.bound)
     return ModuleRule(rule.key, copy.deepcopy(rule.value, memo), copy_of(rule.model), bound)
 
 

@@ -111,8 +111,8 @@ def before(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None 
     if module._modules:
         hooks.called_a_model = True
     found = list(_rules_of(module))
-    if not found:
-        return None
+    if not found and not any(called is module for called, _ in thread.modules):
+        return None         # an entry without regions where the module calls itself: `after` ends a call by its module
     specs: list[RegionSpec] = []
     thread.modules.append((module, specs))      # first: if what follows raises, `after` runs
     for policy, value in found:
@@ -230,6 +230,10 @@ def _leave_to(module: Module | None) -> None:
 def _before_in_trace(module: Module, args: Any, kwargs: Any) -> Any:
     rules = _rules_in_trace(id(module))
     if rules is None:
+        for called, _ in _entered:
+            if called is module:        # it calls itself, as in `before`
+                _entered.append((module, 0))
+                return None
         return None
     lines = [] if rules == "" else rules.split("\n")
     _entered.append((module, len(lines)))

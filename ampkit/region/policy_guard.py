@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import sys
 from typing import Any
 
 import torch
 
+from ampkit.policy.module_rules import ModuleRules
 from ampkit.policy.policy import Policy, register_changes, registered
 from ampkit.region.thread_state import thread
 from ampkit.torch_internals.dynamo import DYNAMO_CALLBACKS, compile_callbacks, forget_compiled
@@ -36,6 +38,8 @@ _EVERY: Mark = tuple((device, torch.float32) for device in _DEVICES)
 _marking_lock = renewed_lock(__name__, "_marking_lock")
 _marks: dict[str, Mark] = {}
 _texts: dict[Mark, str] = {}
+_numbers: dict[ModuleRules, int] = {}   # by the modules that they bind; a number is given once
+_counter = itertools.count(1)
 
 
 class _Tags:
@@ -52,7 +56,7 @@ def mark_of(policies: tuple[tuple[str, Policy], ...]) -> Mark:
 @functools.lru_cache(maxsize=64)     # every recompute of a checkpoint asks, and a policy's text may be long
 def _mark_of(policies: tuple[tuple[str, Policy], ...], changes: int) -> Mark:
     """The mark after so many `register_op` calls."""
-    text = repr(policies)
+    text = repr([(device_type, _text_of(policy)) for device_type, policy in policies])
     if registered():
         text += repr(sorted((op.name(), rule.value) for op, rule in registered().items()))
     with _marking_lock:
@@ -62,6 +66,21 @@ def _mark_of(policies: tuple[tuple[str, Policy], ...], changes: int) -> Mark:
                 mark = _free_mark(text)
             _texts[mark], _marks[text] = text, mark     # in this order, should an interrupt come between
         return _marks[text]
+
+
+def _text_of(policy: Policy) -> str:
+    """What a policy says, with a number of this process in place of the modules that its rules bind."""
+    if not policy.modules:
+        return policy.text
+    with _marking_lock:
+        if policy.modules not in _numbers:
+            _numbers[policy.modules] = next(_counter)
+        number = _numbers[policy.modules]
+    rules = [
+        (rule.key_text(), _text_of(rule.value) if isinstance(rule.value, Policy) else str(rule.value))
+        for rule in policy.modules.rules
+    ]
+    return repr((policy.text, number, rules))
 
 
 def _short_mark(policies: tuple[tuple[str, Policy], ...]) -> Mark | None:
@@ -81,6 +100,7 @@ def _free_mark(text: str) -> Mark:
     if len(_texts) >= capacity:
         _marks.clear()
         _texts.clear()
+        _numbers.clear()
         _mark_of.cache_clear()
         forget_compiled()       # code compiled under an old mark must not match a new one
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])

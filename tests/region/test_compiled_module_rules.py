@@ -48,6 +48,23 @@ def test_a_compiled_function_called_with_another_model() -> None:
             assert compiled(other, x).dtype is torch.float32
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_module_that_was_replaced_and_bound_again_compiles_again(backend: str, nested: bool) -> None:
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4)
+
+    def bound() -> Policy:
+        policy = TORCH.for_modules(net, {nn.Linear: "float32"})
+        return TORCH.for_modules(net, {"": policy}) if nested else policy
+
+    first = bound()
+    net[1] = nn.Linear(4, 4)
+    compiled = torch.compile(lambda x: net(x), backend=backend)
+    for policy, dtype in (first, torch.bfloat16), (bound(), torch.float32), (first, torch.bfloat16):
+        with autocast("cpu", policy=policy):
+            assert compiled(x).dtype is net(x).dtype is dtype
+
+
 def test_module_rules_of_a_region_in_and_of_one_around_a_compiled_function() -> None:
     """The innermost region that has module rules decides, as in an eager run."""
     net, x = Net(), torch.randn(5, 8)

@@ -1,5 +1,6 @@
 """Keys of module rules: what they match, what is refused, how they are written down and read."""
 
+import copy
 import json
 import pickle
 import re
@@ -103,6 +104,15 @@ def test_a_module_is_a_key_by_identity():
     model = nn.Sequential(Equal(4, 4), Equal(4, 4))
     assert rules(model, {model[0]: FP32}) != rules(model, {model[1]: FP32})
     assert dtypes(model, rules(model, {model[0]: FP32, model[1]: FP16})) == {"0": FP32, "1": FP16}
+
+
+def test_a_class_that_changes_after_binding_keeps_its_rule():
+    model = nn.Sequential(nn.LazyLinear(4))
+    policy = rules(model, {nn.LazyLinear: FP32})
+    assert dtypes(model, policy) == {"0": FP32}     # its first call makes it an `nn.Linear`
+    copied, of_copy = copy.deepcopy((model, policy))
+    assert dtypes(model, policy) == dtypes(copied, of_copy) == {"0": FP32}
+    assert dtypes(model, policy.for_modules(model, {"0": FP16})) == {"0": FP16}
 
 
 # check
