@@ -128,12 +128,16 @@ def _joined(norms: Sequence[Tensor], norm_type: float) -> Tensor:
 def multiply_(gradients: Gradients, factor: Tensor, found_inf: Mapping[torch.device, Tensor]) -> None:
     """Multiply every gradient by a 0-d factor, unless the factor is 1 or its device's flag is set. Never syncs.
 
-    Call it without autograd.
+    A float64 factor, which clipping has for float64 gradients, stays one for those; where Triton runs, and for other
+    gradients, it is rounded to float32. Call it without autograd.
     """
-    factor = factor.float()
     for device, tensors in gradients.by_device.items():
-        local = moved(factor, device)
-        ampkit_kernels.backend(local).multiply_(tensors, local, found_inf.get(device))
+        local, flag = moved(factor, device), found_inf.get(device)
+        ops = ampkit_kernels.backend(local)
+        if local.dtype is torch.float64 and ops is ampkit_kernels.reference:
+            ops.multiply_([tensor for tensor in tensors if tensor.dtype is torch.float64], local, flag)
+            tensors = [tensor for tensor in tensors if tensor.dtype is not torch.float64]
+        ops.multiply_(tensors, local.float(), flag)
 
 
 def clamp_(gradients: Gradients, clip_value: float) -> None:

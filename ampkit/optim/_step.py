@@ -109,7 +109,7 @@ class DeviceStep(ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickled or copied optimizer, and what `load_state_dict` of torch hands over: state and groups."""
         super().__setstate__(state)  # type: ignore[misc]
-        self.__dict__.setdefault("impl", "auto")
+        vars(self).setdefault("impl", "auto")
         self._set_copies(self.__dict__.get("_copies", {}))
 
     def __getstate__(self) -> dict[str, Any]:

@@ -119,9 +119,10 @@ class AdamW(DeviceStep, torch.optim.AdamW):
     def _step_kernel(
         self, group: dict[str, Any], lists: list[list[Tensor]], states: list[dict[str, Any]], **options: Any
     ) -> None:
-        params, grads, *moments, steps = lists
-        moments = [*moments, []][:3]
-        kernels.adamw_(params, grads, *moments, steps, amsgrad=group["amsgrad"], **options)
+        params, grads, exp_avgs, exp_avg_sqs, *largest, steps = lists
+        max_exp_avg_sqs = largest[0] if largest else []
+        amsgrad = group["amsgrad"]
+        kernels.adamw_(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, amsgrad=amsgrad, **options)
 
     def _step_torch(
         self, group: dict[str, Any], device: torch.device, rows: list[Row], scalars: StepScalars
@@ -140,11 +141,15 @@ class AdamW(DeviceStep, torch.optim.AdamW):
         for state in states:
             if counts_on_device or not isinstance(state["step"], Tensor):
                 _count_on(state, step_device, dtype)
-        *moments, steps = [[_step.local_tensor(state[name]) for state in states] for name in self._names(group)]
+        exp_avgs, exp_avg_sqs, *largest, steps = [
+            [_step.local_tensor(state[name]) for state in states] for name in self._names(group)
+        ]
         torch_adamw(
             [row.local for row in rows],
             _step.scaled(rows, scalars.factor_on_host()) if on_host else _multiplied(rows, scalars),
-            *[*moments, []][:3],
+            exp_avgs,
+            exp_avg_sqs,
+            largest[0] if largest else [],
             steps,
             foreach=group["foreach"] if on_host else False,
             capturable=group["capturable"],

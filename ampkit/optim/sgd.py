@@ -89,7 +89,7 @@ class SGD(DeviceStep, torch.optim.SGD):
             "momentum": group["momentum"],
             "dampening": group["dampening"],
             "weight_decay": group["weight_decay"],
-            "nesterov": group["nesterov"],
+            "nesterov": bool(group["nesterov"] and group["momentum"]),
             "maximize": group["maximize"],
             "multiplier": scalars.grad_multiplier,
             "grad_scale": scalars.grad_scale,
@@ -105,8 +105,11 @@ class SGD(DeviceStep, torch.optim.SGD):
             fresh = state.get("momentum_buffer") is None
             if fresh:
                 state["momentum_buffer"] = torch.zeros_like(row.param, memory_format=torch.preserve_format)
-            if group["dampening"] and (fresh or _STARTED not in state):
-                state[_STARTED] = torch.full((), 0.0 if fresh else 1.0, dtype=torch.float32, device=device)
+            if group["dampening"]:
+                if fresh or _STARTED not in state:
+                    state[_STARTED] = torch.full((), 0.0 if fresh else 1.0, dtype=torch.float32, device=device)
+                # Loading a state_dict converts the flag to the parameter's dtype.
+                state[_STARTED] = state[_STARTED].to(device, torch.float32)
         return states
 
     def _step_kernel(

@@ -107,7 +107,7 @@ class Cast:
         """
         if not kwargs:
             return kwargs
-        cast = {name: self.value(kwargs[name], lookup) for name in reversed(kwargs)}
+        cast = {name: self.value(kwargs[name], lookup) for name in reversed([*kwargs])}
         return kwargs if all(cast[name] is kwargs[name] for name in kwargs) else {name: cast[name] for name in kwargs}
 
 

@@ -158,7 +158,9 @@ class GradScaler(torch.amp.GradScaler):
         return self._states
 
     @_per_optimizer_states.setter
-    def _per_optimizer_states(self, states: MutableMapping[int, Any]) -> None:
+    def _per_optimizer_states(  # pyright: ignore[reportIncompatibleVariableOverride]  torch has a plain attribute
+        self, states: MutableMapping[int, Any]
+    ) -> None:
         self._begin_iteration()
         self._states = states
 
@@ -242,14 +244,15 @@ class GradScaler(torch.amp.GradScaler):
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         if self._growth_tracker is not None:
             raise AssertionError("_growth_tracker initialized before _scale")
-        state = self._rule.init(
+        scale, tracker, *counters = self._rule.init(
             dev, scale=self._init_scale, growth_tracker=self._init_growth_tracker, **self._init_counters
         )
-        self._scale, self._growth_tracker, *self._counters = state
-        self._history = History(state.scale.device, self._history_size, self._init_totals)
+        self._scale, self._growth_tracker, self._counters = scale, tracker, tuple(counters)
+        self._history = History(scale.device, self._history_size, self._init_totals)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        scale, tracker = self._scale, self._growth_tracker
+        scale: Tensor | None = self._scale
+        tracker: Tensor | None = self._growth_tracker
         if scale is None or tracker is None:
             return super()._check_scale_growth_tracker(funcname)  # which raises
         if self._history is None:   # other code has set the two
@@ -265,8 +268,9 @@ class GradScaler(torch.amp.GradScaler):
         scale: Any = self._scale
         triton = self._history.triton if self._history is not None else None
         if self._rule.scales_losses and triton is not None:
-            self._inv_scale, flag, self._used_scale = triton.inverse_scale(scale)
-            return self._inv_scale, flag
+            inv_scale, flag, self._used_scale = triton.inverse_scale(scale)
+            self._inv_scale = inv_scale
+            return inv_scale, flag
         if not self._rule.scales_losses:
             inv_scale = torch.ones_like(scale)
         elif scale.is_mps:
@@ -354,7 +358,7 @@ class GradScaler(torch.amp.GradScaler):
         self._agree(optimizer, found, groups)
         return found
 
-    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> Flags:
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
         """Check gradients that stay scaled for inf and NaN; the flags are those that `unscale_` would set."""
         self._check_scale_growth_tracker("_check_inf_per_device")
         notes = self._notes_of(optimizer)
@@ -745,8 +749,9 @@ class GradScaler(torch.amp.GradScaler):
         last = notes.last_step
         if skipped or (skipped is None and self.count_every_step):
             last.counts = count_nonfinite(notes.optimizer)
-            for _, counts in last.counts.by_device if self._history is not None else ():
-                self._history.note_nonfinite(counts)
+            if self._history is not None:
+                for _, counts in last.counts.by_device:
+                    self._history.note_nonfinite(counts)
         elif skipped is None:
             last.counts = None
         return skipped

@@ -5,6 +5,7 @@ kernels unchecked, and so do the scalars beside it, which must be as documented.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -150,7 +151,7 @@ def unscale_into_(
     (tensor([1., 2.]), tensor(0.))
     """
     op = "unscale_into_"
-    sources, destinations = strided_floats(sources, op), strided_floats(destinations, op)
+    sources, destinations = strided_floats(resolved(sources), op), strided_floats(destinations, op)
     check_parallel(op, sources=sources, destinations=destinations)
     check_one_device([*sources, *destinations], op)
     for name, value in (("inv_scale", inv_scale), ("found_inf", found_inf)):
@@ -210,7 +211,7 @@ def adamw_(
     lists = _step_lists(op, lists, multiplier, grad_scale, found_inf)
     _check_scalars(op, "steps", steps, len(params))
     ops = select(impl, params[0].device) if params else reference
-    kept = {}
+    kept: dict[str, Any] = {}
     if ops is not reference:
         check_one_device([lists["params"][0], *steps], op)
         kept = {"cache": cache}
@@ -268,7 +269,7 @@ def sgd_(
         raise ValueError(f"{op}: nesterov needs momentum > 0 and dampening 0, got {momentum} and {dampening}")
     parts = {"momentum_buffers": (), "copies": None, **lists}
     ops = select(impl, params[0].device) if params else reference
-    kept = {} if ops is reference else {"cache": cache}
+    kept: dict[str, Any] = {} if ops is reference else {"cache": cache}
     ops.sgd_(
         **parts, started=started, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay,
         nesterov=nesterov, maximize=maximize, multiplier=multiplier, grad_scale=grad_scale, found_inf=found_inf, **kept,

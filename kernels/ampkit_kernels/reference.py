@@ -181,6 +181,8 @@ def unscale_into_(
     accumulate: bool = False,
 ) -> None:
     """Multiply into other tensors and flag non-finite values; see `ampkit_kernels.unscale_into_`."""
+    if not sources:
+        return
     wide = [torch.promote_types(s.dtype, d.dtype) for s, d in zip(sources, destinations, strict=True)]
     same = all(d.dtype is dtype for d, dtype in zip(destinations, wide, strict=True))
     products = list(destinations)

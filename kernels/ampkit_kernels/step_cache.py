@@ -54,7 +54,7 @@ class StepCache:
                 same = kept is not None and len(tensors) == len(kept) and all(map(is_, tensors, kept))
                 if not same and _facts(tensors) != facts:
                     return False
-            if self._single and any(map(Tensor.is_neg, map(lists[1].__getitem__, self._single))):
+            if any(map(Tensor.is_neg, lists[1])):
                 return False
             columns = [list(map(Tensor.data_ptr, tensors)) for tensors in lists]
         except (RuntimeError, TypeError):   # no contiguity or no address, as sparse tensors; no tensor
@@ -90,8 +90,6 @@ class StepCache:
         self._columns = [list(map(Tensor.data_ptr, tensors)) for tensors in lists]
         self._n_wide = n_wide
         self._aligned = _aligned_rows(self._columns[:n_wide])
-        # Only a tensor of one element can be contiguous and lazily negated.
-        self._single = [i for i, tensor in enumerate(lists[1]) if tensor.numel() == 1]
         self._launches = launches
 
     def _may_lie_at(self, columns: _Columns, lists: Sequence[Sequence[Tensor]]) -> bool:

@@ -128,6 +128,24 @@ def test_norms_of_mixed_dtypes_are_float32_or_wider() -> None:
     assert (norm.dtype, norm.item()) == (torch.float64, 3.0)
 
 
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_float64_gradients_are_clipped_by_a_float64_factor(norm_type) -> None:
+    generator = torch.Generator().manual_seed(0)
+    grads = [1e3 * torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(2)]
+    norm, clipped = ours_clips(grads, 2.0**10, 0.7, norm_type)
+    expected_norm, expected = torch_clips(grads, 2.0**10, 0.7, norm_type)
+    assert torch.equal(norm, expected_norm)
+    assert all(map(torch.equal, clipped, expected))
+
+
+def test_float64_gradients_beside_float32_ones() -> None:
+    generator = torch.Generator().manual_seed(0)
+    grads = [1e4 * torch.randn(7, generator=generator, dtype=dtype) for dtype in (torch.float64, torch.float32)]
+    _, clipped = ours_clips(grads, 2.0**10, 0.7, 2.0)
+    _, exact = torch_clips([grad.double() for grad in grads], 2.0**10, 0.7, 2.0)
+    torch.testing.assert_close(clipped[0], exact[0], rtol=1e-15, atol=0.0)
+    torch.testing.assert_close(clipped[1], exact[1].float(), rtol=1e-6, atol=0.0)
+
 def test_squares_that_overflow_are_no_overflow() -> None:
     params = with_grads([torch.tensor([1e25, 1e25])])
     optimizer = torch.optim.SGD(params, lr=0.0)

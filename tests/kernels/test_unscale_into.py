@@ -100,8 +100,18 @@ def test_expanded_sources_and_empty_lists() -> None:
     into, found_inf = torch.zeros(4, 3), scalar(0.0)
     unscale_into_([torch.ones(3).half().expand(4, 3)], [into], scalar(0.5), found_inf)
     assert_same([into], [torch.full((4, 3), 0.5)])
-    unscale_into_([], [], scalar(0.5), found_inf)
+    for accumulate in (False, True):
+        unscale_into_([], [], scalar(0.5), found_inf, accumulate=accumulate)
     assert found_inf == 0.0
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("impl", IMPLS)
+def test_lazy_conjugation_and_negation_of_sources_are_carried_out(impl: str) -> None:
+    into = [torch.zeros(2, dtype=torch.complex64), torch.zeros(3)]
+    sources = [torch.full((2,), 2 + 4j).conj(), torch._neg_view(torch.full((3,), 2.0))]
+    unscale_into_(sources, into, scalar(0.5), scalar(0.0), impl=impl)
+    assert_same(into, [torch.full((2,), 1 - 2j), torch.full((3,), -1.0)])
 
 
 def test_bad_lists_are_refused() -> None:

@@ -255,13 +255,14 @@ def test_a_sparse_gradient_is_refused_after_dense_ones() -> None:
 
 
 def test_a_lazily_negated_gradient_is_seen() -> None:
-    """Of one element, so that it is contiguous, after one that is not negated."""
-    param = torch.nn.Parameter(torch.zeros(1))
-    optimizer = SGD([param], lr=1.0, impl="triton")
-    for grad in (torch.ones(1), torch.view_as_complex(torch.ones(1, 2)).conj().imag, torch.ones(1)):
-        param.grad = grad
-        optimizer.step()
-    assert param.item() == -1.0
+    """Contiguous, as a view of one element may be, after one that is not negated."""
+    for n, negated in ((1, torch.view_as_complex(torch.ones(1, 2)).conj().imag), (2, torch._neg_view(torch.ones(2)))):
+        param = torch.nn.Parameter(torch.zeros(n))
+        optimizer = SGD([param], lr=1.0, impl="triton")
+        for grad in (torch.ones(n), negated, torch.ones(n)):
+            param.grad = grad
+            optimizer.step()
+        assert torch.equal(param, torch.full((n,), -1.0))
 
 
 def test_a_captured_step_warns_once_of_a_learning_rate_that_the_host_holds() -> None:

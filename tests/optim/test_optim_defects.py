@@ -1,5 +1,6 @@
 """What torch's own fused step gets wrong on a CPU, default devices, and tensors without values."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -118,4 +119,36 @@ def test_views_of_one_buffer_at_any_alignment(form: str) -> None:
             params[-1].grad = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).t()
             one.step()
         results.append([buffer, params[-1].detach()])
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_flags_of_momenta_after_loading(dtype: torch.dtype) -> None:
+    """load_state_dict converts every entry of state to the parameter's dtype, the flag included."""
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "impl": "triton"}
+    params = [torch.nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2)]
+    first, loaded = (SGD([param], **options) for param in params)
+    for step in range(4):
+        for param in params:
+            param.grad = torch.full_like(param, step + 1.0)
+        first.found_inf = loaded.found_inf = torch.tensor(float(step == 0))   # a skipped step leaves the flag at 0
+        first.step()
+        loaded.step()
+        loaded.load_state_dict(copy.deepcopy(first.state_dict()))
+        assert torch.equal(*params)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_nesterov_without_momentum_is_plain_descent() -> None:
+    """As in torch.optim, which looks at nesterov only where a group has momentum."""
+    results = []
+    for cls, arguments in ((SGD, {"impl": "triton"}), (torch.optim.SGD, {})):
+        param = torch.nn.Parameter(torch.ones(3))
+        optimizer: Any = cls([param], lr=0.1, momentum=0.9, nesterov=True, **arguments)
+        for momentum in (0.9, 0.0, 0.0, 0.9):
+            optimizer.param_groups[0]["momentum"] = momentum
+            param.grad = torch.ones(3)
+            optimizer.step()
+        results.append(param.detach())
     torch.testing.assert_close(*results)
