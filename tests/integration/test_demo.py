@@ -181,6 +181,8 @@ def test_ctrl_c_in_a_real_process(tmp_path: Path) -> None:
     with subprocess.Popen(
         [*command, "--steps", "100000", "--out", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"},
+        # where the tests themselves run in the background of a shell, which ignores the signal
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         assert process.stdout is not None
         while "use fp16" not in process.stdout.readline():
