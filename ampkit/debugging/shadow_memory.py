@@ -19,7 +19,7 @@ from ampkit.torch_internals.operator_tracing import is_opaque, storage_key
 
 __all__ = ["NONE", "Error", "ShadowMemory"]
 
-_SPARE = 1 << 20        # bytes of twins beyond which those of memory that is gone are looked for
+_SPARE = 1 << 20        # bytes of reference copies beyond which those of memory that is gone are looked for
 
 
 class Error(NamedTuple):
@@ -154,7 +154,7 @@ class ShadowMemory:
         self._grown += flat.untyped_storage().nbytes()
         if self._grown > self._limit:
             self._copies.forget_expired()
-            self._sharing = {key: twins for key, twins in self._sharing.items() if twins}
+            self._sharing = {key: copies for key, copies in self._sharing.items() if copies}
             live = sum(shadow.flat.untyped_storage().nbytes() for shadow in self._copies.values())
             self._grown, self._limit = 0, max(_SPARE, live // 32)
         return made

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ampkit import GradScaler, autocast
+from tests.debugging.wild import Middle
 
 __all__ = ["FAULTS", "Fault", "judged"]
 
@@ -50,17 +51,6 @@ class Fault(NamedTuple):
 
 
 FAULTS: list[Fault] = []
-
-
-class Middle(nn.Module):
-    """Where a function is called."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
 
 
 def region(kind: str, dtype: torch.dtype) -> AbstractContextManager[Any]:

@@ -37,12 +37,12 @@ class Scores(nn.Module):
         return torch.matmul((torch.matmul(y, y.t()).softmax(-1) + near.float()), x).float()
 
 
-def build(kind: str, culprits: tuple[int, ...], n_blocks: int) -> tuple[nn.Module, set[str]]:
+def build(kind: str, planted_at: tuple[int, ...], n_blocks: int) -> tuple[nn.Module, set[str]]:
     """A model, and the paths of its modules that need more precision."""
-    torch.manual_seed(sum(culprits))
+    torch.manual_seed(sum(planted_at))
     blocks: list[Any] = [Block() for _ in range(n_blocks)]
     with torch.no_grad():
-        for i in culprits:
+        for i in planted_at:
             block = blocks[i]
             if kind == "overflow":
                 block.inner.weight.mul_(1e6)
@@ -54,7 +54,7 @@ def build(kind: str, culprits: tuple[int, ...], n_blocks: int) -> tuple[nn.Modul
                 block.inner.bias.add_(300.0)
             else:
                 blocks[i] = Scores()
-    return nn.Sequential(*blocks).eval(), {f"{i}" if kind == "scores" else f"{i}.inner" for i in culprits}
+    return nn.Sequential(*blocks).eval(), {f"{i}" if kind == "scores" else f"{i}.inner" for i in planted_at}
 
 
 def error_of(model: nn.Module, dtype: torch.dtype) -> Callable[[Policy], float]:
@@ -74,16 +74,16 @@ def names(result: Any) -> set[str]:
     return set(map(str, result.kept))
 
 
-@pytest.mark.parametrize(("kind", "dtype", "culprits", "n_blocks"), [
+@pytest.mark.parametrize(("kind", "dtype", "planted_at", "n_blocks"), [
     ("overflow", torch.float16, (3,), 8), ("overflow", torch.float16, (2, 3, 7, 8), 10),
     ("underflow", torch.float16, (2, 3), 6), ("underflow", torch.float16, (1, 5, 6), 8),
     ("cancellation", torch.bfloat16, (0,), 6), ("cancellation", torch.bfloat16, (1, 2, 4), 6),
     ("scores", torch.bfloat16, (2,), 4),
 ])
 def test_planted_modules_are_found_and_none_can_be_dropped(
-    kind: str, dtype: torch.dtype, culprits: tuple[int, ...], n_blocks: int
+    kind: str, dtype: torch.dtype, planted_at: tuple[int, ...], n_blocks: int
 ) -> None:
-    model, planted = build(kind, culprits, n_blocks)
+    model, planted = build(kind, planted_at, n_blocks)
     evaluate = error_of(model, dtype)
     result = search_policy(evaluate, model, lambda error: error < LIMIT[dtype])
     assert result.status == "found"

@@ -212,14 +212,14 @@ def copied_in_the_region(region: Region) -> Any:
     model, x = Net(), torch.randn(4, 6)
     with region():
         first = model(x)
-        twin = copy.deepcopy(model)
+        copied = copy.deepcopy(model)
         with torch.no_grad():
-            for p in twin.parameters():
+            for p in copied.parameters():
                 p.mul_(2)
-        second = twin(x)
+        second = copied(x)
         third = pickle.loads(pickle.dumps(model))(x)
     (first + second).float().sum().backward()
-    return first, second, third, gradients(model), gradients(twin)
+    return first, second, third, gradients(model), gradients(copied)
 
 
 @PROGRAMS.add
