@@ -27,7 +27,7 @@ WIDER = FLOAT + "|float32"
 @planted("aten::(add)?mm", r"overflow", POLICY, dtype=F16, kind="ampkit")
 def output_projection_of_t5(x: Tensor) -> Tensor:
     hidden = F.gelu(x * 0 + 400)
-    return F.linear(hidden, torch.full((16, 16), 20.0)) * 1e-4      # here
+    return F.linear(hidden, torch.full((16, 16), 20.0)) * 1e-4 + x      # here
 
 
 # huggingface/transformers#19229
@@ -35,7 +35,7 @@ def output_projection_of_t5(x: Tensor) -> Tensor:
 def residual_of_long_t5(x: Tensor) -> Tensor:
     hidden = x * 0 + 4e4
     forwarded = hidden * 0.9
-    return (hidden + forwarded) * 1e-4      # here
+    return (hidden + forwarded) * 1e-4 + x      # here
 
 
 # huggingface/transformers#9295: tanh takes the inf, its gradient does not
@@ -56,7 +56,7 @@ def dice_score(x: Tensor) -> Tensor:
 # Comfy-Org/ComfyUI#1401
 @planted("aten::convolution", r"overflow", LINES, dtype=F16, kind="torch")
 def decoder_of_a_vae(x: Tensor) -> Tensor:
-    image = (x * 0 + 300).view(8, 1, 4, 4)
+    image = (x * 20 + 300).view(8, 1, 4, 4)
     return F.conv2d(image, torch.full((1, 1, 3, 3), 50.0)) * 1e-5       # here
 
 
@@ -88,8 +88,8 @@ def ratio_of_policies(x: Tensor) -> Tensor:
 # NVIDIA-NeMo/RL#876: the clamp is too wide for float16
 @planted("aten::exp", r"overflow", FLOAT + r"|clamp", dtype=F16)
 def divergence_in_half(x: Tensor) -> Tensor:
-    difference = (x + 30).clamp(-20, 20)
-    return difference.exp() - difference - 1        # here
+    difference = (x + 15).clamp(-20, 20)
+    return (difference.exp() - difference - 1) * 1e-6       # here
 
 
 # Lightning-AI/torchmetrics#3488
@@ -134,7 +134,7 @@ def scores_of_experts(x: Tensor) -> Tensor:
 @planted("aten::div.Tensor", r"0 in float16|underflow", FLOAT, dtype=F16)
 def attention_by_sigmoid(x: Tensor) -> Tensor:
     weight = torch.sigmoid(x - 20)      # here
-    return weight / weight.sum(-1, keepdim=True)
+    return weight / weight.sum(-1, keepdim=True) * torch.arange(16).to(x.dtype)
 
 
 # pytorch/pytorch#41663: torch.rand in float16 gives both ends now and then
@@ -142,7 +142,7 @@ def attention_by_sigmoid(x: Tensor) -> Tensor:
 def gumbel_noise(x: Tensor) -> Tensor:
     u = torch.linspace(0, 1, 128).view(8, 16).to(x.dtype)
     noise = -torch.log(-torch.log(u + 1e-20) + 1e-20)       # here
-    return (x + noise).softmax(-1)
+    return (x + noise).softmax(-1) * torch.arange(16).to(x.dtype)
 
 
 # ray-project/ray#14878
@@ -150,7 +150,7 @@ def gumbel_noise(x: Tensor) -> Tensor:
 def unsquashed_action(x: Tensor) -> Tensor:
     action = torch.tanh(x + 9)
     action = action.clamp(-1 + 1e-6, 1 - 1e-6)      # here
-    return torch.atanh(action) * 1e-3
+    return torch.atanh(action) + x
 
 
 # NVIDIA/apex#654
@@ -186,7 +186,7 @@ def logarithm_of_chosen_values(x: Tensor) -> Tensor:
 
 
 # pytorch/pytorch#98276: the square of its length is 0 in float32
-@planted("in backward of aten::angle", r"underflow|is 0|by 0|at 0|of 0", r"atan2|where|eps|clamp")
+@planted("in backward of aten::angle", r"underflow|0 in float32", r"atan2|where|eps|clamp")
 def phase_of_a_spectrum(x: Tensor) -> Tensor:
     return torch.angle(torch.complex(x * 1e-25, x * 1e-25)) + x     # here
 
@@ -228,7 +228,7 @@ def weight_of_a_timestep(x: Tensor) -> Tensor:
 
 
 # harvardnlp/annotated-transformer#109
-@planted("aten::log", r"of 0|log.*0|is 0", r"clamp|log_softmax")
+@planted("aten::log", r"of 0|0 in float32", r"clamp|log_softmax")
 def divergence_of_probabilities(x: Tensor) -> Tensor:
     p = torch.softmax(x + torch.arange(16.0) * 12, -1)
     return F.kl_div(p.log(), torch.full((8, 16), 1 / 16), reduction="none")     # here
@@ -244,7 +244,7 @@ def contrast_to_nobody(x: Tensor) -> Tensor:
 
 
 # NVIDIA-NeMo/RL#4154
-@planted("aten::sub.Tensor", r"-inf", r"where|masked_fill|finfo|nan_to_num|isfinite")
+@planted("aten::sub.Tensor", r"-inf|inf - inf", r"where|masked_fill|finfo|nan_to_num|isfinite")
 def divergence_of_filtered_policies(x: Tensor) -> Tensor:
     dropped = torch.arange(16) > 3
     policy = x.masked_fill(dropped, -INF).log_softmax(-1)
@@ -253,7 +253,7 @@ def divergence_of_filtered_policies(x: Tensor) -> Tensor:
 
 
 # NVIDIA/TensorRT-LLM#19220
-@planted("aten::sub.Tensor", r"-inf", r"where|finfo|clamp|finite|nan_to_num")
+@planted("aten::sub.Tensor", r"-inf|inf - inf", r"where|finfo|clamp|finite|nan_to_num")
 def softmax_over_a_masked_block(x: Tensor) -> Tensor:
     scores = x.masked_fill(torch.arange(16) < 4, -INF)
     best, total = torch.full((8, 1), -INF), torch.zeros(8, 1)
@@ -265,14 +265,14 @@ def softmax_over_a_masked_block(x: Tensor) -> Tensor:
 
 
 # pytorch/pytorch#49844
-@planted("aten::masked_fill.*", r"-inf", r"finfo|finite|weight|where")
+@planted("aten::masked_fill.*", r"-inf", r"finfo|finite|clamp|torch\.where")
 def binary_loss_of_masked_logits(x: Tensor) -> Tensor:
     logits = x.masked_fill(torch.arange(16) > 12, -INF)     # here
     return F.binary_cross_entropy_with_logits(logits, torch.zeros(8, 16), reduction="none")
 
 
 # sooftware/kospeech#37
-@planted("aten::masked_fill.*", r"-inf", r"finfo|finite|label_smoothing|where")
+@planted("aten::masked_fill.*", r"-inf", r"finfo|finite|label_smoothing")
 def smoothed_loss_of_masked_logits(x: Tensor) -> Tensor:
     logits = x.masked_fill(torch.arange(16) > 12, -INF)     # here
     return F.cross_entropy(logits, torch.zeros(8, dtype=torch.int64), label_smoothing=0.1)
@@ -296,7 +296,7 @@ def padding_throughout() -> tuple[nn.Module, Step]:
 
 
 # pytorch/pytorch#19126
-@whole("nonfinite", r"0 / 0|is 0|by 0|of 0", r"eps|init|clamp", "aten::(_weight_norm_interface|div.*)",
+@whole("nonfinite", r"0 / 0|is 0|by 0|of 0", r"eps|init|not 0", "aten::_weight_norm_interface",
        "0.parametrizations.weight.0")
 def weight_norm_of_zeros() -> tuple[nn.Module, Step]:
     layer: Any = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8, bias=False))
@@ -311,7 +311,7 @@ def weight_norm_of_zeros() -> tuple[nn.Module, Step]:
 # pytorch/pytorch#133085: 1 / sqrt(inf) is 0, and so is every gradient
 @planted("aten::pow.Tensor_Scalar", r"overflow", WIDER, dtype=F16, tool="precision")
 def norm_that_overflows_in_silence(x: Tensor) -> Tensor:
-    y = x + 300
+    y = x * 600
     variance = y.pow(2).mean(-1, keepdim=True)      # here
     return y * torch.rsqrt(variance + 1e-6)
 
@@ -402,14 +402,14 @@ def optimizer_in_bfloat16() -> tuple[nn.Module, Step]:
 
 
 # deepspeedai/DeepSpeed#2768
-@whole("precision", r"add|accumul", WIDER, "aten::add.*", "")
+@whole("precision", r"add_|accumul", r"(accumul|gradients).*float32|float32.*(accumul|gradients)", "aten::add.*", "")
 def accumulation_in_bfloat16() -> tuple[nn.Module, Step]:
     model = nn.Linear(8, 1, bias=False).bfloat16()
 
     def step() -> None:
         model.zero_grad()
-        for _ in range(100):
-            model(torch.full((1, 8), 1.15, dtype=B16)).float().sum().backward()     # here
+        for _ in range(160):
+            model(torch.full((1, 8), 1.4, dtype=B16)).float().sum().backward()     # here
 
     return model, step
 
