@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampkit.torch_internals.lookup import missing, private, refuse
 
 __all__ = [
-    "AUTOCAST_KEYS", "KEY", "KEY_NAME", "TLS_NAME", "Exclude", "TorchDispatchMode", "autocast_key", "current", "get_in_tls",
-    "has_kernel", "higher_order_fallthrough", "higher_order_ops", "is_excluded", "is_in_tls", "is_included", "is_open",
-    "keysets", "parsed_key", "put_in_tls", "set_excluded", "set_included",
+    "AUTOCAST_KEYS", "KEY", "KEY_NAME", "TLS_NAME", "Exclude", "TorchDispatchMode", "autocast_key", "current",
+    "get_in_tls", "has_kernel", "higher_order_fallthrough", "higher_order_ops", "is_excluded", "is_in_tls",
+    "is_included", "is_open", "keysets", "parsed_key", "put_in_tls", "set_excluded", "set_included",
 ]
 
 KEY_NAME = "TESTING_ONLY_GenericMode"
