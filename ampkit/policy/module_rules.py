@@ -24,7 +24,7 @@ from ampkit.torch_internals.modules import request_kwargs
 
 __all__ = [
     "CLASS", "NONE", "BoundRule", "ModuleCheck", "ModuleRules", "NamedModules", "checked_key", "class_key", "describe",
-    "matches",
+    "matches", "module_of",
 ]
 
 CLASS = "class "    # begins a key that names a module class, as written policies do: "class package.module:Name"
@@ -47,6 +47,11 @@ def identity(module: Module) -> str:
         _modules[own] = module
         vars(module)[_IDENTITIES] = (own, *known)
         return own
+
+
+def module_of(identity: str) -> Module | None:
+    """The module that an identity was made for, if it lives."""
+    return _modules.get(identity)
 
 
 def class_key(cls: type) -> str:
@@ -147,7 +152,7 @@ class ModuleRules:
         self.rules = rules
         self.ran = False        # whether a bound module has run in a region
         self._values = _values(rules)
-        models = {type(_modules.get(rule.model)) for rule in rules}
+        models = {type(module_of(rule.model)) for rule in rules}
         self._classes = {cls for cls in models if not cls.__module__.startswith(("torch.", "builtins"))}
         self._hash = hash(frozenset(rules))
 
@@ -199,7 +204,7 @@ class ModuleRules:
         extended = ModuleRules(tuple(rules))
         for rule in extended.rules:
             for bound in rule.bound:
-                request_kwargs(_modules.get(bound.module))
+                request_kwargs(module_of(bound.module))
         return extended
 
     def check(self) -> ModuleCheck:
@@ -213,7 +218,7 @@ class ModuleRules:
             by_model.setdefault(rule.model, []).append(rule)
         for model, rules in by_model.items():
             shown = ", ".join(f"{rule.key_text()}: {rule.value!r}" for rule in rules)
-            text += f".for_modules({_shown(_modules.get(model))}, {{{shown}}})"
+            text += f".for_modules({_shown(module_of(model))}, {{{shown}}})"
         return text
 
 
@@ -316,11 +321,11 @@ def _values(rules: Iterable[ModuleRule]) -> Mapping[str, Any]:
 
 
 def _checked(rule: ModuleRule) -> BoundRule:
-    model = _modules.get(rule.model)
+    model = module_of(rule.model)
     there = None if model is None else {id(module) for module in model.modules()}
     gone = []
     for path, known, _ in rule.bound:
-        module = _modules.get(known)
+        module = module_of(known)
         if module is None or (there is not None and id(module) not in there):
             gone.append(path)
     return BoundRule(rule.key_text(), rule.value, tuple(bound.path for bound in rule.bound), tuple(gone))

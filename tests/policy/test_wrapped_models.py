@@ -153,7 +153,7 @@ def fit(module, policy):
     Trainer(
         max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, plugins=MixedPrecision("bf16-mixed", "cpu", policy=policy),
-    ).fit(module, [torch.ones(2, 4)] * 2)
+    ).fit(module, iter([torch.ones(2, 4)] * 2))
 
 
 def outcome(wrap, when):
