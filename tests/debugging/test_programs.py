@@ -131,37 +131,6 @@ def recurrence_over_padding() -> tuple[nn.Module, Run]:
     return trained(model, loss, None)
 
 
-def random_field() -> tuple[nn.Module, Run]:
-    model = mlp(4, 8, 3)
-    transitions = torch.zeros(3, 3).masked_fill(torch.eye(3, dtype=torch.bool), -INF)
-
-    def loss() -> Tensor:
-        scores = model(torch.randn(2, 5, 4)).float()
-        alpha = torch.full((2, 3), -INF)
-        alpha[:, 0] = 0
-        for t in range(5):
-            alpha = torch.logsumexp(alpha[:, :, None] + transitions, 1) + scores[:, t]
-        return alpha.logsumexp(-1).mean()
-
-    return trained(model, loss)
-
-
-def flash_attention_by_hand() -> tuple[nn.Module, Run]:
-    model = nn.Linear(8, 8)
-
-    def loss() -> Tensor:
-        y = model(torch.randn(6, 8)).float()
-        best, total, out = torch.full((6, 1), -INF), torch.zeros(6, 1), torch.zeros(6, 8)
-        for block in y.split(2):
-            scores = y @ block.t()
-            new = torch.maximum(best, scores.amax(-1, keepdim=True))
-            weight, old = (scores - new).exp(), (best - new).exp()
-            total, out, best = total * old + weight.sum(-1, keepdim=True), out * old + weight @ block, new
-        return (out / total).square().mean()
-
-    return trained(model, loss, F16)
-
-
 # --- classification and regression
 
 
@@ -673,9 +642,9 @@ def compiled() -> tuple[nn.Module, Run]:
 PROGRAMS = [
     accumulation, actions_in_an_interval, adapters_of_low_rank, adversaries, attention_with_rows_masked_out,
     checkpoints_with_dropout, compiled, contrast, critic_with_a_penalty, detection, diffusion, distillation,
-    experts_without_tokens, flash_attention_by_hand, focal_loss, groups_of_rewards, label_smoothing, language_model,
+    experts_without_tokens, focal_loss, groups_of_rewards, label_smoothing, language_model,
     learning_to_learn, masked_language_model, messages_in_a_graph, mixup, moving_averages, normalizing_flow,
-    preferences, proximal_policy, quantile_regression, random_field, recurrence_over_padding, rotary_attention,
+    preferences, proximal_policy, quantile_regression, recurrence_over_padding, rotary_attention,
     search_along_a_line, segmentation, sharpness_aware, solver_of_an_equation, sparse_gradients, speech_recognition,
     tables_with_padding, tasks_weighed_by_their_uncertainty, triplets, values_with_a_target_network,
     variance_and_covariance, variational_autoencoder,
