@@ -224,7 +224,7 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         raise RuntimeError(
-            "the gradient of an FP8 product has no derivative, since FP8 rounds it. For a gradient penalty or a Hessian "
+            "the gradient of an FP8 product has no derivative, since FP8 rounds it. For a gradient penalty or Hessian "
             "give the modules that it goes through another rule: policy.for_modules(model, {'path': "
             "Policy.default(device_type)})"
         )

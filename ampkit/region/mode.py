@@ -32,7 +32,6 @@ from ampkit.policy.rules import Rule
 from ampkit.region import float8, policy_guard, recurrent
 from ampkit.region.specialised import kernels_for
 from ampkit.region.weight_cache import RegionCache, WeightCache
-from ampkit.torch_internals.checkpoint import note_region, top_hooks
 from ampkit.torch_internals.dispatcher import (
     Exclude,
     TorchDispatchMode,
@@ -126,8 +125,6 @@ class AutocastMode(TorchDispatchMode):
         call = self.prepare(func, args, _NO_ARGUMENTS if kwargs is None else kwargs)
         if call is None:
             return NotImplemented
-        if top_hooks(True) is not None:
-            note_region(self)
         run, args, kwargs = call
         with Exclude(self.excluded_keys):
             return run(*args, **kwargs)

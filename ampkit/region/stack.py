@@ -24,7 +24,6 @@ from ampkit.region.spec import RegionSpec
 from ampkit.region.thread_state import thread
 from ampkit.region.weight_cache import RegionCache, WeightCache
 from ampkit.torch_internals import self_check
-from ampkit.torch_internals.checkpoint import note_region, top_hooks
 from ampkit.torch_internals.dispatcher import (
     KEY,
     TLS_NAME,
@@ -83,8 +82,6 @@ class Entry:
         kind = spec.device_type
         outer = get_in_tls(TLS_NAME) if is_in_tls(TLS_NAME) else None
         self.outer = outer = outer if outer is not None and outer.open else None
-        if top_hooks(True) is not None:
-            note_region(outer)
         self.spec = spec
         self.frame = frame          # of the compiled graph that enters it; an exception may end that call
         self.ended = False          # to be left as soon as nothing is open inside it

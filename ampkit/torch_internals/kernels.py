@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.library import Library
 
-from ampkit.torch_internals.checkpoint import follow_reentrant
+from ampkit.torch_internals.checkpoint import follow
 from ampkit.torch_internals.dispatcher import (
     KEY,
     KEY_NAME,
@@ -100,7 +100,7 @@ def _prepare() -> None:
         op.fallthrough(KEY)
     if KEY not in higher_order_fallthrough:
         higher_order_fallthrough.append(KEY)
-    follow_reentrant(current)
+    follow(current)
     _libraries["_"] = library
 
 
