@@ -73,13 +73,20 @@ class Policy:
     True
     """
 
-    __slots__ = ("_hash", "base", "device_type", "modules", "overrides", "text")
+    __slots__ = {       # a dict, so that `help` shows what they are
+        "_hash": None,
+        "base": 'The lists it starts from: "default" or "torch".',
+        "device_type": "The device type that it is for.",
+        "modules": "The rules of `for_modules`.",
+        "overrides": "The rules of each `with_rules`, in order, by operator.",
+        "text": "All but the rules of `for_modules`, as JSON that `from_dict` reads: for compiled graphs.",
+    }
 
-    base: str                                                   # "default" or "torch"
+    base: str
     device_type: str
-    overrides: tuple[tuple[tuple[OpOverload, Rule], ...], ...]  # one per with_rules, in order
+    overrides: tuple[tuple[tuple[OpOverload, Rule], ...], ...]
     modules: module_rules.ModuleRules
-    text: str                                                   # all but `modules`, as JSON: for compiled graphs
+    text: str
 
     def __init__(
         self,

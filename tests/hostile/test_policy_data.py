@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ampkit import Policy, Rule, autocast
+from ampkit.policy.float8_recipes import RECIPES
 from ampkit.policy.policy import registered
 from tests.hostile.budget import rounds
 
@@ -55,8 +56,10 @@ STRANGE_CLASSES = [
     "class builtins:type",
     "class torch.nn:Linear.__mro__", "class torch.ops:aten", "class __main__:__builtins__", "class \ud800:x",
 ]
-rules = st.sampled_from([rule.value for rule in Rule if rule is not Rule.FLOAT32_DTYPE_ARG])
-layers = st.lists(st.dictionaries(st.sampled_from(OPERATORS), rules, max_size=4), max_size=3)
+FOR_FEW = {Rule.FLOAT32_DTYPE_ARG, *RECIPES}       # rules that only some operators can follow
+rules = st.sampled_from([rule.value for rule in Rule if rule not in FOR_FEW])
+products = st.dictionaries(st.just("aten::linear"), st.sampled_from([rule.value for rule in RECIPES]))
+layers = st.lists(st.dictionaries(st.sampled_from(OPERATORS), rules, max_size=4) | products, max_size=3)
 precisions = st.sampled_from(["float32", "bfloat16", "float16"])
 places = st.sampled_from(["head", "blocks.*.attn", "**.norm", "blocks.0", "", *CLASSES])
 
