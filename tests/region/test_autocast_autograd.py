@@ -7,10 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from ampkit import Policy, autocast
-from tests.helpers.regions import BF16, FP16, FP32, like_torch
+from tests.helpers.regions import BF16, FP16, FP32, both, like_torch
 
-REGIONS = [torch.autocast, autocast]
-both = pytest.mark.parametrize("region", REGIONS, ids=["torch", "ampkit"])
 lower = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 
 

@@ -8,14 +8,12 @@ import torch
 from torch import nn
 
 from ampkit import Policy, WeightCache, autocast, wrap_forward
-from tests.helpers.regions import BF16, FP16, FP32, like_torch, state
+from tests.helpers.regions import BF16, FP16, FP32, both, like_torch, state
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated"),
     pytest.mark.filterwarnings("ignore:`torch.jit.*` is not supported"),
 ]
-REGIONS = [torch.autocast, autocast]
-both = pytest.mark.parametrize("region", REGIONS, ids=["torch", "ampkit"])
 X = torch.ones(4, 4)
 
 

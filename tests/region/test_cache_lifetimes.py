@@ -9,12 +9,12 @@ from torch import nn
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampkit import Policy, WeightCache, autocast, clear_autocast_cache
+from ampkit import WeightCache, autocast, clear_autocast_cache
 from ampkit.region import weight_cache
 from ampkit.region.thread_state import thread
 from ampkit.region.weight_cache import CacheInfo, RegionCache
-from tests.helpers.regions import BF16, FP16, FP32
-from tests.helpers.weights import X, both, orders_of_arrival, weight
+from tests.helpers.regions import BF16, FP16, both
+from tests.helpers.weights import X, orders_of_arrival, weight
 
 
 def test_gradients_arrive_as_backward_passes_the_layers_in_every_micro_batch():
@@ -103,18 +103,6 @@ def test_write_while_a_weight_is_being_cast_is_seen(monkeypatch):
         assert torch.mm(X, leaf)[0, 0] == 8
 
 
-def test_policy_that_names_a_module_does_not_keep_it():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    policy = Policy.default("cpu").for_modules(model, {model[1]: FP32})
-    with autocast("cpu", policy=policy):
-        model(torch.ones(1, 4))
-    alive = weakref.ref(model[1])
-    del model
-    gc.collect()
-    assert alive() is None
-    assert "gone" in repr(policy)
-
-
 def test_cache_dies_with_its_last_user():
     cache = WeightCache()
     leaf = weight()
@@ -125,16 +113,6 @@ def test_cache_dies_with_its_last_user():
     gc.collect()
     assert alive() is None
     del leaf
-
-
-def test_entry_of_a_dead_weight_goes_even_while_the_region_is_open():
-    cache = WeightCache()
-    with autocast("cpu", cache=cache), torch.no_grad():
-        leaf = weight(False)
-        torch.mm(X, leaf)
-        assert cache.info().entries == 1
-        del leaf
-        assert cache.info() == CacheInfo(0, 0, 0, 1)
 
 
 # Where it stands aside
