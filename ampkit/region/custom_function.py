@@ -71,10 +71,10 @@ def custom_fwd(
     return decorated
 
 
+@overload       # Any parameters: `backward(ctx, grad)` narrows the `*grad_outputs` of the method that it overrides.
+def custom_bwd(bwd: Callable[..., R], *, device_type: str | None = None) -> Callable[..., R]: ...
 @overload
-def custom_bwd(bwd: Callable[P, R], *, device_type: str | None = None) -> Callable[P, R]: ...
-@overload
-def custom_bwd(*, device_type: str | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def custom_bwd(*, device_type: str | None = None) -> Callable[[Callable[..., R]], Callable[..., R]]: ...
 def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None = None) -> Callable[..., Any]:
     """Decorator for the `backward` of an autograd function: it runs in the autocast state its forward ran in.
 
