@@ -1,6 +1,5 @@
 """The region itself: arguments, state, nesting, and what is put back. Numbers are those of the conformance list."""
 
-import contextlib
 import subprocess
 import sys
 
@@ -125,15 +124,6 @@ with {mode}:
 """
     ran = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
-
-
-@pytest.mark.gpu
-@both
-def test_cuda_bfloat16_is_refused_exactly_where_there_is_none(region):
-    """The same on a device."""
-    expected = contextlib.nullcontext() if torch.cuda.is_bf16_supported() else pytest.raises(RuntimeError)
-    with expected:
-        region("cuda", BF16)
 
 
 def test_cuda_region_in_float64():
