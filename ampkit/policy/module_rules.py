@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from torch.nn import Module
 
+from ampkit.policy.linear_layers import LinearLayer
 from ampkit.policy.module_paths import named_paths, unwrapped
 from ampkit.policy.values import short
 from ampkit.torch_internals.forks import renewed_lock
@@ -236,9 +237,10 @@ class BoundRule(NamedTuple):
 
 
 class ModuleCheck(NamedTuple):
-    """The result of `Policy.check`; `str()` of it is a line for each rule."""
+    """The result of `Policy.check`; `str()` of it is a line for each rule, and for each linear layer."""
 
     rules: tuple[BoundRule, ...]
+    layers: tuple[LinearLayer, ...] = ()        # of the model that `check` was given
 
     @property
     def gone(self) -> tuple[BoundRule, ...]:
@@ -246,7 +248,7 @@ class ModuleCheck(NamedTuple):
         return tuple(rule for rule in self.rules if rule.gone)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.rules)) if self.rules else "this policy has no rules for modules"
+        return "\n".join(map(str, (*self.rules, *self.layers))) or "this policy has no rules for modules"
 
 
 def checked_key(key: Any) -> Any:

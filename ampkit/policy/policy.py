@@ -16,6 +16,7 @@ import torch
 from torch.nn import Module
 
 from ampkit.policy import module_rules, written
+from ampkit.policy.linear_layers import linear_layers
 from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, Group, Rule, fold
 from ampkit.policy.operator_keys import Operator, candidates, checked_rule, key_name, overloads
 from ampkit.policy.values import PRECISIONS, as_dtype, short
@@ -166,19 +167,22 @@ class Policy:
         items = [(key, self._precision(key, value)) for key, value in keys]
         return Policy(self.base, self.device_type, self.overrides, self.modules.extended(modules, items))
 
-    def check(self) -> module_rules.ModuleCheck:
+    def check(self, model: Module | None = None) -> module_rules.ModuleCheck:
         """Which modules each rule of `for_modules` binds, by their paths, and which of them are gone.
 
         The rules of a policy that is given as a value come after the rule that has it.
         `str()` of it is a line for each rule; `.gone` holds the rules with modules that were freed, or that their model
         no longer contains. Such a module has to be bound again: `for_modules` after whatever replaced it.
+
+        With a model, `.layers` says of each of its `nn.Linear` which rule it follows under this policy and its rules
+        for modules, and why one with an FP8 rule does not run in FP8. Nothing is run.
         """
         found: list[module_rules.BoundRule] = []
         for rule, checked in zip(self.modules.rules, self.modules.check().rules, strict=True):
             found.append(checked)
             if isinstance(rule.value, Policy):
                 found += rule.value.check().rules
-        return module_rules.ModuleCheck(tuple(found))
+        return module_rules.ModuleCheck(tuple(found), () if model is None else linear_layers(self, model))
 
     def _precision(self, key: Any, value: Any) -> torch.dtype | Policy:
         """The checked value of a rule of `for_modules`; `ValueError` naming the key if a module cannot follow it."""
