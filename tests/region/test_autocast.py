@@ -149,6 +149,15 @@ def test_order_of_positional_arguments(region):
         assert product() is FP16
 
 
+def test_dtypes_and_policies_by_name_are_the_objects():
+    """A named policy is one object, so that entering such a region again finds the mode that it had."""
+    named, given = autocast("cpu", "float16", policy="torch"), autocast("cpu", FP16, policy=Policy.torch("cpu"))
+    assert (named.fast_dtype, named.policy, repr(named)) == (given.fast_dtype, given.policy, repr(given))
+    assert named.policy is autocast("cpu", policy="torch").policy
+    assert torch.compile(lambda x: autocast("cpu", "float16", policy="torch")(torch.mm)(x, x), backend="eager")(
+        torch.ones(2, 2)).dtype is FP16
+
+
 def test_no_arguments_mean_this_machine():
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     expected = "cpu" if accelerator is None else accelerator.type
