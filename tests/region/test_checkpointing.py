@@ -7,7 +7,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from ampkit import Policy, WeightCache, autocast
-from tests.helpers.regions import BF16, FP16, FP32, like_torch, state
+from tests.helpers.regions import FP16, FP32, like_torch, state
 
 
 @pytest.fixture(autouse=True)
@@ -113,24 +113,6 @@ def test_forward_outside_and_backward_inside(region, use_reentrant):
         loss.backward()
     assert seen[0] == seen[1]
     assert seen[0][:4] == (FP32, FP32, FP32, False)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_region_inside_the_checkpointed_function(use_reentrant):
-    def body(x):
-        with autocast("cpu", FP16, policy=KEEPS_MM):
-            dtypes = (torch.mm(x, x).dtype, F.linear(x, x).dtype)
-        seen.append((dtypes, torch.mm(x, x).dtype))
-        return torch.mm(x, x).float()
-
-    for outer, expected in ((autocast("cpu", enabled=False), FP32), (autocast("cpu"), BF16)):
-        for way in (plain(False), plain(use_reentrant)):
-            seen = []
-            x = torch.ones(4, 4, requires_grad=True)
-            with outer:
-                y = way(body, x).sum()
-            y.backward()
-            assert seen == [((FP16, FP32), expected)] * 2
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")     # torch's, in a reentrant forward

@@ -148,17 +148,6 @@ def test_what_an_inner_region_takes_from_the_outer(region):
 
 
 @both
-def test_new_thread_is_outside(region):
-    """Off, with the default dtype and the cache on."""
-    seen = []
-    with region("cpu", FP16, cache_enabled=False):
-        thread = threading.Thread(target=lambda: seen.extend([product(), state()]))
-        thread.start()
-        thread.join()
-    assert seen == [FP32, state()]
-
-
-@both
 def test_cache_flag_comes_from_where_the_region_was_made(region):
     """cache_enabled=None is read when the region is constructed."""
     made_outside = region("cpu")

@@ -102,18 +102,22 @@ def test_a_wrapped_and_a_decorated_forward_in_threads_of_parallel_apply():
 
 def test_module_rules_in_several_threads():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    policy = Policy.default("cpu").for_modules(model, {"1": FP32})
 
-    def call(together):
-        dtypes = []
-        for _ in range(5):
-            with autocast("cpu", policy=policy):
-                together.wait(20)
-                dtypes.append(model(torch.ones(1, 4)).dtype)
-                dtypes.append(model[0](torch.ones(1, 4)).dtype)
-        return dtypes
+    def call(dtype):
+        policy = Policy.default("cpu").for_modules(model, {"1": dtype})
 
-    assert in_threads([call] * 4) == [[FP32, BF16] * 5] * 4
+        def run(together):
+            seen = set()
+            for _ in range(5):
+                with autocast("cpu", policy=policy):
+                    together.wait(20)
+                    seen.add((model(torch.ones(1, 4)).dtype, model[0](torch.ones(1, 4)).dtype))
+            return seen
+
+        return run
+
+    found = in_threads([call(dtype) for dtype in (FP32, FP16, FP32, FP16)])
+    assert found == [{(FP32, BF16)}, {(FP16, BF16)}] * 2
     assert not nn.modules.module._global_forward_pre_hooks
 
 
