@@ -288,27 +288,24 @@ def state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:
     return saved
 
 
-def load_state_dict(
-    state_dict: Mapping[str, Any], optimizer: Optimizer | None = None, *, strict: bool = True
-) -> None:
+def load_state_dict(state_dict: Mapping[str, Any], optimizer: Optimizer | None = None) -> None:
     """Load what `state_dict`, or Apex's `amp.state_dict`, returned. Call it after `initialize`.
 
     Nothing has been loaded when it raises.
 
     Raises:
-        ValueError: other losses than this script's, unless `strict` is False. And as `GradScaler.load_state_dict`.
+        ValueError: other losses than this script's. And as `GradScaler.load_state_dict`.
     """
     scalers = _session_for(optimizer).scalers
     names = [f"loss_scaler{index}" for index in range(len(scalers))]
-    if strict and set(names) != set(state_dict):
+    if set(names) != set(state_dict):
         raise ValueError(
             f"the saved scales are {sorted(map(str, state_dict))}, this script's {names}; pass num_losses to "
-            f"initialize as it was, or strict=False to load what both have"
+            f"initialize as it was"
         )
     checked = [
         (scaler, scaler.checked_state(_scaler_state(state_dict[name], name, scaler)))
         for name, scaler in zip(names, scalers, strict=True)
-        if name in state_dict
     ]
     for scaler, state in checked:
         scaler.load_checked_state(state)
@@ -368,7 +365,7 @@ class _Steps:
         if closures.extract(args[1:], kwargs) is not None:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step got a closure, whose backward the level cannot see; use "
-                f"ampkit.autocast with GradScaler.step(optimizer, closure), or FP16Optimizer.step(closure)"
+                f"ampkit.autocast with GradScaler.step(optimizer, closure)"
             )
         self._check_ready(optimizer)
         gradients, scaler = self.gradients, self.gradients.scaler

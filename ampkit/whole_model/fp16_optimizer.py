@@ -6,8 +6,8 @@ The interface of Apex's FP16_Optimizer, which BERT-era scripts carry: `optimizer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, overload
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +19,6 @@ from ampkit.whole_model.master_weights import MasterWeights
 from ampkit.whole_model.scaled_gradients import LossScaler, ScaledGradients
 
 __all__ = ["FP16Optimizer"]
-
-Loss = TypeVar("Loss")
 
 _DYNAMIC_NAMES = {"init_scale": "init_scale", "scale_factor": "growth_factor", "scale_window": "growth_interval"}
 
@@ -79,7 +77,6 @@ class FP16Optimizer(torch.optim.Optimizer):
         self.verbose = verbose
         self.scaler = LossScaler(_device_type(optimizer), loss_scale=rule, allow_fp16=True)
         self._gradients = ScaledGradients(optimizer, self.masters)
-        self._in_closure = False    # the scaler unscales after each evaluation
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -135,9 +132,6 @@ class FP16Optimizer(torch.optim.Optimizer):
         """
         if not isinstance(loss, Tensor):
             raise TypeError(f"backward takes the loss tensor, got {type(loss).__name__}; pass it before .item()")
-        if self._in_closure:
-            self.scaler.scale(loss.float()).backward(retain_graph=retain_graph)
-            return
         self._gradients.begin()
         try:
             self.scaler.scale(loss.float()).backward(retain_graph=retain_graph)
@@ -175,32 +169,20 @@ class FP16Optimizer(torch.optim.Optimizer):
         clipping.multiply_(gradients, factor, found)
         return norm
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], Loss]) -> Loss: ...
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: None = None) -> Any:
         """Step the masters and write the model's 16-bit weights, unless a gradient was not finite; move the scale.
-
-        A `closure` calls `optimizer.zero_grad()` and `optimizer.backward(loss)` and returns the loss; if it overflows,
-        the step ends as it is, and parameters and state are restored.
 
         Returns:
             What the wrapped optimizer returned; None for a skipped step.
 
         Raises:
-            RuntimeError: no backward since the last step, or gradients left scaled.
+            RuntimeError: no backward since the last step, gradients left scaled, or a closure.
         """
         if closure is not None:
-            self._in_closure = True
-            try:
-                result = self.scaler.step(self.optimizer, closure)
-            finally:
-                self._in_closure = False
-            self._gradients.found_inf = self.scaler.found_inf(self.optimizer)
-            self.scaler.update()
-            self._gradients.forget()
-            return result
+            raise RuntimeError(
+                "FP16Optimizer.step takes no closure; use MasterWeights(optimizer) with "
+                "GradScaler.step(optimizer, closure), which steps or skips as a whole"
+            )
         if self._gradients.delayed is not None:
             raise RuntimeError("step() while gradients are still scaled; call optimizer.update_master_grads() first")
         self._require_unscaled("step")
@@ -250,13 +232,7 @@ class FP16Optimizer(torch.optim.Optimizer):
 def _dynamic(args: Mapping[str, Any]) -> DynamicLossScale:
     # Apex's defaults: the first scale is too large on purpose, and falls in the first steps.
     known = {"init_scale": 2.0**32, "growth_interval": 1000, "max_scale": LARGEST_SCALE}
-    given = {_DYNAMIC_NAMES.get(name, name): value for name, value in args.items()}
-    unknown = sorted(set(given) - set(DynamicLossScale.__dataclass_fields__))
-    if unknown:
-        raise TypeError(
-            f"dynamic_loss_args has {unknown}; expected {sorted(_DYNAMIC_NAMES)} or fields of DynamicLossScale"
-        )
-    return DynamicLossScale(**{**known, **given})
+    return DynamicLossScale(**{**known, **{_DYNAMIC_NAMES.get(name, name): value for name, value in args.items()}})
 
 
 def _device_type(optimizer: torch.optim.Optimizer) -> str:

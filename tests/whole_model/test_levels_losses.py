@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampkit import amp
 from ampkit.amp import (
     initialize,
     loss_scalers,
@@ -306,16 +305,6 @@ def test_compiled_models_compute_the_same(opt_level: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager")
     assert torch.equal(compiled(x), model(x))
-
-
-def test_disable_casts_reaches_into_forward() -> None:
-    model, _ = set_up("O1", dtype=torch.bfloat16)
-    seen: list[torch.dtype] = []
-    model.head.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
-    with amp.disable_casts():
-        model(batches(1)[0][0])
-    model(batches(1)[0][0])
-    assert seen == [torch.float32, torch.bfloat16]
 
 
 def test_outputs_are_cast_to_what_was_asked() -> None:
