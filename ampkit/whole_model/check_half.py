@@ -32,15 +32,14 @@ class HalfError:
     """The error of one module's own operators in half precision; the modules that it calls compute in float32.
 
     `error` is the relative L2 error of its outputs, inf or NaN where they are and float32's are not; None inside of a
-    module that is kept, and where its forward could not be run a second time. `overflows` counts output elements that are inf or NaN where float32's are
-    finite, `underflow` is the share of nonzero outputs that became 0, `largest` the largest finite float32 magnitude.
+    module that is kept, and where its forward could not be run a second time. `overflows` counts output elements that
+    are inf or NaN where float32's are finite, `largest` is the largest finite float32 magnitude.
     """
 
     path: str
     kind: str
     error: float | None = None
     overflows: int = 0
-    underflow: float = 0.0
     largest: float = 0.0
 
     def note(self, output: Any, expected: Any) -> HalfError:
@@ -55,21 +54,17 @@ class HalfError:
         got, wanted = torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs])
         good = torch.isfinite(wanted)
         broken = good & ~torch.isfinite(got)
-        nonzero = good & ~broken & (wanted != 0)
         distance, size = (got - wanted)[good].norm(), wanted[good].norm()
         error = float(distance / size) if size > 0 else float(distance)
         if self.error is None or math.isnan(error) or error > self.error:
             self.error = error
         self.overflows = max(self.overflows, int(broken.sum()))
-        if nonzero.any():
-            self.underflow = max(self.underflow, float((got[nonzero] == 0).double().mean()))
         return self
 
     def row(self, width: int) -> str:
         """A line of the report's table."""
         error = "" if self.error is None else f"{self.error:.2e}"
-        numbers = f"{error:>9}  {self.largest:>9.3g}  {self.overflows:>9}  {self.underflow:>9.1%}"
-        return f"{self.path or '(the model)':<{width}}  {numbers}"
+        return f"{self.path or '(the model)':<{width}}  {error:>9}  {self.largest:>9.3g}  {self.overflows:>9}"
 
 
 @dataclass
@@ -96,7 +91,7 @@ class HalfReport:
         name = str(self.dtype).removeprefix("torch.")
         width = max(len(row.path or "(the model)") for row in self.modules)
         lines = [f"{name}: output error {self.output.error:.2e}, {self.output.overflows} overflows"]
-        lines.append(f"{'module':<{width}}  {'own error':>9}  {'largest':>9}  overflows  underflow")
+        lines.append(f"{'module':<{width}}  {'own error':>9}  {'largest':>9}  overflows")
         lines += [row.row(width) for row in self.modules]
         if self.unfit:
             lines.append(f"parameters that {name} cannot hold: {', '.join(self.unfit)}")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
-from ampkit.containers import REAL_FLOATS, SIXTEEN_BIT, cast, cast_tree
+from ampkit.containers import REAL_FLOATS, SIXTEEN_BIT, cast
 from ampkit.policy.module_rules import matches
 from ampkit.policy.values import as_dtype
 from ampkit.torch_internals.module_classes import BatchNorm, InstanceNorm
