@@ -82,13 +82,12 @@ def test_errors_are_what_they_are_said_to_be() -> None:
     assert report.modules[-1].largest == pytest.approx(float(model(x).abs().max()))
 
 
-def test_underflow_and_parameters_that_do_not_fit() -> None:
+def test_parameters_that_do_not_fit() -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     with torch.no_grad():
         model[0].weight.fill_(1e-9)
         model[1].weight.fill_(1e5)
     report = check_half(model, torch.ones(1, 4))
-    assert report.modules[0].underflow == 1.0
     assert report.unfit == ["1.weight"]
     assert "1" in report.keep
     assert "parameters that float16 cannot hold: 1.weight" in str(report)

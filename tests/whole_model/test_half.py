@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ampkit import wrap_forward
 from ampkit.containers import SIXTEEN_BIT, cast_tree
-from ampkit.whole_model.half import NORMS, half
+from ampkit.whole_model.half import half
 
 ids = {"ids": lambda value: str(value).removeprefix("torch.")}
 
