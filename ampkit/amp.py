@@ -153,7 +153,7 @@ def _set_up(
     level = options.level
     for model in models:
         levels.check_model(model, casts_model=level.casts_model)
-    levels.check_optimizers(models, optimizers, has_masters=options.master_weights)
+    levels.check_optimizers(models, optimizers, is_scaled=options.loss_scale is not None)
     keep = BATCH_NORMS if options.keep_batchnorm_fp32 else ()
     plans = [HalfPlan(model, options.dtype, keep) for model in models] if level.casts_model else []
     for plan in plans:

@@ -118,7 +118,7 @@ kernels() { # the limits add up to what the half has
 models() {
     local device=(--device cuda --minutes 6.2) cases=()
     if [ ${#DRY[@]} -gt 0 ]; then
-        device=(--device cpu --minutes 1 --effort 0.02) cases=('training/LSTM, bf16' 'scaler/clip, 50*' 'regions/*')
+        device=(--device cpu --minutes 1 --effort 0.02) cases=('training/char-GPT, bf16' 'scaler/clip, 50*' 'regions/*')
     fi
     persistent benchmarks 425 "$PYTHON" -m benchmarks --large-first --gate none --out "$OUT" "${device[@]}" \
         ${cases[@]+"${cases[@]}"}

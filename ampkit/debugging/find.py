@@ -157,6 +157,8 @@ class _Replay:
                     before = [one.detach().clone() for one in self._model.parameters()]
                     self._step()
                     steps += 1
+                    if not self._snapshot.optimizers:
+                        self._snapshot.restore_gradients()      # nothing else clears what would add up
                     moved = not all(map(torch.equal, before, self._model.parameters()))
                     lasting = lasting + 1 if moved or not self._snapshot.optimizers else 0
         except NonFiniteError as error:

@@ -17,6 +17,7 @@ from ampkit.debugging.policy_change import takes_float32
 from ampkit.debugging.precision import PrecisionComparison
 from ampkit.debugging.precision_report import OperatorError, PrecisionReport
 from ampkit.debugging.snapshot import Snapshot
+from ampkit.policy.module_rules import module_of
 from ampkit.policy.policy import Policy, Rule
 from ampkit.region.recording import RecordedCall, record_casts
 
@@ -202,7 +203,7 @@ class _Search:
 
     def _ranked(self, calls: _LocatedCalls, precision: PrecisionReport) -> tuple[list[Unit], list[Unit]]:
         """What computed in less than `precision`, the most suspect first; and the operators in modules."""
-        rules = [(rule.key, bound.module.module()) for rule in self.policy.modules.rules for bound in rule.bound]
+        rules = [(rule.key, module_of(bound.module)) for rule in self.policy.modules.rules for bound in rule.bound]
         ruled = {id(module) for _, module in rules}
         own = {id(module) for key, module in rules if isinstance(key, str) and "*" not in key}
         named = module_paths(self.model)

@@ -76,8 +76,7 @@ class Snapshot:
             buffers.update(before)      # a step may put another tensor in the place of one
         for tensor, value in self._tensors:
             tensor.data.copy_(value)
-        for parameter, gradient in self._gradients:
-            parameter.grad = None if gradient is None else gradient.clone()
+        self.restore_gradients()
         for optimizer, (state, groups) in self._optimizers.items():
             optimizer.state.clear()
             optimizer.state.update(_copied(state))
@@ -86,6 +85,11 @@ class Snapshot:
         for one, state in self._others.values():
             one.load_state_dict(copy.deepcopy(state))
         _set_random_state(self._random)
+
+    def restore_gradients(self) -> None:
+        """Put gradients back."""
+        for parameter, gradient in self._gradients:
+            parameter.grad = None if gradient is None else gradient.clone()
 
 
 def _copied(value: Any) -> Any:

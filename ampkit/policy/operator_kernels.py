@@ -2,8 +2,8 @@
 
 A kernel for every operator loops over arguments of unknown types, which costs more than a small cast. A specialised one
 names its arguments and covers plain tensors and parameters on one device type. Everything else goes to `_general`, the
-kernel for every operator: subclasses, numbers where a tensor is expected, a region that is disabled here, a checkpoint
-that has to know the region. Operators with an unusual schema or rule have the general kernel only.
+kernel for every operator: subclasses, numbers where a tensor is expected, a region that is disabled here, transforms of
+`torch.func`. Operators with an unusual schema or rule have the general kernel only.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ __all__ = ["FREE_VARIABLES", "factory", "source"]
 
 # Of the kernels; `region.specialised` binds them.
 FREE_VARIABLES = (
-    "_general", "_operator", "_is_excluded", "_set_excluded", "_level", "_top_hooks", "_dtype_of", "_weights", "_cast",
+    "_general", "_operator", "_is_excluded", "_set_excluded", "_level", "_dtype_of", "_weights", "_cast",
     "_cast_up", "_common_dtype", "_eligible", "_Tensor", "_Parameter", "_float32", "_KEY", "_AUTOCAST", "_DEVICE",
 )
 
 # The keys are set within the `try`: Ctrl-C may come right after either call.
 _KERNEL = """\
 def {s.name}(_keys, {s.params}):
-    if _is_excluded(_AUTOCAST) or _level() is not None or _top_hooks(True) is not None:
+    if _is_excluded(_AUTOCAST) or _level() is not None:
         return _general(_keys, {s.call})
 {body}\
     try:

@@ -18,7 +18,6 @@ from ampkit.policy.casting import Cast, cast_to, common_dtype, converter
 from ampkit.policy.operator_kernels import factory
 from ampkit.policy.policy import RuleTable
 from ampkit.torch_internals.bindings import binding
-from ampkit.torch_internals.checkpoint import top_hooks
 from ampkit.torch_internals.dispatcher import KEY, TLS_NAME, autocast_key, get_in_tls, is_excluded, set_excluded
 from ampkit.torch_internals.dynamo import dynamo_skip
 from ampkit.torch_internals.kernels import GENERAL, OPERATORS, Kernel, redispatching
@@ -51,7 +50,6 @@ class _Kernels(dict[str, Kernel]):
         self.rules = {op.name(): rule for op, rule in table.items()}
         self.variables: dict[str, Any] = {
             "_is_excluded": is_excluded, "_set_excluded": set_excluded, "_level": functorch_level,
-            "_top_hooks": top_hooks,
             "_dtype_of": torch.get_autocast_dtype, "_weights": weights, "_cast": _cast_on(to_float32, weights),
             "_cast_up": to_float32.tensor, "_eligible": to_float32.eligible, "_common_dtype": common_dtype,
             "_Tensor": Tensor, "_Parameter": Parameter, "_float32": torch.float32,

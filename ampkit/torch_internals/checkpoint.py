@@ -1,9 +1,8 @@
 """Regions and `torch.utils.checkpoint`: what is recomputed in backward is recomputed under the same region.
 
-torch's checkpoint saves torch's own autocast state, but neither policy nor cache. Its non-reentrant form installs
-saved-tensor hooks that belong to a frame, which holds the function to recompute. When a region casts inside such a
-frame, that function is wrapped, once, to enter the same region. The reentrant form is an autograd function without
-such hooks: its `forward` is replaced, for the process, by one that wraps the function it keeps for backward.
+torch's checkpoint saves torch's own autocast state, but neither policy nor cache. Both of its forms keep the function
+to recompute where a checkpoint begins: the frame of the non-reentrant form, the `ctx` of the reentrant one. There, for
+the process, the function is replaced by one that enters the region that the checkpoint was called in.
 """
 
 from __future__ import annotations
@@ -14,30 +13,25 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointFunction
 
-from ampkit.torch_internals.lookup import private
+from ampkit.torch_internals.dynamo import dynamo_skip
+from ampkit.torch_internals.lookup import private, refuse
 
-# The innermost (pack, unpack) hooks for saved tensors, or None; the argument says to look past disabled hooks.
-top_hooks: Callable[[bool], Any] = private("_C._autograd._top_saved_tensors_default_hooks")
+_Frame = private("utils.checkpoint._CheckpointFrame")
 
 
-def note_region(mode: Any) -> None:
-    """If a checkpointed function has begun to run, have it recomputed under `mode`, the one it was called in.
+def follow(current: Callable[[], Any]) -> None:
+    """Have checkpoints recompute under the mode that they were called in, which `current` returns; None is none."""
+    begin, forward = _Frame.__init__, CheckpointFunction.forward
+    if _Frame is refuse or hasattr(forward, "_ampkit_wraps"):
+        return
 
-    Called before a region is entered, with the mode outside it (None: none), and at every cast.
-    """
-    hooks = top_hooks(True)
-    frame = None if hooks is None else _frame_of(hooks[0])
-    if frame is not None and not getattr(frame, "_ampkit_region", False):
+    @dynamo_skip
+    @functools.wraps(begin)
+    def begun(frame: Any, *args: Any, **kwargs: Any) -> None:
+        begin(frame, *args, **kwargs)
+        mode = current()
         if mode is not None:
             frame.recompute_fn = mode.recomputing(frame.recompute_fn)
-        frame._ampkit_region = True
-
-
-def follow_reentrant(current: Callable[[], Any]) -> None:
-    """Have the reentrant checkpoint recompute under the mode its forward ran in, which `current` returns."""
-    forward = CheckpointFunction.forward
-    if hasattr(forward, "_ampkit_wraps"):
-        return
 
     @functools.wraps(forward)
     def followed(ctx: Any, *args: Any) -> Any:
@@ -48,14 +42,5 @@ def follow_reentrant(current: Callable[[], Any]) -> None:
         return outputs
 
     followed._ampkit_wraps = forward  # type: ignore[attr-defined]
+    _Frame.__init__ = begun
     CheckpointFunction.forward = staticmethod(followed)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _frame_of(hook: Any) -> Any:
-    """The checkpoint frame behind a pack hook; None if the hook is not checkpoint's."""
-    if not getattr(hook, "__qualname__", "").startswith("_checkpoint_hook."):
-        return None
-    for cell in hook.__closure__ or ():
-        if hasattr(cell.cell_contents, "recompute_fn"):
-            return cell.cell_contents
-    return None

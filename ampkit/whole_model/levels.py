@@ -195,28 +195,28 @@ def check_model(model: Module, *, casts_model: bool) -> None:
                 )
 
 
-def check_optimizers(models: Sequence[Module], optimizers: Sequence[Optimizer], *, has_masters: bool) -> None:
+def check_optimizers(models: Sequence[Module], optimizers: Sequence[Optimizer], *, is_scaled: bool) -> None:
     """Refuse an optimizer that has master weights, or that holds no parameter of the models.
 
-    Where optimizers are to get masters, refuse a parameter of two: each would step a master of its own.
+    Where losses are scaled, refuse a parameter of two: each would unscale its gradient, and step a master of its own.
     """
-    theirs = {id(param) for model in models for param in model.parameters()}
-    names = {id(param): name for model in models for name, param in model.named_parameters()}
+    theirs = {id(param): name for model in models for name, param in model.named_parameters()}
     owners: dict[int, Optimizer] = {}
     for optimizer in optimizers:
+        params = [id(param) for group in optimizer.param_groups for param in group["params"]]
         if masters_of(optimizer) is not None:
             raise RuntimeError(
                 f"this {type(optimizer).__name__} has master weights already; pass initialize a bare optimizer, and "
                 f"let opt_level 'O2' make them"
             )
-        if not any(id(param) in theirs for group in optimizer.param_groups for param in group["params"]):
+        if theirs.keys().isdisjoint(params):
             raise RuntimeError(
                 f"{type(optimizer).__name__} holds no parameter of the models given; make the optimizer from the model "
                 f"that is passed along with it, after anything that replaces its parameters"
             )
-        for param in (param for group in optimizer.param_groups for param in group["params"] if has_masters):
-            if owners.setdefault(id(param), optimizer) is not optimizer:
+        for param in params if is_scaled else ():
+            if owners.setdefault(param, optimizer) is not optimizer:
                 raise RuntimeError(
-                    f"parameter {names.get(id(param), tuple(param.shape))} is in two optimizers, which would each step "
-                    f"a master weight of their own; give it to one of them, or use opt_level 'O1'"
+                    f"parameter {theirs.get(param, 'of no model')} is in two optimizers; give it to one of them, or "
+                    f"use ampkit.autocast with GradScaler, which unscales a shared gradient once"
                 )

@@ -117,10 +117,8 @@ class ScaledGradients:
                 param.grad = self._set_aside.pop(param, None)
 
     @torch.no_grad()
-    def unscale_(self, inv_scale: Tensor, done: set[Tensor]) -> tuple[dict[torch.device, Tensor], list[Any]]:
+    def unscale_(self, inv_scale: Tensor) -> tuple[dict[torch.device, Tensor], list[Any]]:
         """Multiply what backward has left by `inv_scale`, check it, and add what was set aside.
-
-        Leaves out the parameters in `done`, which another optimizer has unscaled, and adds its own to them.
 
         Returns:
             Flags by device, 1 where a gradient was not finite, and the process groups that must agree on them. Never
@@ -133,8 +131,7 @@ class ScaledGradients:
             self.masters.take_gradients_(inv_scale, found)
             groups += collect(self.masters.masters()).groups
             params = self._without_masters(self.masters)
-        gradients = collect([param for param in params if param not in done])
-        done.update(params)
+        gradients = collect(params)
         groups += gradients.groups
         for device, tensors in gradients.by_device.items():
             if device not in found:
@@ -216,7 +213,7 @@ def scaled_backward(
     try:
         yield scaler.scale(loss.float())
     except BaseException:
-        for each in reversed(all_gradients):    # the first one has set aside what several share
+        for each in all_gradients:
             each.give_up()
         raise
     if not delay_unscale:
@@ -235,19 +232,18 @@ class LossScaler(GradScaler):
         """Unscale and check what one backward has left at several optimizers, and update the scale. Never syncs.
 
         A gradient that is not finite skips the next step of all of them, as in Apex: networks that one loss trains step
-        together or not at all. A gradient that several optimizers share is unscaled once.
+        together or not at all.
         """
-        done: set[Tensor] = set()
-        flags = [self._unscale(gradients, done) for gradients in all_gradients]
+        flags = [self._unscale(gradients) for gradients in all_gradients]
         self.update()
         for gradients in all_gradients:
             gradients.found_inf = _any((gradients.found_inf, *flags))
             gradients.unscaled, gradients.delayed, gradients.scaler = True, None, self
 
-    def _unscale(self, gradients: ScaledGradients, done: set[Tensor]) -> Tensor | None:
+    def _unscale(self, gradients: ScaledGradients) -> Tensor | None:
         """A flag, 1 where a gradient was not finite; None where none had arrived."""
         self._check_scale_growth_tracker("unscale_")
-        found, groups = gradients.unscale_(self._inverse_scale()[0], done)
+        found, groups = gradients.unscale_(self._inverse_scale()[0])
         notes = self._notes_of(gradients.optimizer)
         self._agree(gradients.optimizer, found, groups)
         flags = ranks.merged(notes.state["found_inf_per_device"], found)

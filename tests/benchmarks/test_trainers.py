@@ -9,9 +9,12 @@ import torch
 from benchmarks import trainer, workloads
 from benchmarks.case import AMPKIT, KEPT, SAME_LIST, TORCH, WrongAnswerError
 from tests.benchmarks.helpers import CPU, TINY, tiny_case
+from tests.helpers.regions import needs_16_bit_lstm
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs_16_bit_lstm) if name == "lstm" else name for name in TINY]
+)
 def test_every_way_trains_every_workload(name: str):
     """A few steps of each way: torch.amp's list gives torch.amp's loss to the bit, and fp32 is near."""
     case = tiny_case(trainer.Variant(), TINY[name])

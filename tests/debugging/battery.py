@@ -1,102 +1,22 @@
-"""Faults from public threads, with their answers, written down before the tools were changed for them.
-
-Each has five answers: operator, module, line, cause, change. The line is the one with the comment `# here`; the cause
-and the change are patterns that the report must contain. Nothing here is tuned to the tools: a fault that they do not
-answer is listed in `test_battery.py` with what is missing.
-"""
+"""Faults from public threads and as people write them, with their answers."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
-import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from ampkit import GradScaler, autocast
-from tests.debugging.wild import Middle
+from ampkit.torch_internals.versions import parsed
+from tests.debugging.planted import B16, F16, FLOAT, LINES, POLICY, Middle, Step, loop, loss_of, planted, whole
 
-__all__ = ["FAULTS", "Fault", "judged"]
-
-Step = Callable[[], Any]
-F16, B16, F32 = torch.float16, torch.bfloat16, torch.float32
-POLICY = r'for_modules\((model, )?\{"2": torch\.float32'
-LINES = r"torch\.autocast\(\"cpu\", enabled=False\)"
-FLOAT = r"\.float\(\)"
-
-
-class Fault(NamedTuple):
-    """What was planted, and what a report must say of it. An answer that is "" is not asked for."""
-
-    name: str
-    tool: str               # nonfinite, precision or loop
-    build: Callable[[], tuple[nn.Module, Step]]
-    source: Callable[..., Any]
-    op: str
-    module: str
-    cause: str
-    change: str
-
-    @property
-    def line(self) -> int:
-        """Of this file, the one with the fault."""
-        lines, first = inspect.getsourcelines(self.source)
-        return first + next(i for i, text in enumerate(lines) if "# here" in text)
-
-
-FAULTS: list[Fault] = []
-
-
-def region(kind: str, dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """What the user's step runs in."""
-    if kind == "torch":
-        return torch.autocast("cpu", dtype=dtype)
-    return autocast("cpu", dtype=dtype) if kind == "ampkit" else nullcontext()
-
-
-def planted(
-    op: str, cause: str, change: str, *, dtype: torch.dtype = F32, kind: str = "none", tool: str = "nonfinite",
-    loss: Callable[[Tensor], Tensor] = lambda y: y.float().mean(), module: str = "2",
-) -> Callable[[Any], Any]:
-    """A function of a layer's output, (8, 16), between layers; in a model of `dtype`, or in a region with it."""
-    def add(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        def build() -> tuple[nn.Module, Step]:
-            torch.manual_seed(0)
-            model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), Middle(function))
-            batch = torch.randn(8, 16)
-            if kind == "none":
-                model, batch = model.to(dtype), batch.to(dtype)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-            def step() -> Tensor:
-                optimizer.zero_grad()
-                with region(kind, dtype):
-                    out = loss(model(batch))
-                out.backward()
-                optimizer.step()
-                return out.detach()
-
-            return model, step
-
-        FAULTS.append(Fault(function.__name__, tool, build, function, op, module, cause, change))
-        return function
-
-    return add
-
-
-def whole(tool: str, cause: str, change: str, op: str = "", module: str = "") -> Callable[[Any], Any]:
-    """A function that returns a model and its step."""
-    def add(build: Callable[[], tuple[nn.Module, Step]]) -> Callable[[], tuple[nn.Module, Step]]:
-        FAULTS.append(Fault(build.__name__, tool, build, build, op, module, cause, change))
-        return build
-
-    return add
+# Since torch 2.15 a number that is assigned is filled in; before, it was copied.
+NEWEST = parsed(torch.__version__) >= (2, 15)
 
 
 # --- constants that are 0 in float16: the report must name the constant and its line, and not blame the arithmetic
@@ -156,14 +76,30 @@ def exponential_that_underflows(x: Tensor) -> Tensor:
     return weight / weight.sum(-1, keepdim=True) * x
 
 
-@whole("nonfinite", r"1e-08 is 0 in float16", r"eps|FP16Optimizer", "aten::(_foreach_)?addcdiv_")
+def trained_in_half(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    optimizer.zero_grad()
+    model(torch.zeros(2, 4, dtype=F16)).float().sum().backward()
+
+
+@whole("nonfinite", r"1e-08 is 0 in float16", r"eps|FP16Optimizer", "aten::addcdiv_")
 def adam_in_half() -> tuple[nn.Module, Step]:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).half()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, foreach=False)
 
     def step() -> None:
-        optimizer.zero_grad()
-        model(torch.zeros(2, 4, dtype=F16)).float().sum().backward()
+        trained_in_half(optimizer, model)
+        optimizer.step()        # here
+
+    return model, step
+
+
+@whole("nonfinite", r"1e-08 is 0 in float16", r"eps|FP16Optimizer", "aten::_foreach_addcdiv_")
+def adam_in_half_on_lists() -> tuple[nn.Module, Step]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).half()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, foreach=True)
+
+    def step() -> None:
+        trained_in_half(optimizer, model)
         optimizer.step()        # here
 
     return model, step
@@ -238,7 +174,7 @@ def deviation_of_one_value(x: Tensor) -> Tensor:
 
 @planted("aten::hypot", r"at 0|0 / 0|is 0", r"where")
 def diagonal_of_nothing(x: Tensor) -> Tensor:
-    return torch.hypot(x * 0, x * 0) + x        # here
+    return torch.hypot(x * 0, x.detach() * 0) + x        # here
 
 
 @planted("aten::exp", r"overflow", r"clamp|logsumexp|softplus|subtract")
@@ -250,9 +186,9 @@ def exponential_too_large(x: Tensor) -> Tensor:
 
 
 @planted("aten::nll_loss_forward", r"8 of 8 targets are -100", r"ignore_index|skip", module="",
-         loss=lambda y: F.cross_entropy(y, torch.full((8,), -100)))
+         loss=lambda y: F.cross_entropy(y, torch.full((8,), -100)))     # here
 def every_target_ignored(x: Tensor) -> Tensor:
-    return x * 1        # here (the loss, on line of its lambda)
+    return x * 1
 
 
 @planted("aten::_ctc_loss.Tensor", r"longer than|target", r"zero_infinity")
@@ -320,12 +256,249 @@ def cast_of_a_time(x: Tensor) -> Tensor:
 
 @whole("nonfinite", r"overflow", r"loss / 32\b", "aten::mm", "")
 def loss_that_is_too_large() -> tuple[nn.Module, Step]:
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 1)).half()
+    model = nn.Linear(16, 1).half()
 
     def step() -> None:
         model.zero_grad()
         out = model(torch.ones(8, 16, dtype=F16) * 100)     # here
         (out.float().sum() * 2e3).backward()
+
+    return model, step
+
+
+# --- the same in operators of all kinds: numbers, integers, literals, masks, poles, writes in place
+
+
+@planted("aten::logit", "undefined|of 0", "clamp")
+def logit_of_a_sure_thing(x: Tensor) -> Tensor:
+    return torch.logit(x * 0 + 1)       # here
+
+
+@planted("aten::_log_softmax", "1 of 8 rows are -inf throughout", "unmasked")
+def a_row_that_is_masked_out(x: Tensor) -> Tensor:
+    mask = torch.zeros(8, 1, dtype=torch.bool)
+    mask[3] = True
+    return F.log_softmax(x.masked_fill(mask, -math.inf), -1)    # here
+
+
+@planted("aten::_softmax", "rows are -inf throughout", "unmasked")
+def attention_without_keys(x: Tensor) -> Tensor:
+    scores = x @ x.t()
+    scores = scores.masked_fill(torch.ones(8, 8).tril(-1).bool() | (torch.arange(8) == 7), -math.inf)
+    return scores.softmax(-1) @ x       # here
+
+
+@planted("in backward of aten::pow.Tensor_Scalar", "at 0", "where")
+def power_at_zero(x: Tensor) -> Tensor:
+    return (x * 0) ** 0.5 + x       # here
+
+
+@planted("in backward of aten::log", "division by 0|of 0", "clamp")
+def where_that_hides_a_log(x: Tensor) -> Tensor:
+    y = x * 0
+    return torch.where(y > 0, y.log(), y)       # here
+
+
+@planted("aten::bmm", "overflow", FLOAT, dtype=F16)
+def einsum_of_large_factors(x: Tensor) -> Tensor:
+    y = x + 200
+    return torch.einsum("ij,kj->ik", y, y) * 1e-4      # here
+
+
+@planted("aten::cumprod", "overflow")
+def cumulative_product(x: Tensor) -> Tensor:
+    return torch.cumprod(x.abs() * 0 + 1e6, -1)     # here
+
+
+@planted("aten::cumsum", "overflow", FLOAT, dtype=F16)
+def cumulative_sum(x: Tensor) -> Tensor:
+    return torch.cumsum(x + 6e3, -1)        # here
+
+
+@planted("aten::mul_.Tensor", "overflow", dtype=F16)
+def in_place_on_a_copy(x: Tensor) -> Tensor:
+    y = (x * 0 + 500).detach().clone()
+    return x + y.mul_(y)        # here
+
+
+@planted("aten::index_add_", "overflow", dtype=F16)
+def scattered_sum(x: Tensor) -> Tensor:
+    index = torch.zeros(8, dtype=torch.int64)
+    return torch.zeros_like(x).index_add_(0, index, x * 0 + 30000.0).detach() + x       # here
+
+
+@planted("aten::fill_.Scalar" if NEWEST else "aten::copy_", "asks for")
+def an_infinity_assigned(x: Tensor) -> Tensor:
+    y = x.detach().clone()
+    y[0, 0] = math.inf      # here
+    return x + y
+
+
+@planted("aten::masked_fill_.Scalar" if NEWEST else "aten::index_put_", "asks for")
+def nan_where_a_mask_is_set(x: Tensor) -> Tensor:
+    y = x.detach().clone()
+    y[y > 0] = math.nan     # here
+    return x + y
+
+
+@planted("aten::scalar_tensor", "asks for")
+def nan_where_nothing_is_known(x: Tensor) -> Tensor:
+    return torch.where(x > 0, x, math.nan)      # here
+
+
+@planted("aten::full_like", "asks for")
+def a_bound_that_gets_into_the_sum(x: Tensor) -> Tensor:
+    return x + torch.full_like(x, math.inf)     # here
+
+
+@planted("aten::rsqrt", "division by 0", "clamp")
+def inverse_root_of_nothing(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * 0).sum(-1, keepdim=True))       # here
+
+
+@planted("aten::atanh", "atanh of 1", "clamp")
+def inverse_tanh_of_a_saturated_tanh(x: Tensor) -> Tensor:
+    return torch.atanh(torch.tanh(x * 0 + 50))      # here
+
+
+@planted("aten::xlogy.Tensor", "xlogy", "clamp")
+def entropy_of_a_negative(x: Tensor) -> Tensor:
+    return torch.xlogy(x * 0 + 1, x * 0 - 1)        # here
+
+
+@planted("aten::reciprocal", "division by 0", "clamp")
+def one_over_nothing(x: Tensor) -> Tensor:
+    return 1 / (x * 0) * x      # here
+
+
+@planted("aten::mul.Tensor", "overflow")
+def adding_nothing_to_infinity(x: Tensor) -> Tensor:
+    return torch.logaddexp((x * 0 + 1e38) * 10, x)      # here
+
+
+@planted("aten::convolution", "overflow", FLOAT, dtype=F16)
+def convolution_with_large_weights(x: Tensor) -> Tensor:
+    y = (x + 300).view(1, 1, 8, 16)
+    return F.conv2d(y, torch.full((1, 1, 3, 3), 300.0, dtype=x.dtype)) * 1e-4     # here
+
+
+@planted("aten::prod", "overflow")
+def product_of_many(x: Tensor) -> Tensor:
+    return (x * 0 + 1e3).prod() * x     # here
+
+
+@planted("aten::pow.Scalar", "overflow", "clamp")
+def two_to_the_power(x: Tensor) -> Tensor:
+    return 2.0 ** (x * 0 + 200)     # here
+
+
+@planted("aten::lerp.Scalar", "overflow", FLOAT, dtype=F16)
+def a_moving_average(x: Tensor) -> Tensor:
+    return torch.lerp(x + 60000, x - 60000, -1.0)       # here
+
+
+@planted("aten::hypot", "overflow", FLOAT, dtype=F16)
+def length_of_a_diagonal(x: Tensor) -> Tensor:
+    return torch.hypot(x + 60000, x + 60000)        # here
+
+
+@planted("aten::linalg_vector_norm", "overflow", FLOAT, dtype=F16)
+def norm_in_half(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x + 60000, dim=-1)      # here
+
+
+@planted("aten::div.Tensor", "division by 0", "clamp")
+def division_by_a_number(x: Tensor) -> Tensor:
+    return x / 0        # here
+
+
+@planted("aten::div.Tensor", "division by 0", "clamp")
+def division_by_a_count(x: Tensor) -> Tensor:
+    return x / torch.zeros(8, 1, dtype=torch.int64)     # here
+
+
+@planted("aten::log", "log of 0", "clamp")
+def log_of_positions(x: Tensor) -> Tensor:
+    return x * torch.arange(16).log()       # here
+
+
+@planted("aten::_to_copy", "overflow", dtype=F16)
+def cast_of_positions(x: Tensor) -> Tensor:
+    return x * (torch.arange(16) * 5000).half()     # here
+
+
+@planted("aten::arange.start_step", "overflow", dtype=F16)
+def positions_in_half(x: Tensor) -> Tensor:
+    return x * torch.arange(0, 80000, 5000, dtype=x.dtype)      # here
+
+
+@planted("aten::linspace", "asks for")
+def times_without_end(x: Tensor) -> Tensor:
+    return x * torch.linspace(0, math.inf, 16)      # here
+
+
+@planted("aten::exp", "beyond float64 too", "clamp")
+def exponential_beyond_any_dtype(x: Tensor) -> Tensor:
+    return x * (x * 0 + 1e30).exp()     # here
+
+
+@planted("a tensor", "among the numbers that it is made of")
+def nan_in_a_literal(x: Tensor) -> Tensor:
+    return x * torch.tensor([math.nan] + [0.0] * 15)        # here
+
+
+# --- code that backward calls, modules that run twice, optimizers
+
+
+class Exponential(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:     # type: ignore[override]
+        return (grad * 0 + 100).exp()       # here
+
+
+@planted("aten::exp in backward of aten::mul.Tensor", "overflow", source=Exponential.backward)
+def a_function_with_a_backward_of_its_own(x: Tensor) -> Tensor:
+    return Exponential.apply(x)     # type: ignore[no-any-return]
+
+
+@planted("aten::div.Tensor in backward", "division by 0", module="1")
+def a_hook(x: Tensor) -> Tensor:
+    x.register_hook(lambda grad: grad / grad.sum(-1, keepdim=True).mul(0))      # here
+    return x * 1
+
+
+@planted("in backward of aten::sqrt", "at 0")
+def a_gradient_inside_forward(x: Tensor) -> Tensor:
+    y = x * 0
+    y = y.sqrt()        # here
+    grad, = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return grad
+
+
+@planted("in backward of aten::sqrt", "at 0", "where")
+def a_reentrant_checkpoint(x: Tensor) -> Tensor:
+    return checkpoint(lambda y: (y * 0).sqrt() + y, x, use_reentrant=True)      # type: ignore[return-value]  # here
+
+
+@planted("in backward of aten::sqrt", "at 0", "where")
+def a_checkpoint(x: Tensor) -> Tensor:
+    return checkpoint(lambda y: (y * 0).sqrt() + y, x, use_reentrant=False)     # type: ignore[return-value]  # here
+
+
+@whole("nonfinite", "overflow", FLOAT, "aten::mul.Tensor", "1 (2nd call)")
+def the_second_call_of_a_module() -> tuple[nn.Module, Step]:
+    def grow(x: Tensor) -> Tensor:
+        return x * 300      # here
+
+    model = nn.Sequential(nn.Linear(4, 4), Middle(grow)).half()
+    model.append(model[1])
+
+    def step() -> None:
+        model(torch.ones(2, 4).half()).float().mean().backward()
 
     return model, step
 
@@ -349,11 +522,14 @@ def third_micro_batch() -> tuple[nn.Module, Step]:
     nn.init.constant_(model[0].weight, 1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step() -> None:
+    def step() -> Tensor:
         optimizer.zero_grad()
+        losses = []
         for value in (1.0, 2.0, 0.0, 3.0):
-            (model(torch.full((2, 4), value) - model[0].bias.detach().expand(2, 1) / 4).mean() / 4).backward()
+            losses.append(model(torch.full((2, 4), value) - model[0].bias.detach().expand(2, 1) / 4).mean() / 4)
+            losses[-1].backward()
         optimizer.step()
+        return torch.stack(losses).detach()
 
     return model, step
 
@@ -453,39 +629,6 @@ def gradients_that_vanish() -> tuple[nn.Module, Step]:
 
 
 # --- the loop
-
-
-def training(
-    loop: Callable[[nn.Module, Tensor, torch.optim.Optimizer, Any], None], scaler: bool = True
-) -> tuple[nn.Module, Step]:
-    """A model, and six iterations of a loop over one batch."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    ours = GradScaler("cpu", init_scale=256.0) if scaler else None
-
-    def step() -> None:
-        for _ in range(6):
-            loop(model, torch.randn(4, 8), optimizer, ours)
-
-    return model, step
-
-
-def loss_of(model: nn.Module, x: Tensor, dtype: torch.dtype = F16) -> Tensor:
-    with autocast("cpu", dtype=dtype):
-        return model(x).float().square().mean()
-
-
-Loop = Callable[[nn.Module, Tensor, torch.optim.Optimizer, Any], None]
-
-
-def loop(cause: str, change: str, *, scaler: bool = True) -> Callable[[Loop], Loop]:
-    """A loop with something missing, twice, or out of order."""
-    def add(body: Loop) -> Loop:
-        FAULTS.append(Fault(body.__name__, "loop", lambda: training(body, scaler), body, "", "", cause, change))
-        return body
-
-    return add
 
 
 @loop(r"clip.*scaled", r"unscale_\(optimizer\)")
@@ -592,36 +735,3 @@ def scheduler_on_skipped_steps() -> tuple[nn.Module, Step]:
             scheduler.step()        # here
 
     return model, step
-
-
-# --- judging
-
-
-def report_of(fault: Fault) -> str:
-    """What the tool says, as text."""
-    from ampkit import debugging
-
-    model, step = fault.build()
-    if fault.tool == "nonfinite":
-        return str(debugging.find_nonfinite(step, model))
-    if fault.tool == "precision":
-        return str(debugging.compare_precision(step, model))
-    with debugging.check_loop() as report, contextlib.suppress(RuntimeError, AssertionError):
-        step()
-    return str(report)
-
-
-def judged(fault: Fault) -> tuple[dict[str, bool], str]:
-    """Each answer, right or not, and the report. What is not asked for is not in it."""
-    text = report_of(fault)
-    finding = text.partition("\nthen ")[0]
-    change = "\n".join(re.findall(r"^  (?:change|advice) .*(?:\n {12}.*)*", finding, re.MULTILINE))
-    rows = {
-        "op": rf"\b{fault.op}\b" if fault.op else "",
-        "module": rf", {re.escape(fault.module)}[ ,(\n]" if fault.module else "",
-        "line": rf"battery\.py:{fault.line}\b" if fault.name != "every_target_ignored" else r"battery\.py:",
-        "cause": fault.cause,
-    }
-    answers = {name: re.search(pattern, finding) is not None for name, pattern in rows.items() if pattern}
-    answers["change"] = re.search(fault.change, change) is not None and "not verified: with it" not in finding
-    return answers, text

@@ -13,7 +13,7 @@ from ampkit.debugging.causes import find_cause, outputs_of, summarise
 from ampkit.debugging.operator_facts import facts_of
 from ampkit.debugging.report import Finding
 from ampkit.debugging.taint import Record, trace
-from tests.debugging.battery import Middle, region
+from tests.debugging.planted import Middle, region
 
 
 def overflowing() -> nn.Sequential:
@@ -189,6 +189,32 @@ def test_a_row_that_is_masked_altogether() -> None:
         torch.ones(2, 3).masked_fill(torch.tensor([[True], [False]]), -math.inf).softmax(-1).sum()
     assert report.findings[0].origin.op == "aten::_softmax"
     assert report.findings[0].cause.kind == "from inf"
+
+
+def test_numbers_that_something_masks_out_are_no_finding() -> None:
+    x = torch.randn(4, 4, requires_grad=True)
+    mask = torch.tensor([0.0] * 2 + [-math.inf] * 2)
+    with debugging.detect_nonfinite(on_found="record") as report:
+        best = torch.full((), math.inf)
+        scores = torch.cat([torch.where(x > 0, x, -math.inf), torch.zeros(4, 1)], 1)
+        y = x.clone()
+        y[0] = -math.inf
+        loss = scores.softmax(-1).sum() + torch.minimum(best, x.sum(-1)).sum() + y.sigmoid().sum()
+        loss = loss + (x + mask).softmax(-1).sum() + (x + mask.clamp(min=0.0)).sum()
+        loss.backward()
+        best = torch.minimum(best, loss.detach())
+        torch.full((4,), math.inf)      # nobody reads it
+    assert not report
+
+
+def test_in_inference_mode_operators_come_apart_too() -> None:
+    """There, `to` arrives whole, and its schema says that it may be a view."""
+    layer = nn.Linear(4, 4)
+    with torch.inference_mode(), debugging.detect_nonfinite(on_found="record") as report:
+        y = layer(torch.ones(2, 4) * 1e6).to(torch.float16)
+        (y - y).sum()
+    assert [one.origin.op for one in report.findings] == ["aten::_to_copy"]
+    assert report.findings[0].cause.kind == "overflow"
 
 
 def test_memory_that_nobody_wrote() -> None:

@@ -16,6 +16,7 @@ from ampkit.debugging import compare_precision
 from ampkit.debugging.precision import PrecisionComparison
 from ampkit.debugging.precision_report import PrecisionReport
 from tests.debugging.models import MODELS, loss_of, make
+from tests.helpers.regions import needs_16_bit_lstm
 
 LOW = [torch.float16, torch.bfloat16]
 
@@ -183,6 +184,7 @@ def test_integers_in_place_run_once() -> None:
     assert counter.tolist() == [1, 1, 1]
 
 
+@needs_16_bit_lstm
 def test_memory_in_a_form_of_its_own_is_left_alone_and_named() -> None:
     torch.manual_seed(0)
     model, x = nn.LSTM(8, 8), torch.randn(3, 2, 8)

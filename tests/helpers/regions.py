@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -12,6 +13,9 @@ from ampkit import Policy, autocast
 from tests.helpers.op_samples import native, same
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+# oneDNN's 16-bit LSTM needs AVX-512; on other CPUs torch.autocast raises at `nn.LSTM`, and so does `Policy.torch`.
+LSTM_IN_16_BITS = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+needs_16_bit_lstm = pytest.mark.skipif(not LSTM_IN_16_BITS, reason="no 16-bit LSTM in oneDNN on this CPU")
 
 
 def state() -> tuple[Any, ...]:

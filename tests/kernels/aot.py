@@ -4,10 +4,11 @@ Triton's wheel carries ptxas and cuobjdump; neither needs a driver. Must run in 
 """
 
 import re
+import struct
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from triton.compiler import ASTSource
 from ampkit_kernels.configs import resident_programs
 
 TOOLS = Path(nvidia.__file__).parent / "bin"
+INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+([^;/]+);")
 # Parameter names mean the same in every kernel, so one list types them all. int64 vectors come from table sections
 # and scalars from torch, all 16-byte aligned; only some launches can rely on it, so nothing here promises it.
 TYPES = {
@@ -77,8 +79,8 @@ class Code:
         return sum(count for name, count in self.accesses.items() if name.startswith(kind) and ".128" in name)
 
 
-def compile_case(case: Case, capability: int) -> Code:
-    """Compile for one architecture and read the result."""
+def compile_case(case: Case, capability: int) -> bytes:
+    """The binary of one variant for one architecture."""
     signature = {}
     for name in case.kernel.arg_names:
         annotation = case.kernel.fn.__annotations__.get(name)
@@ -96,28 +98,58 @@ def compile_case(case: Case, capability: int) -> Code:
             raise KeyError(f"{case.name}: no type is known for parameter {name!r}; add it to TYPES")
     source = ASTSource(fn=case.kernel, signature=signature, constexprs=dict(case.constants), attrs={})
     target = GPUTarget("cuda", capability, 32)
-    compiled = triton.compile(source, target=target, options={"num_warps": case.num_warps, **case.options})
+    return triton.compile(source, target=target, options={"num_warps": case.num_warps, **case.options}).asm["cubin"]
+
+
+def read(binaries: Sequence[bytes], capability: int) -> list[Code]:
+    """What the machine code of these binaries says.
+
+    The disassembler takes longer to start than to read a kernel, and one file: it is given all of them end to end.
+    """
+    if not binaries:
+        return []
     with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "kernel.cubin"
-        cubin.write_bytes(compiled.asm["cubin"])
-        done = subprocess.run(
-            [TOOLS / "cuobjdump", "-sass", "-res-usage", cubin], capture_output=True, text=True, check=True
-        )
-    report = done.stdout + done.stderr
-    accesses = Counter(re.findall(r"\b((?:LDG|STG|LDL|STL)[\w.]*)", report))
-    found = re.search(r"REG:(\d+).*?STACK:(\d+).*?LOCAL:(\d+)", report)
-    if found is None or not accesses:
-        raise RuntimeError(f"{case.name}: cuobjdump reported no resources or no code: {report[-300:]}")
-    registers, stack, local = map(int, found.groups())
-    return Code(accesses, registers, stack, local, capability, innermost_loops(done.stdout))
+        path = Path(folder) / "code"
+        usages = []
+        for binary in binaries:
+            path.write_bytes(binary)
+            usages.append(_output("cuobjdump", "-res-usage", path))
+        path.write_bytes(b"".join(map(text_section, binaries)))
+        lines = _output("nvdisasm", "-b", f"SM{capability}", path)
+    instructions = [(int(at, 16), text) for at, text in INSTRUCTION.findall(lines)]
+    found, start = [], 0
+    for binary, usage in zip(binaries, usages, strict=True):
+        end = start + len(text_section(binary))
+        own = [(at, text) for at, text in instructions if start <= at < end]
+        resources = re.search(r"REG:(\d+).*?STACK:(\d+).*?LOCAL:(\d+)", usage)
+        accesses = Counter(name for _, text in own for name in re.findall(r"\b(?:LDG|STG|LDL|STL)[\w.]*", text))
+        if resources is None or not accesses:
+            raise RuntimeError(f"no resources or no code were reported: {usage[-300:]}")
+        registers, stack, local = map(int, resources.groups())
+        found.append(Code(accesses, registers, stack, local, capability, innermost_loops(own)))
+        start = end
+    return found
 
 
-def innermost_loops(sass: str) -> tuple[tuple[str, ...], ...]:
-    """The global accesses of each loop that holds no other, in the order of its instructions.
+def _output(tool: str, *arguments: Any) -> str:
+    return subprocess.run([TOOLS / tool, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def text_section(elf: bytes) -> bytes:
+    """The instructions of the one kernel in a binary."""
+    (headers,) = struct.unpack_from("<Q", elf, 0x28)
+    size, count, names = struct.unpack_from("<HHH", elf, 0x3A)
+    # Name, type, flags, address, offset, length.
+    sections = [struct.unpack_from("<IIQQQQ", elf, headers + i * size) for i in range(count)]
+    (text,) = (section for section in sections if elf.startswith(b".text.", sections[names][4] + section[0]))
+    return elf[text[4] : text[4] + text[5]]
+
+
+def innermost_loops(code: Sequence[tuple[int, str]]) -> tuple[tuple[str, ...], ...]:
+    """The global accesses of each loop that holds no other, in the order of its instructions (address and text).
 
     A loop is what lies between a backward branch and where it goes to.
     """
-    code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;/]+);", sass)]
     branch = re.compile(r"\bBRA(?:\.\w+)* (?:!?U?P\w+, )?(0x[0-9a-f]+)")
     loops = [(int(to, 16), at) for at, text in code for to in branch.findall(text) if int(to, 16) < at]
     innermost = [

@@ -11,7 +11,9 @@ import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from itertools import chain
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,23 +21,35 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 CAPABILITIES = (80, 90, 100)
 BAD = ("unvectorised", "hungry")
+BATCH = 15   # variants that are compiled before the disassembler reads them
 
 
-def judge(job: tuple[str, int]) -> tuple[str, int, list[str], str]:
-    """Compile one case by name; returns what is wrong with it and a line describing it."""
+def judge(job: tuple[int, list[str]]) -> list[tuple[str, int, list[str], str]]:
+    """Compile cases by name for one architecture; returns what is wrong with each, and a line describing it."""
     from tests.kernels import aot, aot_cases
 
-    name, capability = job
+    capability, names = job
     cases = {case.name: case for case in (*aot_cases.all_cases(), aot_cases.UNVECTORISED, aot_cases.HUNGRY)}
-    case = cases[name]
-    try:
-        code = aot.compile_case(case, capability)
-    except (
-        Exception
-    ) as error:  # any compiler failure is a finding about this variant, not the end of the check
-        return name, capability, [f"does not compile: {type(error).__name__}: {str(error)[-500:]}"], ""
-    line = f"{code.registers:3d} registers, 128-bit loads {code.wide('LDG'):2d}, stores {code.wide('STG'):2d}"
-    return name, capability, aot.faults(case, code), line
+    binaries, found = {}, []
+    for name in names:
+        try:
+            binaries[name] = aot.compile_case(cases[name], capability)
+        except Exception as error:  # a finding about this variant, not the end of the check
+            found.append((name, capability, [f"does not compile: {type(error).__name__}: {str(error)[-500:]}"], ""))
+    for (name, _), code in zip(binaries.items(), aot.read([*binaries.values()], capability), strict=True):
+        line = f"{code.registers:3d} registers, 128-bit loads {code.wide('LDG'):2d}, stores {code.wide('STG'):2d}"
+        found.append((name, capability, aot.faults(cases[name], code), line))
+    return found
+
+
+def judged(jobs: list[tuple[int, list[str]]]) -> Iterator[list[tuple[str, int, list[str], str]]]:
+    """`judge` over all jobs, in processes of their own where that pays."""
+    if len(jobs) <= 2:
+        yield from map(judge, jobs)
+        return
+    # Spawned, not forked: a compiler with threads of its own does not survive a fork.
+    with ProcessPoolExecutor(min(os.cpu_count() or 1, 8), multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(judge, jobs)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,25 +73,26 @@ def main(argv: list[str] | None = None) -> int:
     if len(set(names)) != len(names):
         print("two variants share a name", file=sys.stderr)
         return 2
-    jobs = [(name, cap) for cap in options.capability or CAPABILITIES for name in names]
-    jobs += [(name, 90) for name in BAD]
-    n_wrong = 0
-    workers = min(os.cpu_count() or 1, 8)
-    # Spawned, not forked: a compiler with threads of its own does not survive a fork.
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for name, capability, faults, line in pool.map(judge, jobs, chunksize=4):
-            if name in BAD:
-                if not faults:
-                    n_wrong += 1
-                    print(f"WRONG  the check passed a kernel that is {name}: it would catch nothing")
-                continue
-            n_wrong += bool(faults)
-            if faults:
-                print(f"WRONG  sm_{capability} {name}: {'; '.join(faults)}")
-            elif not options.quiet:
-                print(f"ok     sm_{capability:<4d}{name:34s}{line}")
+    jobs = [
+        (capability, names[i : i + BATCH])
+        for capability in options.capability or CAPABILITIES for i in range(0, len(names), BATCH)
+    ]
+    jobs.append((90, list(BAD)))
+    n_wrong = n_judged = 0
+    for name, capability, faults, line in chain.from_iterable(judged(jobs)):
+        if name in BAD:
+            if not faults:
+                n_wrong += 1
+                print(f"WRONG  the check passed a kernel that is {name}: it would catch nothing")
+            continue
+        n_judged += 1
+        n_wrong += bool(faults)
+        if faults:
+            print(f"WRONG  sm_{capability} {name}: {'; '.join(faults)}")
+        elif not options.quiet:
+            print(f"ok     sm_{capability:<4d}{name:34s}{line}")
     seconds = time.perf_counter() - started
-    print(f"triton {triton.__version__}: {len(jobs) - len(BAD)} variants, {n_wrong} wrong, {seconds:.0f} s")
+    print(f"triton {triton.__version__}: {n_judged} variants, {n_wrong} wrong, {seconds:.0f} s")
     return 1 if n_wrong else 0
 
 

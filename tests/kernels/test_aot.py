@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 pytest.importorskip("triton.backends.nvidia")
 
-from tests.kernels.aot import Case, Code, faults, innermost_loops  # noqa: E402  (needs Triton's NVIDIA backend)
+from tests.kernels.aot import INSTRUCTION, Case, Code, faults, innermost_loops  # noqa: E402  (needs Triton's NVIDIA backend)
 
 GOOD = Code(Counter({"LDG.E.128": 4, "STG.E.128": 2, "LDG.E": 3}), registers=60, stack=0, local=0)
 
@@ -99,20 +99,20 @@ def test_each_fault_is_named(code: Code, expected: dict[str, int], text: str) ->
 
 
 SASS = """
-        /*0010*/                   LDG.E R2, desc[UR18][R2.64] ;           /* 0x000000120202798 */
-                                                                           /* 0x000000120202798 */
-        /*0020*/              @!P0 BRA 0x00a0 ;                            /* 0x000000000000094 */
-        /*0030*/                   LDG.E.128 R4, desc[UR18][R2.64] ;       /* 0x000000120202798 */
-        /*0040*/                   FMUL R4, R4, R5 ;                       /* 0x000000120202798 */
-        /*0050*/               @P1 STG.E.128 desc[UR18][R2.64], R4 ;       /* 0x000000120202798 */
-        /*0060*/               @P0 BRA 0x0030 ;                            /* 0x000000120202798 */
-        /*0070*/                   STG.E desc[UR18][R2.64], R4 ;           /* 0x000000120202798 */
-        /*0080*/               @P0 BRA.U 0x10 ;                            /* 0x000000120202798 */
-        /*0090*/                   BRA 0x90 ;                              /* 0x000000120202798 */
-        /*00a0*/                   EXIT ;                                  /* 0x000000120202798 */
+        /*0010*/                   LDG.E R2, desc[UR18][R2.64] ;
+        /*0020*/              @!P0 BRA 0x00a0 ;
+        /*0030*/                   LDG.E.128 R4, desc[UR18][R2.64] ;
+        /*0040*/                   FMUL R4, R4, R5 ;
+        /*0050*/               @P1 STG.E.128 desc[UR18][R2.64], R4 ;
+        /*0060*/               @P0 BRA 0x0030 ;
+        /*0070*/                   STG.E desc[UR18][R2.64], R4 ;
+        /*0080*/               @P0 BRA.U 0x10 ;
+        /*0090*/                   BRA 0x90 ;
+        /*00a0*/                   EXIT ;
 """
 
 
 def test_the_innermost_loops_of_machine_code() -> None:
     """One around another, and the empty one behind every program's end."""
-    assert innermost_loops(SASS) == (("LDG.E.128", "STG.E.128"),)
+    code = [(int(at, 16), text) for at, text in INSTRUCTION.findall(SASS)]
+    assert innermost_loops(code) == (("LDG.E.128", "STG.E.128"),)

@@ -143,23 +143,42 @@ def test_region_inside_the_checkpointed_function(use_reentrant):
             assert seen == [((FP16, FP32), expected)] * 2
 
 
-def test_nested_checkpoints():
-    seen = []
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")     # torch's, in a reentrant forward
+@pytest.mark.parametrize("outer_way", WAYS)
+@pytest.mark.parametrize("inner_way", WAYS)
+def test_nested_checkpoints(outer_way, inner_way):
+    """Each is recomputed in the region that it was called in, also where nothing runs between the two calls."""
+    x, seen = torch.randn(4, 4, requires_grad=True), []
 
     def inner(x):
-        seen.append(torch.softmax(torch.mm(x, x), -1).dtype)
-        return torch.mm(x, x).sigmoid()
+        out = torch.softmax(F.linear(torch.mm(x, x), x), -1)
+        seen.append((out.dtype, torch.mm(x, x).dtype))
+        return out.float()
 
-    def outer(x):
-        return plain(False)(inner, torch.softmax(torch.mm(x, x), -1)).float()
+    def alone(x):
+        return WAYS[inner_way](inner, x)
 
-    x = torch.ones(4, 4, requires_grad=True)
-    with autocast("cpu"):
-        expected = torch.autograd.grad(inner(torch.softmax(torch.mm(x, x), -1)).float().sum(), x)[0]
-        y = plain(False)(outer, x).sum()
-    y.backward()
-    assert set(seen) == {FP32}
-    assert torch.equal(x.grad, expected)
+    def in_a_region(x):
+        with autocast("cpu", FP16, policy="default"):
+            return WAYS[inner_way](inner, x)
+
+    def amid_work(x):
+        return WAYS[inner_way](inner, torch.softmax(torch.mm(x, x), -1)).float()
+
+    def deeper(x):
+        return WAYS[outer_way](alone, x)
+
+    for outer in (alone, in_a_region, amid_work, deeper):
+        gradients = []
+        for way in (lambda function, x: function(x), WAYS[outer_way]):
+            seen.clear()
+            x.grad = None
+            with autocast("cpu", policy=KEEPS_MM):
+                loss = way(outer, x).square().sum()
+            loss.backward()
+            gradients.append(x.grad)
+            assert len(set(seen)) == 1
+        assert torch.equal(*gradients)
 
 
 def test_several_checkpoints_in_several_regions_at_once():

@@ -312,25 +312,6 @@ def test_outputs_are_cast_to_what_was_asked() -> None:
         assert model(batches(1)[0][0]).dtype is torch.float16
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_gradient_that_two_optimizers_share_is_unscaled_once(fails: bool) -> None:
-    """And comes back once, where the next backward raises."""
-    model = nn.Linear(1, 1, bias=False)
-    first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
-    initialize(model, [first, second], "O1", dtype=torch.bfloat16, loss_scale=128.0, verbosity=0)
-    for _ in range(2):
-        backward(2.0 * model.weight.sum(), [first, second])
-    if fails:
-        with pytest.raises(KeyError), scale_loss(model.weight.sum(), [first, second]):
-            raise KeyError
-    assert model.weight.grad.item() == 4.0
-    backward(math.inf * model.weight.sum(), [first, second])
-    before = model.weight.item()
-    first.step()
-    second.step()
-    assert model.weight.item() == before
-
-
 def test_a_skipped_step_that_was_interrupted_leaves_no_gradients_behind() -> None:
     """Its gradients, which are not finite, must not come back after the next step."""
     model, optimizer = set_up("O1", dtype=torch.bfloat16, loss_scale=128.0)

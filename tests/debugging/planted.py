@@ -1,0 +1,182 @@
+"""Planted faults: the form they are written in, and how the answers of a report are judged.
+
+A fault is a function under one of three decorators; its file is named in `test_battery.py`. Each has five answers:
+operator, module, line, cause, change. The line is the one with the comment `# here`, in the function or its decorator;
+the others are patterns that the report must contain, and "" is not asked for. An operator of backward is written
+"in backward of aten::sqrt".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ampkit import GradScaler, autocast, debugging
+
+__all__ = [
+    "B16", "F16", "F32", "FAULTS", "FLOAT", "LINES", "POLICY", "Fault", "Middle", "Step", "judged", "loop", "loss_of",
+    "planted", "region", "whole",
+]
+
+Step = Callable[[], Any]
+Loop = Callable[[nn.Module, Tensor, torch.optim.Optimizer, Any], None]
+F16, B16, F32 = torch.float16, torch.bfloat16, torch.float32
+# Changes: a policy for steps in ampkit's regions, code around lines for those in torch's, `.float()` for the rest.
+POLICY = r'for_modules\((model, )?\{"2": torch\.float32'
+LINES = r"torch\.autocast\(\"cpu\", enabled=False\)"
+FLOAT = r"\.float\(\)"
+
+
+class Fault(NamedTuple):
+    """What was planted, and what a report must say of it."""
+
+    name: str
+    tool: str               # nonfinite, precision or loop
+    build: Callable[[], tuple[nn.Module, Step]]
+    source: Callable[..., Any]
+    op: str
+    module: str
+    cause: str
+    change: str
+
+    @property
+    def line(self) -> str:
+        """The file and the line with the fault."""
+        lines, first = inspect.getsourcelines(self.source)
+        place = first + next(i for i, text in enumerate(lines) if "# here" in text)
+        return f"{Path(inspect.getfile(self.source)).name}:{place}"
+
+
+FAULTS: list[Fault] = []
+
+
+class Middle(nn.Module):
+    """A function as a layer."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def region(kind: str, dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """What the user's step runs in."""
+    if kind == "torch":
+        return torch.autocast("cpu", dtype=dtype)
+    return autocast("cpu", dtype=dtype) if kind == "ampkit" else nullcontext()
+
+
+def planted(
+    op: str, cause: str, change: str = ".", *, dtype: torch.dtype = F32, kind: str = "none", tool: str = "nonfinite",
+    loss: Callable[[Tensor], Tensor] = lambda y: y.float().mean(), module: str = "2",
+    source: Callable[..., Any] | None = None,
+) -> Callable[[Any], Any]:
+    """A function of a layer's output, (8, 16), as the last layer; in a model of `dtype`, or in a region with it.
+
+    `source`: what holds the line, where it is not the function.
+    """
+    def add(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def build() -> tuple[nn.Module, Step]:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), Middle(function))
+            batch = torch.randn(8, 16)
+            if kind == "none":
+                model, batch = model.to(dtype), batch.to(dtype)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+            def step() -> Tensor:
+                optimizer.zero_grad()
+                with region(kind, dtype):
+                    out = loss(model(batch))
+                out.backward()
+                optimizer.step()
+                return out.detach()
+
+            return model, step
+
+        FAULTS.append(Fault(function.__name__, tool, build, source or function, op, module, cause, change))
+        return function
+
+    return add
+
+
+def whole(tool: str, cause: str, change: str, op: str = "", module: str = "") -> Callable[[Any], Any]:
+    """A function that returns a model and its step."""
+    def add(build: Callable[[], tuple[nn.Module, Step]]) -> Callable[[], tuple[nn.Module, Step]]:
+        def seeded() -> tuple[nn.Module, Step]:
+            torch.manual_seed(0)
+            return build()
+
+        FAULTS.append(Fault(build.__name__, tool, seeded, build, op, module, cause, change))
+        return build
+
+    return add
+
+
+def loop(cause: str, change: str, *, scaler: bool = True) -> Callable[[Loop], Loop]:
+    """The body of a training loop with something missing, twice, or out of order; it runs six times."""
+    def add(body: Loop) -> Loop:
+        def build() -> tuple[nn.Module, Step]:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            ours = GradScaler("cpu", init_scale=256.0) if scaler else None
+
+            def step() -> None:
+                for _ in range(6):
+                    body(model, torch.randn(4, 8), optimizer, ours)
+
+            return model, step
+
+        FAULTS.append(Fault(body.__name__, "loop", build, body, "", "", cause, change))
+        return body
+
+    return add
+
+
+def loss_of(model: nn.Module, x: Tensor, dtype: torch.dtype = F16) -> Tensor:
+    """A loss, in a region."""
+    with autocast("cpu", dtype=dtype):
+        return model(x).float().square().mean()
+
+
+def report_of(fault: Fault) -> str:
+    """What the tool says, as text."""
+    model, step = fault.build()
+    if fault.tool == "nonfinite":
+        before = [one.clone() for one in (*model.state_dict().values(), torch.get_rng_state())]
+        text = str(debugging.find_nonfinite(step, model))
+        after = (*model.state_dict().values(), torch.get_rng_state())
+        assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True)), "it left the step's mark"
+        return text
+    if fault.tool == "precision":
+        return str(debugging.compare_precision(step, model))
+    with debugging.check_loop() as report, contextlib.suppress(RuntimeError, AssertionError):
+        step()
+    return str(report)
+
+
+def judged(fault: Fault) -> tuple[dict[str, bool], str]:
+    """Each answer, right or not, and the report. What is not asked for is not in it."""
+    text = report_of(fault)
+    finding = text.partition("\nthen ")[0]
+    change = "\n".join(re.findall(r"^  (?:change|advice) .*(?:\n {12}.*)*", finding, re.MULTILINE))
+    rows = {
+        "op": rf"\b{fault.op}\b" if fault.op else "",
+        "module": rf", {re.escape(fault.module)}[ ,(\n]" if fault.module else "",
+        "line": rf"\b{re.escape(fault.line)}\b",
+        "cause": fault.cause,
+    }
+    answers = {name: re.search(pattern, finding) is not None for name, pattern in rows.items() if pattern}
+    answers["change"] = re.search(fault.change, change) is not None
+    return answers, text
