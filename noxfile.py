@@ -36,7 +36,7 @@ def tests(session: nox.Session, torch: str) -> None:
 
 
 _STEP = """
-import torch, ampkit
+import sys, torch, ampkit
 model = torch.nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scaler = ampkit.GradScaler("cpu")
@@ -45,6 +45,7 @@ with ampkit.autocast("cpu", torch.float16):
 scaler.scale(loss).backward()
 scaler.step(optimizer)
 scaler.update()
+assert ampkit.__file__.startswith(sys.prefix), ampkit.__file__
 print(ampkit.__version__, "from", ampkit.__file__, "with torch", torch.__version__, scaler.stats())
 """
 
@@ -55,7 +56,8 @@ def wheel(session: nox.Session, torch: str) -> None:
     """Build the wheel as `make wheel` does; install it by pip with one torch; import it and train a step elsewhere."""
     folder = Path(session.create_tmp())
     session.run("python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), ".")
+    session.install("--force-reinstall", "--no-deps", *map(str, folder.glob("ampkit-*.whl")))
     session.install(f"torch=={torch}", *map(str, folder.glob("ampkit-*.whl")))
     session.chdir(folder)
-    session.run("python", "-W", "error", "-c", _STEP)
-    session.run("ampkit", "--version")
+    session.run("python", "-I", "-W", "error", "-c", _STEP)     # -I: nothing is imported from the checkout
+    session.run("python", "-I", "-m", "ampkit", "--version")
