@@ -50,15 +50,6 @@ def test_checks_go_on_in_a_new_process_after_a_lost_device_only(tmp_path: Path, 
     assert (re.search(r"checks: exit 3.*checks: exit 0", done.stdout, re.DOTALL) is not None) == (runs == 2)
 
 
-def test_the_memory_checker_is_found_where_the_toolkit_puts_it(tmp_path: Path):
-    tool = tmp_path / "cuda" / "bin" / "compute-sanitizer"
-    tool.parent.mkdir(parents=True)
-    tool.write_text('#!/usr/bin/env bash\necho "sanitizer $*" >> "$CALLS"\n')
-    tool.chmod(0o755)
-    _, calls = run(tmp_path, "kernels", CUDA_HOME=str(tmp_path / "cuda"))
-    assert sum(call.startswith("sanitizer") and "tests.gpu_checks --small" in call for call in calls) == 1
-
-
 def test_the_limits_of_the_stages_fit_into_a_half(tmp_path: Path):
     text = SCRIPT.read_text()
     deadline = int(re.search(r"SECONDS \+ (\d+)", text)[1])

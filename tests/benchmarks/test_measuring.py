@@ -51,14 +51,6 @@ def test_sides_take_turns_and_the_first_rotates():
     }
 
 
-@pytest.mark.parametrize(("seconds", "expected"), [(0.0, 4), (20.0, 10), (1e9, 100)])
-def test_the_time_given_bounds_the_rounds(seconds: float, expected: int):
-    clock = FakeClock()
-    runs = {"a": clock.job(1.0), "b": clock.job(1.0)}
-    found = timing.in_turns(runs, HostClock(clock, clock), seconds=seconds, rounds=(4, 100))
-    assert len(found["a"]) == expected
-
-
 def test_host_time_ends_when_the_call_returns_and_wall_time_when_the_device_is_done():
     clock = FakeClock()
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import doctest
+import functools
 import importlib
 import io
 import pkgutil
@@ -71,7 +72,11 @@ def wrong_blocks(text: str) -> list[str]:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_documented_code_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every Python block of a document, top to bottom."""
+    """Every Python block of a document, top to bottom.
+
+    Compiled without generating code, which takes a quarter of a minute; `region/test_compile.py` runs inductor.
+    """
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     monkeypatch.chdir(tmp_path)
     run_document(path.read_text(encoding="utf-8"), str(path))
 
