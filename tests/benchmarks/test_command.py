@@ -10,7 +10,6 @@ import torch
 from benchmarks import __main__ as command
 from benchmarks import gate, results
 from benchmarks.case import Case, Side, UnavailableError
-from benchmarks.device import DeviceLostError
 from benchmarks.environment import ROOT
 from tests.benchmarks.helpers import sample_row, sleepy_case
 
@@ -110,20 +109,3 @@ def test_a_run_goes_on_where_the_process_ended(measured, tmp_path: Path):
     assert "sides" in rows["sleepy"]
     assert rows["deadly"]["error"] == "the process ended while this was measured"
     assert not (tmp_path / "running.json").exists()
-
-
-def test_a_lost_device_ends_the_run_with_a_code_of_its_own(measured, monkeypatch: pytest.MonkeyPatch, capsys):
-    """Whatever runs after an illegal access in the same process fails as well, and says nothing."""
-    def lost(device: torch.device) -> None:
-        raise DeviceLostError("cuda:0 answers no more")
-
-    monkeypatch.setattr(command, "must_answer", lost)
-    monkeypatch.setattr(command, "describe", lambda device: sample_row("", 1.0)["environment"])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    cases = [acting("breaks", lambda: None), acting("after", lambda: None)]
-    status, rows = measured(cases, "--device", "cuda")
-    assert (status, list(rows)) == (3, ["breaks"])
-    assert "answers no more" in capsys.readouterr().err
-    monkeypatch.setattr(command, "must_answer", lambda device: None)
-    status, rows = measured(cases, "--device", "cuda", "--resume")
-    assert (status, list(rows)) == (0, ["breaks", "after"])

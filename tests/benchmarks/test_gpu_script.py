@@ -33,15 +33,6 @@ def run(folder: Path, *arguments: str, **variables: str) -> tuple[subprocess.Com
     return done, calls.read_text().splitlines() if calls.exists() else []
 
 
-def test_folders_and_interpreters_are_relative_to_the_caller(tmp_path: Path):
-    done, calls = run(tmp_path, "--dry-run")
-    assert done.returncode == 0, done.stderr
-    for half in ("kernels", "models"):
-        assert (tmp_path / "results" / half / "log.txt").exists()
-        assert any("-m benchmarks " in call and f"--out {tmp_path}/results/{half}" in call for call in calls)
-    assert "exit 127" not in done.stdout
-
-
 @pytest.mark.parametrize(("status", "runs"), [("3", 2), ("1", 1)])
 def test_checks_go_on_in_a_new_process_after_a_lost_device_only(tmp_path: Path, status: str, runs: int):
     done, calls = run(tmp_path, "kernels", "--dry-run", CHECKS=status)
