@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["advice_for", "why_undefined"]
+__all__ = ["advice_for", "poles", "why_undefined"]
 
 _ROOT = ("the derivative of {op} is inf at 0",
          "safe = torch.where(x > 0, x, 1); y = torch.where(x > 0, {op}(safe), 0)    # a where outside alone is NaN too")
@@ -47,15 +47,26 @@ _BACKWARD: dict[str, tuple[str, str]] = {
 }
 
 
+_UNTIL_ONE = ("acos", "asin", "atanh", "erfinv", "log1p", "logit")
+
+
 def _base(op: str) -> str:
     return op.partition("::")[2].partition(".")[0].rstrip("_").removeprefix("_foreach_")
+
+
+def poles(op: str, backward_of: str) -> tuple[float, ...]:
+    """The numbers that an operator, or its derivative, may not take: 0, and of some 1 and -1."""
+    return (0.0, 1.0, -1.0) if _base(backward_of or op) in _UNTIL_ONE else (0.0,)
 
 
 def why_undefined(op: str, args: tuple[Any, ...] = ()) -> str:
     """Why an operator has no value for its inputs, in words."""
     base = _base(op)
-    if base == "div" and args and isinstance(args[0], Tensor) and not args[0].any():
-        return "0 / 0"
+    if args and isinstance(args[0], Tensor):
+        if base == "div" and not args[0].any():
+            return "0 / 0"
+        if base in ("log", "log2", "log10") and bool((args[0] < 0).any()):
+            return f"{base} of a negative number"
     return _FORWARD.get(base, ("undefined in any precision", ""))[0].format(op=base)
 
 

@@ -7,11 +7,10 @@ scheduler's `step`. Nothing is computed but two flags per gradient, so the cost 
 from __future__ import annotations
 
 import functools
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,37 +21,21 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ampkit.debugging.report_file import Status, document
+from ampkit.debugging.report import LoopFinding, Report, Status
 from ampkit.debugging.source_lines import find_caller, shown
 from ampkit.region.autocast import autocast
 
-__all__ = ["LoopFinding", "LoopReport", "check_loop"]
+__all__ = ["LoopReport", "check_loop"]
 
 _LEVELS = tuple(str(Path(__file__).resolve().parents[1] / name) for name in ("whole_model", "amp.py"))
 _MOST_PARAMETERS = 64       # of an optimizer whose gradients are followed
 
 
-@dataclass(frozen=True)
-class LoopFinding:
-    """Something that a loop does wrong, the line that does it, and the change."""
-
-    what: str
-    file: str
-    line: int
-    change: str
-    iteration: int      # steps of optimizers before it, skipped ones counted
-    times: int = 1
-
-    def __str__(self) -> str:
-        times = f", in {self.times} iterations" if self.times > 1 else ""
-        return (f"{self.what}, from iteration {self.iteration} on{times}\n  line      {self.file}:{self.line}\n"
-                f"  change    {self.change}")
-
-
 @dataclass
-class LoopReport:
+class LoopReport(Report):
     """What `check_loop` found; falsy if nothing. `str` is what the terminal shows."""
 
+    kind = "loop"
     findings: list[LoopFinding] = field(default_factory=list)
     iterations: int = 0
     incomplete: str = ""        # why the loop did not run to its end
@@ -74,10 +57,6 @@ class LoopReport:
         if self.status == "inconclusive":
             return f"inconclusive: {self.incomplete or 'no optimizer stepped'}. Nothing was found until then: {looked}"
         return f"the loop is in order: {looked}"
-
-    def to_json(self) -> str:
-        """Plain JSON; `docs/reference/debugging.md` lists the keys."""
-        return json.dumps(document("loop", self.status, str(self), asdict(self)), indent=1, allow_nan=False)
 
 
 @dataclass

@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,18 +20,20 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ampkit.debugging.module_calls import ModuleCall, ModuleCalls
 from ampkit.debugging.operator_facts import OperatorFacts, facts_of
-from ampkit.debugging.source_lines import Caller, SourceLine, find_caller
+from ampkit.debugging.source_lines import Caller, SourceLine, find_caller, shown, variable_of
 from ampkit.torch_internals.operator_tracing import (
     ObserverMode,
     OpOverload,
     current_node,
+    is_opaque,
     next_sequence_number,
     node_name,
     node_sequence_number,
+    storage_key,
     without_dispatch,
 )
 
-__all__ = ["OperatorCall", "OperatorObserver", "Phase", "Place", "no_advice_on_hooks"]
+__all__ = ["OperatorCall", "OperatorObserver", "Phase", "Place", "no_advice_on_hooks", "operation_fields"]
 
 Phase = Literal["forward", "backward", "recompute", "optimizer", "scaler"]
 
@@ -97,7 +99,7 @@ class OperatorObserver(ObserverMode):
         self._thread = _Thread()
         self._open = ExitStack()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Any:
         with ExitStack() as stack:
             for hook in (
                 register_optimizer_step_pre_hook(self._optimizer_starts),
@@ -149,9 +151,6 @@ class OperatorObserver(ObserverMode):
         """Run an operator and look at it."""
         return func(*args, **kwargs)
 
-    def literal(self, tensor: Tensor, place: Place) -> None:
-        """A tensor has been made of Python's numbers."""
-
     def step_ended(self, optimizer: Any) -> None:
         """An optimizer has stepped."""
 
@@ -165,6 +164,17 @@ class OperatorObserver(ObserverMode):
         if forward is None:
             return Place(call.module, line, "")
         return Place(forward.module, (forward.caller.line() if call.caller.outside else line) or line, forward.op)
+
+    def name_of(self, tensor: Tensor) -> str:
+        """What the user calls a tensor: its name as a parameter or buffer, else a variable; "" without either."""
+        key = storage_key(tensor)
+        for root in self.modules.roots():
+            for name, one in (*root.named_parameters(), *root.named_buffers()):
+                if not is_opaque(one) and storage_key(one) == key:
+                    return name
+                if one.grad is not None and not is_opaque(one.grad) and storage_key(one.grad) == key:
+                    return f"{name}.grad"
+        return variable_of(tensor)
 
     def forward_of(self, call: OperatorCall) -> OperatorCall | None:
         """The forward operator that a backward operator belongs to; of a custom function, its first one."""
@@ -185,8 +195,6 @@ class OperatorObserver(ObserverMode):
         if facts.is_view:
             if moved:
                 self._note_forward(number, self._describe(facts, 3))
-            if facts.literal:
-                self.literal(args[0], Place(self.modules.current(), find_caller(2).line(), None))
             return func(*args, **kwargs)
         call = self._describe(facts, 3)
         if call.caller.printing:
@@ -274,6 +282,22 @@ class OperatorObserver(ObserverMode):
         self._backward_seen = self._unscaled = False
         self.modules.new_step()
         self._forward_before, self._forward = self._forward, {}
+
+
+def operation_fields(call: OperatorCall | None, place: Place) -> dict[str, Any]:
+    """A call, or a tensor that was there before, as the fields of `report.Operation`; without those of its result."""
+    module, line, backward_of = place
+    return {
+        "index": -1 if call is None else call.index,
+        "op": "" if call is None else call.op,
+        "phase": "before" if call is None else call.phase,
+        "module": "" if module is None else str(module),
+        "path": "" if module is None or not module.known else module.path,
+        "call": 0 if module is None else module.number,
+        "file": "" if line is None else shown(line.file),
+        "line": 0 if line is None else line.line,
+        "backward_of": backward_of or "",
+    }
 
 
 @contextmanager
