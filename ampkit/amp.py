@@ -11,7 +11,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import torch
@@ -239,6 +239,7 @@ def scale_loss(
     gradients = [_steps_of(optimizer).gradients for optimizer in all_optimizers]
     for each in gradients:
         _check_accumulation(each, scaler, delay_unscale)
+    _check_shared(gradients, session)
     for each in gradients:
         each.begin()
     try:
@@ -330,6 +331,7 @@ class _Session:
 
     scalers: tuple[LossScaler, ...]
     verbosity: int
+    gradients: weakref.WeakSet[ScaledGradients] = field(default_factory=weakref.WeakSet)
 
     def scaler(self, loss_id: Any) -> LossScaler:
         """The scaler of a loss. Raises `IndexError` for an unknown `loss_id`."""
@@ -354,6 +356,7 @@ class _Steps:
     def __init__(self, optimizer: Optimizer, session: _Session) -> None:
         self.gradients = ScaledGradients(optimizer)
         self.session = session
+        session.gradients.add(self.gradients)
         self._set_to_none: list[tuple[Tensor, Tensor]] = []
         self._flag_on_optimizer = contextlib.ExitStack()
         optimizer._ampkit_steps = self  # type: ignore[attr-defined]
@@ -430,6 +433,22 @@ def _check_accumulation(gradients: ScaledGradients, scaler: LossScaler, delay_un
             "delay_unscale=True after a backward whose gradients are unscaled already; delay every backward of "
             "an accumulation but the last, or none, and call zero_grad() after each step"
         )
+
+
+def _check_shared(gradients: Sequence[ScaledGradients], session: _Session) -> None:
+    """Raise `RuntimeError` where one `.grad` would count as still scaled for one optimizer and not for another."""
+    for waiting in session.gradients:
+        if not waiting.still_scaled():
+            continue
+        params = set(map(id, waiting.backward_params()))
+        for each in gradients:
+            together = each is waiting or (waiting in gradients and each.still_scaled())
+            if not together and not params.isdisjoint(map(id, each.backward_params())):
+                raise RuntimeError(
+                    f"{type(each.optimizer).__name__} shares parameters with an optimizer whose gradients are still "
+                    "scaled after a backward with delay_unscale=True; pass both optimizers to every scale_loss of an "
+                    "accumulation, or leave delay_unscale out"
+                )
 
 
 def _steps_of(optimizer: Optimizer) -> Any:

@@ -19,6 +19,7 @@ from torch import Tensor
 import ampkit
 import ampkit_kernels as kernels
 from ampkit.torch_internals import self_check
+from ampkit.torch_internals.float8 import lacks_float8
 from ampkit.torch_internals.versions import INSTALL, NEWEST, OLDEST, SUPPORTED, parsed
 
 OPTIONAL = {
@@ -79,6 +80,7 @@ def _device(device: torch.device) -> Iterator[Finding]:
     if device.type == "cpu":
         yield True, f"{device}: {platform.processor() or platform.machine()}"
         yield True, "  kernels  PyTorch: CPU tensors take PyTorch's own operators"
+        yield True, "  FP8      emulated by PyTorch's CPU operators: for tests, not for speed"
     else:
         major, minor = torch.cuda.get_device_capability(device)
         yield True, f"{device}: {torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
@@ -86,6 +88,8 @@ def _device(device: torch.device) -> Iterator[Finding]:
             yield True, "  bfloat16 is only emulated here and very slow: train in float16 with a GradScaler"
         reason = kernels.why_not_triton(device)
         yield True, f"  kernels  {f'PyTorch: {reason}' if reason else 'Triton: fused over lists of tensors'}"
+        lack = lacks_float8(device)
+        yield True, f"  FP8      {f'none, FP8 rules follow LOWER: {lack}' if lack else 'computed by the tensor cores'}"
     for operation, run in CHECKS.items():
         try:
             fault = run(device)
@@ -147,6 +151,18 @@ def _sgd(device: torch.device) -> str | None:
     return _two_steps(device, ampkit.optim.SGD, torch.optim.SGD)
 
 
+def _float8(device: torch.device) -> str | None:
+    """Nothing to check where FP8 rules follow LOWER, which the line above says."""
+    if lacks_float8(device):
+        return None
+    x, w = (torch.randn(32, 64, generator=torch.Generator().manual_seed(i)).to(device) for i in range(2))
+    policy = ampkit.Policy.default(device.type).with_rules({"aten::linear": ampkit.Rule.FLOAT8_ROWWISE})
+    with ampkit.autocast(device.type, torch.bfloat16, policy=policy):
+        got = torch.nn.functional.linear(x, w)
+    want = x.double() @ w.double().t()
+    return _close(got, want, 0.1 * want.abs().max().item())
+
+
 def _two_steps(device: torch.device, ours: Callable[..., Any], theirs: Callable[..., Any]) -> str | None:
     """Two steps on the device, compared with torch's in float64 on the CPU."""
     grads = _lists(device)
@@ -168,4 +184,5 @@ CHECKS: dict[str, Callable[[torch.device], str | None]] = {
     "multiply": _multiply,
     "AdamW step": _adamw,
     "SGD step": _sgd,
+    "FP8 product": _float8,
 }

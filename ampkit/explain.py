@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections import defaultdict
 
+from ampkit.policy.float8_recipes import RECIPES
 from ampkit.policy.operator_keys import named_by
 from ampkit.policy.policy import Policy, Rule
 
@@ -19,10 +20,14 @@ MEANINGS = {
     Rule.BANNED: "raises, and says what to use instead",
     Rule.DECOMPOSE: "the operators that it is made of follow their own rules",
     Rule.KEEP: "inputs stay as they are",
+    Rule.FLOAT8_TENSORWISE: "products in FP8, one scale for a matrix, gradients in e5m2",
+    Rule.FLOAT8_ROWWISE: "products in FP8, a scale for each row",
+    Rule.FLOAT8_ROWWISE_GW_HP: "the same, but gradients of weights in the region's dtype",
 }
 UNLISTED = {
     Rule.DECOMPOSE: "composites that no row names",
     Rule.KEEP: "everything else: `add`, `relu`, `embedding`, in-place and `out=` variants, ...",
+    **dict.fromkeys(RECIPES, "by `with_rules` alone"),
 }
 
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +22,7 @@ from ampkit.torch_internals.optimizers import skip_compilation
 _MISSING = object()
 
 
-@dataclass
-class StepScalars:
+class StepScalars(NamedTuple):
     """What a scaler leaves on an optimizer for one step: 0-d tensors, each None where there is nothing to do.
 
     Args:
@@ -40,26 +38,15 @@ class StepScalars:
     @classmethod
     def of(cls, optimizer: Any) -> StepScalars:
         """The scalars that a scaler has set on the optimizer, by the contract's names."""
-        return cls(
-            getattr(optimizer, "found_inf", None),
-            getattr(optimizer, "grad_scale", None),
-            getattr(optimizer, "grad_multiplier", None),
-        )
+        return cls(*[getattr(optimizer, name, None) for name in cls._fields])
 
     def on(self, device: torch.device) -> StepScalars:
         """The scalars on `device`; syncs only to copy them from a device to the CPU."""
-        return StepScalars(
-            None if self.found_inf is None else moved(self.found_inf, device),
-            None if self.grad_scale is None else moved(self.grad_scale, device),
-            None if self.grad_multiplier is None else moved(self.grad_multiplier, device),
-        )
+        return StepScalars(*[None if scalar is None else moved(scalar, device) for scalar in self])
 
     def skips_on_host(self) -> bool:
         """Whether the host can see that this step is skipped."""
-        if self.found_inf is None:
-            return False
-        value = host_value_or_none(self.found_inf)
-        return value is not None and value != 0.0
+        return self.found_inf is not None and (host_value_or_none(self.found_inf) or 0.0) != 0.0
 
     def inverse_scale(self) -> Tensor | None:
         """1 / grad_scale as torch unscales: the reciprocal in fp64, rounded to fp32."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar, overload
+from operator import attrgetter
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -18,14 +19,8 @@ from ampkit.torch_internals.optimizers import foreach_mul
 Loss = TypeVar("Loss")      # that a closure returns, and `step` then
 # Neither has a local part of its own; by type, because a failing attribute lookup costs more than the rest.
 _ORDINARY = frozenset({Tensor, torch.nn.Parameter})
-
-
-class Row(NamedTuple):
-    """A parameter with a gradient, and the local tensors behind both."""
-
-    param: Tensor
-    local: Tensor
-    grad: Tensor
+_layout_of, _is_cpu = attrgetter("layout"), attrgetter("is_cpu")
+_CPU = torch.device("cpu")
 
 
 class DeviceStep(ABC):
@@ -53,11 +48,11 @@ class DeviceStep(ABC):
         """The entries of state that a kernel steps, "step" last."""
 
     @abstractmethod
-    def _options(self, group: dict[str, Any], scalars: StepScalars, device: torch.device) -> dict[str, Any]:
-        """What the kernels take beside lists."""
+    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
+        """What this optimizer's kernel takes beside lists and what every kernel takes."""
 
     @abstractmethod
-    def _states(self, rows: Sequence[Row], group: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
+    def _states(self, params: Sequence[Tensor], group: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
         """The state of each parameter, made where there is none, as the kernels take it."""
 
     @abstractmethod
@@ -67,12 +62,22 @@ class DeviceStep(ABC):
         """Step parameters, gradients and the entries that `_names` names, all local."""
 
     @abstractmethod
-    def _step_torch(
-        self, group: dict[str, Any], device: torch.device, rows: list[Row], scalars: StepScalars
-    ) -> bool:
-        """Step rows by torch's functions; False where the kernels' reference is to do it."""
+    def _step_torch(self, group: dict[str, Any], device: torch.device, scalars: StepScalars) -> bool:
+        """Step a group on one device by torch's functions; False where the kernels' reference is to do it."""
 
-    def _prepare(self, impl: str) -> None:
+    def _prepare(self, impl: str, cls: str, differentiable: bool, **numbers: Any) -> None:
+        """Check what torch's constructor does not, before it runs."""
+        if differentiable:
+            raise ValueError(
+                f"ampkit.optim.{cls} got differentiable=True; its step is not recorded by autograd: "
+                f"use torch.optim.{cls}(differentiable=True)"
+            )
+        for name, value in numbers.items():
+            if any(isinstance(one, Tensor) for one in (value if isinstance(value, tuple | list) else [value])):
+                raise TypeError(
+                    f"ampkit.optim.{cls} got a tensor for {name}; expected a float: only lr may be a tensor, or use "
+                    f"torch.optim.{cls}(capturable=True)"
+                )
         if impl not in kernels.IMPLS:
             raise ValueError(f"unknown impl {impl!r}; expected 'auto', 'triton' or 'reference'")
         self.impl = impl
@@ -133,9 +138,10 @@ class DeviceStep(ABC):
             with torch.enable_grad():
                 loss = closure()
         scalars = StepScalars.of(self)
-        for number, group in enumerate(self.param_groups):
-            if not (self._caches and self._step_again(number, group, scalars)):
-                self._step_validated(number, group, scalars)
+        with torch.set_grad_enabled(False):
+            for number, group in enumerate(self.param_groups):
+                if not (self._caches and self._step_again(number, group, scalars)):
+                    self._step_validated(number, group, scalars)
         return loss
 
     def _step_again(self, number: int, group: dict[str, Any], scalars: StepScalars) -> bool:
@@ -165,37 +171,64 @@ class DeviceStep(ABC):
                 return False
             found.append((cache, lists[0]))
         for cache, stepped in found:
-            cache.launch(self._options(group, scalars.on(cache.device), cache.device))
+            cache.launch(self._all_options(group, scalars, cache.device))
             # As any in-place operation would: what was saved for backward is stale now.
             torch.autograd.graph.increment_version(stepped)
         return True
 
-    @torch.no_grad()
+    def _all_options(self, group: dict[str, Any], scalars: StepScalars, device: torch.device) -> dict[str, Any]:
+        found_inf, grad_scale, multiplier = scalars.on(device)
+        return {
+            "lr": lr_for_kernel(group["lr"], device), "weight_decay": group["weight_decay"],
+            "maximize": group["maximize"], "multiplier": multiplier, "grad_scale": grad_scale, "found_inf": found_inf,
+            **self._options(group),
+        }
+
     def _step_validated(self, number: int, group: dict[str, Any], scalars: StepScalars) -> None:
         """Step a group after examining every tensor; kernels keep what that finds out in caches."""
-        for device, rows in rows_by_device(group, type(self).__name__).items():
-            here = scalars.on(device)
-            if not kernels.uses_triton(self.impl, device) and self._step_torch(group, device, rows, here):
-                copied = [row for row in rows if row.param in self._copies]
-                kernels.cast_([row.local for row in copied], [local_tensor(self._copies[row.param]) for row in copied])
-                continue
-            lr_on_host = not isinstance(group["lr"], Tensor) or (group["lr"].is_cpu and device.type != "cpu")
-            if lr_on_host and kernels.is_capturing(device):
-                self._warn_of_frozen_lr()
-            names, states = self._names(group), self._states(rows, group, device)
-            plain = all(row.local is row.param for row in rows)
-            for numbers, copies in split_by_copy([row.param for row in rows], self._copies):
-                part = rows if numbers is None else [rows[i] for i in numbers]
-                own = states if numbers is None else [states[i] for i in numbers]
-                entries = [[local_tensor(state[name]) for state in own] for name in names]
-                lists = [[row.local for row in part], [row.grad for row in part], *entries]
-                key = number, copies is not None, self.impl
-                self._step_kernel(
-                    group, lists, own, copies=copies, impl=self.impl,
-                    cache=self._caches.setdefault(key, kernels.StepCache()) if plain else None,
-                    **self._options(group, here, device),
-                )
-                torch.autograd.graph.increment_version(lists[0])
+        if self.impl != "triton" and all(map(_is_cpu, group["params"])):
+            self._step_torch(group, _CPU, scalars.on(_CPU))
+            self._write_copies_of(group["params"])
+            return
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for param in group["params"]:
+            if param.grad is not None:
+                by_device.setdefault(param.device, []).append(param)
+        for device, params in by_device.items():
+            refuse_sparse(self, [param.grad for param in params])
+            if not kernels.uses_triton(self.impl, device) and self._step_torch(
+                {**group, "params": params}, device, scalars.on(device)
+            ):
+                self._write_copies_of(params)
+            else:
+                self._step_kernels(number, group, device, params, scalars)
+
+    def _write_copies_of(self, params: Sequence[Tensor]) -> None:
+        copied = [param for param in params if param in self._copies] if self._copies else []
+        if copied:
+            kernels.cast_(list(map(local_tensor, copied)), [local_tensor(self._copies[param]) for param in copied])
+
+    def _step_kernels(
+        self, number: int, group: dict[str, Any], device: torch.device, params: list[Tensor], scalars: StepScalars
+    ) -> None:
+        lr_on_host = not isinstance(group["lr"], Tensor) or (group["lr"].is_cpu and device.type != "cpu")
+        if lr_on_host and kernels.is_capturing(device):
+            self._warn_of_frozen_lr()
+        names, states = self._names(group), self._states(params, group, device)
+        columns = [
+            list(map(local_tensor, params)), [_local_gradient(param, param.grad) for param in params],
+            *([local_tensor(state[name]) for state in states] for name in names),
+        ]
+        plain = all(param is local for param, local in zip(params, columns[0], strict=True))
+        for rows, copies in split_by_copy(params, self._copies):
+            lists = columns if rows is None else [[column[i] for i in rows] for column in columns]
+            self._step_kernel(
+                group, lists, states if rows is None else [states[i] for i in rows], copies=copies, impl=self.impl,
+                cache=self._caches.setdefault((number, copies is not None, self.impl), kernels.StepCache())
+                if plain else None,
+                **self._all_options(group, scalars, device),
+            )
+            torch.autograd.graph.increment_version(lists[0])
 
     def _warn_of_frozen_lr(self) -> None:
         if not self._warned:
@@ -206,29 +239,17 @@ class DeviceStep(ABC):
                 "the device and change it in place.",
                 stacklevel=6,
             )
-def rows_by_device(group: dict[str, Any], name: str) -> dict[torch.device, list[Row]]:
-    """The group's parameters that have gradients, as local tensors, by device.
 
-    Raises:
-        RuntimeError: a gradient is sparse.
-    """
-    pairs = [(param, param.grad) for param in group["params"] if param.grad is not None]
-    for param, grad in pairs:
-        if grad.layout is not torch.strided:
-            raise RuntimeError(
-                f"ampkit.optim.{name} got a {grad.layout} gradient for a parameter of shape {tuple(param.shape)}; "
-                f"expected dense gradients: use torch.optim.SparseAdam or torch.optim.SGD for it, or sparse=False"
-            )
-    rows = [
-        Row(param, param, grad)
-        if type(param) in _ORDINARY and type(grad) in _ORDINARY
-        else Row(param, local_tensor(param), _local_gradient(param, grad))
-        for param, grad in pairs
-    ]
-    by_device: dict[torch.device, list[Row]] = {}
-    for row in rows:
-        by_device.setdefault(row.local.device, []).append(row)
-    return by_device
+
+def refuse_sparse(optimizer: DeviceStep, grads: Sequence[Any]) -> None:
+    """Raise `RuntimeError` for a gradient that is not strided."""
+    if not set(map(_layout_of, grads)) <= {torch.strided}:
+        grad = next(grad for grad in grads if grad.layout is not torch.strided)
+        raise RuntimeError(
+            f"ampkit.optim.{type(optimizer).__name__} got a {grad.layout} gradient for a parameter of shape "
+            f"{tuple(grad.shape)}; expected dense gradients: use torch.optim.SparseAdam or torch.optim.SGD for it, or "
+            "sparse=False"
+        )
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -239,25 +260,22 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def _local_gradient(param: Any, grad: Any) -> Tensor:
-    placements = getattr(param, "placements", None)
-    if placements is not None and getattr(grad, "placements", placements) != placements:
-        grad = grad.redistribute(param.device_mesh, placements)
+    if type(grad) not in _ORDINARY:
+        placements = getattr(param, "placements", None)
+        if placements is not None and getattr(grad, "placements", placements) != placements:
+            grad = grad.redistribute(param.device_mesh, placements)
     return local_tensor(grad)
 
 
-def shaped_like(param: Any, local: Tensor | None) -> Tensor | None:
-    """State for a parameter from its local part: a DTensor beside a DTensor."""
-    if local is None or type(param) in _ORDINARY or not hasattr(param, "to_local"):
-        return local
-    whole = torch.zeros_like(param, memory_format=torch.preserve_format)
-    local_tensor(whole).copy_(local)
-    return whole
-
-
-def scaled(rows: Sequence[Row], factor: float) -> list[Tensor]:
-    """The rows' gradients times `factor`; the gradients themselves are left alone."""
-    grads = [row.grad for row in rows]
-    return grads if factor == 1.0 else list(foreach_mul(grads, factor))
+def multiplied(grads: list[Tensor], scalars: StepScalars) -> list[Tensor]:
+    """The gradients times what the scalars, on their device, say; the gradients themselves are left alone."""
+    if grads and grads[0].is_cpu:
+        factor = scalars.factor_on_host()
+        return grads if factor == 1.0 else list(foreach_mul(grads, factor))
+    for factor in (scalars.grad_multiplier, scalars.inverse_scale()):
+        if factor is not None:
+            grads = list(foreach_mul(grads, factor))
+    return grads
 
 
 def split_by_copy(
@@ -273,24 +291,6 @@ def split_by_copy(
             targets = [local_tensor(copies[params[i]]) for i in numbers] if with_copy else None
             parts.append((None if len(numbers) == len(params) else numbers, targets))
     return parts
-
-
-def plain_number(value: Any, name: str, cls: str) -> None:
-    """Refuse a hyperparameter given as a tensor where the kernels need a number."""
-    if isinstance(value, Tensor):
-        raise TypeError(
-            f"ampkit.optim.{cls} got a tensor for {name}; expected a float: only lr may be a tensor, or use "
-            f"torch.optim.{cls}(capturable=True)"
-        )
-
-
-def refuse_differentiable(differentiable: bool, cls: str) -> None:
-    """The kernels update in place, outside autograd."""
-    if differentiable:
-        raise ValueError(
-            f"ampkit.optim.{cls} got differentiable=True; its step is not recorded by autograd: "
-            f"use torch.optim.{cls}(differentiable=True)"
-        )
 
 
 def lr_for_kernel(lr: float | Tensor, device: torch.device) -> float | Tensor:

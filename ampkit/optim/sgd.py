@@ -11,8 +11,8 @@ from torch.optim.sgd import sgd as torch_sgd
 
 import ampkit_kernels as kernels
 from ampkit.gradients.amp_optimizers import StepScalars
-from ampkit.optim import _step
-from ampkit.optim._step import DeviceStep, Row
+from ampkit.optim._step import DeviceStep, multiplied, refuse_sparse
+from ampkit.torch_internals.optimizers import gathered
 
 # Extra state, kept only with dampening: whether the buffer holds a momentum yet, as 0.0 or 1.0 on the device.
 _STARTED = "momentum_started"
@@ -26,7 +26,7 @@ class SGD(DeviceStep, torch.optim.SGD):
     `found_inf` makes it return at once. A first step that is skipped leaves no trace: the next one starts
     the momentum, as torch's would have. The step never synchronises and can be captured in a CUDA graph. On
     the CPU `torch.optim`'s own functions do the arithmetic, with results equal to `torch.optim.SGD` with
-    the same arguments; on a CUDA device where Triton cannot run, plain tensor operations do.
+    the same arguments; on a CUDA device where Triton cannot run, and with `dampening`, plain tensor operations do.
 
     Args: params, lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, fused: as in
     `torch.optim.SGD`. `lr` may be a one-element tensor, `weight_decay` is a float. `foreach` chooses among torch's
@@ -65,46 +65,29 @@ class SGD(DeviceStep, torch.optim.SGD):
         fused: bool | None = None,
         impl: str = "auto",
     ) -> None:
-        _step.refuse_differentiable(differentiable, "SGD")
-        _step.plain_number(weight_decay, "weight_decay", "SGD")
-        self._prepare(impl)
+        self._prepare(impl, "SGD", differentiable, weight_decay=weight_decay)
         super().__init__(
-            params,
-            lr,
-            momentum,
-            dampening,
-            weight_decay,
-            nesterov,
-            maximize=maximize,
-            foreach=foreach,
-            fused=fused,
+            params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, foreach=foreach, fused=fused
         )
 
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] else ()
 
-    def _options(self, group: dict[str, Any], scalars: StepScalars, device: torch.device) -> dict[str, Any]:
+    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
         return {
-            "lr": _step.lr_for_kernel(group["lr"], device),
-            "momentum": group["momentum"],
-            "dampening": group["dampening"],
-            "weight_decay": group["weight_decay"],
+            "momentum": group["momentum"], "dampening": group["dampening"],
             "nesterov": bool(group["nesterov"] and group["momentum"]),
-            "maximize": group["maximize"],
-            "multiplier": scalars.grad_multiplier,
-            "grad_scale": scalars.grad_scale,
-            "found_inf": scalars.found_inf,
         }
 
-    def _states(self, rows: Sequence[Row], group: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
+    def _states(self, params: Sequence[Tensor], group: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
         """With momentum: buffers, and where dampening tells a fresh zero buffer from none, the flags that do."""
         if not group["momentum"]:
-            return [{} for _ in rows]
-        states = [self.state[row.param] for row in rows]
-        for row, state in zip(rows, states, strict=True):
+            return [{} for _ in params]
+        states = [self.state[param] for param in params]
+        for param, state in zip(params, states, strict=True):
             fresh = state.get("momentum_buffer") is None
             if fresh:
-                state["momentum_buffer"] = torch.zeros_like(row.param, memory_format=torch.preserve_format)
+                state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
             if group["dampening"]:
                 if fresh or _STARTED not in state:
                     state[_STARTED] = torch.full((), 0.0 if fresh else 1.0, dtype=torch.float32, device=device)
@@ -119,31 +102,17 @@ class SGD(DeviceStep, torch.optim.SGD):
         flags = [state[_STARTED] for state in states] if group["momentum"] and group["dampening"] else []
         kernels.sgd_(params, grads, buffers, started=flags or None, **options)
 
-    def _step_torch(
-        self, group: dict[str, Any], device: torch.device, rows: list[Row], scalars: StepScalars
-    ) -> bool:
-        if device.type != "cpu":
-            return False
-        if scalars.skips_on_host():
-            return True
-        has_momentum = group["momentum"] != 0
-        states = [self.state[row.param] for row in rows] if has_momentum else []
-        stored = [state.get("momentum_buffer") for state in states]
-        buffers = [None if buffer is None else _step.local_tensor(buffer) for buffer in stored]
+    def _step_torch(self, group: dict[str, Any], device: torch.device, scalars: StepScalars) -> bool:
+        if device.type != "cpu" or scalars.skips_on_host():
+            return device.type == "cpu"
+        (params, grads, buffers), _ = gathered(self, {**group, "fused": False}, 3)
+        refuse_sparse(self, grads)
         torch_sgd(
-            [row.local for row in rows],
-            _step.scaled(rows, scalars.factor_on_host()),
-            buffers if has_momentum else [None] * len(rows),
-            foreach=group["foreach"],
+            params, multiplied(grads, scalars), buffers or [None] * len(params), foreach=group["foreach"],
             fused=False,    # torch's leaves 16-bit parameters of a vector's length as they were, among others
-            weight_decay=group["weight_decay"],
-            momentum=group["momentum"],
-            lr=group["lr"],
-            dampening=group["dampening"],
-            nesterov=group["nesterov"],
-            maximize=group["maximize"],
+            lr=group["lr"], weight_decay=group["weight_decay"], maximize=group["maximize"],
+            **{**self._options(group), "nesterov": group["nesterov"]},
         )
-        for state, row, before, buffer in zip(states, rows, stored, buffers, strict=False):
-            if before is None:
-                state["momentum_buffer"] = _step.shaped_like(row.param, buffer)
+        for param, buffer in zip(params, buffers, strict=bool(buffers)):
+            self.state[param]["momentum_buffer"] = buffer
         return True

@@ -1,14 +1,15 @@
 """Rules for modules: which modules of a model a key of `Policy.for_modules` binds, and which rule a module follows.
 
-Keys are resolved when a model is given, at once. A rule keeps its key as data, for `Policy.to_dict`, and the modules
-that it binds weakly: a policy and the caches that hold it keep no model alive, and wrappers around a bound module
-change nothing. `policy` checks the values; `region.module_hooks` enters the regions.
+Keys are resolved when a model is given, at once. A rule keeps its key as data, for `Policy.to_dict`, and the identity
+of each module that it binds, a string among the module's attributes: wrappers around a bound module change nothing,
+copies take the identity along and follow the rule, and a policy keeps no model alive. `policy` checks the values;
+`region.module_hooks` enters the regions.
 """
 
 from __future__ import annotations
 
-import copy
 import difflib
+import uuid
 import weakref
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -16,46 +17,47 @@ from typing import Any, NamedTuple
 
 from torch.nn import Module
 
+from ampkit.policy.linear_layers import LinearLayer
 from ampkit.policy.module_paths import named_paths, unwrapped
 from ampkit.policy.values import short
+from ampkit.torch_internals.forks import renewed_lock
 from ampkit.torch_internals.modules import request_kwargs
 
 __all__ = [
-    "NONE", "BoundRule", "ClassName", "ModuleCheck", "ModuleRef", "ModuleRules", "NamedModules", "checked_key",
-    "class_name", "describe", "matches",
+    "CLASS", "NONE", "BoundRule", "ModuleCheck", "ModuleRules", "NamedModules", "checked_key", "class_key", "describe",
+    "matches", "module_of",
 ]
 
-
+CLASS = "class "    # begins a key that names a module class, as written policies do: "class package.module:Name"
 _LONGEST = 1000     # characters of a pattern, which is compared with every path of a model
+_IDENTITIES = "_ampkit_identities"
+_modules: weakref.WeakValueDictionary[str, Module] = weakref.WeakValueDictionary()      # by their own identities
+_lock = renewed_lock(__name__, "_lock")
 
 
-class ModuleRef:
-    """A module, compared by identity and held weakly."""
+def identity(module: Module) -> str:
+    """The identity of a module: random, since pickles take it to other processes. A copy gets one of its own here.
 
-    __slots__ = ("_hash", "module")
-
-    def __init__(self, module: Module) -> None:
-        self.module = weakref.ref(module)   # `ref` returns one object per live module
-        self._hash = id(self.module)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ModuleRef) and self.module is other.module
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __repr__(self) -> str:
-        module = self.module()
-        return "<a module that is gone>" if module is None else f"<{type(module).__name__} at {id(module):#x}>"
+    The copy keeps those that it came with behind its own, and follows the rules for its original where it has none.
+    """
+    with _lock:
+        known = vars(module).get(_IDENTITIES, ())
+        if known and _modules.get(known[0]) is module:
+            return known[0]
+        own = uuid.uuid4().hex
+        _modules[own] = module
+        vars(module)[_IDENTITIES] = (own, *known)
+        return own
 
 
-class ClassName(str):
-    """A module class as `class_name` writes it: a key that is looked up among the classes of a model's modules."""
+def module_of(identity: str) -> Module | None:
+    """The module that an identity was made for, if it lives."""
+    return _modules.get(identity)
 
 
-def class_name(cls: type) -> str:
-    """`module:name` of a class."""
-    return f"{cls.__module__}:{cls.__qualname__}"
+def class_key(cls: type) -> str:
+    """A module class as a string, which is a key too."""
+    return f"{CLASS}{cls.__module__}:{cls.__qualname__}"
 
 
 class NamedModules:
@@ -68,17 +70,17 @@ class NamedModules:
         self.paths = {id(module): path for path, module in reversed(self.pairs)}    # the first of several paths
 
     def key_of(self, given: Any) -> str | type[Module]:
-        """A checked key as rules have it: the first path of a module, the class of a name, others as they are.
+        """A checked key as rules have it: the first path of a module, the class of a `class_key`, others as they are.
 
         Raises `ValueError` for a module or a class that the model does not contain.
         """
-        if isinstance(given, ClassName):
-            found = {cls for _, module in self.pairs for cls in type(module).__mro__ if class_name(cls) == given}
+        if isinstance(given, str) and given.startswith(CLASS) and given not in self.by_path:
+            found = {cls for _, module in self.pairs for cls in type(module).__mro__ if class_key(cls) == given}
             if len(found) > 1:
                 model = type(self.model).__name__
                 raise ValueError(f"the modules of {model} have several classes named {short(given)}")
             if not found:
-                raise ValueError(self._no_class(given))
+                raise ValueError(self._no_class(given.removeprefix(CLASS)))
             return found.pop()
         if not isinstance(given, Module):
             return given
@@ -102,7 +104,7 @@ class NamedModules:
             found = [(key, self.by_path[key])] if key in self.by_path else []
         if not found:
             raise ValueError(self._unmatched(key))
-        once = {id(module): Bound(path, ModuleRef(module), _rank(key, module)) for path, module in reversed(found)}
+        once = {id(module): Bound(path, identity(module), _rank(key, module)) for path, module in reversed(found)}
         return tuple(reversed(once.values()))
 
     def _unmatched(self, key: str | type[Module]) -> str:
@@ -125,7 +127,7 @@ class Bound(NamedTuple):
     """A module that a rule binds."""
 
     path: str           # at binding; "" is the model itself
-    module: ModuleRef
+    module: str         # its identity
     rank: int           # see `_rank`
 
 
@@ -134,7 +136,7 @@ class ModuleRule(NamedTuple):
 
     key: str | type[Module]                     # the path of a module that was given as a key
     value: Any                                  # a dtype or a Policy
-    model: ModuleRef
+    model: str                                  # its identity
     bound: tuple[Bound, ...]
 
     def key_text(self) -> str:
@@ -145,12 +147,14 @@ class ModuleRule(NamedTuple):
 class ModuleRules:
     """The rules that `for_modules` has bound: immutable, apart from `ran`; falsy when there are none."""
 
-    __slots__ = ("_hash", "_values", "ran", "rules")
+    __slots__ = ("_classes", "_hash", "_values", "ran", "rules")
 
     def __init__(self, rules: tuple[ModuleRule, ...] = ()) -> None:
         self.rules = rules
         self.ran = False        # whether a bound module has run in a region
         self._values = _values(rules)
+        models = {type(module_of(rule.model)) for rule in rules}
+        self._classes = {cls for cls in models if not cls.__module__.startswith(("torch.", "builtins"))}
         self._hash = hash(frozenset(rules))
 
     def __bool__(self) -> bool:
@@ -163,45 +167,46 @@ class ModuleRules:
         return self._hash
 
     def find(self, module: Module) -> Any:
-        """The value for a module; None if no rule binds it. A replica of `nn.DataParallel` follows its original."""
-        found = self._values.get(id(module))
-        if found is not None and found[0].module() is module:
-            return found[1]
-        if "_is_replica" in vars(module):
-            hooks = vars(module)["_forward_pre_hooks"]      # replicas share their original's
-            for reference, value in self._values.values():
-                original = reference.module()
-                if original is not None and vars(original)["_forward_pre_hooks"] is hooks:
-                    return value
+        """The value for a module; None if no rule binds it, nor what it is a copy of."""
+        for known in vars(module).get(_IDENTITIES, ()):
+            if known in self._values:
+                return self._values[known]
         return None
 
     def are_gone(self) -> bool:
         """Whether every bound module has been freed."""
-        return all(reference.module() is None for rule in self.rules for _, reference, _ in rule.bound)
+        return not any(bound.module in _modules for rule in self.rules for bound in rule.bound)
+
+    def lost(self) -> list[BoundRule]:
+        """The rules whose model is there, and none of the modules in it that they bind."""
+        found = [_checked(rule) for rule in self.rules if rule.model in _modules]
+        return [rule for rule in found if rule.gone == rule.modules]
+
+    def is_another_model(self, module: Module) -> bool:
+        """Whether a module has the class of a bound model, not one of torch, and is neither that model nor a copy."""
+        if type(module) not in self._classes:
+            return False
+        return not any(rule.model in vars(module).get(_IDENTITIES, ()) for rule in self.rules)
 
     def extended(self, modules: NamedModules, items: Iterable[tuple[Any, Any]]) -> ModuleRules:
         """These rules and more, bound to modules of a model.
 
         Raises `ValueError` for a key that binds no module or is set already, and for a module whose rules disagree.
         """
-        reference = ModuleRef(modules.model)
+        model = identity(modules.model)
         known = {(rule.key, rule.model) for rule in self.rules}
         rules = list(self.rules)
         for given, value in items:
             key = modules.key_of(given)
-            if (key, reference) in known:
+            if (key, model) in known:
                 raise ValueError(f"module {describe(given)} already has a rule in this policy")
-            known.add((key, reference))
-            rules.append(ModuleRule(key, value, reference, modules.matching(key)))
+            known.add((key, model))
+            rules.append(ModuleRule(key, value, model, modules.matching(key)))
         extended = ModuleRules(tuple(rules))
         for rule in extended.rules:
             for bound in rule.bound:
-                request_kwargs(bound.module.module())
+                request_kwargs(module_of(bound.module))
         return extended
-
-    def copied(self, memo: dict[int, Any]) -> ModuleRules:
-        """For `deepcopy`: rules for a model that it copies, or has copied, bind the modules of the copy."""
-        return ModuleRules(tuple(_copied(rule, memo) for rule in self.rules))
 
     def check(self) -> ModuleCheck:
         """What each rule binds now."""
@@ -209,12 +214,12 @@ class ModuleRules:
 
     def describe(self) -> str:
         """As in code, for `repr`; a model is shown with its address."""
-        text, by_model = "", dict[ModuleRef, list[ModuleRule]]()
+        text, by_model = "", dict[str, list[ModuleRule]]()
         for rule in self.rules:
             by_model.setdefault(rule.model, []).append(rule)
         for model, rules in by_model.items():
             shown = ", ".join(f"{rule.key_text()}: {rule.value!r}" for rule in rules)
-            text += f".for_modules({model}, {{{shown}}})"
+            text += f".for_modules({_shown(module_of(model))}, {{{shown}}})"
         return text
 
 
@@ -232,9 +237,10 @@ class BoundRule(NamedTuple):
 
 
 class ModuleCheck(NamedTuple):
-    """The result of `Policy.check`; `str()` of it is a line for each rule."""
+    """The result of `Policy.check`; `str()` of it is a line for each rule, and for each linear layer."""
 
     rules: tuple[BoundRule, ...]
+    layers: tuple[LinearLayer, ...] = ()        # of the model that `check` was given
 
     @property
     def gone(self) -> tuple[BoundRule, ...]:
@@ -242,12 +248,12 @@ class ModuleCheck(NamedTuple):
         return tuple(rule for rule in self.rules if rule.gone)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.rules)) if self.rules else "this policy has no rules for modules"
+        return "\n".join(map(str, (*self.rules, *self.layers))) or "this policy has no rules for modules"
 
 
 def checked_key(key: Any) -> Any:
     """A path pattern ("" is the model itself), a module class or a module; `TypeError` or `ValueError` for others."""
-    if isinstance(key, (Module, ClassName)) or (isinstance(key, type) and issubclass(key, Module)):
+    if isinstance(key, Module) or (isinstance(key, type) and issubclass(key, Module)):
         return key
     if not isinstance(key, str):
         raise TypeError(f"a key of for_modules is a path pattern, a module class or a module, got {short(key)}")
@@ -263,7 +269,11 @@ def describe(key: Any) -> str:
     """A key as messages show it."""
     if isinstance(key, type):
         return f"{key.__module__}.{key.__qualname__}"
-    return repr(ModuleRef(key)) if isinstance(key, Module) else short(key)
+    return _shown(key) if isinstance(key, Module) else short(key)
+
+
+def _shown(module: Module | None) -> str:
+    return "<a module that is gone>" if module is None else f"<{type(module).__name__} at {id(module):#x}>"
 
 
 def matches(pattern: str, path: str) -> bool:
@@ -296,49 +306,31 @@ def _rank(key: str | type[Module], module: Module) -> int:
     return int("*" in key)
 
 
-def _values(rules: Iterable[ModuleRule]) -> Mapping[int, tuple[ModuleRef, Any]]:
-    """Each bound module, by `id`, with the value of its nearest rule; `ValueError` where two are as near."""
-    nearest: dict[int, tuple[int, str, ModuleRef, ModuleRule]] = {}
+def _values(rules: Iterable[ModuleRule]) -> Mapping[str, Any]:
+    """The value of each bound module's nearest rule, by identity; `ValueError` where two are as near."""
+    nearest: dict[str, tuple[int, ModuleRule]] = {}
     for rule in rules:
-        for path, reference, rank in rule.bound:
-            module = reference.module()
-            if module is None:
-                continue
-            other = nearest.get(id(module))
+        for path, module, rank in rule.bound:
+            other = nearest.get(module)
             if other is None or rank < other[0]:
-                nearest[id(module)] = rank, path, reference, rule
-            elif rank == other[0] and rule.value != other[3].value:
+                nearest[module] = rank, rule
+            elif rank == other[0] and rule.value != other[1].value:
                 raise ValueError(
-                    f"module {path!r} matches two rules that disagree: {other[3].key_text()}: {other[3].value!r} and "
+                    f"module {path!r} matches two rules that disagree: {other[1].key_text()}: {other[1].value!r} and "
                     f"{rule.key_text()}: {rule.value!r}; make one of them narrower, or give the module itself as a key"
                 )
-    return {key: (reference, rule.value) for key, (_, _, reference, rule) in nearest.items()}
+    return {module: rule.value for module, (_, rule) in nearest.items()}
 
 
 def _checked(rule: ModuleRule) -> BoundRule:
-    model = rule.model.module()
+    model = module_of(rule.model)
     there = None if model is None else {id(module) for module in model.modules()}
     gone = []
-    for path, reference, _ in rule.bound:
-        module = reference.module()
+    for path, known, _ in rule.bound:
+        module = module_of(known)
         if module is None or (there is not None and id(module) not in there):
             gone.append(path)
     return BoundRule(rule.key_text(), rule.value, tuple(bound.path for bound in rule.bound), tuple(gone))
-
-
-def _copied(rule: ModuleRule, memo: dict[int, Any]) -> ModuleRule:
-    model = rule.model.module()
-
-    def copy_of(reference: ModuleRef) -> ModuleRef:
-        module = reference.module()
-        if module is None:
-            return reference
-        if model is not None and id(model) in memo:     # the model is being copied, this module perhaps not yet
-            return ModuleRef(copy.deepcopy(module, memo))
-        return ModuleRef(memo.get(id(module), module))
-
-    bound = tuple(Bound(path, copy_of(reference), rank) for path, reference, rank in rule.bound)
-    return ModuleRule(rule.key, copy.deepcopy(rule.value, memo), copy_of(rule.model), bound)
 
 
 NONE = ModuleRules()

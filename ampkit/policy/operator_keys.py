@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ampkit.policy import casting
+from ampkit.policy.float8_recipes import PRODUCTS, RECIPES
 from ampkit.policy.rules import Rule
 from ampkit.policy.values import short
 from ampkit.torch_internals.operators import (
@@ -55,7 +56,13 @@ def overloads(key: Any, rule: Rule) -> list[OpOverload]:
                     f"operator '{op.name()}' cannot follow FLOAT32_DTYPE_ARG: no overload of it takes a dtype; "
                     "use Rule.FLOAT32"
                 )
+    if rule in RECIPES:
+        found = [op for op in found if op.name() in PRODUCTS] or found
     for op in found:
+        if rule in RECIPES and op.name() not in PRODUCTS:
+            raise ValueError(
+                f"operator '{op.name()}' cannot follow {rule.name}: it has no FP8 form; {', '.join(PRODUCTS)} have one"
+            )
         if op.name() in _MAKES_SUBCLASSES:
             raise ValueError(
                 f"operator '{op.name()}' cannot have a rule: torch makes parameters and other subclasses of tensors "

@@ -16,6 +16,7 @@ import torch
 from torch.nn import Module
 
 from ampkit.policy import module_rules, written
+from ampkit.policy.linear_layers import linear_layers
 from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, Group, Rule, fold
 from ampkit.policy.operator_keys import Operator, candidates, checked_rule, key_name, overloads
 from ampkit.policy.values import PRECISIONS, as_dtype, short
@@ -72,7 +73,7 @@ class Policy:
     True
     """
 
-    __slots__ = ("_folded", "_folded_at", "_hash", "base", "device_type", "modules", "overrides", "text")
+    __slots__ = ("_hash", "base", "device_type", "modules", "overrides", "text")
 
     base: str                                                   # "default" or "torch"
     device_type: str
@@ -96,8 +97,7 @@ class Policy:
             )
         for name, value in (
             ("base", base), ("device_type", device_type), ("overrides", overrides), ("modules", modules),
-            ("_folded", None), ("_folded_at", -1), ("_hash", None),
-            ("text", _text(base, device_type, overrides)),
+            ("_hash", None), ("text", _text(base, device_type, overrides)),
         ):
             object.__setattr__(self, name, value)
 
@@ -139,10 +139,10 @@ class Policy:
         `Policy` for the same device type. Precisions: `torch.float32` or its name casts the module's 16-bit inputs to
         float32 and turns autocast off inside; bfloat16 and float16 are regions of that dtype.
 
-        Keys are resolved now, and the modules that they match are held weakly: wrappers put around them later change
-        nothing, but what replaces or copies modules has to come first. A module or its path beats a pattern with stars,
-        that beats a class, a nearer base class beats a farther one; of modules inside each other the innermost with a
-        rule wins.
+        Keys are resolved now: wrappers put around modules later change nothing, copies of modules follow the rules of
+        their originals, and what replaces modules has to come first. No module is kept alive. A module or its path
+        beats a pattern with stars, that beats a class, a nearer base class beats a farther one; of modules inside each
+        other the innermost with a rule wins.
 
         Raises `TypeError` or `ValueError`, naming the key, for a key that matches no module, is set already or is no
         key, for another value, and where two patterns disagree about a module.
@@ -167,19 +167,22 @@ class Policy:
         items = [(key, self._precision(key, value)) for key, value in keys]
         return Policy(self.base, self.device_type, self.overrides, self.modules.extended(modules, items))
 
-    def check(self) -> module_rules.ModuleCheck:
+    def check(self, model: Module | None = None) -> module_rules.ModuleCheck:
         """Which modules each rule of `for_modules` binds, by their paths, and which of them are gone.
 
         The rules of a policy that is given as a value come after the rule that has it.
         `str()` of it is a line for each rule; `.gone` holds the rules with modules that were freed, or that their model
         no longer contains. Such a module has to be bound again: `for_modules` after whatever replaced it.
+
+        With a model, `.layers` says of each of its `nn.Linear` which rule it follows under this policy and its rules
+        for modules, and why one with an FP8 rule does not run in FP8. Nothing is run.
         """
         found: list[module_rules.BoundRule] = []
         for rule, checked in zip(self.modules.rules, self.modules.check().rules, strict=True):
             found.append(checked)
             if isinstance(rule.value, Policy):
                 found += rule.value.check().rules
-        return module_rules.ModuleCheck(tuple(found))
+        return module_rules.ModuleCheck(tuple(found), () if model is None else linear_layers(self, model))
 
     def _precision(self, key: Any, value: Any) -> torch.dtype | Policy:
         """The checked value of a rule of `for_modules`; `ValueError` naming the key if a module cannot follow it."""
@@ -238,10 +241,7 @@ class Policy:
 
     def rules(self) -> RuleTable:
         """Every operator with a rule of its own, after all layers. Operators that are absent run as they are."""
-        if self._folded is None or self._folded_at != _Registered.changes:
-            object.__setattr__(self, "_folded", _fold_layers(self, _Registered.changes))
-            object.__setattr__(self, "_folded_at", _Registered.changes)
-        return self._folded  # pyright: ignore[reportReturnType]  set through object.__setattr__
+        return _fold_layers(self, _Registered.changes)
 
     def to_dict(self) -> dict[str, Any]:
         """The policy as plain dicts, lists and strings, for JSON or a checkpoint; `from_dict` reads it back.
@@ -284,8 +284,8 @@ class Policy:
         parts = written.read_dict(state)
         return _restored(parts, None if model is None else module_rules.NamedModules(model))
 
-    def _models(self) -> set[module_rules.ModuleRef]:
-        """The models that module rules are bound to, those of policies for modules included."""
+    def _models(self) -> set[str]:
+        """The identities of the models that module rules are bound to, those of policies for modules included."""
         found = {rule.model for rule in self.modules.rules}
         return found.union(*(rule.value._models() for rule in self.modules.rules if isinstance(rule.value, Policy)))
 
@@ -313,9 +313,7 @@ class Policy:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Policy:
-        """The same policy, with modules that this `deepcopy` has already copied replaced by their copies."""
-        modules = self.modules.copied(memo)
-        return self if modules == self.modules else Policy(self.base, self.device_type, self.overrides, modules)
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.modules:
@@ -401,18 +399,11 @@ def _fold_layers(policy: Policy, changes: int) -> RuleTable:
     return table
 
 
-_bases: dict[tuple[str, str], tuple[_Layer, ...]] = {}
-
-
+@functools.cache
 def _base_layers(base: str, device_type: str) -> tuple[_Layer, ...]:
     """torch.amp's layer for a device and, under the default base, ampkit's on top; folded once."""
-    layers = _bases.get((base, device_type))
-    if layers is None:
-        layers = (_layer("torch", TORCH[device_type]),)
-        if base == "default":
-            layers += (_layer("default", DEFAULT_EXTRA[device_type]),)
-        _bases[base, device_type] = layers
-    return layers
+    layers = (_layer("torch", TORCH[device_type]),)
+    return layers if base == "torch" else (*layers, _layer("default", DEFAULT_EXTRA[device_type]))
 
 
 def _layer(name: str, groups: Iterable[Group]) -> _Layer:

@@ -19,6 +19,10 @@ class Rule(Enum):
     BANNED = "banned"                          # raise, and say what to do instead
     DECOMPOSE = "decompose"                    # a composite: its own code runs, the region active inside
     KEEP = "keep"                              # call it on the arguments as they came
+    # FP8 products, for the operators and sizes that have them, elsewhere LOWER; see `float8_recipes`:
+    FLOAT8_TENSORWISE = "float8_tensorwise"    # one scale for a matrix; gradients in e5m2
+    FLOAT8_ROWWISE = "float8_rowwise"          # a scale for each row, a power of 2; e4m3
+    FLOAT8_ROWWISE_GW_HP = "float8_rowwise_gw_hp"   # the same, but gradients of weights in the region's dtype
 
 
 class Group(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Module
 
-from ampkit.policy.module_rules import ClassName, class_name
+from ampkit.policy.module_rules import CLASS, class_key
 from ampkit.policy.operator_keys import key_name
 from ampkit.policy.rules import Rule
 from ampkit.policy.values import short
@@ -21,7 +21,6 @@ from ampkit.torch_internals.operators import OpOverload
 MOST_NESTED = 16        # policies within policies: reading one recurses, and so do its methods
 MOST_RULES = 20_000     # in all: policies may share their parts, so that a short pickle says endlessly many
 MOST_WIDE = 100         # of them for classes of modules, or patterns with stars: each is compared with every module
-_CLASS = "class "
 _KEYS = {"base", "device_type", "rules", "modules"}
 
 
@@ -41,7 +40,7 @@ def layer_dict(layer: Sequence[tuple[OpOverload, Rule]]) -> dict[str, str]:
 
 def key_text(key: str | type[Module]) -> str:
     """The key of a module rule as a string."""
-    return key if isinstance(key, str) else f"{_CLASS}{class_name(key)}"
+    return key if isinstance(key, str) else class_key(key)
 
 
 class _Counter:
@@ -95,13 +94,9 @@ def _current_device_type() -> str:
 def _read_module_rule(item: Any, depth: int, counter: _Counter) -> tuple[Any, Any]:
     if not isinstance(item, (list, tuple)) or len(item) != 2:
         raise TypeError(f"a module rule of a written policy is a list of a module and its rule, got {short(item)}")
-    key, value = _read_key(item[0]), item[1]
-    counter.add(wide=isinstance(key, ClassName) or "*" in key)
+    key, value = item
+    if not isinstance(key, str):
+        raise TypeError(f"a written policy names modules by path or as 'class module:name', got {short(key)}")
+    counter.add(wide="*" in key or key.startswith(CLASS))
     return key, value if isinstance(value, str) else read_dict(value, depth + 1, counter)
 
-
-def _read_key(text: Any) -> str:
-    """The key that `key_text` wrote."""
-    if not isinstance(text, str):
-        raise TypeError(f"a written policy names modules by path or as 'class module:name', got {short(text)}")
-    return ClassName(text.removeprefix(_CLASS)) if text.startswith(_CLASS) else text

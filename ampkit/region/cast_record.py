@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from ampkit.policy.rules import Rule
+from ampkit.region.float8_record import Float8Losses, Float8Notes
 
 __all__ = ["CastRecord", "RecordedCall", "RoundTrip"]
 
@@ -36,6 +37,7 @@ class RecordedCall(NamedTuple):
     shapes: tuple[tuple[int, ...], ...] = ()        # of the tensors given
     undoes: RecordedCall | None = None  # an earlier one, cast up, whose float32 result is cast down for this one
     undoing: int = 0                    # the bytes of that cast, among `nbytes`
+    float8: str = ""                    # under an FP8 rule: its name, or why the call followed LOWER
 
 
 class RoundTrip(NamedTuple):
@@ -66,6 +68,7 @@ class CastRecord:
     def __init__(self) -> None:
         self.calls: list[RecordedCall] = []
         self.compiled = False
+        self.float8_notes = Float8Notes()
 
     @property
     def casts(self) -> int:
@@ -95,6 +98,13 @@ class CastRecord:
         ]
         return sorted(trips, key=lambda trip: -trip.nbytes)
 
+    def float8(self) -> Float8Losses:
+        """What FP8 lost, for each module, product and operand: a tuple that prints as a table. Syncs.
+
+        Backward is in it, also where it was called after the record was taken; compiled code and DTensors are not.
+        """
+        return self.float8_notes.losses()
+
     def __str__(self) -> str:
         lines = self._table() if self.calls else [
             "no operator with a rule was called in a region that was entered while recording"
@@ -117,7 +127,18 @@ class CastRecord:
             for row in rows
         ]
         total = f"{_times(len(self.calls))}, {self.casts} casts made ({self.nbytes / 1e6:.3f} MB read and written), "
-        return [*lines, f"{total}{self.cached} taken from the cache"]
+        fallbacks = _grouped(
+            [call for call in self.calls if call.float8 not in ("", call.rule.name)],
+            lambda call: (call.op, _pattern(call.module), call.float8),
+        )
+        return [
+            *lines, f"{total}{self.cached} taken from the cache",
+            *(
+                f"not in FP8: {some[0].op} in {_path([call.module for call in some]) or 'no module'}, "
+                f"{_times(len(some))}: {some[0].float8}"
+                for some in fallbacks
+            ),
+        ]
 
 
 def _row(calls: Sequence[RecordedCall]) -> tuple[str, ...]:

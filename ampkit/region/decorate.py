@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -70,7 +71,7 @@ def _generator(region: Region, func: Callable[..., Any]) -> Any:
 
 def _coroutine(region: Region, func: Callable[..., Any]) -> Any:
     async def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return await _Stepped(region, func(*args, **kwargs))
+        return await _awaited(region, func(*args, **kwargs))
 
     return wrapper
 
@@ -81,13 +82,13 @@ def _async_generator(region: Region, func: Callable[..., Any]) -> Any:
         step = agen.__anext__()
         while True:
             try:
-                item = await _Stepped(region, step)
+                item = await _awaited(region, step)
             except StopAsyncIteration:
                 return
             try:
                 sent = yield item
             except GeneratorExit:
-                await _Stepped(region, agen.aclose())
+                await _awaited(region, agen.aclose())
                 raise
             except BaseException as error:
                 step = agen.athrow(error)
@@ -95,17 +96,6 @@ def _async_generator(region: Region, func: Callable[..., Any]) -> Any:
                 step = agen.asend(sent)
 
     return wrapper
-
-
-class _Stepped:
-    """An awaitable whose every step runs inside a region."""
-
-    def __init__(self, region: Region, awaitable: Any) -> None:
-        self.region = region
-        self.awaitable = awaitable
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        return (yield from _stepped(self.region, self.awaitable.__await__()))
 
 
 def _stepped(region: Region, generator: Any) -> Generator[Any, Any, Any]:
@@ -127,3 +117,9 @@ def _stepped(region: Region, generator: Any) -> Generator[Any, Any, Any]:
             resume = functools.partial(generator.throw, error)
         else:
             resume = functools.partial(next, generator) if sent is None else functools.partial(generator.send, sent)
+
+
+@types.coroutine
+def _awaited(region: Region, awaitable: Any) -> Generator[Any, Any, Any]:
+    """`await awaitable`, with the region open only while it runs."""
+    return (yield from _stepped(region, awaitable.__await__()))

@@ -26,9 +26,10 @@ from typing import Any, NoReturn
 import torch
 
 from ampkit.policy import casting
+from ampkit.policy.float8_recipes import RECIPES
 from ampkit.policy.policy import Policy, RuleTable, register_changes
 from ampkit.policy.rules import Rule
-from ampkit.region import policy_guard, recurrent
+from ampkit.region import float8, policy_guard, recurrent
 from ampkit.region.specialised import kernels_for
 from ampkit.region.weight_cache import RegionCache, WeightCache
 from ampkit.torch_internals.dispatcher import (
@@ -174,6 +175,11 @@ class AutocastMode(TorchDispatchMode):
             casting.is_eligible(value, device) for value in casting.tensors((*args, *kwargs.values()))
         ):
             raise RuntimeError(_banned_message(op))
+        elif rule in RECIPES:
+            if float8.why_not(op, args, kwargs, device):
+                return self._follow(_LOWER, op, args, kwargs, device)
+            product = float8.Product(rule, op, device, _dtype_of(device), self.cache)
+            return product, product.prepared(args), kwargs
         return op._op, args, kwargs
 
 

@@ -16,7 +16,7 @@ constant of the graph. All state of a trace is undone by its end.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from ampkit.containers import map_tensors
-from ampkit.policy.module_rules import ModuleRules
+from ampkit.policy.module_rules import BoundRule, ModuleRules
 from ampkit.policy.policy import Policy
 from ampkit.region import graph
 from ampkit.region.arguments import checked_spec
@@ -50,7 +50,9 @@ class ModuleRuleHooks:
         self.rules = policy.modules
         self.depth = len(thread.modules)
         self.outer: ModuleRuleHooks | None = thread.module_hooks
-        self.called_a_model = False
+        self.called_a_model = False     # any module that has modules
+        self.called_another = False     # one of the class of a bound model, neither bound nor a copy
+        self.ran = False                # a bound module
 
     def begin(self) -> None:
         """Have modules that this thread calls looked up from here on."""
@@ -68,8 +70,25 @@ class ModuleRuleHooks:
         _place_hooks()
         if self.outer is not None and self.outer.rules == self.rules:
             self.outer.called_a_model |= self.called_a_model
-        elif self.called_a_model and (not self.rules.ran or self.rules.are_gone()):
-            _warn_of_unused(self.rules)
+            self.outer.called_another |= self.called_another
+            self.outer.ran |= self.ran
+        elif self.called_a_model or self.ran:
+            self._report()
+
+    def _report(self) -> None:
+        """Warn, once for these rules, where they had no effect on what this region ran."""
+        first = not self.rules.ran
+        self.rules.ran |= self.ran
+        if not self.ran:
+            if first or self.called_another or self.rules.are_gone():
+                _warn(self.rules, self.rules.check().rules, (
+                    "none of the modules that this policy's rules bind ({}) ran in this region: the rules have no "
+                    "effect on what did"
+                ))
+        elif first:
+            lost = self.rules.lost()
+            if lost:
+                _warn(self.rules, lost, "the modules that rules of the policy bind are no longer in the model: {}")
 
 
 def _place_hooks() -> None:
@@ -81,18 +100,15 @@ def _place_hooks() -> None:
             take_hooks(EAGER, always=True)
 
 
-def _warn_of_unused(rules: ModuleRules) -> None:
-    """Warn, once, that a region called a model and no module that these rules bind."""
+def _warn(rules: ModuleRules, found: Iterable[BoundRule], what: str) -> None:
     if rules in _warned:
         return
     if len(_warned) >= _MOST:
         _warned.clear()
     _warned.add(rules)      # first: where warnings are errors, leaving the region is completed by a second call
-    keys = ", ".join(rule.key for rule in rules.check().rules)
     warn_user(
-        f"none of the modules that this policy's rules bind ({keys}) ran in this region: the rules have no effect on "
-        "what did. Bind the model that runs, after whatever copies it or replaces its modules: "
-        "policy.for_modules(model, {...}); policy.check() says which modules are gone",
+        f"{what.format(', '.join(rule.key for rule in found))}. Bind the model that runs, after whatever replaces its "
+        "modules: policy.for_modules(model, {...}); policy.check() says which modules are gone",
         ("torch.", "contextlib"),
     )
 
@@ -110,13 +126,14 @@ def before(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None 
         return None
     if module._modules:
         hooks.called_a_model = True
+        hooks.called_another |= hooks.rules.is_another_model(module)
     found = list(_rules_of(module))
     if not found and not any(called is module for called, _ in thread.modules):
         return None         # an entry without regions where the module calls itself: `after` ends a call by its module
     specs: list[RegionSpec] = []
     thread.modules.append((module, specs))      # first: if what follows raises, `after` runs
     for policy, value in found:
-        policy.modules.ran = True
+        hooks.ran = True
         if _is_followed(policy.device_type):
             spec = _region(policy, value)
             specs.append(spec)

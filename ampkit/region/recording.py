@@ -1,7 +1,7 @@
 """What the regions of a step did, call by call: which operators followed a rule, who set it, what was cast, where.
 
 While a record is being taken, regions are given a mode that notes what it does; at other times nothing is asked and
-nothing costs. A record holds names, dtypes and numbers, and no tensor.
+nothing costs. A record holds names, dtypes and numbers, and of tensors a few sums for each operand in FP8.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from torch import Tensor
 from torch.nn import Module
 
 from ampkit.policy import casting
+from ampkit.policy.float8_recipes import RECIPES
 from ampkit.policy.module_paths import path_of
 from ampkit.policy.op_table import Rule
 from ampkit.policy.policy import Policy
 from ampkit.region.cast_record import CastRecord, RecordedCall
+from ampkit.region.float8 import Product, why_not
 from ampkit.region.mode import AutocastMode
 from ampkit.region.weight_cache import RegionCache, WeightCache
 from ampkit.torch_internals.dynamo import TracingContext, has_compiled
@@ -52,7 +54,7 @@ class record_casts(contextlib.ContextDecorator):
     Operators that no rule names do not appear, for a region never sees them, nor do regions that were open before. What
     `torch.compile` traces is left out, unless its backend runs operators one by one ("eager"): record the function
     before it is compiled. FakeTensors are recorded like others, those of a GPU that is not there too. A record inside a
-    record takes the regions for itself. The record holds no tensors. Never syncs.
+    record takes the regions for itself. Never syncs.
     """
 
     def __enter__(self) -> CastRecord:
@@ -103,8 +105,10 @@ class _RecordingMode(AutocastMode):
         call = super().prepare(op, args, kwargs)
         if call is not None:
             if TracingContext.try_get() is None:
-                noted = self._noted(op, args, kwargs, (*call[1], *call[2].values()))
+                noted = self._noted(op, args, kwargs, call)
                 self.record.calls.append(noted)
+                if isinstance(call[0], Product):
+                    call[0].notes = functools.partial(self.record.float8_notes.note, noted.module or noted.line)
                 if _is_raised(noted):
                     call = functools.partial(_noting_results, call[0], self.results, noted), call[1], call[2]
             else:
@@ -112,9 +116,8 @@ class _RecordingMode(AutocastMode):
         self.reused.casts = []
         return call
 
-    def _noted(
-        self, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], got: tuple[Any, ...]
-    ) -> RecordedCall:
+    def _noted(self, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], call: Any) -> RecordedCall:
+        run, got = call[0], (*call[1], *call[2].values())
         before, after = list(casting.tensors((*args, *kwargs.values()))), list(casting.tensors(got))
         cast = [(old, new) for old, new in zip(before, after, strict=True) if old is not new]
         made = [(old, new) for old, new in cast if not any(new is kept for kept in self.reused.casts)]
@@ -127,6 +130,9 @@ class _RecordingMode(AutocastMode):
         )
         _, rule, layer, why = policy.explain(op)
         asked = tuple(value for value in got if rule is Rule.FLOAT32_DTYPE_ARG and isinstance(value, torch.dtype))
+        float8 = why_not(op, args, kwargs, policy.device_type) or rule.name if rule in RECIPES else ""
+        if isinstance(run, Product):
+            asked = (run.recipe.x.dtype, run.recipe.w.dtype)
         module, line = _call_site(sys._getframe(1))
         undone = [
             (maker, _nbytes(old) + _nbytes(new))
@@ -137,7 +143,7 @@ class _RecordingMode(AutocastMode):
             op.name(), rule, layer, why, module, line, _dtypes(before), asked or _dtypes(after),
             len(made), len(cast) - len(made), sum(_nbytes(old) + _nbytes(new) for old, new in made),
             tuple(map(_shape_of, before)),
-            undone[0][0] if undone else None, sum(nbytes for _, nbytes in undone),
+            undone[0][0] if undone else None, sum(nbytes for _, nbytes in undone), float8,
         )
 
 

@@ -114,29 +114,6 @@ class Entry:
             self.hooks = hooks(policy) if policy.modules else None
         self.active = active or True in [_is_enabled(other) for other, _ in mode.policies if other != kind]
 
-    def enter(self) -> None:
-        """Make this the innermost region of the thread."""
-        spec, active = self.spec, self.active
-        if self.own_cache is not None:
-            self.own_cache.enter()
-        put_in_tls(TLS_NAME, self.mode)
-        mark = self.mode.mark if active else ()
-        if mark is not self.mark:
-            policy_guard.write(mark)
-        if active and not self.included:
-            set_included(KEY, True)
-        if self.excluded is active:
-            set_excluded(KEY, not active)
-        _set_enabled(spec.device_type, spec.enabled)
-        if spec.dtype is not self.dtype:
-            _set_dtype(spec.device_type, spec.dtype)
-        if spec.cache_enabled is not self.cache_flag:
-            _set_cache_flag(spec.cache_enabled)
-        self.counted = True
-        torch.autocast_increment_nesting()
-        if self.hooks is not None:
-            self.hooks.begin()
-
     def leave(self, *, last: bool) -> None:
         """Restore the state found on entry; `last`: no other entry is open in this thread. May be repeated."""
         again = self.ended          # an interrupt may have cut it short anywhere
@@ -147,19 +124,22 @@ class Entry:
             self.counted = False
             if torch.autocast_decrement_nesting() <= 0 or (last and not self.enabled):
                 clear_torch_cache()
-        kind = self.spec.device_type
-        _set_enabled(kind, self.enabled)
-        _set_dtype(kind, self.dtype)
-        _set_cache_flag(self.cache_flag)
-        set_included(KEY, self.included)
-        if again or self.excluded is self.active:
+        spec, active = self.spec, self.active
+        _set_enabled(spec.device_type, self.enabled)
+        if spec.dtype is not self.dtype:
+            _set_dtype(spec.device_type, self.dtype)
+        if spec.cache_enabled is not self.cache_flag:
+            _set_cache_flag(self.cache_flag)
+        if active and not self.included:
+            set_included(KEY, False)
+        if self.excluded is active:
             set_excluded(KEY, self.excluded)
         if again or thread.mark is not self.mark:
             policy_guard.write(self.mark, again=again)
         put_in_tls(TLS_NAME, self.outer or self.mode.closed_copy)
         if self.own_cache is not None:
             self.own_cache.leave()
-        elif last and self.spec.cache is None:
+        elif last and spec.cache is None:
             self.cache.clear()
 
 
@@ -217,8 +197,28 @@ def push(
         leave_ended(stack)
     depth = len(stack)
     try:
-        stack.append(Entry(spec, stack, hooks, frame, recomputes))
-        stack[depth].enter()
+        entry = Entry(spec, stack, hooks, frame, recomputes)
+        stack.append(entry)
+        active = entry.active
+        if entry.own_cache is not None:
+            entry.own_cache.enter()
+        put_in_tls(TLS_NAME, entry.mode)
+        mark = entry.mode.mark if active else ()
+        if mark is not entry.mark:
+            policy_guard.write(mark)
+        if active and not entry.included:
+            set_included(KEY, True)
+        if entry.excluded is active:
+            set_excluded(KEY, not active)
+        _set_enabled(spec.device_type, spec.enabled)
+        if spec.dtype is not entry.dtype:
+            _set_dtype(spec.device_type, spec.dtype)
+        if spec.cache_enabled is not entry.cache_flag:
+            _set_cache_flag(spec.cache_enabled)
+        entry.counted = True
+        torch.autocast_increment_nesting()
+        if entry.hooks is not None:
+            entry.hooks.begin()
     except BaseException:
         leave_down_to(stack, depth)
         raise

@@ -19,7 +19,6 @@ class ThreadState(threading.local):
         self.module_hooks: Any = None       # of the innermost region with module rules; see `module_hooks`
         self.modules: list[Any] = []        # the bound modules that run, each with the regions entered for it
         self.announced: list[Any] = []      # policies of the regions that a trace enters next, and whether of a module
-        self.forward: Any = None            # the autocast state of the function whose forward has just run
 
 
 thread = ThreadState()

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ampkit.policy.casting import cast_to, converter
+from ampkit.policy.casting import cast_to
 from ampkit.region.optimizer_steps import period, steps, watch_steps
 from ampkit.torch_internals.operator_tracing import only_observed
 from ampkit.torch_internals.tensors import (
@@ -108,12 +108,13 @@ class _Casts(dict[int, _Entry]):
     """The casts of weights on one device type to one dtype, by the `id` of the weight."""
 
     __slots__ = ("__weakref__", "convert", "forget", "hits", "kept", "misses", "plain", "region")
+    dtypes = frozenset({torch.float32})     # of weights
 
-    def __init__(self, device_type: str, dtype: torch.dtype, *, kept: bool) -> None:
-        """`kept`: from region to region."""
+    def __init__(self, plain: Any, *, kept: bool) -> None:
+        """`plain` makes a cast, a `Cast` or a form of weights; `kept`: from region to region."""
         super().__init__()
-        self.plain = cast_to(device_type, dtype)
-        self.convert = converter(dtype)
+        self.plain = plain
+        self.convert = plain.convert
         self.forget = _forgetting(self)
         self.kept = kept
         self.region = 0         # how many regions were entered: the first use of an entry in each revalidates it
@@ -158,7 +159,7 @@ class _Casts(dict[int, _Entry]):
         Nor of tensors made in inference mode: they have no version counter, so a write to them could not be seen.
         """
         if (
-            weight.dtype is not torch.float32 or not weight.is_leaf or weight._is_view() or weight.is_inference()
+            weight.dtype not in self.dtypes or not weight.is_leaf or weight._is_view() or weight.is_inference()
             or not self.plain.on_device(weight)
         ):
             return False
@@ -196,14 +197,24 @@ class _Casts(dict[int, _Entry]):
                 entry.cast = entry.cast.detach()
 
 
+class _Forms(_Casts):
+    """FP8 forms of weights: values without a history, of weights of any dtype that regions cast."""
+
+    dtypes = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+    def _reconnect(self, entry: _Entry, weight: Tensor) -> bool:
+        return True
+
+
 class RegionCache:
     """Casts of the regions of a thread that were given no cache. Holds no weight, and never syncs."""
 
     in_capture = False      # made inside a CUDA graph capture, so its casts belong to that graph
-    _kept = False
+    kept = False
 
     def __init__(self) -> None:
-        self._casts: dict[tuple[str, torch.dtype], _Casts] = {}
+        self._casts: dict[tuple[str, Any], _Casts] = {}
+        self.last_input: Any = None         # FP8 forms of the activation that was quantized last; see `float8`
         self.latest: Any = None             # of the modes, the one that a region had last
         self.modes: dict[Any, Any] = {}     # the dispatch modes that cast for this cache, by policies; see `stack`
         watch_steps(self)
@@ -213,21 +224,22 @@ class RegionCache:
         """Casts answered from the cache."""
         return sum(casts.hits for casts in tuple(self._casts.values()))
 
-    def weights(self, device_type: str, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-        """What casts the weights of an operator that runs here and now."""
+    def weights(self, device_type: str, dtype: Any) -> Callable[[Tensor], Any]:
+        """What casts the weights of an operator that runs here and now; `dtype` may be a `float8.WeightForm`."""
         if (
             not _cache_enabled()        # by a `torch.autocast` region inside ours
             or (n_dispatch_modes() != 0 and not only_observed())    # traced, recorded or made of fake tensors
             or tracing_state() is not None
             or (functorch_level() is not None and transforms())
             or (device_type == "cuda" and is_capturing() != self.in_capture)    # casts belong to one CUDA graph
-            or (_inference_mode() and not self._kept)
+            or (_inference_mode() and not self.kept)
         ):
-            return cast_to(device_type, dtype).tensor
+            return _plain(device_type, dtype).tensor
         key = device_type, dtype
         casts = self._casts.get(key)
         if casts is None:
-            casts = self._casts.setdefault(key, _Casts(*key, kept=self._kept))
+            kind = _Casts if type(dtype) is torch.dtype else _Forms
+            casts = self._casts.setdefault(key, kind(_plain(*key), kept=self.kept))
         return casts.find
 
     def cast(self, leaf: Tensor, dtype: torch.dtype) -> Tensor:
@@ -236,6 +248,7 @@ class RegionCache:
 
     def clear(self) -> None:
         """Drop every cast. Regions that are open make new ones as they need them."""
+        self.last_input = None
         for casts in tuple(self._casts.values()):
             casts.clear()
 
@@ -266,7 +279,7 @@ class WeightCache(RegionCache):
     CacheInfo(entries=0, bytes=0, hits=0, misses=0)
     """
 
-    _kept = True
+    kept = True
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()       # what is held belongs to these very weights
@@ -287,8 +300,14 @@ class WeightCache(RegionCache):
 
     def leave(self) -> None:
         """A region is left: keep what the next may use, and of that the values, so that parameters can be freed."""
+        self.last_input = None
         for casts in tuple(self._casts.values()):
             casts.settle()
+
+
+def _plain(device_type: str, dtype: Any) -> Any:
+    """What casts a weight to a dtype, or makes an FP8 form of it, without a cache."""
+    return cast_to(device_type, dtype) if type(dtype) is torch.dtype else dtype
 
 
 def _forgetting(casts: _Casts) -> Callable[[Any], None]:

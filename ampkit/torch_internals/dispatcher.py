@@ -14,14 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampkit.torch_internals.lookup import missing, private, refuse
 
 __all__ = [
-    "KEY", "KEY_NAME", "TLS_NAME", "Exclude", "TorchDispatchMode", "autocast_key", "current", "get_in_tls",
-    "has_kernel", "higher_order_fallthrough", "higher_order_ops", "is_excluded", "is_in_tls", "is_included", "is_open",
-    "keysets", "parsed_key", "put_in_tls", "set_excluded", "set_included",
+    "AUTOCAST_KEYS", "KEY", "KEY_NAME", "TLS_NAME", "Exclude", "TorchDispatchMode", "autocast_key", "current",
+    "get_in_tls", "has_kernel", "higher_order_fallthrough", "higher_order_ops", "is_excluded", "is_in_tls",
+    "is_included", "is_open", "keysets", "parsed_key", "put_in_tls", "set_excluded", "set_included",
 ]
 
 KEY_NAME = "TESTING_ONLY_GenericMode"
 TLS_NAME = "ampkit.mode"
-_AUTOCAST_KEYS = {
+AUTOCAST_KEYS = {
     "cpu": "AutocastCPU", "cuda": "AutocastCUDA", "mps": "AutocastMPS", "xpu": "AutocastXPU", "hpu": "AutocastHPU",
     "mtia": "AutocastMTIA", "maia": "AutocastMAIA", "xla": "AutocastXLA", "ipu": "AutocastIPU",
     "privateuseone": "AutocastPrivateUse1",
@@ -92,7 +92,7 @@ def keysets(device_types: tuple[str, ...]) -> tuple[Any, Any]:
 
 def autocast_key(device_type: str) -> Any:
     """The dispatch key of torch's own autocast for a device type."""
-    return torch._C._dispatch_key_parse(_AUTOCAST_KEYS[device_type])
+    return torch._C._dispatch_key_parse(AUTOCAST_KEYS[device_type])
 
 
 def current() -> Any:

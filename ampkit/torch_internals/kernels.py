@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.library import Library
@@ -35,6 +35,7 @@ from ampkit.torch_internals.signatures import TENSOR, compiled, signature_of
 from ampkit.torch_internals.transforms import is_ahead
 
 Kernel = Callable[..., Any]
+R = TypeVar("R")
 
 _NUMBERS = frozenset({int, float, bool, complex, torch.SymInt, torch.SymFloat, torch.SymBool})
 
@@ -52,26 +53,36 @@ def install(ops: Iterable[OpOverload]) -> None:
     that opens a region of its own comes between a registration and the note of it.
     """
     missing = [op for op in ops if op not in _installed]
-    if not missing:
-        return
+    if missing:
+        in_own_thread(_install, missing)
+
+
+def in_own_thread(function: Callable[..., R], *args: Any) -> R:
+    """What a function returns or raises in a new thread, which has no modes and gets no signals."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(function(*args))
+        except BaseException as error:
+            errors.append(error)
+
     errors: list[BaseException] = []
-    thread = threading.Thread(target=_install, args=(missing, errors), name="ampkit kernels", daemon=True)
+    thread = threading.Thread(target=run, name=f"ampkit {function.__name__}", daemon=True)
     thread.start()
     thread.join()
     if errors:
         raise errors[0]
+    return found[0]
 
 
-def _install(ops: list[OpOverload], errors: list[BaseException]) -> None:
-    try:
-        with _installing_lock:
-            if not _libraries:
-                _prepare()
-            for op in ops:
-                if op not in _installed:
-                    _install_one(op)
-    except BaseException as error:
-        errors.append(error)
+def _install(ops: list[OpOverload]) -> None:
+    with _installing_lock:
+        if not _libraries:
+            _prepare()
+        for op in ops:
+            if op not in _installed:
+                _install_one(op)
 
 
 def _install_one(op: OpOverload) -> None:
@@ -171,23 +182,21 @@ def _go_before_tracer(op: OpOverload) -> None:
     """Have pre-dispatch tracing (`torch.export`) record the casts and the call, not `op` as it was called.
 
     That tracer is at the one key above the mode's. It is a Python mode that `OpOverload._get_dispatch` looks up at
-    every call; for operators with a kernel of ours that look-up goes through this one.
+    every call; for operators with a kernel of ours that look-up goes through `_get_dispatch`.
     """
-    look_up = op._get_dispatch
+    op._get_dispatch = functools.partial(_get_dispatch, op, op._get_dispatch)  # type: ignore[method-assign]
 
-    @dynamo_skip
-    def get_dispatch(key: Any) -> Any:
-        found = look_up(key)
-        if key != torch._C.DispatchKey.PreDispatch or not callable(found):
-            return found
 
-        @dynamo_skip
-        def handler(*args: Any, **kwargs: Any) -> Any:
-            mode = current() if is_open() else None
-            result = NotImplemented if mode is None else mode.__torch_dispatch__(op, (), args, kwargs)
-            return found(*args, **kwargs) if result is NotImplemented else result
+@dynamo_skip
+def _get_dispatch(op: OpOverload, look_up: Callable[[Any], Any], key: Any) -> Any:
+    found = look_up(key)
+    if key == torch._C.DispatchKey.PreDispatch and callable(found):
+        return functools.partial(_before_tracer, op, found)
+    return found
 
-        return handler
 
-    op._get_dispatch = get_dispatch  # type: ignore[method-assign]
-
+@dynamo_skip
+def _before_tracer(op: OpOverload, found: Kernel, *args: Any, **kwargs: Any) -> Any:
+    mode = current() if is_open() else None
+    result = NotImplemented if mode is None else mode.__torch_dispatch__(op, (), args, kwargs)
+    return found(*args, **kwargs) if result is NotImplemented else result

@@ -7,9 +7,8 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 __all__ = [
-    "FakeTensorMode", "OpOverload", "OpOverloadPacket", "autocast_device_types", "canonical",
-    "composite_names", "has_any_kernel", "is_composite", "is_dispatched", "meets_autocast", "operator_names",
-    "privateuse1_name", "registered_for_autocast",
+    "FakeTensorMode", "OpOverload", "OpOverloadPacket", "autocast_device_types", "canonical", "has_any_kernel",
+    "is_composite", "is_dispatched", "operator_names", "privateuse1_name",
 ]
 
 
@@ -38,26 +37,6 @@ def operator_names() -> list[str]:
 def is_composite(op: OpOverload) -> bool:
     """Whether an operator is written in terms of others, which autograd and autocast see."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
-
-
-def composite_names() -> list[str]:
-    """The names of all composites."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return [name for name in operator_names() if has_kernel(name, "CompositeImplicitAutograd")]
-
-
-def registered_for_autocast(device_type: str) -> list[str]:
-    """The names of operators with a torch.amp kernel for a device type; no such device is needed."""
-    return torch._C._dispatch_get_registrations_for_dispatch_key(_autocast_key(device_type))
-
-
-def meets_autocast(tensor: torch.Tensor, device_type: str) -> bool:
-    """Whether a call with this tensor dispatches to torch.amp. Calls with fake MAIA tensors do not."""
-    return torch._C._dispatch_keys(tensor).has(torch._C._dispatch_key_parse(_autocast_key(device_type)))
-
-
-def _autocast_key(device_type: str) -> str:
-    return "Autocast" + ("PrivateUse1" if device_type == "privateuseone" else device_type.upper())
 
 
 def has_any_kernel(op: OpOverload) -> bool:

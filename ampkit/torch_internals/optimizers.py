@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 update_scale_ = torch._amp_update_scale_
@@ -14,3 +16,14 @@ foreach_clamp_max_ = torch._foreach_clamp_max_
 skip_compilation = torch._disable_dynamo
 """Decorator: Dynamo runs the function as it is. It loses attributes that are set on an optimizer, in 2.11 with an
 error."""
+
+
+def gathered(optimizer: torch.optim.Optimizer, group: dict[str, Any], n: int) -> tuple[list[list[Any]], bool]:
+    """A group's parameters that have gradients, the gradients, and the lists of state that torch's own step takes.
+
+    `n` lists in all, in the order of `_init_group` of the optimizer's class, and what that returns: whether a parameter
+    is complex (AdamW), or a gradient sparse (SGD). State is made where there is none.
+    """
+    lists: list[list[Any]] = [[] for _ in range(n)]
+    found: bool = optimizer._init_group(group, *lists)  # type: ignore[attr-defined]
+    return lists, found

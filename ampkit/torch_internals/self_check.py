@@ -10,7 +10,6 @@ has neither. It calls autograd nodes itself and runs no backward: after one, a f
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +25,7 @@ from ampkit.torch_internals.dispatcher import (
     put_in_tls,
     set_included,
 )
-from ampkit.torch_internals.kernels import GENERAL, install
+from ampkit.torch_internals.kernels import GENERAL, in_own_thread, install
 from ampkit.torch_internals.lookup import missing, refuse
 from ampkit.torch_internals.operators import OpOverload, canonical
 from ampkit.torch_internals.versions import no_regions
@@ -47,11 +46,10 @@ def fault() -> str | None:
     if missing:
         refuse()
     install((_MM,))
-    found: list[str | None] = []
-    thread = threading.Thread(target=lambda: found.append(_try()), name="ampkit self-check", daemon=True)
-    thread.start()
-    thread.join()
-    return found[0]
+    try:
+        return in_own_thread(_tried)
+    except Exception as error:      # a region would have raised it too
+        return f"{type(error).__name__}: {error}"
 
 
 class _Halving:
@@ -70,13 +68,6 @@ class _Halving:
             return NotImplemented
         with Exclude(self.excluded_keys):
             return op._op(*(arg.bfloat16() for arg in args), **kwargs)
-
-
-def _try() -> str | None:
-    try:
-        return _tried()
-    except Exception as error:      # a region would have raised it too
-        return f"{type(error).__name__}: {error}"
 
 
 def _tried() -> str | None:

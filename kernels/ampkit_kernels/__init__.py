@@ -10,12 +10,15 @@ from . import reference
 from .api import adamw_, cast_, multiply_, nonfinite_counts, norm_and_check, sgd_, unscale_, unscale_into_
 from .configs import is_capturing
 from .dispatch import IMPLS, TritonUnavailable, backend, uses_triton, why_not_triton
+from .float8 import Quantized, Scaling, quantize
 from .step_cache import StepCache
 from .tensors import FlatList
 
 __all__ = [
     "IMPLS",
     "FlatList",
+    "Quantized",
+    "Scaling",
     "StepCache",
     "TritonUnavailable",
     "adamw_",
@@ -25,6 +28,7 @@ __all__ = [
     "multiply_",
     "nonfinite_counts",
     "norm_and_check",
+    "quantize",
     "reference",
     "sgd_",
     "unscale_",

@@ -13,7 +13,7 @@ from torch import Tensor
 from . import reference
 from .dispatch import select
 from .step_cache import StepCache
-from .tensors import check_one_device, check_parallel, check_scalar, resolved, strided_floats
+from .tensors import check_one_device, check_parallel, check_resolved, check_scalar, resolved, strided_floats
 
 
 @torch.no_grad()
@@ -265,8 +265,8 @@ def sgd_(
     lists = _step_lists(op, lists, multiplier, grad_scale, found_inf)
     if started is not None:
         _check_scalars(op, "started", started, len(params))
-    if nesterov and (momentum <= 0 or dampening != 0):
-        raise ValueError(f"{op}: nesterov needs momentum > 0 and dampening 0, got {momentum} and {dampening}")
+    if nesterov and momentum <= 0:
+        raise ValueError(f"{op}: nesterov needs momentum > 0, got {momentum}")
     parts = {"momentum_buffers": (), "copies": None, **lists}
     ops = select(impl, params[0].device) if params else reference
     kept: dict[str, Any] = {} if ops is reference else {"cache": cache}
@@ -301,6 +301,9 @@ def _step_lists(
     found_inf: Tensor | None,
 ) -> dict[str, list[Tensor]]:
     """The lists as strided real floats, checked against each other and against the scalars."""
+    for name, tensors in lists.items():
+        if name != "grads":
+            check_resolved(op, name, tensors)
     plain = {name: strided_floats(tensors, op) for name, tensors in lists.items() if name != "grads"}
     # Gradients are only read, so a copy may stand for them.
     plain["grads"] = strided_floats(resolved(lists["grads"]), op)

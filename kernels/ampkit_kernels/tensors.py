@@ -128,6 +128,16 @@ def resolved(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [t.resolve_conj().resolve_neg() if t.is_conj() or t.is_neg() else t for t in tensors]
 
 
+def check_resolved(op: str, name: str, tensors: Sequence[Tensor]) -> None:
+    """Refuse lazy conjugation and negation in a list that is written: kernels see the memory, not the sign."""
+    for i, t in enumerate(tensors):
+        if t.is_neg() or t.is_conj():
+            raise ValueError(
+                f"{op}: {name}[{i}] is a lazily negated or conjugated view, whose memory holds other values; expected "
+                "tensors of their own values: pass tensor.resolve_conj().resolve_neg()"
+            )
+
+
 def unrepeated(t: Tensor, op: str) -> Tensor:
     """The view of `t` that holds every stored element once: dimensions of stride 0 are cut to length 1.
 

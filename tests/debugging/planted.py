@@ -113,7 +113,11 @@ def planted(
 def whole(tool: str, cause: str, change: str, op: str = "", module: str = "") -> Callable[[Any], Any]:
     """A function that returns a model and its step."""
     def add(build: Callable[[], tuple[nn.Module, Step]]) -> Callable[[], tuple[nn.Module, Step]]:
-        FAULTS.append(Fault(build.__name__, tool, build, build, op, module, cause, change))
+        def seeded() -> tuple[nn.Module, Step]:
+            torch.manual_seed(0)
+            return build()
+
+        FAULTS.append(Fault(build.__name__, tool, seeded, build, op, module, cause, change))
         return build
 
     return add

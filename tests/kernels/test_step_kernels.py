@@ -288,8 +288,10 @@ def test_refusals() -> None:
         sgd_(p, [torch.ones(3)], [], lr=0.1)
     with pytest.raises(ValueError, match="got 0 momentum_buffers for 1 params"):
         sgd_(p, g, [], lr=0.1, momentum=0.9)
-    with pytest.raises(ValueError, match="nesterov needs momentum > 0 and"):
-        sgd_(p, g, [torch.ones(2)], lr=0.1, momentum=0.9, dampening=0.1, nesterov=True)
+    with pytest.raises(ValueError, match="nesterov needs momentum > 0, got 0"):
+        sgd_(p, g, [], lr=0.1, nesterov=True)
+    with pytest.raises(ValueError, match=r"sgd_: params\[0\] is a lazily negated or conjugated view"):
+        sgd_([torch._neg_view(p[0])], g, [], lr=0.1)
     with pytest.raises(
         ValueError, match=r"an element of started is a torch.float64 tensor of shape \(\); expected one float32"
     ):

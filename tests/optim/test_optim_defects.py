@@ -140,15 +140,27 @@ def test_flags_of_momenta_after_loading(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_nesterov_without_momentum_is_plain_descent() -> None:
-    """As in torch.optim, which looks at nesterov only where a group has momentum."""
+@pytest.mark.parametrize("changes", [[{}, {"momentum": 0.0}, {}, {"momentum": 0.9}], [{}, {"dampening": 0.3}, {}]])
+def test_nesterov_in_a_group_that_changes_is_torchs(changes: list[dict[str, Any]]) -> None:
+    """torch looks at nesterov only where a group has momentum, and then with any dampening."""
     results = []
     for cls, arguments in ((SGD, {"impl": "triton"}), (torch.optim.SGD, {})):
         param = torch.nn.Parameter(torch.ones(3))
         optimizer: Any = cls([param], lr=0.1, momentum=0.9, nesterov=True, **arguments)
-        for momentum in (0.9, 0.0, 0.0, 0.9):
-            optimizer.param_groups[0]["momentum"] = momentum
+        for change in changes:
+            optimizer.param_groups[0].update(change)
             param.grad = torch.ones(3)
             optimizer.step()
         results.append(param.detach())
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("optimizer", [SGD, AdamW])
+@pytest.mark.parametrize("lazy", [lambda: torch._neg_view(torch.ones(3)), lambda: torch.ones(3).cfloat().conj()])
+def test_parameters_that_are_lazily_negated_are_refused(optimizer: Callable[..., Any], lazy: Any) -> None:
+    """A kernel writes memory, which holds the values with another sign."""
+    param = torch.nn.Parameter(lazy())
+    param.grad = torch.ones_like(param)
+    with pytest.raises(ValueError, match="lazily negated or conjugated view"):
+        optimizer([param], lr=0.1, impl="triton").step()
+    assert torch.equal(param, lazy())

@@ -35,6 +35,7 @@ def test_modules_compiled_one_by_one_in_a_region_with_module_rules() -> None:
             assert {module(x, more={"x": x})[0].dtype for module in net} == {torch.bfloat16}
 
 
+@pytest.mark.filterwarnings("ignore:none of the modules that this policy's rules bind")     # in the third
 def test_a_compiled_function_called_with_another_model() -> None:
     net, other, x = Net(), Net(), torch.randn(5, 8)
     compiled = torch.compile(lambda net, x: net(x), backend="eager", fullgraph=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ampkit import Policy
-from ampkit.policy.module_rules import class_name, matches
+from ampkit.policy.module_rules import matches
 from tests.helpers.module_rules import Model, dtypes, only, rules
 from tests.helpers.regions import BF16, FP16, FP32
 
@@ -111,8 +111,7 @@ def test_a_class_that_changes_after_binding_keeps_its_rule():
     model = nn.Sequential(nn.LazyLinear(4))
     policy = rules(model, {nn.LazyLinear: FP32})
     assert dtypes(model, policy) == {"0": FP32}     # its first call makes it an `nn.Linear`
-    copied, of_copy = copy.deepcopy((model, policy))
-    assert dtypes(model, policy) == dtypes(copied, of_copy) == {"0": FP32}
+    assert dtypes(model, policy) == dtypes(copy.deepcopy(model), policy) == {"0": FP32}
     assert dtypes(model, policy.for_modules(model, {"0": FP16})) == {"0": FP16}
 
 
@@ -212,7 +211,6 @@ def test_a_class_is_looked_up_in_the_model():
     class Local(nn.Linear):
         pass
 
-    assert class_name(first) == class_name(Local)
     with pytest.raises(ValueError, match="the modules of Sequential have several classes named "):
         Policy.from_dict(state, nn.Sequential(first(4, 4), Local(4, 4)))
     for name in ("torch.nn:Gone", "os:environ", "antigravity:fly", ""):

@@ -5,23 +5,19 @@ import copy
 import functools
 import gc
 import io
+import pickle
 import threading
-import warnings
 import weakref
 
 import pytest
 import torch
 import torch.utils.checkpoint
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.modules import module as hooked
-from torch.nn.parallel import DistributedDataParallel
 
 from ampkit import Policy, autocast, wrap_forward
 from ampkit.region.thread_state import thread
 from tests.helpers.module_rules import ALL, Block, Model, X, dtypes, only, rules
-from tests.helpers.ranks import on_ranks
 from tests.helpers.regions import BF16, FP16, FP32, state
 
 
@@ -144,8 +140,6 @@ class Looped(Model):
 
 
 @pytest.mark.parametrize(("make", "around"), [
-    (Model, lambda model: nn.Sequential(model, nn.Identity())),
-    (Model, lambda model: nn.DataParallel(model)),
     (Model, lambda model: nn.ModuleDict({"net": model})["net"]),
     (Model, lambda model: functools.partial(torch.utils.checkpoint.checkpoint, model, use_reentrant=False)),
     (Model, lambda model: model._replicate_for_data_parallel()),
@@ -163,98 +157,6 @@ def test_what_is_around_the_model_changes_nothing(make, around):
             loss = loss + around(model)(X).float().sum()
     loss.backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
-
-
-def sharded(model, *, first):
-    """A model under FSDP2, whose rules are bound before it is wrapped, or after."""
-    policy = rules(model, {"head": FP32, "blocks.1": FP32}) if first else None
-    for module in (*model.blocks, model):
-        fully_shard(module)
-    return model, policy or rules(model, {"head": FP32, "blocks.1": FP32})
-
-
-def distributed(rank, world, kind):
-    """What the layers of a wrapped model compute in."""
-    model = Model()
-    if kind.startswith("FSDP2"):
-        around, policy = sharded(model, first=kind.endswith("before"))
-    else:
-        policy = rules(model, {"head": FP32, "blocks.1": FP32})
-        around = DistributedDataParallel(model) if kind == "DDP" else FullyShardedDataParallel(
-            model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, device_id=torch.device("cpu"))
-    found = dtypes(around, policy)
-    with autocast("cpu", BF16, policy=policy):
-        loss = around(X).float().sum()
-    loss.backward()
-    return sorted(name for name, dtype in found.items() if dtype is FP32), str(policy.check().gone)
-
-
-@pytest.mark.parametrize("kind", ["DDP", "FSDP1", "FSDP2, bound before", "FSDP2, bound after"])
-def test_distributed_wrappers_change_nothing(kind):
-    for found, gone in on_ranks(distributed, kind):
-        assert [name.replace("_fsdp_wrapped_module.", "").removeprefix("module.") for name in found] == [
-            "blocks.1.attn", "blocks.1.mlp", "head"]
-        assert gone == "()"
-
-
-class Adapted(nn.Module):
-    """A layer with an adapter, as peft puts one in its place."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.base_layer, self.adapter = layer, nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.base_layer(x) + self.adapter(x)
-
-
-def test_modules_that_are_replaced_are_bound_after():
-    model = Model()
-    before = rules(model, {"blocks.*.attn": FP32})
-    for block in model.blocks:
-        block.attn = Adapted(block.attn)
-    after = rules(model, {"blocks.*.attn": FP32})
-    wrapped = nn.Sequential(nn.ModuleDict({"base_model": model})["base_model"])
-    layers = {f"0.blocks.{i}.attn.{name}" for i in range(2) for name in ("base_layer", "adapter")}
-    for policy, expected in (
-        (before, {name for name in layers if name.endswith("base_layer")}), (after, layers),
-    ):
-        found = dtypes(wrapped, policy)
-        assert {name for name, dtype in found.items() if dtype is FP32} == expected
-    for block in model.blocks:
-        block.attn = nn.Linear(4, 4)
-    assert after.check().gone[0].gone == ("blocks.0.attn", "blocks.1.attn")
-
-
-def test_lightning_changes_nothing(tmp_path):
-    pytest.importorskip("lightning", reason="it is in ampkit[dev]")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from lightning.pytorch import LightningModule, Trainer
-
-        from ampkit.integrations.lightning import MixedPrecision
-
-        class Module(LightningModule):
-            def __init__(self):
-                super().__init__()
-                self.net, self.seen = Model(), set()
-
-            def training_step(self, batch):
-                out = self.net(batch)
-                self.seen.add(out.dtype)
-                return out.float().square().mean()
-
-            def configure_optimizers(self):
-                return torch.optim.SGD(self.parameters(), lr=0.1)
-
-        module = Module()
-        policy = rules(module, {"net.head": FP32})
-        trainer = Trainer(
-            max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            plugins=MixedPrecision("bf16-mixed", "cpu", policy=policy), default_root_dir=tmp_path,
-        )
-        trainer.fit(module, torch.utils.data.DataLoader(torch.ones(4, 4)))
-    assert module.seen == {FP32}
 
 
 def test_replicas_follow_their_originals():
@@ -430,23 +332,22 @@ def test_a_decorated_forward_and_a_region_around_it():
 # Copies, pickles, and models that are gone
 
 
-def test_a_copy_of_a_model_needs_a_binding_of_its_own():
+def test_a_copy_follows_the_rules_of_its_original_until_it_has_its_own():
     model = Model()
     inner = Policy.default("cpu").for_modules(model, {model.blocks[1].mlp: FP16})
     policy = rules(model, {model.head: FP32, "blocks.1": inner})
     expected = only("head") | {"blocks.1.mlp": FP16}
-    alone = copy.deepcopy(model)
-    with pytest.warns(UserWarning, match="none of the modules that this policy's rules bind"):
-        assert dtypes(alone, policy) == only()
-    assert copy.deepcopy(policy) == policy
-    reference, its_policy = copy.deepcopy((model, policy))
-    assert dtypes(model, policy) == dtypes(reference, its_policy) == expected
-    assert its_policy != policy
-    model.policy = policy       # before the modules that it binds, in the order of the copy
-    reference = copy.deepcopy(model)
-    assert dtypes(reference, reference.policy) == expected
+    copied = copy.deepcopy(model)
+    its_policy, another = copy.deepcopy((policy, copied))
+    pickled = pickle.loads(pickle.dumps(model))
     wrapped = copy.deepcopy(wrap_forward(model, "cpu", BF16, policy=policy))
+    for each in (model, copied, another, copy.deepcopy(copied), pickled):
+        assert dtypes(each, its_policy) == expected
     assert dtypes(wrapped, Policy.default("cpu"), lambda x: wrapped(x)) == expected
+    both = policy.for_modules(copied, {"head": FP16})
+    assert dtypes(copied, both) == expected | {"head": FP16}
+    assert dtypes(model, both) == dtypes(model, policy) == dtypes(copied, policy) == expected
+    assert rules(model, {"head": FP32}) != rules(copied, {"head": FP32})
 
 
 def test_a_bound_model_is_copied_saved_and_scripted_as_before():
@@ -488,7 +389,7 @@ def test_a_policy_keeps_no_model_alive():
 def test_rules_without_effect_are_reported_once_where_the_region_is_left():
     model = Model()
     policy = rules(model, {"head": FP32, nn.LayerNorm: FP32})
-    other = nn.Sequential(copy.deepcopy(model))
+    other = nn.Sequential(Model())
     region = autocast("cpu", BF16, policy=policy)
     with pytest.warns(UserWarning, match="none of the modules that") as caught, region, autocast("cpu"):
         other(X)
@@ -496,8 +397,8 @@ def test_rules_without_effect_are_reported_once_where_the_region_is_left():
     assert warning.filename == __file__
     assert str(warning.message) == (
         "none of the modules that this policy's rules bind ('head', torch.nn.modules.normalization.LayerNorm) ran in "
-        "this region: the rules have no effect on what did. Bind the model that runs, after whatever copies it or "
-        "replaces its modules: policy.for_modules(model, {...}); policy.check() says which modules are gone"
+        "this region: the rules have no effect on what did. Bind the model that runs, after whatever replaces its "
+        "modules: policy.for_modules(model, {...}); policy.check() says which modules are gone"
     )
     with autocast("cpu", BF16, policy=rules(model, {nn.LayerNorm: FP32, "head": FP32})):    # the same rules
         other(X)
@@ -513,14 +414,21 @@ def test_rules_that_may_have_an_effect_are_silent(run):
         run(model)
 
 
-def test_rules_that_had_an_effect_are_silent_until_their_modules_are_gone():
+@pytest.mark.parametrize("kind", ["another of its class", "layers replaced", "one layer replaced at first"])
+def test_rules_that_had_an_effect_and_have_no_more(kind):
     model = Model()
-    policy = rules(model, {"head": FP32})
-    assert dtypes(model, policy) == only("head")
-    assert dtypes(Model(), policy) == only()
-    model.head = nn.Linear(4, 4)        # as quantization replaces layers
-    with pytest.warns(UserWarning, match="none of the modules that this policy's rules bind"):
-        assert dtypes(model, policy) == only()
+    policy = rules(model, {"head": FP32} | ({"blocks.1": FP32} if "first" in kind else {}))
+    if "first" not in kind:
+        assert dtypes(model, policy) == only("head")
+        assert dtypes(nn.Sequential(nn.Linear(4, 4)), policy) == {"0": BF16}
+    if kind == "another of its class":
+        model = Model()
+    else:
+        model.head = nn.Linear(4, 4)        # as quantization replaces layers
+    said = "rules of the policy bind are no longer in the model: 'head'" if "first" in kind else "none of the modules"
+    with pytest.warns(UserWarning, match=said):
+        found = dtypes(model, policy)
+    assert found == dtypes(model, policy) == (only("blocks.1.attn", "blocks.1.mlp") if "first" in kind else only())
 
 
 def test_where_warnings_are_errors_the_region_is_left_all_the_same():

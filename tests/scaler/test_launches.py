@@ -21,7 +21,7 @@ pytestmark = [
 ]
 # Operators that launch nothing on a GPU: new memory, views, and what the profiler notes.
 FREE = ("aten.empty", "aten.slice", "aten.unbind", "aten.detach", "aten.select", "aten.lift_fresh", "profiler.")
-OVER_GRADIENTS = ("unscale_kernel", "norm_kernel", "finish_kernel", "multiply_kernel")
+OVER_GRADIENTS = ("unscale_kernel", "norm_kernel", "finish_kernel")
 
 
 class Launches(TorchDispatchMode):

@@ -20,15 +20,17 @@ import torch
 from ampkit.policy import casting
 from ampkit.policy.op_table import TORCH, Group, Rule, names
 from ampkit.policy.operator_keys import resolve
-from ampkit.torch_internals.dispatcher import KEY, TLS_NAME, keysets, put_in_tls, set_included
-from ampkit.torch_internals.kernels import GENERAL, install
-from ampkit.torch_internals.operators import (
-    FakeTensorMode,
-    OpOverload,
-    composite_names,
-    meets_autocast,
-    registered_for_autocast,
+from ampkit.torch_internals.dispatcher import (
+    AUTOCAST_KEYS,
+    KEY,
+    TLS_NAME,
+    autocast_key,
+    keysets,
+    put_in_tls,
+    set_included,
 )
+from ampkit.torch_internals.kernels import GENERAL, install
+from ampkit.torch_internals.operators import FakeTensorMode, OpOverload, operator_names
 from ampkit.torch_internals.versions import SUPPORTED
 from tests.tools.composites import DECOMPOSED, OPAQUE
 
@@ -79,12 +81,17 @@ def _left_out(op: OpOverload) -> bool:
 
 def composites() -> set[str]:
     """ATen's operators with a CompositeImplicitAutograd kernel."""
-    return {name.removeprefix("aten::") for name in composite_names() if name.startswith("aten::")}
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return {
+        name.removeprefix("aten::")
+        for name in operator_names()
+        if name.startswith("aten::") and has_kernel(name, "CompositeImplicitAutograd")
+    }
 
 
 def registered(device_type: str) -> set[str]:
     """ATen's operators with a torch.amp kernel for a device type; no such device is needed."""
-    every = registered_for_autocast(device_type)
+    every = torch._C._dispatch_get_registrations_for_dispatch_key(AUTOCAST_KEYS[device_type])
     return {name.removeprefix("aten::") for name in every if name.startswith("aten::")}
 
 
@@ -142,7 +149,8 @@ def _arrival(op: OpOverload, device_type: str, first: torch.dtype, others: torch
     put_in_tls(TLS_NAME, watch)
     try:
         args = _arguments(op, device_type, first, others)
-        if not any(meets_autocast(tensor, device_type) for tensor in casting.tensors(args)):
+        key = autocast_key(device_type)
+        if not any(torch._C._dispatch_keys(tensor).has(key) for tensor in casting.tensors(args)):   # fake MAIA's do not
             return RuntimeError(f"autocast does not see fake tensors of device type {device_type!r}")
         set_included(KEY, True)
         op(*args)

@@ -97,7 +97,7 @@ class Double(torch.autograd.Function):
 
     @staticmethod
     @custom_bwd(device_type="cpu")
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]  torch's *args
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad * 2
 
 

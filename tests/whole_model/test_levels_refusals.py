@@ -304,3 +304,20 @@ def test_a_parameter_of_two_optimizers_is_refused_where_each_would_have_a_master
     with pytest.raises(RuntimeError, match=r"parameter weight is in two optimizers.*'O1'"):
         initialize(model, optimizers, "O2", dtype=torch.bfloat16, verbosity=0)
     assert model.weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize("second_call", [[1], [0, 1]])
+def test_delayed_gradients_of_a_shared_parameter_are_scaled_for_both_or_neither(second_call: list[int]) -> None:
+    """A second optimizer would set the scaled gradient aside as if it were unscaled, and add to it."""
+    model = nn.Linear(2, 1, bias=False)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    initialize(model, optimizers, "O1", dtype=torch.bfloat16, loss_scale=8.0, verbosity=0)
+    backward(model(torch.ones(1, 2)).sum(), optimizers[0], delay_unscale=True)
+    with pytest.raises(RuntimeError, match="shares parameters with an optimizer whose gradients are still scaled"):
+        backward(model(torch.ones(1, 2)).sum(), [optimizers[i] for i in second_call])
+    optimizers[0].zero_grad()
+    backward(model(torch.ones(1, 2)).sum(), optimizers, delay_unscale=True)
+    with pytest.raises(RuntimeError, match="shares parameters with an optimizer whose gradients are still scaled"):
+        backward(model(torch.ones(1, 2)).sum(), optimizers[0])
+    backward(model(torch.ones(1, 2)).sum(), optimizers)
+    assert model.weight.grad.tolist() == [[2.0, 2.0]]

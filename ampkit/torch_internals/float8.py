@@ -1,0 +1,62 @@
+"""FP8 in torch: the product of two FP8 matrices, which devices compute it, and where its data is really made."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter, functional
+
+from ampkit.torch_internals.lookup import private
+from ampkit.torch_internals.operator_tracing import only_observed
+from ampkit.torch_internals.tensors import n_dispatch_modes, tracing_state
+
+_scaled_mm = private("_scaled_mm")
+_ScalingType: Any = functional.ScalingType  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:
+    """``(a * scale_a) @ (b * scale_b).T`` in `dtype`, of a[m, k] and b[n, k] in FP8, contiguous.
+
+    Scales are float32, both of shape () or of shapes (m, 1) and (n, 1). `fast` lets tensor cores add up in less than
+    float32.
+    """
+    rowwise = scale_a.dim() > 0
+    if rowwise:
+        scale_b = scale_b.t().contiguous()
+    if hasattr(a, "_local_tensor"):     # a DTensor, which the public function has no sharding for
+        return _scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
+    kind = _ScalingType.RowWise if rowwise else _ScalingType.TensorWise
+    return functional.scaled_mm(a, b.t(), scale_a, kind, scale_b, kind, output_dtype=dtype, use_fast_accum=fast)
+
+
+def lacks_float8(device: torch.device) -> str:
+    """Why a device does not compute FP8 products; "" where it does. On the CPU torch emulates them.
+
+    A CUDA device where there is none is one of a program that is traced for another machine.
+    """
+    if device.type == "cpu" or (device.type == "cuda" and not torch.cuda.is_available()):
+        return ""
+    if device.type != "cuda":
+        return f"no FP8 on {device.type}"
+    return _lacks_float8(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _lacks_float8(index: int) -> str:
+    if torch.version.hip is not None:
+        return "FP8 on ROCm has not been verified"
+    capability = torch.cuda.get_device_capability(index)
+    wanting = capability < (8, 9)
+    return f"no FP8: compute capability {capability[0]}.{capability[1]}, below 8.9" if wanting else ""
+
+
+def is_eager(tensor: Tensor) -> bool:
+    """Whether operators compute with this tensor here and now: it is a plain one, and nothing traces or fakes them."""
+    return (
+        type(tensor) in (Tensor, Parameter)
+        and (n_dispatch_modes() == 0 or only_observed())
+        and tracing_state() is None
+    )

@@ -1,0 +1,73 @@
+"""A matrix in FP8, along its rows, along its columns, or both: what the products of FP8 tensor cores read.
+
+A scale is ``largest / amax`` of its group, the whole matrix or one row, so no finite value is beyond FP8's range. Where
+the amax is infinite the scale is 0, and ``0 * inf`` is NaN: an overflow stays visible, where a plain cast to e4m3
+makes 448 of inf.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Quantized", "Scaling", "quantize"]
+
+SMALLEST_AMAX = 1e-12       # of a group: zeros stay zeros, and no scale is infinite
+
+
+class Scaling(NamedTuple):
+    """How a matrix becomes FP8. `str()` of it is `row e4m3 2^n`."""
+
+    rowwise: bool           # a scale for each row; otherwise one for the matrix
+    dtype: torch.dtype      # float8_e4m3fn or float8_e5m2
+    power_of_2: bool        # the scale rounded down to a power of 2
+
+    def __str__(self) -> str:
+        dtype = "e4m3" if self.dtype is torch.float8_e4m3fn else "e5m2"
+        return f"{'row' if self.rowwise else 'tensor'} {dtype}{' 2^n' if self.power_of_2 else ''}"
+
+
+class Quantized(NamedTuple):
+    """A matrix in FP8: ``data / scale`` is about its values."""
+
+    data: Tensor        # FP8, of the matrix's shape
+    scale: Tensor       # float32, what the matrix was multiplied by: of shape () or (rows, 1)
+
+    def transposed(self) -> Quantized:
+        """The transposed matrix, of the same memory; for one scale."""
+        return Quantized(self.data.t(), self.scale)
+
+
+def quantize(
+    x: Tensor, along_rows: Scaling | None, along_columns: Scaling | None
+) -> tuple[Quantized | None, Quantized | None]:
+    """`x` in FP8, and `x.T` in FP8, each by its own scaling; None for one that is not asked for.
+
+    x: matrix[r, k] of float32, bfloat16 or float16, of any strides, not empty. A rowwise scale is one for each row of
+    `x`, or of `x.T`; two equal scalings for the whole matrix give two views of the same memory. Never syncs.
+    """
+    if along_rows is not None and along_rows == along_columns and not along_rows.rowwise:
+        both = _quantized(x, along_rows)
+        return both, both.transposed()
+    return (
+        None if along_rows is None else _quantized(x, along_rows),
+        None if along_columns is None else _quantized(x.t(), along_columns),
+    )
+
+
+def _quantized(x: Tensor, scaling: Scaling) -> Quantized:
+    amax = x.abs().amax(-1, keepdim=True) if scaling.rowwise else x.abs().amax()
+    scale = scale_of(amax, scaling)
+    return Quantized((x.float() * scale).to(scaling.dtype), scale)
+
+
+def scale_of(amax: Tensor, scaling: Scaling) -> Tensor:
+    """What a group of this amax is multiplied by, in float32: 0 for inf, NaN for NaN."""
+    # In float64, since compiled code divides float32 with an error of an ulp or two.
+    scale = (torch.finfo(scaling.dtype).max / amax.double().clamp(min=SMALLEST_AMAX)).float()
+    if not scaling.power_of_2:
+        return scale
+    power = torch.exp2(torch.floor(torch.log2(scale)))      # not a mask of bits: DTensor gives wrong ones
+    return torch.where(power > scale, power * 0.5, power)   # log2 rounds up right below a power of 2

@@ -1,0 +1,508 @@
+"""Faults from public threads, as people met them there; the answers were written down before any tool saw them.
+
+The thread is above each, as repository#number.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ampkit import GradScaler, autocast
+from tests.debugging.planted import B16, F16, FLOAT, LINES, POLICY, Step, loop, loss_of, planted, whole
+
+INF = math.inf
+WIDER = FLOAT + "|float32"
+
+
+# --- overflows
+
+
+# huggingface/transformers#5651
+@planted("aten::(add)?mm", r"overflow", POLICY, dtype=F16, kind="ampkit")
+def output_projection_of_t5(x: Tensor) -> Tensor:
+    hidden = F.gelu(x * 0 + 400)
+    return F.linear(hidden, torch.full((16, 16), 20.0)) * 1e-4 + x      # here
+
+
+# huggingface/transformers#19229
+@planted("aten::add.Tensor", r"overflow", FLOAT, dtype=F16)
+def residual_of_long_t5(x: Tensor) -> Tensor:
+    hidden = x * 0 + 4e4
+    forwarded = hidden * 0.9
+    return (hidden + forwarded) * 1e-4 + x      # here
+
+
+# huggingface/transformers#9295: tanh takes the inf, its gradient does not
+@planted("aten::pow.Tensor_Scalar", r"overflow", FLOAT, dtype=F16)
+def gelu_by_tanh(x: Tensor) -> Tensor:
+    y = x + 300
+    return 0.5 * y * (1 + torch.tanh(0.79788 * (y + 0.044715 * torch.pow(y, 3))))       # here
+
+
+# qubvel-org/segmentation_models.pytorch#463
+@planted("aten::sum", r"overflow", FLOAT, dtype=F16)
+def dice_score(x: Tensor) -> Tensor:
+    p, target = x * 0 + 600, torch.ones_like(x)
+    intersection = (p * target).sum()       # here
+    return x + 2 * intersection / (p.sum() + target.sum())
+
+
+# Comfy-Org/ComfyUI#1401
+@planted("aten::convolution", r"overflow", LINES, dtype=F16, kind="torch")
+def decoder_of_a_vae(x: Tensor) -> Tensor:
+    image = (x * 20 + 300).view(8, 1, 4, 4)
+    return F.conv2d(image, torch.full((1, 1, 3, 3), 50.0)) * 1e-5       # here
+
+
+# idiap/fast-transformers#32
+@planted("aten::mm", r"overflow", LINES, dtype=F16, kind="torch")
+def linear_attention(x: Tensor) -> Tensor:
+    q = F.elu(x + 100) + 1
+    normalizer = 1 / (q.float() * q.float().sum(0)).sum(-1, keepdim=True)
+    context = q.t() @ (x * 0 + 1)
+    return (q @ context) * normalizer       # here
+
+
+# facebookresearch/fvcore#114
+@planted("aten::mul.Tensor", r"overflow", FLOAT, dtype=F16)
+def overlap_of_boxes(x: Tensor) -> Tensor:
+    width, height = x * 0 + 800, x * 0 + 1333
+    area = width * height       # here
+    return x + area / (area + area - area / 2)
+
+
+# radixark/miles#1363
+@planted("aten::exp", r"overflow", r"clamp")
+def ratio_of_policies(x: Tensor) -> Tensor:
+    old, advantage = x.detach() - 120, torch.zeros(8, 16)
+    ratio = (x - old).exp()     # here
+    return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+
+
+# NVIDIA-NeMo/RL#876: the clamp is too wide for float16
+@planted("aten::exp", r"overflow", FLOAT + r"|clamp", dtype=F16)
+def divergence_in_half(x: Tensor) -> Tensor:
+    difference = (x + 15).clamp(-20, 20)
+    return (difference.exp() - difference - 1) * 1e-6       # here
+
+
+# Lightning-AI/torchmetrics#3488
+@planted("aten::exp", r"overflow", r"logaddexp|softplus|clamp|logsumexp")
+def log_of_a_cosh(x: Tensor) -> Tensor:
+    y = x + 100
+    return torch.log((torch.exp(y) + torch.exp(-y)) / 2)        # here
+
+
+# pytorch/pytorch#68425: the branch that is not taken
+@planted("aten::exp", r"overflow", r"where|clamp")
+def where_of_an_exponential(x: Tensor) -> Tensor:
+    y = x + 100
+    return torch.where(y <= 0, torch.exp(y), 1 + y)     # here
+
+
+# --- constants that are 0 or 1 in float16
+
+
+# pytorch/pytorch#33596
+@planted("aten::div.Tensor", r"1e-12 is 0 in float16", FLOAT + "|eps", dtype=F16)
+def normalised_padding(x: Tensor) -> Tensor:
+    return F.normalize(x * 0, dim=-1) + x       # here
+
+
+# pyg-team/pytorch_geometric#2106
+@planted("aten::log", r"1e-15 is 0 in float16", FLOAT, dtype=F16)
+def reconstruction_of_a_graph(x: Tensor) -> Tensor:
+    edges = torch.sigmoid(x - 200)
+    return -torch.log(edges + 1e-15) + x        # here
+
+
+# NVIDIA/Megatron-LM#2741
+@planted("aten::div.Tensor", r"1e-20 is 0 in float16", FLOAT, dtype=F16)
+def scores_of_experts(x: Tensor) -> Tensor:
+    scores = torch.sigmoid(x - 200)
+    total = scores.sum(-1, keepdim=True) + 1e-20        # here
+    return scores / total + x
+
+
+# qitianwu/DIFFormer#3
+@planted("aten::div.Tensor", r"0 in float16|underflow", FLOAT, dtype=F16)
+def attention_by_sigmoid(x: Tensor) -> Tensor:
+    weight = torch.sigmoid(x - 20)      # here
+    return weight / weight.sum(-1, keepdim=True) * torch.arange(16).to(x.dtype)
+
+
+# pytorch/pytorch#41663: torch.rand in float16 gives both ends now and then; -inf, of the first, the softmax takes
+@planted("aten::log", r"row 7 of 8(.|\n)*1e-20 is 0 in float16", FLOAT, dtype=F16)
+def gumbel_noise(x: Tensor) -> Tensor:
+    u = torch.linspace(0, 1, 128).view(8, 16).to(x.dtype)
+    noise = -torch.log(-torch.log(u + 1e-20) + 1e-20)       # here
+    return (x + noise).softmax(-1) * torch.arange(16).to(x.dtype)
+
+
+# ray-project/ray#14878
+@planted("aten::atanh", r"0\.999999|is 1 in float16|rounded", FLOAT, dtype=F16)
+def unsquashed_action(x: Tensor) -> Tensor:
+    action = torch.tanh(x + 9)
+    action = action.clamp(-1 + 1e-6, 1 - 1e-6)      # here
+    return torch.atanh(action) + x
+
+
+# NVIDIA/apex#654
+@planted("in backward of aten::sqrt", r"1e-12 is 0 in float16", FLOAT, dtype=F16)
+def penalty_of_a_critic(x: Tensor) -> Tensor:
+    gradient, = torch.autograd.grad((x.pow(3) * 0).sum(), x, create_graph=True)
+    norm = torch.sqrt(torch.sum(gradient**2, -1) + 1e-12)       # here
+    return (norm - 1) ** 2 + x.sum(-1)
+
+
+# --- undefined in any precision
+
+
+# ultralytics/yolov5#13416
+@planted("aten::div.Tensor", r"by 0|/ 0|is 0", r"clamp|eps|where")
+def aspect_of_a_box(x: Tensor) -> Tensor:
+    width, height = x[:, :8].abs() + 0.1, (x[:, 8:] - 2).clamp(min=0)
+    return torch.atan(width / height)       # here
+
+
+# kornia/kornia#918
+@planted("in backward of aten::pow.Tensor_Scalar", r"at 0|of 0", r"where|clamp|eps")
+def focal_loss(x: Tensor) -> Tensor:
+    p = torch.sigmoid(x * 0 + 100)
+    return torch.pow(1 - p, 0.5) * x        # here
+
+
+# pytorch/pytorch#152088
+@planted("aten::log1p", r"at -1|of 0|-1|is 0", r"where|clamp")
+def logarithm_of_chosen_values(x: Tensor) -> Tensor:
+    y = x * (x > 0) - (x <= 0).float()
+    return torch.log1p(y)[y > -1]       # here
+
+
+# pytorch/pytorch#98276: the square of its length is 0 in float32
+@planted("in backward of aten::angle", r"underflow|0 in float32", r"atan2|where|eps|clamp")
+def phase_of_a_spectrum(x: Tensor) -> Tensor:
+    return torch.angle(torch.complex(x * 1e-25, x * 1e-25)) + x     # here
+
+
+# pytorch/pytorch#49886
+@planted("in backward of aten::_linalg_svd", r"equal|repeated|0 / 0|by 0|is 0", r"svdvals|distinct|noise|perturb|eigh")
+def directions_of_equal_strength(x: Tensor) -> Tensor:
+    u, _, vh = torch.linalg.svd(x[:, :8] * 0 + torch.eye(8))        # here
+    return u @ vh + x[:, 8:]
+
+
+# pytorch/pytorch#4320
+@planted("in backward of aten::sqrt", r"at 0", r"where|eps|clamp")
+def deviation_over_equal_samples(x: Tensor) -> Tensor:
+    y = x[:1].expand(8, 16)
+    return y + (y - y.mean(0)).square().mean(0).sqrt()      # here
+
+
+# ronghuaiyang/arcface-pytorch#32: the product of two normalised vectors is a little more than 1
+@planted("aten::sqrt", r"negative|of -|below 0|less than 0", r"clamp")
+def sine_of_an_angle(x: Tensor) -> Tensor:
+    cosine = x * 0 + 1.000001
+    return torch.sqrt(1.0 - torch.pow(cosine, 2)) * x       # here
+
+
+# cpnota/autonomous-learning-library#139
+@planted("aten::log", r"negative|of -|below 0|less than 0", r"clamp")
+def squashed_action(x: Tensor) -> Tensor:
+    action = 2 * torch.tanh(x + 3)
+    return torch.log(1 - action.pow(2) + 1e-6)      # here
+
+
+# TiankaiHang/Min-SNR-Diffusion-Training#2
+@planted("aten::div.Tensor", r"(0 / 0|by 0|is 0)(.|\n)*row 7|row 7(.|\n)*(0 / 0|by 0|is 0)", r"clamp|eps|where")
+def weight_of_a_timestep(x: Tensor) -> Tensor:
+    alphas = torch.linspace(0.99, 0.0, 8)[:, None]
+    snr = alphas / (1 - alphas)
+    return x * (snr.clamp(max=5.0) / snr)       # here
+
+
+# harvardnlp/annotated-transformer#109
+@planted("aten::log", r"of 0|0 in float32", r"clamp|log_softmax")
+def divergence_of_probabilities(x: Tensor) -> Tensor:
+    p = torch.softmax(x + torch.arange(16.0) * 12, -1)
+    return F.kl_div(p.log(), torch.full((8, 16), 1 / 16), reduction="none")     # here
+
+
+# emadeldeen24/TS-TCC#25
+@planted("aten::log", r"of 0|log.*0|is 0", r"clamp|eps|logsumexp|log_softmax")
+def contrast_to_nobody(x: Tensor) -> Tensor:
+    logits = (x * 60) @ (x * 60).t()
+    logits = logits - logits.amax(-1, keepdim=True).detach()
+    others = torch.exp(logits) * (1 - torch.eye(8))
+    return logits - torch.log(others.sum(1, keepdim=True))      # here
+
+
+# NVIDIA-NeMo/RL#4154
+@planted("aten::sub.Tensor", r"-inf|inf - inf", r"where|masked_fill|finfo|nan_to_num|isfinite")
+def divergence_of_filtered_policies(x: Tensor) -> Tensor:
+    dropped = torch.arange(16) > 3
+    policy = x.masked_fill(dropped, -INF).log_softmax(-1)
+    reference = x.detach().masked_fill(dropped, -INF).log_softmax(-1)
+    return policy.exp() * (policy - reference)      # here
+
+
+# NVIDIA/TensorRT-LLM#19220
+@planted("aten::sub.Tensor", r"-inf|inf - inf", r"where|finfo|clamp|finite|nan_to_num")
+def softmax_over_a_masked_block(x: Tensor) -> Tensor:
+    scores = x.masked_fill(torch.arange(16) < 4, -INF)
+    best, total = torch.full((8, 1), -INF), torch.zeros(8, 1)
+    for block in scores.split(4, -1):
+        new = torch.maximum(best, block.amax(-1, keepdim=True))
+        total = total * (best - new).exp() + (block - new).exp().sum(-1, keepdim=True)      # here
+        best = new
+    return total.log() + best
+
+
+# pytorch/pytorch#49844
+@planted("aten::masked_fill.*", r"-inf", r"finfo|finite|clamp|torch\.where")
+def binary_loss_of_masked_logits(x: Tensor) -> Tensor:
+    logits = x.masked_fill(torch.arange(16) > 12, -INF)     # here
+    return F.binary_cross_entropy_with_logits(logits, torch.zeros(8, 16), reduction="none")
+
+
+# sooftware/kospeech#37
+@planted("aten::masked_fill.*", r"-inf", r"finfo|finite|label_smoothing")
+def smoothed_loss_of_masked_logits(x: Tensor) -> Tensor:
+    logits = x.masked_fill(torch.arange(16) > 12, -INF)     # here
+    return F.cross_entropy(logits, torch.zeros(8, dtype=torch.int64), label_smoothing=0.1)
+
+
+# pytorch/pytorch#41508
+@whole("nonfinite", r"mask", r"nan_to_num|where|mask", "aten::_softmax", "attention")
+def padding_throughout() -> tuple[nn.Module, Step]:
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            padding = torch.tensor([[False] * 4, [True] * 4])
+            out, _ = self.attention(x, x, x, key_padding_mask=padding)      # here
+            return out[:1]      # type: ignore[no-any-return]
+
+    model = Encoder()
+    return model, lambda: model(torch.ones(2, 4, 8)).sum().backward()
+
+
+# pytorch/pytorch#19126
+@whole("nonfinite", r"0 / 0|is 0|by 0|of 0", r"eps|init|not 0", "aten::_weight_norm_interface",
+       "0.parametrizations.weight.0")
+def weight_norm_of_zeros() -> tuple[nn.Module, Step]:
+    layer: Any = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8, bias=False))
+    nn.init.zeros_(layer.parametrizations.weight.original1)
+    model = nn.Sequential(layer, nn.Linear(8, 1))
+
+    def step() -> Tensor:
+        loss: Tensor = model(torch.ones(2, 8)).sum()        # here
+        loss.backward()
+        return loss.detach()
+
+    return model, step
+
+
+# --- rounding
+
+
+# pytorch/pytorch#133085: 1 / sqrt(inf) is 0, and so is every gradient
+@planted("aten::pow.Tensor_Scalar", r"overflow", WIDER, dtype=F16, tool="precision")
+def norm_that_overflows_in_silence(x: Tensor) -> Tensor:
+    y = x * 600
+    variance = y.pow(2).mean(-1, keepdim=True)      # here
+    return y * torch.rsqrt(variance + 1e-6)
+
+
+# EleutherAI/gpt-neox#1003
+@planted("aten::(_to_copy|mul.Tensor)", r"cast|made|rounded", WIDER, dtype=B16, tool="precision")
+def rotary_positions(x: Tensor) -> Tensor:
+    frequency = 0.1 ** (torch.arange(8) / 8)
+    angle = torch.arange(1000, 1008).type_as(x)[:, None] * frequency.type_as(x)     # here
+    return torch.cat([x[:, :8] * angle.cos(), x[:, 8:] * angle.sin()], -1)
+
+
+# modelscope/DiffSynth-Studio#562
+@planted("aten::_to_copy", r"cast|made|rounded", WIDER, dtype=B16, tool="precision")
+def embedding_of_a_timestep(x: Tensor) -> Tensor:
+    timestep = torch.tensor([999.4, 988.5, 987.2, 962.6, 937.5, 833.3, 750.1, 625.9])
+    timestep = timestep.to(x.dtype)     # here
+    angle = timestep.float()[:, None] * 0.5 ** torch.arange(16)
+    return x * angle.sin().to(x.dtype)
+
+
+# huggingface/transformers#25431
+@planted("aten::cumsum", r"cumsum|made|rounded", WIDER, dtype=B16, tool="precision")
+def positions_by_cumsum(x: Tensor) -> Tensor:
+    where = torch.ones(1000, dtype=x.dtype).cumsum(0)[-16:]     # here
+    return x * (where - 992)
+
+
+# fla-org/flash-linear-attention#1261
+@planted("aten::(elu|add.Tensor)", r"made|rounded|amplified", WIDER + "|exp", dtype=B16, tool="precision")
+def feature_map_of_attention(x: Tensor) -> Tensor:
+    q = F.elu(x - 6) + 1        # here
+    return q / q.sum(-1, keepdim=True) * torch.arange(16)
+
+
+# RosettaCommons/foundry#236
+@planted("aten::arange.*", r"arange|made|rounded", WIDER + "|int", dtype=B16, tool="precision")
+def index_of_neighbours(x: Tensor) -> Tensor:
+    index = torch.arange(600, dtype=x.dtype)[-16:]      # here
+    table = torch.arange(601).mul(0.7).sin().to(x.dtype)
+    return x * table[index.long()]
+
+
+# d8ahazard/sd_dreambooth_extension#1415
+@whole("precision", r"update.*(nothing|lost|rounds)|copy_|unmoved", WIDER, "aten::(copy_|add.*|mul.*)", "")
+def average_of_a_bfloat16_model() -> tuple[nn.Module, Step]:
+    model = nn.Linear(8, 8).bfloat16()
+    average = copy.deepcopy(model).requires_grad_(False)
+
+    def step() -> None:
+        model(torch.ones(2, 8, dtype=B16)).float().mean().backward()
+        with torch.no_grad():
+            for mean, p in zip(average.parameters(), model.parameters(), strict=True):
+                mean.copy_(0.9999 * mean + 0.0001 * (p + 0.5))      # here
+
+    return model, step
+
+
+# Nerogar/OneTrainer#996
+@whole("precision", r"update.*(nothing|lost|rounds)|mul_", WIDER + "|master", "aten::mul_.*", "")
+def decay_in_bfloat16() -> tuple[nn.Module, Step]:
+    model = nn.Linear(8, 8).bfloat16()
+
+    def step() -> None:
+        model.zero_grad()
+        model(torch.ones(2, 8, dtype=B16)).float().sum().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1 - 1e-4)        # here
+                assert p.grad is not None
+                p.add_(p.grad, alpha=-0.1)
+
+    return model, step
+
+
+# meta-pytorch/torchtune#2254
+@whole("precision", r"update.*(nothing|lost|rounds)", WIDER + "|[mM]aster", "aten::.*", "")
+def optimizer_in_bfloat16() -> tuple[nn.Module, Step]:
+    model = nn.Linear(8, 8).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-7)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 8, dtype=B16)).float().sum().backward()
+        optimizer.step()        # here
+
+    return model, step
+
+
+# deepspeedai/DeepSpeed#2768
+@whole("precision", r"add_|accumul", r"(accumul|gradients).*float32|float32.*(accumul|gradients)", "aten::add.*", "")
+def accumulation_in_bfloat16() -> tuple[nn.Module, Step]:
+    model = nn.Linear(8, 1, bias=False).bfloat16()
+
+    def step() -> None:
+        model.zero_grad()
+        for tokens in [400] + [1] * 40:
+            model(torch.ones(tokens, 8, dtype=B16)).float().sum().backward()        # here
+
+    return model, step
+
+
+# facebookresearch/fairscale#263: the norm is inf, and every gradient is clipped to 0
+@whole("precision", r"overflow", WIDER, "aten::pow.Tensor_Scalar", "")
+def clipping_by_hand_in_half() -> tuple[nn.Module, Step]:
+    model = nn.Linear(8, 8).half()
+
+    def step() -> None:
+        model.zero_grad()
+        model(torch.full((2, 8), 500.0, dtype=F16)).float().sum().backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        total = torch.stack([one.norm() ** 2 for one in gradients]).sum().sqrt()        # here
+        for one in gradients:
+            one.mul_(1 / (total + 1e-6))
+
+    return model, step
+
+
+# --- the loop
+
+
+# IAHispano/Applio#860
+@loop(r"step.*(twice|again|2 times|second)|past the scaler", r"remove|once|scaler\.step")
+def stepped_by_both(model: nn.Module, x: Tensor, optimizer: Any, scaler: Any) -> None:
+    optimizer.zero_grad()
+    scaler.scale(loss_of(model, x)).backward()
+    scaler.step(optimizer)
+    optimizer.step()        # here
+    scaler.update()
+
+
+# IDEA-Research/DN-DETR#18
+@loop(r"zero_grad", r"before .*backward|after .*step", scaler=False)
+def zeroed_before_the_step(model: nn.Module, x: Tensor, optimizer: Any, scaler: Any) -> None:
+    loss_of(model, x, B16).backward()
+    optimizer.zero_grad()       # here
+    optimizer.step()
+
+
+# huggingface/transformers#1563
+@loop(r"clip", r"once|after the last|before .*step", scaler=False)
+def clipped_after_each_micro_batch(model: nn.Module, x: Tensor, optimizer: Any, scaler: Any) -> None:
+    optimizer.zero_grad()
+    for _ in range(4):
+        (loss_of(model, x, B16) / 4).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)       # here
+    optimizer.step()
+
+
+# Haian-Jin/LVSM#19
+@whole("loop", r"unscale_.*(twice|2 times|without|again)|update.*(missing|not called)", r"update\(\)")
+def skipped_without_an_update() -> tuple[nn.Module, Step]:
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = GradScaler("cpu", init_scale=256.0)
+
+    def step() -> None:
+        for i in range(6):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, torch.randn(4, 8))).backward()
+            scaler.unscale_(optimizer)      # here
+            if i % 3 != 1:      # the norm is small enough
+                scaler.step(optimizer)
+                scaler.update()
+
+    return model, step
+
+
+# huggingface/accelerate#439
+@whole("loop", r"update.*(twice|2 times|before)", r"once|after both|last")
+def updated_after_each_optimizer() -> tuple[nn.Module, Step]:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    first, second = (torch.optim.SGD(layer.parameters(), lr=0.01) for layer in model)
+    scaler = GradScaler("cpu", init_scale=256.0)
+
+    def step() -> None:
+        for _ in range(6):
+            first.zero_grad()
+            second.zero_grad()
+            with autocast("cpu", dtype=F16):
+                loss = model(torch.randn(4, 8)).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(first)
+            scaler.update()
+            scaler.step(second)
+            scaler.update()     # here
+
+    return model, step

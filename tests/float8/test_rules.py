@@ -1,0 +1,168 @@
+"""FP8 rules in a policy: which operators take them, when they follow LOWER, what `check`, records and `doctor` say."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ampkit import Policy, Rule, autocast, doctor, record_casts
+from ampkit.torch_internals import float8 as torch_float8
+from tests.helpers.float8 import GW_HP, OPERATORS, ROWWISE, RULES, TENSORWISE, fp8, mlp, policy
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_policies_take_them_as_any_rule(rule):
+    model = mlp()
+    given = policy(rule, *OPERATORS)
+    assert given == policy(rule.value, *OPERATORS) == Policy.from_dict(given.to_dict())
+    assert str(given.explain(F.linear)) == f"aten::linear: {rule.name} (set by with_rules[0]): set by the user"
+    assert rule not in {*Policy.default("cuda").rules().values(), *Policy.torch("cuda").rules().values()}
+    steered = given.for_modules(model, {"2": policy(TENSORWISE)})
+    assert Policy.from_dict(steered.to_dict(), model) == steered
+    with record_casts() as record, autocast("cpu", torch.bfloat16, policy=steered):
+        model(torch.randn(8, 64))
+    assert [call.float8 for call in record.calls] == [rule.name, TENSORWISE.name]
+
+
+@pytest.mark.parametrize("op", ["aten::conv2d", "aten::bmm", torch.softmax, "aten::baddbmm", "aten::addmm.out"])
+def test_operators_without_an_fp8_form_are_refused(op):
+    with pytest.raises(ValueError, match=r"cannot follow FLOAT8_ROWWISE: it has no FP8 form; aten::linear, aten::mm"):
+        Policy.default("cpu").with_rules({op: ROWWISE})
+
+
+def linear(x, weight, bias=None):
+    return F.linear(x, weight, bias)
+
+
+X, W = torch.randn(8, 64), torch.randn(48, 64)
+FALLBACKS = {
+    "K is 60, N is 10, no multiple of 16": lambda: linear(X[:, :60], W[:10, :60]),
+    "N is 10, no multiple of 16": lambda: X @ W[:10].t(),
+    "K is 60, no multiple of 16": lambda: torch.addmm(torch.ones(48), X[:, :60], W[:, :60].t()),
+    "called with alpha, beta or a dtype": lambda: torch.addmm(torch.ones(48), X, W.t(), beta=2),
+    "no product with a matrix": lambda: X.expand(2, 8, 64) @ W.t().expand(2, 64, 48),
+    "an empty operand": lambda: linear(X[:0], W),
+    "an operand that is not dense": lambda: torch.mm(X.to_sparse(), W.t()),
+    "an operand that the region does not cast": lambda: linear(X.double(), W.double()),
+    "inside a transform of torch.func": lambda: torch.vmap(lambda x: linear(x, W))(X.expand(2, 8, 64)),
+}
+
+
+@pytest.mark.parametrize("reason", FALLBACKS)
+def test_a_fallback_is_lower_and_recorded(reason):
+    call = FALLBACKS[reason]
+    with record_casts() as record, fp8(ROWWISE, *OPERATORS):
+        found = call()
+    with autocast("cpu", torch.bfloat16, policy=policy(Rule.LOWER, *OPERATORS)):
+        want = call()
+    assert torch.equal(found, want)
+    assert found.dtype == want.dtype
+    assert {call.float8 for call in record.calls} == {reason}
+    assert str(record).splitlines()[-1].endswith(f": {reason}")
+    assert "not in FP8: aten::" in str(record)
+
+
+def test_gradients_through_transforms_and_empty_inputs():
+    weight = W.clone().requires_grad_()
+    with fp8(ROWWISE):
+        torch.func.grad(lambda w: linear(X, w).float().sum())(W)
+        linear(X[:0], weight).sum().backward()
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
+def test_a_device_without_fp8_falls_back(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, index))
+    torch_float8._lacks_float8.cache_clear()
+    lacks = [torch_float8.lacks_float8(torch.device("cuda", minor)) for minor in (0, 9)]
+    torch_float8._lacks_float8.cache_clear()
+    assert lacks == ["no FP8: compute capability 8.0, below 8.9", ""]
+    assert torch_float8.lacks_float8(torch.device("mps")) == "no FP8 on mps"
+
+
+def test_check_lists_every_linear_layer():
+    model = nn.Sequential(
+        nn.Linear(64, 48), nn.Linear(48, 10), nn.ModuleDict({"low": mlp(16), "high": nn.Linear(16, 16)}),
+        nn.Linear(16, 16).double(), nn.Linear(32, 32), nn.LayerNorm(16),
+    )
+    model.append(model[0])
+    given = policy(GW_HP).for_modules(model, {
+        "2.low.0": Policy.default("cpu"), "2": torch.float32, "2.low.2": torch.bfloat16, "4": policy(ROWWISE)
+    })
+    found = given.check(model)
+    assert list(map(str, found.layers)) == str(found).splitlines()[4:] == [
+        "0 (48, 64): FLOAT8_ROWWISE_GW_HP",
+        "1 (10, 48): LOWER: N is 10, no multiple of 16",
+        "2.low.0 (32, 16): LOWER",
+        "2.low.2 (16, 32): FLOAT8_ROWWISE_GW_HP",
+        "2.high (16, 16): float32",
+        "3 (16, 16): LOWER: a float64 weight",
+        "4 (32, 32): FLOAT8_ROWWISE",
+    ]
+    assert given.check().layers == ()
+    wrapped: Any = torch.compile(mlp())
+    assert [layer.rule for layer in Policy.torch("cpu").check(wrapped).layers] == ["LOWER"] * 2
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_record_says_what_was_lost(rule):
+    model, x = mlp(), torch.randn(32, 64)
+    x[:, 3] *= 1e6
+    with record_casts() as record:
+        with fp8(rule):
+            loss = model(x).float().square().mean()
+        loss.backward()
+    losses = {(loss.module, loss.gemm, loss.operand): loss for loss in record.float8()}
+    gemms = {("output", "input"), ("output", "weight"), ("input gradient", "gradient"), ("input gradient", "weight")}
+    if rule is not GW_HP:
+        gemms |= {("weight gradient", "input"), ("weight gradient", "gradient")}
+    first = {gemm for gemm in gemms if gemm[0] != "input gradient"}     # the model's input needs no gradient
+    assert losses.keys() == {("0", *gemm) for gemm in first} | {("2", *gemm) for gemm in gemms}
+    lost = losses["0", "output", "input"]
+    scale = 448 / (x.abs().amax(1, keepdim=True) if rule is not TENSORWISE else x.abs().amax())
+    scale = scale if rule is TENSORWISE else torch.exp2(scale.log2().floor())
+    data = (x * scale).to(torch.float8_e4m3fn).float()
+    assert lost.shape == (32, 64)
+    assert lost.amax == x.abs().max().item()
+    assert lost.to_zero == ((data == 0) & (x != 0)).float().mean().item() > 0.5
+    assert lost.at_end == (data.abs() == 448).float().mean().item()
+    noise = (data / scale - x).double().square().sum()
+    assert lost.snr == pytest.approx((10 * (x.double().square().sum() / noise).log10()).item(), rel=1e-4)
+    table = str(record.float8()).splitlines()
+    assert table[0].split()[:3] == ["module", "GEMM", "operand"]
+    assert len(table) == 1 + len(losses)
+    assert str(lost.scaling) in str(record.float8())
+
+
+def test_calls_of_a_module_add_up_and_a_region_without_a_record_notes_nothing():
+    model = mlp()
+    with record_casts() as record, fp8(ROWWISE), torch.no_grad():
+        for scale in (1, 100):
+            model(torch.ones(16, 64) * scale)
+    assert record.float8()[0].amax == 100
+    assert len(record.float8()) == 4
+    with fp8(ROWWISE):
+        model(torch.ones(16, 64))
+    assert len(record.float8()) == 4
+    with record_casts() as record, autocast("cpu"):
+        model(torch.ones(16, 64))
+    assert str(record.float8()) == "no product of FP8 was computed eagerly while recording"
+
+
+def test_doctor_says_what_is_emulated(capsys):
+    assert doctor.main([]) == 0
+    said = capsys.readouterr().out
+    assert "FP8      emulated by PyTorch's CPU operators" in said
+    assert "ok       FP8 product" in said
+
+
+def test_attention_in_a_region_is_untouched():
+    """The math backend decomposes into products of batches, which have no FP8 form."""
+    q = torch.randn(2, 3, 16, 16)
+    with record_casts() as record, fp8(ROWWISE, *OPERATORS), sdpa_kernel(SDPBackend.MATH):
+        F.scaled_dot_product_attention(q, q, q)
+    assert {call.float8 for call in record.calls} <= {"", "no product with a matrix"}
