@@ -153,7 +153,9 @@ def find_cause(
         return CONSTANT
     if broken and not any(one.nan for one in broken):
         rows = _rows_of_minus_inf(facts, args)
-        return Cause("from inf", rows or "an inf comes in, and inf - inf, 0 * inf or inf / inf is NaN in any precision")
+        signs = [bool((one == math.inf).any()) for one in tensors_in((args, kwargs)) if one.is_floating_point()]
+        what = "inf" if any(signs) else "-inf"
+        return Cause("from inf", rows or f"{what} comes in: inf - inf, 0 * inf and inf / inf are NaN in any precision")
     integers = _integers_at_fault(func, facts, args, kwargs)
     if integers:
         return Cause("undefined", integers)

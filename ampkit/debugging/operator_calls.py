@@ -15,11 +15,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Module, Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ampkit.debugging.module_calls import ModuleCall, ModuleCalls
-from ampkit.debugging.operator_facts import OperatorFacts, facts_of
+from ampkit.debugging.operator_facts import OperatorFacts, facts_of, tensors_in
 from ampkit.debugging.source_lines import Caller, SourceLine, find_caller, shown, variable_of
 from ampkit.torch_internals.operator_tracing import (
     ObserverMode,
@@ -151,6 +152,9 @@ class OperatorObserver(ObserverMode):
         """Run an operator and look at it."""
         return func(*args, **kwargs)
 
+    def passed_over(self, facts: OperatorFacts, given: list[Tensor]) -> None:
+        """An operator is run that takes tensors whose values cannot be read."""
+
     def step_ended(self, optimizer: Any) -> None:
         """An optimizer has stepped."""
 
@@ -183,9 +187,11 @@ class OperatorObserver(ObserverMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if types and any(cls is not Tensor and cls is not Parameter for cls in types):
-            return NotImplemented       # a tensor subclass takes itself apart, and its parts come by
         kwargs = kwargs or {}
+        if types and any(cls is not Tensor and cls is not Parameter for cls in types):
+            if FakeTensor in types:
+                return func(*args, **kwargs)
+            return NotImplemented       # a tensor subclass takes itself apart, and its parts come by
         facts = facts_of(func)
         if facts.composite:     # in inference mode no key above decomposes them
             with self._again():
@@ -201,6 +207,10 @@ class OperatorObserver(ObserverMode):
             return func(*args, **kwargs)
         if moved:
             self._note_forward(number, call)
+        given = tensors_in((args, kwargs))
+        if any(map(is_opaque, given)):
+            self.passed_over(facts, given)
+            return func(*args, **kwargs)
         self.count += 1
         call.numbers = tuple([one for one in (*args, *kwargs.values()) if type(one) is float])
         return self.observe(call, func, args, kwargs)

@@ -204,7 +204,7 @@ class PrecisionComparison(OperatorObserver):
     ) -> Any:
         """Numbers that are made in 16 bits, as `arange` does, and in the reference's dtype."""
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and result.dtype in _LOW and result.numel():
+        if isinstance(result, Tensor) and result.dtype in _LOW and result.numel() and not is_opaque(result):
             wide = func(*args, **{**kwargs, "dtype": self.memory.wide(result.dtype)})
             off = deviation(result, wide, count_lost=True)
             if off.error or off.broken:
@@ -228,7 +228,7 @@ class PrecisionComparison(OperatorObserver):
         def widened(tensor: Tensor) -> Tensor:
             return tensor.detach().to(memory.wide(tensor.dtype), copy=id(tensor) in changes)
 
-        cast = call.op == "aten::_to_copy"
+        cast = call.op == "aten::_to_copy" and args[0].is_floating_point()
         wider = other_arguments(func, args, kwargs, memory.read, memory.wide)
         own = other_arguments(func, args, kwargs, widened, memory.wide) if low else None
         result = func(*args, **kwargs)
@@ -306,6 +306,10 @@ class PrecisionComparison(OperatorObserver):
             if name := self.name_of(tensor):
                 self.report.given[name] = dtype_name(tensor.dtype)
 
+    def passed_over(self, facts: OperatorFacts, given: list[Tensor]) -> None:
+        if any(self._is_low(one) or self.memory.has_copy(one) for one in given):
+            self.report.opaque[facts.name] = "it takes sparse, nested or quantized tensors"
+
     def _drop_same(self, result: tuple[Tensor, Tensor], given: Tensor, p: float, train: bool | None) -> None:
         """The reference of a dropout: the same elements of the input's."""
         kept = result[1] / (1 - p) if train is not False and p < 1 else result[1]
@@ -375,8 +379,6 @@ def _why_not(
         return "it talks to other processes"
     if facts.opaque_state or any(part in facts.name for part in _OWN_FORMAT):
         return "it hands on memory in a form of its own"
-    if any(map(is_opaque, given)):
-        return "it takes sparse, nested or quantized tensors"
     if facts.uninitialised:
         return _UNREAD
     if facts.random:

@@ -74,7 +74,7 @@ class PrecisionReport(Report):
     @property
     def status(self) -> Status:
         """"found" where gradients overflowed or are gone; "inconclusive" where the step did not run to its end."""
-        if self.loop or not math.isfinite(self.gradient_error) or self.gone:
+        if self.loop or self.gone or not (math.isfinite(self.gradient_error) or self.is_left_to_scaler):
             return "found"
         return "inconclusive" if self.incomplete else "clean"
 
@@ -98,12 +98,18 @@ class PrecisionReport(Report):
     @property
     def is_far_off(self) -> bool:
         """Whether something should change."""
-        return not self.error < 0.05 or self.stuck is not None
+        return self.stuck is not None or not (self.error < 0.05 or self.is_left_to_scaler)
 
     @property
     def gone(self) -> list[str]:
-        """Parameters whose gradient is 0 almost everywhere, and is not in the reference."""
-        return [one.parameter for one in self.parameters if one.lost > 0.99 and one.norm > 0]
+        """Parameters whose gradient is 0 almost everywhere, and in the reference a part of all that counts."""
+        norm = math.hypot(*(one.norm for one in self.parameters))
+        return [one.parameter for one in self.parameters if one.lost > 0.99 and one.norm > 1e-6 * norm]
+
+    @property
+    def is_left_to_scaler(self) -> bool:
+        """Whether gradients overflow at the loss scale alone: a scaler skips the step, and halves it."""
+        return not math.isfinite(self.gradient_error) and 1 <= (self.recommended_scale or 0) < self.scale
 
     @property
     def underflows(self) -> bool:
@@ -172,6 +178,8 @@ class PrecisionReport(Report):
         parts = []
         if self.gone:
             parts.append(f"the gradients of {len(self.gone)} of {len(self.parameters)} parameters are gone: they are 0")
+        elif self.is_left_to_scaler:
+            parts.append(f"gradients overflow at a loss scale of {self.scale:g}, and are left to the scaler")
         elif self.parameters:
             parts.append(f"gradients are {self.gradient_error:.2g} off")
         elif self.results:

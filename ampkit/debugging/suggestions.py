@@ -76,11 +76,16 @@ def advice(finding: Finding) -> Suggestion:
     if cause.kind == "overflow" and origin.op == "aten::_to_copy":
         return Suggestion("keep it in float32, or clamp it before the cast: x.clamp(-m, m) with m = "
                           f"torch.finfo(torch.{origin.dtype}).max", evidence="the value does not fit the dtype")
-    if cause.kind == "rounded" and finding.made is not None:
-        return Suggestion(f"compute {finding.made.file}:{finding.made.line} in a wider dtype, or with a number that "
-                          "the dtype holds: float16 has 1e-4 and 1 - 1e-3", evidence="not verified")
-    evidence = {"too large": "beyond float64 too", "overflow": f"beyond {origin.dtype}"}.get(
-        cause.kind, "float64 has no value for these inputs either")
+    if cause.kind == "rounded" and " is " in cause.text:
+        return Suggestion("write a number that the dtype holds: in float16 6e-8 or more, and at most 1 - 5e-4",
+                          evidence="not verified")
+    if cause.kind == "overflow" and not finding.inputs:
+        return Suggestion("make these numbers in float32", evidence=f"beyond {origin.dtype}")
+    evidence = {
+        "too large": "beyond float64 too", "overflow": f"beyond {origin.dtype}", "rounded": "another value in float64",
+    }.get(cause.kind, "float64 has no value for these inputs either")
+    if cause.kind == "from inf" and finding.made is not None and "softmax" not in origin.op:
+        return Suggestion("write torch.finfo(dtype).min in place of -inf", evidence=evidence)
     return Suggestion(advice_for(origin.op, origin.backward_of)[1], evidence=evidence)
 
 

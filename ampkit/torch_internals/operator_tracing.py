@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
@@ -58,5 +59,8 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def is_opaque(tensor: Tensor) -> bool:
-    """Whether a tensor's values cannot be read as strided memory: sparse, nested, quantized, mkldnn, meta, fake."""
-    return tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta
+    """Whether a tensor's values cannot be read as strided memory: sparse, nested, quantized, meta, fake, none."""
+    return (
+        tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested
+        or tensor._is_zerotensor() or isinstance(tensor, FakeTensor)
+    )
