@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Module, Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -23,6 +22,7 @@ from ampkit.debugging.module_calls import ModuleCall, ModuleCalls
 from ampkit.debugging.operator_facts import OperatorFacts, facts_of, tensors_in
 from ampkit.debugging.source_lines import Caller, SourceLine, find_caller, shown, variable_of
 from ampkit.torch_internals.operator_tracing import (
+    FakeTensor,
     ObserverMode,
     OpOverload,
     current_node,
@@ -207,11 +207,11 @@ class OperatorObserver(ObserverMode):
             return func(*args, **kwargs)
         if moved:
             self._note_forward(number, call)
+        self.count += 1
         given = tensors_in((args, kwargs))
         if any(map(is_opaque, given)):
             self.passed_over(facts, given)
             return func(*args, **kwargs)
-        self.count += 1
         call.numbers = tuple([one for one in (*args, *kwargs.values()) if type(one) is float])
         return self.observe(call, func, args, kwargs)
 

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 __all__ = [
-    "ObserverMode", "OpOverload", "StorageWeakRef", "current_node", "is_opaque", "next_sequence_number", "node_name",
+    "FakeTensor", "ObserverMode", "OpOverload", "StorageWeakRef", "current_node", "is_opaque", "next_sequence_number", "node_name",
     "node_sequence_number", "only_observed", "storage_key", "without_dispatch",
 ]
 
