@@ -12,8 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 __all__ = [
-    "FakeTensor", "ObserverMode", "OpOverload", "StorageWeakRef", "current_node", "is_opaque", "next_sequence_number", "node_name",
-    "node_sequence_number", "only_observed", "storage_key", "without_dispatch",
+    "FakeTensor", "ObserverMode", "OpOverload", "StorageWeakRef", "current_node", "is_opaque", "next_sequence_number",
+    "node_name", "node_sequence_number", "only_observed", "storage_key", "without_dispatch",
 ]
 
 without_dispatch = torch._C._DisableTorchDispatch
