@@ -7,10 +7,10 @@ import pickle
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit.optim import SGD, AdamW
 from ampkit.scaler.grad_scaler import GradScaler
+from tests.helpers.scaler_tools import count_reads, iterate
 
 PAIRS = {
     "AdamW": (AdamW, torch.optim.AdamW, {"lr": 0.01}),
@@ -63,28 +63,22 @@ def test_scaled_steps_equal_torchs_unscaled_ones(pair: str, dtype: torch.dtype, 
     assert_same(params, others)
 
 
-@pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, GradScaler])
 @pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("clip", [False, True])
-def test_under_either_scaler(pair: str, scaler_class: type, clip: bool) -> None:
+def test_under_torchs_scaler(pair: str) -> None:
+    """Under ampkit's, clipped or not: scaler/test_scaler_optimizers.py."""
     ours, theirs, options = PAIRS[pair]
     params = parameters()
     others = twins(params)
-    runs = (
-        (params, ours(params, **options), scaler_class("cpu", init_scale=1024.0)),
-        (others, theirs(others, **options), torch.amp.GradScaler("cpu", init_scale=1024.0)),
-    )
+    runs = [
+        (group, cls(group, **options), torch.amp.GradScaler("cpu", init_scale=1024.0))
+        for group, cls in ((params, ours), (others, theirs))
+    ]
     for i in range(12):
         weights = [torch.randn_like(p) for p in params]
         for group, optimizer, scaler in runs:
             optimizer.zero_grad()
             loss = sum((p * w).sum() for p, w in zip(group, weights, strict=True))
             scaler.scale(loss * (float("inf") if i in SKIPPED else 1.0)).backward()
-            if clip and isinstance(scaler, GradScaler):
-                scaler.clip_grad_norm_(optimizer, 0.5)
-            elif clip:
-                scaler.unscale_(optimizer)
-                torch.nn.utils.clip_grad_norm_(group, 0.5)
             scaler.step(optimizer)
             scaler.update()
             assert not hasattr(optimizer, "found_inf")
@@ -208,18 +202,6 @@ def test_copies_follow_the_parameters(pair: str, impl: str) -> None:
         optimizer.write_copies({params[0]: torch.ones(2)})
 
 
-class HostReads(TorchDispatchMode):
-    """Counts reads of a tensor's value by the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.n = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.n += "_local_scalar_dense" in str(func)
-        return func(*args, **(kwargs or {}))
-
-
 @interpreted
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("pair", PAIRS)
@@ -231,9 +213,9 @@ def test_the_kernel_path_reads_nothing_on_the_host(pair: str) -> None:
     for _ in range(2):
         for p in params:
             p.grad = torch.randn_like(p)
-        with HostReads() as reads:
+        with count_reads() as reads:
             optimizer.step()
-        assert reads.n == 0
+        assert not [read for read in reads if "_local_scalar_dense" in read]
 
 
 def test_groups_and_schedulers() -> None:
@@ -304,8 +286,7 @@ def test_a_scalers_step_skips_inside_compiled_code_too(cls: type) -> None:
 
     @torch.compile(backend="eager")
     def step() -> None:
-        scaler.step(optimizer)
-        scaler.update()
+        iterate(scaler, optimizer)
 
     for gradient in (math.inf, 2.0):
         scaler.scale(torch.ones((), requires_grad=True))
