@@ -49,10 +49,9 @@ def test_steps_and_skips_equal_torchs(name: str, options: dict, clip: bool) -> N
     """The overflow does not come first, because torch's fused SGD does not survive that."""
     theirs = name.removeprefix("ampkit ")
     shapes = [(4, 3), (2, 5)] if name == "Muon" else [(4, 3), (5,)]
+    own = torch.optim if theirs == name else ampkit.optim
     runs = []
-    for cls, library in (
-        (GradScaler, torch.optim if theirs == name else ampkit.optim), (torch.amp.GradScaler, torch.optim)
-    ):
+    for cls, library in ((GradScaler, own), (torch.amp.GradScaler, torch.optim), (torch.amp.GradScaler, own)):
         params = with_grads([torch.ones(shape) for shape in shapes])
         groups = [{"params": params[:1]}, {"params": params[1:], "lr": 0.1}]
         runs.append((started(cls, growth_interval=2), params, getattr(library, theirs)(groups, lr=0.05, **options)))
@@ -69,11 +68,15 @@ def test_steps_and_skips_equal_torchs(name: str, options: dict, clip: bool) -> N
                 scaler.unscale_(optimizer)
                 torch.nn.utils.clip_grad_norm_(params, 0.5)
             iterate(scaler, optimizer)
-        (ours, mine, my_optimizer), (torchs, others, _) = runs
-        assert ours.get_scale() == torchs.get_scale()
-        assert bool(ours.found_inf(my_optimizer)) == bool(bad)
-        assert alike(mine, others)
-        assert alike(*([optimizer.state[param] for param in params] for _, params, optimizer in runs))
+        for scaler, params, optimizer in runs:
+            assert scaler.get_scale() == runs[0][0].get_scale()
+            assert alike(params, runs[0][1])
+            assert alike(states(optimizer), states(runs[0][2]))
+        assert bool(runs[0][0].found_inf(runs[0][2])) == bool(bad)
+
+
+def states(optimizer: torch.optim.Optimizer) -> list:
+    return [optimizer.state[param] for group in optimizer.param_groups for param in group["params"]]
 
 
 def test_sparse_adam() -> None:
