@@ -334,6 +334,26 @@ def test_steps_of_tensors_without_values(pair: str, fused: bool | None) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("pair", PAIRS)
+def test_views_of_one_buffer_at_any_alignment(pair: str) -> None:
+    """A parameter that PyTorch steps is among them, and dampening: nothing is kept for the next step then."""
+    ours, theirs, options = PAIRS[pair]
+    results = []
+    for optimizer, arguments in ((ours, {"impl": "triton"}), (theirs, {})):
+        buffer = torch.zeros(32)
+        params = [torch.nn.Parameter(buffer[i : i + 3]) for i in (0, 5, 12, 21)]
+        params.append(torch.nn.Parameter(torch.zeros(2, 2)))
+        one = optimizer(params, **options, **arguments)
+        for step in range(3):
+            for number, param in enumerate(params):
+                param.grad = torch.full(param.shape, float((number - 1) * 3**number + step))
+            params[-1].grad = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).t()
+            one.step()
+        results.append([buffer, params[-1].detach()])
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_flags_of_momenta_after_loading(dtype: torch.dtype) -> None:
     """load_state_dict converts every entry of state to the parameter's dtype, the flag included."""
