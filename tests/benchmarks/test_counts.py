@@ -2,16 +2,14 @@
 
 import re
 
-import pytest
-
 from benchmarks import counts
 from tests.helpers.processes import fresh_python
 
 # Functions of ampkit and its kernels, at most; beside each those that the command counts on torch's side. `step` and
 # `AdamW.step` pass ampkit's hook on optimizers on both sides: six functions.
 BOUNDS = {
-    "region": 14,                                           # 4
-    "region, torch's list": 12,
+    "region": 13,                                           # 4
+    "region, torch's list": 11,
     "x @ weight": 6,                                        # 0: it is C++
     "scaler.step, torch's AdamW": 33,                       # 20
     "scaler.update": 7,                                     # 3
@@ -39,8 +37,3 @@ def test_every_function_of_python_is_counted_once_warm() -> None:
     found = counts.trace(counts.Counted(lambda: (inner(), inner()), lambda: prepared.append(1)))
     assert [line.rpartition(".")[2] for line in found] == ["<lambda>", "inner", "inner"]
     assert len(prepared) == 5
-
-
-def test_a_trace_names_the_functions(capsys: pytest.CaptureFixture[str]) -> None:
-    assert counts.main(["--trace", "region"]) == 0
-    assert "autocast.__enter__" in capsys.readouterr().out
