@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from ampkit.containers import map_tensors
 from ampkit.debugging.operator_facts import tensors_in
 from ampkit.debugging.report import Operation
-from ampkit.debugging.source_lines import find_caller, shown
+from ampkit.debugging.source_lines import find_caller
 from ampkit.policy.policy import Policy, Rule
 from ampkit.region.autocast import autocast
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from ampkit.debugging.snapshot import Snapshot
 
 __all__ = [
-    "Change", "EpsChange", "LineChange", "LossChange", "PolicyChange", "Region", "ScaleChange", "function_around",
-    "line_of", "takes_float32",
+    "Change", "EpsChange", "LineChange", "LossChange", "PolicyChange", "Region", "function_around", "line_of",
+    "takes_float32",
 ]
 
 Region = Literal["ampkit", "torch", "none"]     # what the user's step computes in
@@ -191,9 +191,8 @@ class _FloatLines(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        line = find_caller(1).line()
-        here = None if line is None else Lines(shown(line.file), line.line, line.line)
-        if here is None or not any(one.covers(here) for one in self._change.lines):
+        file, line = find_caller(1).line()
+        if not any(one.covers(Lines(file, line, line)) for one in self._change.lines):
             return self._called(func, args, kwargs)
         name = getattr(func, "__name__", "")
         if name in _AS_THEY_ARE or (name.endswith("_") and not name.endswith("__")):
@@ -234,25 +233,6 @@ def _widened(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return torch.float32 if value in _LOW else value
     return map_tensors(value, lambda one: one.float() if one.dtype in _LOW else one)
-
-
-@dataclass(frozen=True)
-class ScaleChange(Change):
-    """Another loss scale."""
-
-    scale: float
-
-    @property
-    def code(self) -> str:
-        return f"scaler = GradScaler(init_scale={self.scale:g})"
-
-    def around(self, recorder: NonfiniteRecorder | None, snapshot: Snapshot) -> AbstractContextManager[Any]:
-        for scaler in snapshot.scalers:
-            scaler.load_state_dict({**scaler.state_dict(), "scale": self.scale})
-        return nullcontext()
-
-    def extended(self, places: Iterable[Operation]) -> ScaleChange | None:
-        return None if self.scale < 1e-3 else ScaleChange(self.scale / 16)
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,9 @@ import torch
 from torch.nn import Module
 
 from ampkit.debugging.advice import advice_for
-from ampkit.debugging.causes import CONSTANT, Cause, dtype_name
+from ampkit.debugging.causes import CONSTANT, Cause
 from ampkit.debugging.loop import check_loop
 from ampkit.debugging.nonfinite_recorder import NonfiniteRecorder
-from ampkit.debugging.operator_calls import operation_fields
 from ampkit.debugging.report import Finding, NonFiniteError, NonFiniteReport, Operation
 from ampkit.debugging.suggestions import suggest
 from ampkit.debugging.taint import Record, Trace, trace
@@ -96,11 +95,6 @@ def _finding(recorder: NonfiniteRecorder, found: Trace) -> Finding:
     place = _operation(origin)
     if cause.kind == "undefined" and place.backward_of:
         cause = replace(cause, text=advice_for(place.op, place.backward_of)[0] or cause.text)
-    made = None
-    if details.made is not None:
-        made = Operation(**operation_fields(details.made, recorder.place(details.made)))
-    elif cause.kind == "from inf":
-        made = _constant_behind(recorder, origin)
     finding = Finding(
         symptom=symptom,
         origin=place,
@@ -109,13 +103,15 @@ def _finding(recorder: NonfiniteRecorder, found: Trace) -> Finding:
         chain=tuple(map(_operation, found.chain)),
         parameter=details.target if cause.kind == "arrived" else parameter,
         step=recorder.step,
-        device=details.device.type,
+        device=details.device,
         scale=recorder.scale,
         skipped=_is_left_to_scaler(found, cause, recorder.scale),
         elements=details.elements,
         micro_batch=details.micro_batch,
-        made=made,
+        made=_constant_behind(recorder, origin) if cause.kind == "from inf" else details.made,
     )
+    if finding.skipped:
+        return finding
     return replace(finding, suggestion=suggest(finding, recorder.modules.region, recorder.modules.model))
 
 
@@ -159,7 +155,7 @@ def _symptom(found: Trace) -> tuple[str, str]:
     if last.is_loss:
         return f"the loss is {last.values}", ""
     if last.writes_parameter:
-        what = "parameter" if details.call is not None and details.call.facts.mutable else "buffer"
+        what = "buffer" if details.is_buffer else "parameter"
         return f"{what} {details.target or '?'} is {last.values}", details.target
     if last.is_gradient or last.phase in ("backward", "scaler"):
         return f"the gradient of {details.target or 'an input'} is {last.values}", details.target
@@ -167,12 +163,8 @@ def _symptom(found: Trace) -> tuple[str, str]:
 
 
 def _operation(record: Record) -> Operation:
-    details = record.details
-    fields = operation_fields(details.call, details.place)
-    return Operation(**{
-        **fields, "phase": record.phase, "dtype": dtype_name(details.dtype), "shape": details.shape,
-        "values": record.values,
-    })
+    operation: Operation = record.details.operation
+    return replace(operation, values=record.values)
 
 
 def rank() -> int:

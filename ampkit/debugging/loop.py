@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ampkit.debugging.report import LoopFinding, Report, Status
-from ampkit.debugging.source_lines import find_caller, shown
+from ampkit.debugging.source_lines import find_caller
 from ampkit.region.autocast import autocast
 
 __all__ = ["LoopReport", "check_loop"]
@@ -383,8 +383,7 @@ def _with_subclasses(cls: type) -> list[type]:
 
 
 def _caller() -> tuple[str, int]:
-    line = find_caller(2).line()
-    return ("", 0) if line is None else (shown(line.file), line.line)
+    return find_caller(2).line()
 
 
 def _is_divided(root: Tensor, scaled: bool) -> bool:

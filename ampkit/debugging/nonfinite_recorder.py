@@ -22,6 +22,7 @@ from ampkit.debugging.causes import (
     InputSummary,
     asks_for_nonfinite,
     broken_elements,
+    dtype_name,
     extremes,
     find_cause,
     is_broken,
@@ -30,8 +31,9 @@ from ampkit.debugging.causes import (
     rounded_number,
     summarise,
 )
-from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver, Place
+from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver, module_fields
 from ampkit.debugging.operator_facts import readable, tensors_in
+from ampkit.debugging.report import Operation
 from ampkit.debugging.source_lines import running_scaler
 from ampkit.debugging.storage_map import StorageMap
 from ampkit.debugging.taint import Record
@@ -44,17 +46,15 @@ __all__ = ["Details", "NonfiniteRecorder"]
 class Details:
     """What a report needs of a broken record."""
 
-    call: OperatorCall | None           # None: a tensor that was there before
-    place: Place
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    device: torch.device
+    operation: Operation
+    device: str
     micro_batch: int                            # backward calls that had begun, of a forward the next one
     inputs: tuple[InputSummary, ...] = ()       # where it went wrong, as they were before the call
     cause: Cause | None = None                  # None: passed on
-    target: str = ""                            # the parameter that it wrote, or is
+    target: str = ""                            # the parameter or buffer that it wrote, or is
+    is_buffer: bool = False
     elements: str = ""                          # how many of them are broken, and in which rows
-    made: OperatorCall | None = None            # what computed the 0 or inf that it divides by, takes the log of, ...
+    made: Operation | None = None               # what computed the 0 or inf that it divides by, takes the log of, ...
 
 
 class _Written(NamedTuple):
@@ -208,10 +208,16 @@ class NonfiniteRecorder(OperatorObserver):
 
     def _keep(self, record: Record, call: OperatorCall | None, tensor: Tensor) -> Details:
         """Keep a record, with what a report needs of it."""
-        place = Place(self.modules.current(), None, None) if call is None else self.place(call)
+        if call is None:
+            where: dict[str, Any] = {"index": -1, "op": "", "file": "", "line": 0, "backward_of": ""}
+            where.update(module_fields(self.modules.current()))
+        else:
+            where = self.where(call)
+        where["phase"] = record.phase
+        operation = Operation(**where, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
         micro_batch = max(1, self._backwards + (call is None or call.phase == "forward"))
         self.records[record.index] = record
-        record.details = Details(call, place, tensor.dtype, tuple(tensor.shape), tensor.device, micro_batch)
+        record.details = Details(operation, tensor.device.type, micro_batch)
         return record.details
 
     def _arrive(self, tensor: Tensor) -> tuple[int, ...]:
@@ -265,21 +271,21 @@ class NonfiniteRecorder(OperatorObserver):
         if cause.kind == "constant":
             record.source = "constant"
         elif cause.kind == "undefined":
-            self._follow_zero(call.op, details, given)
+            self._follow_zero(details, given)
 
-    def _follow_zero(self, op: str, details: Details, given: list[_Input]) -> None:
+    def _follow_zero(self, details: Details, given: list[_Input]) -> None:
         """Who computed a 0, or an end of what the operator takes; a constant that its dtype rounds is the cause."""
         for value, tensor, _ in given:
             written = self._writers.get(tensor)
             if written is None or written.call is None or not value.is_floating_point():
                 continue
-            there = [pole for pole in poles(op, details.place.backward_of or "") if bool((value == pole).any())]
+            there = [pole for pole in poles(details.operation.op, details.operation.backward_of) if bool((value == pole).any())]
             number = rounded_number(written.call.numbers, value.dtype, there)
             if number is not None:
-                details.made, details.cause = written.call, Cause("rounded", number)
+                details.made, details.cause = Operation(**self.where(written.call)), Cause("rounded", number)
                 return
             if written.call.phase != "optimizer" and 0 in there:
-                details.made = details.made or written.call
+                details.made = details.made or Operation(**self.where(written.call))
 
     def _owner(self, one: _Input, low: float, high: float, reader: int) -> tuple[int, ...]:
         """The record of a broken input, where none of the step says yet whose it is."""
@@ -310,6 +316,6 @@ class NonfiniteRecorder(OperatorObserver):
                 record.details.target = self.name_of(one).removesuffix(".grad")
                 return
             if one.is_leaf and (one.requires_grad if call.facts.mutable else id(one) in buffers):
-                record.writes_parameter = True
+                record.writes_parameter, record.details.is_buffer = True, not call.facts.mutable
                 record.details.target = self.name_of(one)
                 return

@@ -21,7 +21,7 @@ from torch.nn import Module
 from ampkit.debugging.causes import dtype_name, extremes, largest_finite
 from ampkit.debugging.changes import Change
 from ampkit.debugging.loop import check_loop
-from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver, operation_fields
+from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver
 from ampkit.debugging.operator_facts import OperatorFacts, other_arguments, readable, tensors_in
 from ampkit.debugging.precision_report import GradientError, OperatorError, PrecisionReport
 from ampkit.debugging.reference_copies import NONE, Error, ReferenceCopies
@@ -292,7 +292,7 @@ class PrecisionComparison(OperatorObserver):
     ) -> None:
         count = max(1, local.numel)
         self.report.operators.append(OperatorError(
-            **operation_fields(call, self.place(call)), dtype=dtype_name(result.dtype), shape=tuple(result.shape),
+            **self.where(call), dtype=dtype_name(result.dtype), shape=tuple(result.shape),
             total=total.relative, local=local.relative, propagated=propagated,
             amplification=propagated / incoming.relative if 0 < incoming.relative < math.inf else 0.0,
             error_from=incoming.maker, lost=local.lost / count, overflowed=local.broken / count, largest=largest,

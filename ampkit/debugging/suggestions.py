@@ -15,7 +15,6 @@ from ampkit.debugging.changes import (
     LossChange,
     PolicyChange,
     Region,
-    ScaleChange,
     function_around,
     line_of,
 )
@@ -46,16 +45,13 @@ def changes_for(finding: Finding, region: Region, model: Module | None) -> Itera
     if origin.phase == "optimizer":
         yield EpsChange()
         return
-    overflows = origin.phase == "backward" and cause.kind == "overflow"
-    if overflows and finding.scale:
-        yield ScaleChange(finding.scale / _excess(finding))
     if region == "ampkit" and model is not None:
         yield from _policies(finding.device, model, origin)
     place = (finding.made and line_of(finding.made)) or line_of(origin)
     if place is not None:
         yield LineChange(finding.device, region, (place,))
-    if overflows and not finding.scale:
-        yield LossChange(_excess(finding))
+    if origin.phase == "backward" and cause.kind == "overflow" and not finding.scale:
+        yield LossChange(2.0 ** math.ceil(math.log2((cause.value or 2.0) / (cause.limit or 1.0))))
 
 
 def advice(finding: Finding) -> Suggestion:
@@ -123,9 +119,3 @@ def _policies(device: str, model: Module, place: Operation) -> Iterator[Change]:
     change = PolicyChange(Policy.default(device), model).extended([place])
     if change is not None:
         yield change
-
-
-def _excess(finding: Finding) -> float:
-    """The power of two by which an overflow is too large."""
-    cause = finding.cause
-    return 2.0 ** math.ceil(math.log2((cause.value or 2.0) / (cause.limit or 1.0)))
