@@ -71,6 +71,8 @@ def why_undefined(op: str, args: tuple[Any, ...] = ()) -> str:
     if args and isinstance(args[0], Tensor):
         if base == "div" and not args[0].any():
             return "0 / 0"
+        if base == "logit":
+            return f"logit of {int(bool((args[0] == 1).any()))}"
         if base in ("log", "log2", "log10", "xlogy") and bool((args[base == "xlogy"] < 0).any()):
             return f"{base} of a negative number"
     return _FORWARD.get(base, ("undefined in any precision", ""))[0].format(op=base)

@@ -410,6 +410,7 @@ def _unmoved(results: list[Tensor], locals_: list[Tensor], before: dict[int, Ten
 
 def deviation(value: Tensor, reference: Tensor, *, count_lost: bool = False) -> Deviation:
     """How far `value` is from `reference`; `lost` stays 0 unless it is asked for."""
+    value = value.float() if value.element_size() == 1 else value       # few operators take float8
     if value.is_complex():
         value, reference = torch.view_as_real(value), torch.view_as_real(reference)
     value, reference = value.reshape(-1), reference.reshape(-1)

@@ -63,8 +63,8 @@ def advice(finding: Finding) -> Suggestion:
     if cause.kind == "received":
         return Suggestion("see the report of the rank that sent it", evidence="what this rank sent is finite")
     if cause.kind == "constant":
-        return Suggestion("where it is a mask, write torch.finfo(dtype).min in place of -inf; else do not write inf or "
-                          "NaN where nothing masks it out", evidence="the code asks for it")
+        return Suggestion("where it is a mask, write a finite number in place of -inf, as -1e4, or leave it out of the "
+                          "sum; else do not write inf or NaN where nothing masks it out", evidence="the code asks for it")
     if cause.kind == "uninitialised":
         return Suggestion("write to the memory before it is read", evidence=f"{origin.op} fills nothing in")
     if cause.kind == "unknown":
