@@ -64,7 +64,7 @@ def advice(finding: Finding) -> Suggestion:
         return Suggestion("see the report of the rank that sent it", evidence="what this rank sent is finite")
     if cause.kind == "constant":
         return Suggestion("where it is a mask, write a finite number in place of -inf, as -1e4, or leave it out of the "
-                          "sum; else do not write inf or NaN where nothing masks it out", evidence="the code asks for it")
+                          "sum; else write no inf or NaN that nothing masks out", evidence="the code asks for it")
     if cause.kind == "uninitialised":
         return Suggestion("write to the memory before it is read", evidence=f"{origin.op} fills nothing in")
     if cause.kind == "unknown":
