@@ -121,6 +121,8 @@ def _finding(recorder: NonfiniteRecorder, found: Trace) -> Finding:
     place = _operation(origin)
     if cause.kind == "undefined" and place.backward_of:
         cause = replace(cause, text=advice_for(place.op, place.backward_of)[0] or cause.text)
+    if cause is CONSTANT:
+        cause = replace(cause, text=f"{origin.values}, which the code asks for")
     finding = Finding(
         symptom=symptom,
         origin=place,
