@@ -20,15 +20,24 @@ _ScalingType: Any = functional.ScalingType  # pyright: ignore[reportAttributeAcc
 def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:
     """``(a * scale_a) @ (b * scale_b).T`` in `dtype`, of a[m, k] and b[n, k] in FP8, contiguous.
 
-    Scales are float32, both of shape () or of shapes (m, 1) and (n, 1). `fast` lets tensor cores add up in less than
-    float32.
+    Scales are float32, of shape () or of shapes (m, 1) and (n, 1). `fast` lets tensor cores add up in less precision.
     """
-    rowwise = scale_a.dim() > 0
-    if rowwise:
-        scale_b = scale_b.t().contiguous()
-    if hasattr(a, "_local_tensor"):     # a DTensor, which the public function has no sharding for
-        return _scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
-    kind = _ScalingType.RowWise if rowwise else _ScalingType.TensorWise
+    is_distributed = hasattr(a, "_local_tensor")
+    if not (scale_a.dim() or scale_b.dim()):
+        if is_distributed:      # the public function has no sharding for DTensors
+            return _scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
+        return _public(a, b, scale_a, scale_b, _ScalingType.TensorWise, dtype, fast)
+    if is_distributed or not fast:
+        # By rows there is no sharding for all placements, and on CUDA without fast accumulation no fast kernel.
+        one = torch.ones((), device=a.device)
+        return (product(a, b, one, one, torch.float32, fast=fast) * scale_a * scale_b.t()).to(dtype)
+    scale_a, scale_b = scale_a.expand(a.shape[0], 1).contiguous(), scale_b.expand(b.shape[0], 1).t().contiguous()
+    return _public(a, b, scale_a, scale_b, _ScalingType.RowWise, torch.bfloat16, fast).to(dtype)
+
+
+def _public(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, kind: Any, dtype: torch.dtype, fast: bool
+) -> Tensor:
     return functional.scaled_mm(a, b.t(), scale_a, kind, scale_b, kind, output_dtype=dtype, use_fast_accum=fast)
 
 
