@@ -9,7 +9,7 @@ The contract is torch's (`_step_supports_amp_scaling`, kept by `fused=True` opti
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -68,7 +68,10 @@ def is_amp_aware(optimizer: Any) -> bool:
 
 def takes_multiplier(optimizer: Any) -> bool:
     """Whether the optimizer multiplies gradients by `grad_multiplier` on the fly."""
-    return is_amp_aware(optimizer) and bool(getattr(optimizer, "_step_supports_grad_multiplier", False))
+    return bool(
+        getattr(optimizer, "_step_supports_amp_scaling", False)
+        and getattr(optimizer, "_step_supports_grad_multiplier", False)
+    )
 
 
 def takes_grad_scaler_argument(optimizer: Any) -> bool:
@@ -135,17 +138,21 @@ def _without_momentum(optimizer: Any) -> Iterator[tuple[dict[str, Any], Tensor]]
                 yield group, param
 
 
-@skip_compilation
 def run(
     optimizer: Any,
-    step: Callable[[], Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
     found_inf: Tensor,
     grad_scale: Tensor | None,
     grad_multiplier: Tensor | None,
 ) -> Any:
-    """Call `step` with the scalars in place, as `StepScalars` names them; returns what it returns."""
+    """Call the optimizer's `step` with the scalars in place, as `StepScalars` names them; returns what it returns."""
     values: dict[str, Tensor | None] = {"grad_scale": grad_scale, "found_inf": found_inf}
     if grad_multiplier is not None:
         values["grad_multiplier"] = grad_multiplier
     with attributes(optimizer, **values), sound_first_momentum(optimizer, found_inf):
-        return step()
+        return optimizer.step(*args, **kwargs)
+
+
+run_uncompiled = skip_compilation(run)
+"""`run`, for code that Dynamo traces."""

@@ -6,7 +6,7 @@ storage, so that writing them writes the gradient. Only metadata is looked at: n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import ampkit_kernels
-from ampkit.gradients.transfer import moved
+from ampkit.gradients.transfer import host_value_or_none, moved
 
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 _ORDINARY = frozenset({Tensor, torch.nn.Parameter})
@@ -68,9 +68,16 @@ def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return params
 
 
-def collect(
-    params: Sequence[Tensor], refuse_fp16: Callable[[], str] | None = None, *, coalesce: bool = False
-) -> Gradients:
+def places(optimizer: Any) -> Iterator[tuple[str | None, str, Tensor]]:
+    """The optimizer's parameters, each with the optimizer's name for it, if any, and its place: "group 0, parameter 3".
+    """
+    for g, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names") or [None] * len(group["params"])
+        for i, (name, param) in enumerate(zip(names, group["params"], strict=True)):
+            yield name, f"group {g}, parameter {i}", param
+
+
+def collect(params: Sequence[Tensor], refuse_fp16_of: Any = None, *, coalesce: bool = False) -> Gradients:
     """The gradients of `params` as local strided float tensors; parameters without one are left out.
 
     May replace a `.grad` by an equal one that can be written in place: expanded gradients become dense, DTensors with a
@@ -78,7 +85,7 @@ def collect(
 
     Args:
         params: the parameters to look at.
-        refuse_fp16: when given, float16 gradients are refused; called for the message.
+        refuse_fp16_of: the optimizer of these parameters, which float16 gradients are not for; it gives their names.
         coalesce: add up repeated indices of sparse gradients, whose norm would be wrong otherwise.
 
     Raises:
@@ -90,12 +97,12 @@ def collect(
     if are_ordinary and grads and ampkit_kernels.backend(grads[0]) is not _REFERENCE:
         flat = ampkit_kernels.FlatList.of(grads)
         if flat is not None:
-            if refuse_fp16 is not None and flat[0].dtype is torch.float16:
-                raise ValueError(refuse_fp16())
+            if refuse_fp16_of is not None and flat[0].dtype is torch.float16:
+                raise _fp16_refusal(refuse_fp16_of)
             return Gradients({flat[0].device: flat}, [], [], [], grads)
     dtypes = set(map(_dtype_of, grads))
-    if refuse_fp16 is not None and torch.float16 in dtypes:
-        raise ValueError(refuse_fp16())
+    if refuse_fp16_of is not None and torch.float16 in dtypes:
+        raise _fp16_refusal(refuse_fp16_of)
     if are_ordinary and dtypes <= _FLOATS and set(map(type, grads)) <= _ORDINARY and _are_dense(grads):
         if len(set(map(Tensor.get_device, grads))) == 1:  # faster than `.device`; -1 on the CPU
             return Gradients({grads[0].device: grads}, [], [], [], grads)
@@ -113,6 +120,20 @@ def collect(
                 seen.add(id(param.grad))
                 found.originals.append(param.grad)
     return found
+
+
+def _fp16_refusal(optimizer: Any) -> ValueError:
+    names = [
+        name or place
+        for name, place, param in places(optimizer)
+        if param.grad is not None and param.grad.dtype is torch.float16
+    ]
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return ValueError(
+        f"Attempting to unscale FP16 gradients. Got float16 gradients of {shown}; expected float32 parameters: keep "
+        "them in float32 and let autocast cast, or pass GradScaler(allow_fp16=True) where the optimizer keeps float32 "
+        "master weights."
+    )
 
 
 def _are_dense(grads: Sequence[Tensor]) -> bool:
@@ -195,15 +216,41 @@ def _local_shard(param: Tensor, grad: Any) -> tuple[Any, Tensor, tuple[Any, ...]
     return grad, local, groups
 
 
-def check_sums(duplicated: Sequence[Tensor], factor: Tensor | None, found: dict[torch.device, Tensor]) -> None:
-    """Check the sums over repeated indices of sparse gradients, times `factor`, for inf and NaN.
+def unscale_(gradients: Gradients, factor: Tensor, found: Mapping[torch.device, Tensor]) -> None:
+    """Multiply all gradients by a 0-d factor, in place, and set the flag of a device where one is not finite then.
 
-    Sets the flag of the gradient's device in `found`; the gradients stay as they are. Never syncs.
+    Sums over repeated indices of sparse gradients are checked too. Call it without autograd. Never syncs.
     """
-    with torch.no_grad():
-        for grad in duplicated:
-            values = grad.coalesce().values()
-            flag = found[values.device]
-            by = torch.ones_like(flag) if factor is None else moved(factor, flag.device)
-            real = torch.view_as_real(values) if values.is_complex() else values
-            ampkit_kernels.backend(flag).norm_and_check([real], by, flag)
+    for device, tensors in gradients.by_device.items():
+        flag = found[device]
+        local = factor if factor.device == device else moved(factor, device)
+        ampkit_kernels.backend(flag).unscale_(tensors, local, flag)
+    if gradients.duplicated:
+        _check_sums(gradients.duplicated, None, found)
+
+
+def check_finite(gradients: Gradients, factor: Tensor, found: Mapping[torch.device, Tensor]) -> None:
+    """Set the flags that `unscale_` would set; no gradient's value changes. Call it without autograd. Never syncs."""
+    for device, tensors in gradients.by_device.items():
+        _check(tensors, moved(factor, device), found[device])
+    if gradients.duplicated:
+        _check_sums(gradients.duplicated, factor, found)
+
+
+def _check(tensors: Sequence[Tensor], factor: Tensor, flag: Tensor) -> None:
+    ops, on_host = ampkit_kernels.backend(flag), host_value_or_none(factor)
+    if ops is _REFERENCE and on_host is not None and on_host <= 1.0:
+        # torch's check operator, which multiplies by 1: it takes half the time of a norm on the CPU. A factor of at
+        # most 1 makes no inf of a finite value.
+        ops.unscale_(tensors, torch.ones_like(flag), flag)
+    else:
+        ops.norm_and_check(tensors, factor, flag)
+
+
+def _check_sums(duplicated: Sequence[Tensor], factor: Tensor | None, found: Mapping[torch.device, Tensor]) -> None:
+    """Check the sums over repeated indices of sparse gradients, times `factor`, for inf and NaN."""
+    for grad in duplicated:
+        values = grad.coalesce().values()
+        flag = found[values.device]
+        by = torch.ones_like(flag) if factor is None else moved(factor, flag.device)
+        _check([torch.view_as_real(values) if values.is_complex() else values], by, flag)

@@ -1,4 +1,4 @@
-"""Ranks that must skip together: one found_inf for all of them, and a check that their scales agree."""
+"""Ranks that must skip together: one found_inf for all of them, norms over them, and a check for drift."""
 
 from __future__ import annotations
 
@@ -29,31 +29,23 @@ def combined(flags: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack([moved(flag.reshape(()), device) for flag in flags]).ne(0).any().float()
 
 
-def agree(found_inf: dict[torch.device, Tensor], groups: Sequence[Any], scale: Tensor) -> Tensor | None:
-    """Make every flag the maximum over all ranks of all groups, in place.
-
-    One small all-reduce per group carries the flag, the scale and its negative: the maxima of the latter two differ in
-    magnitude exactly when two ranks hold different scales. A rank without gradients takes part with a clear flag.
+def agree(found_inf: dict[torch.device, Tensor], groups: Sequence[Any], device: torch.device) -> None:
+    """Make every flag the maximum over all ranks of all groups, in place. Never syncs beyond the collectives.
 
     Args:
-        found_inf: flags by device; gets one on `scale`'s device if it is empty.
-        groups: process groups, in the same order on every rank.
-        scale: this rank's scale, 0-d.
-
-    Returns:
-        None without groups, else `[lowest, highest]` scale among the ranks. Never syncs beyond the collective.
+        found_inf: flags by device; a rank without gradients takes part with a clear flag on `device`, which it gets.
+        groups: process groups, in the same order on every rank: one small all-reduce each.
+        device: where the flags are combined, the same on every rank.
     """
     if not groups:
-        return None
+        return
     if not found_inf:
-        found_inf[scale.device] = torch.zeros((), dtype=torch.float32, device=scale.device)
-    flag = combined(list(found_inf.values()), scale.device)
-    message = torch.stack((flag, scale, -scale))
+        found_inf[device] = torch.zeros((), dtype=torch.float32, device=device)
+    flag = combined(list(found_inf.values()), device).clone()
     for group in groups:
-        dist.all_reduce(message, dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
     for local in found_inf.values():
-        local.copy_(moved(message[0], local.device))
-    return torch.stack((-message[2], message[1]))
+        local.copy_(moved(flag, local.device))
 
 
 def merged(before: dict[torch.device, Tensor], found: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:

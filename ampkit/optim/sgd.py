@@ -26,7 +26,7 @@ class SGD(DeviceStep, torch.optim.SGD):
     `found_inf` makes it return at once. A first step that is skipped leaves no trace: the next one starts
     the momentum, as torch's would have. The step never synchronises and can be captured in a CUDA graph. On
     the CPU `torch.optim`'s own functions do the arithmetic, with results equal to `torch.optim.SGD` with
-    the same arguments; on a CUDA device where Triton cannot run, plain tensor operations do.
+    the same arguments; on a CUDA device where Triton cannot run, and with `dampening`, plain tensor operations do.
 
     Args: params, lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, fused: as in
     `torch.optim.SGD`. `lr` may be a one-element tensor, `weight_decay` is a float. `foreach` chooses among torch's

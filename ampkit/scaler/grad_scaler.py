@@ -9,7 +9,6 @@ optimizer is a plain dict that other code may hold, change or replace; what this
 from __future__ import annotations
 
 import copy
-import functools
 import numbers
 import weakref
 from collections import defaultdict
@@ -23,9 +22,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.compiler import is_compiling
 
-import ampkit_kernels
 from ampkit.gradients import amp_optimizers, clipping, closures, ranks
-from ampkit.gradients.collect import Gradients, check_sums, collect, parameters
+from ampkit.gradients.collect import Gradients, check_finite, collect, parameters, unscale_
 from ampkit.gradients.masters import take_master_gradients
 from ampkit.gradients.transfer import host_value_or_none, moved
 from ampkit.scaler import loss_scale as scales
@@ -33,7 +31,7 @@ from ampkit.scaler import saved_state, shared_gradients
 from ampkit.scaler.history import COUNTS, History, ScalerStats
 from ampkit.scaler.loss_scale import DynamicLossScale, LossScale, ScaleState
 from ampkit.scaler.nested import map_tensors
-from ampkit.scaler.overflow_report import BackwardOrder, Counts, OverflowReport, count_nonfinite, fp16_refusal, report
+from ampkit.scaler.overflow_report import BackwardOrder, Counts, OverflowReport, count_nonfinite, report
 from ampkit.scaler.saved_state import Loadable
 from ampkit.scaler.shared_gradients import LastStep, Notes
 from ampkit.torch_internals.fsdp import is_flat
@@ -187,8 +185,7 @@ class GradScaler(torch.amp.GradScaler):
     def scale(self, outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  torch's are cases of it
         """Multiply a loss, or every tensor in a nested list, tuple, mapping or iterator, by the scale.
 
-        A 0-d float16 or bfloat16 loss comes back as float32. Never syncs. Warns once when what it gets is detached from
-        autograd, because `backward` could not reach any parameter. Raises ValueError for what holds no tensors.
+        A 0-d float16 or bfloat16 loss comes back as float32. Never syncs. Raises ValueError for what holds no tensors.
         """
         if not self._enabled:
             return outputs
@@ -197,19 +194,8 @@ class GradScaler(torch.amp.GradScaler):
             self._before_backward()
         copies: dict[torch.device, Tensor] = {}
         if isinstance(outputs, Tensor):
-            if not outputs.requires_grad:
-                self._warn_detached()
             return self._scale_one(outputs, copies)
-        seen: list[bool] = []
-
-        def scale_one(output: Tensor) -> Tensor:
-            seen.append(output.requires_grad)
-            return self._scale_one(output, copies)
-
-        scaled = map_tensors(outputs, scale_one)
-        if seen and not any(seen):
-            self._warn_detached()
-        return scaled
+        return map_tensors(outputs, lambda output: self._scale_one(output, copies))
 
     def _scale_one(self, output: Tensor, copies: dict[torch.device, Tensor]) -> Tensor:
         if self._scale is None:
@@ -231,15 +217,6 @@ class GradScaler(torch.amp.GradScaler):
     def _before_backward(self, _: Tensor | None = None) -> None:
         """A backward pass may follow, which writes gradients that were unscaled; also a hook of a scaled loss."""
         shared_gradients.note_versions(self._notes.values())
-
-    def _warn_detached(self) -> None:
-        if torch.is_grad_enabled():
-            self._warn_once(
-                "detached",
-                "scale() got a loss that does not require grad: backward() cannot reach any parameter from it. It "
-                "may have been rebuilt with torch.tensor(), detached, converted by .item(), or computed under "
-                "torch.no_grad().",
-            )
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         if self._growth_tracker is not None:
@@ -298,9 +275,12 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        self._check_scale_growth_tracker("unscale_")
+        if self._scale is None or self._history is None:
+            self._check_scale_growth_tracker("unscale_")
         notes = self._notes_of(optimizer)
         state = notes.state
+        if state["stage"] is OptState.STEPPED:
+            raise _too_late("unscale_")
         if state["stage"] is OptState.UNSCALED:
             if allow_repeat:
                 self._apply_clip_factor_(notes)
@@ -310,12 +290,7 @@ class GradScaler(torch.amp.GradScaler):
                 "twice would ruin them: call update() at the end of each iteration, unscale_ once per update (not "
                 "once per micro-batch), or pass allow_repeat=True."
             )
-        if state["stage"] is OptState.STEPPED:
-            raise RuntimeError(
-                "unscale_() is being called after step(). Call it between backward() and step(), and update() once "
-                "all optimizers have stepped."
-            )
-        notes.clip_factor = notes.residual_inv_scale = None     # left where other code made the optimizer READY again
+        notes.clip_factor = notes.residual = None       # left where other code made the optimizer READY again
         inv_scale, flag = self._inverse_scale()
         state["found_inf_per_device"] = self._unscale_grads_(optimizer, inv_scale, flag, self.allow_fp16)
         state["stage"] = OptState.UNSCALED
@@ -329,7 +304,6 @@ class GradScaler(torch.amp.GradScaler):
         """
         take_master_gradients(optimizer)
         notes = self._notes.get(id(optimizer))
-        refusal = None if allow_fp16 else functools.partial(fp16_refusal, optimizer)
         found: Flags = {}
         groups: list[Any] = []
         with torch.set_grad_enabled(False):  # torch.no_grad() at half its cost
@@ -339,20 +313,16 @@ class GradScaler(torch.amp.GradScaler):
                 if owner is not None:
                     if owner.state["stage"] is OptState.UNSCALED:
                         self._apply_clip_factor_(owner)
-                    factor = owner.residual_inv_scale
-                gradients = collect(params, refusal)
+                    factor = owner.residual_inv_scale()
+                gradients = collect(params, None if allow_fp16 else optimizer)
                 groups += gradients.groups
-                for device, tensors in gradients.by_device.items():
-                    flag = found.get(device)
-                    if flag is None:
-                        flag = found[device] = moved(found_inf, device)
-                    ops = ampkit_kernels.backend(flag)
-                    if factor is None:  # unscaled before: only check
-                        ops.norm_and_check(tensors, torch.ones_like(flag), flag)
-                    else:
-                        ops.unscale_(tensors, factor if factor.device == device else moved(factor, device), flag)
-                if gradients.duplicated:
-                    check_sums(gradients.duplicated, None, found)
+                for device in gradients.by_device:
+                    if device not in found:
+                        found[device] = found_inf if device == found_inf.device else moved(found_inf, device)
+                if factor is None:      # unscaled before
+                    check_finite(gradients, torch.ones_like(found_inf), found)
+                else:
+                    unscale_(gradients, factor, found)
                 if notes is not None:
                     self._mark(notes, gradients)
         self._agree(optimizer, found, groups)
@@ -360,25 +330,22 @@ class GradScaler(torch.amp.GradScaler):
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
         """Check gradients that stay scaled for inf and NaN; the flags are those that `unscale_` would set."""
-        self._check_scale_growth_tracker("_check_inf_per_device")
+        if self._scale is None or self._history is None:
+            self._check_scale_growth_tracker("_check_inf_per_device")
         notes = self._notes_of(optimizer)
         notes.state["found_inf_per_device"] = found = self._check_finite(notes, *self._inverse_scale())
         return found
 
     def _check_finite(self, notes: Notes, inv_scale: Tensor, flag: Tensor) -> Flags:
-        """Flags by device for gradients that would be multiplied by `inv_scale`; nothing is written.
+        """Flags by device for gradients that would be multiplied by `inv_scale`; none of their values changes.
 
         `flag` is a clear one on the device of `inv_scale`.
         """
         take_master_gradients(notes.optimizer)
         gradients = collect(parameters(notes.optimizer))
-        found: Flags = {}
+        found = {device: moved(flag, device) for device in gradients.by_device}
         with torch.set_grad_enabled(False):
-            for device, tensors in gradients.by_device.items():
-                found[device] = moved(flag, device)
-                ampkit_kernels.backend(flag).norm_and_check(tensors, moved(inv_scale, device), found[device])
-            if gradients.duplicated:
-                check_sums(gradients.duplicated, inv_scale, found)
+            check_finite(gradients, inv_scale, found)
         self._mark(notes, gradients)
         self._agree(notes.optimizer, found, gradients.groups)
         return found
@@ -390,8 +357,6 @@ class GradScaler(torch.amp.GradScaler):
 
     def _has_shared(self, optimizer: Any) -> bool:
         """Whether gradients of this optimizer have been unscaled this iteration for another one."""
-        if len(self._notes) < 2:
-            return False
         take_master_gradients(optimizer)
         return len(self._split(optimizer)) > 1
 
@@ -418,11 +383,9 @@ class GradScaler(torch.amp.GradScaler):
         everyone = [*dict.fromkeys(groups)]
         if also is not None and also not in everyone:
             everyone.append(also)
-        scale_range = ranks.agree(found, everyone, self._scale_on(next(iter(found), torch.device("cpu"))))
+        ranks.agree(found, everyone, self._scale_on(next(iter(found), torch.device("cpu"))).device)
         if notes is not None:
-            notes.groups, notes.scale_range = everyone, scale_range
-        if scale_range is not None and self._history is not None:
-            self._history.note_scales(scale_range)
+            notes.groups = everyone
 
     def _scale_on(self, device: torch.device) -> Tensor:
         """The scale; before it is on a device, a copy of the first one on `device`."""
@@ -461,13 +424,15 @@ class GradScaler(torch.amp.GradScaler):
         take_master_gradients(optimizer)
         if not self._enabled:
             return clipping.clip_plain(parameters(optimizer), max_norm, norm_type, process_group)
-        self._check_scale_growth_tracker("clip_grad_norm_")
+        if self._scale is None or self._history is None:
+            self._check_scale_growth_tracker("clip_grad_norm_")
         notes = self._notes_of(optimizer)
-        _require_not_stepped(notes, "clip_grad_norm_")
+        if notes.state["stage"] is OptState.STEPPED:
+            raise _too_late("clip_grad_norm_")
         if process_group is None and notes.last_step.holds_shards and ranks.several():
             raise clipping.refusal_of_flat_shards()
         if notes.state["stage"] is OptState.READY and (
-            norm_type not in clipping.HOMOGENEOUS_ORDERS or self._has_shared(optimizer)
+            norm_type not in clipping.HOMOGENEOUS_ORDERS or (len(self._notes) > 1 and self._has_shared(optimizer))
         ):
             self.unscale_(optimizer)
         norm = self._clip_norm_(notes, max_norm, norm_type, () if process_group is None else (process_group,))
@@ -478,7 +443,8 @@ class GradScaler(torch.amp.GradScaler):
     def _clip_norm_(self, notes: Notes, max_norm: float | Tensor, norm_type: float, across: tuple[Any, ...]) -> Tensor:
         """Unscale unless that is done, check, and clip; returns the unscaled norm."""
         optimizer, state = notes.optimizer, notes.state
-        self._apply_clip_factor_(notes)
+        if notes.clip_factor is not None:
+            self._apply_clip_factor_(notes)
         found: Flags = {}
         if state["stage"] is OptState.READY:
             inv_scale, flag = self._inverse_scale()
@@ -486,11 +452,10 @@ class GradScaler(torch.amp.GradScaler):
             found = state["found_inf_per_device"]
             inv_scale = torch.ones_like(self._scale_on(torch.device("cpu")))
             flag = torch.zeros_like(inv_scale)
-        refusal = None if self.allow_fp16 else functools.partial(fp16_refusal, optimizer)
-        gradients = collect(parameters(optimizer), refusal, coalesce=True)
+        gradients = collect(parameters(optimizer), None if self.allow_fp16 else optimizer, coalesce=True)
         for device in gradients.by_device:
             if device not in found:
-                found[device] = moved(flag, device)
+                found[device] = flag if device == flag.device else moved(flag, device)
         with torch.set_grad_enabled(False):
             norm, factor = clipping.norm_and_factor(gradients, inv_scale, found, norm_type, max_norm, across)
             self._agree(optimizer, found, gradients.groups)
@@ -521,7 +486,8 @@ class GradScaler(torch.amp.GradScaler):
         if self._enabled:
             self._check_scale_growth_tracker("clip_grad_value_")
             notes = self._notes_of(optimizer)
-            _require_not_stepped(notes, "clip_grad_value_")
+            if notes.state["stage"] is OptState.STEPPED:
+                raise _too_late("clip_grad_value_")
             if notes.state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
             self._apply_clip_factor_(notes)
@@ -578,32 +544,19 @@ class GradScaler(torch.amp.GradScaler):
         if notes is None or notes.state is not optimizer_state:
             notes = Notes(optimizer, optimizer_state, self._last_step_of(optimizer))
         found_inf = ranks.combined(flags, flags[0].device if self._scale is None else self._scale.device)
-        skip = found_inf.item() != 0 if notes.scale_range is None else self._is_set(notes, found_inf)
+        skip = found_inf.item() != 0
         if skip:
             self._count(notes, found_inf, skipped=True)
         result = None if skip else optimizer.step(*args, **kwargs)
-        notes.known_finite = not skip
         self._note_step(notes, found_inf, skipped=skip)
         return result
-
-    def _is_set(self, notes: Notes, found_inf: Tensor) -> bool:
-        """The flag as a Python value: one host read. Ranks' scales, where known, come with it and are compared."""
-        if notes.scale_range is None:
-            return found_inf.item() != 0
-        flag, lowest, highest = torch.cat((found_inf.reshape(1), notes.scale_range)).tolist()
-        if lowest != highest:
-            self._warn_once(
-                "scales",
-                f"ranks that must skip together hold different loss scales, from {lowest:.6g} to {highest:.6g}: their "
-                "gradients are weighted differently. Load the same scaler state on all ranks, and call update() "
-                "equally often on each.",
-            )
-        return flag != 0
 
     def _step_on_device(self, notes: Notes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Step an optimizer that skips on the device by itself. Never syncs."""
         optimizer, state = notes.optimizer, notes.state
-        if amp_optimizers.takes_grad_scaler_argument(optimizer):
+        if notes.last_step.takes_scaler is None:
+            notes.last_step.takes_scaler = amp_optimizers.takes_grad_scaler_argument(optimizer)
+        if notes.last_step.takes_scaler:
             warn_user(
                 "passing the scaler to step() as grad_scaler is deprecated by torch: read the tensors "
                 "optimizer.grad_scale and optimizer.found_inf instead.",
@@ -613,7 +566,7 @@ class GradScaler(torch.amp.GradScaler):
             state["stage"] = OptState.STEPPED
             return result
         if state["stage"] is OptState.READY:
-            if self._has_shared(optimizer):
+            if len(self._notes) > 1 and self._has_shared(optimizer):
                 self.unscale_(optimizer)
             else:
                 self._check_inf_per_device(optimizer)
@@ -631,11 +584,10 @@ class GradScaler(torch.amp.GradScaler):
             if self._inv_scale is None:     # a subclass checks gradients by itself
                 self._inverse_scale()
             inv_scale: Any = self._inv_scale
-            takes_multiplier = amp_optimizers.takes_multiplier(optimizer)
-            notes.residual_inv_scale = inv_scale if takes_multiplier else torch.where(found_inf != 0, inv_scale, 1.0)
+            notes.residual = inv_scale, None if amp_optimizers.takes_multiplier(optimizer) else found_inf
         skipped = self._count(notes, found_inf, skipped=None)
-        step = functools.partial(optimizer.step, *args, **kwargs)
-        result = amp_optimizers.run(optimizer, step, found_inf, grad_scale, notes.clip_factor)
+        run = amp_optimizers.run if not is_compiling() else amp_optimizers.run_uncompiled
+        result = run(optimizer, args, kwargs, found_inf, grad_scale, notes.clip_factor)
         notes.clip_factor = notes.versions = None   # torch's fused kernels write gradients
         state["stage"] = OptState.STEPPED
         self._note_step(notes, found_inf, skipped=skipped)
@@ -648,7 +600,7 @@ class GradScaler(torch.amp.GradScaler):
         optimizer, state = notes.optimizer, notes.state
         if self._scale_calls and state["stage"] is OptState.READY:
             self.unscale_(optimizer)    # a first backward outside the closure, as with SAM
-        if state["found_inf_per_device"] and self._is_set(notes, self._found_inf(notes)):
+        if state["found_inf_per_device"] and self._found_inf(notes).item() != 0:
             return self._abandon(notes)
         self._apply_clip_factor_(notes)
 
@@ -667,9 +619,9 @@ class GradScaler(torch.amp.GradScaler):
                 state.update(stage=OptState.UNSCALED, found_inf_per_device=found)
             # the loss of this rank counts on every rank that must agree
             verdict = {scale.device: torch.full_like(scale, 0.0 if closures.is_finite(loss) else 1.0)}
-            ranks.agree(verdict, notes.groups, scale)
+            ranks.agree(verdict, notes.groups, scale.device)
             state["found_inf_per_device"] = ranks.merged(state["found_inf_per_device"], verdict)
-            if self._is_set(notes, self._found_inf(notes)):
+            if self._found_inf(notes).item() != 0:
                 raise closures.NonFiniteEvaluation
             return loss
 
@@ -749,9 +701,6 @@ class GradScaler(torch.amp.GradScaler):
         last = notes.last_step
         if skipped or (skipped is None and self.count_every_step):
             last.counts = count_nonfinite(notes.optimizer)
-            if self._history is not None:
-                for _, counts in last.counts.by_device:
-                    self._history.note_nonfinite(counts)
         elif skipped is None:
             last.counts = None
         return skipped
@@ -793,19 +742,20 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        scale, tracker = self._check_scale_growth_tracker("update")
+        if self._scale is None or self._history is None:
+            self._check_scale_growth_tracker("update")
         if new_scale is not None:
-            self._set_scale(scale, new_scale)
+            self._set_scale(new_scale)
             self._begin_iteration()
             return
         flags: list[Tensor] = []
-        known_finite = idle = True
-        for key, state in self._states.items():
+        idle = True
+        for state in self._states.values():
             flags += state["found_inf_per_device"].values()
-            known_finite = known_finite and key in self._notes and self._notes[key].known_finite
             idle = idle and state.get("stage", OptState.READY) is OptState.READY
         if flags:
-            self._advance(scale, tracker, ranks.combined(flags, scale.device), known_finite=known_finite)
+            scale: Any = self._scale
+            self._advance(ranks.combined(flags, scale.device))
         elif idle:
             raise AssertionError(
                 "No inf checks were recorded prior to update. Call scaler.step(optimizer), or scaler.unscale_, in "
@@ -813,14 +763,12 @@ class GradScaler(torch.amp.GradScaler):
             )
         self._begin_iteration()
 
-    def _advance(self, scale: Tensor, tracker: Tensor, found_inf: Tensor, *, known_finite: bool = False) -> None:
-        """Apply the strategy's rule for one update, in place and without a sync, and note it in the history.
-
-        `known_finite`: the host has seen that nothing overflowed.
-        """
-        rule = self._rule
+    def _advance(self, found_inf: Tensor) -> None:
+        """Apply the strategy's rule for one update, in place and without a sync, and note it in the history."""
+        rule, used = self._rule, self._used_scale
         history: Any = self._history
-        used = self._used_scale
+        scale: Any = self._scale
+        tracker: Any = self._growth_tracker
         is_due = history.note_update(scale.clone() if used is None else used, found_inf, self._largest_norm)
         if history.triton is not None and isinstance(rule, DynamicLossScale):
             history.triton.update_scale_(
@@ -832,9 +780,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         elif rule.is_plain:
             update_scale_(scale, tracker, found_inf, rule.growth_factor, rule.backoff_factor, rule.growth_interval)
-            # growth never passes the largest float: nothing to clamp where nothing has overflowed
-            if not known_finite or rule.max_scale < scales.LARGEST_SCALE:
-                scale.clamp_(rule.min_scale, rule.max_scale)
+            scale.clamp_(rule.min_scale, rule.max_scale)
         else:
             state = ScaleState(scale, tracker, *self._counters)
             for old, new in zip(state, rule.next_state(state, found_inf), strict=True):
@@ -842,10 +788,11 @@ class GradScaler(torch.amp.GradScaler):
         if is_due:
             history.fold(scale)
 
-    def _set_scale(self, scale: Tensor, new_scale: Any) -> None:
+    def _set_scale(self, new_scale: Any) -> None:
         """Set the scale, kept within the strategy's bounds; a tensor that holds no usable scale changes nothing."""
         rule = self._rule
         history: Any = self._history
+        scale: Any = self._scale
         if isinstance(new_scale, Tensor):
             if new_scale.device.type not in (self._device, scale.device.type):
                 raise AssertionError(_bad_scale(f"one on {new_scale.device}"))
@@ -855,7 +802,7 @@ class GradScaler(torch.amp.GradScaler):
             usable = torch.isfinite(wanted) & (wanted > 0)
             wanted = torch.where(usable, wanted.clamp(rule.min_scale, rule.max_scale), scale)
         elif isinstance(new_scale, numbers.Real) and not isinstance(new_scale, bool):
-            value = saved_state.usable_scale(float(new_scale), "new_scale")
+            value = saved_state.usable_scale(new_scale, "new_scale")
             wanted = torch.full_like(scale, min(max(value, rule.min_scale), rule.max_scale))
         else:
             raise AssertionError(_bad_scale(type(new_scale).__name__))
@@ -1093,10 +1040,12 @@ class GradScaler(torch.amp.GradScaler):
         return found
 
 
-def _require_not_stepped(notes: Notes, name: str) -> None:
-    """Raise `RuntimeError` where the method of this name comes too late."""
-    if notes.state["stage"] is OptState.STEPPED:
-        raise RuntimeError(f"{name}() is being called after step(). Call it between backward() and step().")
+def _too_late(name: str) -> RuntimeError:
+    """The error for a method that is called after `step`."""
+    return RuntimeError(
+        f"{name}() is being called after step(). Call it between backward() and step(), and update() once all "
+        "optimizers have stepped."
+    )
 
 
 def _bad_scale(got: str) -> str:

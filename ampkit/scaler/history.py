@@ -29,8 +29,6 @@ class ScalerStats:
     `steps` and `skips` count optimizer steps taken and skipped for inf or NaN, over all optimizers; `no_gradients`
     those that found nothing to do. The rest count `update()` calls: `overflows` with a non-finite gradient,
     `consecutive_skips` the overflows since the last clean one, `growths` and `backoffs` changes of the scale.
-    `inf_values` and `nan_values` count gradient elements in the skipped steps that were examined. `scale_disagreement`
-    says that ranks which must agree were seen with different scales.
     """
 
     scale: float
@@ -42,19 +40,13 @@ class ScalerStats:
     consecutive_skips: int = 0
     growths: int = 0
     backoffs: int = 0
-    inf_values: int = 0
-    nan_values: int = 0
-    scale_disagreement: bool = False
 
     def as_dict(self) -> dict[str, float]:
         """Plain numbers, for TensorBoard's add_scalar or wandb.log."""
         return {f.name: getattr(self, f.name) + 0 for f in fields(self)}
 
 
-_COUNTED = (
-    "updates", "overflows", "consecutive_skips", "growths", "backoffs", "attempts", "skips",
-    "inf_values", "nan_values", "scale_disagreement",
-)
+_COUNTED = ("updates", "overflows", "consecutive_skips", "growths", "backoffs", "attempts", "skips")
 _dtype_of = attrgetter("dtype")
 _AT = {name: i for i, name in enumerate(_COUNTED)}
 COUNTS = frozenset({*_COUNTED, "no_gradients"})
@@ -108,14 +100,6 @@ class History:
     def note_step(self, found_inf: Tensor) -> None:
         """Note an optimizer step, skipped where the 0-d flag is set."""
         (self._captured if ampkit_kernels.is_capturing(self._device) else self._notes).steps.append(found_inf)
-
-    def note_nonfinite(self, counts: Tensor) -> None:
-        """Add counts of inf and NaN in the gradients of a step, int64 `[n, 2]`."""
-        self._totals[_AT["inf_values"] : _AT["nan_values"] + 1] += counts.sum(0).to(self._totals.device)
-
-    def note_scales(self, spread: Tensor) -> None:
-        """Note the lowest and the highest scale among ranks that must agree."""
-        self._totals[_AT["scale_disagreement"]] |= (spread[0] != spread[1]).to(self._totals.device)
 
     def note_update(self, scale: Tensor, found_inf: Tensor, norm: Tensor | None) -> bool:
         """Note an update: a copy of the scale that the iteration used, its flag, its gradient norm if known.
@@ -175,14 +159,7 @@ class History:
         *counts, value = torch.cat((self._totals.double(), scale.detach().double().reshape(1))).tolist()
         known = {name: int(count) for name, count in zip(_COUNTED, counts, strict=True)}
         attempts = known.pop("attempts")
-        disagreement = bool(known.pop("scale_disagreement"))
-        return ScalerStats(
-            scale=value,
-            steps=attempts - known["skips"],
-            no_gradients=self.no_gradients,
-            scale_disagreement=disagreement,
-            **known,
-        )
+        return ScalerStats(scale=value, steps=attempts - known["skips"], no_gradients=self.no_gradients, **known)
 
     def to_dict(self, scale: Tensor) -> dict[str, int]:
         """The counts as plain integers for a checkpoint; rows are not kept. One host read."""

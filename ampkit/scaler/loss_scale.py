@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numbers
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
@@ -42,20 +42,21 @@ class ScaleState(NamedTuple):
     window_overflows: Tensor
 
 
+def number(given: Any, name: str, *, whole: bool = False) -> float:
+    """A real number, also in a one-element tensor, as Python's own; `TypeError` for anything else."""
+    value = given.item() if isinstance(given, Tensor) and given.numel() == 1 else given
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral if whole else numbers.Real):
+        raise TypeError(f"{name} is {value!r}; expected a {'whole ' * whole}number")
+    plain: Any = value
+    return plain if isinstance(plain, int | float) else int(plain) if whole else float(plain)
+
+
 def _to_python_numbers(strategy: DynamicLossScale | StaticLossScale) -> None:
     """Convert the fields to Python numbers; `TypeError` for one that is no number, or no integer where one is due."""
     for each in fields(strategy):
-        given = getattr(strategy, each.name)
-        if each.type == "str":
-            continue
-        value = given.item() if isinstance(given, Tensor) and given.numel() == 1 else given
-        convert: Callable[[Any], float] = int if each.type == "int" else float
-        wanted, what = (numbers.Integral, "a whole number") if convert is int else (numbers.Real, "a number")
-        if isinstance(value, bool) or not isinstance(value, wanted):
-            raise TypeError(f"{each.name} is {value!r}; expected {what}")
-        plain = value if isinstance(value, int | float) else convert(value)  # pyright: ignore[reportArgumentType]
-        if plain is not given:
-            object.__setattr__(strategy, each.name, plain)  # frozen to others
+        if each.type != "str":
+            value = number(getattr(strategy, each.name), each.name, whole=each.type == "int")
+            object.__setattr__(strategy, each.name, value)  # frozen to others
 
 
 @dataclass(frozen=True)
@@ -294,15 +295,12 @@ def from_dict(saved: Mapping[str, Any]) -> LossScale:
     if not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError(f"the saved loss scale is of kind {kind!r}; expected one of {sorted(_KINDS)}")
     cls = _KINDS[kind]
-    unknown = sorted(map(str, set(values) - {f.name for f in fields(cls)}))
-    if unknown:
+    expected = [field.name for field in fields(cls)]
+    if not set(expected) >= set(values) >= {field.name for field in fields(cls) if field.default is MISSING}:
         raise ValueError(
-            f"the saved loss scale ({kind}) has unknown fields {unknown}; expected "
-            f"{[f.name for f in fields(cls)]}: it may come from a newer ampkit"
+            f"the saved loss scale ({kind}) has the fields {sorted(map(str, values))}; expected {expected}: it may "
+            "come from a newer ampkit"
         )
-    missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in values]
-    if missing:
-        raise ValueError(f"the saved loss scale ({kind}) lacks {missing}; expected {[f.name for f in fields(cls)]}")
     return cls(**values)
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 import ampkit_kernels
-from ampkit.gradients.collect import collect
+from ampkit.gradients.collect import collect, places
 from ampkit.gradients.masters import masters_of
 from ampkit.torch_internals.autograd_graph import uses_of_leaves
 
@@ -44,9 +44,9 @@ class Counts(NamedTuple):
     def read(self) -> list[tuple[int, int]]:
         """The numbers of inf and of NaN for each gradient: one host read per device."""
         numbers = [(0, 0)] * len(self.gradients)
-        for places, counts in self.by_device:
-            for place, (inf, nan) in zip(places, counts.tolist(), strict=True):
-                numbers[place] = inf, nan
+        for rows, counts in self.by_device:
+            for row, (inf, nan) in zip(rows, counts.tolist(), strict=True):
+                numbers[row] = inf, nan
         return numbers
 
 
@@ -56,41 +56,16 @@ def count_nonfinite(optimizer: torch.optim.Optimizer) -> Counts:
     by_device: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
     masters = masters_of(optimizer)  # the model knows the names of its own parameters
     own = {} if masters is None else dict(zip(masters.masters(), masters.model_parameters(), strict=True))
-    for name, place, param in _parameters(optimizer):
+    for name, place, param in places(optimizer):
         if param.grad is None:
             continue
         for device, tensors in collect([param]).by_device.items():
-            places, local = by_device.setdefault(device, ([], []))
-            places.append(len(gradients))
+            rows, local = by_device.setdefault(device, ([], []))
+            rows.append(len(gradients))
             local.extend(tensors)
         gradients.append(Gradient(own.get(param, param), name, place, param.grad.dtype, param.grad.numel()))
-    counts = [
-        (places, ampkit_kernels.backend(local[0]).nonfinite_counts(local)) for places, local in by_device.values()
-    ]
+    counts = [(rows, ampkit_kernels.backend(local[0]).nonfinite_counts(local)) for rows, local in by_device.values()]
     return Counts(gradients, counts)
-
-
-def _parameters(optimizer: Any) -> Iterator[tuple[str | None, str, Tensor]]:
-    """The optimizer's parameters, with its names for them, if any, and their places."""
-    for g, group in enumerate(optimizer.param_groups):
-        names = group.get("param_names") or [None] * len(group["params"])
-        for i, (name, param) in enumerate(zip(names, group["params"], strict=True)):
-            yield name, f"group {g}, parameter {i}", param
-
-
-def fp16_refusal(optimizer: Any) -> str:
-    """The error for float16 gradients, with the names of their parameters."""
-    names = [
-        name or place
-        for name, place, param in _parameters(optimizer)
-        if param.grad is not None and param.grad.dtype is torch.float16
-    ]
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return (
-        f"Attempting to unscale FP16 gradients. Got float16 gradients of {shown}; expected float32 parameters: keep "
-        "them in float32 and let autocast cast, or pass GradScaler(allow_fp16=True) where the optimizer keeps float32 "
-        "master weights."
-    )
 
 
 # In which order

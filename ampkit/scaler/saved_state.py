@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import numbers
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
-
-from torch import Tensor
 
 from ampkit.scaler import loss_scale as scales
 from ampkit.scaler.history import COUNTS
@@ -19,7 +16,7 @@ TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_g
 OWN_KEY = "ampkit"
 COUNTERS = ScaleState._fields[2:]
 _VERSION = 1
-_INT64 = 2**63 - 1
+_PLAIN = DynamicLossScale()
 # Counting continues from these, in int32 and int64 on the device: half of the range, or float64's, leaves room.
 _MOST_IN_A_ROW = 2**30
 _MOST_IN_TOTAL = 2**53
@@ -55,86 +52,59 @@ def loadable(state_dict: Any, rule: LossScale) -> Loadable:
     missing = [key for key in TORCH_KEYS if key not in given]
     if missing:
         raise KeyError(f"the scaler's state dict has no {', '.join(map(repr, missing))}; expected {list(TORCH_KEYS)}")
-    own = _mapping(given.get(OWN_KEY, {}), f"the saved {OWN_KEY!r}")
-    _refuse_unknown(own, ("version", "loss_scale", "counters", "totals"), OWN_KEY)
+    own = _mapping(given.get(OWN_KEY, {}), OWN_KEY, ("version", "loss_scale", "counters", "totals"))
     version = own.get("version", _VERSION)
     if type(version) is not int or version != _VERSION:
         raise ValueError(f"the saved 'version' is {version!r}; expected {_VERSION}: a newer ampkit may have written it")
-    saved_rule = None
-    if "loss_scale" in own:
-        saved_rule = scales.from_dict(_mapping(own["loss_scale"], "the saved 'loss_scale'"))
-    saved_scale = number(given["scale"], "the saved scale")
-    plain = {
-        "growth_factor": number(given["growth_factor"], "the saved growth_factor"),
-        "backoff_factor": number(given["backoff_factor"], "the saved backoff_factor"),
-        "growth_interval": _whole(given["growth_interval"], "the saved growth_interval", -_INT64 - 1, _INT64),
-    }
-    tracker = _whole(given["_growth_tracker"], "the saved _growth_tracker", 0, _MOST_IN_A_ROW)
+    saved = scales.from_dict(_mapping(own["loss_scale"], "loss_scale")) if "loss_scale" in own else None
+    plain = {name: given[name] for name in TORCH_KEYS[1:4]}
+    base = saved if isinstance(saved, DynamicLossScale) else rule if isinstance(rule, DynamicLossScale) else _PLAIN
+    dynamic = replace(base, **plain)    # checks the three numbers, also where they are not used
+    saved_scale = usable_scale(given["scale"], "the saved scale")
+    tracker = _whole(given["_growth_tracker"], "_growth_tracker", _MOST_IN_A_ROW)
     counters = _counts(own.get("counters", {}), "counters", COUNTERS, _MOST_IN_A_ROW)
     totals = _counts(own.get("totals", {}), "totals", COUNTS, _MOST_IN_TOTAL)
     unknown = sorted(set(map(str, given)) - {*TORCH_KEYS, OWN_KEY})
     if unknown:
         warn_user(f"ignored unknown entries in the scaler's state dict: {unknown}")
-    rule = _with_saved_numbers(rule, saved_rule, plain)
+    if saved is not None and saved.kind != rule.kind:
+        warn_user(f"the checkpoint was saved with {saved}; this scaler keeps {rule}, as the script says")
+    elif isinstance(rule, DynamicLossScale):
+        rule = dynamic
+    elif saved is not None:
+        rule = saved
     scale = rule.init_scale
     if isinstance(rule, DynamicLossScale):
-        scale = min(max(usable_scale(saved_scale, "the saved scale"), rule.min_scale), rule.max_scale)
+        scale = min(max(saved_scale, rule.min_scale), rule.max_scale)
     return Loadable(rule, scale, tracker, counters, totals)
 
 
-def _with_saved_numbers(rule: LossScale, saved: LossScale | None, plain: dict[str, Any]) -> LossScale:
-    """This strategy with the saved numbers: torch's `plain` ones, and those of the `saved` strategy if there is one."""
-    if saved is not None and saved.kind != rule.kind:
-        warn_user(f"the checkpoint was saved with {saved}; this scaler keeps {rule}, as the script says")
-        return rule
-    if not isinstance(rule, DynamicLossScale):
-        return rule if saved is None else saved
-    return replace(saved if isinstance(saved, DynamicLossScale) else rule, **plain)
-
-
-def usable_scale(value: float, name: str) -> float:
-    """The value, if it can multiply losses. Raises `ValueError` where it cannot."""
-    if not (math.isfinite(value) and value > 0.0):
+def usable_scale(value: Any, name: str) -> float:
+    """The value, if it is a number that can multiply losses. Raises `TypeError` or `ValueError` where it is not."""
+    number = scales.number(value, name)
+    if not 0.0 < number <= sys.float_info.max:
         raise ValueError(f"{name} is {value}; expected a positive finite number: it multiplies every loss")
-    return value
+    return float(number)
 
 
-def number(value: Any, name: str) -> float:
-    """A real number, given as such or as a one-element tensor, as a float. Raises `TypeError` for anything else."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} is {value!r}; expected a number")
-    try:
-        return float(value)
-    except OverflowError:  # an integer beyond float64
-        return math.copysign(math.inf, bool(value > 0) - 0.5)  # pyright: ignore[reportOperatorIssue]
-
-
-def _whole(value: Any, name: str, least: int, most: int) -> int:
-    as_float = number(value, name)
-    exact = int(value) if math.isfinite(as_float) else None
-    if exact is None or exact != value or not least <= exact <= most:
-        raise ValueError(f"{name} is {value!r}; expected a whole number from {least} to {most}")
-    return exact
+def _whole(value: Any, name: str, most: int) -> int:
+    number = scales.number(value, f"the saved {name}")
+    if number != number or not 0 <= number <= most or number != int(number):
+        raise ValueError(f"the saved {name} is {value!r}; expected a whole number from 0 to {most}")
+    return int(number)
 
 
 def _counts(saved: Any, what: str, known: Collection[str], most: int) -> dict[str, int]:
-    counts = _mapping(saved, f"the saved {what!r}")
-    _refuse_unknown(counts, known, what)
-    return {name: _whole(value, f"the saved {name} of {what!r}", 0, most) for name, value in counts.items()}
+    return {name: _whole(value, f"{name} of {what!r}", most) for name, value in _mapping(saved, what, known).items()}
 
 
-def _mapping(value: Any, name: str) -> Mapping[Any, Any]:
+def _mapping(value: Any, name: str, known: Collection[str] | None = None) -> Mapping[Any, Any]:
     if not isinstance(value, Mapping):
-        raise TypeError(f"{name} is {value!r}; expected a dict, as GradScaler.state_dict() returns it")
-    return value
-
-
-def _refuse_unknown(given: Mapping[Any, Any], known: Collection[str], where: str) -> None:
-    unknown = sorted(map(str, set(given) - set(known)))
+        raise TypeError(f"the saved {name!r} is {value!r}; expected a dict, as GradScaler.state_dict() returns it")
+    unknown = [] if known is None else sorted(map(str, set(value) - set(known)))
     if unknown:
         raise ValueError(
-            f"the saved {where!r} has unknown entries {unknown}; expected {sorted(known)}: it may come from a newer "
-            "ampkit"
+            f"the saved {name!r} has unknown entries {unknown}; expected {sorted(known or ())}: it may come from a "
+            "newer ampkit"
         )
+    return value

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
@@ -42,6 +43,7 @@ class LastStep:
         skipped: whether the step was skipped, as far as the host knows; None: only the device knows.
         counts: inf and NaN in its gradients, None where they were not counted.
         idle_steps: steps without gradients so far; -1 once a step has found some.
+        takes_scaler: whether the optimizer's `step` takes the scaler itself; None: not looked at yet.
     """
 
     holds_shards: bool
@@ -49,6 +51,7 @@ class LastStep:
     skipped: bool | None = None
     counts: Counts | None = None
     idle_steps: int = 0
+    takes_scaler: bool | None = None
 
 
 @dataclass(eq=False)
@@ -60,10 +63,9 @@ class Notes:
         state: torch's record, a dict with "stage" and "found_inf_per_device". Other code may hold it.
         last_step: what lasts beyond the iteration.
         groups: process groups whose ranks must skip together.
-        scale_range: lowest and highest scale among these ranks, None if they have not been compared.
         clip_factor: what `step` has still to multiply gradients by, to unscale and clip them.
-        residual_inv_scale: the factor that still unscales a stepped optimizer's gradients; None if they are unscaled.
-        known_finite: the host has seen the flags clear.
+        residual: the factor that still unscales a stepped optimizer's gradients, and the flag without which the step
+            has unscaled them; None if they are unscaled.
         mark: set on the gradients that this optimizer has unscaled.
         versions: version counters of the marked gradients when the last backward pass began, by id.
     """
@@ -72,12 +74,19 @@ class Notes:
     state: dict[str, Any]
     last_step: LastStep
     groups: Sequence[Any] = ()
-    scale_range: Tensor | None = None
     clip_factor: Tensor | None = None
-    residual_inv_scale: Tensor | None = None
-    known_finite: bool = False
+    residual: tuple[Tensor, Tensor | None] | None = None
     mark: int = field(default_factory=_marks.__next__)
     versions: dict[int, int] | None = None
+
+
+    def residual_inv_scale(self) -> Tensor | None:
+        """The factor that unscales the gradients that the optimizer's step has left; None if they are unscaled."""
+        if self.residual is None:
+            return None
+        inv_scale, skipped = self.residual
+        # torch's fused kernels write the unscaled gradients back unless they skip
+        return inv_scale if skipped is None else torch.where(skipped != 0, inv_scale, 1.0)
 
 
 Part = tuple[list[Tensor], Notes | None]

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-import ampkit_kernels
 from ampkit.gradients import ranks
-from ampkit.gradients.collect import check_sums, collect
-from ampkit.gradients.transfer import moved
+from ampkit.gradients.collect import collect, unscale_
 from ampkit.scaler import saved_state
 from ampkit.scaler.grad_scaler import GradScaler
 from ampkit.scaler.shared_gradients import Notes
@@ -108,12 +106,10 @@ class ScaledGradients:
         gradients = collect([param for param in params if param not in done])
         done.update(params)
         groups += gradients.groups
-        for device, tensors in gradients.by_device.items():
+        for device in gradients.by_device:
             if device not in found:
                 found[device] = torch.zeros((), dtype=torch.float32, device=device)
-            factor = moved(inv_scale, device)
-            ampkit_kernels.backend(factor).unscale_(tensors, factor, found[device])
-        check_sums(gradients.duplicated, None, found)
+        unscale_(gradients, inv_scale, found)
         for param, held in self._set_aside.items():
             param.grad = held if param.grad is None else held + param.grad
         self._set_aside.clear()

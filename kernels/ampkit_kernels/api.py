@@ -284,9 +284,9 @@ def quantize(
     """`x` in FP8, and `x.T` in FP8, each by a scaling of its own; None for one that is not asked for.
 
     x: a matrix of float32, bfloat16 or float16, of any strides, not empty. A rowwise scale is one for each row of `x`,
-    or of `x.T`. No finite value is beyond FP8's range, and a group with an inf or a NaN has a NaN. Tensors that are traced
-    or distributed need "reference". Never synchronises. Moves 6 bytes per 16-bit element for both forms, 3 for rows
-    alone.
+    or of `x.T`. No finite value is beyond FP8's range, and a group with an inf or a NaN has a NaN. Tensors that are
+    traced or distributed need "reference". Never synchronises. Moves 6 bytes per 16-bit element for both forms, 3 for
+    rows alone.
 
     Raises ValueError for anything but such a matrix.
 

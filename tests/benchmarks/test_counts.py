@@ -13,10 +13,10 @@ BOUNDS = {
     "region": 14,                                           # 4
     "region, torch's list": 12,
     "x @ weight": 6,                                        # 0: it is C++
-    "scaler.step, torch's AdamW": 34,                       # 20
-    "scaler.update": 8,                                     # 3
-    "unscale, check and clip": 40,                          # 9
-    "ampkit.optim.AdamW.step beside torch's fused": 43,     # 6
+    "scaler.step, torch's AdamW": 33,                       # 20
+    "scaler.update": 7,                                     # 3
+    "unscale, check and clip": 34,                          # 9
+    "ampkit.optim.AdamW.step beside torch's fused": 21,     # 6
 }
 
 

@@ -78,7 +78,7 @@ def captured_operations_replay(device: torch.device) -> None:
     """The graph's tables are copied from memory that nothing else is given."""
     from ampkit_kernels.triton_ops import pointer_table
 
-    pointer_table.clear_tables()
+    pointer_table._kept = pointer_table._Kept()
     grads, flag = lists(device, torch.float32), torch.zeros((), device=device)
     inv = scalar(0.5, device)
 
@@ -99,7 +99,7 @@ def captured_operations_replay(device: torch.device) -> None:
     for i in range(4):
         # Whatever host and device memory the eager path used may be gone or rewritten by now.
         if i % 2:
-            pointer_table.clear_tables()
+            pointer_table._kept = pointer_table._Kept()
         with torch.cuda.stream(side):
             kernels.unscale_(lists(device, torch.float32, 1), inv, torch.zeros((), device=device))
         torch.cuda.synchronize(device)

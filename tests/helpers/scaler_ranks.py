@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import torch
@@ -245,21 +244,6 @@ def norm_over_stages(rank: int, world: int) -> dict[str, Any]:
         norm = scaler.clip_grad_norm_(torch.optim.SGD([param], lr=1.0), 1e9, order, process_group=dist.group.WORLD)
         out[order] = float(norm)
     return out
-
-
-def different_scales(rank: int, world: int) -> dict[str, Any]:
-    scaler = GradScaler("cpu", 2.0 ** (4 + rank), process_group=dist.group.WORLD)
-    param = nn.Parameter(torch.ones(1))
-    messages = []
-    for _ in range(2):
-        scaler.scale(torch.ones((), requires_grad=True))
-        param.grad = torch.ones(1)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            scaler.step(torch.optim.SGD([param], lr=1.0))
-        messages.extend(str(warning.message) for warning in caught)
-        scaler.update()
-    return {"messages": messages, "disagreement": scaler.stats().scale_disagreement}
 
 
 def closure_on_one_rank(rank: int, world: int) -> dict[str, Any]:

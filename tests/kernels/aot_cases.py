@@ -11,18 +11,7 @@ import triton
 import triton.language as tl
 
 from ampkit_kernels.configs import Config
-from ampkit_kernels.triton_ops import (
-    adamw,
-    cast,
-    counts,
-    float8,
-    multiply,
-    norm,
-    scale,
-    sgd,
-    unscale,
-    unscale_into,
-)
+from ampkit_kernels.triton_ops import adamw, counts, float8, norm, scale, sgd, unscale, unscale_into
 from tests.kernels.aot import Case
 
 SIZES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp64": 8}
@@ -43,7 +32,10 @@ def gradient_passes() -> Iterator[Case]:
     """unscale, norm, multiply, counts in every dtype; the rarer norms in those whose code differs most."""
     for name, size in SIZES.items():
         config = unscale.CONFIGS[size]
-        yield _case(f"unscale {name}", unscale.unscale_kernel, config, one_list(name), 80, 1, 1)
+        for checks, skips in ((True, False), (False, True), (False, False)) if name == "fp32" else ((True, False),):
+            constants = {**one_list(name), "CHECKS": checks, "SKIPS": skips}
+            label = f"{'unscale' if checks else 'multiply'} {name}{' or skip' * skips}"
+            yield _case(label, unscale.unscale_kernel, config, constants, 80, 1, 1)
         for order in (0, 1, 2) if name in ("fp32", "bf16") else (2,):
             constants = {**one_list(name), "ORDER": order}
             label = f"norm p={order or 'inf'} {name}"
@@ -51,10 +43,6 @@ def gradient_passes() -> Iterator[Case]:
             ceiling = 96 if size == 2 else 80
             fusion = {"enable_fp_fusion": order != 0}
             yield _case(label, norm.norm_kernel, norm.CONFIGS[size], constants, ceiling, 1, 0, fusion)
-        for checks in (True, False) if name == "fp32" else (True,):
-            constants = {**one_list(name), "HAS_FOUND_INF": checks}
-            label = f"multiply {name}{'' if checks else ' always'}"
-            yield _case(label, multiply.multiply_kernel, multiply.CONFIGS[size], constants, 64, 1, 1)
         yield _case(f"counts {name}", counts.count_kernel, counts.CONFIG, one_list(name), 112, 1, 0)
 
 
@@ -65,9 +53,13 @@ def casts() -> Iterator[Case]:
     pairs += [("fp16", "bf16", True), ("bf16", "fp16", True), ("fp64", "bf16", True), ("fp32", "fp32", True)]
     pairs += [("fp32", "fp16", False), ("bf16", "fp32", False)]
     for source, destination, aligned in pairs:
-        constants = {"SOURCE": DTYPES[source], "DESTINATION": DTYPES[destination], "ALIGNED": aligned}
+        constants = {
+            "SOURCE": DTYPES[source], "DESTINATION": DTYPES[destination], "ACC": DTYPES[source], "SCALES": False,
+            "ACCUMULATE": False, "ALIGNED": aligned,
+        }
         label = f"cast {source} to {destination}{'' if aligned else ' unaligned'}"
-        yield _case(label, cast.cast_kernel, cast.CONFIG, constants, 96, int(aligned), int(aligned))
+        kernel, wide = unscale_into.unscale_into_kernel, int(aligned)
+        yield _case(label, kernel, unscale_into.CONFIG, constants, 96, wide, wide)
 
 
 def unscales_into() -> Iterator[Case]:
@@ -75,8 +67,8 @@ def unscales_into() -> Iterator[Case]:
     for source in ("fp16", "bf16", "fp32"):
         for accumulate, aligned in ((False, True), (True, True), (False, False), (True, False)):
             constants = {
-                "SOURCE": DTYPES[source], "DESTINATION": tl.float32, "ACC": tl.float32, "ACCUMULATE": accumulate,
-                "ALIGNED": aligned,
+                "SOURCE": DTYPES[source], "DESTINATION": tl.float32, "ACC": tl.float32, "SCALES": True,
+                "ACCUMULATE": accumulate, "ALIGNED": aligned,
             }
             label = f"unscale_into {source}{' adding' * accumulate}{'' if aligned else ' unaligned'}"
             config = unscale_into.CONFIG_ADDING if accumulate else unscale_into.CONFIG
@@ -120,36 +112,26 @@ def adamw_steps() -> Iterator[Case]:
 
 
 def sgd_steps() -> Iterator[Case]:
-    """SGD with and without momentum, nesterov, decay, copies, alignment."""
-    for grad, momentum, nesterov, decay, copy, aligned in (
-        ("fp32", True, False, True, None, True),
-        ("fp16", True, True, True, None, True),
-        ("fp32", False, False, False, None, True),
-        ("fp32", True, False, True, "bf16", True),
-        ("fp32", True, False, True, None, False),
+    """SGD with and without momentum, nesterov, decay, copies, alignment, device scalars; in one dtype throughout."""
+    flags = ("HAS_LR", "HAS_MULTIPLIER", "HAS_GRAD_SCALE", "HAS_FOUND_INF", "MAXIMIZE")
+    for param, grad, momentum, nesterov, decay, copy, aligned, several in (
+        ("fp32", "fp32", True, False, True, None, True, True),
+        ("fp32", "fp16", True, True, True, None, True, True),
+        ("fp32", "fp32", False, False, False, None, True, True),
+        ("fp32", "fp32", True, False, True, "bf16", True, True),
+        ("fp32", "fp32", True, False, True, None, False, True),
+        *((name, name, True, False, True, None, True, False) for name in ("fp16", "bf16", "fp64")),
     ):
         constants = {
-            "PARAM": tl.float32, "GRAD": DTYPES[grad], "MOMENT": tl.float32, "COPY_TO": DTYPES[copy or "fp32"],
-            "ACC": tl.float32, "MOMENTUM": momentum, "NESTEROV": nesterov, "DECAY": decay, "COPY": copy is not None,
-            "HAS_FOUND_INF": True, "ALIGNED": aligned,
+            "PARAM": DTYPES[param], "GRAD": DTYPES[grad], "MOMENT": DTYPES[param], "COPY_TO": DTYPES[copy or param],
+            "ACC": tl.float64 if param == "fp64" else tl.float32, "MOMENTUM": momentum, "NESTEROV": nesterov,
+            "DECAY": decay, "COPY": copy is not None, "ALIGNED": aligned, **dict.fromkeys(flags, several),
         }
-        label = (
-            f"sgd g={grad}{' momentum' * momentum}{' nesterov' * nesterov}{f' copy={copy}' if copy else ''}"
-        )
+        label = f"sgd {param} g={grad}{' momentum' * momentum}{' nesterov' * nesterov}{f' copy={copy}' if copy else ''}"
         label += "" if aligned else " unaligned"
         wide = 1 + momentum if aligned else 0
-        yield _case(label, sgd.sgd_kernel, sgd.CONFIGS[4], constants, 64, wide, wide, lists_read=2 + momentum)
-    for name in ("fp16", "bf16", "fp64"):  # one dtype throughout, without a scaler
-        kind, acc = DTYPES[name], tl.float64 if name == "fp64" else tl.float32
-        constants = {
-            "PARAM": kind, "GRAD": kind, "MOMENT": kind, "COPY_TO": kind, "ACC": acc, "MOMENTUM": True,
-            "NESTEROV": False, "DECAY": True, "COPY": False, "HAS_FOUND_INF": False, "ALIGNED": True,
-        }
-        config = sgd.CONFIGS[8 if name == "fp64" else 4]
-        yield _case(f"sgd {name}", sgd.sgd_kernel, config, constants, 64, 2, 2, lists_read=3)
-    flags = ("HAS_STARTED", "HAS_LR", "HAS_MULTIPLIER", "HAS_GRAD_SCALE", "HAS_FOUND_INF", "MAXIMIZE")
-    constants = {**dict.fromkeys(flags, True), "BLOCK": 128}
-    yield Case("sgd prepare", sgd.prepare_kernel, constants, 4, 64)
+        config = sgd.CONFIGS[8 if param == "fp64" else 4]
+        yield _case(label, sgd.sgd_kernel, config, constants, 64, wide, wide, lists_read=2 + momentum)
 
 
 def small_kernels() -> Iterator[Case]:
@@ -161,7 +143,7 @@ def small_kernels() -> Iterator[Case]:
                 constants = {"ORDER": order, "CLIPS": clips, "BLOCK": 1024}
                 yield Case(label, norm.finish_kernel, constants, 4, 64, types={"result_ptr": f"*{result}"})
     yield Case("inverse scale", scale.inverse_kernel, {}, 1, 32)
-    counters = dict.fromkeys(("tracker_ptr", "left_ptr", "updates_ptr", "overflows_ptr"), "*i32")
+    counters: dict[str, str] = dict.fromkeys(("tracker_ptr", "left_ptr", "updates_ptr", "overflows_ptr"), "*i32")
     for counted, clean in ((False, False), (True, False), (True, True)):
         constants = {"COUNTS": counted, "REFILLS_WHEN_CLEAN": clean}
         yield Case(f"update scale {counted} {clean}", scale.update_kernel, constants, 1, 64, types=counters)

@@ -1,7 +1,7 @@
 """Kernel tests run in Triton's interpreter, with blocks and chunks small enough to be crossed often."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -17,22 +17,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Config], None]]:
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config], None]:
     """Run `impl="triton"` on CPU tensors with small launches; the value changes the launch parameters."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs TRITON_INTERPRET=1")
-    from ampkit_kernels.triton_ops import adamw, cast, counts, multiply, norm, pointer_table, sgd, unscale, unscale_into
+    from ampkit_kernels.triton_ops import adamw, counts, norm, pointer_table, sgd, unscale, unscale_into
 
     def use(config: Config) -> None:
-        for module in (unscale, norm, multiply):
+        for module in (unscale, norm):
             monkeypatch.setattr(module, "CONFIGS", dict.fromkeys((8, 4, 2), config))
         for module in (adamw, sgd):
             monkeypatch.setattr(module, "CONFIGS", dict.fromkeys((8, 4), config))
-        for module in (counts, cast, unscale_into):
+        for module in (counts, unscale_into):
             monkeypatch.setattr(module, "CONFIG", config)
         monkeypatch.setattr(unscale_into, "CONFIG_ADDING", config)
 
     use(SMALL)
-    pointer_table.clear_tables()
-    yield use
-    pointer_table.clear_tables()
+    monkeypatch.setattr(pointer_table, "_kept", pointer_table._Kept())
+    return use

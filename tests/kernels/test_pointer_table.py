@@ -17,8 +17,8 @@ SMALL = Config(block=16, chunk=64)
 
 
 @pytest.fixture(autouse=True)
-def _fresh() -> None:
-    tables.clear_tables()
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "_kept", tables._Kept())
 
 
 def entries(blocks) -> list[tuple[int, int]]:
@@ -109,12 +109,6 @@ def test_only_the_lists_that_moved_are_sent_again(monkeypatch: pytest.MonkeyPatc
         assert tables.table_for(lists, SMALL) is table
         assert table.addresses.tolist() == [t.data_ptr() for tensors in lists for t in tensors]
     assert sent[1:] == [2, 2, 8]
-
-
-def test_sections_keep_one_alignment() -> None:
-    for n in (1, 2, 3):
-        table = tables.table_for([[torch.zeros(5) for _ in range(n)]], SMALL)
-        assert {part.data_ptr() % 16 for part in (table.addresses, table.numels, table.blocks)} == {0}
 
 
 def test_threads_do_not_share_a_table() -> None:

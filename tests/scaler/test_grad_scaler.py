@@ -109,19 +109,6 @@ def test_what_is_no_tensor_is_refused(cls, outputs) -> None:
         started(cls).scale(outputs)
 
 
-def test_a_detached_loss_warns_once_and_says_why() -> None:
-    scaler = GradScaler("cpu")
-    with pytest.warns(UserWarning, match=r"does not require grad.*torch\.tensor\(\)") as caught:
-        scaler.scale(torch.tensor(1.0))
-    assert caught[0].filename == __file__
-    scaler.scale(torch.tensor(1.0))
-    with pytest.warns(UserWarning, match="does not require grad"):
-        GradScaler("cpu").scale([torch.tensor(1.0)])
-    with torch.no_grad():
-        GradScaler("cpu").scale(torch.tensor(1.0))  # no backward can follow
-    GradScaler("cpu").scale([torch.tensor(1.0), torch.tensor(1.0, requires_grad=True)])
-
-
 # The order of calls
 
 

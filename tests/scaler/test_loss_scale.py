@@ -128,7 +128,7 @@ def test_scaler_advances_in_place_as_the_pure_rule_says(flags, rule) -> None:
     expected = rule.init("cpu")
     tensors = [scaler._scale, scaler._growth_tracker, *scaler._counters]
     for flag in flags:
-        scaler._advance(*tensors[:2], torch.tensor(flag))
+        scaler._advance(torch.tensor(flag))
         expected = rule.next_state(expected, torch.tensor(flag))
         live = ScaleState(scaler._scale, scaler._growth_tracker, *scaler._counters)
         names = ScaleState._fields[: 2 if rule.is_plain else None]  # a plain rule needs no other counters
@@ -169,7 +169,7 @@ def test_strategies_travel_as_plain_values(rule) -> None:
     saved = to_dict(rule)
     assert all(type(value) in (str, int, float) for value in saved.values())
     assert from_dict(saved) == rule
-    with pytest.raises(ValueError, match=r"unknown fields \['speed'\]"):
+    with pytest.raises(ValueError, match=r"has the fields .*'speed'"):
         from_dict({**saved, "speed": 1})
 
 

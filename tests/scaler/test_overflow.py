@@ -49,7 +49,6 @@ def test_the_offending_parameters_are_named_and_counted_as_backward_meets_them(m
         "  2.bias: 2 inf, 0 NaN of 2 (float32)",
         "  behind it 1 more: 0.weight",
     ]
-    assert (scaler.stats().inf_values, scaler.stats().nan_values) == (2, 1)
 
 
 def test_the_report_stays_when_gradients_are_gone_and_training_goes_on() -> None:
@@ -119,7 +118,6 @@ def test_on_an_accelerator_the_gradients_are_examined_when_asked(monkeypatch) ->
         scaler.step(optimizer)
         scaler.update()
     assert reads == []
-    assert scaler.stats().inf_values == 0
     assert [c.name for c in scaler.overflow_report()] == ["w"]
     assert not scaler.stepped(optimizer)
     param.grad = None
@@ -134,7 +132,6 @@ def test_on_an_accelerator_the_gradients_are_examined_when_asked(monkeypatch) ->
     assert reads == []
     other.grad = None
     assert [c.name for c in eager.overflow_report()] == ["v"]
-    assert eager.stats().nan_values == 1
 
 
 class TestStuck:

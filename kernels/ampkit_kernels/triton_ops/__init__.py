@@ -7,15 +7,13 @@ numbers; on the CPU there are none to save, so `reference` has no counterparts.
 """
 
 from .adamw import adamw_
-from .cast import cast_
 from .counts import nonfinite_counts
 from .float8 import quantize
-from .multiply import multiply_
 from .norm import KERNEL_NORMS, norm_and_check, norm_and_clip_factor
 from .scale import inverse_scale, tally_update_, update_scale_
 from .sgd import sgd_
-from .unscale import unscale_
-from .unscale_into import unscale_into_
+from .unscale import multiply_, unscale_
+from .unscale_into import cast_, unscale_into_
 
 __all__ = [
     "KERNEL_NORMS", "adamw_", "cast_", "inverse_scale", "multiply_", "nonfinite_counts", "norm_and_check",

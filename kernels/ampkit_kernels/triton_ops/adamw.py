@@ -33,14 +33,15 @@ from .. import reference
 from ..configs import Config, resident_programs
 from ..step_cache import StepCache
 from .chunks import chunk_extent, list_pointer, load_block, store_block
-from .launch import entry, flat_rows, pick
-from .steps import Rows, fill, prepare, rows_of
+from .launch import entry, on_device
+from .steps import Rows, rate_and_factor, run_step, scalars
 
 CONFIGS = {
     8: Config(block=512, chunk=32768, programs_per_multiprocessor=resident_programs(72, 8)),
     4: Config(block=1024, chunk=32768),
 }  # by bytes of the arithmetic
 N_COEFFICIENTS = 8
+_BLOCK = 128     # rows of coefficients that a program computes
 
 
 @triton.jit
@@ -76,18 +77,10 @@ def prepare_kernel(addresses, coefficients_ptr, n, lr_ptr, lr: tl.float64, beta1
         step = tl.load(step_ptr, mask=mask, other=0.0) + 1.0
         tl.store(step_ptr, step, mask=mask)
         one = tl.full((BLOCK,), 1.0, tl.float64)
-        rate = one * lr
-        if HAS_LR:
-            rate = one * tl.load(lr_ptr).to(tl.float64)
         count = step.to(tl.int32)
-        factor = one
-        if HAS_MULTIPLIER:
-            factor = factor * tl.load(multiplier_ptr).to(tl.float64)
-        if HAS_GRAD_SCALE:
-            inverse = (one / tl.load(grad_scale_ptr).to(tl.float64)).to(tl.float32)
-            factor = factor * inverse.to(tl.float64)
-        if MAXIMIZE:
-            factor = -factor
+        rate, factor = rate_and_factor(
+            one, lr_ptr, lr, multiplier_ptr, grad_scale_ptr, HAS_LR, HAS_MULTIPLIER, HAS_GRAD_SCALE, MAXIMIZE
+        )
         row = coefficients_ptr + lanes * 8
         dtype = coefficients_ptr.dtype.element_ty
         tl.store(row, (rate / (1.0 - integer_power(beta1, count))).to(dtype), mask=mask)
@@ -193,29 +186,16 @@ def adamw_(
     **options: Any,
 ) -> None:
     """Launch both kernels per combination of dtypes; see the module's docstring. `options` are those of `_launch`."""
-    lists = [params, grads, exp_avgs, exp_avg_sqs]
-    lists += [max_exp_avg_sqs] if amsgrad else []
-    lists += [] if copies is None else [copies]
-    configs = CONFIGS if config is None else dict.fromkeys(CONFIGS, config)
-    flat, other, empty = flat_rows(*lists)
-    if other or empty:
-        rest = [*other, *empty]
-        reference.adamw_(
-            pick(params, rest), pick(grads, rest), pick(exp_avgs, rest), pick(exp_avg_sqs, rest),
-            pick(max_exp_avg_sqs, rest) if amsgrad else (), pick(steps, rest), amsgrad=amsgrad,
-            copies=None if copies is None else pick(copies, rest), **options,
-        )
-        if not flat:
-            return
-    launch = partial(_launch, amsgrad=amsgrad, copy=copies is not None)
-    found = rows_of(
-        [pick(tensors, flat) for tensors in lists], pick(steps, flat), configs, N_COEFFICIENTS,
-        own_tables=cache is not None and len(flat) == len(params),
+    lists = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
+    if amsgrad:
+        lists["max_exp_avg_sqs"] = max_exp_avg_sqs
+    if copies is not None:
+        lists["copies"] = copies
+    run_step(
+        lists, steps, partial(_launch, amsgrad=amsgrad, copy=copies is not None),
+        partial(reference.adamw_, max_exp_avg_sqs=(), amsgrad=amsgrad),
+        CONFIGS if config is None else dict.fromkeys(CONFIGS, config), N_COEFFICIENTS, cache, options,
     )
-    for rows in found:
-        launch(rows, **options)
-    if cache is not None and len(flat) == len(params):
-        fill(cache, lists, steps, found, launch)
 
 
 def _launch(
@@ -234,11 +214,12 @@ def _launch(
     found_inf: Tensor | None = None,
 ) -> None:
     table, coefficients = rows.table, rows.coefficients
-    prepare(
-        prepare_kernel, table.device, table.n_tensors, coefficients, lr, multiplier, grad_scale, found_inf,
-        addresses=table.addresses, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, MAXIMIZE=maximize,
-        STEPS_COLUMN=rows.steps_column,
-    )
+    with on_device(table.device):
+        prepare_kernel[(-(-table.n_tensors // _BLOCK),)](
+            table.addresses, coefficients, table.n_tensors, beta1=beta1, beta2=beta2, eps=eps,
+            weight_decay=weight_decay, **scalars(coefficients, lr, multiplier, grad_scale, found_inf),
+            MAXIMIZE=maximize, STEPS_COLUMN=rows.steps_column, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False,
+        )
     table.launch(
         adamw_kernel, table.n_tensors, coefficients, coefficients if found_inf is None else found_inf,
         AMSGRAD=amsgrad, COPY=copy, LERP_FROM_END=1 - beta1 >= 0.5, HAS_FOUND_INF=found_inf is not None,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import reference
 from ..configs import Config, resident_programs
-from .chunks import chunk_bounds
+from .chunks import chunk_bounds, load_block
 from .launch import entry, flat_rows, one_list, pick
 from .pointer_table import table_for
 
@@ -25,11 +25,8 @@ CONFIG = Config(block=4096, programs_per_multiprocessor=resident_programs(112, 8
 
 
 @triton.jit
-def _count_block(p, mask, n_inf, n_nan, ACC: tl.constexpr, MASKED: tl.constexpr):
-    if MASKED:
-        x = tl.load(p, mask=mask, other=0.0).to(ACC)
-    else:
-        x = tl.load(p).to(ACC)
+def _count_block(p, o, mask, n_inf, n_nan, ACC: tl.constexpr, MASKED: tl.constexpr):
+    x = load_block(p, o, mask, ACC, MASKED)
     return n_inf + (tl.abs(x) == float("inf")).to(tl.int32), n_nan + (x != x).to(tl.int32)
 
 
@@ -45,14 +42,14 @@ def count_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, counts, 
         n_full = high // BLOCK
         i = 0
         if low > 0:
-            n_inf, n_nan = _count_block(p + lanes, (lanes >= low) & (lanes < high), n_inf, n_nan, ACC, True)
+            n_inf, n_nan = _count_block(p, lanes, (lanes >= low) & (lanes < high), n_inf, n_nan, ACC, True)
             i = 1
         while i < n_full:
-            n_inf, n_nan = _count_block(p + i * BLOCK + lanes, None, n_inf, n_nan, ACC, False)
+            n_inf, n_nan = _count_block(p, i * BLOCK + lanes, None, n_inf, n_nan, ACC, False)
             i += 1
         if i * BLOCK < high:
             tail = i * BLOCK + lanes
-            n_inf, n_nan = _count_block(p + tail, tail < high, n_inf, n_nan, ACC, True)
+            n_inf, n_nan = _count_block(p, tail, tail < high, n_inf, n_nan, ACC, True)
         row = counts + (tl.load(blocks + b) & 0xFFFFFFFF) * 2
         infs = tl.sum(n_inf, axis=0)
         nans = tl.sum(n_nan, axis=0)
@@ -64,21 +61,18 @@ def count_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, counts, 
 
 
 def nonfinite_counts(grads: Sequence[Tensor], config: Config | None = None) -> Tensor:
-    """Launch `count_kernel` once per dtype; see the module's docstring."""
+    """Launch `count_kernel` once per dtype of at least one gradient; see the module's docstring."""
     flat, other, _ = flat_rows(grads)
     rows_of: dict[torch.dtype, list[int]] = {}
     for i in flat:
         rows_of.setdefault(grads[i].dtype, []).append(i)
-    result = torch.zeros((len(grads), 2), dtype=torch.int64, device=grads[0].device) if grads else torch.empty(
-        (0, 2), dtype=torch.int64, device="cpu")
+    found = [torch.zeros(2, dtype=torch.int64, device=grads[0].device)] * len(grads)     # of those without elements
     parts = [(other, reference.nonfinite_counts(pick(grads, other)))] if other else []
     for dtype, rows in rows_of.items():
-        part = result if len(rows) == len(grads) else torch.zeros_like(result[: len(rows)])
-        table = table_for([pick(grads, rows)], config or CONFIG)
-        table.launch(count_kernel, part, **one_list(dtype))
-        parts.append((rows, part))
-    for rows, part in parts:
-        if part is not result:
-            for row, i in enumerate(rows):
-                result[i] = part[row]
-    return result
+        counts = torch.zeros((len(rows), 2), dtype=torch.int64, device=grads[0].device)
+        table_for([pick(grads, rows)], config or CONFIG).launch(count_kernel, counts, **one_list(dtype))
+        parts.append((rows, counts))
+    for rows, counts in parts:
+        for i, row in zip(rows, counts.unbind(), strict=True):
+            found[i] = row
+    return torch.stack(found)

@@ -169,17 +169,6 @@ class _Kept(threading.local):
 _kept = _Kept()
 
 
-def clear_tables() -> None:
-    """Drop every table that this thread keeps."""
-    _kept.tables.clear()
-    _kept.n_bytes = 0
-
-
-def _padded(n: int) -> int:
-    """Rounded up to whole 16-byte units, so that sections of one buffer are equally aligned."""
-    return n + n % 2
-
-
 @torch.inference_mode(False)
 def new_table(lists: Sequence[Sequence[Tensor]], config: Config) -> Table:
     """A table for these lists that no other launch uses, sent in one copy.
@@ -192,11 +181,7 @@ def new_table(lists: Sequence[Sequence[Tensor]], config: Config) -> Table:
     chunk = chunk_length(sum(numels), config, full)
     cut = block_map(numels, chunk)
     n, n_addresses = len(numels), len(columns) * len(numels)
-    start = _padded(n_addresses)
-    values = np.zeros(start + _padded(n) + len(cut), dtype=np.int64)
-    values[:n_addresses] = np.array(columns, dtype=np.int64).ravel()
-    values[start : start + n] = numels
-    values[start + _padded(n) :] = cut
+    values = np.concatenate([np.array([*columns, numels], dtype=np.int64).ravel(), cut])
     memory = torch.empty(len(values), dtype=torch.int64, device=device)
     if device.type == "cuda" and not is_capturing(device):
         graph_memory.make_room(CAPTURED_TABLES * len(values))
@@ -204,8 +189,8 @@ def new_table(lists: Sequence[Sequence[Tensor]], config: Config) -> Table:
     return Table(
         device=device,
         addresses=memory[:n_addresses],
-        numels=memory[start : start + n],
-        blocks=memory[start + _padded(n) :],
+        numels=memory[n_addresses : n_addresses + n],
+        blocks=memory[n_addresses + n :],
         n_tensors=n,
         n_blocks=len(cut),
         chunk=chunk,

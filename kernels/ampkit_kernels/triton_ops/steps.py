@@ -1,9 +1,4 @@
-"""What the optimizers' launchers share: rows that one launch steps, their coefficients, the cache of a step's launches.
-
-Hyperparameters reach a kernel as one row of coefficients per tensor. A small kernel per optimizer (`prepare_kernel`)
-computes the rows in float64, from kernel arguments and from optional device scalars: a learning rate, factors on the
-gradient, `found_inf`.
-"""
+"""What the optimizers' launchers share: rows that one launch steps, device scalars, the cache of a step's launches."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,20 +6,19 @@ from functools import partial
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..configs import Config
 from ..step_cache import Launch, StepCache
-from .launch import TRITON_DTYPES, accumulator, groups, on_device, pick
+from .launch import TRITON_DTYPES, accumulator, flat_rows, groups, pick
 from .pointer_table import Table, new_table, table_for
-
-_BLOCK = 128     # rows of coefficients that a program computes
 
 
 @dataclass
 class Rows:
-    """Rows of parallel lists that one launch steps: their table, a row of coefficients for each, constants.
+    """Rows of parallel lists that one launch steps: their table, room for coefficients of each, constants.
 
     `steps_column` is where the table has the step counts, if it has any.
     """
@@ -36,18 +30,50 @@ class Rows:
     steps_column: int
 
 
-def rows_of(
-    lists: Sequence[Sequence[Tensor]],
+def run_step(
+    lists: Mapping[str, Sequence[Tensor]],
     steps: Sequence[Tensor],
+    launch: Callable[..., None],
+    fallback: Callable[..., None],
     configs: Mapping[int, Config],
     n_coefficients: int,
-    *,
-    own_tables: bool = False,
-) -> list[Rows]:
-    """Parallel lists (parameters, gradients, at most three of state, copies) cut into launches.
+    cache: StepCache | None,
+    options: Mapping[str, Any],
+) -> None:
+    """One optimizer step over parallel lists: parameters, gradients, at most three of state, copies, in this order.
 
-    `steps` goes into the table as its last column, unless it is empty. Tables are the thread's, or with `own_tables`
-    new ones. The constants name the dtypes of columns 0, 1, 2 and the last.
+    `launch` takes `Rows` and options, `fallback` lists by name, steps and options, for the rows that no kernel can
+    address. The cache is filled where there are none of those.
+    """
+    flat, other, empty = flat_rows(*lists.values())
+    rest = [*other, *empty]
+    if rest:
+        cache = None
+        parts = {name: pick(tensors, rest) for name, tensors in lists.items()}
+        fallback(**parts, **({"steps": pick(steps, rest)} if steps else {}), **options)
+        if not flat:
+            return
+    counted = pick(steps, flat) if steps else ()
+    found = _rows_of([pick(tensors, flat) for tensors in lists.values()], counted, configs, n_coefficients, cache)
+    for rows in found:
+        launch(rows, **options)
+    if cache is not None:
+        everything, n = list(lists.values()), len(flat)
+        launches = [
+            Launch(rows.table, None if len(rows.indices) == n else rows.indices, partial(launch, rows))
+            for rows in found
+        ]
+        cache.fill([*everything, steps] if steps else everything, len(everything), launches)
+
+
+def _rows_of(
+    lists: Sequence[Sequence[Tensor]], steps: Sequence[Tensor], configs: Mapping[int, Config], n_coefficients: int,
+    cache: StepCache | None,
+) -> list[Rows]:
+    """The lists cut into launches. A cache has tables of its own; without one they are the thread's.
+
+    `steps` goes into the table as its last column, unless it is empty. The constants name the dtypes of columns 0, 1, 2
+    and the last.
     """
     found = []
     for parts, indices, aligned in groups(*lists):
@@ -60,45 +86,39 @@ def rows_of(
         columns = [*parts, pick(steps, indices)] if steps else parts
         config = configs[8 if acc is tl.float64 else 4]
         # Every table is made before the first launch: no two of them may be one, so alignment tells them apart.
-        table = new_table(columns, config) if own_tables else table_for(columns, config, aligned=aligned)
+        table = table_for(columns, config, aligned=aligned) if cache is None else new_table(columns, config)
         dtype = torch.float64 if acc is tl.float64 else torch.float32
         coefficients = torch.empty((table.n_tensors, n_coefficients), dtype=dtype, device=table.device)
         found.append(Rows(table, coefficients, constants, indices, len(parts)))
     return found
 
 
-def fill(
-    cache: StepCache, lists: Sequence[Sequence[Tensor]], steps: Sequence[Tensor], rows: Sequence[Rows],
-    launch: Callable[..., None],
-) -> None:
-    """Keep a step over all rows of these lists; `launch` takes one of the `rows`, and options."""
-    n = len(lists[0])
-    launches = [Launch(one.table, None if len(one.indices) == n else one.indices, partial(launch, one)) for one in rows]
-    cache.fill([*lists, steps] if steps else lists, len(lists), launches)
+@triton.jit
+def rate_and_factor(one, lr_ptr, lr, multiplier_ptr, grad_scale_ptr, HAS_LR: tl.constexpr, HAS_MULTIPLIER: tl.constexpr,
+                    HAS_GRAD_SCALE: tl.constexpr, MAXIMIZE: tl.constexpr):
+    """The learning rate and the factor on gradients, as `one` times a number."""
+    rate = one * lr
+    if HAS_LR:
+        rate = one * tl.load(lr_ptr).to(tl.float64)
+    factor = one
+    if HAS_MULTIPLIER:
+        factor = factor * tl.load(multiplier_ptr).to(tl.float64)
+    if HAS_GRAD_SCALE:
+        inverse = (one / tl.load(grad_scale_ptr).to(tl.float64)).to(tl.float32)
+        factor = factor * inverse.to(tl.float64)
+    if MAXIMIZE:
+        factor = -factor
+    return rate, factor
 
 
-def prepare(
-    kernel: Any,
-    device: torch.device,
-    n: int,
-    coefficients: Tensor,
-    lr: float | Tensor,
-    multiplier: Tensor | None,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    **arguments: Any,
-) -> None:
-    """Launch a `prepare_kernel` for `n` rows of coefficients, with the arguments that all of them share, and others.
-
-    The pointer of a scalar that is absent is not read.
-    """
+def scalars(
+    unused: Tensor, lr: float | Tensor, multiplier: Tensor | None, grad_scale: Tensor | None, found_inf: Tensor | None
+) -> dict[str, Any]:
+    """The arguments of a kernel for what an optimizer may be given as a device scalar; `unused` where there is none."""
     lr_is_tensor = isinstance(lr, Tensor)
-    with on_device(device):
-        kernel[(-(-n // _BLOCK),)](
-            coefficients_ptr=coefficients, n=n,
-            lr_ptr=lr if lr_is_tensor else coefficients, lr=0.0 if lr_is_tensor else lr, HAS_LR=lr_is_tensor,
-            multiplier_ptr=coefficients if multiplier is None else multiplier, HAS_MULTIPLIER=multiplier is not None,
-            grad_scale_ptr=coefficients if grad_scale is None else grad_scale, HAS_GRAD_SCALE=grad_scale is not None,
-            found_inf_ptr=coefficients if found_inf is None else found_inf, HAS_FOUND_INF=found_inf is not None,
-            **arguments, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False,
-        )
+    return {
+        "lr_ptr": lr if lr_is_tensor else unused, "lr": 0.0 if lr_is_tensor else lr, "HAS_LR": lr_is_tensor,
+        "multiplier_ptr": unused if multiplier is None else multiplier, "HAS_MULTIPLIER": multiplier is not None,
+        "grad_scale_ptr": unused if grad_scale is None else grad_scale, "HAS_GRAD_SCALE": grad_scale is not None,
+        "found_inf_ptr": unused if found_inf is None else found_inf, "HAS_FOUND_INF": found_inf is not None,
+    }

@@ -1,15 +1,15 @@
-"""unscale_into_: d <- s * inv_scale, or d <- d + s * inv_scale, in d's dtype; found_inf as in unscale_.
+"""unscale_into_: d <- s * inv_scale, or d <- d + s * inv_scale, found_inf as in unscale_; and cast_: d <- s.
 
-Half gradients become float32 gradients of master weights, unscaled and checked, in one launch per pair of
-dtypes (two where addresses differ in alignment).
+Half gradients become float32 gradients of master weights, unscaled and checked, and masters become half copies, in one
+launch per pair of dtypes (two where addresses differ in alignment).
 
-Contract. sources, destinations: dense CUDA tensors of float dtypes, equal shapes and strides pairwise, none
-empty, no memory in common. inv_scale, found_inf: one float32 element each. found_inf is set to 1.0, never
-cleared, where the product, as the destination's dtype holds it, is not finite; the sum is not checked.
-Arithmetic in float32 (float64 where a list is float64), product and sum rounded once each. Does not
-synchronise.
+Contract. sources, destinations: dense CUDA tensors of float dtypes, equal shapes and strides pairwise, none empty;
+those of `unscale_into_` share no memory. inv_scale, found_inf: one float32 element each. found_inf is set to 1.0, never
+cleared, where the product, as the destination's dtype holds it, is not finite; the sum is not checked. Arithmetic in
+float32 (float64 where a list is float64), product and sum rounded once each. A cast rounds to nearest even; float64
+goes to half precision through float32 as PyTorch's copy does. Neither synchronises.
 
-Bytes per element: one read, one write (6 for float16 to float32), one read more where it accumulates.
+Bytes per element: one read, one write (6 between float32 and float16), one read more where it accumulates.
 """
 
 from collections.abc import Sequence
@@ -31,22 +31,28 @@ CONFIG_ADDING = Config(block=4096, programs_per_multiprocessor=resident_programs
 
 @triton.jit
 def _unscale_into_block(source, destination, o, mask, inv_scale, bad, DESTINATION: tl.constexpr, ACC: tl.constexpr,
-                        ACCUMULATE: tl.constexpr, MASKED: tl.constexpr):
-    product = (load_block(source, o, mask, ACC, MASKED) * inv_scale).to(DESTINATION).to(ACC)
+                        SCALES: tl.constexpr, ACCUMULATE: tl.constexpr, MASKED: tl.constexpr):
+    x = load_block(source, o, mask, ACC, MASKED)
+    if SCALES:
+        x = (x * inv_scale).to(DESTINATION).to(ACC)
     if ACCUMULATE:
-        store_block(destination, o, load_block(destination, o, mask, ACC, MASKED) + product, mask, MASKED)
+        store_block(destination, o, load_block(destination, o, mask, ACC, MASKED) + x, mask, MASKED)
     else:
-        store_block(destination, o, product, mask, MASKED)
-    # Adds 0 while values are finite, and NaN, which stays, for one that is not.
-    return bad + product * 0.0
+        store_block(destination, o, x, mask, MASKED)
+    if SCALES:
+        # Adds 0 while values are finite, and NaN, which stays, for one that is not.
+        bad += x * 0.0
+    return bad
 
 
 @entry
-def unscale_into_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, n_tensors, inv_scale_ptr,
-                        found_inf_ptr,
-                        SOURCE: tl.constexpr, DESTINATION: tl.constexpr, ACC: tl.constexpr,
+def unscale_into_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, n_tensors, inv_scale_ptr, found_inf_ptr,
+                        SOURCE: tl.constexpr, DESTINATION: tl.constexpr, ACC: tl.constexpr, SCALES: tl.constexpr,
                         ACCUMULATE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    inv_scale = tl.load(inv_scale_ptr).to(ACC)
+    if SCALES:
+        inv_scale = tl.load(inv_scale_ptr).to(ACC)
+    else:
+        inv_scale = 1.0     # unused
     bad = tl.zeros((BLOCK,), dtype=ACC)
     lanes = tl.arange(0, BLOCK)
     b = tl.program_id(0)
@@ -57,20 +63,18 @@ def unscale_into_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, n
         n_full = length // BLOCK
         i = 0
         while i < n_full:
-            o = i * BLOCK + lanes
-            bad = _unscale_into_block(
-                source, destination, o, None, inv_scale, bad, DESTINATION, ACC, ACCUMULATE, False
-            )
+            bad = _unscale_into_block(source, destination, i * BLOCK + lanes, None, inv_scale, bad, DESTINATION, ACC,
+                                      SCALES, ACCUMULATE, False)
             i += 1
         if n_full * BLOCK < length:
             o = n_full * BLOCK + lanes
-            bad = _unscale_into_block(
-                source, destination, o, o < length, inv_scale, bad, DESTINATION, ACC, ACCUMULATE, True
-            )
+            bad = _unscale_into_block(source, destination, o, o < length, inv_scale, bad, DESTINATION, ACC, SCALES,
+                                      ACCUMULATE, True)
         b += tl.num_programs(0)
-    total = tl.sum(bad, axis=0)
-    if total != total:
-        tl.store(found_inf_ptr, 1.0)
+    if SCALES:
+        total = tl.sum(bad, axis=0)
+        if total != total:
+            tl.store(found_inf_ptr, 1.0)
 
 
 def unscale_into_(
@@ -89,11 +93,28 @@ def unscale_into_(
             pick(sources, other), pick(destinations, other), inv_scale, found_inf, accumulate=accumulate
         )
     for parts, _, aligned in groups(pick(sources, flat), pick(destinations, flat)):
-        source, destination = (part[0].dtype for part in parts)
         table = table_for(parts, config or (CONFIG_ADDING if accumulate else CONFIG), aligned=aligned)
+        dtype = torch.promote_types(parts[0][0].dtype, parts[1][0].dtype)
         table.launch(
-            unscale_into_kernel, table.n_tensors, inv_scale, found_inf, SOURCE=TRITON_DTYPES[source],
-            DESTINATION=TRITON_DTYPES[destination], ACC=accumulator(torch.promote_types(source, destination)),
-            ACCUMULATE=accumulate, ALIGNED=aligned,
+            unscale_into_kernel, table.n_tensors, inv_scale, found_inf, **_dtypes(parts), ACC=accumulator(dtype),
+            SCALES=True, ACCUMULATE=accumulate, ALIGNED=aligned,
             enable_fp_fusion=False,  # product and sum are rounded apart, as on the CPU
         )
+
+
+def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor], config: Config | None = None) -> None:
+    """Launch `unscale_into_kernel` without a factor once per pair of dtypes; see the module's docstring."""
+    flat, other, _ = flat_rows(sources, destinations)
+    if other:
+        reference.cast_(pick(sources, other), pick(destinations, other))
+    for parts, _, aligned in groups(pick(sources, flat), pick(destinations, flat)):
+        table = table_for(parts, config or CONFIG, aligned=aligned)
+        dtypes = _dtypes(parts)
+        table.launch(
+            unscale_into_kernel, table.n_tensors, table.numels, table.numels, **dtypes, ACC=dtypes["SOURCE"],
+            SCALES=False, ACCUMULATE=False, ALIGNED=aligned,
+        )
+
+
+def _dtypes(parts: Sequence[Sequence[Tensor]]) -> dict[str, tl.dtype]:
+    return {"SOURCE": TRITON_DTYPES[parts[0][0].dtype], "DESTINATION": TRITON_DTYPES[parts[1][0].dtype]}
