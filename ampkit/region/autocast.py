@@ -121,8 +121,6 @@ class autocast:
                 raise
         return self
 
-    enter = __enter__
-
     @dynamo_skip
     def __exit__(self, exc_type: Any = None, exc_value: Any = None, traceback: Any = None) -> Literal[False]:
         try:
@@ -136,8 +134,6 @@ class autocast:
             pop(self.spec, type(error))
             raise
         return False
-
-    leave = __exit__
 
     def __call__(self, func: Callable[P, R]) -> Callable[P, R]:
         """`func` with its body run inside the region, also when it is a generator or a coroutine."""

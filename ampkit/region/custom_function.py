@@ -16,7 +16,7 @@ from ampkit.containers import map_tensors
 from ampkit.policy.casting import is_eligible
 from ampkit.policy.policy import Policy
 from ampkit.region import graph
-from ampkit.region.arguments import autocast_device_type
+from ampkit.region.arguments import NAMED_POLICIES, autocast_device_type
 from ampkit.region.autocast import autocast
 from ampkit.region.spec import RegionSpec
 from ampkit.torch_internals.dispatcher import current
@@ -115,10 +115,7 @@ def _rules(kind: str) -> str:
 def _policy_here(kind: str) -> Policy:
     """The active policy for a device type; torch.amp's in a region of torch's, or in none."""
     mode = current()
-    return (None if mode is None else dict(mode.policies).get(kind)) or _torch_policy(kind)
-
-
-_torch_policy = functools.cache(Policy.torch)
+    return (None if mode is None else dict(mode.policies).get(kind)) or NAMED_POLICIES["torch", kind]
 
 
 def _cast(value: Any, kind: str, dtype: torch.dtype) -> Any:

@@ -11,18 +11,9 @@ import inspect
 import types
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
-from ampkit.region.spec import RegionSpec
-
-
-class Region(AbstractContextManager[Any], Protocol):
-    """What the decorator needs of an `autocast`."""
-
-    spec: RegionSpec
-
-    def enter(self) -> Any: ...
-    def leave(self, exc_type: type[BaseException] | None = None) -> Any: ...
+Region = AbstractContextManager[Any]
 
 
 def in_region(region: Region, func: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,13 +41,13 @@ def in_region(region: Region, func: Callable[..., Any]) -> Callable[..., Any]:
 
 def _plain(region: Region, func: Callable[..., Any]) -> Any:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        region.enter()      # not `with`: torch.compile traces no context manager that was made outside
+        region.__enter__()      # not `with`: torch.compile traces no context manager that was made outside
         try:
             output = func(*args, **kwargs)
         except BaseException as error:
-            region.leave(type(error))
+            region.__exit__(type(error), error, None)
             raise
-        region.leave()
+        region.__exit__(None, None, None)
         return output
 
     return wrapper

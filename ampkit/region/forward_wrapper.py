@@ -65,28 +65,16 @@ class WrappedForward(Module):
         inner, wrapper = module._ampkit_wrappers[cls]     # pyright: ignore[reportIndexIssue, reportArgumentType]
         make, arguments, *rest = reduced
         arguments = tuple(inner if value is type(module) else value for value in arguments)
-        return (_make_unfinished, (make, arguments, cls), (rest[0] if rest else None, wrapper), *rest[1:])
+        return (_wrapped_again, (cls, wrapper, make, arguments), *rest)
 
 
-def _make_unfinished(make: Callable[..., M], arguments: tuple[Any, ...], sort: type[WrappedForward]) -> M:
-    """A module that is wrapped when it gets its state.
-
-    The wrapper comes with that, after the modules in it: its policy may name one of them.
-    """
+def _wrapped_again(
+    sort: type[WrappedForward], wrapper: Wrapper, make: Callable[..., M], arguments: tuple[Any, ...]
+) -> M:
+    """A copied or unpickled module before it has its state."""
     module = make(*arguments)
-    under = type(module)
-    body = {"__setstate__": _finish, "_ampkit_unfinished": (sort, under)}
-    object.__setattr__(module, "__class__", type(under.__name__, (under,), body))
-    return module
-
-
-def _finish(module: Any, saved: tuple[Any, Wrapper]) -> None:
-    state, wrapper = saved
-    sort, under = module._ampkit_unfinished
-    object.__setattr__(module, "__class__", under)
-    if state is not None:
-        module.__setstate__(state)
     sort.put_around(module, wrapper)
+    return module
 
 
 class _Region(NamedTuple):

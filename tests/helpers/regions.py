@@ -17,6 +17,15 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 LSTM_IN_16_BITS = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 needs_16_bit_lstm = pytest.mark.skipif(not LSTM_IN_16_BITS, reason="no 16-bit LSTM in oneDNN on this CPU")
 
+REGIONS = [torch.autocast, autocast]
+both = pytest.mark.parametrize("region", REGIONS, ids=["torch", "ampkit"])
+
+
+def product(dtype: torch.dtype = FP32, device: str = "cpu") -> torch.dtype:
+    """The dtype of a product here."""
+    a = torch.ones(2, 2, dtype=dtype, device=device)
+    return torch.mm(a, a).dtype
+
 
 def state() -> tuple[Any, ...]:
     """torch's autocast state in this thread: enabled and dtype per device, cache flag, nesting."""

@@ -1,15 +1,10 @@
 """Shared by the tests of `test_weight_cache` and its neighbours."""
 
-import pytest
 import torch
 from torch.nn import Parameter
 
 from ampkit import autocast
 from tests.helpers.regions import BF16
-
-REGIONS = [torch.autocast, autocast]
-
-both = pytest.mark.parametrize("region", REGIONS, ids=["torch", "ampkit"])
 
 X = torch.ones(2, 4, dtype=BF16)
 

@@ -8,7 +8,7 @@ import torch
 
 from ampkit_kernels import Scaling, quantize
 from benchmarks import byte_model as model
-from tests.kernels.test_bytes import Meter
+from tests.kernels.test_bytes import count_accesses
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TENSOR, GRADIENT = Scaling(False, E4M3, False), Scaling(False, E5M2, False)
@@ -86,18 +86,19 @@ def test_long_rows_take_pytorchs_operators(interpreted_float8, monkeypatch):
 )
 def test_bytes(interpreted_float8, monkeypatch, forms, want):
     """Of the matrix and its forms; scales and amaxes are one number for each row."""
-    meter, made, empty = Meter(monkeypatch), [], torch.Tensor.new_empty
+    x, made, empty = torch.randn(64, 128).bfloat16(), [], torch.Tensor.new_empty
 
     def watched(self, *args, **kwargs):
-        made.append(empty(self, *args, **kwargs))
-        meter.ranges += [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in made[-1:] if t.dtype is E4M3]
+        made.append(empty(self, *args, **kwargs))       # alive, or another tensor would have its address
+        if made[-1].dtype is E4M3:
+            ranges.append((made[-1].data_ptr(), made[-1].data_ptr() + made[-1].nbytes))
         return made[-1]
 
-    x = torch.randn(64, 128).bfloat16()
-    n = meter.watch([x])
+    ranges = [(x.data_ptr(), x.data_ptr() + x.nbytes)]
+    touched = count_accesses(monkeypatch, ranges)
     monkeypatch.setattr(torch.Tensor, "new_empty", watched)
     quantize(x, *forms, impl="triton")
-    assert meter.per_element(n) == want
+    assert (touched["load"], touched["store"]) == (want.read * x.numel(), want.written * x.numel())
 
 
 def test_what_is_no_matrix_is_refused():

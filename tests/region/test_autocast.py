@@ -1,6 +1,5 @@
 """The region itself: arguments, state, nesting, and what is put back. Numbers are those of the conformance list."""
 
-import contextlib
 import subprocess
 import sys
 
@@ -10,52 +9,43 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ampkit import Policy, autocast
 from ampkit.region.arguments import emulates_bfloat16
-from tests.helpers.autocasting import both, product
-from tests.helpers.regions import BF16, FP16, FP32, FP64, like_torch, on_fake_cuda, state
+from tests.helpers.regions import BF16, FP16, FP32, FP64, both, like_torch, on_fake_cuda, product, state
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA")
 
 
-# Constructor
+# Arguments
 
 
 @both
-@pytest.mark.parametrize("device", [1, torch.device("cpu"), b"cpu", ["cpu"]], ids=str)
-def test_device_that_is_no_string(region, device):
-    """A ValueError that names the type."""
-    with pytest.raises(ValueError, match=rf"device_type.*{type(device).__name__}"):
-        region(device)
+@pytest.mark.parametrize(("device", "error", "message"), [
+    (1, ValueError, "device_type.*int"),
+    (torch.device("cpu"), ValueError, "device_type.*device"),
+    (["cpu"], ValueError, "device_type.*list"),
+    ("not a real device", RuntimeError, "(?i)device string|expected one of"),
+    ("cpu:x", RuntimeError, "(?i)device string|expected one of"),
+    ("meta", RuntimeError, "has no autocast|unsupported"),
+    ("vulkan", RuntimeError, "has no autocast|unsupported"),
+], ids=str)
+def test_device_that_is_refused(region, device, error, message):
+    """Whether a dtype is given or not."""
+    for dtype in (None, BF16):
+        with pytest.raises(error, match=message):
+            region(device, dtype)
 
 
 @both
-@pytest.mark.parametrize("device", ["not a real device", "", "cpu:x"])
-def test_device_that_does_not_exist(region, device):
-    """A RuntimeError."""
-    with pytest.raises(RuntimeError, match=r"(?i)device string|expected one of"):
-        region(device)
-
-
-@both
-@pytest.mark.parametrize("dtype", [None, BF16])
-@pytest.mark.parametrize("device", ["meta", "hip", "vulkan"])
-def test_device_without_autocast(region, device, dtype):
-    """A RuntimeError, whether a dtype is given or not."""
-    with pytest.raises(RuntimeError, match=r"has no autocast|unsupported"):
-        region(device, dtype)
-
-
-@both
-def test_default_dtype_on_cpu(region):
-    """bfloat16."""
-    assert region("cpu").fast_dtype is BF16
-    with region("cpu"):
-        assert torch.get_autocast_dtype("cpu") is BF16
+def test_dtypes_and_devices(region):
+    """bfloat16 on the CPU and float16 on CUDA unless another is given; an index is taken."""
+    with region("cpu") as made:
+        assert made.fast_dtype is torch.get_autocast_dtype("cpu") is product() is BF16
+    with region("cpu", FP16):
+        assert product() is FP16
+    with region("cpu:0"):
         assert product() is BF16
-
-
-def test_default_dtype_on_cuda():
-    """float16."""
-    assert torch.autocast("cuda", enabled=False).fast_dtype is autocast("cuda", enabled=False).fast_dtype is FP16
+    assert region("cuda", enabled=False).fast_dtype is FP16
+    with region("cuda:0"):
+        assert torch.is_autocast_enabled("cuda")
     with FakeTensorMode(), autocast("cuda:0"):
         assert product(device="cuda") is FP16
 
@@ -64,7 +54,8 @@ def test_default_dtype_on_cuda():
 @pytest.mark.parametrize("dtype", [FP32, FP64, torch.int32])
 def test_dtype_that_cpu_does_not_take_disables(region, dtype):
     """A UserWarning, and the region is disabled."""
-    with pytest.warns(UserWarning, match=r"(?i)disabl") as caught:
+    message = "(?i)disabl" if region is torch.autocast else f"bfloat16 or torch.float16, not {dtype}.*enabled=False"
+    with pytest.warns(UserWarning, match=message) as caught:
         made = region("cpu", dtype)
     assert caught[0].filename == __file__, "the warning points at the caller"
     with made:
@@ -72,23 +63,11 @@ def test_dtype_that_cpu_does_not_take_disables(region, dtype):
         assert product() is FP32
 
 
-def test_warning_about_a_dtype_names_it_and_the_way_out():
-    with pytest.warns(UserWarning, match=r"torch.bfloat16 or torch.float16, not torch.float32.*enabled=False"):
-        autocast("cpu", FP32)
-
-
 @both
 def test_dtype_of_a_disabled_region_is_not_checked(region):
     """Its dtype is of no consequence. Warnings are errors here, so silence is what is tested."""
     with region("cpu", FP32, enabled=False):
         assert torch.get_autocast_dtype("cpu") is FP32
-
-
-@both
-def test_float16_on_cpu(region):
-    """The CPU has kernels for it."""
-    with region("cpu", FP16):
-        assert product() is FP16
 
 
 @without_gpu
@@ -147,23 +126,10 @@ with {mode}:
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.gpu
-@both
-def test_cuda_bfloat16_is_refused_exactly_where_there_is_none(region):
-    """The same on a device."""
-    expected = contextlib.nullcontext() if torch.cuda.is_bf16_supported() else pytest.raises(RuntimeError)
-    with expected:
-        region("cuda", BF16)
-
-
-def test_cuda_region_in_float32():
-    """float16 operands of a product are cast up."""
-    assert on_fake_cuda(lambda: torch.mm(*[torch.ones(2, 2, dtype=FP16, device="cuda")] * 2), FP32) is FP32
-
-
 def test_cuda_region_in_float64():
     """Products are float64, the float32 list stays float32; atan2 works where torch.amp raises."""
     half = {"dtype": FP16, "device": "cuda"}
+    assert on_fake_cuda(lambda: torch.mm(torch.ones(2, 2, **half), torch.ones(2, 2, **half)), FP32) is FP32
     assert on_fake_cuda(lambda: torch.mm(torch.ones(2, 2, **half), torch.ones(2, 2, **half)), FP64) is FP64
     assert on_fake_cuda(lambda: torch.exp(torch.ones(2, **half)), FP64) is FP32
     with pytest.raises(AssertionError, match=r"ampkit gives torch\.float16") as caught:
@@ -183,6 +149,15 @@ def test_order_of_positional_arguments(region):
         assert product() is FP16
 
 
+def test_dtypes_and_policies_by_name_are_the_objects():
+    """A named policy is one object, so that entering such a region again finds the mode that it had."""
+    named, given = autocast("cpu", "float16", policy="torch"), autocast("cpu", FP16, policy=Policy.torch("cpu"))
+    assert (named.fast_dtype, named.policy, repr(named)) == (given.fast_dtype, given.policy, repr(given))
+    assert named.policy is autocast("cpu", policy="torch").policy
+    assert torch.compile(lambda x: autocast("cpu", "float16", policy="torch")(torch.mm)(x, x), backend="eager")(
+        torch.ones(2, 2)).dtype is FP16
+
+
 def test_no_arguments_mean_this_machine():
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     expected = "cpu" if accelerator is None else accelerator.type
@@ -192,19 +167,11 @@ def test_no_arguments_mean_this_machine():
     assert not torch.is_autocast_enabled(expected)
 
 
-@both
-def test_flag_of_another_type(region):
-    """torch finds out on entering, ampkit at once; both before anything has changed."""
-    before = state()
-    with pytest.raises(TypeError):
-        with region("cpu", enabled=1):
-            pass
-    assert state() == before
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
+        ({"device_type": 1}, ValueError, "device_type is 1 of type int; expected a string such as 'cuda'"),
+        ({"device_type": "meta"}, RuntimeError, "'meta' has no autocast in torch; expected one such as"),
         ({"enabled": 1}, TypeError, "enabled is 1; expected True or False"),
         ({"cache_enabled": "no"}, TypeError, "cache_enabled is 'no'; expected True or False"),
         ({"dtype": 16}, TypeError, "dtype is 16; expected a torch.dtype such as torch.bfloat16, one of 'bfloat16'"),
@@ -216,17 +183,11 @@ def test_flag_of_another_type(region):
     ],
 )
 def test_arguments_of_the_wrong_type(arguments, error, message):
+    """torch finds a flag of another type on entering, ampkit at once."""
     before = state()
     with pytest.raises(error, match=message):
-        autocast("cpu", **arguments)
+        autocast(**{"device_type": "cpu"} | arguments)
     assert state() == before
-
-
-def test_message_for_a_device_type_says_what_to_pass():
-    with pytest.raises(ValueError, match="device_type is 1 of type int; expected a string such as 'cuda'"):
-        autocast(1)
-    with pytest.raises(RuntimeError, match="device_type 'meta' has no autocast in torch; expected one such as"):
-        autocast("meta")
 
 
 def test_backend_that_has_not_registered_its_dtypes():
@@ -244,14 +205,6 @@ def test_backend_that_has_registered_its_dtypes(monkeypatch):
         assert torch.is_autocast_enabled("privateuseone")
     with pytest.warns(UserWarning, match="autocast for privateuseone takes torch.float16, not torch.bfloat16"):
         autocast("privateuseone", BF16)
-
-
-@both
-def test_device_with_an_index(region):
-    with region("cpu:0"):
-        assert product() is BF16
-    with region("cuda:0"):
-        assert torch.is_autocast_enabled("cuda")
 
 
 def test_repr_says_what_one_wrote():

@@ -1,7 +1,8 @@
-"""What a region on the CPU casts, beside torch.amp under `Policy.torch`; and where the default policy is better.
+"""What a region casts, beside torch.amp under `Policy.torch`; and where the default policy is better.
 
-Numbers are those of the conformance list. `on_both` runs a call in torch.amp's region and in ampkit's and compares
-the results to the bit, or the fact that both raise.
+`on_both` runs a call on the CPU in torch.amp's region and in ampkit's and compares the results to the bit; on CUDA,
+`on_fake_cuda` compares dtypes, as torch.amp's own kernels for CUDA answer to fake tensors. Every registered operator is
+walked through in `parity/test_cuda_lists.py` and `parity/test_op_db.py`; here are the cases at the edges.
 """
 
 import pytest
@@ -9,79 +10,192 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit import Policy, autocast
-from tests.helpers.regions import BF16, FP16, FP32, FP64, LSTM_IN_16_BITS, like_torch, on_both, outcome
+from ampkit.policy.op_table import TORCH, fold
+from ampkit.policy.operator_keys import resolve
+from tests.helpers.op_samples import native
+from tests.helpers.regions import (
+    BF16,
+    FP16,
+    FP32,
+    FP64,
+    LSTM_IN_16_BITS,
+    like_torch,
+    on_both,
+    on_fake_cuda,
+    outcome,
+)
 
-lower = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+halves = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 
 
 def rand(*shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:
     return torch.rand(shape).to(dtype)
 
 
+def cuda(*shape: int, dtype: torch.dtype = FP16) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype, device="cuda")
+
+
 def under_default(call, dtype=BF16):
     return outcome(call, autocast("cpu", dtype))
 
 
-# LOWER
+def mm(*dtypes):
+    return torch.mm(*[rand(4, 4).mul(9).to(dtype) for dtype in dtypes])
 
 
-def test_half_in_a_bfloat16_region():
-    """The other half type is cast too."""
-    assert on_both(lambda: torch.mm(rand(4, 4, dtype=FP16), rand(4, 4, dtype=FP16))).dtype is BF16
+# On the CPU, in a bfloat16 region: the dtype of the result, or the exception that torch.amp raises too.
+CPU = {
+    "the other half type is cast": (lambda: mm(FP16, FP16), BF16),
+    "float64 is not eligible": (lambda: mm(FP64, FP64), FP64),
+    "float64 beside float32": (lambda: mm(FP64, FP32), RuntimeError),
+    "integers": (lambda: mm(torch.int32, torch.int32), torch.int32),
+    "complex": (lambda: mm(torch.complex64, torch.complex64), torch.complex64),
+    "float8 is cast": (lambda: mm(torch.float8_e4m3fn, FP32), BF16),
+    "sparse": (lambda: torch.mm(torch.eye(4).to_sparse(), rand(4, 4)), BF16),
+    "out= decides": (lambda: torch.mm(rand(4, 4), rand(4, 4), out=torch.empty(4, 4)), FP32),
+    "out= of another dtype": (lambda: torch.mm(*[rand(4, 4)] * 2, out=torch.empty(4, 4, dtype=BF16)), RuntimeError),
+    "in place": (lambda: rand(4, 4).addmm_(rand(4, 4), rand(4, 4)), FP32),
+    "in place, mixed": (lambda: rand(4, 4).addmm_(rand(4, 4, dtype=BF16), rand(4, 4)), RuntimeError),
+    "meta tensors are on no device": (lambda: torch.mm(*[torch.empty(4, 4, device="meta")] * 2).dtype, FP32),
+    "binary_cross_entropy": (lambda: F.binary_cross_entropy(*[rand(4, dtype=BF16)] * 2), FP32),
+    "a number": (lambda: rand(4, dtype=BF16) * 3.5, BF16),
+    "promotion by torch itself": (lambda: rand(4, dtype=BF16) + rand(4), FP32),
+    "a comparison": (lambda: torch.lt(rand(4), rand(4, dtype=BF16)), torch.bool),
+    "unlisted": (lambda: F.gelu(rand(4, dtype=BF16)), BF16),
+    "unlisted, in place": (lambda: rand(4, dtype=BF16).add_(1), BF16),
+    "unlisted, float32": (lambda: torch.mean(rand(4)), FP32),
+}
 
 
-def test_double_passes():
-    """float64 is not eligible."""
-    assert on_both(lambda: torch.mm(rand(4, 4, dtype=FP64), rand(4, 4, dtype=FP64))).dtype is FP64
+@pytest.mark.parametrize("case", CPU)
+def test_on_the_cpu(case):
+    call, expected = CPU[case]
+    if expected is RuntimeError:
+        with pytest.raises(RuntimeError, match="dtype"):
+            on_both(call)
+    else:
+        result = on_both(call)
+        assert (result.dtype if isinstance(result, torch.Tensor) else result) is expected
 
 
-def test_double_beside_float_raises():
-    """The float32 operand is cast, the float64 one is not, and the product refuses the mixture."""
-    with pytest.raises(RuntimeError, match="dtype"):
-        on_both(lambda: torch.mm(rand(4, 4, dtype=FP64), rand(4, 4)))
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64])
-def test_integers_and_complex_pass(dtype):
-    """Neither is eligible."""
-    assert on_both(lambda: torch.mm(rand(4, 4).mul(9).to(dtype), rand(4, 4).to(dtype))).dtype is dtype
-
-
-def test_float8_is_cast():
-    """To the region's dtype."""
-    assert on_both(lambda: torch.mm(rand(4, 4, dtype=torch.float8_e4m3fn), rand(4, 4))).dtype is BF16
-
-
-def test_out_variants_are_not_cast():
-    """The caller chose the dtype of what is written."""
-    assert on_both(lambda: torch.mm(rand(4, 4), rand(4, 4), out=torch.empty(4, 4))).dtype is FP32
-    with pytest.raises(RuntimeError):
-        on_both(lambda: torch.mm(rand(4, 4), rand(4, 4), out=torch.empty(4, 4, dtype=BF16)))
-
-
-def test_in_place_variants_are_not_cast():
-    """`addmm_` with mixed dtypes raises as it does outside."""
-    assert on_both(lambda: rand(4, 4).addmm_(rand(4, 4), rand(4, 4))).dtype is FP32
-    with pytest.raises(RuntimeError, match="dtype"):
-        on_both(lambda: rand(4, 4).addmm_(rand(4, 4, dtype=BF16), rand(4, 4)))
-
-
-def test_meta_tensors_pass_and_fake_ones_are_cast():
-    """Meta tensors are on no autocast device; a fake tensor has the device that it stands for."""
-    meta = torch.empty(4, 4, device="meta")
-    assert on_both(lambda: torch.mm(meta, meta).dtype) is FP32
+def test_fake_tensors_are_cast_and_arguments_unchanged():
+    """A fake tensor has the device that it stands for."""
     with FakeTensorMode():
         assert on_both(lambda: torch.mm(torch.empty(4, 4), torch.empty(4, 4)).dtype) is BF16
+    a, b = rand(4, 4), rand(4, 4)
+    before = a._version, b._version, a.dtype
+    on_both(lambda: torch.mm(a, b))
+    assert (a._version, b._version, a.dtype) == before
 
 
-def test_sparse_tensors_are_cast():
-    """A product of sparse COO tensors."""
-    assert on_both(lambda: torch.mm(torch.eye(4).to_sparse(), rand(4, 4)).dtype) is BF16
-    dense = on_both(lambda: torch.mm(torch.eye(4).to_sparse(), rand(4, 4)))
-    assert dense.layout is torch.strided
+# On CUDA, in a float16 region: the dtype of the result.
+CUDA = {
+    "multi_dot": (lambda: torch.linalg.multi_dot([cuda(4, 4, dtype=FP32)] * 3), FP16),
+    "einsum": (lambda: torch.einsum("ij,jk", cuda(4, 4, dtype=FP32), cuda(4, 4, dtype=FP32)), FP16),
+    "conv2d, same": (lambda: F.conv2d(cuda(1, 2, 8, 8, dtype=FP32), cuda(3, 2, 3, 3), padding="same"), FP16),
+    "prelu": (lambda: F.prelu(cuda(2, 4, dtype=FP32), cuda(1, dtype=FP32)), FP16),
+    "sdpa": (lambda: F.scaled_dot_product_attention(*[cuda(1, 2, 4, 8, dtype=FP32)] * 3), FP16),
+    "logsumexp": (lambda: torch.logsumexp(cuda(4), 0), FP32),
+    "cdist": (lambda: torch.cdist(cuda(4, 4), cuda(4, 4)), FP32),
+    "sum": (lambda: torch.sum(cuda(4)), FP32),
+    "sum over dimensions": (lambda: cuda(4, 4).sum((0, 1), keepdim=True), FP32),
+    "softmax": (lambda: torch.softmax(cuda(4), 0), FP32),
+    "a dtype that is asked for stands": (lambda: torch.softmax(cuda(4), 0, dtype=FP16), FP16),
+    "float64 that is asked for stands": (lambda: torch.cumsum(cuda(4), 0, dtype=FP64), FP64),
+    "prod, with a dtype": (lambda: cuda(4).prod(0, dtype=FP16), FP16),
+    "vector_norm, with a dtype": (lambda: torch.linalg.vector_norm(cuda(4), dtype=FP64), FP64),
+    "softmax of float64": (lambda: torch.softmax(cuda(4, dtype=FP64), 0), FP64),
+    "sum of integers": (lambda: torch.sum(cuda(4, dtype=torch.int32)), torch.int64),
+    "sum of complex numbers": (lambda: torch.sum(cuda(4, dtype=torch.complex64)), torch.complex64),
+    "norm": (lambda: torch.norm(cuda(4)), FP32),
+    "norm.Scalar of float64": (lambda: torch.ops.aten.norm.Scalar(cuda(4, dtype=FP64), 2), FP64),
+    "norm with a dtype": (
+        lambda: torch.ops.aten.norm.ScalarOpt_dim_dtype(cuda(4, 4), 2, [0], False, dtype=FP16), FP16),
+    "promotion": (lambda: torch.addcmul(cuda(4, dtype=FP32), cuda(4), cuda(4)), FP32),
+    "nothing to promote": (lambda: torch.addcmul(cuda(4), cuda(4), cuda(4)), FP16),
+    "promotion, dot": (lambda: torch.dot(cuda(4), cuda(4, dtype=FP32)), FP32),
+    "cat": (lambda: torch.cat([cuda(4), cuda(4, dtype=FP32)]), FP32),
+    "the inner softmax": (lambda: torch.ops.aten._softmax(cuda(4), 0, False), FP16),
+    "cross_entropy": (lambda: F.cross_entropy(cuda(4, 3), torch.zeros(4, dtype=torch.long, device="cuda")), FP32),
+    "batch_norm": (lambda: F.batch_norm(cuda(4, 4), None, None, training=True), FP16),
+    "gelu": (lambda: F.gelu(cuda(4)), FP16),
+    "layer_norm": (lambda: F.layer_norm(cuda(4, 4), (4,)), FP32),
+    "rms_norm": (lambda: F.rms_norm(cuda(4, 4), (4,)), FP32 if resolve("rms_norm") in fold(TORCH["cuda"]) else FP16),
+    "interpolate": (lambda: F.interpolate(cuda(1, 1, 4, 4), scale_factor=2.0, mode="bilinear"), FP32),
+    "a number to a power": (lambda: 2 ** cuda(4), FP32),
+    "a power": (lambda: cuda(4) ** 2, FP32),
+    "a power in place": (lambda: cuda(4).pow_(2), FP16),
+    "binary_cross_entropy on the CPU": (lambda: F.binary_cross_entropy(torch.ones(4), torch.ones(4)), FP32),
+}
+
+
+@pytest.mark.parametrize("case", CUDA)
+def test_on_cuda(case):
+    call, expected = CUDA[case]
+    assert on_fake_cuda(call) is expected
+
+
+def test_dtype_argument_leaves_the_input_alone():
+    """What runs below autograd is the operator on half input with a dtype: no copy to float32 before it."""
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "aten":
+                log.append((func, args[0].dtype, (kwargs or {}).get("dtype")))
+            return func(*args, **(kwargs or {}))
+
+    logs = []
+    for context in (native("cuda", FP16), autocast("cuda:0", policy=Policy.torch("cuda"))):
+        logs.append(log := [])
+        with FakeTensorMode():
+            x = cuda(4, 4)
+            with Log(), context:
+                torch.sum(x)
+                torch.cumprod(x, 0)
+    assert logs[0] == logs[1]
+    assert logs[0] == [(torch.ops.aten.sum.default, FP16, FP32), (torch.ops.aten.cumprod.default, FP16, FP32)]
+
+
+def test_promotion_where_torch_raises():
+    """float16 beside bfloat16 on CUDA."""
+    with pytest.raises(AssertionError, match=r"ampkit gives torch\.float32") as caught:
+        on_fake_cuda(lambda: torch.addcmul(cuda(4, dtype=BF16), cuda(4, dtype=FP32), cuda(4, dtype=FP32)))
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_banned():
+    """binary_cross_entropy on CUDA tensors; each remedy that the message names works."""
+    with pytest.raises(RuntimeError, match=r"(?s)binary_cross_entropy.*unsafe under autocast") as caught:
+        on_fake_cuda(lambda: F.binary_cross_entropy(cuda(4), cuda(4)))
+    for remedy in ("binary_cross_entropy_with_logits", "autocast(enabled=False)", "Rule.FLOAT32"):
+        assert remedy in str(caught.value)
+    policy = Policy.default("cuda").with_rules({"aten::binary_cross_entropy": "float32"})
+    with FakeTensorMode():
+        with autocast("cuda:0", policy=policy):
+            assert F.binary_cross_entropy(cuda(4), cuda(4)).dtype is FP32
+        with autocast("cuda:0"):
+            assert F.binary_cross_entropy_with_logits(cuda(4), cuda(4)).dtype is FP32
+            with autocast("cuda", enabled=False):
+                assert F.binary_cross_entropy(cuda(4).float(), cuda(4).float()).dtype is FP32
+            assert F.binary_cross_entropy(cuda(4, dtype=FP64), cuda(4, dtype=FP64)).dtype is FP64
+    policy = Policy.default("cpu").with_rules({"aten::gelu": "banned"})
+    with autocast("cpu", policy=policy), pytest.raises(RuntimeError, match=r"(?s)'aten::gelu'.*safe in low precision"):
+        F.gelu(torch.ones(4))
+
+
+# The default policy
+
+
+def test_default_policy_adds_to_the_list_of_torch():
+    """`exp2`, `logaddexp`, `lerp` and their kin, which torch.amp forgets on CUDA."""
+    with FakeTensorMode(), autocast("cuda:0"):
+        assert torch.exp2(cuda(4)).dtype is FP32
+        assert torch.logaddexp(cuda(4), cuda(4)).dtype is FP32
+        assert torch.lerp(cuda(4), cuda(4, dtype=FP32), 0.5).dtype is FP32
+        assert torch.mm(cuda(4, 4, dtype=FP32), cuda(4, 4)).dtype is FP16
 
 
 @pytest.mark.parametrize(
@@ -102,14 +216,7 @@ def test_cpu_policy_of_torch_keeps_these_and_the_default_does_not(call):
     assert (better - exact).abs().max() <= (call(x) - exact).abs().max()
 
 
-def test_binary_cross_entropy_is_allowed_on_cpu():
-    """On CUDA it is banned."""
-    x = rand(4, dtype=BF16)
-    assert on_both(lambda: F.binary_cross_entropy(x, x)).dtype is FP32
-    assert under_default(lambda: F.binary_cross_entropy(x, x)).dtype is FP32
-
-
-# PROMOTE
+# Promotion on the CPU
 
 
 def only_ampkit(call, dtype=BF16):
@@ -180,71 +287,7 @@ def test_recurrent_layers(layer, native):
     assert under_default(call).dtype is BF16
 
 
-CPU_LISTS = AutocastCPUTestLists(torch.device("cpu"))
-CPU_CALLS = [
-    (name, call, kwargs)
-    for name, calls in vars(CPU_LISTS).items() if isinstance(calls, list)
-    for call, kwargs in [((call[0], call[1]), call[2] if len(call) > 2 and isinstance(call[2], dict) else {})
-                         for call in calls]
-]
-EXPECTED = {
-    "torch_16": None, "nn_16": None, "torch_fp32": FP32, "nn_fp32": FP32, "torch_need_autocast_promote": FP32,
-    "torch_expect_builtin_promote": "as torch", "methods_expect_builtin_promote": "as torch",
-}
-
-
-@lower
-@pytest.mark.parametrize(
-    ("group", "call", "kwargs"), CPU_CALLS, ids=[f"{name}-{call[0]}" for name, call, _ in CPU_CALLS]
-)
-def test_every_entry_of_torchs_own_list(group, call, kwargs, dtype):
-    """Each runs, in the dtype that the list says."""
-    if group == "torch_need_autocast_promote" and dtype is FP16:
-        pytest.skip("the entries mix bfloat16 with float32, which torch.amp refuses in a float16 region")
-    name, args = call
-    if not isinstance(args, tuple):
-        args = (args,)
-
-    def run():
-        if group.startswith("methods"):
-            return getattr(args[0], name)(*args[1:])
-        for home in (torch, torch._C._nn, F):
-            if hasattr(home, name):
-                return getattr(home, name)(*args, **kwargs)
-        raise LookupError(name)
-
-    result = on_both(run, dtype)
-    first = result[0] if isinstance(result, tuple) else result
-    expected = EXPECTED[group]
-    if expected != "as torch" and isinstance(first, torch.Tensor):
-        assert first.dtype is (expected or dtype)
-
-
-# What none of them touches
-
-
-def test_arguments_are_not_changed():
-    a, b = rand(4, 4), rand(4, 4)
-    before = a._version, b._version, a.dtype
-    on_both(lambda: torch.mm(a, b))
-    assert (a._version, b._version, a.dtype) == before
-
-
-def test_unlisted_operators_keep_their_dtype():
-    for call in (F.relu, F.gelu, torch.mean, torch.abs, lambda x: x + x, lambda x: x * 2, lambda x: x.add_(1)):
-        assert on_both(lambda call=call: call(rand(4, dtype=BF16))).dtype is BF16
-        assert on_both(lambda call=call: call(rand(4))).dtype is FP32
-
-
-def test_result_of_comparison_is_bool():
-    for name in ("eq", "ge", "gt", "le", "lt", "ne"):
-        call = getattr(torch, name)
-        assert on_both(lambda call=call: call(rand(4), rand(4, dtype=BF16))).dtype is torch.bool
-
-
-def test_python_numbers_promote_as_outside():
-    assert on_both(lambda: rand(4, dtype=BF16) * 3.5).dtype is BF16
-    assert on_both(lambda: rand(4, dtype=BF16) + rand(4)).dtype is FP32
+# Numbers in the place of tensors, names
 
 
 ARITHMETIC = {
@@ -290,3 +333,62 @@ def test_named_tensors_are_refused():
             with pytest.raises(RuntimeError, match="Named tensors are currently unsupported"):
                 call()
         assert torch.mm(x.rename(None), x.rename(None)).dtype is BF16
+
+
+# On a device
+
+
+@pytest.mark.gpu
+@halves
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_cudnn_layers(layer, dtype):
+    """Gradients match a cast by hand, in the region's dtype, where torch.amp always casts to float16."""
+    torch.manual_seed(0)
+    module, x = layer(16, 16, num_layers=2).cuda(), torch.randn(5, 3, 16, device="cuda")
+    with torch.autocast("cuda", dtype):
+        assert module(x)[0].dtype is FP16
+    with autocast("cuda", dtype):
+        result = module(x)[0]
+    assert result.dtype is dtype
+    result.float().sum().backward()
+    control = layer(16, 16, num_layers=2).cuda()
+    control.load_state_dict(module.state_dict())
+    control.to(dtype)(x.to(dtype))[0].float().sum().backward()
+    for mine, theirs in zip(module.parameters(), control.parameters(), strict=True):
+        assert mine.grad.dtype is FP32
+        torch.testing.assert_close(mine.grad, theirs.grad.float(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@halves
+def test_cudnn_convolutions(dtype):
+    """Forward and transposed, in the region's dtype."""
+    x, weight = torch.randn(1, 4, 8, 8, device="cuda"), torch.randn(4, 4, 3, 3, device="cuda")
+    with autocast("cuda", dtype):
+        forward = torch.cudnn_convolution(x, weight, (1, 1), (1, 1), (1, 1), 1, False, False, True)
+        transpose = torch.cudnn_convolution_transpose(
+            x, weight, (1, 1), (0, 0), (1, 1), (1, 1), 1, False, False, True
+        )
+    assert forward.dtype is transpose.dtype is dtype
+
+
+@pytest.mark.gpu
+@halves
+def test_promotion_equals_torch_on_the_device(dtype):
+    """dot, index_put, grid_sampler and scatter_add."""
+    index = torch.tensor([0, 2], device="cuda")
+    x, y = torch.randn(4, device="cuda"), torch.randn(4, device="cuda", dtype=dtype)
+    grid = torch.rand(1, 2, 2, 2, device="cuda", dtype=dtype)
+    calls = (
+        lambda: torch.dot(x, y),
+        lambda: torch.index_put(x, (index,), y[:2]),
+        lambda: torch.scatter_add(x, 0, index, y[:2]),
+        lambda: torch.grid_sampler(x.reshape(1, 1, 2, 2), grid, 0, 0, False),
+    )
+    for call in calls:
+        with torch.autocast("cuda", dtype):
+            theirs = call()
+        with autocast("cuda", dtype, policy=Policy.torch("cuda")):
+            ours = call()
+        assert ours.dtype is theirs.dtype is FP32
+        assert torch.equal(ours, theirs)

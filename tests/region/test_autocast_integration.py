@@ -1,98 +1,13 @@
-"""Regions beside TorchScript, registered operators, data parallelism and Dynamo. Numbers are the conformance list's.
-
-Compilation has its own tests in `test_compile`.
-"""
+"""Regions beside operators that registered a dtype, data parallelism, and code that asks torch for its state."""
 
 import pytest
 import torch
 from torch import nn
 
-from ampkit import Policy, WeightCache, autocast, wrap_forward
-from tests.helpers.regions import BF16, FP16, FP32, like_torch, state
+from ampkit import Policy, autocast, wrap_forward
+from tests.helpers.regions import BF16, FP16, FP32, both
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.*` is not supported"),
-]
-REGIONS = [torch.autocast, autocast]
-both = pytest.mark.parametrize("region", REGIONS, ids=["torch", "ampkit"])
 X = torch.ones(4, 4)
-
-
-# Module-level, because TorchScript reads their source.
-def products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.mm(a, b)
-
-
-def with_region_of_torch(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    with torch.autocast("cpu"):
-        return torch.mm(a, b)
-
-
-def softmaxed(a: torch.Tensor) -> torch.Tensor:
-    return torch.softmax(a, 0)
-
-
-@both
-def test_scripted_function_obeys_the_region(region):
-    """A region of torch in the script, and a script inside a region, both cast."""
-    scripted = torch.jit.script(products)
-    for _ in range(4):      # the first runs are profiled, the later ones optimised
-        assert scripted(X, X).dtype is FP32
-        with region("cpu"):
-            assert scripted(X, X).dtype is BF16
-        with region("cpu", FP16):
-            assert scripted(X, X).dtype is FP16
-
-
-@both
-def test_region_of_torch_in_a_scripted_function(region):
-    """A region of torch in the script, and a script inside a region, both cast."""
-    scripted = torch.jit.script(with_region_of_torch)
-    before = state()
-    for _ in range(3):
-        assert scripted(X, X).dtype is BF16
-        with region("cpu", enabled=False):
-            assert scripted(X, X).dtype is BF16
-        assert state() == before
-
-
-def test_scripted_function_obeys_the_policy():
-    """torch.amp's list does not name softmax on the CPU; ampkit's does, and in scripted code too."""
-    scripted, half = torch.jit.script(softmaxed), X.bfloat16()
-    for _ in range(4):
-        with autocast("cpu"):
-            assert scripted(half).dtype is FP32
-        with like_torch():
-            assert scripted(half).dtype is BF16
-
-
-@both
-def test_decorated_function_is_not_scripted(region):
-    """A RuntimeError."""
-    with pytest.raises(RuntimeError, match="not supported in script mode"):
-        torch.jit.script(region("cpu")(products))
-
-
-def test_trace_inside_a_region():
-    """With its cache on, torch.amp cannot trace a module; ours steps aside while tracing."""
-    layer = nn.Linear(4, 4)
-    with torch.autocast("cpu", cache_enabled=False), torch.no_grad():
-        expected = torch.jit.trace(layer, X, check_trace=False)
-    with torch.autocast("cpu"):
-        layer(X)
-        with pytest.raises(RuntimeError, match="Tensor that requires grad as a constant"):
-            torch.jit.trace(nn.Sequential(layer, layer), X, check_trace=False)
-
-    for options in ({"cache_enabled": False}, {}, {"cache": WeightCache()}):
-        with like_torch(**options):
-            layer(X)
-            traced = torch.jit.trace(nn.Sequential(layer, layer), X, check_trace=False)
-        out = traced(X)
-        assert out.dtype is BF16
-        with like_torch():
-            assert torch.equal(out, layer(layer(X)))
-    assert expected(X).dtype is BF16
 
 
 @pytest.fixture(scope="module")
@@ -126,17 +41,6 @@ def test_rule_goes_over_a_registered_dtype(registered):
     policy = Policy.default("cpu").with_rules({"ampkit_tests::registered": "lower"})
     with autocast("cpu", BF16, policy=policy):
         assert registered(X, [X]).dtype is BF16
-
-
-@both
-def test_compiled_product(region):
-    """With backend='eager', in the region's dtype."""
-    torch._dynamo.reset()
-    compiled = torch.compile(products, backend="eager", fullgraph=True)
-    with region("cpu"):
-        assert compiled(X, X).dtype is BF16
-    assert compiled(X, X).dtype is FP32
-    torch._dynamo.reset()
 
 
 @pytest.mark.gpu

@@ -66,26 +66,6 @@ def test_a_module_that_was_replaced_and_bound_again_compiles_again(backend: str,
             assert compiled(x).dtype is net(x).dtype is dtype
 
 
-def test_module_rules_of_a_region_in_and_of_one_around_a_compiled_function() -> None:
-    """The innermost region that has module rules decides, as in an eager run."""
-    net, x = Net(), torch.randn(5, 8)
-    inner = TORCH.for_modules(net, {"last": "float32"})
-
-    def function(net: nn.Module, x: Tensor) -> list[Tensor]:
-        found = [net(x)]
-        with autocast("cpu", policy=inner):
-            found.append(net(x))
-        with autocast("cpu", torch.float16):
-            found.append(net(x))
-        return found
-
-    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
-    with autocast("cpu", policy=module_rules(net)):
-        wanted, got = function(net, x), compiled(net, x)
-    assert_same(got, wanted)
-    assert [t.dtype for t in got] == [torch.float16, torch.float32, torch.float16]
-
-
 def test_a_wrapped_module_compiles() -> None:
     net, x = Net(), torch.randn(5, 8)
     ampkit.wrap_forward(net, "cpu", policy=module_rules(net))

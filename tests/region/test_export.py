@@ -123,17 +123,6 @@ def test_make_fx(pre_dispatch: bool, around: bool) -> None:
     assert [t.dtype for t in graph(x)] == [torch.bfloat16, torch.float32]
 
 
-def test_operators_without_a_rule_are_recorded_as_they_are() -> None:
-    def function(x: Tensor) -> Tensor:
-        with autocast("cpu"):
-            return torch.relu(x) + 1
-
-    graph = make_fx(function, pre_dispatch=True)(torch.randn(3))
-    assert [n.target for n in graph.graph.nodes if n.op == "call_function"] == [
-        torch.ops.aten.relu.default, torch.ops.aten.add.Tensor,
-    ]
-
-
 def test_pre_dispatch_tracing_outside_a_region_is_untouched() -> None:
     """The look-up that the mode goes before stays what it was where no region is open, or in a disabled region."""
     weight, x = torch.randn(8, 4), torch.randn(3, 8)

@@ -13,7 +13,7 @@ from torch._higher_order_ops import associative_scan, scan, while_loop
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from ampkit import Policy, Rule, autocast, register_op
+from ampkit import Policy, autocast
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`torch.jit",
@@ -88,14 +88,13 @@ def test_eager(name: str) -> None:
     assert not torch.equal(got[1], gradients(call)[1]), "nothing was cast"
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_compiled(name: str, backend: str) -> None:
+def test_compiled(name: str) -> None:
     """In a region inside the compiled function, and in one around its call."""
     call = FUNCTIONS[name]
     if name == "scan":      # torch 2.11's AOTAutograd cannot differentiate this one, in whatever region or none
         try:
-            gradients(torch.compile(call, backend=backend, fullgraph=True))
+            gradients(torch.compile(call, backend="aot_eager", fullgraph=True))
         except torch._dynamo.exc.BackendCompilerFailed as error:
             if "scan might be aliasing" not in str(error):
                 raise
@@ -106,20 +105,9 @@ def test_compiled(name: str, backend: str) -> None:
             return call(x, w)
 
     wanted = gradients(call, inside=autocast("cpu", policy=TORCH))
-    assert_same(gradients(torch.compile(inside, backend=backend, fullgraph=True)), wanted)
-    compiled = torch.compile(call, backend=backend, fullgraph=True)
+    assert_same(gradients(torch.compile(inside, backend="aot_eager", fullgraph=True)), wanted)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     assert_same(gradients(compiled, inside=autocast("cpu", policy=TORCH)), wanted)
-
-
-def test_checkpoint_under_inductor() -> None:
-    def inside(x: Tensor, w: Tensor) -> Tensor:
-        with autocast("cpu"):
-            return checkpointed(x, w)
-
-    got, wanted = gradients(torch.compile(inside, fullgraph=True)), gradients(inside)
-    assert [t.dtype for t in got] == [t.dtype for t in wanted]
-    for a, b in zip(got, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("policy", [TORCH, Policy.default("cpu")], ids=str)
@@ -169,7 +157,7 @@ def run_everywhere(op: Any) -> list[list[Tensor]]:
 
 
 def test_custom_operators(product: Any) -> None:
-    """Without a rule they get what comes in; `register_autocast` and `register_op` both are rules."""
+    """Without a rule they get what comes in; `register_autocast` is a rule."""
     assert [found[0].dtype for found in run_everywhere(product)] == [torch.float32] * 3
     torch._dynamo.reset()
     product.register_autocast("cpu", torch.bfloat16)
@@ -177,57 +165,3 @@ def test_custom_operators(product: Any) -> None:
     assert [one[0].dtype for one in found] == [torch.bfloat16] * 3
     for one in found[1:]:
         assert_same(one, found[0])
-
-
-def test_a_custom_operator_with_register_op(product: Any) -> None:
-    from ampkit.policy import policy
-
-    try:
-        register_op(product, Rule.LOWER)
-        found = run_everywhere(product)
-        assert [one[0].dtype for one in found] == [torch.bfloat16] * 3
-        for one in found[1:]:
-            assert_same(one, found[0])
-    finally:
-        policy._Registered.rules.pop(product._opoverload, None)
-        policy._Registered.changes += 1
-
-
-class Product(torch.autograd.Function):
-    """A function with its own backward and a generated vmap rule."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(a: Tensor, b: Tensor) -> Tensor:
-        return a @ b
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        a, b = ctx.saved_tensors
-        return grad.to(a.dtype) @ b.mT, a.mT @ grad.to(a.dtype)
-
-
-@pytest.mark.parametrize("transform", ["plain", "vmap", "grad of vmap", "vmap of grad"])
-def test_vmap_over_an_autograd_function(transform: str) -> None:
-    xs, w = torch.randn(3, 4, 8), torch.randn(8, 8)
-
-    def loss(a: Tensor, b: Tensor) -> Tensor:
-        return Product.apply(a, b).float().square().sum()
-
-    calls: dict[str, Callable[[], Tensor]] = {
-        "plain": lambda: Product.apply(xs, w),
-        "vmap": lambda: torch.vmap(Product.apply, (0, None))(xs, w),
-        "grad of vmap": lambda: torch.func.grad(lambda a: torch.vmap(loss, (0, None))(a, w).sum())(xs),
-        "vmap of grad": lambda: torch.vmap(torch.func.grad(loss), (0, None))(xs, w),
-    }
-    with torch.autocast("cpu"):
-        wanted = calls[transform]()
-    with autocast("cpu", policy=TORCH):
-        got = calls[transform]()
-    assert got.dtype is wanted.dtype
-    assert torch.equal(got, wanted)

@@ -6,7 +6,6 @@ import functools
 import gc
 import io
 import pickle
-import threading
 import weakref
 
 import pytest
@@ -34,16 +33,11 @@ def _nothing_left():
     ("pattern", "bound"),
     [
         ("head", {"head"}),
-        ("blocks.1.mlp", {"blocks.1.mlp"}),
         ("blocks.*.attn", {"blocks.0.attn", "blocks.1.attn"}),
         ("blocks.0", {"blocks.0.attn", "blocks.0.mlp"}),
         ("**.mlp", {"blocks.0.mlp", "blocks.1.mlp"}),
-        ("**", ALL),
         ("*", {"head"}),        # and `blocks`, a list that is never called
         ("blocks.*.m*", {"blocks.0.mlp", "blocks.1.mlp"}),
-        ("**.head", {"head"}),
-        ("blocks.**", ALL - {"head"}),
-        (nn.Linear, ALL),
         (Block, ALL - {"head"}),
         (nn.Module, ALL),
     ],
@@ -108,7 +102,7 @@ class Recursive(nn.Module):
         return torch.softmax(self.l(x), -1)
 
 
-@pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_a_rule_holds_after_a_module_has_called_itself(backend):
     model = nn.Sequential(Recursive())
     call = model if backend is None else torch.compile(lambda x: model(x), backend=backend)
@@ -157,49 +151,6 @@ def test_what_is_around_the_model_changes_nothing(make, around):
             loss = loss + around(model)(X).float().sum()
     loss.backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
-
-
-def test_replicas_follow_their_originals():
-    """`nn.DataParallel` calls shallow copies of the modules, each in a thread."""
-    layer = nn.Linear(4, 4)
-    policy, found = rules(layer, {layer: FP32}), []
-    replica = layer._replicate_for_data_parallel()
-    replica.weight, replica.bias = layer.weight, layer.bias
-
-    def run():
-        with autocast("cpu", BF16, policy=policy):
-            found.append(replica(X).dtype)
-
-    worker = threading.Thread(target=run)
-    worker.start()
-    worker.join()
-    assert found == [FP32]
-
-
-def test_threads_with_other_policies():
-    model, barrier = Model(), threading.Barrier(2)
-    seen = {}
-
-    class Waits(nn.Module):
-        def forward(self, x):
-            barrier.wait(10)
-            return x
-
-    model.blocks[0].attn = nn.Sequential(Waits(), nn.Linear(4, 4), Waits())
-
-    def run(name, policy):
-        with autocast("cpu", BF16, policy=policy):
-            x = model(X)
-        seen[name] = x.dtype
-
-    workers = [threading.Thread(target=run, args=item) for item in (
-        ("float32", rules(model, {"head": FP32})), ("float16", rules(model, {"head": FP16, "blocks.0.attn": FP32})),
-    )]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert seen == {"float32": FP32, "float16": FP16}
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -263,20 +214,6 @@ def test_an_exception_caught_inside_the_region(where):
         getattr(model.fails[0], "register_forward_pre_hook" if where == "pre-hook" else "register_forward_hook")(fail)
     policy = rules(model, {"fails": FP16, "fails.0": FP32, "head": FP32})
     assert dtypes(model, policy) == only("head")
-
-
-def test_an_interrupted_recompute_leaves_the_regions_of_modules():
-    model, before = Model(), state()
-    with autocast("cpu", policy=rules(model, {"head": FP32})):
-        loss = torch.utils.checkpoint.checkpoint(model, X, use_reentrant=False).sum()
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    model.head.register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        loss.backward()
-    assert state() == before
 
 
 def test_hooks_are_there_only_while_needed():

@@ -1,7 +1,6 @@
 """Regions entered, nested, left and left wrongly."""
 
 import asyncio
-import contextlib
 import sys
 import threading
 import types
@@ -12,32 +11,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampkit import Policy, WeightCache, autocast
+from ampkit import Policy, autocast
 from ampkit.torch_internals import dispatcher, kernels
-from tests.helpers.autocasting import both, product
-from tests.helpers.regions import BF16, FP16, FP32, state
+from tests.helpers.regions import BF16, FP16, FP32, both, product, state
 
 # State
-
-
-@both
-def test_inner_region_takes_the_outer_dtype(region):
-    """A nested region without a dtype goes on in float16."""
-    with region("cpu", FP16):
-        with region("cpu"):
-            assert product() is FP16
-        with torch.autocast("cpu") as inner:
-            assert inner.fast_dtype is FP16
-
-
-@both
-def test_disabled_region_sets_the_dtype(region):
-    """And puts back the one it found."""
-    before = state()
-    with region("cpu", FP16, enabled=False):
-        assert torch.get_autocast_dtype("cpu") is FP16
-        assert product() is FP32
-    assert state() == before
 
 
 @both
@@ -108,16 +86,6 @@ def test_exceptions_go_through(region, error):
     assert product() is FP32
 
 
-@both
-def test_one_object_again_and_again(region):
-    """One after another, an instance may be used any number of times."""
-    before, made = state(), region("cpu", FP16)
-    for _ in range(3):
-        with made:
-            assert product() is FP16
-        assert state() == before
-
-
 def test_one_object_inside_itself():
     """Entered while it is open, it restores both entries. torch.amp leaves autocast on afterwards."""
     before = state()
@@ -162,26 +130,21 @@ def test_function_that_calls_itself():
 
 
 @both
-def test_island_and_region_inside_it(region):
-    """Products are float32 in the disabled region, low again in the one inside it."""
-    with region("cpu"):
-        with region("cpu", enabled=False):
-            assert product() is FP32
-            with region("cpu", FP16):
-                assert product() is FP16
-            assert product() is FP32
-        assert product() is BF16
-
-
-@both
-def test_new_thread_is_outside(region):
-    """Off, with the default dtype and the cache on."""
-    seen = []
-    with region("cpu", FP16, cache_enabled=False):
-        thread = threading.Thread(target=lambda: seen.extend([product(), state()]))
-        thread.start()
-        thread.join()
-    assert seen == [FP32, state()]
+def test_what_an_inner_region_takes_from_the_outer(region):
+    """The dtype, unless it is given another; disabled it computes in float32, and sets the dtype all the same."""
+    before, made = state(), region("cpu", FP16)
+    for _ in range(2):      # one object may be used again
+        with made:
+            with region("cpu") as inner:
+                assert inner.fast_dtype is product() is FP16
+            with region("cpu", BF16, enabled=False):
+                assert torch.get_autocast_dtype("cpu") is BF16
+                assert product() is FP32
+                with region("cpu", BF16):
+                    assert product() is BF16
+                assert product() is FP32
+            assert product() is FP16
+        assert state() == before
 
 
 @both
@@ -197,45 +160,24 @@ def test_cache_flag_comes_from_where_the_region_was_made(region):
 
 
 @both
-def test_devices_do_not_switch_each_other_on(region):
-    """A CPU region leaves CUDA's autocast off, and the other way round."""
-    with region("cpu"):
-        assert not torch.is_autocast_enabled("cuda")
-    with region("cuda:0"):
-        assert not torch.is_autocast_enabled("cpu")
-        assert product() is FP32
+def test_two_devices_each_by_its_own_region(region):
+    """Operands follow the region of their own device, which switches the other's neither on nor off."""
+    def here():
+        return product(), product(device="cuda"), product(BF16), product(FP16, "cuda")
 
-
-def test_two_devices_each_by_its_own_region():
-    """Nested regions of two devices: operands follow the region of their own device."""
-    def both_devices(cpu, cuda):
-        with FakeTensorMode(), cpu, cuda:
-            return product(), product(device="cuda"), product(BF16), product(FP16, "cuda")
-
-    def with_torch(cpu, cuda):
-        return both_devices(
-            torch.autocast("cpu", BF16) if cpu else contextlib.nullcontext(),
-            torch.autocast("cuda:0", FP16) if cuda else contextlib.nullcontext(),
-        )
-
-    def with_ampkit(cpu, cuda):
-        return both_devices(
-            autocast("cpu", BF16) if cpu else contextlib.nullcontext(),
-            autocast("cuda:0", FP16) if cuda else contextlib.nullcontext(),
-        )
-
-    assert with_torch(True, True) == with_ampkit(True, True) == (BF16, FP16, BF16, FP16)
-    assert with_torch(True, False) == with_ampkit(True, False) == (BF16, FP32, BF16, FP16)
-    assert with_torch(False, True) == with_ampkit(False, True) == (FP32, FP16, BF16, FP16)
-
-
-def test_island_for_one_of_two_devices():
-    with FakeTensorMode(), autocast("cpu"), autocast("cuda:0"):
-        with autocast("cpu", enabled=False):
-            assert (product(), product(device="cuda")) == (FP32, FP16)
-        with autocast("cuda", enabled=False):
-            assert (product(), product(device="cuda")) == (BF16, FP32)
-        assert (product(), product(device="cuda")) == (BF16, FP16)
+    cpu, cuda = lambda **options: region("cpu", **options), lambda **options: region("cuda:0", **options)
+    with FakeTensorMode():
+        with cpu():
+            assert here() == (BF16, FP32, BF16, FP16)
+        with cuda():
+            assert here() == (FP32, FP16, BF16, FP16)
+        for outer, inner in ((cpu, cuda), (cuda, cpu)):
+            with outer(), inner():
+                assert here() == (BF16, FP16, BF16, FP16)
+                with cpu(enabled=False):
+                    assert here() == (FP32, FP16, BF16, FP16)
+                with cuda(enabled=False):
+                    assert here() == (BF16, FP32, BF16, FP16)
 
 
 def test_deprecated_regions_of_torch_inside_ours():
@@ -316,18 +258,8 @@ def test_one_object_left_too_early_and_entered_again():
     assert state() == before
 
 
-def test_left_without_having_been_entered():
-    region = autocast("cpu")
-    with pytest.raises(RuntimeError, match="in a thread that never entered it, or left twice"):
-        region.__exit__(None, None, None)
-    with region:
-        pass
-    with pytest.raises(RuntimeError, match="left twice"):
-        region.__exit__(None, None, None)
-
-
-def test_left_in_another_thread():
-    errors = []
+def test_left_twice_or_in_another_thread():
+    region, errors = autocast("cpu"), []
 
     def leave():
         try:
@@ -335,12 +267,15 @@ def test_left_in_another_thread():
         except RuntimeError as error:
             errors.append(str(error))
 
-    with autocast("cpu") as region:
+    leave()
+    with region:
         thread = threading.Thread(target=leave)
         thread.start()
         thread.join()
         assert product() is BF16
-    assert "enter and leave a region in one thread" in errors[0]
+    leave()
+    assert len(errors) == 3
+    assert all("in a thread that never entered it, or left twice; enter and leave a region in one" in e for e in errors)
 
 
 def test_generator_that_yields_inside_a_region_is_told():
@@ -372,14 +307,6 @@ def test_coroutines_that_take_turns_inside_their_regions_are_told():
     assert "decorate its function with autocast instead" in str(first)
     assert second is None
     assert state() == before
-
-
-def test_caches_are_accepted_by_islands_and_other_devices():
-    cache = WeightCache()
-    weight = torch.nn.Linear(2, 2)
-    with autocast("cuda:0", cache=cache), autocast("cpu", enabled=False, cache=cache):
-        weight(torch.ones(1, 2))
-    assert cache.info().misses == 0
 
 
 def test_region_while_another_thread_imports_dynamo(monkeypatch):

@@ -1,5 +1,7 @@
 """Recurrent layers in a region: dtypes, gradients, packed sequences, and the layout that cuDNN asks for."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -7,9 +9,8 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from ampkit import Policy, WeightCache, autocast
 from ampkit.region import recurrent
-from tests.helpers.regions import BF16, FP16, FP32, LSTM_IN_16_BITS, like_torch
+from tests.helpers.regions import BF16, FP16, FP32
 
-lower = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 LAYERS = {
     "LSTM": lambda **k: nn.LSTM(4, 3, **k),
     "GRU": lambda **k: nn.GRU(4, 3, **k),
@@ -17,7 +18,6 @@ LAYERS = {
     "RNN relu": lambda **k: nn.RNN(4, 3, nonlinearity="relu", **k),
 }
 CUDNN_MODES = {"RNN_RELU": 0, "RNN_TANH": 1, "LSTM": 2, "GRU": 3}
-CELLS = [nn.LSTMCell, nn.GRUCell, nn.RNNCell]
 layers = pytest.mark.parametrize("name", LAYERS)
 options_of_layers = pytest.mark.parametrize(
     "options", [{}, {"num_layers": 2, "bidirectional": True}, {"bias": False, "batch_first": True}],
@@ -31,91 +31,52 @@ def first(result):
     return result.data if hasattr(result, "batch_sizes") else result
 
 
-@lower
-@layers
-@options_of_layers
-def test_layers_run_in_the_dtype_of_the_region(name, options, dtype):
-    layer, x = LAYERS[name](**options), torch.randn(5, 2, 4)
-    with autocast("cpu", dtype):
-        out = layer(x)
-    states = out[1] if isinstance(out[1], tuple) else (out[1],)
-    assert all(t.dtype is dtype for t in (out[0], *states))
-    exact = first(layer(x))
-    assert torch.allclose(out[0].float(), exact, atol=0.03)
-    out[0].float().sum().backward()
-    grads = [p.grad for p in layer.parameters()]
-    layer.zero_grad()
-    exact.sum().backward()
-    for grad, p in zip(grads, layer.parameters(), strict=True):
-        assert grad.dtype is FP32
-        assert torch.allclose(grad, p.grad, rtol=0.1, atol=0.1)
+X = torch.randn(5, 2, 4, generator=torch.Generator().manual_seed(0))
+CALLS = {
+    "stacked": (lambda: nn.LSTM(4, 3, num_layers=2, bidirectional=True), X),
+    "no bias": (lambda: nn.GRU(4, 3, bias=False, batch_first=True), X),
+    "RNN": (lambda: nn.RNN(4, 3, nonlinearity="relu"), X),
+    "with a state": (lambda: nn.LSTM(4, 3), X, (torch.zeros(1, 2, 3), torch.zeros(1, 2, 3))),
+    "packed": (lambda: nn.LSTM(4, 3), pack_padded_sequence(X, torch.tensor([5, 3]))),
+    "packed GRU": (lambda: nn.GRU(4, 3), pack_padded_sequence(X, torch.tensor([5, 3]))),
+    **{cell.__name__: (lambda cell=cell: cell(4, 3), X[0]) for cell in (nn.LSTMCell, nn.GRUCell, nn.RNNCell)},
+}
 
 
-@lower
-@pytest.mark.parametrize("cell", CELLS)
-def test_cells_run_in_the_dtype_of_the_region(cell, dtype):
-    layer, x = cell(4, 3), torch.randn(2, 4)
-    with autocast("cpu", dtype):
-        out = first(layer(x))
-    assert out.dtype is dtype
-    assert torch.allclose(out.float(), first(layer(x)), atol=0.03)
-    out.float().sum().backward()
-    assert all(p.grad.dtype is FP32 for p in layer.parameters())
-
-
-@lower
-@layers
-def test_packed_sequences(name, dtype):
-    layer, x = LAYERS[name](), torch.randn(5, 2, 4)
-    packed = pack_padded_sequence(x, torch.tensor([5, 3]))
-    with autocast("cpu", dtype):
-        out = first(layer(packed))
-    assert out.dtype is dtype
-    assert torch.allclose(out.float(), first(layer(packed)), atol=0.03)
-
-
-@layers
-def test_layer_after_a_bfloat16_one(name):
-    """torch's own check of the input dtype steps aside in a region, as it does in torch.amp's."""
-    layer, x = LAYERS[name](), torch.randn(5, 2, 4, dtype=BF16)
-    with pytest.raises((ValueError, RuntimeError), match=r"(?i)dtype"):
-        layer(x)
-    with autocast("cpu"):
-        out = first(layer(nn.Linear(4, 4)(x)))
-    assert out.dtype is BF16
-
-
-def test_bfloat16_layer_with_float32_input():
-    """A ValueError outside a region, and it runs inside."""
-    layer, x = nn.LSTM(4, 3).to(BF16), torch.randn(5, 2, 4)
-    with pytest.raises((ValueError, RuntimeError), match=r"(?i)dtype"):
-        layer(x)
-    for region in (torch.autocast("cpu"), like_torch(), autocast("cpu"))[0 if LSTM_IN_16_BITS else 2:]:
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", CALLS)
+def test_layers_and_cells_run_in_the_dtype_of_the_region(name, dtype):
+    make, *args = CALLS[name]
+    layer, results = make(), []
+    for region in (autocast("cpu", dtype), contextlib.nullcontext()):
         with region:
+            out = first(layer(*args))
+        out.float().sum().backward()
+        results.append([out, *(p.grad for p in layer.parameters())])
+        layer.zero_grad()
+    (low, *grads), (exact, *exact_grads) = results
+    assert low.dtype is dtype
+    assert torch.allclose(low.float(), exact, atol=0.03)
+    for grad, wanted in zip(grads, exact_grads, strict=True):
+        assert grad.dtype is FP32
+        assert torch.allclose(grad, wanted, rtol=0.1, atol=0.1)
+
+
+def test_dtypes_that_torch_refuses_outside_a_region_run_inside():
+    """torch's own check of the input dtype steps aside in a region, as it does in torch.amp's."""
+    for layer, x in ((nn.GRU(4, 3), X.bfloat16()), (nn.LSTM(4, 3).to(BF16), X), (nn.LSTM(4, 3).half(), X)):
+        with pytest.raises((ValueError, RuntimeError), match=r"(?i)dtype"):
+            layer(x)
+        with autocast("cpu"):
             assert first(layer(x)).dtype is BF16
-
-
-def test_half_layer_in_a_bfloat16_region():
-    with autocast("cpu", BF16):
-        assert first(nn.LSTM(4, 3).half()(torch.randn(5, 2, 4))).dtype is BF16
-
-
-def test_initial_state_is_cast_with_the_rest():
-    layer, x = nn.LSTM(4, 3), torch.randn(5, 2, 4)
-    state = (torch.zeros(1, 2, 3), torch.zeros(1, 2, 3, dtype=FP16))
-    with autocast("cpu"):
-        assert first(layer(x, state)).dtype is BF16
-    gru = nn.GRU(4, 3)
-    with autocast("cpu"):
-        assert first(gru(x, torch.zeros(1, 2, 3))).dtype is BF16
 
 
 @layers
 def test_weights_are_cast_once(name):
-    layer, x, cache = LAYERS[name](num_layers=2), torch.randn(5, 2, 4), WeightCache()
+    layer, cache = LAYERS[name](num_layers=2), WeightCache()
     for _ in range(3):
         with autocast("cpu", cache=cache):
-            layer(x)
+            layer(X)
     assert cache.info()[2:] == (16, 8)
 
 
@@ -180,14 +141,8 @@ def test_a_wrong_dtype_in_an_island_is_refused():
             layer(x)
 
 
-def test_layout_is_left_alone_on_cpu(monkeypatch):
-    monkeypatch.setattr(torch, "_cudnn_rnn_flatten_weight", lambda *args: pytest.fail("called on the CPU"))
-    with autocast("cpu"):
-        nn.LSTM(4, 3)(torch.randn(5, 2, 4))
-
-
 @pytest.mark.gpu
-@lower
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 @layers
 @pytest.mark.parametrize("packed", [False, True], ids=["input", "packed"])
 def test_cudnn_neither_warns_nor_changes_values(name, packed, dtype):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampkit import Policy, Rule, WeightCache, autocast
+from ampkit import Policy, Rule, autocast
 from ampkit.policy.operator_kernels import source
 from ampkit.policy.operator_keys import resolve
 from ampkit.region import specialised
@@ -20,7 +20,7 @@ from ampkit.torch_internals import dispatcher
 from ampkit.torch_internals.bindings import NAMES, binding
 from ampkit.torch_internals.kernels import GENERAL, install
 from tests.helpers.op_samples import difference, op_db_calls, region, run_with_gradients
-from tests.helpers.regions import BF16, FP16, FP32
+from tests.helpers.regions import BF16, FP32
 
 POLICIES = (Policy.torch("cpu"), Policy.default("cpu"))
 
@@ -113,50 +113,6 @@ def test_the_general_way_can_be_forced(general: None) -> None:
         assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is BF16
 
 
-class Mine(torch.Tensor):
-    pass
-
-
-def _calls(x: torch.Tensor, w: nn.Parameter, mixed: torch.dtype) -> list[Any]:
-    mine = x.as_subclass(Mine)
-    return [
-        torch.mm(mine, w), torch.addmm(x, x, w, beta=2), torch.mm(x.double(), x.double()), torch.matmul(x, x[0]),
-        torch.exp(mine), torch.pow(x, 2), torch.cat([x, mine]), torch.cat([x, x.bfloat16()]), torch.stack((x, w)),
-        torch.softmax(x.bfloat16(), -1), torch.softmax(x, -1, dtype=torch.float64), torch.softmax(x.double(), -1),
-        torch.sum(x.bfloat16()), torch.sum(x.bfloat16(), 1, dtype=torch.bfloat16), torch.cumsum(x.bfloat16(), 0),
-        torch.lerp(x, x.to(mixed), torch.ones(4, 4)), torch.dot(x[0], x.to(mixed)[1]),
-        nn.functional.linear(x, w), nn.functional.linear(x, w, w[0]), nn.functional.layer_norm(x, (4,), bias=w[0]),
-        nn.functional.cross_entropy(x.bfloat16(), torch.tensor([0, 1, 2, 3]), reduction="sum"),
-        nn.functional.scaled_dot_product_attention(x[None], x[None], x[None], scale=0.5),
-        nn.functional.conv2d(x[None, None], w[None, None], padding=1),
-        torch.linalg.vector_norm(x.bfloat16()), torch.rsqrt(x.half().abs() + 1),
-    ]
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.base)
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("cache", [None, WeightCache()], ids=["default cache", "weight cache"])
-def test_arguments_of_every_kind(
-    policy: Policy, dtype: torch.dtype, cache: WeightCache | None, request: pytest.FixtureRequest
-) -> None:
-    def results() -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        x, w = torch.randn(4, 4, requires_grad=True), nn.Parameter(torch.randn(4, 4))
-        with autocast("cpu", dtype, policy=policy, cache=cache):
-            found = _calls(x, w, BF16 if policy.base == "default" else FP32)      # torch's list has no rule for these
-        sum(out.float().sum() for out in found).backward()
-        return [*found, x.grad, w.grad]
-
-    own = results()
-    request.getfixturevalue("general")
-    if cache is not None:
-        cache.modes.clear()
-    for one, other in zip(own, results(), strict=True):
-        assert type(one) is type(other)
-        assert one.dtype is other.dtype
-        assert torch.equal(one.detach(), other.detach())
-
-
 def test_an_operator_of_another_policy_goes_on_below() -> None:
     """Both policies have kernels in this process; the one without a rule leaves the operator as torch.amp does."""
     x = torch.randn(4, 4, dtype=BF16, requires_grad=True)
@@ -169,17 +125,6 @@ def test_an_operator_of_another_policy_goes_on_below() -> None:
         assert torch.einsum("ij,jk", x.float(), x.float()).dtype is BF16      # a composite: its parts meet the region
         assert torch.pow(x, 2).grad_fn is not None
         assert torch.rsub(x, 1).dtype is BF16
-
-
-def test_a_disabled_region_of_torch_inside_is_seen() -> None:
-    x, w = torch.ones(2, 2), nn.Parameter(torch.ones(2, 2))
-    with autocast("cpu"):
-        assert torch.mm(x, w).dtype is BF16
-        with torch.autocast("cpu", enabled=False):
-            assert torch.mm(x, w).dtype is FP32
-        with torch.autocast("cpu", FP16):
-            assert torch.mm(x, w).dtype is FP16
-        assert torch.mm(x, w).dtype is BF16
 
 
 def test_ctrl_c_after_any_call_of_a_kernel_leaves_the_keys_as_they_were(written: None) -> None:
@@ -222,14 +167,6 @@ def test_source_says_what_a_kernel_does() -> None:
     assert "_dtype_of(_DEVICE)" in text
     assert "return _operator(input, weight, bias)" in text
     assert "_float32" in source(resolve("gelu"), Rule.FLOAT32)
-
-
-def test_what_has_a_kernel_of_its_own() -> None:
-    """All but operators with lists of tensors that are cast, and those whose `dtype` is another overload's."""
-    rules = Policy.default("cpu").rules()
-    without = {op.name() for op, rule in rules.items() if source(op, rule) is None}
-    assert len(without) < 0.1 * len(rules)
-    assert not without & {"aten::linear", "aten::softmax.int", "aten::cat", "aten::layer_norm", "aten::conv2d"}
 
 
 def test_a_traceback_shows_the_line_of_the_kernel(written: None) -> None:

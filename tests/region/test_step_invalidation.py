@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 import ampkit.optim
 from ampkit import WeightCache, autocast
@@ -50,54 +49,6 @@ def test_step_is_seen_in_the_open_region_and_in_the_next(name: str, cached: bool
         step(optimizer)
         with autocast("cpu", cache=cache):
             assert is_right(leaf)
-
-
-def write_of_another_weight(p: Parameter) -> Callable[[], None]:
-    """By a hook of an optimizer that does not hold it: averages, targets, masters."""
-    p.requires_grad_(False)
-    optimizer = torch.optim.SGD([weight()], lr=1.0, fused=True)
-
-    def write() -> None:
-        p.data.mul_(2)
-
-    optimizer.register_step_post_hook(lambda *_: write())
-    return lambda: step(optimizer)
-
-
-def interrupted(p: Parameter) -> Callable[[], None]:
-    """What it has written till then has bumped no version, and its post hook never runs."""
-
-    class Interrupted(WritesThroughData):
-        def step(self, closure: Any = None) -> None:
-            p.data.mul_(2)
-            raise KeyboardInterrupt
-
-    def run() -> None:
-        with pytest.raises(KeyboardInterrupt):
-            Interrupted([weight()]).step()
-
-    return run
-
-
-def flat(p: Parameter) -> Callable[[], None]:
-    """As sharding engines step: one flat parameter, of which weights are pieces."""
-    whole = Parameter(torch.ones(32))
-    p.data = whole.data[:16].view(4, 4)
-    optimizer = torch.optim.SGD([whole], lr=1.0, fused=True)
-    return lambda: step(optimizer)
-
-
-@pytest.mark.parametrize("writer", [write_of_another_weight, interrupted, flat], ids=lambda writer: writer.__name__)
-def test_step_that_writes_what_it_does_not_hold(writer: Callable[[Parameter], Callable[[], None]]) -> None:
-    leaf, cache = weight(), WeightCache()
-    run = writer(leaf)
-    for _ in range(3):
-        before = leaf.detach().clone()
-        with autocast("cpu", cache=cache):
-            assert is_right(leaf)
-            run()
-            assert is_right(leaf)
-        assert not torch.equal(leaf.detach(), before), "this writes nothing"
 
 
 def test_casts_made_in_the_closure_of_a_step() -> None:

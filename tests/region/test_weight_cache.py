@@ -14,65 +14,59 @@ from torch.nn import Parameter
 
 from ampkit import WeightCache, autocast, clear_autocast_cache
 from ampkit.region.weight_cache import CacheInfo
-from tests.helpers.regions import BF16, FP16, like_torch
-from tests.helpers.weights import REGIONS, WRITES, X, both, copies, uses, weight
+from tests.helpers.regions import BF16, FP16, REGIONS, both
+from tests.helpers.weights import WRITES, X, copies, uses, weight
 
 # What is kept
 
 
-@both
-def test_one_cast_per_region(region):
-    """However often a float32 leaf is used."""
-    assert uses(region, weight()) == 1
+LEAVES = {
+    "a float32 leaf": (weight, 1),
+    "a parameter made of a view": (lambda: Parameter(torch.ones(2, 4, 4)[1]), 1),
+    "a tensor that requires no grad": (lambda: torch.ones(4, 4), 3),
+    "a frozen parameter": (lambda: weight(False), 3),
+    "a result": (lambda: weight() * 1, 3),
+    "a view of a leaf": (lambda: torch.ones(2, 4, 4)[0].requires_grad_(), 3),
+}
 
 
 @both
-def test_what_gets_a_cast_per_use(region):
-    """Tensors that require no grad, non-leaves and views of leaves."""
-    plain = torch.ones(4, 4)
-    assert uses(region, plain) == 3
-    assert uses(region, weight() * 1) == 3
-    assert uses(region, torch.ones(2, 4, 4)[0].requires_grad_()) == 3
-    assert uses(region, weight(False)) == 3
+@pytest.mark.parametrize("leaf", LEAVES)
+def test_casts_of_three_uses_in_a_region(region, leaf):
+    make, expected = LEAVES[leaf]
+    assert uses(region, make()) == expected
+    assert uses(region, make(), cache_enabled=False) == 3
 
 
 def test_frozen_parameters_are_cast_once_with_a_cache_of_ones_own():
     """Without one, no cast is kept that torch.amp makes again: it is right after any write."""
-    assert uses(autocast, weight(False), cache=WeightCache()) == 1
-    assert uses(autocast, torch.ones(4, 4), cache=WeightCache()) == 3
-
-
-@both
-def test_parameter_made_of_a_view(region):
-    """A parameter is a leaf whatever it was made of."""
-    assert uses(region, Parameter(torch.ones(2, 4, 4)[1])) == 1
-
-
-@both
-def test_cache_switched_off(region):
-    """A cast per use."""
-    assert uses(region, weight(), cache_enabled=False) == 3
-
-
-def test_cache_switched_off_leaves_an_explicit_cache_alone():
     cache = WeightCache()
     assert uses(autocast, weight(), cache_enabled=False, cache=cache) == 3
     assert cache.info() == CacheInfo(0, 0, 0, 0)
+    assert uses(autocast, weight(False), cache=cache) == 1
+    assert uses(autocast, torch.ones(4, 4), cache=cache) == 3
 
 
 @both
-def test_cache_switched_off_inside(region):
-    leaf = weight()
+def test_what_ends_a_cast_amid_a_region(region):
+    """A region without a cache inside makes its own, leaving an inner one ends nothing, clearing ends all."""
+    clear = torch.clear_autocast_cache if region is torch.autocast else clear_autocast_cache
 
-    def run():
+    def run(leaf, inside):
         with region("cpu"):
-            torch.mm(X, leaf)
-            with region("cpu", cache_enabled=False):
+            for _ in range(2):
                 torch.mm(X, leaf)
-                torch.mm(X, leaf)
+                inside(leaf)
+
+    def inner(leaf, **options):
+        with region("cpu", **options):
             torch.mm(X, leaf)
 
-    assert copies(run) == 3
+    leaf = weight()
+    assert copies(lambda: run(leaf, lambda leaf: inner(leaf, cache_enabled=False))) == 3
+    assert copies(lambda: run(leaf, inner)) == 1
+    assert copies(lambda: run(leaf, lambda _: clear())) == 2
+    clear()
 
 
 @both
@@ -88,21 +82,6 @@ def test_casts_to_float32_are_not_kept(region):
     once = copies(lambda: run(1))
     assert once >= 2
     assert copies(lambda: run(3)) == 3 * once
-
-
-@both
-def test_no_grad_first_and_gradients_after(region):
-    """One cast for both, and gradients flow."""
-    leaf = weight()
-
-    def run():
-        with region("cpu"):
-            with torch.no_grad():
-                torch.mm(X, leaf)
-            torch.mm(X, leaf).float().sum().backward()
-
-    assert copies(run) == copies(lambda: torch.mm(X, leaf.to(BF16)).float().sum().backward())
-    assert leaf.grad is not None
 
 
 def test_inference_mode():
@@ -138,43 +117,6 @@ def test_write_to_a_tensor_made_in_inference_mode_is_seen():
         torch.mm(X, leaf)
         leaf.mul_(2)
         assert torch.mm(X, leaf)[0, 0] == 8
-
-
-@both
-def test_leaving_an_inner_region_keeps_the_casts(region):
-    """Only leaving the outermost one drops them."""
-    leaf = weight()
-
-    def run():
-        with region("cpu"):
-            for _ in range(2):
-                with region("cpu"):
-                    torch.mm(X, leaf)
-                torch.mm(X, leaf)
-
-    assert copies(run) == 1
-    assert copies(run) == 1, "and the outermost dropped them"
-
-
-@both
-@pytest.mark.parametrize("write", ["in place", "data", "optimizer", "load_state_dict"])
-def test_next_region_sees_the_new_weight(region, write):
-    """Nothing outlives the outermost region."""
-    layer = nn.Linear(4, 4, bias=False)
-    for value in (1.0, 2.0):
-        with torch.no_grad():
-            if write == "in place":
-                layer.weight.fill_(value)
-            elif write == "data":
-                layer.weight.data = torch.full((4, 4), value)
-            elif write == "load_state_dict":
-                layer.load_state_dict({"weight": torch.full((4, 4), value)})
-            else:
-                layer.weight.data.fill_(value + 1)
-                layer.weight.grad = torch.ones(4, 4)
-                torch.optim.SGD(layer.parameters(), lr=1.0).step()
-        with region("cpu"):
-            assert layer(X)[0, 0] == 4 * value
 
 
 @pytest.mark.parametrize("write", WRITES)
@@ -281,56 +223,6 @@ def test_other_thread_has_a_cache_of_its_own():
 
     assert casts(torch.autocast) == 2
     assert casts(autocast) == 1
-
-
-def test_two_losses_share_a_cast():
-    """And their separate backwards accumulate."""
-    gradients = []
-    for region in (torch.autocast("cpu"), like_torch()):
-        leaf = weight()
-        with region:
-            first, second = torch.mm(X, leaf).float().sum(), torch.mm(X, leaf).float().pow(2).sum()
-        first.backward()
-        alone = leaf.grad.clone()
-        second.backward()
-        gradients.append((alone, leaf.grad))
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-
-@both
-def test_use_in_a_custom_function_does_not_poison_later_use(region):
-    """A weight first used in a forward without grad mode still gets its gradient afterwards."""
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, w):
-            return torch.mm(x, w)
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return None, gradient.new_zeros(4, 4).float()
-
-    leaf = weight()
-    with region("cpu"):
-        Function.apply(X, leaf)
-        torch.mm(X, leaf).float().sum().backward()
-    assert torch.equal(leaf.grad, torch.full((4, 4), 2.0))
-
-
-@both
-def test_cleared_in_the_middle(region):
-    """Weights are cast again from there on."""
-    clear = torch.clear_autocast_cache if region is torch.autocast else clear_autocast_cache
-    leaf = weight()
-
-    def run():
-        with region("cpu"):
-            torch.mm(X, leaf)
-            clear()
-            torch.mm(X, leaf)
-            torch.mm(X, leaf)
-
-    assert copies(run) == 2
-    clear()
 
 
 def test_weight_frozen_or_unfrozen_inside_a_region():

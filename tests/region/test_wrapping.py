@@ -1,10 +1,8 @@
 """wrap_forward: modules that one cannot edit."""
 
 import copy
-import gc
 import io
 import pickle
-import weakref
 
 import pytest
 import torch
@@ -66,18 +64,8 @@ def test_copies_and_pickles_are_wrapped():
     for other in others:
         assert other(X).dtype is FP16
         assert torch.equal(other(X), model(X))
-    with pytest.raises(RuntimeError, match="wrapped already"):
+    with pytest.raises(RuntimeError, match="this Plain is wrapped already; a second region would only repeat"):
         wrap_forward(others[0], "cpu")
-
-
-def test_copy_has_its_own_weights():
-    model = wrap_forward(Plain(), "cpu")
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        other.head.weight.zero_()
-        other.head.bias.zero_()
-    assert other(X).abs().max() == 0
-    assert model(X).abs().max() > 0
 
 
 def test_copy_of_one_with_a_cache_has_a_cache_of_its_own():
@@ -111,16 +99,6 @@ def test_lazy_module_stays_wrapped_when_it_has_its_weights():
     assert pickle.loads(pickle.dumps(model))(X).dtype is BF16
 
 
-def test_submodules_can_be_wrapped_one_by_one():
-    model = Plain()
-    wrap_forward(model.head, "cpu", FP16)
-    assert model(X).dtype is FP16
-    assert model(X, head=False).dtype is FP32
-    wrap_forward(model, "cpu", BF16)
-    assert model(X, head=False).dtype is BF16
-    assert model(X).dtype is FP16
-
-
 @pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt])
 def test_exceptions_leave_the_region(error):
     class Fails(nn.Module):
@@ -137,40 +115,6 @@ def test_exceptions_leave_the_region(error):
         assert state() == before
 
 
-def test_hooks_still_run():
-    seen = []
-    model = wrap_forward(Plain(), "cpu")
-    model.register_forward_pre_hook(lambda module, args: seen.append("before"))
-    model.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
-    model(X)
-    assert seen == ["before", BF16]
-
-
-def test_a_wrapped_module_with_module_rules():
-    model = Plain()
-    wrap_forward(model, "cpu", policy=Policy.default("cpu").for_modules(model, {"head": FP32}))
-    assert nn.Sequential(model)(X).dtype is FP32
-    assert model(X, head=False).dtype is BF16
-
-
-def test_wrapped_module_dies_with_its_last_reference():
-    model = wrap_forward(Plain(), "cpu")
-    model(X)
-    alive = weakref.ref(model)
-    gc.disable()
-    try:
-        del model
-        assert alive() is None
-    finally:
-        gc.enable()
-
-
-def test_wrapped_twice():
-    model = wrap_forward(Plain(), "cpu")
-    with pytest.raises(RuntimeError, match="this Plain is wrapped already; a second region would only repeat"):
-        wrap_forward(model, "cpu")
-
-
 def test_forward_that_the_class_does_not_know():
     model = Plain()
     model.forward = lambda x: x
@@ -178,21 +122,6 @@ def test_forward_that_the_class_does_not_know():
         wrap_forward(model, "cpu")
     model.forward = autocast("cpu")(Plain().forward)
     assert model(X).dtype is BF16
-
-
-@pytest.mark.parametrize("what", [lambda x: x, Plain, None], ids=["function", "class", "None"])
-def test_what_is_no_module(what):
-    with pytest.raises(TypeError, match=r"wrap_forward takes an nn.Module, got"):
-        wrap_forward(what, "cpu")
-
-
-def test_arguments_are_checked_at_once():
-    model = Plain()
-    with pytest.raises(RuntimeError, match="has no autocast"):
-        wrap_forward(model, "meta")
-    with pytest.raises(TypeError, match="policy"):
-        wrap_forward(model, "cpu", policy=1)
-    assert type(model) is Plain
 
 
 def test_outputs_are_cast_in_any_container():
@@ -211,11 +140,6 @@ def test_outputs_are_cast_in_any_container():
     assert model(X)["y"].dtype is FP16
 
 
-def test_copies_and_pickles_cast_outputs_too():
-    model = wrap_forward(Plain(), "cpu", BF16, cast_outputs=FP32)
-    assert pickle.loads(pickle.dumps(model))(X).dtype is FP32
-
-
 def test_unwrapped_it_is_what_it_was():
     model = Plain()
     assert unwrap_forward(wrap_forward(model, "cpu", BF16)) is model
@@ -223,12 +147,17 @@ def test_unwrapped_it_is_what_it_was():
     assert model(X).dtype is FP32
 
 
-def test_what_cannot_be_unwrapped_or_cast_to_is_refused():
-    with pytest.raises(TypeError, match=r"unwrap_forward takes an nn.Module, got int"):
-        unwrap_forward(1)
-    with pytest.raises(RuntimeError, match="this Plain is not under wrap_forward"):
-        unwrap_forward(Plain())
-    with pytest.raises(TypeError, match=r"cast_outputs is 32; expected a torch.dtype"):
-        wrap_forward(Plain(), "cpu", cast_outputs=32)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'dtyp'"):
-        wrap_forward(Plain(), "cpu", dtyp=FP16)
+@pytest.mark.parametrize(("call", "error", "message"), [
+    (lambda model: wrap_forward(lambda x: x, "cpu"), TypeError, "wrap_forward takes an nn.Module, got function"),
+    (lambda model: wrap_forward(model, "meta"), RuntimeError, "has no autocast"),
+    (lambda model: wrap_forward(model, "cpu", policy=1), TypeError, "policy"),
+    (lambda model: wrap_forward(model, "cpu", cast_outputs=32), TypeError, "cast_outputs is 32; expected a torch.dt"),
+    (lambda model: wrap_forward(model, "cpu", dtyp=FP16), TypeError, "unexpected keyword argument 'dtyp'"),
+    (lambda model: unwrap_forward(1), TypeError, "unwrap_forward takes an nn.Module, got int"),
+    (lambda model: unwrap_forward(model), RuntimeError, "this Plain is not under wrap_forward"),
+])
+def test_what_is_refused_changes_nothing(call, error, message):
+    model = Plain()
+    with pytest.raises(error, match=message):
+        call(model)
+    assert type(model) is Plain
