@@ -82,7 +82,7 @@ class Linear(Case):
         grad = torch.randn_like(x)
         default = Policy.default(device.type)
 
-        def job(model: nn.Module, policy: Policy) -> None:
+        def job(model: Callable[..., torch.Tensor], policy: Policy) -> None:
             with autocast(device.type, torch.bfloat16, policy=policy):
                 y = model(x)
             y.backward(grad)
