@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter, functional
 
+from ampkit.torch_internals.dispatcher import has_kernel
 from ampkit.torch_internals.lookup import private
 from ampkit.torch_internals.operator_tracing import only_observed
 from ampkit.torch_internals.tensors import n_dispatch_modes, tracing_state
 
 _scaled_mm = private("_scaled_mm")
+_PUBLIC_ON_CPU = has_kernel("aten::_scaled_mm_v2", "CPU")       # not in torch 2.11
 _ScalingType: Any = functional.ScalingType  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -22,22 +24,21 @@ def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch
 
     Scales are float32, of shape () or of shapes (m, 1) and (n, 1). `fast` lets tensor cores add up in less precision.
     """
-    is_distributed = hasattr(a, "_local_tensor")
     if not (scale_a.dim() or scale_b.dim()):
-        if is_distributed:      # the public function has no sharding for DTensors
-            return _scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
-        return _public(a, b, scale_a, scale_b, _ScalingType.TensorWise, dtype, fast)
-    if is_distributed or not fast:
+        return _scaled(a, b, scale_a, scale_b, dtype, fast)
+    if hasattr(a, "_local_tensor") or not fast:
         # By rows there is no sharding for all placements, and on CUDA without fast accumulation no fast kernel.
         one = torch.ones((), device=a.device)
         return (product(a, b, one, one, torch.float32, fast=fast) * scale_a * scale_b.t()).to(dtype)
     scale_a, scale_b = scale_a.expand(a.shape[0], 1).contiguous(), scale_b.expand(b.shape[0], 1).t().contiguous()
-    return _public(a, b, scale_a, scale_b, _ScalingType.RowWise, torch.bfloat16, fast).to(dtype)
+    return _scaled(a, b, scale_a, scale_b, torch.bfloat16, fast).to(dtype)
 
 
-def _public(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, kind: Any, dtype: torch.dtype, fast: bool
-) -> Tensor:
+def _scaled(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
+    """torch's product, by its public function where that has a kernel; it has no sharding for DTensors."""
+    if hasattr(a, "_local_tensor") or (a.device.type == "cpu" and not _PUBLIC_ON_CPU):
+        return _scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
+    kind = _ScalingType.RowWise if scale_a.dim() else _ScalingType.TensorWise
     return functional.scaled_mm(a, b.t(), scale_a, kind, scale_b, kind, output_dtype=dtype, use_fast_accum=fast)
 
 
