@@ -15,7 +15,7 @@ from ampkit.torch_internals.operator_tracing import only_observed
 from ampkit.torch_internals.tensors import n_dispatch_modes, tracing_state
 
 _scaled_mm = private("_scaled_mm")
-_PUBLIC_ON_CPU = has_kernel("aten::_scaled_mm_v2", "CPU")       # not in torch 2.11
+_PUBLIC_ON_CPU = has_kernel("aten::_scaled_mm_v2", "CPU")
 _ScalingType: Any = functional.ScalingType  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -26,20 +26,24 @@ def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch
     """
     if not (scale_a.dim() or scale_b.dim()):
         return _scaled(a, b, scale_a, scale_b, dtype, fast)
-    if hasattr(a, "_local_tensor") or not fast:
-        # By rows there is no sharding for all placements, and on CUDA without fast accumulation no fast kernel.
+    if not fast or not _has_public(a):
+        # By rows: on CUDA there is no fast kernel without fast accumulation, for DTensors no sharding of all placements.
         one = torch.ones((), device=a.device)
-        return (product(a, b, one, one, torch.float32, fast=fast) * scale_a * scale_b.t()).to(dtype)
+        return (_scaled(a, b, one, one, torch.float32, fast) * scale_a * scale_b.t()).to(dtype)
     scale_a, scale_b = scale_a.expand(a.shape[0], 1).contiguous(), scale_b.expand(b.shape[0], 1).t().contiguous()
     return _scaled(a, b, scale_a, scale_b, torch.bfloat16, fast).to(dtype)
 
 
 def _scaled(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
-    """torch's product, by its public function where that has a kernel; it has no sharding for DTensors."""
-    if hasattr(a, "_local_tensor") or (a.device.type == "cpu" and not _PUBLIC_ON_CPU):
+    if not _has_public(a):
         return _scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
     kind = _ScalingType.RowWise if scale_a.dim() else _ScalingType.TensorWise
     return functional.scaled_mm(a, b.t(), scale_a, kind, scale_b, kind, output_dtype=dtype, use_fast_accum=fast)
+
+
+def _has_public(a: Tensor) -> bool:
+    """Whether torch's public function takes this matrix: no DTensor, and on the CPU not before torch 2.12."""
+    return not hasattr(a, "_local_tensor") and (_PUBLIC_ON_CPU or a.device.type != "cpu")
 
 
 def lacks_float8(device: torch.device) -> str:
