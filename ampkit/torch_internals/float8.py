@@ -27,7 +27,7 @@ def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch
     if not (scale_a.dim() or scale_b.dim()):
         return _scaled(a, b, scale_a, scale_b, dtype, fast)
     if not fast or not _has_public(a):
-        # By rows: on CUDA there is no fast kernel without fast accumulation, for DTensors no sharding of all placements.
+        # By rows there is no fast kernel on CUDA without fast accumulation, and for DTensors not every sharding.
         one = torch.ones((), device=a.device)
         return (_scaled(a, b, one, one, torch.float32, fast) * scale_a * scale_b.t()).to(dtype)
     scale_a, scale_b = scale_a.expand(a.shape[0], 1).contiguous(), scale_b.expand(b.shape[0], 1).t().contiguous()
@@ -42,7 +42,7 @@ def _scaled(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch
 
 
 def _has_public(a: Tensor) -> bool:
-    """Whether torch's public function takes this matrix: no DTensor, and on the CPU not before torch 2.12."""
+    """Whether torch's public function takes this matrix: no DTensor, and in torch 2.11 none on the CPU."""
     return not hasattr(a, "_local_tensor") and (_PUBLIC_ON_CPU or a.device.type != "cpu")
 
 
