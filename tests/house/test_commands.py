@@ -69,7 +69,7 @@ def test_doctor_lets_the_self_check_decide_for_a_newer_torch(monkeypatch: pytest
     def refuse() -> None:
         raise RuntimeError("it has no torch._C._gone.")
 
-    for fault, said in ((lambda: "a cast is not differentiated", "a cast is not diff"), (refuse, "it has no torch._C._gone.")):
+    for fault, said in ((lambda: "a cast is lost", "a cast is lost"), (refuse, "it has no torch._C._gone.")):
         monkeypatch.setattr(self_check, "fault", fault)
         assert f"FAIL     autocast: {said}" in run("doctor", code=1)
     monkeypatch.setattr(torch, "__version__", "2.10.1")
