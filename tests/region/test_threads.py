@@ -161,9 +161,8 @@ assert all(installed[op.name()] is op for table in tables for op in table)
 
 def test_first_regions_of_a_process_in_several_threads():
     """Each thread's look-up of an operator may get an object of its own from torch; a rule must be found by any."""
-    for _ in range(2):
-        ran = subprocess.run([sys.executable, "-c", FIRST_REGIONS], capture_output=True, text=True)
-        assert ran.returncode == 0, ran.stderr
+    ran = subprocess.run([sys.executable, "-c", FIRST_REGIONS], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_threads_that_end_inside_a_region_leave_nothing_behind():

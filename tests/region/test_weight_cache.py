@@ -126,8 +126,9 @@ def test_write_inside_a_region_is_seen(write):
         leaf = weight()
         with region("cpu"):
             torch.mm(X, leaf)
-            WRITES[write](leaf)
+            kept = WRITES[write](leaf)
             assert torch.mm(X, leaf)[0, 0] == expected
+        del kept
 
 
 def test_data_written_in_place_needs_a_clear():
