@@ -55,20 +55,6 @@ def test_regions_of_several_threads_at_once():
     assert state() == before
 
 
-def test_one_region_object_in_several_threads():
-    region = autocast("cpu", FP16)
-
-    def call(together):
-        with region:
-            together.wait(20)
-            inside = product()
-            with region:
-                together.wait(20)
-        return inside, product()
-
-    assert in_threads([call] * 4) == [(FP16, FP32)] * 4
-
-
 def replicas_give(model):
     """The dtypes that replicas of a module give in threads, as `nn.DataParallel` makes and calls them."""
     def call(replica):
