@@ -11,16 +11,13 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ampkit.gradients import amp_optimizers, closures
 from ampkit.policy.policy import Policy
 from ampkit.region.arguments import autocast_device_type, named_policy
 from ampkit.scaler.loss_scale import LossScale
@@ -38,7 +35,7 @@ from ampkit.whole_model.function_casts import (
 )
 from ampkit.whole_model.half import BATCH_NORMS, HalfPlan
 from ampkit.whole_model.master_weights import MasterWeights
-from ampkit.whole_model.scaled_gradients import LossScaler, ScaledGradients
+from ampkit.whole_model.scaled_gradients import LossScaler, ScaledGradients, scaled_backward
 
 __all__ = [
     "disable_casts", "float_function", "half_function", "initialize", "load_state_dict", "loss_scalers",
@@ -49,7 +46,7 @@ __all__ = [
 Models = TypeVar("Models", bound=Module | Sequence[Module])
 Optimizers = TypeVar("Optimizers")
 
-_OUTSIDE = "call backward inside `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`"
+_BACKWARD = "backward inside `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`"
 
 
 class Overrides(TypedDict, total=False):
@@ -57,8 +54,6 @@ class Overrides(TypedDict, total=False):
 
     Args:
         dtype: the 16-bit type, torch.float16 or torch.bfloat16, or its name; by default what `autocast` takes there.
-        cast_model_type: the same for O2 and O3, by Apex's name.
-        patch_torch_functions: accepted as Apex takes it (True at O1 only); nothing is patched.
         keep_batchnorm_fp32: at O2 (default True) and O3 (default False).
         master_weights: at O2 (default True) and O3 (default False).
         loss_scale: "dynamic" (default at O1 and O2 with float16), a number, or a strategy such as `DynamicLossScale`.
@@ -67,14 +62,12 @@ class Overrides(TypedDict, total=False):
         cast_model_outputs: what floating-point outputs of the models are cast to; float32 by default.
         num_losses: how many losses have scales of their own; see `scale_loss`.
         enabled: False returns everything unchanged and makes `scale_loss` yield the loss itself.
-        verbosity: 0 prints nothing; 1, the default, prints the level and skipped steps.
+        verbosity: 0 prints nothing; 1, the default, prints skipped steps.
         min_loss_scale, max_loss_scale: bounds of a dynamic scale; the upper one is 2**24 by default.
         policy: the operator rules of O1's region; "torch" and "default" are names of two.
     """
 
     dtype: torch.dtype | str | None
-    cast_model_type: torch.dtype | str | None
-    patch_torch_functions: bool | None
     keep_batchnorm_fp32: bool | str | None
     master_weights: bool | None
     loss_scale: LossScale | float | str | None
@@ -125,7 +118,7 @@ def initialize(models: Any, optimizers: Any = None, opt_level: str = "O1", **ove
     all_models = levels.as_list(models, Module, "models", "a torch.nn.Module")
     all_optimizers = [] if optimizers is None else levels.bare_optimizers(optimizers)
     for optimizer in all_optimizers:
-        if _steps_of(optimizer) is not None:
+        if hasattr(optimizer, "_ampkit_session"):
             raise RuntimeError(
                 f"this {type(optimizer).__name__} has been through initialize already; call it once for each model "
                 f"and optimizer, with all of those that belong together"
@@ -142,9 +135,9 @@ def initialize(models: Any, optimizers: Any = None, opt_level: str = "O1", **ove
     if enabled:
         _set_up(options, all_models, all_optimizers, rules, device_type, verbosity)
     else:
-        session = _Session((), verbosity)
+        session = _Session(())
         for optimizer in all_optimizers:
-            _Steps(optimizer, session)
+            session.add(optimizer, None)
     return models if optimizers is None else (models, optimizers)
 
 
@@ -157,16 +150,17 @@ def _set_up(
     verbosity: int,
 ) -> None:
     """Check everything, then change everything."""
+    level = options.level
     for model in models:
-        levels.check_model(model, casts_model=options.casts_model)
-    levels.check_optimizers(models, optimizers, has_masters=options.master_weights)
+        levels.check_model(model, casts_model=level.casts_model)
+    levels.check_optimizers(models, optimizers, is_scaled=options.loss_scale is not None)
     keep = BATCH_NORMS if options.keep_batchnorm_fp32 else ()
-    plans = [HalfPlan(model, options.dtype, keep) for model in models] if options.casts_model else []
+    plans = [HalfPlan(model, options.dtype, keep) for model in models] if level.casts_model else []
     for plan in plans:
         plan.require_fit()
     losses = range(options.num_losses if options.loss_scale is not None else 0)
     session = _Session(
-        tuple(LossScaler(device_type, loss_scale=options.loss_scale, allow_fp16=True) for _ in losses), verbosity
+        tuple(LossScaler(device_type, loss_scale=options.loss_scale, allow_fp16=True) for _ in losses)
     )
     # The float32 storage outlives the conversion as the masters': nothing is copied and no digit is lost.
     values: dict[Tensor, Tensor] = {param: param.detach() for model in models for param in model.parameters()}
@@ -174,25 +168,22 @@ def _set_up(
         plan.carry_out()
     all_masters: list[MasterWeights] = []
     for optimizer in optimizers:
-        steps = _Steps(optimizer, session)
-        # Before the masters' hooks: a step that is refused has not moved any gradient.
-        optimizer.register_step_pre_hook(steps.before)
-        optimizer.register_step_post_hook(steps.after)
+        scaled = ScaledGradients(optimizer, _BACKWARD, verbose=verbosity > 0) if session.scalers else None
+        session.add(optimizer, scaled)
         if options.master_weights:
             own = {param for group in optimizer.param_groups for param in group["params"]}
             low = {p: value for p, value in values.items() if p in own and p.dtype is options.dtype}
-            steps.gradients.masters = masters = MasterWeights(optimizer, values=low)
-            all_masters.append(masters)
-        elif options.casts_model and optimizer.state:
+            all_masters.append(masters := MasterWeights(optimizer, values=low))
+            if scaled is not None:
+                scaled.masters = masters
+        elif level.casts_model and optimizer.state:
             optimizer.load_state_dict(optimizer.state_dict())   # casts its state to the parameters' dtype
-    inputs = options.dtype if options.casts_model else None if options.has_region else torch.float32
-    region = options.dtype if options.has_region else None
+    inputs = options.dtype if level.casts_model else None if level.has_region else torch.float32
+    region = options.dtype if level.has_region else None
     for model in models:
         put_boundary(model, Boundary(inputs, options.cast_model_outputs, region, policy))
-        if options.casts_model:
+        if level.casts_model:
             Fp32Checkpoints(all_masters).attach(model)
-    if verbosity > 0 and (not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0):
-        print(f"ampkit {options}")
 
 
 @contextlib.contextmanager
@@ -235,24 +226,9 @@ def scale_loss(
     if not session.scalers:
         yield loss
         return
-    scaler = session.scaler(loss_id)
-    gradients = [_steps_of(optimizer).gradients for optimizer in all_optimizers]
-    for each in gradients:
-        _check_accumulation(each, scaler, delay_unscale)
-    _check_shared(gradients, session)
-    for each in gradients:
-        each.begin()
-    try:
-        yield scaler.scale(loss.float())
-    except BaseException:
-        for each in reversed(gradients):    # the first one has set aside what several share
-            each.give_up()
-        raise
-    if delay_unscale:
-        for each in gradients:
-            each.delayed = (scaler, scaler.updates)
-    else:
-        scaler.unscale_all_(gradients)
+    gradients = [optimizer._ampkit_gradients for optimizer in all_optimizers]  # type: ignore[attr-defined]
+    with scaled_backward(loss, session.scaler(loss_id), gradients, delay_unscale=delay_unscale) as scaled:
+        yield scaled
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -271,7 +247,7 @@ def loss_scalers(optimizer: Optimizer | None = None) -> tuple[LossScaler, ...]:
 
     `optimizer` selects the call of `initialize`; None if there was one only. Empty if nothing is scaled.
     """
-    return _session_for(optimizer).scalers
+    return _session_of([] if optimizer is None else levels.bare_optimizers(optimizer)).scalers
 
 
 def state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:
@@ -281,7 +257,7 @@ def state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:
     `optimizer` selects the call of `initialize`; None if there was one only.
     """
     saved = {}
-    for index, scaler in enumerate(_session_for(optimizer).scalers):
+    for index, scaler in enumerate(_session_of([] if optimizer is None else levels.bare_optimizers(optimizer)).scalers):
         state = scaler.state_dict()
         saved[f"loss_scaler{index}"] = {
             "loss_scale": state["scale"], "unskipped": state["_growth_tracker"], "scaler": state,
@@ -289,27 +265,24 @@ def state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:
     return saved
 
 
-def load_state_dict(
-    state_dict: Mapping[str, Any], optimizer: Optimizer | None = None, *, strict: bool = True
-) -> None:
+def load_state_dict(state_dict: Mapping[str, Any], optimizer: Optimizer | None = None) -> None:
     """Load what `state_dict`, or Apex's `amp.state_dict`, returned. Call it after `initialize`.
 
     Nothing has been loaded when it raises.
 
     Raises:
-        ValueError: other losses than this script's, unless `strict` is False. And as `GradScaler.load_state_dict`.
+        ValueError: other losses than this script's. And as `GradScaler.load_state_dict`.
     """
-    scalers = _session_for(optimizer).scalers
+    scalers = _session_of([] if optimizer is None else levels.bare_optimizers(optimizer)).scalers
     names = [f"loss_scaler{index}" for index in range(len(scalers))]
-    if strict and set(names) != set(state_dict):
+    if set(names) != set(state_dict):
         raise ValueError(
             f"the saved scales are {sorted(map(str, state_dict))}, this script's {names}; pass num_losses to "
-            f"initialize as it was, or strict=False to load what both have"
+            f"initialize as it was"
         )
     checked = [
         (scaler, scaler.checked_state(_scaler_state(state_dict[name], name, scaler)))
         for name, scaler in zip(names, scalers, strict=True)
-        if name in state_dict
     ]
     for scaler, state in checked:
         scaler.load_checked_state(state)
@@ -325,13 +298,16 @@ def _scaler_state(entry: Any, name: str, scaler: LossScaler) -> Any:
     return {**now, "scale": entry["loss_scale"], "_growth_tracker": entry["unskipped"]}
 
 
-@dataclass(eq=False)
 class _Session:
     """One call of `initialize`: the scalers of its losses, none where nothing is scaled."""
 
-    scalers: tuple[LossScaler, ...]
-    verbosity: int
-    gradients: weakref.WeakSet[ScaledGradients] = field(default_factory=weakref.WeakSet)
+    def __init__(self, scalers: tuple[LossScaler, ...]) -> None:
+        self.scalers = scalers
+
+    def add(self, optimizer: Any, gradients: ScaledGradients | None) -> None:
+        """Have the optimizer keep this and its gradients; copies of it do not."""
+        optimizer._ampkit_session, optimizer._ampkit_gradients = self, gradients
+        _sessions.add(self)
 
     def scaler(self, loss_id: Any) -> LossScaler:
         """The scaler of a loss. Raises `IndexError` for an unknown `loss_id`."""
@@ -346,140 +322,24 @@ class _Session:
 _sessions: weakref.WeakSet[_Session] = weakref.WeakSet()    # kept alive by their optimizers
 
 
-class _Steps:
-    """The steps of one optimizer under a level: the optimizer's hooks, which keep this alive.
-
-    If a gradient is not finite, all are set to None for the step, which makes torch's optimizers a no-op; amp-aware
-    optimizers get the flag instead and skip on the device.
-    """
-
-    def __init__(self, optimizer: Optimizer, session: _Session) -> None:
-        self.gradients = ScaledGradients(optimizer)
-        self.session = session
-        session.gradients.add(self.gradients)
-        self._set_to_none: list[tuple[Tensor, Tensor]] = []
-        self._flag_on_optimizer = contextlib.ExitStack()
-        optimizer._ampkit_steps = self  # type: ignore[attr-defined]
-        _sessions.add(session)
-
-    def before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Step pre-hook: raise for a step that cannot be right, and set gradients to None if one is not finite."""
-        self._flag_on_optimizer.close()     # left over if the last step raised
-        self._set_to_none.clear()           # likewise; they are not finite and belong to a step that is over
-        if not self.session.scalers:
-            return
-        if closures.extract(args[1:], kwargs) is not None:
-            raise RuntimeError(
-                f"{type(optimizer).__name__}.step got a closure, whose backward the level cannot see; use "
-                f"ampkit.autocast with GradScaler.step(optimizer, closure), or FP16Optimizer.step(closure)"
-            )
-        self._check_ready(optimizer)
-        gradients, scaler = self.gradients, self.gradients.scaler
-        found_inf = gradients.found_inf if gradients.unscaled else None
-        gradients.unscaled = False
-        if found_inf is None or scaler is None:
-            return
-        if amp_optimizers.is_amp_aware(optimizer):
-            enter = self._flag_on_optimizer.enter_context
-            enter(amp_optimizers.attributes(optimizer, grad_scale=None, found_inf=found_inf))
-            enter(amp_optimizers.sound_first_momentum(optimizer, found_inf))
-            scaler.note_step(optimizer, found_inf, skipped=None)
-            return
-        skip = bool(found_inf != 0)
-        scaler.note_step(optimizer, found_inf, skipped=skip)
-        if skip:
-            self._set_to_none = [(param, param.grad) for param in gradients.params() if param.grad is not None]
-            for param, _ in self._set_to_none:
-                param.grad = None
-            if self.session.verbosity > 0:
-                print(f"ampkit: gradients overflowed, step skipped; the loss scale is {scaler.get_scale():g} now")
-
-    def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Step post-hook: restore gradients that were set to None, apart from those of masters."""
-        self._flag_on_optimizer.close()
-        if self._set_to_none:
-            own = {id(param) for param in self.gradients.backward_params()}
-            for param, grad in self._set_to_none:
-                if id(param) in own:
-                    param.grad = grad
-            self._set_to_none.clear()
-
-    def _check_ready(self, optimizer: Any) -> None:
-        name = type(optimizer).__name__
-        if self.gradients.still_scaled():
-            raise RuntimeError(
-                f"{name}.step() while gradients of a backward with delay_unscale=True are still scaled; leave "
-                f"delay_unscale out for the last backward before a step"
-            )
-        # torch.distributed.checkpoint makes an optimizer's state by a step on zeros at a learning rate of 0.
-        if self.gradients.unscaled or all(group.get("lr") == 0 for group in optimizer.param_groups):
-            return
-        if not self.gradients.has_gradients():
-            raise RuntimeError(f"{name}.step() without a backward since the last step; {_OUTSIDE}")
-        raise RuntimeError(f"{name}.step() on gradients that did not come through scale_loss; {_OUTSIDE}")
-
-
-def _check_accumulation(gradients: ScaledGradients, scaler: LossScaler, delay_unscale: bool) -> None:
-    """Raise `RuntimeError` for a backward whose gradients would be added to gradients under another scale."""
-    if gradients.still_scaled():
-        if gradients.delayed != (scaler, scaler.updates):
-            raise RuntimeError(
-                "gradients of a backward with delay_unscale=True are waiting under another loss scale; end the "
-                "accumulation with the same loss_id before any other loss, and step, or leave delay_unscale out: "
-                "gradients are then unscaled and added after each backward"
-            )
-    elif delay_unscale and gradients.has_gradients():
-        raise RuntimeError(
-            "delay_unscale=True after a backward whose gradients are unscaled already; delay every backward of "
-            "an accumulation but the last, or none, and call zero_grad() after each step"
-        )
-
-
-def _check_shared(gradients: Sequence[ScaledGradients], session: _Session) -> None:
-    """Raise `RuntimeError` where one `.grad` would count as still scaled for one optimizer and not for another."""
-    for waiting in session.gradients:
-        if not waiting.still_scaled():
-            continue
-        params = set(map(id, waiting.backward_params()))
-        for each in gradients:
-            together = each is waiting or (waiting in gradients and each.still_scaled())
-            if not together and not params.isdisjoint(map(id, each.backward_params())):
-                raise RuntimeError(
-                    f"{type(each.optimizer).__name__} shares parameters with an optimizer whose gradients are still "
-                    "scaled after a backward with delay_unscale=True; pass both optimizers to every scale_loss of an "
-                    "accumulation, or leave delay_unscale out"
-                )
-
-
-def _steps_of(optimizer: Optimizer) -> Any:
-    """The `_Steps` of an optimizer; None where it has not been through `initialize`. Copies of it have none."""
-    return getattr(optimizer, "_ampkit_steps", None)
-
-
-def _session_for(optimizer: Optimizer | None) -> _Session:
-    return _session_of([] if optimizer is None else levels.bare_optimizers(optimizer))
-
-
 def _session_of(optimizers: Sequence[Optimizer]) -> _Session:
     """The session of these optimizers; without any, the only session there is."""
-    found = set()
     for optimizer in optimizers:
-        steps = _steps_of(optimizer)
-        if steps is None:
+        if not hasattr(optimizer, "_ampkit_session"):
             raise RuntimeError(
                 f"this {type(optimizer).__name__} has not been through initialize; call model, optimizer = "
                 f"amp.initialize(model, optimizer, opt_level=...) first"
             )
-        found.add(steps.session)
-    if len(found) > 1:
-        raise RuntimeError("the optimizers come from different calls of initialize; pass them to one call together")
+    found: set[Any] = {optimizer._ampkit_session for optimizer in optimizers}  # type: ignore[attr-defined]
     if not optimizers:
         if len(_sessions) > 1:
             gc.collect()        # optimizers that are gone but for cycles
         found = set(_sessions)
-    if len(found) != 1:
+    if not found:
+        raise RuntimeError("no optimizer has been through initialize; call it first")
+    if len(found) > 1:
         raise RuntimeError(
-            "no optimizer has been through initialize; call it first" if not found else
+            f"the optimizers come from {len(found)} calls of initialize; pass some of one call" if optimizers else
             f"initialize has been called {len(found)} times; pass an optimizer to say which one is meant"
         )
     return found.pop()

@@ -99,7 +99,7 @@ kernels() { # the limits add up to what the half has
         # This room's GPU tests are the checks above; those that compile models belong to the other half.
         local files
         mapfile -t files < <(
-            grep -rl 'mark\.gpu' tests --include='test_*.py' | grep -v -e kernels/test_gpu.py -e tests/benchmarks/
+            grep -rl 'mark\.gpu' tests --include='test_*.py' | grep -v -e kernels/test_operations.py -e tests/benchmarks/
         )
         gpu_tests pytest 85 "${files[@]}"
         if checker=$(sanitizer); then

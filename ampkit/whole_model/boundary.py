@@ -1,4 +1,4 @@
-"""What stands between a converted module and its callers: casts of inputs and outputs, and a region.
+"""What stands between a converted module and its callers: casts of inputs and outputs, and a region or none.
 
 A module gets a subclass of its own class whose forward does the work, rather than hooks or a forward stored on the
 instance: direct calls of `forward` are covered, replicas of `nn.DataParallel` run their own forward, an interrupt
@@ -8,9 +8,8 @@ leaves no region open, and the signature stays what it was.
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -20,14 +19,17 @@ from ampkit.containers import cast_tree
 from ampkit.policy.policy import Policy
 from ampkit.region.autocast import autocast
 from ampkit.region.forward_wrapper import WrappedForward
+from ampkit.torch_internals.module_classes import BatchNorm
 
 M = TypeVar("M", bound=Module)
 
-_thread = threading.local()
-
 
 class Boundary(NamedTuple):
-    """Casts around one module's calls; a dtype of None means no cast, or no region."""
+    """Casts around one module's calls; a dtype of None means no cast.
+
+    `region` is what operators compute in: a 16-bit type opens a region with `policy`, float32 turns autocast off, None
+    leaves it as the caller has it.
+    """
 
     inputs: torch.dtype | None = None
     outputs: torch.dtype | None = None
@@ -41,14 +43,19 @@ class Boundary(NamedTuple):
         def bounded(module: Module, *args: Any, **kwargs: Any) -> Any:
             if self.inputs is not None:
                 args, kwargs = cast_tree(args, self.inputs), cast_tree(kwargs, self.inputs)
-            if self.region is None or casts_are_disabled():
+            with self._context(module):
                 output = forward(module, *args, **kwargs)
-            else:
-                with autocast(device_type_of(module), self.region, policy=self.policy):
-                    output = forward(module, *args, **kwargs)
             return output if self.outputs is None else cast_tree(output, self.outputs)
 
         return bounded
+
+    def _context(self, module: Module) -> AbstractContextManager[Any]:
+        if self.region is None:
+            return nullcontext()
+        device_type = device_type_of(module)
+        if self.region is not torch.float32:
+            return autocast(device_type, self.region, policy=self.policy)
+        return autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
 class _Bounded(WrappedForward):
@@ -69,6 +76,22 @@ def put_boundary(module: M, boundary: Boundary) -> M:
     return module
 
 
+class _Kept(WrappedForward):
+    """float32 modules inside a 16-bit model."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _Kept._reduced(self, super().__reduce_ex__(protocol))
+
+
+def keep_in_float32(module: Module, dtype: torch.dtype) -> None:
+    """Have `module` compute in float32, autocast off, and return `dtype`.
+
+    Its inputs are cast up, but for batch norms, whose kernels take 16-bit inputs beside float32 weights.
+    """
+    inputs = None if isinstance(module, BatchNorm) else torch.float32
+    _Kept.put_around(module, Boundary(inputs, dtype, torch.float32))
+
+
 def refuse_bounded(module: Module) -> None:
     """Raise `RuntimeError` for a module that has a boundary, or a forward that its class does not know."""
     if isinstance(module, _Bounded):
@@ -76,6 +99,11 @@ def refuse_bounded(module: Module) -> None:
             f"this {type(module).__name__} has been through ampkit.half or amp.initialize already, and a second "
             f"conversion would only stack its casts; build the model again, or keep the converted one"
         )
+    refuse_patched(module)
+
+
+def refuse_patched(module: Module) -> None:
+    """Raise `RuntimeError` for a module with a forward that its class does not know, and that no subclass replaces."""
     if "forward" in vars(module):
         raise RuntimeError(
             f"this {type(module).__name__} was given a forward of its own, which its class does not know; convert "
@@ -89,18 +117,3 @@ def device_type_of(module: Module) -> str:
         for tensor in tensors:
             return tensor.device.type
     return "cpu"
-
-
-def casts_are_disabled() -> bool:
-    """Whether this thread is inside `casts_disabled`."""
-    return getattr(_thread, "disabled", 0) > 0
-
-
-@contextmanager
-def casts_disabled() -> Iterator[None]:
-    """Modules with a boundary enter no region in here; restored also when the body raises."""
-    _thread.disabled = getattr(_thread, "disabled", 0) + 1
-    try:
-        yield
-    finally:
-        _thread.disabled -= 1

@@ -1,13 +1,13 @@
 """check_half: what converting a model to half precision does to its numbers, module by module.
 
-A float32 copy and a 16-bit copy run on the same sample; which modules are worth keeping in float32 is found by trying.
+A float32 copy runs on a sample. Each module's operators are run again in half on the inputs that they had; which
+modules are worth keeping in float32 is found by trying.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,63 +29,54 @@ _HELPS = 2 / 3      # of two modules that round alike, either one leaves 0.71 of
 
 @dataclass
 class HalfError:
-    """The error of one module in half precision.
+    """The error of one module's own operators in half precision; the modules that it calls compute in float32.
 
-    `error` is the relative L2 error of its outputs, inf or NaN where they are and float32's are not. `own_error` is the
-    part that the module itself adds: its float32 reference gets the inputs that it had, and the outputs of the modules
-    that it called, so that only its own operators differ. None where its forward could not be run a second time.
-    `overflows` counts output elements that are inf or NaN where float32's are finite, `own_overflows` those of them
-    that the module has made itself. `underflow` is the share of nonzero outputs that became 0, `largest` the largest
-    finite float32 magnitude.
+    `error` is the relative L2 error of its outputs, inf or NaN where they are and float32's are not; None inside of a
+    module that is kept, and where its forward could not be run a second time. `overflows` counts output elements that
+    are inf or NaN where float32's are finite, `largest` is the largest finite float32 magnitude.
     """
 
     path: str
     kind: str
-    error: float = 0.0
-    own_error: float | None = None
+    error: float | None = None
     overflows: int = 0
-    own_overflows: int = 0
-    underflow: float = 0.0
     largest: float = 0.0
 
-    def note(self, output: Any, expected: Any) -> float:
-        """Keep the worst of several calls; returns `error`. Where float32 is not finite itself, nothing is compared."""
+    def note(self, output: Any, expected: Any) -> HalfError:
+        """Keep the worst of several calls; returns itself. Where float32 is not finite, nothing is compared."""
         pairs = [
             (a.double().reshape(-1), b.double().reshape(-1))
             for a, b in zip(_floats(output), _floats(expected), strict=False)
             if a.shape == b.shape and b.numel()
         ]
         if not pairs:
-            return self.error
+            return self
         got, wanted = torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs])
         good = torch.isfinite(wanted)
         broken = good & ~torch.isfinite(got)
-        nonzero = good & ~broken & (wanted != 0)
         distance, size = (got - wanted)[good].norm(), wanted[good].norm()
-        self.error = _worse(self.error, float(distance / size) if size > 0 else float(distance))
+        error = float(distance / size) if size > 0 else float(distance)
+        if self.error is None or math.isnan(error) or error > self.error:
+            self.error = error
         self.overflows = max(self.overflows, int(broken.sum()))
-        if nonzero.any():
-            self.underflow = max(self.underflow, float((got[nonzero] == 0).double().mean()))
-        if good.any():
-            self.largest = max(self.largest, float(wanted[good].abs().max()))
-        return self.error
+        return self
 
     def row(self, width: int) -> str:
         """A line of the report's table."""
-        own = "" if self.own_error is None else f"{self.own_error:.2e}"
-        numbers = f"{own:>9}  {self.error:>9.2e}  {self.largest:>9.3g}  {self.overflows:>9}  {self.underflow:>9.1%}"
-        return f"{self.path or '(output)':<{width}}  {numbers}"
+        error = "" if self.error is None else f"{self.error:.2e}"
+        return f"{self.path or '(the model)':<{width}}  {error:>9}  {self.largest:>9.3g}  {self.overflows:>9}"
 
 
 @dataclass
 class HalfReport:
     """What `check_half` found. `str()` is a table in the order in which modules returned.
 
-    `output` is the whole model, whose own error is that of operators outside all modules. `unfit` names parameters
-    whose values the dtype cannot hold: their modules were kept in float32 for this run. `too_large` names modules whose
-    outputs it cannot carry. `keep` is what to add to `keep_fp32`: modules around those, the owners of `unfit`, and what
-    cut the output's error by a third when it was tried; `kept_error` is the error that is left, None with nothing kept.
-    For what is `too_large` with nothing around it, use bfloat16.
+    `output` compares the outputs of the whole model in half with float32's. `modules` ends with the model's own
+    operators, under the path "". `unfit` names parameters whose values the dtype cannot hold: their modules were kept
+    in float32 for this run. `too_large` names modules whose outputs it cannot carry. `keep` is what to add to
+    `keep_fp32`: modules around those, the owners of `unfit`, and what cut the output's error by a third when it was
+    tried; `kept_error` is the error that is left, None with nothing kept. For what is `too_large` with nothing around
+    it, use bfloat16.
     """
 
     dtype: torch.dtype
@@ -96,21 +87,12 @@ class HalfReport:
     keep: list[str] = field(default_factory=list)
     kept_error: float | None = None
 
-    @property
-    def overflows(self) -> bool:
-        """Whether any output of the model is inf or NaN where float32's is finite."""
-        return self.output.overflows > 0
-
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
-        rows = [*self.modules, self.output]
-        width = max(len(row.path or "(output)") for row in rows)
+        width = max(len(row.path or "(the model)") for row in self.modules)
         lines = [f"{name}: output error {self.output.error:.2e}, {self.output.overflows} overflows"]
-        origin = next((row.path or "(output)" for row in rows if row.own_overflows), None)
-        if origin is not None:
-            lines.append(f"inf or NaN begins in {origin}")
-        lines.append(f"{'module':<{width}}  {'own error':>9}  {'error':>9}  {'largest':>9}  overflows  underflow")
-        lines += [row.row(width) for row in rows]
+        lines.append(f"{'module':<{width}}  {'own error':>9}  {'largest':>9}  overflows")
+        lines += [row.row(width) for row in self.modules]
         if self.unfit:
             lines.append(f"parameters that {name} cannot hold: {', '.join(self.unfit)}")
         if self.too_large:
@@ -143,186 +125,160 @@ def check_half(
     Raises:
         What `half` raises, apart from parameters that do not fit: they are reported. ValueError: negative `trials`.
 
-    Reads the device, and holds the outputs of every module in float32.
+    Reads the device. Runs each module twice more for itself and for each module that it is part of.
 
     >>> report = check_half(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), torch.ones(1, 4))
-    >>> report.overflows, report.keep
-    (False, [])
+    >>> report.output.overflows, report.keep
+    (0, [])
     """
     if trials < 0:
         raise ValueError(f"trials is {trials}; expected how many forwards may be run to find what to keep, or 0")
     keep = kept_keys(keep_fp32)
-    unfit = list(HalfPlan(model, dtype, keep).unfit)
+    plan = HalfPlan(model, dtype, keep)
+    unfit = list(plan.unfit)
     owners = list(dict.fromkeys(path for name in unfit if (path := name.rpartition(".")[0])))
     low = half(model, dtype, (*keep, *map(model.get_submodule, owners)), in_region=in_region).eval()
-    comparison = _Comparison(copy.deepcopy(model).eval(), low, dtype, sample)
-    first = comparison.run()
-    limit = torch.finfo(dtype).max
-    too_large = [path for path, module in first.errors.items() if module.own_overflows and module.largest > limit]
-    report = HalfReport(dtype, list(first.errors.values()), first.output, unfit, too_large)
-    more, run = _kept_for_range(comparison, first, limit)
-    error = _keep_what_helps(comparison, run, more, trials)
+    inside = {path for module, path in plan.kept.items() if module not in plan.outermost}
+    comparison = _Comparison(copy.deepcopy(model).eval(), low, dtype, sample, in_region, inside)
+    rows, limit = comparison.rows, torch.finfo(dtype).max
+    report = HalfReport(dtype, list(rows.values()), comparison.output(), unfit)
+    overflowing = [path for path, row in rows.items() if row.overflows]
+    report.too_large = [path for path in overflowing if rows[path].largest > limit]
+    more = list(dict.fromkeys(path for inner in overflowing if (path := _enclosing(inner, rows, limit))))
+    error = _keep_what_helps(comparison, more, trials)
     report.keep = list(dict.fromkeys([*more, *owners]))
     report.kept_error = error if more else None
     return report
 
 
-def _kept_for_range(comparison: _Comparison, run: _Run, limit: float) -> tuple[list[str], _Run]:
-    """What to keep so that no inf or NaN is made, with the run that keeps it.
+def _enclosing(path: str, rows: Mapping[str, HalfError], limit: float) -> str:
+    """The nearest module from here up that is called and returns what fits; "" where there is none.
 
-    A module returns `dtype` even when kept, so for an output too large for that it is the nearest enclosing module
-    whose own output is not. A later module's overflow shows once the earlier one is kept.
+    A module returns 16 bits even when it is kept, so what is too large for that has to stay inside of a kept one.
     """
-    keep: list[str] = []
-    while True:
-        more = []
-        for path in [path for path, module in run.errors.items() if module.own_overflows]:
-            # up to a module that is called and returns what fits
-            while path and (path not in run.errors or run.errors[path].largest > limit):
-                path = path.rpartition(".")[0]
-            if path and path not in keep:
-                more.append(path)
-        if not more:
-            return keep, run
-        keep += dict.fromkeys(more)
-        run = comparison.run(keep)
+    while path and (path not in rows or rows[path].largest > limit):
+        path = path.rpartition(".")[0]
+    return path
 
 
-def _keep_what_helps(comparison: _Comparison, run: _Run, keep: list[str], trials: int) -> float:
+def _keep_what_helps(comparison: _Comparison, keep: list[str], trials: int) -> float:
     """Add to `keep` the modules that cut the output's error by a third or more; returns the error that is left.
 
     They are tried one by one in the order of their own errors, each beside those that are kept already.
     """
-    error = math.inf if math.isnan(run.output.error) else run.output.error
-    candidates = [path for path, module in run.errors.items() if module.own_error and path not in keep]
-    candidates.sort(key=lambda path: run.errors[path].own_error or 0.0, reverse=True)
-    for path in candidates[:trials]:
+    error = _number(comparison.output(keep))
+    candidates = [row for path, row in comparison.rows.items() if path and row.error and path not in keep]
+    candidates.sort(key=_number, reverse=True)
+    for row in candidates[:trials]:
         if error <= torch.finfo(comparison.dtype).eps:
             break
-        left = comparison.error((*keep, path))
+        left = _number(comparison.output((*keep, row.path)))
         if left < _HELPS * error:
-            keep.append(path)
+            keep.append(row.path)
             error = left
     return error
 
 
 class _Comparison:
-    """A float32 model, its 16-bit copy and a sample; holds what every float32 module returned."""
+    """A float32 model, its 16-bit copy and a sample. `rows` by path, in the order in which modules returned.
 
-    def __init__(self, reference: Module, low: Module, dtype: torch.dtype, sample: Any) -> None:
-        self.reference, self.low, self.dtype = reference, low, dtype
+    Modules `inside` of those that are kept compute in float32 on float32 inputs: they have no error.
+    """
+
+    def __init__(
+        self, reference: Module, low: Module, dtype: torch.dtype, sample: Any, in_region: bool, inside: set[str]
+    ) -> None:
+        self.reference, self.low, self.dtype, self.in_region, self.inside = reference, low, dtype, in_region, inside
+        self.rows: dict[str, HalfError] = {}
         self._args, self._kwargs = (), {}
         if isinstance(sample, Mapping):
             self._kwargs = dict(sample)
         else:
             self._args = tuple(sample) if isinstance(sample, tuple | list) else (sample,)
-        self.outputs: dict[str, list[Any]] = {}
-        with _hooks(reference, after=self._hold):
+        self._open: list[_Open] = []
+        self._repeating = False
+        with contextlib.ExitStack() as hooks:
+            for path, module in reference.named_modules():
+                for handle in (
+                    module.register_forward_pre_hook(self._before(path), with_kwargs=True, prepend=True),
+                    module.register_forward_hook(self._after, with_kwargs=True),
+                ):
+                    hooks.callback(handle.remove)
             self._expected = self._call(reference)
 
-    def run(self, keep: Sequence[str] = ()) -> _Run:
-        """Compare every module, with the modules `keep` computed in float32."""
-        run = _Run(self.reference, self.dtype, self.outputs)
-        with _substituted(self._in_float32(keep)), _hooks(self.low, run.before, run.after):
-            run.output.note(self._call(self.low), self._expected)
-        return run
-
-    def error(self, keep: Sequence[str]) -> float:
-        """The output's error alone; inf for NaN."""
-        with _substituted(self._in_float32(keep)):
-            error = HalfError("", "").note(self._call(self.low), self._expected)
-        return math.inf if math.isnan(error) else error
+    def output(self, keep: Sequence[str] = ()) -> HalfError:
+        """The outputs of the 16-bit model with the modules `keep` in float32."""
+        with _substituted({self.low.get_submodule(path): self._rounded(path) for path in keep}):
+            return HalfError("", type(self.reference).__name__).note(self._call(self.low), self._expected)
 
     def _call(self, model: Module) -> Any:
         args, kwargs = copy.deepcopy((self._args, self._kwargs))      # forward may write to it
         with torch.no_grad():
             return model(*args, **kwargs)
 
-    def _hold(self, path: str, module: Module, args: Any, kwargs: Any, output: Any) -> None:
-        self.outputs.setdefault(path, []).append(map_tensors(output, Tensor.clone))
+    def _before(self, path: str) -> Callable[..., None]:
+        def opened(module: Module, args: Any, kwargs: Any) -> None:
+            if not self._repeating:
+                self._open.append(_Open(path, _copied((args, kwargs)), []))
 
-    def _in_float32(self, keep: Sequence[str]) -> dict[Module, Callable[..., Any]]:
-        """For modules of the 16-bit model the forwards of their references, between casts, as `half` has it."""
-        return {
-            self.low.get_submodule(path): functools.partial(
-                _between_casts, self.reference.get_submodule(path), self.dtype
-            )
-            for path in keep
-        }
+        return opened
 
-
-class _Run:
-    """One run of the 16-bit model, each module compared with its float32 reference as it returns.
-
-    `errors` by path, in the order in which modules returned; `output` the model.
-    """
-
-    def __init__(self, reference: Module, dtype: torch.dtype, outputs: dict[str, list[Any]]) -> None:
-        self.errors: dict[str, HalfError] = {}
-        self.output = HalfError("", type(reference).__name__)
-        self._reference, self._dtype, self._outputs = reference, dtype, outputs
-        self._calls: dict[str, int] = {}
-        self._open: list[_Open] = []
-
-    def before(self, path: str, module: Module, args: Any, kwargs: Any) -> None:
-        """Forward pre-hook: keep the inputs, which forward may write to."""
-        inputs = _copied((args, kwargs))
-        self._open.append(_Open(inputs if path else cast_tree(inputs, self._dtype), {}))    # as `half` casts them
-
-    def after(self, path: str, module: Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Forward hook: compare with what the reference returned in its run, and makes of these inputs."""
+    def _after(self, module: Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self._repeating:
+            return
         opened = self._open.pop()
         if self._open:
-            self._open[-1].calls.setdefault(path, []).append((opened.inputs, map_tensors(output, Tensor.clone)))
-        reference = self._reference.get_submodule(path)
-        error = self.errors.setdefault(path, HalfError(path, type(reference).__name__)) if path else self.output
-        if path:
-            call = self._calls[path] = self._calls.get(path, 0) + 1
-            expected = self._outputs.get(path, [])
-            if call > len(expected):
-                return      # the 16-bit run took another branch than the float32 one
-            error.note(output, expected[call - 1])
-        own = self._own_error(reference, opened, output)
-        if own is not None:
-            error.own_error = _worse(error.own_error or 0.0, own.error)
-            error.own_overflows = max(error.own_overflows, own.overflows)
-
-    def _own_error(self, reference: Module, opened: _Open, output: Any) -> HalfError | None:
-        """The error of the module's own operators: in what it returned, and in what it called other modules with.
-
-        The reference gets the inputs that the 16-bit module had, and from other modules what those returned to that.
-        """
-        error = HalfError("", "")
-        args, kwargs = cast_tree(opened.inputs, torch.float32)
-        replayed = {
-            self._reference.get_submodule(path): functools.partial(_replay, error, iter(calls))
-            for path, calls in opened.calls.items()
-        }
+            self._open[-1].called.append(opened.path)
+        row = self.rows.setdefault(opened.path, HalfError(opened.path, type(module).__name__))
+        row.largest = max(row.largest, _largest(output))
+        if opened.path in self.inside:
+            return
+        self._repeating = True
         try:
-            with _substituted(replayed), autocast(device_type_of(reference), enabled=False):
-                error.note(output, reference.forward(*args, **kwargs))
+            row.note(*self._repeated(opened))
         except Exception:       # whatever a forward asks of its surroundings that is not there a second time
-            return None
-        return error
+            pass
+        finally:
+            self._repeating = False
+
+    def _repeated(self, opened: _Open) -> tuple[Any, Any]:
+        """What a module returns in 16 bits and in float32 for the same rounded inputs, around the same rounded calls.
+
+        The modules that it calls compute in float32 both times, and what they return is rounded: what is left is what
+        its own operators do.
+        """
+        low, reference = self.low.get_submodule(opened.path), self.reference.get_submodule(opened.path)
+        inputs = cast_tree(opened.inputs, self.dtype)
+        args, kwargs = _copied(inputs)      # forward may write to it
+        with _substituted({self.low.get_submodule(path): self._rounded(path) for path in opened.called}):
+            with self._region() if opened.path else contextlib.nullcontext():
+                got = low(*args, **kwargs)
+        args, kwargs = cast_tree(inputs, torch.float32)
+        rounded = {self.reference.get_submodule(path): self._rounded(path, torch.float32) for path in opened.called}
+        with _substituted(rounded):
+            return got, reference(*args, **kwargs)
+
+    def _region(self) -> autocast:
+        return autocast(device_type_of(self.reference), self.dtype, enabled=self.in_region)
+
+    def _rounded(self, path: str, then: torch.dtype | None = None) -> Callable[..., Any]:
+        """A forward that computes a module in float32 and rounds what it returns, as `half` has it for kept ones."""
+        forward = self.reference.get_submodule(path).forward
+
+        def rounded(*args: Any, **kwargs: Any) -> Any:
+            with autocast(device_type_of(self.reference), enabled=False):
+                output = forward(*cast_tree(args, torch.float32), **cast_tree(kwargs, torch.float32))
+            return cast_tree(cast_tree(output, self.dtype), then or self.dtype)
+
+        return rounded
 
 
 class _Open(NamedTuple):
-    """A module that is running: its inputs, and by path of the modules that it called their inputs and outputs."""
+    """A module that is running: its inputs, and the paths of the modules that it called."""
 
+    path: str
     inputs: Any
-    calls: dict[str, list[tuple[Any, Any]]]
-
-
-def _between_casts(reference: Module, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
-    """The float32 module's output for inputs of any dtype, in `dtype`."""
-    return cast_tree(reference.forward(*cast_tree(args, torch.float32), **cast_tree(kwargs, torch.float32)), dtype)
-
-
-def _replay(error: HalfError, calls: Iterator[tuple[Any, Any]], *args: Any, **kwargs: Any) -> Any:
-    """A forward that returns what the next of these calls did, and notes in `error` how its inputs differ."""
-    inputs, output = next(calls)
-    error.note(inputs, (args, kwargs))
-    return cast_tree(output, torch.float32)
+    called: list[str]
 
 
 def _copied(inputs: Any) -> Any:
@@ -336,35 +292,27 @@ def _copied(inputs: Any) -> Any:
 @contextlib.contextmanager
 def _substituted(forwards: Mapping[Module, Callable[..., Any]]) -> Iterator[None]:
     """Give modules other forwards."""
+    before = {module: vars(module).get("forward") for module in forwards}
     for module, forward in forwards.items():
-        module.__dict__["forward"] = forward
+        vars(module)["forward"] = forward
     try:
         yield
     finally:
-        for module in forwards:
-            module.__dict__.pop("forward", None)
+        for module, forward in before.items():
+            if forward is None:
+                del vars(module)["forward"]
+            else:
+                vars(module)["forward"] = forward
 
 
-@contextlib.contextmanager
-def _hooks(
-    model: Module, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None
-) -> Iterator[None]:
-    """Call these with the path of every module and what its forward hooks get."""
-    handles: list[Any] = []
-    for path, module in model.named_modules():
-        if before is not None:
-            handles.append(module.register_forward_pre_hook(functools.partial(before, path), with_kwargs=True))
-        if after is not None:
-            handles.append(module.register_forward_hook(functools.partial(after, path), with_kwargs=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def _number(row: HalfError) -> float:
+    """An error to sort by: inf for NaN."""
+    return math.inf if row.error is None or math.isnan(row.error) else row.error
 
 
-def _worse(a: float, b: float) -> float:
-    return b if math.isnan(b) or b > a else a
+def _largest(output: Any) -> float:
+    """The largest finite magnitude."""
+    return max((float(t[t.isfinite()].abs().max()) for t in _floats(output) if t.isfinite().any()), default=0.0)
 
 
 def _floats(value: Any) -> list[Tensor]:

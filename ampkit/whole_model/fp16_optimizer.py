@@ -6,21 +6,17 @@ The interface of Apex's FP16_Optimizer, which BERT-era scripts carry: `optimizer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, overload
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampkit.gradients import clipping
-from ampkit.gradients.collect import collect
 from ampkit.scaler.loss_scale import LARGEST_SCALE, DynamicLossScale, LossScale, StaticLossScale
 from ampkit.whole_model.master_weights import MasterWeights
-from ampkit.whole_model.scaled_gradients import LossScaler, ScaledGradients
+from ampkit.whole_model.scaled_gradients import LossScaler, ScaledGradients, scaled_backward
 
 __all__ = ["FP16Optimizer"]
-
-Loss = TypeVar("Loss")
 
 _DYNAMIC_NAMES = {"init_scale": "init_scale", "scale_factor": "growth_factor", "scale_window": "growth_interval"}
 
@@ -75,11 +71,9 @@ class FP16Optimizer(torch.optim.Optimizer):
         rule: LossScale = _dynamic(dynamic_loss_args or {}) if dynamic else StaticLossScale(float(static_loss_scale))
         # The constructor of Optimizer is not run: groups, state and defaults are the wrapped optimizer's.
         self.optimizer = optimizer
-        self.masters = MasterWeights(optimizer)
-        self.verbose = verbose
         self.scaler = LossScaler(_device_type(optimizer), loss_scale=rule, allow_fp16=True)
-        self._gradients = ScaledGradients(optimizer, self.masters)
-        self._in_closure = False    # the scaler unscales after each evaluation
+        self._gradients = ScaledGradients(optimizer, "optimizer.backward(loss), not loss.backward()", verbose=verbose)
+        self.masters = self._gradients.masters = MasterWeights(optimizer)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -116,13 +110,12 @@ class FP16Optimizer(torch.optim.Optimizer):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Any:
         raise TypeError("an FP16Optimizer cannot be pickled or copied; save state_dict() and load it into a new one")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of masters and model."""
         self.optimizer.zero_grad(set_to_none)
-        self._gradients.forget()
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
         """Backward from `loss` times the scale; then gradients are in the masters, unscaled and checked.
@@ -135,82 +128,30 @@ class FP16Optimizer(torch.optim.Optimizer):
         """
         if not isinstance(loss, Tensor):
             raise TypeError(f"backward takes the loss tensor, got {type(loss).__name__}; pass it before .item()")
-        if self._in_closure:
-            self.scaler.scale(loss.float()).backward(retain_graph=retain_graph)
-            return
-        self._gradients.begin()
-        try:
-            self.scaler.scale(loss.float()).backward(retain_graph=retain_graph)
-        except BaseException:
-            self._gradients.give_up()
-            raise
-        self._gradients.delayed = (self.scaler, self.scaler.updates)
-        if update_master_grads:
-            self.update_master_grads()
+        with scaled_backward(loss, self.scaler, [self._gradients], delay_unscale=not update_master_grads) as scaled:
+            scaled.backward(retain_graph=retain_graph)
 
     def update_master_grads(self) -> None:
-        """Take the gradients that `backward(..., update_master_grads=False)` has left in the model.
-
-        Raises:
-            RuntimeError: there are none.
-        """
-        if self._gradients.delayed is None:
+        """Take the gradients that `backward(..., update_master_grads=False)` has left; `RuntimeError` without any."""
+        if not self._gradients.still_scaled():
             raise RuntimeError("no scaled gradients to take; call optimizer.backward(loss) before, not loss.backward()")
-        self.scaler.unscale_arrived_(self._gradients)
+        self.scaler.unscale_all_([self._gradients])
 
-    @torch.no_grad()
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Limit the norm of all unscaled gradients together; returns the norm before. Never syncs.
 
-        Where it is not finite nothing is multiplied: the step will be skipped.
-
-        Raises:
-            RuntimeError: no backward since the last step.
+        Raises `RuntimeError` without a backward since the last step.
         """
-        self._require_unscaled("clip_master_grads")
-        gradients = collect(self._gradients.params(), coalesce=True)
-        found = {device: torch.zeros((), dtype=torch.float32, device=device) for device in gradients.by_device}
-        one = torch.ones((), dtype=torch.float32, device=next(iter(found), torch.device("cpu")))
-        norm, factor = clipping.norm_and_factor(gradients, one, found, float(norm_type), max_norm)
-        clipping.multiply_(gradients, factor, found)
-        return norm
+        if not self._gradients.unscaled:
+            raise RuntimeError("clip_master_grads() without a backward since the last step")
+        return torch.nn.utils.clip_grad_norm_(self._gradients.params(), max_norm, norm_type)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], Loss]) -> Loss: ...
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the masters and write the model's 16-bit weights, unless a gradient was not finite; move the scale.
+    def step(self) -> Any:  # type: ignore[override]
+        """Step the masters and write the model's 16-bit weights, unless a gradient was not finite.
 
-        A `closure` calls `optimizer.zero_grad()` and `optimizer.backward(loss)` and returns the loss; if it overflows,
-        the step ends as it is, and parameters and state are restored.
-
-        Returns:
-            What the wrapped optimizer returned; None for a skipped step.
-
-        Raises:
-            RuntimeError: no backward since the last step, or gradients left scaled.
+        Raises `RuntimeError` without a backward since the last step, or where gradients were left scaled.
         """
-        if closure is not None:
-            self._in_closure = True
-            try:
-                result = self.scaler.step(self.optimizer, closure)
-            finally:
-                self._in_closure = False
-            self._gradients.found_inf = self.scaler.found_inf(self.optimizer)
-            self.scaler.update()
-            self._gradients.forget()
-            return result
-        if self._gradients.delayed is not None:
-            raise RuntimeError("step() while gradients are still scaled; call optimizer.update_master_grads() first")
-        self._require_unscaled("step")
-        self._gradients.unscaled = False
-        result = self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.masters.drop_gradients()       # a skipped step has left them
-        if self.verbose and self.overflow:
-            print(f"ampkit: gradients overflowed, step skipped; the loss scale is {self.loss_scale:g} now")
-        return result
+        return self.optimizer.step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer; its 16-bit parameters get masters in the next step."""
@@ -240,23 +181,11 @@ class FP16Optimizer(torch.optim.Optimizer):
         self.masters.load_values_(values)
         self.scaler.load_checked_state(scale)
 
-    def _require_unscaled(self, name: str) -> None:
-        if not self._gradients.unscaled:
-            raise RuntimeError(
-                f"{name}() without a backward since the last step; call optimizer.backward(loss), not loss.backward()"
-            )
-
 
 def _dynamic(args: Mapping[str, Any]) -> DynamicLossScale:
     # Apex's defaults: the first scale is too large on purpose, and falls in the first steps.
     known = {"init_scale": 2.0**32, "growth_interval": 1000, "max_scale": LARGEST_SCALE}
-    given = {_DYNAMIC_NAMES.get(name, name): value for name, value in args.items()}
-    unknown = sorted(set(given) - set(DynamicLossScale.__dataclass_fields__))
-    if unknown:
-        raise TypeError(
-            f"dynamic_loss_args has {unknown}; expected {sorted(_DYNAMIC_NAMES)} or fields of DynamicLossScale"
-        )
-    return DynamicLossScale(**{**known, **given})
+    return DynamicLossScale(**{**known, **{_DYNAMIC_NAMES.get(name, name): value for name, value in args.items()}})
 
 
 def _device_type(optimizer: torch.optim.Optimizer) -> str:

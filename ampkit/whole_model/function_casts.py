@@ -22,7 +22,6 @@ from ampkit.policy.op_table import TORCH, Rule
 from ampkit.policy.policy import register_op
 from ampkit.region.autocast import autocast
 from ampkit.torch_internals.operators import OpOverload, OpOverloadPacket
-from ampkit.whole_model.boundary import casts_disabled
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -84,13 +83,13 @@ def register_promote_function(owner: Any, name: str) -> None:
 
 @contextmanager
 def disable_casts() -> Iterator[None]:
-    """Casts nothing: open regions are disabled, and models at O1 enter none. Restored on exceptions too.
+    """Casts nothing: open regions are disabled. A model at O1 that is called inside opens its own.
 
     >>> with autocast("cpu", torch.bfloat16), disable_casts():
     ...     torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype
     torch.float32
     """
-    with ExitStack() as disabled, casts_disabled():
+    with ExitStack() as disabled:
         for device_type in TORCH:
             if torch.is_autocast_enabled(device_type):
                 disabled.enter_context(autocast(device_type, enabled=False))

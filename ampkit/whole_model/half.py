@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
-from ampkit.containers import REAL_FLOATS, SIXTEEN_BIT, cast, cast_tree
+from ampkit.containers import REAL_FLOATS, SIXTEEN_BIT, cast
 from ampkit.policy.module_rules import matches
 from ampkit.policy.values import as_dtype
 from ampkit.torch_internals.module_classes import BatchNorm, InstanceNorm
-from ampkit.whole_model.boundary import Boundary, put_boundary, refuse_bounded
+from ampkit.whole_model.boundary import Boundary, keep_in_float32, put_boundary, refuse_bounded, refuse_patched
 
 __all__ = ["BATCH_NORMS", "NORMS", "half"]
 
@@ -39,8 +39,6 @@ NORMS: tuple[type[Module], ...] = (
     nn.LocalResponseNorm,
 )
 """Every normalization that torch has. All but batch norms get inputs cast up and outputs cast back."""
-
-_MIXED_BATCH_NORM_DEVICES = ("cpu", "cuda")
 
 
 def half(
@@ -78,7 +76,8 @@ def half(
         TypeError: not a module, or a `keep_fp32` entry of another kind.
         ValueError: another dtype; a pattern that names no module; a parameter that does not fit `dtype`, or is
             tied between a kept module and another. Nothing has been changed then.
-        RuntimeError: the model is converted already.
+        RuntimeError: the model is converted already, or the forward of what is converted or kept has been replaced
+            on the object. Nothing has been changed then.
 
     Waits for the device while converting, never in forward.
 
@@ -126,6 +125,7 @@ class HalfPlan:
             matching = [index for index, key in enumerate(keep) if _matches(key, module, path)]
             used.update(matching)
             if matching and module not in self.kept:
+                refuse_patched(module)
                 self.outermost.append(module)
                 self.kept.update((inner, name) for name, inner in module.named_modules(prefix=path))
         for index, key in enumerate(keep):
@@ -166,7 +166,7 @@ class HalfPlan:
         for module in self.kept:
             module._apply(lambda tensor: cast(tensor, torch.float32), recurse=False)
         for module in self.outermost:
-            _Kept(self.dtype).attach(module)
+            keep_in_float32(module, self.dtype)
 
     def _convert(self, tensor: Tensor) -> Tensor:
         converted = cast(tensor, self.dtype)
@@ -175,28 +175,6 @@ class HalfPlan:
         # Only what overflowed in the conversion is clamped: an infinity that was there stays.
         grew = torch.isinf(converted) & torch.isfinite(tensor)
         return torch.where(grew, torch.sign(converted) * torch.finfo(self.dtype).max, converted)
-
-
-class _Kept:
-    """The hooks on a float32 module inside a half model. Stateless, so copies of the model share them."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def attach(self, module: Module) -> None:
-        """Compute `module` in float32, and cast its outputs to the model's dtype."""
-        module.register_forward_pre_hook(self.cast_up, with_kwargs=True)
-        module.register_forward_hook(self.cast_back)
-
-    def cast_up(self, module: Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """Forward pre-hook."""
-        if isinstance(module, BatchNorm) and args and args[0].device.type in _MIXED_BATCH_NORM_DEVICES:
-            return None
-        return cast_tree(args, torch.float32), cast_tree(kwargs, torch.float32)
-
-    def cast_back(self, module: Module, args: Any, output: Any) -> Any:
-        """Forward hook."""
-        return cast_tree(output, self.dtype)
 
 
 def _matches(key: Any, module: Module, path: str) -> bool:

@@ -6,8 +6,8 @@ loss scale defaults to 1, because bfloat16 has float32's range. `amp.initialize`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -24,75 +24,45 @@ from ampkit.whole_model.boundary import refuse_bounded
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
-class Level(NamedTuple):
-    """What a level does when nothing is overridden."""
+_CASTING = ("dtype", "keep_batchnorm_fp32", "master_weights")
 
-    casts_model: bool
-    has_region: bool
-    keeps_batch_norm: bool
-    has_masters: bool
-    scale: float | str | None       # None: losses and gradients are left alone altogether
+
+class Level(NamedTuple):
+    """What a level does when nothing is overridden, and what of it may be."""
+
     what: str
+    casts_model: bool = False
+    has_region: bool = False
+    keep_batchnorm_fp32: bool = False
+    master_weights: bool = False
+    scale: float | str | None = "dynamic"       # None: losses and gradients are left alone altogether
+    takes: tuple[str, ...] = ()
 
 
 LEVELS: dict[str, Level] = {
-    "O0": Level(False, False, False, False, None, "float32 throughout, the baseline to compare with"),
-    "O1": Level(False, True, False, False, "dynamic", "float32 weights, forward in an autocast region"),
-    "O2": Level(True, False, True, True, "dynamic", "16-bit model, batch norms and master weights in float32"),
-    "O3": Level(True, False, False, False, 1.0, "16-bit model and nothing else, the speed to compare with"),
+    "O0": Level("float32 throughout", scale=None),
+    "O1": Level("float32 weights, forward in an autocast region", has_region=True, takes=("dtype", "policy")),
+    "O2": Level(
+        "a 16-bit model with batch norms and master weights in float32", casts_model=True, keep_batchnorm_fp32=True,
+        master_weights=True, takes=_CASTING,
+    ),
+    "O3": Level("a 16-bit model and nothing else", casts_model=True, scale=1.0, takes=_CASTING),
 }
 
 
-@dataclass(frozen=True)
-class LevelOptions:
+class LevelOptions(NamedTuple):
     """A level with its overrides resolved.
 
     `dtype` is the 16-bit type of the region or the model; `loss_scale` None means that there is no scaler.
     """
 
-    opt_level: str
+    level: Level
     dtype: torch.dtype
-    casts_model: bool
-    has_region: bool
     keep_batchnorm_fp32: bool
     master_weights: bool
     loss_scale: LossScale | None
     cast_model_outputs: torch.dtype
     num_losses: int
-
-    def __str__(self) -> str:
-        low = "" if self.opt_level == "O0" else f" in {str(self.dtype).removeprefix('torch.')}"
-        scale = "none" if self.loss_scale is None else self.loss_scale.kind
-        model = ""
-        if self.casts_model:
-            model = f"keep_batchnorm_fp32={self.keep_batchnorm_fp32}, master_weights={self.master_weights}, "
-        return f"{self.opt_level}{low}: {LEVELS[self.opt_level].what} ({model}loss scale {scale})"
-
-
-# Overrides that make no sense: at which levels, and why. What is given in `_HARMLESS` says what the level does anyway.
-_SENSELESS: dict[str, tuple[tuple[str, ...], str]] = {
-    "dtype": (("O0",), "computes in float32; leave it out, or use opt_level 'O1', 'O2' or 'O3'"),
-    "cast_model_type": (
-        ("O0", "O1"),
-        "leaves the weights in float32; at O1 pass dtype for what operators are cast to, or use opt_level "
-        "'O2' or 'O3'",
-    ),
-    "keep_batchnorm_fp32": (
-        ("O0", "O1"),
-        "leaves every weight in float32, batch norms included; leave it out, or use opt_level 'O2' or 'O3'",
-    ),
-    "master_weights": (
-        ("O0", "O1"), "has float32 weights, which are their own masters; leave it out, or use opt_level 'O2'"
-    ),
-    "patch_torch_functions": (
-        ("O0", "O2", "O3"),
-        "casts around no operators; leave it out, or use opt_level 'O1', where nothing is patched either",
-    ),
-    "policy": (("O0", "O2", "O3"), "opens no region; leave it out, or use opt_level 'O1'"),
-}
-_HARMLESS: dict[str, tuple[Any, ...]] = {
-    "cast_model_type": (False, torch.float32), "master_weights": (False,), "patch_torch_functions": (False,),
-}
 
 
 def resolve(opt_level: Any, default_dtype: torch.dtype, **overrides: Any) -> LevelOptions:
@@ -102,33 +72,37 @@ def resolve(opt_level: Any, default_dtype: torch.dtype, **overrides: Any) -> Lev
     """
     level = LEVELS[_checked_level(opt_level)]
     given = {name: value for name, value in overrides.items() if value is not None}
-    for name in {"dtype", "cast_model_type", "cast_model_outputs"} & set(given):
+    for name in {"dtype", "cast_model_outputs"} & set(given):
         given[name] = as_dtype(given[name])
-    for name, (levels, why) in _SENSELESS.items():
-        if opt_level in levels and name in given and given[name] not in _HARMLESS.get(name, ()):
-            raise ValueError(f"{name}={given[name]} makes no sense at {opt_level}, which {why}")
-    if opt_level == "O1" and not given.get("patch_torch_functions", True):
-        raise ValueError(
-            "patch_torch_functions=False makes no sense at O1, which patches nothing and casts around operators; leave "
-            "it out, or use opt_level 'O0'"
-        )
+    batch_norms = given.get("keep_batchnorm_fp32", level.keep_batchnorm_fp32)
+    batch_norms = {"True": True, "False": False}.get(batch_norms, batch_norms)      # as argparse hands it over
+    if not isinstance(batch_norms, bool):
+        raise TypeError(f"keep_batchnorm_fp32 is {batch_norms!r}; expected True, False, 'True', 'False' or None")
+    masters = given.get("master_weights", level.master_weights)
+    if not isinstance(masters, bool):
+        raise TypeError(f"master_weights is {masters!r}; expected True, False or None")
+    # What says what the level does anyway is harmless.
+    for name, harmless in (
+        ("dtype", False),
+        ("keep_batchnorm_fp32", batch_norms is level.keep_batchnorm_fp32),
+        ("master_weights", masters is level.master_weights),
+        ("policy", False),
+    ):
+        if name in given and name not in level.takes and not harmless:
+            others = " or ".join(repr(other) for other in LEVELS if name in LEVELS[other].takes)
+            raise ValueError(
+                f"{name}={given[name]} makes no sense at {opt_level} ({level.what}); leave it out, or use "
+                f"opt_level {others}"
+            )
     outputs, num_losses = given.get("cast_model_outputs", torch.float32), given.get("num_losses", 1)
     if not getattr(outputs, "is_floating_point", False):
         raise TypeError(f"cast_model_outputs is {outputs!r}; expected None or a dtype such as torch.float16")
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise ValueError(f"num_losses is {num_losses!r}; expected how many losses have scales of their own, 1 or more")
-    batch_norms = given.get("keep_batchnorm_fp32", level.keeps_batch_norm)
-    batch_norms = {"True": True, "False": False}.get(batch_norms, batch_norms)      # as argparse hands it over
-    if not isinstance(batch_norms, bool):
-        raise TypeError(f"keep_batchnorm_fp32 is {batch_norms!r}; expected True, False, 'True', 'False' or None")
-    masters = given.get("master_weights", level.has_masters)
-    if not isinstance(masters, bool):
-        raise TypeError(f"master_weights is {masters!r}; expected True, False or None")
-    low = _low_dtype(opt_level, level, given, default_dtype)
-    return LevelOptions(
-        opt_level, low, level.casts_model, level.has_region, batch_norms, masters, _loss_scale(level, low, given),
-        outputs, num_losses,
-    )
+    low = given.get("dtype", default_dtype)
+    if low not in SIXTEEN_BIT:
+        raise ValueError(f"dtype is {low!r}; expected torch.float16 or torch.bfloat16; opt_level 'O0' is float32")
+    return LevelOptions(level, low, batch_norms, masters, _loss_scale(level, low, given), outputs, num_losses)
 
 
 def _checked_level(opt_level: Any) -> str:
@@ -137,20 +111,6 @@ def _checked_level(opt_level: Any) -> str:
     guess = str(opt_level).upper().replace("0", "O", 1)
     hint = f": did you mean {guess!r}, with the letter O?" if guess in LEVELS else ""
     raise ValueError(f"unknown opt_level {opt_level!r}; expected 'O0', 'O1', 'O2' or 'O3'{hint}")
-
-
-def _low_dtype(opt_level: str, level: Level, given: dict[str, Any], default: torch.dtype) -> torch.dtype:
-    dtype, model_type = given.get("dtype"), given.get("cast_model_type") if level.casts_model else None
-    if dtype is not None and dtype not in SIXTEEN_BIT:
-        raise ValueError(f"dtype is {dtype!r}; expected torch.float16 or torch.bfloat16, the 16-bit type of the level")
-    if model_type is not None and model_type not in SIXTEEN_BIT:
-        raise ValueError(
-            f"{opt_level} converts the model, so that cast_model_type={model_type} makes no sense; expected "
-            f"torch.float16 or torch.bfloat16; use opt_level 'O0' for float32, 'O1' for float32 weights"
-        )
-    if None not in (dtype, model_type) and dtype is not model_type:
-        raise ValueError(f"dtype={dtype} and cast_model_type={model_type} are two names of one property; pass one")
-    return dtype or model_type or default
 
 
 def _loss_scale(level: Level, low: torch.dtype, given: dict[str, Any]) -> LossScale | None:
@@ -169,8 +129,8 @@ def _loss_scale(level: Level, low: torch.dtype, given: dict[str, Any]) -> LossSc
     try:
         number = float(value)
     except ValueError:
-        raise ValueError(f"loss_scale is {value!r}; expected 'dynamic' or a number such as 128.0") from None
-    if not 0.0 < number < float("inf"):
+        number = math.nan
+    if not 0.0 < number < math.inf:
         raise ValueError(
             f"loss_scale is {value!r}; expected a positive number, or 'dynamic', which older scripts write as 0"
         )
@@ -235,28 +195,28 @@ def check_model(model: Module, *, casts_model: bool) -> None:
                 )
 
 
-def check_optimizers(models: Sequence[Module], optimizers: Sequence[Optimizer], *, has_masters: bool) -> None:
+def check_optimizers(models: Sequence[Module], optimizers: Sequence[Optimizer], *, is_scaled: bool) -> None:
     """Refuse an optimizer that has master weights, or that holds no parameter of the models.
 
-    Where optimizers are to get masters, refuse a parameter of two: each would step a master of its own.
+    Where losses are scaled, refuse a parameter of two: each would unscale its gradient, and step a master of its own.
     """
-    theirs = {id(param) for model in models for param in model.parameters()}
-    names = {id(param): name for model in models for name, param in model.named_parameters()}
+    theirs = {id(param): name for model in models for name, param in model.named_parameters()}
     owners: dict[int, Optimizer] = {}
     for optimizer in optimizers:
+        params = [id(param) for group in optimizer.param_groups for param in group["params"]]
         if masters_of(optimizer) is not None:
             raise RuntimeError(
                 f"this {type(optimizer).__name__} has master weights already; pass initialize a bare optimizer, and "
                 f"let opt_level 'O2' make them"
             )
-        if not any(id(param) in theirs for group in optimizer.param_groups for param in group["params"]):
+        if theirs.keys().isdisjoint(params):
             raise RuntimeError(
                 f"{type(optimizer).__name__} holds no parameter of the models given; make the optimizer from the model "
                 f"that is passed along with it, after anything that replaces its parameters"
             )
-        for param in (param for group in optimizer.param_groups for param in group["params"] if has_masters):
-            if owners.setdefault(id(param), optimizer) is not optimizer:
+        for param in params if is_scaled else ():
+            if owners.setdefault(param, optimizer) is not optimizer:
                 raise RuntimeError(
-                    f"parameter {names.get(id(param), tuple(param.shape))} is in two optimizers, which would each step "
-                    f"a master weight of their own; give it to one of them, or use opt_level 'O1'"
+                    f"parameter {theirs.get(param, 'of no model')} is in two optimizers; give it to one of them, or "
+                    f"use ampkit.autocast with GradScaler, which unscales a shared gradient once"
                 )

@@ -81,21 +81,13 @@ class MasterWeights:
                 f"FP16Optimizer or initialize"
             )
         _check_values(values or {})
-        self._optimizer = weakref.ref(optimizer)
+        self.optimizer = weakref.proxy(optimizer)       # whose hooks keep this alive
         self._pairs: dict[int, _Pair] = {}
         self._adopt(values or {})
         set_masters(optimizer, self)
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer that steps the masters."""
-        optimizer = self._optimizer()
-        if optimizer is None:
-            raise RuntimeError("the optimizer of these master weights is gone; keep a reference to it")
-        return optimizer
 
     def model_parameters(self) -> list[Tensor]:
         """The model's 16-bit parameters, in the order of `masters`."""
@@ -136,14 +128,16 @@ class MasterWeights:
         for pair, grad in arrived:
             pair.param.grad = None
             master = pair.master
-            if not _is_plain(grad) or (master.grad is not None and not _is_plain(master.grad)):
-                _take_one(master, grad, inv_scale, found)
+            if grad.layout is torch.sparse_coo or (master.grad is not None and master.grad.layout is torch.sparse_coo):
+                _take_sparse(master, grad, *_scalars(grad.device, inv_scale, found))
                 continue
+            if hasattr(grad, "placements") and grad.placements != master.placements:    # type: ignore[attr-defined]
+                grad = grad.redistribute(placements=master.placements)      # type: ignore[attr-defined]
             sources, destinations = launches.setdefault((grad.device, master.grad is not None), ([], []))
             if master.grad is None:
                 master.grad = torch.empty_like(grad, dtype=torch.float32)
-            sources.append(grad)
-            destinations.append(master.grad)
+            sources.append(_local(grad))
+            destinations.append(_local(master.grad))
         for (device, accumulate), (sources, destinations) in launches.items():
             factor, flag = _scalars(device, inv_scale, found)
             ampkit_kernels.backend(factor).unscale_into_(sources, destinations, factor, flag, accumulate=accumulate)
@@ -284,8 +278,7 @@ class MasterWeights:
             pair.version = pair.param._version
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
-        optimizer = self.optimizer
-        type(optimizer).zero_grad(optimizer, set_to_none)
+        self.optimizer.__class__.zero_grad(self.optimizer, set_to_none)
         for pair in self._pairs.values():
             if set_to_none:
                 pair.param.grad = None
@@ -303,18 +296,13 @@ def _scalars(
     return factor, found[device]
 
 
-def _take_one(master: Parameter, grad: Any, inv_scale: Tensor | None, found: dict[torch.device, Tensor]) -> None:
-    """Move one sparse or DTensor gradient to its master."""
-    placements = getattr(master, "placements", None)
-    if placements is not None and grad.placements != placements:
-        grad = grad.redistribute(placements=placements)
+def _take_sparse(master: Parameter, grad: Tensor, factor: Tensor, flag: Tensor) -> None:
+    """Add one gradient to its master's where one of them is sparse."""
     wide = grad.to(torch.float32)
-    local = _local(wide)
-    if local.layout is torch.sparse_coo:
-        wide = local = local.coalesce()
-        local = local._values()
-    factor, flag = _scalars(local.device, inv_scale, found)
-    ampkit_kernels.backend(factor).unscale_([local], factor, flag)
+    if wide.layout is torch.sparse_coo:
+        wide = wide.coalesce()
+    values = wide._values() if wide.layout is torch.sparse_coo else wide
+    ampkit_kernels.backend(factor).unscale_([values], factor, flag)
     master.grad = wide if master.grad is None else master.grad + wide
 
 
@@ -326,10 +314,6 @@ def _move_state(optimizer: torch.optim.Optimizer, param: Tensor, master: Paramet
         name: value.to(torch.float32) if isinstance(value, Tensor) and value.dtype in SIXTEEN_BIT else value
         for name, value in optimizer.state.pop(param).items()
     }
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not hasattr(tensor, "to_local")
 
 
 def _local(tensor: Any) -> Tensor:

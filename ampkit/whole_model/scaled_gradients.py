@@ -1,19 +1,21 @@
 """Gradients from a scaled backward to the step: unscaled and checked when backward ends, not when the step begins.
 
 Several backwards, each under a scale of its own, may so add up in one optimizer's gradients: what `amp.scale_loss` and
-`FP16Optimizer` promise.
+`FP16Optimizer` promise. Steps are intercepted by the optimizer's own hooks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from ampkit.gradients import ranks
+from ampkit.gradients import amp_optimizers, closures, ranks
 from ampkit.gradients.collect import collect, unscale_
 from ampkit.scaler import saved_state
 from ampkit.scaler.grad_scaler import GradScaler
@@ -25,23 +27,39 @@ class ScaledGradients:
     """The gradients of one optimizer, with or without master weights, between backward and step.
 
     Each backward under a loss scale must meet empty `.grad`s, or scaled values would be added to unscaled ones: `begin`
-    sets aside what is there, and `unscale_` adds it again.
+    sets aside what is there, and `unscale_` adds it again. If a gradient was not finite, all are set to None for the
+    step, which makes torch's optimizers a no-op; amp-aware optimizers get the flag instead and skip on the device.
 
     Attributes:
         found_inf: a flag, set where a gradient of the backwards since the last step was not finite; None: no gradients.
         unscaled: a backward since the last step has left unscaled gradients.
         scaler: of the last backward that was unscaled.
         delayed: the scaler of backwards whose gradients are still scaled, with its count of updates then.
+
+    Args:
+        backward: how the user calls backward, for errors.
+        verbose: print a line for each skipped step.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, masters: MasterWeights | None = None) -> None:
-        self.optimizer = optimizer
-        self.masters = masters
+    def __init__(self, optimizer: torch.optim.Optimizer, backward: str, *, verbose: bool) -> None:
+        self._optimizer = weakref.ref(optimizer)    # whose hooks keep this alive
+        self.masters: MasterWeights | None = None
         self.found_inf: Tensor | None = None
         self.unscaled = False
         self.scaler: LossScaler | None = None
         self.delayed: tuple[LossScaler, int] | None = None
+        self._backward, self._verbose = backward, verbose
         self._set_aside: dict[Tensor, Tensor] = {}
+        self._set_to_none: list[tuple[Tensor, Tensor]] = []
+        self._flag_on_optimizer = contextlib.ExitStack()
+        # Register them before the masters' hooks: a step that is refused has not moved any gradient.
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer."""
+        return self._optimizer()
 
     def params(self) -> list[Tensor]:
         """Every tensor in the optimizer's groups: masters where there are any."""
@@ -60,6 +78,21 @@ class ScaledGradients:
     def has_gradients(self) -> bool:
         """Whether any parameter that backward fills holds a gradient."""
         return any(param.grad is not None for param in self.backward_params())
+
+    def check_accumulation(self, scaler: LossScaler, delay_unscale: bool) -> None:
+        """Raise `RuntimeError` for a backward whose gradients would be added to gradients under another scale."""
+        if self.still_scaled():
+            if self.delayed != (scaler, scaler.updates):
+                raise RuntimeError(
+                    "gradients of a backward with delay_unscale=True are waiting under another loss scale; end the "
+                    "accumulation with the same loss_id before any other loss, and step, or leave delay_unscale out: "
+                    "gradients are then unscaled and added after each backward"
+                )
+        elif delay_unscale and self.has_gradients():
+            raise RuntimeError(
+                "delay_unscale=True after a backward whose gradients are unscaled already; delay every backward of "
+                "an accumulation but the last, or none, and call zero_grad() after each step"
+            )
 
     def begin(self) -> None:
         """Before a backward: set unscaled gradients aside, unless the backward adds to scaled ones."""
@@ -81,16 +114,9 @@ class ScaledGradients:
             for param in self.backward_params():
                 param.grad = self._set_aside.pop(param, None)
 
-    def forget(self) -> None:
-        """Know nothing of earlier backwards, as after `zero_grad`."""
-        self._set_aside.clear()
-        self.unscaled, self.delayed = False, None
-
     @torch.no_grad()
-    def unscale_(self, inv_scale: Tensor, done: set[Tensor]) -> tuple[dict[torch.device, Tensor], list[Any]]:
+    def unscale_(self, inv_scale: Tensor) -> tuple[dict[torch.device, Tensor], list[Any]]:
         """Multiply what backward has left by `inv_scale`, check it, and add what was set aside.
-
-        Leaves out the parameters in `done`, which another optimizer has unscaled, and adds its own to them.
 
         Returns:
             Flags by device, 1 where a gradient was not finite, and the process groups that must agree on them. Never
@@ -103,8 +129,7 @@ class ScaledGradients:
             self.masters.take_gradients_(inv_scale, found)
             groups += collect(self.masters.masters()).groups
             params = self._without_masters(self.masters)
-        gradients = collect([param for param in params if param not in done])
-        done.update(params)
+        gradients = collect(params)
         groups += gradients.groups
         for device in gradients.by_device:
             if device not in found:
@@ -119,6 +144,80 @@ class ScaledGradients:
         of_masters = {id(master) for master in masters.masters()}
         return [param for param in self.params() if id(param) not in of_masters]
 
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Raise for a step that cannot be right, and set gradients to None if one is not finite."""
+        self._flag_on_optimizer.close()     # left over if the last step raised
+        self._set_to_none.clear()           # likewise; they are not finite and belong to a step that is over
+        self._check_ready(optimizer, closures.extract(args[1:], kwargs))
+        scaler, found_inf = self.scaler, self.found_inf if self.unscaled else None
+        self.unscaled = False
+        if found_inf is None or scaler is None:
+            return
+        if amp_optimizers.is_amp_aware(optimizer):
+            enter = self._flag_on_optimizer.enter_context
+            enter(amp_optimizers.attributes(optimizer, grad_scale=None, found_inf=found_inf))
+            enter(amp_optimizers.sound_first_momentum(optimizer, found_inf))
+            scaler.note_step(optimizer, found_inf, skipped=None)
+            return
+        skip = bool(found_inf != 0)
+        scaler.note_step(optimizer, found_inf, skipped=skip)
+        if skip:
+            self._set_to_none = [(param, param.grad) for param in self.params() if param.grad is not None]
+            for param, _ in self._set_to_none:
+                param.grad = None
+            if self._verbose:
+                print(f"ampkit: gradients overflowed, step skipped; the loss scale is {scaler.get_scale():g} now")
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Restore gradients that were set to None, apart from those of masters."""
+        self._flag_on_optimizer.close()
+        if self._set_to_none:
+            own = {id(param) for param in self.backward_params()}
+            for param, grad in self._set_to_none:
+                if id(param) in own:
+                    param.grad = grad
+            self._set_to_none.clear()
+
+    def _check_ready(self, optimizer: Any, closure: Any) -> None:
+        name = type(optimizer).__name__
+        if closure is not None:
+            raise RuntimeError(
+                f"{name}.step got a closure, whose backward is not seen here; use ampkit.autocast, or MasterWeights, "
+                f"with GradScaler.step(optimizer, closure)"
+            )
+        if self.still_scaled():
+            raise RuntimeError(
+                f"{name}.step() while gradients of a delayed backward are still scaled; delay none that is the last "
+                f"before a step"
+            )
+        # torch.distributed.checkpoint makes an optimizer's state by a step on zeros at a learning rate of 0.
+        if self.unscaled or all(group.get("lr") == 0 for group in optimizer.param_groups):
+            return
+        why = "on gradients of another backward" if self.has_gradients() else "without a backward since the last step"
+        raise RuntimeError(f"{name}.step() {why}; call {self._backward}")
+
+
+@contextlib.contextmanager
+def scaled_backward(
+    loss: Tensor, scaler: LossScaler, all_gradients: Sequence[ScaledGradients], *, delay_unscale: bool
+) -> Iterator[Tensor]:
+    """The loss times its scale, for one backward inside; on leaving, gradients are unscaled, unless that is delayed."""
+    for each in all_gradients:
+        each.check_accumulation(scaler, delay_unscale)
+    for each in all_gradients:
+        each.begin()
+    try:
+        yield scaler.scale(loss.float())
+    except BaseException:
+        for each in all_gradients:
+            each.give_up()
+        raise
+    if not delay_unscale:
+        scaler.unscale_all_(all_gradients)
+        return
+    for each in all_gradients:
+        each.delayed = (scaler, scaler.updates)
+
 
 class LossScaler(GradScaler):
     """The scale of one loss. `updates` counts how often it was updated."""
@@ -129,26 +228,18 @@ class LossScaler(GradScaler):
         """Unscale and check what one backward has left at several optimizers, and update the scale. Never syncs.
 
         A gradient that is not finite skips the next step of all of them, as in Apex: networks that one loss trains step
-        together or not at all. A gradient that several optimizers share is unscaled once.
+        together or not at all.
         """
-        done: set[Tensor] = set()
-        flags = [self._unscale(gradients, done) for gradients in all_gradients]
+        flags = [self._unscale(gradients) for gradients in all_gradients]
         self.update()
         for gradients in all_gradients:
-            self._note_backward(gradients, flags)
+            gradients.found_inf = _any((gradients.found_inf, *flags))
+            gradients.unscaled, gradients.delayed, gradients.scaler = True, None, self
 
-    def unscale_arrived_(self, gradients: ScaledGradients) -> None:
-        """Unscale and check what backwards have left at one optimizer; the scale stays. Never syncs."""
-        self._note_backward(gradients, [self._unscale(gradients, set())])
-
-    def _note_backward(self, gradients: ScaledGradients, flags: Sequence[Tensor | None]) -> None:
-        gradients.found_inf = _any((gradients.found_inf, *flags))
-        gradients.unscaled, gradients.delayed, gradients.scaler = True, None, self
-
-    def _unscale(self, gradients: ScaledGradients, done: set[Tensor]) -> Tensor | None:
+    def _unscale(self, gradients: ScaledGradients) -> Tensor | None:
         """A flag, 1 where a gradient was not finite; None where none had arrived."""
         self._check_scale_growth_tracker("unscale_")
-        found, groups = gradients.unscale_(self._inverse_scale()[0], done)
+        found, groups = gradients.unscale_(self._inverse_scale()[0])
         notes = self._notes_of(gradients.optimizer)
         self._agree(gradients.optimizer, found, groups)
         flags = ranks.merged(notes.state["found_inf_per_device"], found)

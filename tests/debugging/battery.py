@@ -248,7 +248,7 @@ def log_sum_exp_by_hand(x: Tensor) -> Tensor:
     return (x + 12).exp().sum(-1).log()     # here
 
 
-@planted("aten::_to_copy", r"overflow", r".", dtype=F16, kind="ampkit")
+@planted("aten::_to_copy", r"overflow", r"float32|clamp", dtype=F16, kind="ampkit")
 def cast_of_a_time(x: Tensor) -> Tensor:
     when = (x.float() * 0 + 1.7e5).half()      # here
     return x * when
@@ -269,7 +269,7 @@ def loss_that_is_too_large() -> tuple[nn.Module, Step]:
 # --- the same in operators of all kinds: numbers, integers, literals, masks, poles, writes in place
 
 
-@planted("aten::logit", "undefined|of 0", "clamp")
+@planted("aten::logit", r"of 1\b|at 1\b", "clamp")
 def logit_of_a_sure_thing(x: Tensor) -> Tensor:
     return torch.logit(x * 0 + 1)       # here
 
@@ -305,7 +305,7 @@ def einsum_of_large_factors(x: Tensor) -> Tensor:
     return torch.einsum("ij,kj->ik", y, y) * 1e-4      # here
 
 
-@planted("aten::cumprod", "overflow")
+@planted("aten::cumprod", "overflow", r"clamp|logs")
 def cumulative_product(x: Tensor) -> Tensor:
     return torch.cumprod(x.abs() * 0 + 1e6, -1)     # here
 
@@ -315,38 +315,38 @@ def cumulative_sum(x: Tensor) -> Tensor:
     return torch.cumsum(x + 6e3, -1)        # here
 
 
-@planted("aten::mul_.Tensor", "overflow", dtype=F16)
+@planted("aten::mul_.Tensor", "overflow", FLOAT, dtype=F16)
 def in_place_on_a_copy(x: Tensor) -> Tensor:
     y = (x * 0 + 500).detach().clone()
     return x + y.mul_(y)        # here
 
 
-@planted("aten::index_add_", "overflow", dtype=F16)
+@planted("aten::index_add_", "overflow", FLOAT, dtype=F16)
 def scattered_sum(x: Tensor) -> Tensor:
     index = torch.zeros(8, dtype=torch.int64)
     return torch.zeros_like(x).index_add_(0, index, x * 0 + 30000.0).detach() + x       # here
 
 
-@planted("aten::fill_.Scalar" if NEWEST else "aten::copy_", "asks for")
+@planted("aten::fill_.Scalar" if NEWEST else "aten::copy_", "asks for", r"do not write|finfo")
 def an_infinity_assigned(x: Tensor) -> Tensor:
     y = x.detach().clone()
     y[0, 0] = math.inf      # here
     return x + y
 
 
-@planted("aten::masked_fill_.Scalar" if NEWEST else "aten::index_put_", "asks for")
+@planted("aten::masked_fill_.Scalar" if NEWEST else "aten::index_put_", "asks for", r"do not write")
 def nan_where_a_mask_is_set(x: Tensor) -> Tensor:
     y = x.detach().clone()
     y[y > 0] = math.nan     # here
     return x + y
 
 
-@planted("aten::scalar_tensor", "asks for")
+@planted("aten::scalar_tensor", "asks for", r"do not write")
 def nan_where_nothing_is_known(x: Tensor) -> Tensor:
     return torch.where(x > 0, x, math.nan)      # here
 
 
-@planted("aten::full_like", "asks for")
+@planted("aten::full_like", "asks for", r"do not write|finfo")
 def a_bound_that_gets_into_the_sum(x: Tensor) -> Tensor:
     return x + torch.full_like(x, math.inf)     # here
 
@@ -361,7 +361,7 @@ def inverse_tanh_of_a_saturated_tanh(x: Tensor) -> Tensor:
     return torch.atanh(torch.tanh(x * 0 + 50))      # here
 
 
-@planted("aten::xlogy.Tensor", "xlogy", "clamp")
+@planted("aten::xlogy.Tensor", r"negative|of -", "clamp")
 def entropy_of_a_negative(x: Tensor) -> Tensor:
     return torch.xlogy(x * 0 + 1, x * 0 - 1)        # here
 
@@ -371,7 +371,7 @@ def one_over_nothing(x: Tensor) -> Tensor:
     return 1 / (x * 0) * x      # here
 
 
-@planted("aten::mul.Tensor", "overflow")
+@planted("aten::mul.Tensor", "overflow", r"clamp")
 def adding_nothing_to_infinity(x: Tensor) -> Tensor:
     return torch.logaddexp((x * 0 + 1e38) * 10, x)      # here
 
@@ -382,7 +382,7 @@ def convolution_with_large_weights(x: Tensor) -> Tensor:
     return F.conv2d(y, torch.full((1, 1, 3, 3), 300.0, dtype=x.dtype)) * 1e-4     # here
 
 
-@planted("aten::prod", "overflow")
+@planted("aten::prod", "overflow", r"clamp|logs")
 def product_of_many(x: Tensor) -> Tensor:
     return (x * 0 + 1e3).prod() * x     # here
 
@@ -422,17 +422,17 @@ def log_of_positions(x: Tensor) -> Tensor:
     return x * torch.arange(16).log()       # here
 
 
-@planted("aten::_to_copy", "overflow", dtype=F16)
+@planted("aten::_to_copy", "overflow", r"float32|clamp", dtype=F16)
 def cast_of_positions(x: Tensor) -> Tensor:
     return x * (torch.arange(16) * 5000).half()     # here
 
 
-@planted("aten::arange.start_step", "overflow", dtype=F16)
+@planted("aten::arange.start_step", "overflow", FLOAT + "|float32", dtype=F16)
 def positions_in_half(x: Tensor) -> Tensor:
     return x * torch.arange(0, 80000, 5000, dtype=x.dtype)      # here
 
 
-@planted("aten::linspace", "asks for")
+@planted("aten::linspace", "asks for", r"do not write")
 def times_without_end(x: Tensor) -> Tensor:
     return x * torch.linspace(0, math.inf, 16)      # here
 
@@ -442,7 +442,7 @@ def exponential_beyond_any_dtype(x: Tensor) -> Tensor:
     return x * (x * 0 + 1e30).exp()     # here
 
 
-@planted("a tensor", "among the numbers that it is made of")
+@planted("a tensor", "among the numbers that it is made of", r"numbers")
 def nan_in_a_literal(x: Tensor) -> Tensor:
     return x * torch.tensor([math.nan] + [0.0] * 15)        # here
 
@@ -460,18 +460,18 @@ class Exponential(torch.autograd.Function):
         return (grad * 0 + 100).exp()       # here
 
 
-@planted("aten::exp in backward of aten::mul.Tensor", "overflow", source=Exponential.backward)
+@planted("aten::exp in backward of aten::mul.Tensor", "overflow", r"clamp", source=Exponential.backward)
 def a_function_with_a_backward_of_its_own(x: Tensor) -> Tensor:
     return Exponential.apply(x)     # type: ignore[no-any-return]
 
 
-@planted("aten::div.Tensor in backward", "division by 0", module="1")
+@planted("aten::div.Tensor in backward", "division by 0", r"clamp|eps", module="1")
 def a_hook(x: Tensor) -> Tensor:
     x.register_hook(lambda grad: grad / grad.sum(-1, keepdim=True).mul(0))      # here
     return x * 1
 
 
-@planted("in backward of aten::sqrt", "at 0")
+@planted("in backward of aten::sqrt", "at 0", r"where")
 def a_gradient_inside_forward(x: Tensor) -> Tensor:
     y = x * 0
     y = y.sqrt()        # here
@@ -513,7 +513,7 @@ def one_sample_without_elements(x: Tensor) -> Tensor:
     return (x * mask).sum(-1) / mask.sum(-1)        # here
 
 
-@whole("nonfinite", r"micro-batch 3", r".", "aten::log", "1")
+@whole("nonfinite", r"micro-batch 3", r"clamp", "aten::log", "1")
 def third_micro_batch() -> tuple[nn.Module, Step]:
     def logarithm(x: Tensor) -> Tensor:
         return x.log()      # here
@@ -548,7 +548,7 @@ def running_variance_in_half() -> tuple[nn.Module, Step]:
     return model, step
 
 
-@whole("nonfinite", r"overflow", r".", "aten::_to_copy", "")
+@whole("nonfinite", r"overflow", FLOAT, "aten::_to_copy", "")
 def a_moving_average_in_half() -> tuple[nn.Module, Step]:
     model = nn.Linear(4, 4)
     model.register_buffer("seen", torch.zeros((), dtype=F16))

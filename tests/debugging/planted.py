@@ -77,7 +77,7 @@ def region(kind: str, dtype: torch.dtype) -> AbstractContextManager[Any]:
 
 
 def planted(
-    op: str, cause: str, change: str = ".", *, dtype: torch.dtype = F32, kind: str = "none", tool: str = "nonfinite",
+    op: str, cause: str, change: str, *, dtype: torch.dtype = F32, kind: str = "none", tool: str = "nonfinite",
     loss: Callable[[Tensor], Tensor] = lambda y: y.float().mean(), module: str = "2",
     source: Callable[..., Any] | None = None,
 ) -> Callable[[Any], Any]:

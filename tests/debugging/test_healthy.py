@@ -333,43 +333,6 @@ def test_rows_masked_altogether_are_no_finding_while_a_scale_settles(cls: Any) -
     assert report.skipped
 
 
-def experts(x: Tensor) -> Tensor:
-    """A mixture whose second expert gets nothing."""
-    y = torch.zeros_like(x)
-    for i in range(2):
-        chosen = x.argmax(-1) % 2 >= 2 * i
-        y = y.index_put((chosen,), x[chosen] * x[chosen].sum(-1, keepdim=True))
-    return y
-
-
-def alignment(x: Tensor) -> Tensor:
-    """A target without alignment, whose loss is taken to be 0."""
-    long = torch.ones(1, 8, dtype=torch.int64)
-    return F.ctc_loss(x[:, None].log_softmax(-1), long, torch.tensor([8]), torch.tensor([8]), zero_infinity=True)
-
-
-def reinforcement(x: Tensor) -> Tensor:
-    """Actions that are not allowed have -inf, and drop out of log-probability and entropy."""
-    logits = torch.where(torch.arange(WIDTH) % 3 == 0, -INF, x).float()
-    logs = logits.log_softmax(-1)
-    entropy = -(logs.exp() * logs.clamp_min(-1e4)).sum(-1)
-    return logs.gather(-1, torch.ones(8, 1, dtype=torch.int64)).sum() + entropy.mean()
-
-
-@pytest.mark.parametrize("function", [experts, alignment, reinforcement])
-def test_loops_of_other_kinds(function: Callable[[Tensor], Tensor]) -> None:
-    model = Function(function)
-    optimizer = torch.optim.Adam(model.parameters())
-    with detect_nonfinite(model, on_found="record") as report:
-        for _ in range(2):
-            optimizer.zero_grad()
-            with autocast("cpu", dtype=torch.bfloat16):
-                loss = model(torch.randn(8, WIDTH)).float().mean()
-            loss.backward()
-            optimizer.step()
-    assert report.status == "clean", str(report)
-
-
 def test_no_grad_inference_and_comparisons() -> None:
     """Masks that end in an argmax or a sample, and tensors that are looked at."""
     scores = torch.randn(4, 8)

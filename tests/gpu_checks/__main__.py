@@ -1,7 +1,7 @@
 """`python -m tests.gpu_checks --out FOLDER`: every check on the GPU, without pytest, going on after a lost device.
 
-`tests/kernels/test_gpu.py` runs the same under pytest. `--small` takes what a memory checker gets through in a minute;
-`--dry-run` rehearses those that need no CUDA in Triton's interpreter.
+`tests/kernels/test_operations.py` runs the same under pytest. `--small` takes what a memory checker gets through in a
+minute; `--dry-run` rehearses those that need no CUDA in Triton's interpreter.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from tests.gpu_checks.tools import Check
 NOT_RUN = "not run"
 # The most telling first.
 SMALL = (
-    "multiply_on_the_device", "unscale_into_equals_the_reference", "norms_against_float64",
-    "adamw_steps_follow_float64", "sgd_steps_follow_float64", "unscale_every_half_pattern",
+    "unscale_into_at_any_address", "norms_against_float64", "adamw_steps_within_an_ulp", "sgd_steps_within_an_ulp",
+    "unscale_and_multiply_at_any_address", "every_half_pattern",
 )
 
 

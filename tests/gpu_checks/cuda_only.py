@@ -3,7 +3,7 @@
 import torch
 
 import ampkit_kernels as kernels
-from tests.gpu_checks.tools import Registry, close, lists, same, scalar
+from tests.gpu_checks.tools import Registry, close, gradients, same, scalar
 
 CHECKS = Registry()
 check = CHECKS.add
@@ -12,7 +12,7 @@ check = CHECKS.add
 @check
 def unscale_has_torchs_bits(device: torch.device) -> None:
     for dtype in (torch.float32, torch.float16, torch.float64):
-        grads = lists(device, dtype)
+        grads = gradients(dtype, scale=8.0, device=device)
         want, flags = [g.clone() for g in grads], [scalar(0.0, device), scalar(0.0, device)]
         torch._amp_foreach_non_finite_check_and_unscale_(want, flags[0], scalar(0.001, device))
         kernels.unscale_(grads, scalar(0.001, device), flags[1])
@@ -28,7 +28,7 @@ def auto_takes_triton(device: torch.device) -> None:
 def nothing_synchronises(device: torch.device) -> None:
     from ampkit.optim import SGD, AdamW
 
-    params = [torch.nn.Parameter(g) for g in lists(device, torch.float32)]
+    params = [torch.nn.Parameter(g) for g in gradients(torch.float32, scale=8.0, device=device)]
     optimizers = [AdamW(params), SGD(params, momentum=0.9)]
     scale = scalar(1024.0, device)
 
@@ -79,7 +79,7 @@ def captured_operations_replay(device: torch.device) -> None:
     from ampkit_kernels.triton_ops import pointer_table
 
     pointer_table._kept = pointer_table._Kept()
-    grads, flag = lists(device, torch.float32), torch.zeros((), device=device)
+    grads, flag = gradients(torch.float32, scale=8.0, device=device), torch.zeros((), device=device)
     inv = scalar(0.5, device)
 
     def work() -> torch.Tensor:
@@ -101,7 +101,7 @@ def captured_operations_replay(device: torch.device) -> None:
         if i % 2:
             pointer_table._kept = pointer_table._Kept()
         with torch.cuda.stream(side):
-            kernels.unscale_(lists(device, torch.float32, 1), inv, torch.zeros((), device=device))
+            kernels.unscale_(gradients(torch.float32, device=device), inv, torch.zeros((), device=device))
         torch.cuda.synchronize(device)
         values = [torch.randn_like(g) for g in grads]
         if i == 3:

@@ -1,14 +1,18 @@
 """What the checks share: how they are registered, the lists they run over, how results are compared."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-Check = Callable[[torch.device], None]
-FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-SIZES = (1, 15, 16, 17, 255, 1023, 4097, 20_000)
+Check = Callable[..., None]     # of a device, and of an `impl` where the CPU has one too
+HALF = (torch.float16, torch.bfloat16)
+FLOATS = (torch.float32, torch.float64, *HALF)
+# Around a vector of 16, and around the blocks and chunks of the interpreter's launches (256 and 1024) and of a GPU's.
+SIZES = (0, 1, 15, 16, 17, 255, 256, 257, 1023, 1024, 1025, 4097)
 LONG = [3_000_000, 70_001]      # on a GPU; a memory checker, which slows everything down, takes the shorter alone
+GUARD = 7.0
 
 
 class Registry(dict[str, Check]):
@@ -20,14 +24,45 @@ class Registry(dict[str, Check]):
         return function
 
 
-def same(got: Sequence[Tensor], want: Sequence[Tensor], what: str) -> None:
-    """Equal bit patterns, NaN counting as equal to NaN."""
+class Guarded:
+    """Copies of tensors at element offsets into larger buffers, whose other elements must not change."""
+
+    def __init__(self, values: Sequence[Tensor], offsets: Sequence[int] = (0, 1, 3)) -> None:
+        self.buffers, self.views, self._inside = [], [], []
+        for i, value in enumerate(values):
+            # Allocations start on 64-byte boundaries, so the offset decides the alignment.
+            start = 16 + offsets[i % len(offsets)]
+            buffer = torch.full((value.numel() + 64,), GUARD, dtype=value.dtype, device=value.device)
+            view = buffer[start : start + value.numel()]
+            view.copy_(value)
+            self.buffers.append(buffer)
+            self.views.append(view)
+            self._inside.append((start, start + value.numel()))
+
+    def check(self, what: str) -> None:
+        """Raise where an element outside the views has changed."""
+        for buffer, (start, stop) in zip(self.buffers, self._inside, strict=True):
+            assert bool((buffer[:start] == GUARD).all() and (buffer[stop:] == GUARD).all()), f"{what}: wrote outside"
+
+
+def gradients(
+    dtype: torch.dtype, sizes: Sequence[int] | None = None, scale: float = 1.0, device: Any = "cpu"
+) -> list[Tensor]:
+    """Normal values, of lengths that reach the kernels' corners."""
+    if sizes is None:
+        sizes = (*SIZES, *LONG) if torch.device(device).type == "cuda" else SIZES
+    return [(torch.randn(n) * scale).to(dtype).to(device) for n in sizes]
+
+
+def same(got: Sequence[Tensor], want: Sequence[Tensor], what: str = "") -> None:
+    """Equal values with equal signs, zeros included; NaN equals NaN."""
     for index, (a, b) in enumerate(zip(got, want, strict=True)):
         a, b = a.cpu(), b.cpu()
-        equal = (a == b) | (a.isnan() & b.isnan())
-        assert bool(equal.all()), (
-            f"{what}: tensor {index}: {int((~equal).sum())} of {a.numel()} elements differ"
-        )
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), f"{what}: tensor {index} is a {a.dtype} {tuple(a.shape)}"
+        parts = [torch.view_as_real(t) if t.is_complex() else t for t in (a, b)]
+        a, b = parts
+        equal = ((a == b) & (a.signbit() == b.signbit())) | (a.isnan() & b.isnan())
+        assert bool(equal.all()), f"{what}: tensor {index}: {int((~equal).sum())} of {a.numel()} elements differ"
 
 
 def close(got: Tensor, want: Tensor | float, relative: float, what: str) -> None:
@@ -37,16 +72,15 @@ def close(got: Tensor, want: Tensor | float, relative: float, what: str) -> None
     assert error <= relative, f"{what}: off by {error:.3g}, allowed {relative:.3g}"
 
 
-def lists(device: torch.device, dtype: torch.dtype, offset: int = 0) -> list[Tensor]:
-    """Ragged gradients at an element offset into their storage."""
-    sizes = (*SIZES, *LONG) if device.type == "cuda" else SIZES[:-1]
-    made = []
-    for n in sizes:
-        storage = torch.randn(n + 16, device=device).to(dtype) * 8
-        made.append(storage[offset : offset + n])
-    return made
+def within_ulps(got: Sequence[Tensor], want: Sequence[Tensor], size: Sequence[Tensor], n: float, what: str) -> None:
+    """|got - want| is at most `n` spacings of the result's dtype at the magnitudes in `size`."""
+    for a, b, c in zip(got, want, size, strict=True):
+        info, c = torch.finfo(a.dtype), c.cpu().abs().double()
+        ulp = torch.exp2(torch.floor(torch.log2(c.clamp(min=info.tiny)))) * info.eps
+        worst = ((a.cpu().double() - b.cpu().double()).abs() / ulp).max().item() if a.numel() else 0.0
+        assert worst <= n, f"{what}: {worst} ulps apart, allowed {n}"
 
 
-def scalar(value: float, device: torch.device) -> Tensor:
+def scalar(value: float, device: Any = "cpu") -> Tensor:
     """One float32 element on the device."""
-    return torch.tensor(value, device=device)
+    return torch.tensor(value, dtype=torch.float32, device=device)

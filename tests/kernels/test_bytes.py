@@ -1,146 +1,89 @@
 """The bytes that the kernels touch, counted access by access in the interpreter, are those of the byte model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from ampkit_kernels import (
-    adamw_,
-    cast_,
-    multiply_,
-    nonfinite_counts,
-    norm_and_check,
-    sgd_,
-    unscale_,
-    unscale_into_,
-)
+import ampkit_kernels as kernels
 from benchmarks import byte_model as model
-from tests.kernels.helpers import gradients
+from tests.gpu_checks.tools import gradients, scalar
 
 SIZES = (1, 17, 256, 1025, 3000)
+HALF, FLAG, SKIP = scalar(0.5), scalar(0.0), scalar(1.0)
+NOTHING = model.Bytes(0, 0)
 
 
-class Meter:
-    """Bytes read and written inside the storage of some tensors."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from triton.runtime.interpreter import InterpreterBuilder
-
-        self.read = self.written = 0
-        self.ranges: list[tuple[int, int]] = []
-        load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
-
-        def counted_load(builder, ptrs, mask, *rest):
-            self.read += self.bytes_inside(ptrs, mask)
-            return load(builder, ptrs, mask, *rest)
-
-        def counted_store(builder, ptrs, value, mask, *rest):
-            self.written += self.bytes_inside(ptrs, mask)
-            return store(builder, ptrs, value, mask, *rest)
-
-        monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counted_load)
-        monkeypatch.setattr(InterpreterBuilder, "create_masked_store", counted_store)
-
-    def watch(self, *lists: Sequence[Tensor]) -> int:
-        """Count accesses to these lists from now on; returns the elements of the first."""
-        self.read = self.written = 0
-        tensors = [t for tensors in lists for t in tensors]
-        self.ranges = [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors]
-        return sum(t.numel() for t in lists[0])
-
-    def bytes_inside(self, ptrs, mask) -> int:
-        addresses = ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)]
-        width = ptrs.get_element_ty().primitive_bitwidth // 8
-        inside = sum(int(((addresses >= start) & (addresses < stop)).sum()) for start, stop in self.ranges)
-        return inside * width
-
-    def per_element(self, n: int) -> model.Bytes:
-        assert self.read % n == 0
-        assert self.written % n == 0
-        return model.Bytes(self.read // n, self.written // n)
+def lists(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [g.abs() for g in gradients(dtype, SIZES)]
 
 
-@pytest.fixture
-def meter(interpreted, monkeypatch: pytest.MonkeyPatch) -> Meter:
-    return Meter(monkeypatch)
+def adamw(found_inf: Tensor, amsgrad: bool = False, copy: bool = False) -> Callable[..., None]:
+    """A step over parameters, gradients, moments, maxima and copies."""
+
+    def run(*of: list[Tensor]) -> None:
+        kernels.adamw_(
+            *of[:5], [torch.zeros(()) for _ in SIZES], lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1,
+            amsgrad=amsgrad, multiplier=HALF, found_inf=found_inf, copies=of[5] if copy else None, impl="triton",
+        )
+
+    return run
 
 
-def scalar(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float32)
+def sgd(momentum: float) -> Callable[..., None]:
+    return lambda *of: kernels.sgd_(*of, lr=0.1, momentum=momentum, impl="triton")
 
 
-def test_gradient_passes(meter: Meter) -> None:
-    grads = gradients(torch.float32, SIZES)
-    n = meter.watch(grads)
-    unscale_(grads, scalar(0.5), scalar(0.0), impl="triton")
-    assert meter.per_element(n) == model.UNSCALE
-    meter.watch(grads)
-    norm_and_check(grads, scalar(0.5), scalar(0.0), impl="triton")
-    assert meter.per_element(n) == model.NORM
-    meter.watch(grads)
-    multiply_(grads, scalar(0.5), impl="triton")
-    assert meter.per_element(n) == model.MULTIPLY
-    meter.watch(grads)
-    multiply_(grads, scalar(1.0), impl="triton")
-    multiply_(grads, scalar(0.5), scalar(1.0), impl="triton")
-    assert meter.per_element(n) == model.Bytes(0, 0)
-    meter.watch(grads)
-    nonfinite_counts(grads, impl="triton")
-    assert meter.per_element(n) == model.COUNTS
+SINGLE = [torch.float32]
+STEP = [*[torch.float32] * 5, torch.float16]
+# The dtype of each list, what runs over them, the bytes per element of one.
+CASES: dict[str, tuple[list[torch.dtype], Callable[..., object], model.Bytes]] = {
+    "unscale": (SINGLE, lambda g: kernels.unscale_(g, HALF, FLAG, impl="triton"), model.UNSCALE),
+    "norm": (SINGLE, lambda g: kernels.norm_and_check(g, HALF, FLAG, impl="triton"), model.NORM),
+    "multiply": (SINGLE, lambda g: kernels.multiply_(g, HALF, impl="triton"), model.MULTIPLY),
+    "multiply by 1": (SINGLE, lambda g: kernels.multiply_(g, SKIP, impl="triton"), NOTHING),
+    "multiply, skipped": (SINGLE, lambda g: kernels.multiply_(g, HALF, SKIP, impl="triton"), NOTHING),
+    "counts": (SINGLE, lambda g: kernels.nonfinite_counts(g, impl="triton"), model.COUNTS),
+    "unscale into": (
+        [torch.float16, torch.float32], lambda s, d: kernels.unscale_into_(s, d, HALF, FLAG, impl="triton"),
+        model.UNSCALE_INTO,
+    ),
+    "cast": ([torch.float32, torch.float16], lambda s, d: kernels.cast_(s, d, impl="triton"), model.CAST_TO_HALF),
+    "adamw": (STEP, adamw(FLAG), model.ADAMW),
+    "adamw, amsgrad": (STEP, adamw(FLAG, amsgrad=True), model.ADAMW_AMSGRAD),
+    "adamw, copy": (STEP, adamw(FLAG, copy=True), model.ADAMW_WITH_HALF_COPY),
+    "adamw, skipped": (STEP, adamw(SKIP, amsgrad=True, copy=True), NOTHING),
+    "sgd, momentum": ([torch.float32] * 3, sgd(0.9), model.SGD_MOMENTUM),
+    "sgd": ([torch.float32] * 3, sgd(0.0), model.SGD_PLAIN),
+}
 
 
-def test_unscaling_into_other_tensors(meter: Meter) -> None:
-    sources = gradients(torch.float16, SIZES)
-    masters = [torch.empty(s.shape) for s in sources]
-    n = meter.watch(sources, masters)
-    unscale_into_(sources, masters, scalar(0.5), scalar(0.0), impl="triton")
-    assert meter.per_element(n) == model.UNSCALE_INTO
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_per_element(interpreted, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.interpreter import InterpreterBuilder
 
+    dtypes, run, want = CASES[name]
+    tensors = [lists(dtype) for dtype in dtypes]
+    ranges = [(t.data_ptr(), t.data_ptr() + t.nbytes) for part in tensors for t in part]
+    touched = {"load": 0, "store": 0}
 
-def test_cast(meter: Meter) -> None:
-    sources = gradients(torch.float32, SIZES)
-    copies = [s.half() for s in sources]
-    n = meter.watch(sources, copies)
-    cast_(sources, copies, impl="triton")
-    assert meter.per_element(n) == model.CAST_TO_HALF
+    def counted(kind: str, original: Callable[..., object], mask_at: int) -> Callable[..., object]:
+        def access(builder, *arguments):
+            ptrs, mask = arguments[0], arguments[mask_at]
+            addresses = ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)]
+            inside = sum(int(((addresses >= start) & (addresses < stop)).sum()) for start, stop in ranges)
+            touched[kind] += inside * ptrs.get_element_ty().primitive_bitwidth // 8
+            return original(builder, *arguments)
 
+        return access
 
-@pytest.mark.parametrize(
-    ("amsgrad", "copy", "want"),
-    [
-        (False, False, model.ADAMW),
-        (True, False, model.ADAMW_AMSGRAD),
-        (False, True, model.ADAMW_WITH_HALF_COPY),
-    ],
-)
-def test_adamw(meter: Meter, amsgrad: bool, copy: bool, want: model.Bytes) -> None:
-    lists = [gradients(torch.float32, SIZES) for _ in range(5)]
-    copies = [p.half() for p in lists[0]] if copy else None
-    steps = [torch.zeros(()) for _ in SIZES]
-    options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "amsgrad": amsgrad}
-    for v in (*lists[3], *lists[4]):
-        v.abs_()
-    n = meter.watch(*lists, copies or [])
-    adamw_(
-        *lists, steps, multiplier=scalar(0.5), found_inf=scalar(0.0), copies=copies, impl="triton", **options
-    )
-    assert meter.per_element(n) == want
-    meter.watch(*lists, copies or [])
-    adamw_(
-        *lists, steps, multiplier=scalar(0.5), found_inf=scalar(1.0), copies=copies, impl="triton", **options
-    )
-    assert meter.per_element(n) == model.Bytes(0, 0)
-
-
-@pytest.mark.parametrize(("momentum", "want"), [(0.9, model.SGD_MOMENTUM), (0.0, model.SGD_PLAIN)])
-def test_sgd(meter: Meter, momentum: float, want: model.Bytes) -> None:
-    params, grads, buffers = (gradients(torch.float32, SIZES) for _ in range(3))
-    n = meter.watch(params, grads, buffers)
-    sgd_(params, grads, buffers, lr=0.1, momentum=momentum, impl="triton")
-    assert meter.per_element(n) == want
+    for kind, mask in (("load", 1), ("store", 2)):       # pointers, mask; pointers, values, mask
+        name = f"create_masked_{kind}"
+        monkeypatch.setattr(InterpreterBuilder, name, counted(kind, getattr(InterpreterBuilder, name), mask))
+    run(*tensors)
+    assert (touched["load"], touched["store"]) == (want.read * sum(SIZES), want.written * sum(SIZES))
 
 
 def test_whole_jobs_add_up_to_the_figures_that_the_documentation_states() -> None:

@@ -16,15 +16,15 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reaso
 OPTIONS = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.0}
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def launched() -> Iterator[list[Noted]]:
     with noted_launches() as found:
         yield found
 
 
-def filled(dtype: torch.dtype = torch.float16) -> tuple[StepCache, list[list[Tensor]]]:
+def filled() -> tuple[StepCache, list[list[Tensor]]]:
     """A cache of one AdamW step, and its lists: parameters, gradients, moments, steps."""
-    lists = [[torch.zeros(4, 4, dtype=dtype)] for _ in range(4)]
+    lists = [[torch.zeros(4, 4, dtype=torch.float16)] for _ in range(4)]
     lists.append([torch.zeros(())])
     return filled_with(lists), lists
 
@@ -66,7 +66,7 @@ OTHERS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
 
 
 @pytest.mark.parametrize("change", OTHERS)
-def test_other_lists_do_not_fit(change: str, launched: list[Noted]) -> None:
+def test_other_lists_do_not_fit(change: str) -> None:
     cache, lists = filled()
     column, become = OTHERS[change]
     others = [list(tensors) for tensors in lists]
@@ -80,13 +80,13 @@ def test_other_lists_do_not_fit(change: str, launched: list[Noted]) -> None:
     (2, torch.zeros(4, 4, dtype=torch.bfloat16)), (2, torch.zeros(2, 4)), (2, torch.zeros(4, 8)[:, ::2]),
     (4, torch.zeros((), dtype=torch.int32)),
 ], ids=["dtype", "same bytes", "strides", "step"])
-def test_moved_data_of_the_same_objects_is_examined(column: int, data: Tensor, launched: list[Noted]) -> None:
+def test_moved_data_of_the_same_objects_is_examined(column: int, data: Tensor) -> None:
     cache, lists = filled()
     lists[column][0].data = data
     assert not cache.fits(lists)
 
 
-def test_lazy_negation_and_another_order_of_dimensions_are_seen(launched: list[Noted]) -> None:
+def test_lazy_negation_and_another_order_of_dimensions_are_seen() -> None:
     single = [*[[torch.zeros(1)] for _ in range(4)], [torch.zeros(())]]
     cache = filled_with(single)
     negated = torch.view_as_complex(torch.ones(1, 2)).conj().imag
@@ -99,7 +99,7 @@ def test_lazy_negation_and_another_order_of_dimensions_are_seen(launched: list[N
     assert not cache.fits([permuted[0], [other], *permuted[2:]])
 
 
-def test_a_cache_is_of_one_thread_and_not_for_captures(launched: list[Noted]) -> None:
+def test_a_cache_is_of_one_thread_and_not_for_captures() -> None:
     cache, lists = filled()
     found = []
     thread = threading.Thread(target=lambda: found.append(cache.fits(lists)))

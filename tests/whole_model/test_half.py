@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ampkit import wrap_forward
 from ampkit.containers import SIXTEEN_BIT, cast_tree
-from ampkit.whole_model.half import NORMS, half
+from ampkit.whole_model.half import half
 
 ids = {"ids": lambda value: str(value).removeprefix("torch.")}
 
@@ -171,25 +171,34 @@ def test_masks_saturate_and_infinities_stay() -> None:
     assert wide[0] == torch.finfo(torch.bfloat16).min
 
 
-@pytest.mark.parametrize("keep", ["block.*", ("block.1",), (nn.LayerNorm,), NORMS], ids=str)
+class Noted(nn.Linear):
+    """Notes what it gets, and what its product comes out as."""
+
+    seen: tuple[Any, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        Noted.seen = x.dtype, self.weight.dtype, y.dtype
+        return y
+
+
+@pytest.mark.parametrize("in_region", [False, True])
+@pytest.mark.parametrize("keep", ["1*", ("1.0",), (Noted,), "module"], ids=str)
 @pytest.mark.parametrize("dtype", SIXTEEN_BIT, **ids)
-def test_kept_modules_compute_in_float32(keep: Any, dtype: torch.dtype) -> None:
-    seen = {}
-    low = half(Net(), dtype, keep)
-    low.block[1].register_forward_hook(lambda m, args, out: seen.update(i=args[0].dtype, w=m.weight.dtype, o=out.dtype))
-    low(sample())
-    assert seen == {"i": torch.float32, "w": torch.float32, "o": dtype}
-
-
-def test_a_kept_module_may_be_named_by_itself_and_hold_others() -> None:
-    model = Net()
-    low = half(model, torch.bfloat16, (model.block, nn.LayerNorm, nn.BatchNorm2d))
-    assert {p.dtype for p in low.block.parameters()} == {torch.float32}
-    inner = []
-    low.block[1].register_forward_hook(lambda m, args, out: inner.append((args[0].dtype, out.dtype)))
-    low(sample())
-    assert inner == [(torch.float32, torch.float32)]      # casts are around the block, not inside
-    assert not low.block[1]._forward_pre_hooks
+def test_kept_modules_compute_in_float32(keep: Any, dtype: torch.dtype, in_region: bool) -> None:
+    """Named by pattern, path, class, or as the module around them; in a region too, which is off inside."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(Noted(3, 3)), nn.Linear(3, 3))
+    low = half(model, dtype, (model[1],) if keep == "module" else keep, in_region=in_region)
+    returned = []
+    low[1].register_forward_hook(lambda module, args, output: returned.append(output.dtype))
+    assert low(torch.ones(2, 3)).dtype is dtype
+    assert Noted.seen == (torch.float32,) * 3
+    assert returned == [dtype]
+    assert {param.dtype for param in low[0].parameters()} == {dtype}
+    assert not torch.is_autocast_enabled("cpu")
+    model[1].forward = model[1].forward
+    with pytest.raises(RuntimeError, match="was given a forward of its own"):
+        half(model, keep_fp32="1")
 
 
 def test_in_place_keeps_identities_and_the_optimizer() -> None:

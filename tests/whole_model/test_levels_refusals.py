@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -28,71 +29,42 @@ from tests.helpers.levels import (
     train,
 )
 
-
-@pytest.mark.parametrize(
-    ("opt_level", "match"),
-    [
-        ("01", r"unknown opt_level '01'; expected 'O0', 'O1', 'O2' or 'O3': did you mean 'O1', with the letter O"),
-        ("o2", r"did you mean 'O2'"),
-        ("00", r"did you mean 'O0'"),
-        (1, r"unknown opt_level 1; expected 'O0', 'O1', 'O2' or 'O3'"),
-        ("O4", r"unknown opt_level 'O4'; expected 'O0', 'O1', 'O2' or 'O3'$"),
-        (None, r"unknown opt_level None"),
-    ],
+F16, SENSELESS, POSITIVE = torch.float16, "makes no sense at", "expected a positive number, or 'dynamic', which older"
+BAD_OPTIONS: tuple[tuple[Any, dict[str, Any], type[Exception], str], ...] = (
+    ("01", {}, ValueError, "unknown opt_level '01'; expected 'O0', 'O1', 'O2' or 'O3': did you mean 'O1', with the"),
+    ("o2", {}, ValueError, "did you mean 'O2'"),
+    (1, {}, ValueError, "unknown opt_level 1; expected 'O0', 'O1', 'O2' or 'O3'"),
+    ("O4", {}, ValueError, "unknown opt_level 'O4'; expected 'O0', 'O1', 'O2' or 'O3'$"),
+    ("O0", {"dtype": F16}, ValueError, r"dtype=torch.float16 makes no sense at O0 \(float32 .*'O1' or 'O2' or 'O3'"),
+    ("O1", {"keep_batchnorm_fp32": True}, ValueError, f"keep_batchnorm_fp32=True {SENSELESS} O1 .* 'O2' or 'O3'"),
+    ("O0", {"keep_batchnorm_fp32": "True"}, ValueError, f"{SENSELESS} O0"),
+    ("O1", {"master_weights": True}, ValueError, f"master_weights=True {SENSELESS} O1"),
+    ("O2", {"policy": Policy.default("cpu")}, ValueError, f"{SENSELESS} O2.*use opt_level 'O1'"),
+    ("O1", {"dtype": torch.float64}, ValueError, "dtype is torch.float64; expected torch.float16 or torch.bfloat16"),
+    ("O2", {"dtype": torch.float32}, ValueError, "opt_level 'O0' is float32"),
+    ("O2", {"loss_scale": 0}, ValueError, POSITIVE),
+    ("O2", {"loss_scale": -2.0}, ValueError, POSITIVE),
+    ("O2", {"loss_scale": float("nan")}, ValueError, POSITIVE),
+    ("O2", {"loss_scale": "automatic"}, ValueError, f"loss_scale is 'automatic'; {POSITIVE}"),
+    ("O2", {"loss_scale": True}, TypeError, "loss_scale is True; expected 'dynamic'"),
+    ("O2", {"loss_scale": 128.0, "min_loss_scale": 1.0}, ValueError, "min_loss_scale=1.0 makes no sense beside the"),
+    ("O2", {"num_losses": 0}, ValueError, "num_losses is 0; expected how many"),
+    ("O2", {"num_losses": True}, ValueError, "num_losses is True"),
+    ("O2", {"keep_batchnorm_fp32": 1}, TypeError, "keep_batchnorm_fp32 is 1; expected True, False, 'True', 'False' or"),
+    ("O2", {"keep_batchnorm_fp32": "yes"}, TypeError, "keep_batchnorm_fp32 is 'yes'"),
+    ("O2", {"master_weights": "True"}, TypeError, "master_weights is 'True'; expected True, False or None"),
+    ("O2", {"keep_bn_fp32": True}, TypeError, "initialize got keep_bn_fp32; expected properties among dtype"),
+    ("O2", {"cast_model_outputs": "half"}, TypeError, "cast_model_outputs is 'half'; expected None or a dtype"),
 )
-def test_unknown_levels(opt_level: object, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        initialize(make(), opt_level=opt_level)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("opt_level", "options", "match"),
-    [
-        ("O0", {"dtype": torch.float16}, "dtype=torch.float16 makes no sense at O0, which computes in float32"),
-        ("O0", {"cast_model_type": torch.float16}, "at O0, which leaves the weights in float32"),
-        ("O1", {"cast_model_type": torch.bfloat16}, "at O1, which leaves the weights in float32.* at O1 pass dtype"),
-        ("O2", {"cast_model_type": torch.float32}, r"O2 converts the model.*use opt_level 'O0'"),
-        ("O2", {"dtype": torch.float16, "cast_model_type": torch.bfloat16}, "two names of one property; pass one"),
-        ("O1", {"dtype": torch.float64}, r"expected torch.float16 or torch.bfloat16"),
-        ("O2", {"patch_torch_functions": True}, "patch_torch_functions=True makes no sense at O2.*opt_level 'O1'"),
-        ("O1", {"patch_torch_functions": False}, "patch_torch_functions=False makes no sense at O1.*opt_level 'O0'"),
-        ("O1", {"keep_batchnorm_fp32": True}, "keep_batchnorm_fp32=True makes no sense at O1.*'O2' or 'O3'"),
-        ("O0", {"keep_batchnorm_fp32": "False"}, "makes no sense at O0"),
-        ("O1", {"master_weights": True}, "master_weights=True makes no sense at O1.*use opt_level 'O2'"),
-        ("O2", {"loss_scale": 0}, "expected a positive number, or 'dynamic', which older scripts write as 0"),
-        ("O2", {"loss_scale": -2.0}, "expected a positive number"),
-        ("O2", {"loss_scale": float("nan")}, "expected a positive number"),
-        ("O2", {"loss_scale": "automatic"}, "loss_scale is 'automatic'; expected 'dynamic' or a number"),
-        ("O2", {"loss_scale": 128.0, "min_loss_scale": 1.0}, "min_loss_scale=1.0 makes no sense beside the static"),
-        ("O2", {"num_losses": 0}, "num_losses is 0; expected how many"),
-        ("O2", {"num_losses": True}, "num_losses is True"),
-        ("O2", {"policy": Policy.default("cpu")}, "makes no sense at O2.*use opt_level 'O1'"),
-    ],
-    ids=str,
-)
-def test_overrides_that_make_no_sense(opt_level: str, options: dict[str, object], match: str) -> None:
+@pytest.mark.parametrize(("opt_level", "options", "error", "message"), BAD_OPTIONS, ids=str)
+def test_options_that_make_no_sense(opt_level: Any, options: dict[str, Any], error: Any, message: str) -> None:
     model = make()
-    with pytest.raises(ValueError, match=match):
-        initialize(model, sgd(model), opt_level, **options)  # type: ignore[arg-type]
+    with pytest.raises(error, match=message):
+        initialize(model, sgd(model), opt_level, **options)
     assert type(model) is Net
     initialize(model, sgd(model), "O0", verbosity=0)      # nothing was changed
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"keep_batchnorm_fp32": 1}, "keep_batchnorm_fp32 is 1; expected True, False, 'True', 'False' or None"),
-        ({"keep_batchnorm_fp32": "yes"}, "keep_batchnorm_fp32 is 'yes'"),
-        ({"master_weights": "True"}, "master_weights is 'True'; expected True, False or None"),
-        ({"loss_scale": True}, "loss_scale is True; expected 'dynamic'"),
-        ({"keep_bn_fp32": True}, "initialize got keep_bn_fp32; expected properties among dtype, cast_model_type, "),
-        ({"cast_model_outputs": "half"}, "cast_model_outputs is 'half'; expected None or a dtype"),
-    ],
-    ids=str,
-)
-def test_overrides_of_wrong_types(options: dict[str, object], match: str) -> None:
-    with pytest.raises(TypeError, match=match):
-        initialize(make(), opt_level="O2", **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -104,15 +76,13 @@ def test_overrides_of_wrong_types(options: dict[str, object], match: str) -> Non
         ("O2", {"master_weights": False}),
         ("O0", {"loss_scale": "128.0"}),
         ("O3", {"loss_scale": "dynamic"}),
-        ("O1", {"cast_model_type": False}),
-        ("O1", {"patch_torch_functions": True}),
         ("O0", {"master_weights": False}),
-        ("O2", {"cast_model_type": torch.bfloat16, "loss_scale": "dynamic", "min_loss_scale": 4.0}),
+        ("O2", {"loss_scale": "dynamic", "min_loss_scale": 4.0}),
     ],
     ids=str,
 )
 def test_overrides_that_make_sense_train(opt_level: str, options: dict[str, object]) -> None:
-    low = {} if opt_level == "O0" or "cast_model_type" in options else {"dtype": torch.float16}
+    low = {} if opt_level == "O0" else {"dtype": torch.float16}
     model, optimizer = set_up(opt_level, **low, **options)
     before = [p.detach().clone() for p in model.parameters()]
     train(model, optimizer, batches(1))
@@ -121,25 +91,37 @@ def test_overrides_that_make_sense_train(opt_level: str, options: dict[str, obje
     assert (model.bn.running_mean.dtype is torch.float32) is kept
 
 
-def test_models_that_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"models holds a str; expected a torch.nn.Module, or a list of them"):
-        initialize("resnet50")
-    with pytest.raises(RuntimeError, match=r"parameter conv.weight is torch.float16; expected a float32 model.*half"):
-        initialize(make().half())
-    with pytest.raises(RuntimeError, match=r"parameter conv.weight is torch.float64"):
-        initialize(make().double(), opt_level="O0")
-    model = make()
-    model.register_buffer("mask", torch.zeros(2, dtype=torch.bfloat16))
-    with pytest.raises(RuntimeError, match=r"buffer mask is torch.bfloat16"):
-        initialize(model)
-    with pytest.raises(RuntimeError, match=r"wrapped in DataParallel already; call amp.initialize on the bare"):
-        initialize(nn.DataParallel(make()))
-    model = make()
-    with pytest.raises(ValueError, match="models holds one object twice"):
-        initialize([model, model])
-    model.forward = model.forward  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="given a forward of its own"):
-        initialize(model)
+def test_models_and_optimizers_that_are_refused() -> None:
+    masked, patched, done = make(), make(), set_up("O1")
+    masked.register_buffer("mask", torch.zeros(2, dtype=torch.bfloat16))
+    patched.forward = patched.forward  # type: ignore[method-assign]
+    model, other = make(), make()
+    bare, with_masters, wrapped = sgd(model), sgd(make()), FP16Optimizer(sgd(nn.Linear(2, 2).half()))
+    MasterWeights(with_masters)
+    larc = Larc(sgd(model))
+    larc.optim = None       # type: ignore[assignment]
+    shared = [sgd(model), sgd(model)]
+    for arguments, error, message in (
+        (("resnet50",), TypeError, "models holds a str; expected a torch.nn.Module, or a list of them"),
+        ((make().half(),), RuntimeError, "parameter conv.weight is torch.float16; expected a float32 model.*half"),
+        ((make().double(), None, "O0"), RuntimeError, "parameter conv.weight is torch.float64"),
+        ((masked,), RuntimeError, "buffer mask is torch.bfloat16"),
+        ((nn.DataParallel(make()),), RuntimeError, "wrapped in DataParallel already; call amp.initialize on the bare"),
+        (([model, model],), ValueError, "models holds one object twice"),
+        ((patched,), RuntimeError, "given a forward of its own"),
+        ((done[0],), RuntimeError, "this Net has been through ampkit.half or amp.initialize already"),
+        ((model, done[1]), RuntimeError, "this SGD has been through initialize already; call it once"),
+        ((model, "sgd"), TypeError, "optimizers holds a str; expected a torch.optim.Optimizer"),
+        ((model, larc), TypeError, "holds a Larc; expected .* an object that holds one as `optim`"),
+        ((other, bare), RuntimeError, "SGD holds no parameter of the models given; make the optimizer from the"),
+        ((other, wrapped), RuntimeError, "has master weights already; pass initialize a bare optimizer"),
+        ((other, with_masters), RuntimeError, "has master weights already"),
+        ((model, shared, "O1"), RuntimeError, "parameter conv.weight is in two optimizers.*with GradScaler"),
+    ):
+        with pytest.raises(error, match=message):
+            initialize(*arguments)  # type: ignore[arg-type]
+    assert model.conv.weight.dtype is torch.float32
+    initialize(model, torch.optim.SGD(model.head.parameters(), lr=0.1), "O2", verbosity=0)      # some of its parameters
 
 
 @pytest.mark.parametrize("opt_level", LEVELS)
@@ -208,36 +190,6 @@ def test_saved_scales_load_all_or_none() -> None:
     assert loss_scalers(optimizer)[0].get_scale() == 8.0
 
 
-def test_initialize_twice_is_refused() -> None:
-    model, optimizer = set_up("O1")
-    with pytest.raises(RuntimeError, match=r"this Net has been through ampkit.half or amp.initialize already"):
-        initialize(model)
-    with pytest.raises(RuntimeError, match="this SGD has been through initialize already; call it once"):
-        initialize(make(), optimizer)
-
-
-def test_optimizers_that_are_refused() -> None:
-    model = make()
-    with pytest.raises(TypeError, match=r"optimizers holds a str; expected a torch.optim.Optimizer"):
-        initialize(model, "sgd")
-    larc = Larc(sgd(model))
-    larc.optim = None
-    with pytest.raises(TypeError, match=r"holds a Larc; expected .* an object that holds one as `optim`"):
-        initialize(model, larc)
-    with pytest.raises(RuntimeError, match="SGD holds no parameter of the models given; make the optimizer from the"):
-        initialize(model, sgd(make(1)))
-    initialize(model, torch.optim.SGD(model.head.parameters(), lr=0.1), "O2", verbosity=0)
-    half = nn.Linear(2, 2).half()
-    other = make()
-    wrapped = FP16Optimizer(sgd(half))
-    with pytest.raises(RuntimeError, match="has master weights already; pass initialize a bare optimizer"):
-        initialize(other, wrapped)
-    optimizer = sgd(make())
-    MasterWeights(optimizer)
-    with pytest.raises(RuntimeError, match="has master weights already"):
-        initialize(other, optimizer)
-
-
 def test_calls_out_of_order_are_refused() -> None:
     model = make()
     optimizer = sgd(model)
@@ -250,14 +202,14 @@ def test_calls_out_of_order_are_refused() -> None:
     with pytest.raises(RuntimeError, match=r"SGD.step\(\) without a backward since the last step; call"):
         optimizer.step()
     model(x).sum().backward()
-    with pytest.raises(RuntimeError, match=r"SGD.step\(\) on gradients that did not come through scale_loss"):
+    with pytest.raises(RuntimeError, match=r"SGD.step\(\) on gradients of another backward; call backward inside"):
         optimizer.step()
     optimizer.zero_grad()
     backward(F.cross_entropy(model(x), y), optimizer, delay_unscale=True)
-    with pytest.raises(RuntimeError, match=r"with delay_unscale=True are still scaled"):
+    with pytest.raises(RuntimeError, match=r"gradients of a delayed backward are still scaled"):
         optimizer.step()
     backward(F.cross_entropy(model(x), y), optimizer)
-    with pytest.raises(RuntimeError, match="got a closure, whose backward the level cannot see"):
+    with pytest.raises(RuntimeError, match="got a closure, whose backward is not seen here"):
         optimizer.step(lambda: None)
     optimizer.step()
     with pytest.raises(TypeError, match="scale_loss takes the loss tensor that backward is called on, got float"):
@@ -296,28 +248,3 @@ def test_delayed_gradients_meet_no_scale_that_has_moved_since() -> None:
     backward(overflowing(models[1], x, y), optimizers[1])
     with pytest.raises(RuntimeError, match="waiting under another loss scale; end the accumulation with the same loss"):
         backward(F.cross_entropy(models[0](x), y), optimizers[0])
-
-
-def test_a_parameter_of_two_optimizers_is_refused_where_each_would_have_a_master() -> None:
-    model = nn.Linear(2, 1, bias=False)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
-    with pytest.raises(RuntimeError, match=r"parameter weight is in two optimizers.*'O1'"):
-        initialize(model, optimizers, "O2", dtype=torch.bfloat16, verbosity=0)
-    assert model.weight.dtype is torch.float32
-
-
-@pytest.mark.parametrize("second_call", [[1], [0, 1]])
-def test_delayed_gradients_of_a_shared_parameter_are_scaled_for_both_or_neither(second_call: list[int]) -> None:
-    """A second optimizer would set the scaled gradient aside as if it were unscaled, and add to it."""
-    model = nn.Linear(2, 1, bias=False)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
-    initialize(model, optimizers, "O1", dtype=torch.bfloat16, loss_scale=8.0, verbosity=0)
-    backward(model(torch.ones(1, 2)).sum(), optimizers[0], delay_unscale=True)
-    with pytest.raises(RuntimeError, match="shares parameters with an optimizer whose gradients are still scaled"):
-        backward(model(torch.ones(1, 2)).sum(), [optimizers[i] for i in second_call])
-    optimizers[0].zero_grad()
-    backward(model(torch.ones(1, 2)).sum(), optimizers, delay_unscale=True)
-    with pytest.raises(RuntimeError, match="shares parameters with an optimizer whose gradients are still scaled"):
-        backward(model(torch.ones(1, 2)).sum(), optimizers[0])
-    backward(model(torch.ones(1, 2)).sum(), optimizers)
-    assert model.weight.grad.tolist() == [[2.0, 2.0]]

@@ -135,8 +135,6 @@ def test_scales_travel_in_apexs_form_and_more() -> None:
     assert [(s["loss_scale"], s["unskipped"]) for s in amp.state_dict(optimizer).values()] == [(512.0, 7), (4.0, 0)]
     with pytest.raises(ValueError, match=r"saved scales are \['loss_scaler0'\], this script's \['loss_scaler0', 'loss"):
         amp.load_state_dict({"loss_scaler0": apex["loss_scaler0"]}, optimizer)
-    amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1}}, optimizer, strict=False)
-    assert amp.state_dict(optimizer)["loss_scaler0"]["loss_scale"] == 8.0
 
 
 def test_disabled_is_as_if_ampkit_were_not_there() -> None:
@@ -168,7 +166,7 @@ def test_two_calls_are_distinguished() -> None:
     with pytest.raises(RuntimeError, match="initialize has been called 2 times; pass an optimizer"):
         amp.state_dict()
     assert amp.state_dict(second)["loss_scaler0"]["loss_scale"] == 8.0
-    with pytest.raises(RuntimeError, match="come from different calls of initialize"):
+    with pytest.raises(RuntimeError, match="come from 2 calls of initialize"):
         backward(torch.ones(()), [first, second])
     del second
     gc.collect()

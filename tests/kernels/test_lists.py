@@ -1,0 +1,232 @@
+"""What lists may hold, and what is refused with nothing changed; `tests.gpu_checks.operations` has the arithmetic."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ampkit_kernels as kernels
+from ampkit_kernels import tensors as kernel_tensors
+from tests.gpu_checks.operations import NONFINITE, ORDERS
+from tests.gpu_checks.tools import close, gradients, same, scalar
+
+IMPLS = ("reference", "triton")
+INF = float("inf")
+ADAMW = {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
+
+
+def layouts() -> list[Tensor]:
+    """Tensors that kernels address, in any order of dimensions, and tensors that PyTorch has to take."""
+    return [
+        torch.randn(300), torch.randn(33, dtype=torch.complex64), torch.randn(7, 9).t(), torch.zeros(0),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.randn(8, 8)[::2], torch.randn(40).half(),
+        torch.randn(6, 1).expand(6, 5), torch.randn(5, dtype=torch.complex64).conj(),
+    ]
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("impl", IMPLS)
+def test_every_layout_is_multiplied_once_per_stored_element(impl: str) -> None:
+    for operation, flag in ((kernels.unscale_, scalar(0.0)), (kernels.multiply_, None)):
+        grads = layouts()
+        want = [g.clone() * 0.25 for g in grads]
+        sparse = torch.sparse_coo_tensor([[0, 0, 3]], [1.0, 2.0, 4.0], (5,), check_invariants=True)
+        operation([*grads, sparse], scalar(0.25), flag, impl=impl)
+        same([*(g.resolve_conj() for g in grads), sparse._values()], [*want, torch.tensor([0.25, 0.5, 1.0])])
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("impl", IMPLS)
+def test_every_layout_is_read(impl: str) -> None:
+    """Of an expanded tensor every repetition counts; complex numbers are two."""
+    grads = layouts()
+    flat = torch.cat([torch.view_as_real(g.resolve_conj()).flatten() if g.is_complex() else g.flatten() for g in grads])
+    norm = kernels.norm_and_check(grads, scalar(0.5), scalar(0.0), impl=impl)
+    close(norm, torch.linalg.vector_norm(flat.double()) * 0.5, 1e-6, "norm")
+    grads[1][0], grads[5][1, 1], grads[0][7] = complex(INF, float("nan")), INF, float("nan")
+    counts = kernels.nonfinite_counts(grads, impl=impl)
+    same([counts], [torch.tensor([[0, 1], [1, 1], [0, 0], [0, 0], [0, 0], [1, 0], [0, 0], [0, 0], [0, 0]])])
+    into = [torch.full(g.shape, torch.nan, dtype=g.dtype if g.is_complex() else torch.float32) for g in grads]
+    kernels.unscale_into_(grads, into, scalar(0.5), scalar(0.0), impl=impl)
+    same(into[2:], [g.resolve_conj().to(i.dtype) * 0.5 for g, i in zip(grads, into, strict=True)][2:])
+    negated, into = torch._neg_view(torch.full((3,), 2.0)), torch.zeros(3)
+    kernels.cast_([negated], [into], impl=impl)
+    same([into], [torch.full((3,), -2.0)])
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("impl", ["auto", *IMPLS])
+def test_steps_over_complex_transposed_and_empty_parameters_and_other_strides(impl: str) -> None:
+    params = [torch.randn(9, dtype=torch.complex64), torch.randn(6, 5).t(), torch.randn(6, 5), torch.zeros(0)]
+    grads = [torch.randn(9, dtype=torch.complex64), torch.randn(6, 5).t(), torch.randn(5, 6).t(), torch.zeros(0)]
+    tracked = [torch.nn.Parameter(p.clone(memory_format=torch.preserve_format)) for p in params]
+    for p, g in zip(tracked, grads, strict=True):
+        p.grad = g
+    torch.optim.AdamW(tracked, lr=0.01, foreach=False).step()
+    moments = [[torch.zeros_like(p) for p in params] for _ in range(2)]
+    steps = [torch.zeros(()) for _ in params]
+    kernels.adamw_(params, grads, *moments, [], steps, impl=impl, **ADAMW)
+    torch.testing.assert_close(params, [p.detach() for p in tracked], rtol=0, atol=2e-7)
+    assert [step.item() for step in steps] == [1.0] * 4
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_aligned_and_other_rows_of_equal_sizes(momentum: float) -> None:
+    """They have the same lengths and dtypes, so nothing but alignment tells their tables apart."""
+    results = []
+    for impl in IMPLS:
+        buffer = torch.zeros(32)
+        params = [buffer[i : i + 3] for i in (0, 5, 12, 21)]    # every other one starts at a multiple of 16 bytes
+        moments, steps = [[p.clone() for p in params] for _ in range(2)], [torch.full((), float(i)) for i in range(4)]
+        for step in range(2):
+            grads = [torch.full((3,), 10.0**i + step) for i in range(4)]
+            kernels.adamw_(params, grads, *moments, [], steps, impl=impl, **ADAMW)
+            kernels.sgd_(params, grads, moments[0], lr=0.1, momentum=momentum, impl=impl)
+        results.append([buffer, *moments[0], *moments[1], *steps])
+    assert results[1][0].unique().numel() > 3
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_rows_apart_are_not_picked_by_lists_of_the_host() -> None:
+    """On a device `counts[[0, 2]]` copies the list there and waits, and cannot be captured."""
+
+    class Indexing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            assert func.overloadpacket not in (torch.ops.aten.index, torch.ops.aten.index_put_)
+            return func(*args, **(kwargs or {}))
+
+    for sizes in ((0, 5, 0, 7), (0,)):
+        lists = [gradients(torch.float32, sizes) for _ in range(4)]
+        with Indexing():
+            kernels.adamw_(*lists, [], [torch.zeros(()) for _ in sizes], impl="triton", **ADAMW)
+            kernels.nonfinite_counts([*lists[0], torch.ones(3).half()], impl="triton")
+
+
+@pytest.mark.usefixtures("interpreted")
+@settings(max_examples=15)
+@given(
+    sizes=st.lists(st.integers(0, 1500), max_size=6),
+    dtypes=st.lists(st.sampled_from((torch.float32, torch.float16, torch.float64)), min_size=6, max_size=6),
+    planted=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 1499), st.sampled_from(NONFINITE)), max_size=2),
+    exponent=st.integers(-20, 2),
+    order=st.sampled_from(ORDERS),
+)
+def test_any_list(sizes: list[int], dtypes: list, planted: list, exponent: int, order: float) -> None:
+    """The kernels beside the reference, over one list."""
+    grads = [torch.randn(n).to(dtype) for n, dtype in zip(sizes, dtypes, strict=False)]
+    for tensor, index, value in planted:
+        if tensor < len(grads) and index < grads[tensor].numel():
+            grads[tensor][index] = value
+    found: list[list[Tensor]] = []
+    for impl in IMPLS:
+        mine, flags = [g.clone() for g in grads], [scalar(0.0) for _ in range(2)]
+        norm = kernels.norm_and_check(mine, scalar(2.0**exponent), flags[0], order, impl=impl)
+        counts = kernels.nonfinite_counts(mine, impl=impl)
+        kernels.unscale_(mine, scalar(2.0**exponent), flags[1], impl=impl)
+        found.append([norm, counts, *flags, *mine])
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=4e-6, atol=0, equal_nan=True)
+    same(found[1][1:], found[0][1:])
+
+
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=4).flatmap(
+        lambda shape: st.tuples(st.just(shape), st.permutations(range(len(shape))), st.booleans())
+    )
+)
+def test_density_is_pytorchs(case: tuple) -> None:
+    shape, order, sliced = case
+    tensor = torch.zeros(shape).permute(order)
+    if sliced:
+        tensor = tensor[..., ::2]
+    assert kernel_tensors.is_dense(tensor) == torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
+    assert not kernel_tensors.may_overlap(tensor)
+    assert kernel_tensors.may_overlap(torch.zeros(20).as_strided((4, 3), (2, 1)))
+    assert not kernel_tensors.may_overlap(torch.zeros(20).as_strided((4, 2), (4, 1)))
+
+
+# --- refusals
+
+
+ONE, HALF, FLAG = [torch.ones(3)], scalar(0.5), scalar(0.0)
+REFUSED: list[tuple[Callable[..., Any], tuple, dict[str, Any], str]] = [
+    (kernels.unscale_, ([*ONE, torch.ones(2, dtype=torch.int32)], HALF, FLAG), {}, "dtype torch.int32; expected"),
+    (kernels.unscale_, ([*ONE, torch.ones(2).to_mkldnn()], HALF, FLAG), {}, "layout torch._mkldnn; expected strided"),
+    (kernels.unscale_, ([*ONE, torch.ones(4).as_strided((3, 2), (1, 1))], HALF, FLAG), {}, "share memory.*clone"),
+    (kernels.unscale_, ([*ONE, torch.ones(2, device="meta")], HALF, FLAG), {}, "lives on meta.*call once per device"),
+    (kernels.unscale_, (ONE, HALF.double(), FLAG), {}, r"inv_scale is a torch.float64 tensor of shape \(\)"),
+    (kernels.unscale_, (ONE, HALF, torch.zeros(2)), {}, r"found_inf is a torch.float32 tensor of shape \(2,\)"),
+    (kernels.unscale_, (ONE, HALF, torch.zeros((), device="meta")), {}, "found_inf lives on meta, the tensors on cpu"),
+    (kernels.cast_, (ONE, []), {}, "got 0 destinations for 1 sources"),
+    (kernels.cast_, (ONE, [torch.ones(2)]), {}, r"destinations\[0\] has shape \(2,\), sources\[0\] has \(3,\)"),
+    (kernels.cast_, (ONE, [torch.ones(3, device="meta")]), {}, "call once per device"),
+    (kernels.unscale_into_, (ONE, [*ONE, *ONE], HALF, FLAG), {}, "got 2 destinations for 1 sources"),
+    (kernels.unscale_into_, (ONE, [torch.ones(3)], HALF.double(), FLAG), {}, "inv_scale is a torch.float64"),
+    (kernels.adamw_, (ONE, ONE, [torch.ones(3)], [torch.ones(3)], [], []), ADAMW, "got 0 steps for 1 params"),
+    (kernels.sgd_, (ONE, [torch.ones(2)], []), {"lr": 0.1}, r"grads\[0\] has shape \(2,\)"),
+    (kernels.sgd_, (ONE, ONE, []), {"lr": 0.1, "momentum": 0.9}, "got 0 momentum_buffers for 1 params"),
+    (kernels.sgd_, (ONE, ONE, []), {"lr": 0.1, "nesterov": True}, "nesterov needs momentum > 0, got 0"),
+    (kernels.sgd_, ([torch._neg_view(ONE[0])], ONE, []), {"lr": 0.1}, r"params\[0\] is a lazily negated or conjugated"),
+    (kernels.sgd_, (ONE, ONE, ONE), {"lr": 0.1, "momentum": 0.9, "started": [HALF.double()]}, "started is a torch.fl"),
+    (kernels.sgd_, (ONE, ONE, []), {"lr": 0.1, "multiplier": HALF.double()}, "multiplier is a torch.float64"),
+]
+
+
+@pytest.mark.parametrize(("operation", "arguments", "options", "text"), REFUSED)
+def test_refusals_leave_everything_untouched(operation: Any, arguments: tuple, options: dict, text: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"{operation.__name__}: .*{text}"):
+        operation(*arguments, **options)
+    same([*ONE, HALF, FLAG], [torch.ones(3), scalar(0.5), scalar(0.0)])
+
+
+# --- empty lists, default devices, tensors without values
+
+
+def all_operations(impl: str, lists: list[list[Tensor]], mixed: list[Tensor]) -> list[Tensor]:
+    """Run each; what they return."""
+    scale, flag = (torch.tensor(number, device="cpu") for number in (2.0, 0.0))
+    steps = [torch.zeros((), device="cpu") for _ in lists[0]]
+    scalars = {"found_inf": flag, "multiplier": scale, "grad_scale": scale}
+    kernels.unscale_(mixed, scale, flag, impl=impl)
+    kernels.multiply_(mixed, scale, flag, impl=impl)
+    halves = [torch.zeros_like(t, dtype=torch.float16) for t in lists[0]]
+    kernels.cast_(lists[0], halves, impl=impl)
+    for accumulate in (False, True):
+        kernels.unscale_into_(halves, lists[0], scale, flag, accumulate=accumulate, impl=impl)
+    kernels.adamw_(*lists, [], steps, impl=impl, **ADAMW, **scalars)
+    for started in (None, steps):
+        kernels.sgd_(*lists[:3], lr=0.1, momentum=0.9, started=started, impl=impl, **scalars)
+    norms = [kernels.norm_and_check(mixed, scale, flag, order, impl=impl) for order in (2.0, 3.0)]
+    return [flag, *norms, kernels.nonfinite_counts(mixed, impl=impl)]
+
+
+def small_lists() -> tuple[list[list[Tensor]], list[Tensor]]:
+    def zeros(*shape: int, **options: Any) -> Tensor:
+        return torch.zeros(*shape, device="cpu", **options)
+
+    mixed = [zeros(5), zeros(3, dtype=torch.float16), zeros(4, dtype=torch.bfloat16), zeros(0), zeros(4, 4)[:, ::2]]
+    return [[zeros(3)] for _ in range(4)], mixed
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("impl", ["auto", "triton"])
+def test_results_are_where_the_tensors_are(impl: str) -> None:
+    with torch.device("meta"):
+        for lists in (small_lists(), ([[], [], [], []], [])):
+            assert [found.device.type for found in all_operations(impl, *lists)] == ["cpu"] * 4
+    flag, *norms, counts = all_operations(impl, [[], [], [], []], [])
+    assert (flag.item(), [norm.item() for norm in norms], counts.shape) == (0.0, [0.0, 0.0], (0, 2))
+    assert kernels.norm_and_check([torch.zeros(0)], HALF, FLAG, impl=impl) == 0.0
+
+
+def test_tensors_without_values() -> None:
+    want = [found.shape for found in all_operations("auto", *small_lists())]
+    with FakeTensorMode():
+        assert [found.shape for found in all_operations("auto", *small_lists())] == want
