@@ -48,6 +48,7 @@ _is_enabled, _dtype_of, _cache_flag = (
 _set_enabled, _set_dtype, _set_cache_flag = (
     torch.set_autocast_enabled, torch.set_autocast_dtype, torch.set_autocast_cache_enabled
 )
+_increment, _decrement = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
 _DEFAULT = {kind: policy for (name, kind), policy in NAMED_POLICIES.items() if name == "default"}
 _uncached_modes: dict[Any, AutocastMode] = {}
 
@@ -123,7 +124,7 @@ class Entry:
             self.hooks.remove()
         if self.counted:
             self.counted = False
-            if torch.autocast_decrement_nesting() <= 0 or (last and not self.enabled):
+            if _decrement() <= 0 or (last and not self.enabled):
                 clear_torch_cache()
         spec, active = self.spec, self.active
         _set_enabled(spec.device_type, self.enabled)
@@ -219,7 +220,7 @@ def push(
         if spec.cache_enabled is not entry.cache_flag:
             _set_cache_flag(spec.cache_enabled)
         entry.counted = True
-        torch.autocast_increment_nesting()
+        _increment()
         if entry.hooks is not None:
             entry.hooks.begin()
     except BaseException:
