@@ -50,7 +50,7 @@ def _tools() -> dict[str, Around]:
         PLAIN: lambda model: contextlib.nullcontext(),
         DETECT: lambda model: debugging.detect_nonfinite(model),
         SHADOW: PrecisionComparison,
-        MONITOR: _monitor,
+        MONITOR: lambda model: debugging.TensorMonitor(model, every=1),
         ANOMALY: _anomaly,
     }
     with contextlib.suppress(ImportError):
@@ -68,13 +68,6 @@ def _anomaly(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")     # it says that it is slow
         return torch.autograd.detect_anomaly()
-
-
-@contextlib.contextmanager
-def _monitor(model: nn.Module) -> Iterator[None]:
-    with debugging.TensorMonitor(model, every=1) as monitor:
-        yield
-        monitor.step()
 
 
 @contextlib.contextmanager

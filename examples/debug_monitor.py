@@ -17,7 +17,6 @@ def main() -> debugging.TensorMonitor:
             optimizer.zero_grad()
             (model(batch) - target).square().mean().backward()
             optimizer.step()
-            monitor.step()
     print(monitor)
     return monitor
 

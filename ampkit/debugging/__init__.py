@@ -1,6 +1,5 @@
 """When numbers go wrong: which operator, which module, which line, why, and the smallest change that helps."""
 
-from ampkit.debugging.checks import assert_close_to_reference, assert_finite
 from ampkit.debugging.detect import detect_nonfinite
 from ampkit.debugging.find import find_nonfinite
 from ampkit.debugging.loop import check_loop
@@ -10,6 +9,6 @@ from ampkit.debugging.report import NonFiniteError
 from ampkit.debugging.search import search_policy
 
 __all__ = [
-    "NonFiniteError", "TensorMonitor", "assert_close_to_reference", "assert_finite", "check_loop", "compare_precision",
-    "detect_nonfinite", "find_nonfinite", "search_policy",
+    "NonFiniteError", "TensorMonitor", "check_loop", "compare_precision", "detect_nonfinite", "find_nonfinite",
+    "search_policy",
 ]

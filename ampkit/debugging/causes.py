@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from ampkit.debugging.advice import why_undefined
-from ampkit.debugging.again import other_arguments
-from ampkit.debugging.operator_facts import OperatorFacts, readable, tensors_in
+from ampkit.debugging.operator_facts import OperatorFacts, other_arguments, readable, tensors_in
 from ampkit.torch_internals.operator_tracing import OpOverload
 
 __all__ = [
-    "CONSTANT", "Cause", "InputSummary", "asks_for_nonfinite", "broken_elements", "dtype_name", "find_cause",
-    "largest_finite", "number_that_is_zero", "outputs_of", "summarise",
+    "CONSTANT", "Cause", "InputSummary", "asks_for_nonfinite", "broken_elements", "dtype_name", "extremes",
+    "find_cause", "is_broken", "item_at_fault", "largest_finite", "outputs_of", "rounded_number", "summarise",
 ]
 
 _LOW = (torch.float16, torch.bfloat16, torch.float32, torch.complex64)
@@ -88,6 +87,29 @@ def summarise(tensor: Tensor, name: str = "") -> InputSummary:
     )
 
 
+def extremes(tensor: Tensor) -> tuple[float, float]:
+    """The least and the greatest value, both NaN if one is: one pass tells inf, NaN and headroom."""
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    low, high = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)
+    return low.item(), high.item()
+
+
+def is_broken(tensor: Tensor) -> bool:
+    """Whether a value is inf or NaN."""
+    return not math.isfinite(sum(extremes(tensor)))
+
+
+def item_at_fault(outputs: list[Tensor], arguments: Any) -> tuple[list[Tensor], Any]:
+    """Of an operator on lists of tensors, the first broken result and the arguments that it was made of."""
+    place = next(i for i, one in enumerate(outputs) if is_broken(one))
+
+    def pick(value: Any) -> Any:
+        return [value[place]] if isinstance(value, (list, tuple)) and len(value) == len(outputs) else value
+
+    args, kwargs = arguments
+    return [outputs[place]], ([pick(value) for value in args], {key: pick(value) for key, value in kwargs.items()})
+
+
 def broken_elements(outputs: Sequence[Tensor]) -> str:
     """How many elements of a result are inf or NaN, and in which rows (places in the first dimension) if in few."""
     one = next(one for one in outputs if not bool(torch.isfinite(one).all()))
@@ -100,11 +122,14 @@ def broken_elements(outputs: Sequence[Tensor]) -> str:
     return f"{count} of {one.numel()} elements{rows}"
 
 
-def number_that_is_zero(numbers: Sequence[float], dtype: torch.dtype) -> str | None:
-    """Of Python numbers, one that is 0 in a dtype, in words."""
+def rounded_number(
+    numbers: Sequence[float], dtype: torch.dtype, into: Sequence[float] = (0.0, 1.0, -1.0)
+) -> str | None:
+    """Of Python numbers, one that a dtype rounds to one of `into`, in words."""
     for number in numbers:
-        if number and float(torch.tensor(number, dtype=dtype)) == 0:
-            return f"{number:g} is 0 in {dtype_name(dtype)}"
+        held = float(torch.tensor(number, dtype=dtype))
+        if held != number and held in into:
+            return f"{number:.10g} is {held:g} in {dtype_name(dtype)}"
     return None
 
 
@@ -128,7 +153,9 @@ def find_cause(
         return CONSTANT
     if broken and not any(one.nan for one in broken):
         rows = _rows_of_minus_inf(facts, args)
-        return Cause("from inf", rows or "an inf comes in, and inf - inf, 0 * inf or inf / inf is NaN in any precision")
+        signs = [bool((one == math.inf).any()) for one in tensors_in((args, kwargs)) if one.is_floating_point()]
+        what = "inf" if any(signs) else "-inf"
+        return Cause("from inf", rows or f"{what} comes in: inf - inf, 0 * inf and inf / inf are NaN in any precision")
     integers = _integers_at_fault(func, facts, args, kwargs)
     if integers:
         return Cause("undefined", integers)

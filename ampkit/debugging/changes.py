@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
 from ampkit.containers import map_tensors
-from ampkit.debugging.policy_change import PolicyChange
-from ampkit.debugging.report import Finding, Operation
+from ampkit.debugging.operator_facts import tensors_in
+from ampkit.debugging.report import Operation
 from ampkit.debugging.source_lines import find_caller, shown
+from ampkit.policy.policy import Policy, Rule
 from ampkit.region.autocast import autocast
 
 if TYPE_CHECKING:
     from ampkit.debugging.nonfinite_recorder import NonfiniteRecorder
     from ampkit.debugging.snapshot import Snapshot
 
-__all__ = ["Change", "EpsChange", "LineChange", "Lines", "LossChange", "PolicyTrial", "Region", "ScaleChange",
-    "function_around", "line_of"]
+__all__ = [
+    "Change", "EpsChange", "LineChange", "LossChange", "PolicyChange", "Region", "ScaleChange", "function_around",
+    "line_of", "takes_float32",
+]
 
 Region = Literal["ampkit", "torch", "none"]     # what the user's step computes in
 _LOW = (torch.float16, torch.bfloat16)
@@ -34,60 +38,88 @@ _AS_THEY_ARE = frozenset({
 })
 
 
-class Change(Protocol):
-    """Something to do to a step."""
+class Change:
+    """Something to do to a step, of one rule or several."""
 
     @property
     def code(self) -> str:
         """What a user writes for it."""
-        ...
+        raise NotImplementedError
 
     def around(self, recorder: NonfiniteRecorder | None, snapshot: Snapshot) -> AbstractContextManager[Any]:
         """A context in which the step runs as if the code were there."""
-        ...
+        return nullcontext()
 
-    def extended(self, finding: Finding) -> Self | None:
-        """With what a finding asks for that is left with it; None if there is nothing more to do."""
+    def extended(self, places: Iterable[Operation]) -> Self | None:
+        """With what operations ask for that are left with it, the first to be named first; None if nothing is left."""
 
     def smaller(self) -> Iterator[Self]:
         """With one rule less, for each rule."""
-        ...
-
-
-class _Single:
-    """A change with one rule."""
-
-    def smaller(self) -> Iterator[Any]:
-        """None: without its rule there is no change."""
         return iter(())
 
 
 @dataclass(frozen=True)
-class PolicyTrial:
-    """A policy, for steps in ampkit's regions. A step whose region has a policy of its own takes no notice."""
+class PolicyChange(Change):
+    """Modules and operators to keep in float32. A step whose region has a policy of its own takes no notice."""
 
-    change: PolicyChange
-    model: torch.nn.Module
+    base: Policy
+    model: Module
+    modules: tuple[str, ...] = ()
+    operators: tuple[str, ...] = ()
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that `code` makes."""
+        policy = self.base
+        if self.operators:
+            policy = policy.with_rules(dict.fromkeys(self.operators, Rule.FLOAT32))
+        return policy.for_modules(self.model, dict.fromkeys(self.modules, "float32")) if self.modules else policy
 
     @property
     def code(self) -> str:
-        return self.change.code
+        device = self.base.device_type
+        text = f'policy = Policy.default("{device}")' if self.base == Policy.default(device) else "policy = policy"
+        if self.operators:
+            text += ".with_rules({" + ", ".join(f'"{op}": Rule.FLOAT32' for op in self.operators) + "})"
+        if self.modules:
+            text += ".for_modules(model, {" + ", ".join(f'"{path}": torch.float32' for path in self.modules) + "})"
+        return text
 
     def around(self, recorder: NonfiniteRecorder | None, snapshot: Snapshot) -> AbstractContextManager[Any]:
-        policy = self.change.policy(self.model)
-        return autocast(policy.device_type, enabled=False, policy=policy)
+        return autocast(self.base.device_type, enabled=False, policy=self.policy)
 
-    def extended(self, finding: Finding) -> PolicyTrial | None:
-        change = self.change.extended(finding.origin)
-        return None if change is None else replace(self, change=change)
+    def extended(self, places: Iterable[Operation]) -> PolicyChange | None:
+        """With the module of the last place, its operator, or what is around."""
+        *_, origin = places
+        path = origin.path
+        op = origin.op if origin.phase in ("forward", "recompute") else origin.backward_of
+        if (not path or path in self.modules) and op not in self.operators and takes_float32(op, self.base):
+            return replace(self, operators=(*self.operators, op))
+        while path in self.modules:
+            path = path.rpartition(".")[0]
+        return replace(self, modules=(*self.modules, path)) if path else None
 
-    def smaller(self) -> Iterator[PolicyTrial]:
-        if len(self.change.rules) > 1:
-            yield from (replace(self, change=self.change.without(rule)) for rule in self.change.rules)
+    def smaller(self) -> Iterator[PolicyChange]:
+        if len(self.modules) + len(self.operators) > 1:
+            for rule in self.modules:
+                yield replace(self, modules=tuple(one for one in self.modules if one != rule))
+            for rule in self.operators:
+                yield replace(self, operators=tuple(one for one in self.operators if one != rule))
+
+
+def takes_float32(op: str, policy: Policy) -> bool:
+    """Whether a region can cast for an operator: those that only exist below it, it never sees."""
+    if not op or op == "aten::_to_copy":
+        return False
+    try:
+        policy.with_rules({op: Rule.FLOAT32})
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 @dataclass(frozen=True)
-class LineChange:
+class LineChange(Change):
     """Lines of the user's code computed in float32: what any step can do, whatever it computes in."""
 
     device: str
@@ -105,8 +137,8 @@ class LineChange:
     def around(self, recorder: NonfiniteRecorder | None, snapshot: Snapshot) -> AbstractContextManager[Any]:
         return _FloatLines(self)
 
-    def extended(self, finding: Finding) -> LineChange | None:
-        new = [place for one in (finding.made, finding.origin) if one is not None and (place := line_of(one))]
+    def extended(self, places: Iterable[Operation]) -> LineChange | None:
+        new = [place for one in places if (place := line_of(one))]
         new += [whole for place in new[::-1] if (whole := function_around(place)) is not None]
         more = next((place for place in new if not any(one.covers(place) for one in self.lines)), None)
         if more is None:
@@ -156,12 +188,11 @@ class _FloatLines(TorchFunctionMode):
     def __init__(self, change: LineChange) -> None:
         super().__init__()
         self._change = change
-        self._shown: dict[str, str] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         line = find_caller(1).line()
-        here = None if line is None else Lines(self._name(line.file), line.line, line.line)
+        here = None if line is None else Lines(shown(line.file), line.line, line.line)
         if here is None or not any(one.covers(here) for one in self._change.lines):
             return self._called(func, args, kwargs)
         name = getattr(func, "__name__", "")
@@ -183,7 +214,7 @@ class _FloatLines(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except RuntimeError:
-            dtypes = {one.dtype for one in _tensors((args, kwargs))}
+            dtypes = {one.dtype for one in tensors_in((args, kwargs))}
             low = next((dtype for dtype in _LOW if dtype in dtypes), None)
             if low is None or torch.float32 not in dtypes:
                 raise
@@ -192,17 +223,6 @@ class _FloatLines(TorchFunctionMode):
                 return one.to(low) if one.dtype is torch.float32 else one
 
             return func(*map_tensors(args, lowered), **map_tensors(kwargs, lowered))
-
-    def _name(self, file: str) -> str:
-        if file not in self._shown:
-            self._shown[file] = shown(file)
-        return self._shown[file]
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tensors(value, lambda one: found.append(one) or one)
-    return found
 
 
 def _widened(value: Any) -> Any:
@@ -217,7 +237,7 @@ def _widened(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class ScaleChange(_Single):
+class ScaleChange(Change):
     """Another loss scale."""
 
     scale: float
@@ -231,12 +251,12 @@ class ScaleChange(_Single):
             scaler.load_state_dict({**scaler.state_dict(), "scale": self.scale})
         return nullcontext()
 
-    def extended(self, finding: Finding) -> ScaleChange | None:
+    def extended(self, places: Iterable[Operation]) -> ScaleChange | None:
         return None if self.scale < 1e-3 else ScaleChange(self.scale / 16)
 
 
 @dataclass(frozen=True)
-class LossChange(_Single):
+class LossChange(Change):
     """A smaller loss, where no scaler scales it."""
 
     divisor: float
@@ -251,12 +271,12 @@ class LossChange(_Single):
             recorder.seed_factor = 1 / self.divisor
         yield
 
-    def extended(self, finding: Finding) -> LossChange | None:
+    def extended(self, places: Iterable[Operation]) -> LossChange | None:
         return None if self.divisor >= 2**20 else LossChange(self.divisor * 4)
 
 
 @dataclass(frozen=True)
-class EpsChange(_Single):
+class EpsChange(Change):
     """An optimizer's eps that parameters in 16 bits can hold."""
 
     eps: float = 1e-4
@@ -266,11 +286,7 @@ class EpsChange(_Single):
         return f"eps={self.eps:g} in the optimizer, or float32 masters: ampkit.FP16Optimizer(optimizer)"
 
     def around(self, recorder: NonfiniteRecorder | None, snapshot: Snapshot) -> AbstractContextManager[Any]:
-        for optimizer in snapshot.optimizers:
-            for group in optimizer.param_groups:
-                if "eps" in group:
-                    group["eps"] = self.eps
+        for group in (group for optimizer in snapshot.optimizers for group in optimizer.param_groups):
+            if "eps" in group:
+                group["eps"] = self.eps
         return nullcontext()
-
-    def extended(self, finding: Finding) -> EpsChange | None:
-        return None

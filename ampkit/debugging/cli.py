@@ -7,6 +7,7 @@ Reports go to stdout, what is said on the way to stderr. Exit codes: 0 clean, 1 
 from __future__ import annotations
 
 import argparse
+import runpy
 import sys
 import traceback
 from contextlib import AbstractContextManager
@@ -15,13 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ampkit.debugging import report_file
 from ampkit.debugging.detect import detect_nonfinite, rank
 from ampkit.debugging.loop import check_loop
-from ampkit.debugging.monitor import ScriptMonitor
+from ampkit.debugging.monitor import TensorMonitor
 from ampkit.debugging.precision import PrecisionComparison
-from ampkit.debugging.report import NonFiniteError
-from ampkit.debugging.script import ScriptStopped, run_script
+from ampkit.debugging.report import NonFiniteError, in_order, read
 
 CLEAN, FOUND, BAD_INPUT, INCONCLUSIVE, INTERRUPTED = 0, 1, 2, 3, 130
 _CODES = {"clean": CLEAN, "found": FOUND, "inconclusive": INCONCLUSIVE}
@@ -30,10 +29,9 @@ _CODES = {"clean": CLEAN, "found": FOUND, "inconclusive": INCONCLUSIVE}
 def main(argv: list[str] | None = None) -> int:
     """Run a tool. Returns the exit code."""
     options = _parser().parse_args(argv)
+    tools = {"nonfinite": _nonfinite, "precision": _precision, "loop": _loop, "monitor": _monitor, "report": _report}
     try:
-        return {
-            "nonfinite": _nonfinite, "precision": _precision, "loop": _loop, "monitor": _monitor, "report": _report,
-        }[options.tool](options)
+        return tools[options.tool](options)
     except (OSError, ValueError) as error:
         print(f"ampkit debug: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -72,7 +70,7 @@ def _nonfinite(options: Any) -> int:
     ended = _run(options, detect)
     report = detect.report
     report.incomplete = ended.incomplete(looked=report.steps > 0, step=options.from_step)
-    return _finish(options, report, str(report), ended, report.rank)
+    return _finish(options, report, str(report), ended)
 
 
 def _precision(options: Any) -> int:
@@ -81,32 +79,19 @@ def _precision(options: Any) -> int:
     )
     ended = _run(options, comparison)
     report = comparison.report
-    report.incomplete = ended.incomplete(looked=comparison.run.begun, step=options.at_step)
-    text = f"{report}\n\n{report.table()}" if report.operators else str(report)
-    return _finish(options, report, text, ended, rank())
+    report.incomplete = ended.incomplete(looked=comparison.begun, step=options.at_step)
+    return _finish(options, report, f"{report}\n\n{report.table()}" if report.operators else str(report), ended)
 
 
 def _loop(options: Any) -> int:
     check = check_loop()
     ended = _run(options, check)
     check.report.incomplete = ended.why
-    return _finish(options, check.report, str(check.report), ended, rank())
-
-
-def _finish(options: Any, report: Any, text: str, ended: _Ended, of_rank: int) -> int:
-    """Show and write a report. Returns the exit code."""
-    print(text)
-    if options.json:
-        Path(options.json.replace("{rank}", str(of_rank))).write_text(report.to_json(), encoding="utf-8")
-    return INTERRUPTED if ended.interrupted and report.status != "found" else _CODES[report.status]
-
-
-def _stop() -> None:
-    raise ScriptStopped
+    return _finish(options, check.report, str(check.report), ended)
 
 
 def _monitor(options: Any) -> int:
-    monitor = ScriptMonitor(every=options.every, path=options.out.replace("{rank}", str(rank())))
+    monitor = TensorMonitor(every=options.every, path=options.out.replace("{rank}", str(rank())))
     with check_loop() as loop:
         ended = _run(options, monitor)
     why = ended.incomplete(looked=monitor.last is not None, step=1)
@@ -114,11 +99,26 @@ def _monitor(options: Any) -> int:
     return FOUND if loop else INTERRUPTED if ended.interrupted else INCONCLUSIVE if why else CLEAN
 
 
+def _report(options: Any) -> int:
+    reports = in_order(map(read, options.files))
+    print("\n\n".join(one["text"] for one in reports))
+    statuses = {one["status"] for one in reports}
+    return next((_CODES[one] for one in ("found", "inconclusive") if one in statuses), CLEAN)
+
+
+def _finish(options: Any, report: Any, text: str, ended: _Ended) -> int:
+    """Show and write a report. Returns the exit code."""
+    print(text)
+    if options.json:
+        Path(options.json.replace("{rank}", str(rank()))).write_text(report.to_json(), encoding="utf-8")
+    return INTERRUPTED if ended.interrupted and report.status != "found" else _CODES[report.status]
+
+
 class _Ended(NamedTuple):
     """How a script ended: `why` it did not run to its end, "" where it did or the tool stopped it."""
 
-    why: str
-    interrupted: bool
+    why: str = ""
+    interrupted: bool = False
 
     def incomplete(self, *, looked: bool, step: int) -> str:
         """Why a report is about less than was asked for; "" where it is not."""
@@ -128,33 +128,40 @@ class _Ended(NamedTuple):
                 "count until then")
 
 
+class _Stopped(BaseException):
+    """A tool has seen what it wanted to see. No `Exception`, so that no handler of the script's takes it."""
+
+
+def _stop() -> None:
+    raise _Stopped
+
+
 def _run(options: Any, tool: AbstractContextManager[Any]) -> _Ended:
-    """Run the user's script under a tool."""
+    """Run the user's script under a tool, as `python script.py ARGS` would run it."""
     if not Path(options.script).is_file():
         raise FileNotFoundError(f"{options.script} is no file; expected the training script, then its own arguments")
     for name in ("json", "out"):
         file = getattr(options, name, None)
         if file and not Path(file).parent.is_dir():
             raise FileNotFoundError(f"--{name} is {file}; expected a file in a folder that is there")
+    argv, path = sys.argv, list(sys.path)
+    sys.argv = [options.script, *options.arguments]
+    sys.path.insert(0, str(Path(options.script).resolve().parent))
     try:
         with tool:
-            code = run_script(options.script, options.arguments)
-    except NonFiniteError:
-        return _Ended("", interrupted=False)
+            runpy.run_path(options.script, run_name="__main__")
+    except (NonFiniteError, _Stopped):
+        return _Ended()
     except KeyboardInterrupt:
         return _Ended("the script was interrupted", interrupted=True)
+    except SystemExit as left:
+        return _Ended(f"the script ended with exit code {left.code}" if left.code else "")
     except Exception as error:
         traceback.print_exc()       # the script's own
-        return _Ended(f"the script failed with {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}",
-                      interrupted=False)
-    return _Ended(f"the script ended with exit code {code}" if code else "", interrupted=False)
-
-
-def _report(options: Any) -> int:
-    reports = report_file.in_order(map(report_file.read, options.files))
-    print("\n\n".join(map(report_file.text_of, reports)))
-    statuses = {report[0].get("status") for report in reports}
-    return next((_CODES[one] for one in ("found", "inconclusive") if one in statuses), CLEAN)
+        return _Ended(f"the script failed with {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}")
+    finally:
+        sys.argv, sys.path[:] = argv, path
+    return _Ended()
 
 
 def _absolute(text: str) -> str:

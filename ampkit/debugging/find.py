@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
-from ampkit.debugging.causes import Cause, dtype_name, number_that_is_zero
+from ampkit.debugging.advice import poles
+from ampkit.debugging.causes import Cause, rounded_number
 from ampkit.debugging.changes import Change
-from ampkit.debugging.detect import detect_nonfinite, operation_of
+from ampkit.debugging.detect import detect_nonfinite
 from ampkit.debugging.operator_calls import OperatorCall
 from ampkit.debugging.operator_facts import tensors_in
+from ampkit.debugging.precision import PrecisionComparison
+from ampkit.debugging.precision_report import OperatorError
 from ampkit.debugging.report import Finding, NonFiniteError, NonFiniteReport, Suggestion
-from ampkit.debugging.shadow import Measured, ShadowRun
 from ampkit.debugging.snapshot import Snapshot
 from ampkit.debugging.suggestions import advice, changes_for
 from ampkit.torch_internals.operator_tracing import OpOverload
@@ -58,6 +61,14 @@ def find_nonfinite(
     return report
 
 
+class _Trial(NamedTuple):
+    """What steps with a change did."""
+
+    evidence: str = ""              # "" where it does not help
+    why: str = ""                   # it does not
+    left: Finding | None = None     # what is not finite with it
+
+
 class _Replay:
     """Runs a step from one state as often as it takes."""
 
@@ -92,8 +103,8 @@ class _Replay:
             self._snapshot.restore()
 
     def with_cause(self, finding: Finding) -> Finding:
-        """A finding whose 0 or inf is followed back to the operator that rounded it, if one did."""
-        if finding.cause.kind not in ("undefined", "from inf") or "float64" not in finding.cause.text:
+        """A finding whose 0, 1 or inf is followed back to the operator that rounded it, if one did."""
+        if finding.cause.kind not in ("undefined", "from inf") or not finding.inputs:
             return finding
         run = _OriginRun(self._model, finding)
         try:
@@ -102,13 +113,13 @@ class _Replay:
         finally:
             self._snapshot.restore()
         made = run.made()
-        if made is None:
-            return finding
-        text = number_that_is_zero(made.call.numbers, made.dtype)
+        if made is None or not (made.error.lost or made.error.dtype in ("float16", "bfloat16")):
+            return finding      # what float32 rounds, without underflow, is exact enough
+        text = rounded_number(made.numbers, made.dtype)
         if text is None:
-            how = "it underflows" if made.local.lost else "what it is made of is rounded"
-            text = f"0 in {dtype_name(made.dtype)}, and not in exact arithmetic: {how}"
-        return replace(finding, cause=Cause("rounded", text), made=operation_of(made.call, made.place))
+            how = "it underflows" if made.error.lost and run.value == 0 else "what it is made of is rounded"
+            text = f"{run.value:g} in {made.error.dtype}, and not in exact arithmetic: {how}"
+        return replace(finding, cause=Cause("rounded", text), made=made.error)
 
     def with_suggestion(self, finding: Finding, *, loop_is_wrong: bool) -> Finding:
         """A finding with what was tried for it: the first change that lasts, or advice."""
@@ -118,36 +129,40 @@ class _Replay:
         self._runs = 0
         tried = []
         for change in changes_for(finding, self._region, self._model):
-            evidence, change = self._extended(change)
-            if not evidence:
-                tried.append(change.code)
+            trial, change = self._extended(change)
+            if not trial.evidence:
+                tried.append(f"{change.code} ({trial.why})")
                 continue
-            change, evidence = self._needed(change, evidence)
+            change, evidence = self._needed(change, trial.evidence)
             runs = "1 run" if self._runs == 1 else f"{self._runs} runs"
             suggestion = Suggestion(change.code, "change", True, f"verified: {evidence}; {runs}", tuple(tried))
             return replace(finding, suggestion=suggestion)
         return replace(finding, suggestion=replace(advice(finding), tried=tuple(tried)))
 
-    def _extended(self, change: Change) -> tuple[str, Change]:
-        """A change, rule after rule, until steps stay finite; with the evidence, or "" if they do not."""
-        for _ in range(_MOST_RULES):
-            evidence, left = self._lasts(change)
-            extended = None if evidence or left is None else change.extended(self.with_cause(left))
-            if extended is None:
-                return evidence, change
-            change = extended
-        return "", change
+    def _extended(self, change: Change) -> tuple[_Trial, Change]:
+        """A change, rule after rule, until steps stay finite or nothing is left to add."""
+        trial = self._lasts(change)
+        for _ in range(_MOST_RULES - 1):
+            if trial.evidence or trial.left is None:
+                break
+            left = self.with_cause(trial.left)
+            more = change.extended([one for one in (left.made, left.origin) if one is not None])
+            if more is None:
+                break
+            change = more
+            trial = self._lasts(change)
+        return trial, change
 
     def _needed(self, change: Change, evidence: str) -> tuple[Change, str]:
         """Without the rules that it does not need."""
         for less in change.smaller():
-            found, _ = self._lasts(less)
-            if found:
-                return self._needed(less, found)
+            trial = self._lasts(less)
+            if trial.evidence:
+                return self._needed(less, trial.evidence)
         return change, evidence
 
-    def _lasts(self, change: Change) -> tuple[str, Finding | None]:
-        """Whether steps with a change stay finite and update parameters: the evidence, or "" and a finding."""
+    def _lasts(self, change: Change) -> _Trial:
+        """Whether steps with a change stay finite and update parameters."""
         self._runs += 1
         detect = detect_nonfinite(self._model, on_found="raise")
         steps = lasting = 0
@@ -162,17 +177,17 @@ class _Replay:
                     moved = not all(map(torch.equal, before, self._model.parameters()))
                     lasting = lasting + 1 if moved or not self._snapshot.optimizers else 0
         except NonFiniteError as error:
-            return "", error.report.findings[0]
-        except RuntimeError:
-            return "", None     # dtypes that do not go together
+            return _Trial(why="still not finite", left=error.report.findings[0])
+        except RuntimeError as error:
+            return _Trial(why=str(error).partition("\n")[0][:100])      # dtypes that do not go together
         finally:
             self._snapshot.restore()
         losses = detect.recorder.losses
-        if lasting < _LASTING or not all(map(math.isfinite, losses)):
-            return "", None
-        if losses and abs(losses[-1]) > 1 + 100 * abs(losses[0]):
-            return "", None     # it diverges
-        return f"{steps} steps with it are finite{_course(losses, bool(self._snapshot.optimizers))}", None
+        if lasting < _LASTING:
+            return _Trial(why="finite, but no parameter moves")
+        if not all(map(math.isfinite, losses)) or (losses and abs(losses[-1]) > 1 + 100 * abs(losses[0])):
+            return _Trial(why="finite, but the loss runs away")
+        return _Trial(f"{steps} steps with it are finite{_course(losses, bool(self._snapshot.optimizers))}")
 
 
 def _course(losses: list[float], updated: bool) -> str:
@@ -181,24 +196,45 @@ def _course(losses: list[float], updated: bool) -> str:
     return f", the loss goes from {losses[0]:.4g} to {losses[-1]:.4g}" if len(losses) > 1 else ""
 
 
-class _OriginRun(ShadowRun):
-    """A step beside itself in a wider dtype, to see what the inputs of an operator that failed were made of."""
+class _Made(NamedTuple):
+    """The call that rounded an input, with the Python numbers among its arguments."""
+
+    error: OperatorError
+    numbers: tuple[float, ...]
+    dtype: torch.dtype
+
+
+class _OriginRun(PrecisionComparison):
+    """A step beside itself in float64, to see what the inputs of an operator that failed were made of."""
 
     def __init__(self, model: Module, finding: Finding) -> None:
-        wide = torch.float64 if finding.origin.dtype == "float32" else torch.float32
-        super().__init__(model, wide, lambda run: None)
+        super().__init__(model, torch.float64)
         self._index = finding.origin.index
-        self._made = -1
+        self._poles = poles(finding.origin.op, finding.origin.backward_of)
+        self._maker = -1
+        self._numbers: dict[int, tuple[tuple[float, ...], torch.dtype]] = {}
+        self.value = 0.0        # the input, which is another one in float64
 
     def observe(self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if call.index == self._index:
-            errors = [
-                self.memory.error(one) for one in tensors_in((args, kwargs))
-                if self.memory.has_copy(one) and bool(((one == 0) & (self.memory.read(one) != 0)).any())
-            ]
-            self._made = max((one.lost if one.lost >= 0 else one.maker for one in errors), default=-1)
-        return super().observe(call, func, args, kwargs)
+            for one in filter(self.memory.has_copy, tensors_in((args, kwargs))):
+                error, value = self.memory.error(one), self._rounded(one, self.memory.read(one))
+                if value is not None:
+                    self._maker = max(self._maker, error.maker if error.lost < 0 or value else error.lost)
+                    self.value = value
+        result = super().observe(call, func, args, kwargs)
+        if call.numbers and isinstance(result, Tensor):
+            self._numbers[call.index] = call.numbers, result.dtype
+        return result
 
-    def made(self) -> Measured | None:
-        """The call that rounded an input to 0."""
-        return next((one for one in self.measured if one.call.index == self._made), None)
+    def made(self) -> _Made | None:
+        """The call that rounded an input to 0, or to an end of what the operator takes."""
+        error = next((one for one in self.report.operators if one.index == self._maker), None)
+        if error is None:
+            return None
+        return _Made(error, *self._numbers.get(error.index, ((), getattr(torch, error.dtype))))
+
+    def _rounded(self, tensor: Tensor, reference: Tensor) -> float | None:
+        """Of the values that the operator cannot take, one that is in a tensor and another one in the reference."""
+        found = (value for value in self._poles if bool(((tensor == value) & (reference != value)).any()))
+        return next(found, None) if tensor.is_floating_point() else None

@@ -7,11 +7,10 @@ scheduler's `step`. Nothing is computed but two flags per gradient, so the cost 
 from __future__ import annotations
 
 import functools
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,37 +21,21 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ampkit.debugging.report_file import Status, document
+from ampkit.debugging.report import LoopFinding, Report, Status
 from ampkit.debugging.source_lines import find_caller, shown
 from ampkit.region.autocast import autocast
 
-__all__ = ["LoopFinding", "LoopReport", "check_loop"]
+__all__ = ["LoopReport", "check_loop"]
 
 _LEVELS = tuple(str(Path(__file__).resolve().parents[1] / name) for name in ("whole_model", "amp.py"))
 _MOST_PARAMETERS = 64       # of an optimizer whose gradients are followed
 
 
-@dataclass(frozen=True)
-class LoopFinding:
-    """Something that a loop does wrong, the line that does it, and the change."""
-
-    what: str
-    file: str
-    line: int
-    change: str
-    iteration: int      # steps of optimizers before it, skipped ones counted
-    times: int = 1
-
-    def __str__(self) -> str:
-        times = f", in {self.times} iterations" if self.times > 1 else ""
-        return (f"{self.what}, from iteration {self.iteration} on{times}\n  line      {self.file}:{self.line}\n"
-                f"  change    {self.change}")
-
-
 @dataclass
-class LoopReport:
+class LoopReport(Report):
     """What `check_loop` found; falsy if nothing. `str` is what the terminal shows."""
 
+    kind = "loop"
     findings: list[LoopFinding] = field(default_factory=list)
     iterations: int = 0
     incomplete: str = ""        # why the loop did not run to its end
@@ -75,10 +58,6 @@ class LoopReport:
             return f"inconclusive: {self.incomplete or 'no optimizer stepped'}. Nothing was found until then: {looked}"
         return f"the loop is in order: {looked}"
 
-    def to_json(self) -> str:
-        """Plain JSON; `docs/reference/debugging.md` lists the keys."""
-        return json.dumps(document("loop", self.status, str(self), asdict(self)), indent=1, allow_nan=False)
-
 
 @dataclass
 class _Optimizer:
@@ -93,6 +72,8 @@ class _Optimizer:
     cleared: bool = True                # they are gone
     skipped: bool = False               # the scaler did not take the last step
     attempts: int = 0                   # since the scheduler stepped
+    clips: dict[tuple[str, int], int] = field(default_factory=dict)         # by line, since the last step
+    zeroed: tuple[str, int] | None = None       # where, after backward and before the step
 
     def current(self) -> list[tuple[int, int]]:
         """Another value where a gradient was written since."""
@@ -105,7 +86,7 @@ class _Scaler:
 
     unscaled: dict[int, tuple[str, int]] = field(default_factory=dict)
     stepped: dict[int, tuple[str, int]] = field(default_factory=dict)
-    updates: int = 0        # since the last step
+    fresh: bool = True      # a loss was scaled and ran backward
 
 
 class check_loop:
@@ -118,7 +99,8 @@ class check_loop:
     Found, each with its line and the change: gradients that are clipped or read while they are scaled; an optimizer
     that steps with scaled gradients; `update` that is missing or called twice; `unscale_` twice; `backward` inside an
     autocast region; a scaler with bfloat16; gradients that are never zeroed; accumulation over micro-batches whose
-    losses are not divided; a scheduler that steps although the scaler skipped the step. Two iterations are enough for
+    losses are not divided; clipping after each of them; zero_grad between backward and step; a second step with the
+    same gradients; a scheduler that steps although the scaler skipped the step. Two iterations are enough for
     all but the last. Open it before the loop; functions that code holds already are seen all the same, but for
     `torch.nn.utils.clip_grad_value_`. No host syncs but one small read per step where gradients may be zero.
     """
@@ -151,7 +133,7 @@ class check_loop:
                                 (torch.nn.utils, "get_total_norm"), (torch.nn.utils, "clip_grads_with_norm_"),
                                 (torch.nn.utils, "clip_grad_value_")):
                 if hasattr(owner, name):
-                    self._wrap(stack, owner, name, self._clip)
+                    self._wrap(stack, owner, name, self._clip if "clip" in name else self._read)
             for cls in _with_subclasses(LRScheduler):
                 if "step" in vars(cls):
                     self._wrap(stack, cls, "step", self._scheduler)
@@ -217,7 +199,9 @@ class check_loop:
     def _unscale(self, scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Iterator[None]:
         known = self._scaler(scaler)
         if id(optimizer) in known.unscaled and scaler.is_enabled() and not kwargs.get("allow_repeat"):
-            self._add("unscale_ is called twice for one step", "call scaler.unscale_(optimizer) once, before clipping")
+            self._add("unscale_ is called twice without an update",
+                      "call scaler.update() where the step is left out, too" if self._of(optimizer).scaled else
+                      "call scaler.unscale_(optimizer) once, before clipping")
         known.unscaled[id(optimizer)] = _caller()
         yield
         self._of(optimizer).scaled = False
@@ -228,7 +212,6 @@ class check_loop:
             self._add("update is not called after step: the scale never changes, and a second step is refused",
                       "scaler.update() after scaler.step(optimizer)", known.stepped[id(optimizer)])
         known.stepped[id(optimizer)] = _caller()
-        known.updates = 0
         one.scaled = False
         self._in_scaler_step, self._optimizer_ran = True, False
         try:
@@ -241,9 +224,10 @@ class check_loop:
 
     def _update(self, scaler: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         known = self._scaler(scaler)
-        known.updates += 1
-        if known.updates > 1 and scaler.is_enabled() and not known.stepped and not known.unscaled:
-            self._add("update is called twice for one step", "call scaler.update() once, after the last scaler.step")
+        if not known.fresh and scaler.is_enabled() and not args and not kwargs:
+            self._add("update is called twice for one backward",
+                      "call scaler.update() once, after the last scaler.step")
+        known.fresh = False
         known.stepped.clear()
         known.unscaled.clear()
         yield
@@ -257,6 +241,8 @@ class check_loop:
         if root is not None and torch.is_autocast_enabled(root.device.type):
             self._add("backward runs inside the autocast region: its operators would be cast once more",
                       "leave the region first: loss.backward() outside of `with autocast`")
+        for one in self._scalers.values():
+            one.fresh |= scaled
         for one in self._optimizers.values():
             self._look_whether_cleared(one)
             one.marks = one.current()
@@ -269,16 +255,18 @@ class check_loop:
         self._backwards_before[line] = self._backwards_before.get(line, 0) + 1
         for one in self._optimizers.values():
             if one.marks != one.current():
-                one.scaled = scaled
+                one.scaled, one.zeroed = scaled, None
                 one.divided |= bool(divided)
                 one.backwards[line] = one.backwards.get(line, 0) + 1
 
     def _zero_grad(self, owner: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         yield
+        self._backwards_before.clear()
         for one in self._optimizers.values():
             self._look_whether_cleared(one)
-            if all(p.grad is None for p in one.parameters):
+            if one.backwards and all(p.grad is None for p in one.parameters):
                 one.backwards.clear()
+                one.zeroed = _caller()
 
     def _look_whether_cleared(self, one: _Optimizer) -> None:
         """Gradients of the last step are gone where they are None, others, or zero."""
@@ -289,6 +277,16 @@ class check_loop:
             )
 
     def _clip(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        for one in self._look_whether_scaled(args, kwargs):
+            one.clips[_caller()] = one.clips.get(_caller(), 0) + 1
+        yield
+
+    def _read(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        self._look_whether_scaled(args, kwargs)
+        yield
+
+    def _look_whether_scaled(self, args: Any, kwargs: Any) -> list[_Optimizer]:
+        """Whether gradients that are clipped or read are scaled. Returns the optimizers whose they are."""
         tensors = next(iter((*args, *kwargs.values())))
         # A generator is the function's to consume.
         given = [tensors] if isinstance(tensors, Tensor) else [] if isinstance(tensors, Iterator) else list(tensors)
@@ -300,7 +298,7 @@ class check_loop:
         if scaled:
             self._add("gradients are clipped, or their norm is read, while they are scaled",
                       "scaler.unscale_(optimizer) before it, or scaler.clip_grad_norm_(optimizer, max_norm)")
-        yield
+        return followed
 
     # --- optimizers, schedulers, regions
 
@@ -317,12 +315,23 @@ class check_loop:
     def _optimizer_starts(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         one = self._of(optimizer)
         self._optimizer_ran = True
+        closure = len(args) > 1 or kwargs.get("closure")
         if one.scaled and one.backwards and not self._in_scaler_step:
             self._add("the optimizer steps with scaled gradients",
                       "scaler.step(optimizer) in place of optimizer.step()")
-        if not one.cleared and one.backwards and len(args) < 2 and not kwargs.get("closure"):
+        if not one.cleared and one.backwards and not closure:
             self._add("gradients of the step before are still there: zero_grad is missing",
                       "optimizer.zero_grad() after the step, or before backward")
+        if one.zeroed and all(p.grad is None for p in one.parameters):
+            self._add("zero_grad is called between backward and step: the step has no gradients",
+                      "optimizer.zero_grad() before backward, or after the step", one.zeroed)
+        if one.last and not (closure or one.backwards) and one.marks == one.current() != [(0, 0)] * len(one.marks):
+            self._add("the optimizer steps twice with the same gradients",
+                      "once: scaler.step(optimizer) where there is a scaler, and remove the other")
+        for line, times in one.clips.items():
+            if 1 < times == one.backwards.get(max(one.backwards, key=one.backwards.__getitem__, default=line)):
+                self._add(f"gradients are clipped {times} times for one step, after each backward",
+                          "clip once, after the last backward and before the step", line)
         most = max(one.backwards.values(), default=0)
         if most > 1 and not one.divided:
             line = max(one.backwards, key=one.backwards.__getitem__)
@@ -338,6 +347,8 @@ class check_loop:
         one.cleared = not one.last
         one.scaled = one.divided = False
         one.backwards.clear()
+        one.clips.clear()
+        one.zeroed, one.marks = None, one.current()
         one.attempts += 1
         self._backwards_before.clear()
         self._divided_before = False

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -19,26 +19,24 @@ from ampkit.debugging.causes import dtype_name
 from ampkit.debugging.module_calls import ModuleCalls, module_paths
 from ampkit.debugging.operator_calls import no_advice_on_hooks
 from ampkit.debugging.operator_facts import readable, tensors_in
-from ampkit.debugging.report_file import line
+from ampkit.debugging.report import plain
 
-__all__ = ["ScriptMonitor", "TensorMonitor"]
+__all__ = ["TensorMonitor"]
 
 _LOW = (torch.float16, torch.bfloat16)
 _MOST_ELEMENTS = 1 << 16    # of a parameter
 
 
 class TensorMonitor:
-    """Samples a run every so many steps: headroom, underflow, updates that are lost::
+    """Context that samples a run every so many optimizer steps: headroom, underflow, updates that are lost::
 
-        with debugging.TensorMonitor(model, scaler, every=100, path="run.jsonl") as monitor:
-            for x, y in loader:
-                ...
-                optimizer.step()
-                monitor.step()
+        with debugging.TensorMonitor(model, every=100, path="run.jsonl"):
+            train(model, loader)
 
-    On a sampled step (the first one, and each `every` steps after it) modules have hooks; on others nothing is there
-    but a counter. Statistics stay on their devices until the step ends. Each sample is a dict, a line of JSON in
-    `path`, which is emptied first, and the last one in `last`:
+    A step ends with `optimizer.step()`; one that a scaler skips does not count. On a sampled step (the first one, and
+    each `every` steps after it) modules have hooks; on others nothing is there but a counter. Statistics stay on their
+    devices until the step ends. Each sample is a dict, a line of JSON in `path`, which is emptied first, and the last
+    one in `last`:
 
     - `outputs` and `gradients`, of what modules return in float16 or bfloat16: `headroom`, the powers of two between
       the largest magnitude and the end of the range; `underflow`, the share of elements below the smallest normal
@@ -46,43 +44,71 @@ class TensorMonitor:
       module that is called often, the worst.
     - `lost_updates`, by parameter: of the elements with a gradient (65,536 at most are looked at), the share that the
       optimizer did not move.
-    - `step`, `scale`, and `skipped`, whether no optimizer stepped.
+    - `step`, counted from 0.
 
     Results and random numbers are the same to the bit. Inside compiled functions no module is seen.
     """
 
-    def __init__(
-        self, model: Module | None = None, scaler: torch.amp.GradScaler | None = None, *,
-        every: int = 100, path: str | Path | None = None,
-    ) -> None:
+    def __init__(self, model: Module | None = None, *, every: int = 100, path: str | Path | None = None) -> None:
         if every < 1:
             raise ValueError(f"every is {every}; expected a number of steps, 1 or more")
         if model is not None and not isinstance(model, Module):
             raise TypeError(f"model is {type(model).__name__}; expected a torch.nn.Module, or None for whatever runs")
         self.last: dict[str, Any] | None = None
-        self._scaler, self._every = scaler, every
+        self._every = every
         self._path = None if path is None else Path(path)
         self._step = 0
         self._modules = ModuleCalls(model, lambda: (False, None))
-        self._hooks = ExitStack()
+        self._open, self._hooks = ExitStack(), ExitStack()     # of the context, and of a sampled step
         self._seen: list[tuple[str, str, torch.dtype, Tensor]] = []     # kind, module, statistics
         self._before: list[tuple[Tensor, Tensor, Tensor]] = []      # parameter, its value, where it should change
-        self._lost: list[tuple[str, Tensor]] = []
-        self._stepped = False
 
     def __enter__(self) -> TensorMonitor:
         if self._path is not None:
             self._path.write_text("", encoding="utf-8")     # lines of a former run are none of this one's
+        # Torch does not let a hook of optimizers remove one: they stay between samples.
+        self._open.callback(register_optimizer_step_pre_hook(self._optimizer_starts).remove)
+        self._open.callback(register_optimizer_step_post_hook(self._optimizer_ends).remove)
         self._watch()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._hooks.close()
+        self._open.close()
 
-    def step(self) -> None:
-        """A step has ended, taken or skipped."""
+    def _watch(self) -> None:
+        hooks = self._hooks = ExitStack()
+        hooks.enter_context(no_advice_on_hooks())
+        hooks.callback(register_module_forward_hook(self._look).remove)     # before `modules` leaves the module
+        self._modules.start()
+        hooks.callback(self._modules.stop)
+        self._modules.new_step()
+
+    def _look(self, module: Module, args: Any, output: Any) -> None:
+        call = None if torch.compiler.is_compiling() else self._modules.current()
+        if call is None:
+            return
+        for tensor in readable(tensors_in(output)):
+            if tensor.dtype in _LOW:
+                self._note("outputs", str(call), tensor)
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._note, "gradients", str(call)))
+
+    def _note(self, kind: str, module: str, tensor: Tensor) -> None:
+        if tensor.numel():
+            self._seen.append((kind, module, tensor.dtype, _statistics(tensor)))
+
+    @torch.no_grad()
+    def _optimizer_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._step % self._every == 0:
+            self._before = [
+                (p, _some(p).clone(), _some(p.grad) != 0)
+                for group in optimizer.param_groups for p in group["params"]
+                if p.grad is not None and p.grad.layout is torch.strided and p.numel()
+            ]
+
+    @torch.no_grad()
+    def _optimizer_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._step % self._every == 0:
             self._hooks.close()
             self._write()
@@ -90,92 +116,47 @@ class TensorMonitor:
         if self._step % self._every == 0:
             self._watch()
 
-    def _watch(self) -> None:
-        hooks = self._hooks = ExitStack()
-        hooks.enter_context(no_advice_on_hooks())
-        self._watch_optimizers(hooks)
-        hooks.callback(register_module_forward_hook(self._look).remove)     # before `modules` leaves the module
-        self._modules.start()
-        hooks.callback(self._modules.stop)
-        self._modules.new_step()
-        self._stepped = False
-
-    def _watch_optimizers(self, hooks: ExitStack) -> None:
-        hooks.callback(register_optimizer_step_pre_hook(self._optimizer_starts).remove)
-        hooks.callback(register_optimizer_step_post_hook(self._optimizer_ends).remove)
-
-    def _look(self, module: Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        call = self._modules.current()
-        if call is None:
-            return
-        name = str(call)
-        for tensor in readable(tensors_in(output)):
-            if tensor.dtype in _LOW:
-                self._seen.append(("outputs", name, tensor.dtype, _statistics(tensor)))
-                if tensor.requires_grad:
-                    tensor.register_hook(self._gradient_look(name))
-
-    def _gradient_look(self, name: str) -> Callable[[Tensor], None]:
-        def look(gradient: Tensor) -> None:
-            if gradient.numel():
-                self._seen.append(("gradients", name, gradient.dtype, _statistics(gradient)))
-
-        return look
-
-    @torch.no_grad()
-    def _optimizer_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._before = [
-            (p, _some(p).clone(), _some(p.grad) != 0)
-            for group in optimizer.param_groups for p in group["params"]
-            if p.grad is not None and p.grad.layout is torch.strided and p.numel()
-        ]
-
-    @torch.no_grad()
-    def _optimizer_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        names = {
-            id(p): f"{path}.{name}" if path else name for root in self._modules.roots()
-            for path, module in module_paths(root) for name, p in module.named_parameters(recurse=False)
-        }
-        for place, (parameter, before, wanted) in enumerate(self._before):
-            lost = (wanted & (_some(parameter) == before)).sum() / wanted.sum().clamp_min(1)
-            self._lost.append((names.get(id(parameter), f"parameter {place}"), lost))
-        self._before = []
-        self._stepped = True
-
     def _write(self) -> None:
         """Read the statistics, with one transfer per device, and write the sample."""
-        sample: dict[str, Any] = {
-            "step": self._step,
-            "scale": self._scaler.get_scale() if self._scaler is not None and self._scaler.is_enabled() else None,
-            "skipped": not self._stepped,
-            "outputs": {}, "gradients": {}, "lost_updates": {},
-        }
+        outputs: dict[str, Any] = {}
+        gradients: dict[str, Any] = {}
         rows = _on_host([statistics for *_, statistics in self._seen])
         for (kind, name, dtype, _), (low, high, small) in zip(self._seen, rows, strict=True):
             largest, limit = max(-low, high), torch.finfo(dtype).max
             broken = not math.isfinite(high - low)
             headroom = math.inf if largest == 0 else 0.0 if broken else math.log2(limit / largest)
-            worst = sample[kind].setdefault(
+            worst = (outputs if kind == "outputs" else gradients).setdefault(
                 name, {"dtype": dtype_name(dtype), "headroom": headroom, "underflow": small, "broken": broken}
             )
             worst["headroom"] = min(worst["headroom"], headroom)
             worst["underflow"] = max(worst["underflow"], small)
             worst["broken"] |= broken
-        shares = _on_host([lost.reshape(1) for _, lost in self._lost])
-        sample["lost_updates"] = {name: share for (name, _), (share,) in zip(self._lost, shares, strict=True)}
-        self._seen, self._lost = [], []
-        self.last = sample
+        self.last = {"step": self._step, "outputs": outputs, "gradients": gradients, "lost_updates": self._lost()}
+        self._seen, self._before = [], []
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(line("monitor", sample))
+                file.write(json.dumps(plain(self.last), allow_nan=False) + "\n")
+
+    def _lost(self) -> dict[str, float]:
+        """By parameter, of the elements that should change the share that did not."""
+        names = {
+            id(p): f"{path}.{name}" if path else name for root in self._modules.roots()
+            for path, module in module_paths(root) for name, p in module.named_parameters(recurse=False)
+        }
+        shares = _on_host([
+            ((wanted & (_some(p) == before)).sum() / wanted.sum().clamp_min(1)).reshape(1)
+            for p, before, wanted in self._before
+        ])
+        return {
+            names.get(id(p), f"parameter {place}"): share
+            for place, ((p, _, _), (share,)) in enumerate(zip(self._before, shares, strict=True))
+        }
 
     def __str__(self) -> str:
         """The last sample's worst."""
         if self.last is None:
             return "no step was sampled"
-        lines = [f"step {self.last['step']}" + (f", scale {self.last['scale']:g}" if self.last["scale"] else "")]
+        lines = [f"step {self.last['step']}"]
         for kind in ("outputs", "gradients"):
             found = self.last[kind]
             if found:
@@ -190,33 +171,6 @@ class TensorMonitor:
             most = max(lost, key=lost.__getitem__)
             lines.append(f"  {'updates':12} {lost[most]:.1%} lost of {most}")
         return "\n".join(lines)
-
-
-class ScriptMonitor(TensorMonitor):
-    """Takes `optimizer.step()` for the end of a step. Torch does not let a hook of optimizers remove one: they stay."""
-
-    def __init__(self, *, every: int, path: str | Path) -> None:
-        super().__init__(every=every, path=path)
-        self._optimizers = ExitStack()
-
-    def __enter__(self) -> TensorMonitor:
-        super()._watch_optimizers(self._optimizers)
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._optimizers.close()
-        super().__exit__(*error)
-
-    def _watch_optimizers(self, hooks: ExitStack) -> None:
-        pass
-
-    def _optimizer_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._step % self._every == 0:
-            super()._optimizer_starts(optimizer, args, kwargs)
-
-    def _optimizer_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        super()._optimizer_ends(optimizer, args, kwargs)
-        self.step()
 
 
 @torch.no_grad()

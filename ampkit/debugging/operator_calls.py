@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,19 +19,22 @@ from torch.nn import Module, Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ampkit.debugging.module_calls import ModuleCall, ModuleCalls
-from ampkit.debugging.operator_facts import OperatorFacts, facts_of
-from ampkit.debugging.source_lines import Caller, SourceLine, find_caller
+from ampkit.debugging.operator_facts import OperatorFacts, facts_of, tensors_in
+from ampkit.debugging.source_lines import Caller, SourceLine, find_caller, shown, variable_of
 from ampkit.torch_internals.operator_tracing import (
+    FakeTensor,
     ObserverMode,
     OpOverload,
     current_node,
+    is_opaque,
     next_sequence_number,
     node_name,
     node_sequence_number,
+    storage_key,
     without_dispatch,
 )
 
-__all__ = ["OperatorCall", "OperatorObserver", "Phase", "Place", "no_advice_on_hooks"]
+__all__ = ["OperatorCall", "OperatorObserver", "Phase", "Place", "no_advice_on_hooks", "operation_fields"]
 
 Phase = Literal["forward", "backward", "recompute", "optimizer", "scaler"]
 
@@ -97,7 +100,7 @@ class OperatorObserver(ObserverMode):
         self._thread = _Thread()
         self._open = ExitStack()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Any:
         with ExitStack() as stack:
             for hook in (
                 register_optimizer_step_pre_hook(self._optimizer_starts),
@@ -149,8 +152,8 @@ class OperatorObserver(ObserverMode):
         """Run an operator and look at it."""
         return func(*args, **kwargs)
 
-    def literal(self, tensor: Tensor, place: Place) -> None:
-        """A tensor has been made of Python's numbers."""
+    def passed_over(self, facts: OperatorFacts, given: list[Tensor]) -> None:
+        """An operator is run that takes tensors whose values cannot be read."""
 
     def step_ended(self, optimizer: Any) -> None:
         """An optimizer has stepped."""
@@ -166,6 +169,17 @@ class OperatorObserver(ObserverMode):
             return Place(call.module, line, "")
         return Place(forward.module, (forward.caller.line() if call.caller.outside else line) or line, forward.op)
 
+    def name_of(self, tensor: Tensor) -> str:
+        """What the user calls a tensor: its name as a parameter or buffer, else a variable; "" without either."""
+        key = storage_key(tensor)
+        for root in self.modules.roots():
+            for name, one in (*root.named_parameters(), *root.named_buffers()):
+                if not is_opaque(one) and storage_key(one) == key:
+                    return name
+                if one.grad is not None and not is_opaque(one.grad) and storage_key(one.grad) == key:
+                    return f"{name}.grad"
+        return variable_of(tensor)
+
     def forward_of(self, call: OperatorCall) -> OperatorCall | None:
         """The forward operator that a backward operator belongs to; of a custom function, its first one."""
         return None if call.backward_number is None else self._forward_at(call.backward_number)
@@ -173,9 +187,11 @@ class OperatorObserver(ObserverMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if types and any(cls is not Tensor and cls is not Parameter for cls in types):
-            return NotImplemented       # a tensor subclass takes itself apart, and its parts come by
         kwargs = kwargs or {}
+        if types and any(cls is not Tensor and cls is not Parameter for cls in types):
+            if FakeTensor in types:
+                return func(*args, **kwargs)
+            return NotImplemented       # a tensor subclass takes itself apart, and its parts come by
         facts = facts_of(func)
         if facts.composite:     # in inference mode no key above decomposes them
             with self._again():
@@ -185,8 +201,6 @@ class OperatorObserver(ObserverMode):
         if facts.is_view:
             if moved:
                 self._note_forward(number, self._describe(facts, 3))
-            if facts.literal:
-                self.literal(args[0], Place(self.modules.current(), find_caller(2).line(), None))
             return func(*args, **kwargs)
         call = self._describe(facts, 3)
         if call.caller.printing:
@@ -194,6 +208,10 @@ class OperatorObserver(ObserverMode):
         if moved:
             self._note_forward(number, call)
         self.count += 1
+        given = tensors_in((args, kwargs))
+        if any(map(is_opaque, given)):
+            self.passed_over(facts, given)
+            return func(*args, **kwargs)
         call.numbers = tuple([one for one in (*args, *kwargs.values()) if type(one) is float])
         return self.observe(call, func, args, kwargs)
 
@@ -274,6 +292,22 @@ class OperatorObserver(ObserverMode):
         self._backward_seen = self._unscaled = False
         self.modules.new_step()
         self._forward_before, self._forward = self._forward, {}
+
+
+def operation_fields(call: OperatorCall | None, place: Place) -> dict[str, Any]:
+    """A call, or a tensor that was there before, as the fields of `report.Operation`; without those of its result."""
+    module, line, backward_of = place
+    return {
+        "index": -1 if call is None else call.index,
+        "op": "" if call is None else call.op,
+        "phase": "before" if call is None else call.phase,
+        "module": "" if module is None else str(module),
+        "path": "" if module is None or not module.known else module.path,
+        "call": 0 if module is None else module.number,
+        "file": "" if line is None else shown(line.file),
+        "line": 0 if line is None else line.line,
+        "backward_of": backward_of or "",
+    }
 
 
 @contextmanager

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ampkit.containers import map_tensors
 from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque
 from ampkit.torch_internals.operators import is_composite
 
-__all__ = ["OperatorFacts", "facts_of", "readable", "tensors_in"]
+__all__ = ["OperatorFacts", "facts_of", "other_arguments", "readable", "tensors_in"]
 
 # Their results are whatever the memory held.
 _UNINITIALISED = frozenset(f"aten::{name}" for name in (
@@ -39,11 +40,11 @@ class OperatorFacts:
         self.name = op.name()
         base = self.name.partition("::")[2].partition(".")[0]
         self.mutable: bool = schema.is_mutable
+        self.literal = self.name == "aten::lift_fresh"      # `torch.tensor` of a list ends in it
         # Views read nothing, nor do the profiler's marks. Some share memory without their schema saying so.
         self.is_view: bool = (
             op.is_view or base in _UNSAFE_VIEWS or self.name.startswith("profiler::")
-        ) and not self.mutable
-        self.literal = self.name == "aten::lift_fresh"      # `torch.tensor` of a list ends in it
+        ) and not self.mutable and not self.literal
         self.uninitialised = self.name in _UNINITIALISED
         self.random = torch.Tag.nondeterministic_seeded in op.tags
         self.shape_only = base.endswith(_SHAPE_ONLY)
@@ -131,3 +132,22 @@ def readable(tensors: list[Tensor]) -> Iterator[Tensor]:
     for tensor in tensors:
         if (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() and not is_opaque(tensor):
             yield tensor
+
+
+def other_arguments(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any],
+    tensor: Callable[[Tensor], Tensor], dtype: Callable[[torch.dtype], torch.dtype],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`args` and `kwargs` of a call with other tensors and dtypes, for the same operator in another precision."""
+    def changed(value: Any) -> Any:
+        return dtype(value) if isinstance(value, torch.dtype) else map_tensors(value, tensor)
+
+    other_args = [changed(value) for value in args]
+    other_kwargs = {key: changed(value) for key, value in kwargs.items()}
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == "half_to_float":    # of softmax, on accelerators: float16 in, float32 out
+            if place < len(other_args):
+                other_args[place] = False
+            else:
+                other_kwargs["half_to_float"] = False
+    return tuple(other_args), other_kwargs

@@ -1,4 +1,9 @@
-"""`compare_precision`: a step beside itself in float32, in one run."""
+"""`compare_precision`: a step that carries its own reference along, every operator again on wider copies.
+
+What an operator did to the numbers is told apart by a third run, in the wider dtype on the user's own inputs: against
+it an operator's own rounding shows, and between it and the copy what came in with the inputs. The optimizer is left
+out.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +12,31 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
-from ampkit.debugging.causes import dtype_name
+from ampkit.debugging.causes import dtype_name, extremes, largest_finite
 from ampkit.debugging.changes import Change
 from ampkit.debugging.loop import check_loop
+from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver, operation_fields
+from ampkit.debugging.operator_facts import OperatorFacts, other_arguments, readable, tensors_in
 from ampkit.debugging.precision_report import GradientError, OperatorError, PrecisionReport
+from ampkit.debugging.reference_copies import NONE, Error, ReferenceCopies
 from ampkit.debugging.report import Suggestion
-from ampkit.debugging.shadow import Measured, ShadowRun, deviation
 from ampkit.debugging.snapshot import Snapshot
-from ampkit.debugging.source_lines import shown
+from ampkit.debugging.source_lines import running_scaler
+from ampkit.debugging.storage_map import StorageMap
 from ampkit.debugging.suggestions import advice_on_precision, changes_for_precision
+from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque, storage_key, without_dispatch
 
-__all__ = ["PrecisionComparison", "compare_precision"]
+__all__ = ["Deviation", "PrecisionComparison", "compare_precision", "deviation"]
+
+_LOW = (torch.float16, torch.bfloat16)
+_OWN_FORMAT = ("mkldnn_rnn", "_cudnn_rnn", "miopen_rnn")     # memory that only their own backward can read
+_OPTIMIZER, _RANDOM, _UNREAD = "the optimizer", "it draws random numbers", "it reads nothing"
 
 
 def compare_precision(
@@ -34,8 +48,9 @@ def compare_precision(
     Each operator's result is compared with that of the same step in `reference` throughout (`total`) and with that of
     the same operator in `reference` on the same inputs (`local`, its own rounding): an operator that rounds much and
     one that amplifies what others rounded are told apart. `report.gradients()` compares the gradients, which are those
-    of a true step in `reference` to the bit where `report.opaque` names no operator; `report.recommended_scale` is the
-    loss scale to which nothing overflows in backward, where float16 takes part.
+    of a true step in `reference` to the bit where `report.opaque` names no operator, `report.results` what the step
+    returns, and `report.error` is the largest of all; `report.recommended_scale` is the loss scale to which nothing
+    overflows in backward, where float16 takes part.
 
     The step takes effect as always; its results and random numbers are the same to the bit. Numbers that it makes in 16
     bits (`arange`, `full`) are made in `reference` beside; what came in 16 bits counts as it is, and is listed in
@@ -50,16 +65,17 @@ def compare_precision(
     >>> report.operators    # nothing is in low precision
     []
     """
-    run = PrecisionComparison(model, reference)
+    comparison = PrecisionComparison(model, reference)
     before = Snapshot(model) if verify and model is not None else None
-    with before or nullcontext(), run:
-        step()
-    report = run.report
-    if report.is_far_off():
+    with before or nullcontext(), comparison as report:
+        result = step()
+    report.results = comparison.errors_of(tensors_in(result))
+    if report.is_far_off:
         report.suggestion = advice_on_precision(report)
         if before is not None and model is not None:
-            region = run.run.modules.region
-            report.suggestion = _tried(step, model, report, before, changes_for_precision(report, region, model))
+            report.suggestion = _tried(
+                step, model, report, before, changes_for_precision(report, comparison.modules.region, model)
+            )
     return report
 
 
@@ -73,20 +89,39 @@ def _tried(
         for change in changes:
             before.restore()
             comparison = PrecisionComparison(model, getattr(torch, report.reference))
-            with contextlib.suppress(RuntimeError), change.around(None, before), comparison:
-                step()
-            found = comparison.report
+            result = None
+            with contextlib.suppress(RuntimeError), change.around(None, before), comparison as found:
+                result = step()
+            found.results = comparison.errors_of(tensors_in(result))
             if found.parameters and found.error < report.error / 2:
                 evidence = f"verified: with it the error is {found.error:.2g} in place of {report.error:.2g}"
                 return Suggestion(change.code, "change", True, evidence, tuple(tried))
             tried.append(change.code)
     finally:
         after.restore()
-    return replace(advice_on_precision(report), tried=tuple(tried))
+    advice = advice_on_precision(report)
+    return None if advice.code in tried else replace(advice, tried=tuple(tried))
 
 
-class PrecisionComparison:
-    """Context in which one step is compared; `report` has the result when an optimizer has stepped, or it is left."""
+class Deviation(NamedTuple):
+    """How far values are from their reference. Elements where the reference is not finite count for nothing."""
+
+    error: float        # 2-norm of the difference
+    norm: float         # 2-norm of the reference
+    lost: int           # zero, where the reference is not
+    broken: int         # inf or NaN, where the reference is finite
+    numel: int
+
+    @property
+    def relative(self) -> float:
+        """The error as a share of the reference's norm."""
+        if self.broken:
+            return math.inf
+        return self.error / self.norm if self.norm else (math.inf if self.error else 0.0)
+
+
+class PrecisionComparison(OperatorObserver):
+    """Context in which one step is compared; `report` has the gradients when an optimizer steps, or it is left."""
 
     def __init__(
         self, model: Module | None, reference: torch.dtype = torch.float32, *, first_step: int = 0,
@@ -94,96 +129,316 @@ class PrecisionComparison:
     ) -> None:
         if reference not in (torch.float32, torch.float64):
             raise ValueError(f"reference is {reference}; expected torch.float32 or torch.float64")
+        super().__init__(model)
+        self.first_step = first_step
         self.report = PrecisionReport(dtype_name(reference), step=first_step)
-        self._collected = False
-        self.run = ShadowRun(model, reference, self._collect, self._finish)
-        self.run.first_step = first_step
+        self.memory = ReferenceCopies(reference)
+        self.only_first_step = False            # of several: from its end on operators just run
+        self._finished = False
+        self._scale: float | None = None        # of a scaler that takes part, as the step began
+        self._given: StorageMap[bool] = StorageMap()        # what came in 16 bits and was noted
+        self._new_gradients = False
         self._on_step = on_step
         self._loop = check_loop()
 
     def __enter__(self) -> PrecisionReport:
         self.report.loop = self._loop.__enter__().findings
-        self.run.__enter__()
+        super().__enter__()
         return self.report
 
     def __exit__(self, *error: Any) -> None:
-        self.run.__exit__(*error)
+        super().__exit__(*error)
         self._loop.__exit__(None, None, None)
-        self.report.compiled = self.run.compiled
-        if not self._collected:
-            self._collect(self.run)
-        self._fill()
+        self.report.compiled = self.compiled
+        if not self.report.parameters:
+            self._collect_gradients()
+        self.report.scale = self._scale or 1.0
+        self.report.recommended_scale = self._recommended_scale()
 
-    def _finish(self) -> None:
-        self._fill()
+    def errors_of(self, tensors: list[Tensor]) -> list[float]:
+        """How far tensors are from their reference copies, relatively."""
+        with torch.no_grad():
+            return [deviation(one.detach(), self.memory.read(one)).relative for one in readable(tensors)]
+
+    def observe(
+        self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not self._finished and self.was_skipped(call):
+            self.memory = ReferenceCopies(self.memory.reference)       # its own scale would not have been halved
+            self.step_ended(None)
+            self.next_step()
+        facts = call.facts
+        if self._finished or facts.literal:
+            return func(*args, **kwargs)
+        if call.phase == "scaler":
+            self._meet_scaler(scaling=call.caller.scaling)
+        self._new_gradients |= call.phase == "backward"
+        given = tensors_in((args, kwargs))
+        if not given and not facts.uninitialised and not facts.random:
+            return self._run_factory(call, func, args, kwargs)
+        low = any(map(self._is_low, given)) or self._asks_for_low((*args, *kwargs.values()))
+        if not low and not any(map(self.memory.has_copy, given)):
+            return func(*args, **kwargs)        # nothing differs here
+        for one in given:
+            if one.dtype in _LOW and not self.memory.has_copy(one):
+                self._note_given(one)
+        if facts.name == "aten::ones_like" and given[0].numel() == 1 and given[0].requires_grad:
+            scale = self._scale or 1.0      # the gradient that backward starts with
+            self.report.loss = float(given[0].detach()) / scale
+            self.report.reference_loss = float(self.memory.read(given[0])) / scale
+        written = facts.written(args, kwargs)
+        refusal = _OPTIMIZER if call.phase == "optimizer" else _why_not(facts, func, args, kwargs, given)
+        if not refusal:
+            return self._run_three(call, func, args, kwargs, low, [*written, *facts.possibly_written(args, kwargs)])
+        result = func(*args, **kwargs)
+        for one in (*written, *tensors_in(result)):
+            self.memory.forget(one)
+        if facts.name == "aten::native_dropout":
+            self._drop_same(result, *args)
+        if refusal not in (_OPTIMIZER, _RANDOM, _UNREAD):
+            self.report.opaque[facts.name] = refusal
+        return result
+
+    def _run_factory(
+        self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Numbers that are made in 16 bits, as `arange` does, and in the reference's dtype."""
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and result.dtype in _LOW and result.numel() and not is_opaque(result):
+            wide = func(*args, **{**kwargs, "dtype": self.memory.wide(result.dtype)})
+            off = deviation(result, wide, count_lost=True)
+            if off.error or off.broken:
+                self.memory.write(result, wide, Error(off.relative, call.index, call.index), own=True)
+                self._note(call, result, off, off, 0.0, NONE, _largest(wide))
+        return result
+
+    def _run_three(
+        self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any],
+        low: bool, written: list[Tensor],
+    ) -> Any:
+        memory = self.memory
+        errors_in = [memory.error(one) for one in tensors_in((args, kwargs))]
+        incoming = max(errors_in, default=NONE)._replace(lost=max((one.lost for one in errors_in), default=-1))
+        for one in written:
+            memory.make_writable(one)
+        changes = {id(one) for one in written}
+        updated = not call.facts.overwrites and call.phase != "recompute"
+        before = {id(one): one.clone() for one in written if updated and one.dtype in _LOW}
+
+        def widened(tensor: Tensor) -> Tensor:
+            return tensor.detach().to(memory.wide(tensor.dtype), copy=id(tensor) in changes)
+
+        cast = call.op == "aten::_to_copy" and args[0].is_floating_point()
+        wider = other_arguments(func, args, kwargs, memory.read, memory.wide)
+        own = other_arguments(func, args, kwargs, widened, memory.wide) if low else None
+        result = func(*args, **kwargs)
+        results = _results(call.facts, result, args, kwargs)
+        with torch.no_grad():
+            try:
+                locals_ = None
+                if own is not None:     # what a cast is given is what it would return in the wider dtype
+                    locals_ = [own[0][0]] if cast else _results(call.facts, func(*own[0], **own[1]), *own)
+                own = None      # what is held from here on is the most that a step needs
+                references = _results(call.facts, func(*wider[0], **wider[1]), *wider)
+                if [one.shape for one in results] != [one.shape for one in references]:
+                    raise ValueError("the reference has another shape: it depends on values")
+            except Exception as error:      # kernels say in many ways that they do not take a wider dtype
+                self.report.opaque[call.op] = str(error).splitlines()[0][:100]
+                for one in results:
+                    memory.forget(one)
+                return result
+            taken = {storage_key(one) for one in tensors_in(wider) if not is_opaque(one)}
+            del wider
+            if cast and not self._is_low(results[0]):
+                errors = [incoming]     # from a narrower dtype: nothing happens
+            else:
+                errors = self._measure(call, results, references, locals_, incoming, before)
+            for one, reference, error in zip(results, references, errors, strict=True):
+                if id(one) in changes:
+                    memory.note_error(one, error)
+                else:
+                    memory.write(one, reference, error, own=storage_key(reference) not in taken)
+                    taken.add(storage_key(reference))
+        return result
+
+    def _measure(
+        self, call: OperatorCall, results: list[Tensor], references: list[Tensor], locals_: list[Tensor] | None,
+        incoming: Error, before: dict[int, Tensor],
+    ) -> list[Error]:
+        """Note how far a call's results are from the reference. Returns the error of each."""
+        chosen = [i for i, one in enumerate(results) if one.numel() and (one.is_floating_point() or one.is_complex())]
+        totals = {i: deviation(results[i], references[i]) for i in chosen}
+        maker, lost = incoming.maker, incoming.lost
+        if chosen:
+            total = _sum(totals.values())
+            local, propagated = Deviation(0.0, total.norm, 0, 0, total.numel), total
+            if locals_ is not None:
+                local = _sum(deviation(results[i], locals_[i], count_lost=self._is_low(results[i])) for i in chosen)
+            if locals_ is not None and (local.error or local.broken):
+                propagated = _sum(deviation(locals_[i], references[i]) for i in chosen)
+            if local.relative > propagated.relative / 2:
+                maker = call.index
+            if local.lost:
+                lost = call.index
+            self._note(
+                call, results[chosen[0]], total, local, propagated.relative, incoming,
+                max(_largest(references[i]) for i in chosen), _unmoved(results, locals_ or [], before),
+            )
+        return [Error(totals[i].relative, maker, lost) if i in totals else NONE for i in range(len(results))]
+
+    def _note(
+        self, call: OperatorCall, result: Tensor, total: Deviation, local: Deviation, propagated: float,
+        incoming: Error, largest: float, unmoved: float = 0.0,
+    ) -> None:
+        count = max(1, local.numel)
+        self.report.operators.append(OperatorError(
+            **operation_fields(call, self.place(call)), dtype=dtype_name(result.dtype), shape=tuple(result.shape),
+            total=total.relative, local=local.relative, propagated=propagated,
+            amplification=propagated / incoming.relative if 0 < incoming.relative < math.inf else 0.0,
+            error_from=incoming.maker, lost=local.lost / count, overflowed=local.broken / count, largest=largest,
+            norm=total.norm, unmoved=unmoved,
+        ))
+
+    def _note_given(self, tensor: Tensor) -> None:
+        """Remember a tensor in 16 bits that the step was given: what rounded it cannot be seen."""
+        if not is_opaque(tensor) and not self._given.get(tensor):
+            self._given.set(tensor, True)
+            if name := self.name_of(tensor):
+                self.report.given[name] = dtype_name(tensor.dtype)
+
+    def passed_over(self, facts: OperatorFacts, given: list[Tensor]) -> None:
+        if any(self._is_low(one) or self.memory.has_copy(one) for one in given):
+            self.report.opaque[facts.name] = "it takes sparse, nested or quantized tensors"
+
+    def _drop_same(self, result: tuple[Tensor, Tensor], given: Tensor, p: float, train: bool | None) -> None:
+        """The reference of a dropout: the same elements of the input's."""
+        kept = result[1] / (1 - p) if train is not False and p < 1 else result[1]
+        self.memory.write(result[0], self.memory.read(given) * kept, self.memory.error(given), own=True)
+
+    def step_ended(self, optimizer: Any) -> None:
+        if self.only_first_step and not self._finished:
+            self._finished = True
+            self.memory = ReferenceCopies(self.memory.reference)
         self._on_step()
 
-    def _fill(self) -> None:
-        run, report = self.run, self.report
-        report.operators = [_operator(one) for one in run.measured]
-        report.opaque, report.scale, report.given = dict(run.opaque), run.scale or 1.0, dict(run.given)
-        report.recommended_scale = recommended_scale(run)
-        if run.loss is not None:
-            report.loss, report.reference_loss = run.loss
+    def _optimizer_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        super()._optimizer_starts(optimizer, args, kwargs)
+        if self.begun:
+            with without_dispatch():
+                self._collect_gradients()
 
-    def _collect(self, run: ShadowRun) -> None:
-        """The gradients, which a loop may clear before it ends."""
-        if run.finished:
+    def _meet_scaler(self, *, scaling: bool) -> None:
+        """Note its scale; it may skip the step, and then no hook says that gradients are ready."""
+        scaler = running_scaler() if self._scale is None or scaling else None
+        if scaler is not None and scaler.is_enabled():
+            self._scale = scaler.get_scale()
+        if self._new_gradients and not scaling:
+            self._new_gradients = False
+            self._collect_gradients()
+
+    def _collect_gradients(self) -> None:
+        """Compare the gradients, which a loop may clear before it ends; scaled, and again unscaled."""
+        if self._finished:
             return
-        found = []
-        for root in run.modules.roots():
-            for name, parameter in root.named_parameters():
-                if parameter.grad is not None and parameter.grad.layout is torch.strided:
-                    with torch.no_grad():
-                        reference = run.memory.read(parameter.grad)
-                        found.append((name, deviation(parameter.grad, reference, count_lost=True)))
-        if not found:
-            return
-        self._collected = True
+        with torch.no_grad():
+            found = [
+                (name, deviation(p.grad, self.memory.read(p.grad), count_lost=True))
+                for root in self.modules.roots() for name, p in root.named_parameters()
+                if p.grad is not None and p.grad.layout is torch.strided
+            ]
         norm = math.hypot(*(one.norm for _, one in found))
-        self.report.parameters = [
-            GradientError(
-                name, one.relative, one.error / norm if norm else one.relative, one.lost / max(1, one.numel),
-                one.broken / max(1, one.numel), one.norm,
-            )
-            for name, one in found
-        ]
+        if found:
+            self.report.parameters = [
+                GradientError(
+                    name, one.relative, one.error / norm if norm else one.relative, one.lost / max(1, one.numel),
+                    one.broken / max(1, one.numel), one.norm,
+                )
+                for name, one in found
+            ]
+
+    def _recommended_scale(self) -> float | None:
+        """The largest power of two times the scale with which no float16 result of backward overflows."""
+        backward = [one for one in self.report.operators if one.dtype == "float16" and one.phase == "backward"]
+        largest = max((one.largest for one in backward), default=0.0)
+        if not largest:
+            return None
+        return self.report.scale * 2.0 ** math.floor(math.log2(torch.finfo(torch.float16).max / largest))
+
+    def _is_low(self, tensor: Tensor) -> bool:
+        return tensor.dtype is not self.memory.wide(tensor.dtype)
+
+    def _asks_for_low(self, values: tuple[Any, ...]) -> bool:
+        return any(isinstance(one, torch.dtype) and one is not self.memory.wide(one) for one in values)
 
 
-def recommended_scale(run: ShadowRun) -> float | None:
-    """The largest power of two times the scale with which no float16 result of backward overflows."""
-    largest = max(
-        (one.largest for one in run.measured if one.dtype is torch.float16 and one.call.phase == "backward"),
-        default=0.0,
-    )
-    if not largest:
-        return None
-    return (run.scale or 1.0) * 2.0 ** math.floor(math.log2(torch.finfo(torch.float16).max / largest))
+def _why_not(
+    facts: OperatorFacts, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
+) -> str:
+    """Why an operator is not run again; "" if it can be."""
+    if facts.communicates:
+        return "it talks to other processes"
+    if facts.opaque_state or any(part in facts.name for part in _OWN_FORMAT):
+        return "it hands on memory in a form of its own"
+    if facts.uninitialised:
+        return _UNREAD
+    if facts.random:
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.name == "dropout_p":
+                p = args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
+                return _RANDOM if p else ""
+        return _RANDOM
+    return ""
 
 
-def _operator(one: Measured) -> OperatorError:
-    module, line, backward_of = one.place
-    count, incoming = max(1, one.local.numel), one.incoming.relative
-    return OperatorError(
-        index=one.call.index,
-        op=one.call.op,
-        phase=one.call.phase,
-        module="" if module is None else str(module),
-        path="" if module is None or not module.known else module.path,
-        call=0 if module is None else module.number,
-        file="" if line is None else shown(line.file),
-        line=0 if line is None else line.line,
-        backward_of=backward_of or "",
-        dtype=dtype_name(one.dtype),
-        shape=one.shape,
-        total=one.total.relative,
-        local=one.local.relative,
-        propagated=one.propagated,
-        amplification=one.propagated / incoming if 0 < incoming < math.inf else 0.0,
-        error_from=one.incoming.maker,
-        lost=one.local.lost / count,
-        overflowed=one.local.broken / count,
-        largest=one.largest,
-        norm=one.total.norm,
-        unmoved=one.unmoved,
+def _results(facts: OperatorFacts, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """What a call returned and what it wrote, each once."""
+    found = tensors_in(result) + (facts.written(args, kwargs) if facts.mutable else [])
+    return [one for one in {id(one): one for one in found}.values() if not is_opaque(one)]
+
+
+def _unmoved(results: list[Tensor], locals_: list[Tensor], before: dict[int, Tensor]) -> float:
+    """Of the elements that an update in place changes in the wider dtype, the share that stay what they were."""
+    wanted = stayed = 0
+    for one, exact in zip(results, locals_, strict=False):
+        old = before.get(id(one))
+        if old is not None:
+            changes = exact != old
+            wanted += int(changes.sum())
+            stayed += int((changes & (one == old)).sum())
+    return stayed / wanted if wanted else 0.0
+
+
+def deviation(value: Tensor, reference: Tensor, *, count_lost: bool = False) -> Deviation:
+    """How far `value` is from `reference`; `lost` stays 0 unless it is asked for."""
+    value = value.float() if value.element_size() == 1 else value       # few operators take float8
+    if value.is_complex():
+        value, reference = torch.view_as_real(value), torch.view_as_real(reference)
+    value, reference = value.reshape(-1), reference.reshape(-1)
+    count = value.numel()
+    lost = 0
+    if count_lost and int(torch.count_nonzero(value)) < count:
+        lost = int(((value == 0) & (reference != 0)).sum())
+    same = value.dtype is reference.dtype
+    difference = value - reference if same else value.to(reference.dtype).sub_(reference)
+    error, norm = math.sqrt(torch.dot(difference, difference)), math.sqrt(torch.dot(reference, reference))
+    if math.isfinite(error) and math.isfinite(norm):
+        return Deviation(error, norm, lost, 0, count)
+    fits = torch.isfinite(reference)        # a norm beyond the dtype, or values that are not finite
+    broken = int((fits & ~torch.isfinite(value)).sum())
+    fits &= torch.isfinite(value)
+    error = float(torch.where(fits, value.double() - reference, 0.0).norm())
+    return Deviation(error, float(torch.where(fits, reference, 0.0).double().norm()), lost, broken, count)
+
+
+def _largest(tensor: Tensor) -> float:
+    low, high = extremes(tensor)
+    return max(-low, high) if math.isfinite(high - low) else largest_finite(tensor)
+
+
+def _sum(some: Iterable[Deviation]) -> Deviation:
+    """Several tensors as one: what is mathematically zero beside others weighs nothing."""
+    parts = list(some)
+    return Deviation(
+        math.hypot(*(one.error for one in parts)), math.hypot(*(one.norm for one in parts)),
+        sum(one.lost for one in parts), sum(one.broken for one in parts), sum(one.numel for one in parts),
     )

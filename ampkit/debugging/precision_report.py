@@ -1,22 +1,18 @@
-"""What a step loses to low precision: by operator, by module, by gradient."""
+"""What a step loses to low precision: by operator, by gradient."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
-from ampkit.debugging.loop import LoopFinding
-from ampkit.debugging.report import COMPILED, Suggestion
-from ampkit.debugging.report_file import Status, document
+from ampkit.debugging.report import COMPILED, LoopFinding, Operation, Report, Status, Suggestion
 
-__all__ = ["GradientError", "ModuleError", "OperatorError", "PrecisionReport"]
+__all__ = ["GradientError", "OperatorError", "PrecisionReport"]
 
 
-@dataclass(frozen=True)
-class OperatorError:
+@dataclass(frozen=True, kw_only=True)
+class OperatorError(Operation):
     """One operator call. Errors are 2-norms of differences, relative to the reference's; inf where a result overflowed.
 
     `total` is from the reference run; `local` from the same operator in the reference's dtype on the same inputs: its
@@ -27,17 +23,6 @@ class OperatorError:
     not. `largest` is the largest magnitude in the reference, `norm` its 2-norm.
     """
 
-    index: int
-    op: str
-    phase: str
-    module: str
-    path: str
-    call: int
-    file: str
-    line: int
-    backward_of: str
-    dtype: str
-    shape: tuple[int, ...]
     total: float
     local: float
     propagated: float
@@ -48,27 +33,6 @@ class OperatorError:
     largest: float
     norm: float
     unmoved: float = 0.0
-
-    def __str__(self) -> str:
-        name = f"the cast to {self.dtype} ({self.op})" if self.op == "aten::_to_copy" else self.op
-        backward = f" in backward of {self.backward_of or 'an unseen operator'}" if self.phase == "backward" else ""
-        module = f", {self.module}" if self.module else ""
-        return f"{name}{backward}{module}" + (f", {self.file}:{self.line}" if self.file else "")
-
-
-@dataclass(frozen=True)
-class ModuleError:
-    """A module's own operators, without those of modules in it: the worst of each, and the last total."""
-
-    module: str
-    path: str
-    phase: str
-    total: float
-    local: float
-    amplification: float
-    lost: float
-    overflowed: float
-    worst: OperatorError        # by `local`
 
 
 @dataclass(frozen=True)
@@ -87,12 +51,14 @@ class GradientError:
 
 
 @dataclass
-class PrecisionReport:
+class PrecisionReport(Report):
     """What `compare_precision` measured. `str` is what the terminal shows."""
 
+    kind = "precision"
     reference: str
     operators: list[OperatorError] = field(default_factory=list)
     parameters: list[GradientError] = field(default_factory=list)
+    results: list[float] = field(default_factory=list)      # the errors of the tensors that the step returned
     opaque: dict[str, str] = field(default_factory=dict)    # operators without a reference of their own, and why
     given: dict[str, str] = field(default_factory=dict)     # what came in 16 bits: its dtype, by name
     suggestion: Suggestion | None = None
@@ -108,7 +74,7 @@ class PrecisionReport:
     @property
     def status(self) -> Status:
         """"found" where gradients overflowed or are gone; "inconclusive" where the step did not run to its end."""
-        if self.loop or not math.isfinite(self.gradient_error) or self.gone:
+        if self.loop or self.gone or not (math.isfinite(self.gradient_error) or self.is_left_to_scaler):
             return "found"
         return "inconclusive" if self.incomplete else "clean"
 
@@ -123,53 +89,55 @@ class PrecisionReport:
 
     @property
     def error(self) -> float:
-        """Of the gradients, or of the loss where that is farther off."""
-        if self.loss is None or self.reference_loss is None:
-            return self.gradient_error
-        return max(self.gradient_error, abs(self.loss - self.reference_loss) / (abs(self.reference_loss) or 1.0))
+        """The largest among those of the gradients together, of the loss, and of what the step returned."""
+        errors = [self.gradient_error, *self.results]
+        if self.loss is not None and self.reference_loss is not None:
+            errors.append(abs(self.loss - self.reference_loss) / (abs(self.reference_loss) or 1.0))
+        return max(errors)
 
+    @property
     def is_far_off(self) -> bool:
         """Whether something should change."""
-        return not self.error < 0.05 or any(one.unmoved > 0.5 and one.phase == "forward" for one in self.operators)
+        return self.stuck is not None or not (self.error < 0.05 or self.is_left_to_scaler)
 
     @property
     def gone(self) -> list[str]:
-        """Parameters whose gradient is 0 almost everywhere, and is not in the reference."""
-        return [one.parameter for one in self.parameters if one.lost > 0.99 and one.norm > 0]
+        """Parameters whose gradient is 0 almost everywhere, and in the reference a part of all that counts."""
+        norm = math.hypot(*(one.norm for one in self.parameters))
+        return [one.parameter for one in self.parameters if one.lost > 0.99 and one.norm > 1e-6 * norm]
 
+    @property
+    def is_left_to_scaler(self) -> bool:
+        """Whether gradients overflow at the loss scale alone: a scaler skips the step, and halves it."""
+        return not math.isfinite(self.gradient_error) and 1 <= (self.recommended_scale or 0) < self.scale
+
+    @property
     def underflows(self) -> bool:
         """Whether gradients are gone because float16 cannot hold them in backward."""
         return bool(self.gone) and any(
             one.phase == "backward" and one.dtype == "float16" and one.lost > 0.5 for one in self.operators
         )
 
+    @property
+    def stuck(self) -> OperatorError | None:
+        """An update in place that mostly rounds to nothing."""
+        found = _worst(self.operators, lambda one: one.unmoved if one.phase == "forward" else 0.0)
+        return found if found is not None and found.unmoved > 0.5 else None
+
+    @property
+    def amplified(self) -> OperatorError | None:
+        """The operator that makes an error grow most."""
+        found = _worst(filter(self.matters, self.operators), lambda one: one.amplification)
+        return found if found is not None and found.amplification > 1 else None
+
+    def maker(self, one: OperatorError) -> OperatorError | None:
+        """The call that made most of the error that came in with the inputs of another one."""
+        return next((other for other in self.operators if other.index == one.error_from), None)
+
     def rounds(self) -> OperatorError | None:
         """Where the largest error began: an update that rounds to nothing, what is amplified later, or what rounds."""
-        stuck = _worst(self.operators, lambda one: one.unmoved if one.phase == "forward" else 0.0)
-        if stuck is not None and stuck.unmoved > 0.5:
-            return stuck
-        amplified = _worst(filter(self.matters, self.operators), lambda one: one.amplification)
-        if amplified is not None and amplified.amplification > 1:
-            maker = next((one for one in self.operators if one.index == amplified.error_from), None)
-            if maker is not None:
-                return maker
-        return _worst(self.operators, lambda one: one.local)
-
-    def modules(self, phase: str | None = None) -> list[ModuleError]:
-        """By module, forward and backward apart, the worst `local` error first."""
-        groups: dict[tuple[str, str], list[OperatorError]] = {}
-        for one in self.operators:
-            if phase is None or one.phase == phase:
-                groups.setdefault((one.module, one.phase), []).append(one)
-        found = [
-            ModuleError(
-                module, some[0].path, of_phase, some[-1].total, max(one.local for one in some),
-                max(one.amplification for one in some), max(one.lost for one in some),
-                max(one.overflowed for one in some), max(some, key=lambda one: one.local),
-            )
-            for (module, of_phase), some in groups.items()
-        ]
-        return sorted(found, key=lambda one: one.local, reverse=True)
+        grown = None if self.amplified is None else self.maker(self.amplified)
+        return self.stuck or grown or _worst(self.operators, lambda one: one.local)
 
     def matters(self, one: OperatorError) -> bool:
         """Whether an operator's error reaches anything. A gradient that is zero in exact arithmetic is all error."""
@@ -177,71 +145,59 @@ class PrecisionReport:
         return one.propagated > 1e-3 and (one.phase != "backward" or one.total * one.norm > 1e-3 * gradients)
 
     def __str__(self) -> str:
-        return "\n".join([*([COMPILED] if self.compiled else []), *map(str, self.loop), self._numbers()])
+        return "\n".join([*([COMPILED] if self.compiled else []), *map(str, self.loop), *self._numbers()])
 
-    def _numbers(self) -> str:
+    def _numbers(self) -> list[str]:
         if self.incomplete and not self.operators:
-            return f"inconclusive: {self.incomplete}"
+            return [f"inconclusive: {self.incomplete}"]
         if not self.operators:
-            return f"no operator of step {self.step} computed in less than {self.reference}"
+            return [f"no operator of step {self.step} computed in less than {self.reference}"]
         lines = [f"{self._symptom()} in step {self.step}, against the same step in {self.reference}"]
         rounded = _worst(self.operators, lambda one: one.local)
         if rounded is not None:
-            lines.append(f"  rounded    {rounded.local:.2g} by {rounded}, {rounded.dtype}")
-        amplified = _worst(filter(self.matters, self.operators), lambda one: one.amplification)
-        if amplified is not None and amplified.amplification > 1:
-            lines.append(
-                f"  amplified  {amplified.amplification:.3g} times, to {amplified.propagated:.2g}, by {amplified}"
-            )
-            maker = next((one for one in self.operators if one.index == amplified.error_from), None)
-            if maker is not None:
-                lines.append(f"  made       by {maker}, {maker.dtype}")
+            lines.append(f"  rounded   {rounded.local:.2g} by {rounded}, {rounded.dtype}")
+        if (grown := self.amplified) is not None:
+            lines.append(f"  amplified {grown.amplification:.3g} times, to {grown.propagated:.2g}, by {grown}")
+            if (maker := self.maker(grown)) is not None:
+                lines.append(f"  made      by {maker}, {maker.dtype}")
         lost = _worst(self.operators, lambda one: one.lost)
         if lost is not None:
-            lines.append(f"  to zero    {lost.lost:.2%} by {lost}, {lost.dtype}")
-        stuck = _worst(self.operators, lambda one: one.unmoved)
-        if stuck is not None and stuck.unmoved > 0.5:
-            lines.append(f"  unmoved    {stuck.unmoved:.0%} of an update rounds to nothing in {stuck}, {stuck.dtype}")
+            lines.append(f"  to zero   {lost.lost:.2%} by {lost}, {lost.dtype}")
+        if (stuck := self.stuck) is not None:
+            lines.append(f"  unmoved   {stuck.unmoved:.0%} of an update rounds to nothing in {stuck}, {stuck.dtype}")
         if self.recommended_scale is not None:
-            lines.append(f"  scale      {self.scale:g}; up to {self.recommended_scale:g} nothing overflows in backward")
-        lines += [f"  unseen     {op}: {why}" for op, why in self.opaque.items()]
+            lines.append(f"  scale     {self.scale:g}; up to {self.recommended_scale:g} nothing overflows in backward")
+        lines += [f"  unseen    {op}: {why}" for op, why in self.opaque.items()]
         if self.given:
             names = list(self.given)
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            lines.append(f"  as given   {', '.join(names[:3])}{more}: in 16 bits before the step, and not compared")
-        if self.suggestion is not None:
-            lines.append(f"  {self.suggestion.kind:10} {self.suggestion.code}")
-            lines.append(f"  evidence   {self.suggestion.evidence}")
-            lines += [f"  in vain    {one}" for one in self.suggestion.tried]
-        return "\n".join(lines)
-
-    def table(self, rows: int = 20) -> str:
-        """The modules whose operators round most."""
-        head = f"{'local':>9} {'total':>9} {'amplif.':>9} {'to zero':>8}  {'phase':9} module: operator"
-        body = [
-            f"{one.local:9.2g} {one.total:9.2g} {one.amplification:9.3g} {one.lost:8.2%}  {one.phase:9} "
-            f"{one.module or '(none)'}: {one.worst.op}"
-            for one in self.modules()[:rows]
-        ]
-        return "\n".join([head, *body])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers; inf and NaN among the numbers as strings."""
-        return document("precision", self.status, str(self), asdict(self))
-
-    def to_json(self) -> str:
-        """`to_dict` as JSON text."""
-        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
+            lines.append(f"  as given  {', '.join(names[:3])}{more}: in 16 bits before the step, and not compared")
+        return lines + (self.suggestion.lines() if self.suggestion is not None else [])
 
     def _symptom(self) -> str:
         parts = []
         if self.gone:
             parts.append(f"the gradients of {len(self.gone)} of {len(self.parameters)} parameters are gone: they are 0")
+        elif self.is_left_to_scaler:
+            parts.append(f"gradients overflow at a loss scale of {self.scale:g}, and are left to the scaler")
         elif self.parameters:
             parts.append(f"gradients are {self.gradient_error:.2g} off")
+        elif self.results:
+            parts.append(f"results are {max(self.results):.2g} off")
         if self.loss is not None and self.reference_loss is not None:
             parts.append(f"the loss is {self.loss:.6g} for {self.reference_loss:.6g}")
         return ", ".join(parts) or f"{len(self.operators)} operators were compared"
+
+    def table(self, rows: int = 20) -> str:
+        """The operator of each module that rounds most, forward and backward apart."""
+        worst: dict[tuple[str, str], OperatorError] = {}
+        for one in sorted(self.operators, key=lambda one: one.local, reverse=True):
+            worst.setdefault((one.module, one.phase), one)
+        return "\n".join([
+            f"{'local':>9} {'total':>9} {'amplif.':>9} {'to zero':>8}  {'phase':9} module: operator",
+            *(f"{one.local:9.2g} {one.total:9.2g} {one.amplification:9.3g} {one.lost:8.2%}  {one.phase:9} "
+              f"{one.module or '(none)'}: {one.op}" for one in list(worst.values())[:rows]),
+        ])
 
 
 def _worst(some: Iterable[OperatorError], by: Callable[[OperatorError], float]) -> OperatorError | None:

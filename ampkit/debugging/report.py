@@ -1,28 +1,46 @@
-"""What a search for non-finite values found: five lines each to read, plain dicts to keep."""
+"""What the tools report: text for the terminal, a status, JSON; and reports of several ranks, put in order.
+
+`docs/reference/debugging.md` lists the keys of the JSON. It has no inf and no NaN: such numbers are the strings "inf",
+"-inf" and "nan".
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 from ampkit.debugging.causes import Cause, InputSummary
-from ampkit.debugging.loop import LoopFinding
-from ampkit.debugging.report_file import Status, document
 
-__all__ = ["Finding", "NonFiniteError", "NonFiniteReport", "Operation", "Suggestion"]
+__all__ = [
+    "Finding", "LoopFinding", "NonFiniteError", "NonFiniteReport", "Operation", "Report", "Status", "Suggestion",
+    "in_order", "plain", "read",
+]
 
+Status = Literal["clean", "found", "inconclusive"]
+VERSION = 1
 COMPILED = ("compiled functions run eagerly here: where the loss of your own run is finite and right, what follows is "
             "not of that run")
 
 
-class NonFiniteError(FloatingPointError):
-    """A step made inf or NaN that reached its loss, a gradient, a parameter or a result. `report` has it all."""
+class Report:
+    """What a tool found. `str` is what the terminal shows."""
 
-    def __init__(self, report: NonFiniteReport) -> None:
-        super().__init__(str(report))
-        self.report = report
+    kind: ClassVar[str]
+
+    @property
+    def status(self) -> Status:
+        """"found"; "inconclusive" where nothing was, and the steps did not run to their end; or "clean"."""
+        raise NotImplementedError
+
+    def to_json(self) -> str:
+        """All of it as JSON text."""
+        head = {"kind": f"ampkit.debugging.{self.kind}", "version": VERSION, "status": self.status, "text": str(self)}
+        fields: Any = self
+        return json.dumps(plain({**head, **asdict(fields)}), indent=1, allow_nan=False)
 
 
 @dataclass(frozen=True)
@@ -39,9 +57,9 @@ class Operation:
     file: str
     line: int
     backward_of: str        # in backward, the forward operator
-    dtype: str
-    shape: tuple[int, ...]
-    values: str             # "nan", "inf", "-inf", or several, of its result
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    values: str = ""        # "nan", "inf", "-inf", or several, of its result
 
     def __str__(self) -> str:
         return f"{self.what()}{self.where()}"
@@ -74,6 +92,28 @@ class Suggestion:
     evidence: str = ""
     tried: tuple[str, ...] = ()     # what did not help
 
+    def lines(self) -> list[str]:
+        """For the terminal."""
+        return [f"  {self.kind:9} {self.code}", f"  evidence  {self.evidence}",
+                *(f"  in vain   {one}" for one in self.tried)]
+
+
+@dataclass(frozen=True)
+class LoopFinding:
+    """Something that a loop does wrong, the line that does it, and the change."""
+
+    what: str
+    file: str
+    line: int
+    change: str
+    iteration: int      # steps of optimizers before it, skipped ones counted
+    times: int = 1
+
+    def __str__(self) -> str:
+        times = f", in {self.times} iterations" if self.times > 1 else ""
+        return (f"{self.what}, from iteration {self.iteration} on{times}\n  line      {self.file}:{self.line}\n"
+                f"  change    {self.change}")
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -99,17 +139,13 @@ class Finding:
         shown = [str(one) for one in self.inputs[:3]] + [f"{len(self.inputs) - 3} more"] * (len(self.inputs) > 3)
         inputs = "; inputs " + ", ".join(shown) if shown else ""
         micro_batch = f", micro-batch {self.micro_batch}" if self.micro_batch > 1 else ""
-        lines = [
-            f"{self.symptom} in step {self.step}{micro_batch}"
-            + (f", {self.times} times alike" if self.times > 1 else ""),
+        times = f", {self.times} times alike" if self.times > 1 else ""
+        return "\n".join([
+            f"{self.symptom} in step {self.step}{micro_batch}{times}",
             f"  origin    {self.origin}" + (f": {self.elements}" if self.elements else ""),
             f"  why       {self.why()}{inputs}",
-        ]
-        if self.suggestion is not None:
-            lines.append(f"  {self.suggestion.kind:9} {self.suggestion.code}")
-            lines.append(f"  evidence  {self.suggestion.evidence}")
-            lines += [f"  in vain   {one}" for one in self.suggestion.tried]
-        return "\n".join(lines)
+            *(self.suggestion.lines() if self.suggestion is not None else ()),
+        ])
 
     def why(self) -> str:
         """The cause, with the place where the value was made that it is about."""
@@ -125,11 +161,18 @@ class Finding:
             steps = [*steps[:4], f"{len(steps) - 7} more", *steps[-3:]]
         return " -> ".join(steps)
 
+    def is_like(self, other: Finding) -> bool:
+        """Whether another one is of the same operator, place and kind."""
+        one, two = self.origin, other.origin
+        return self.cause.kind == other.cause.kind and (one.op, one.module, one.file, one.line, one.backward_of) == (
+            two.op, two.module, two.file, two.line, two.backward_of)
+
 
 @dataclass
-class NonFiniteReport:
+class NonFiniteReport(Report):
     """What `detect_nonfinite` and `find_nonfinite` found; falsy if nothing. `str` is what the terminal shows."""
 
+    kind = "nonfinite"
     findings: list[Finding] = field(default_factory=list)
     skipped: list[Finding] = field(default_factory=list)    # what a scaler met: normal while its scale settles
     steps: int = 0
@@ -143,7 +186,6 @@ class NonFiniteReport:
 
     @property
     def status(self) -> Status:
-        """Whether something was found; "inconclusive" where nothing was, and steps did not run to their end."""
         return "found" if self.findings or self.loop else "inconclusive" if self.incomplete else "clean"
 
     def __bool__(self) -> bool:
@@ -157,45 +199,76 @@ class NonFiniteReport:
         looked = f"{self.operators} operators in {self.steps} {'step' if self.steps == 1 else 'steps'}"
         blocks = [COMPILED] if self.compiled else []
         blocks += map(str, self.loop)
-        for finding in self.findings[:1]:
-            blocks.append(f"{rank}{finding}\n  way       {finding.way()}")
-        for finding in self.findings[1:]:
-            blocks.append(
-                f"{rank}then {finding.symptom} in step {finding.step}: {finding.origin}: {finding.why()}"
-            )
+        blocks += [f"{rank}{finding}\n  way       {finding.way()}" for finding in self.findings[:1]]
+        blocks += [
+            f"{rank}then {finding.symptom} in step {finding.step}: {finding.origin}: {finding.why()}"
+            for finding in self.findings[1:]
+        ]
         if self.incomplete and not self.findings:
             blocks.append(f"{rank}inconclusive: {self.incomplete}. Nothing was found until then: {looked}")
         elif not self.findings:
             blocks.append(f"{rank}no inf or NaN reached a loss, a gradient, a parameter or a result: {looked}")
-        for finding in self.skipped:
-            blocks.append(
-                f"{rank}step {finding.step} was left to the loss scaler, which skips it: {finding.cause.text} "
-                f"at a scale of {finding.scale or 0:g}, in {finding.origin}"
-            )
+        blocks += [
+            f"{rank}step {finding.step} was left to the loss scaler, which skips it: {finding.cause.text} "
+            f"at a scale of {finding.scale or 0:g}, in {finding.origin}" for finding in self.skipped
+        ]
         return "\n".join([*blocks, *(f"note: {note}" for note in self.notes)])
 
     def add(self, finding: Finding) -> bool:
         """Add a finding, or count it with one at the same place. Returns whether it is new."""
         into = self.skipped if finding.skipped else self.findings
         for place, other in enumerate(into):
-            if _place(other) == _place(finding) or (finding.cause.kind == "arrived" and self.findings):
+            if other.is_like(finding) or (finding.cause.kind == "arrived" and self.findings):
                 into[place] = replace(other, times=other.times + 1)
                 return False
         into.append(finding)
         return True
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers; inf and NaN among the numbers as strings."""
-        return document("nonfinite", self.status, str(self), asdict(self))
 
-    def to_json(self) -> str:
-        """`to_dict` as JSON text."""
-        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
+class NonFiniteError(FloatingPointError):
+    """A step made inf or NaN that reached its loss, a gradient, a parameter or a result. `report` has it all."""
+
+    def __init__(self, report: NonFiniteReport) -> None:
+        super().__init__(str(report))
+        self.report = report
 
 
-def _place(finding: Finding) -> tuple[Any, ...]:
-    origin = finding.origin
-    return origin.op, origin.module, origin.file, origin.line, origin.backward_of, finding.cause.kind
+# --- files
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """A report from a file. Raises `ValueError` for another file or version."""
+    try:
+        found: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or "text" not in found or not str(found.get("kind")).startswith("ampkit.debugging."):
+        raise ValueError(f"{path} is no report; expected a file that ampkit debug wrote with --json")
+    if found.get("version") != VERSION:
+        raise ValueError(f"{path} has version {found.get('version')!r}; this ampkit reads {VERSION}: use the ampkit "
+                         "that wrote it")
+    return found
+
+
+def in_order(reports: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Reports of several ranks: first the rank that made what others received, then by step and rank."""
+    def order(report: dict[str, Any]) -> tuple[Any, ...]:
+        rank = report.get("rank", 0)
+        if report.get("kind") != "ampkit.debugging.nonfinite" or not report["findings"]:
+            return math.inf, report["status"] != "inconclusive", rank
+        first = report["findings"][0]
+        return first["step"], first["cause"]["kind"] == "received", rank
+
+    return sorted(reports, key=order)
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON can hold it."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _ordinal(number: int) -> str:

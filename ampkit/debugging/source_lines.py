@@ -7,6 +7,8 @@ are libraries, everything else (transformers and its like too) is where somebody
 from __future__ import annotations
 
 import enum
+import functools
+import os
 import sys
 import sysconfig
 from pathlib import Path
@@ -56,8 +58,12 @@ class SourceLine(NamedTuple):
 
 def shown(file: str) -> str:
     """A file as seen from the working directory, where it is below it."""
-    path = Path(file)
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    return _seen_from(file, os.getcwd())
+
+
+@functools.cache
+def _seen_from(file: str, folder: str) -> str:
+    return str(Path(file).relative_to(folder) if Path(file).is_relative_to(folder) else file)
 
 
 class Caller(NamedTuple):

@@ -12,17 +12,16 @@ from ampkit.debugging.changes import (
     Change,
     EpsChange,
     LineChange,
-    Lines,
     LossChange,
-    PolicyTrial,
+    PolicyChange,
     Region,
     ScaleChange,
     function_around,
     line_of,
 )
-from ampkit.debugging.policy_change import PolicyChange
 from ampkit.debugging.precision_report import PrecisionReport
-from ampkit.debugging.report import Finding, Suggestion
+from ampkit.debugging.report import Finding, Operation, Suggestion
+from ampkit.policy.policy import Policy
 
 __all__ = ["advice", "advice_on_precision", "changes_for", "changes_for_precision", "suggest"]
 
@@ -40,24 +39,22 @@ def suggest(finding: Finding, region: Region, model: Module | None) -> Suggestio
 def changes_for(finding: Finding, region: Region, model: Module | None) -> Iterator[Change]:
     """What may help, the likeliest first."""
     origin, cause = finding.origin, finding.cause
-    low = [origin.dtype, *(one.dtype for one in finding.inputs)]
-    if cause.kind in ("arrived", "received", "constant", "uninitialised") or not (
-        cause.kind == "rounded" or any(dtype in _LOW for dtype in low)
-    ):
+    places = (origin, finding.made) if finding.made is not None else (origin,)
+    dtypes = [one.dtype for one in (*places, *finding.inputs)]
+    if cause.kind in ("arrived", "received", "constant", "uninitialised") or not any(one in _LOW for one in dtypes):
         return
     if origin.phase == "optimizer":
         yield EpsChange()
         return
-    if origin.phase == "backward" and cause.kind == "overflow" and finding.scale:
+    overflows = origin.phase == "backward" and cause.kind == "overflow"
+    if overflows and finding.scale:
         yield ScaleChange(finding.scale / _excess(finding))
     if region == "ampkit" and model is not None:
-        change = PolicyChange(finding.device).extended(origin)
-        if change is not None:
-            yield PolicyTrial(change, model)
+        yield from _policies(finding.device, model, origin)
     place = (finding.made and line_of(finding.made)) or line_of(origin)
     if place is not None:
         yield LineChange(finding.device, region, (place,))
-    if origin.phase == "backward" and cause.kind == "overflow" and not finding.scale:
+    if overflows and not finding.scale:
         yield LossChange(_excess(finding))
 
 
@@ -65,58 +62,67 @@ def advice(finding: Finding) -> Suggestion:
     """What helps where no change does, as far as it is known."""
     origin, cause = finding.origin, finding.cause
     if cause.kind == "arrived":
-        if origin.line:
-            return Suggestion("look at the numbers that the line is given", evidence="the line computes nothing")
         what = f"{finding.parameter!r}" if finding.parameter else "the data"
         return Suggestion(f"look at what wrote {what} before this step", evidence="it is broken before it is used")
     if cause.kind == "received":
         return Suggestion("see the report of the rank that sent it", evidence="what this rank sent is finite")
     if cause.kind == "constant":
-        return Suggestion("do not write inf or NaN where nothing masks it out", evidence="the code asks for it")
+        return Suggestion("where it is a mask, write a finite number in place of -inf, as -1e4, or leave it out of the "
+                          "sum; else write no inf or NaN that nothing masks out", evidence="the code asks for it")
     if cause.kind == "uninitialised":
         return Suggestion("write to the memory before it is read", evidence=f"{origin.op} fills nothing in")
     if cause.kind == "unknown":
-        return Suggestion("none is known", evidence="the operator could not be run again to see why")
+        return Suggestion("look at its inputs", evidence="the operator could not be run again to see why")
     if cause.kind == "overflow" and origin.op == "aten::_to_copy":
         return Suggestion("keep it in float32, or clamp it before the cast: x.clamp(-m, m) with m = "
                           f"torch.finfo(torch.{origin.dtype}).max", evidence="the value does not fit the dtype")
-    why = {"too large": "beyond float64 too", "overflow": f"beyond {origin.dtype}"}.get(cause.kind, "")
-    if cause.kind == "rounded":
-        why = "more precision alone did not help"
-    _, what = advice_for(origin.op, origin.backward_of)
-    return Suggestion(what, evidence=why or "no precision helps: float64 has no value either")
+    if cause.kind == "rounded" and " is " in cause.text:
+        return Suggestion("write a number that the dtype holds: in float16 6e-8 or more, and at most 1 - 5e-4",
+                          evidence="not verified")
+    if cause.kind == "overflow" and not finding.inputs:
+        return Suggestion("make these numbers in float32", evidence=f"beyond {origin.dtype}")
+    evidence = {
+        "too large": "beyond float64 too", "overflow": f"beyond {origin.dtype}", "rounded": "another value in float64",
+    }.get(cause.kind, "float64 has no value for these inputs either")
+    if cause.kind == "from inf" and finding.made is not None and "softmax" not in origin.op:
+        return Suggestion("write torch.finfo(dtype).min in place of -inf", evidence=evidence)
+    return Suggestion(advice_for(origin.op, origin.backward_of)[1], evidence=evidence)
 
 
 def changes_for_precision(report: PrecisionReport, region: Region, model: Module) -> Iterator[Change]:
     """What may bring a step nearer to its reference."""
     one = report.rounds()
-    if one is None or report.underflows() or one.unmoved > 0.5:
+    if one is None or report.underflows or one.unmoved > 0.5:
         return
     device = next((p.device.type for p in model.parameters()), "cpu")
     if region == "ampkit":
-        change = PolicyChange(device).extended(one)
-        if change is not None:
-            yield PolicyTrial(change, model)
-    if one.line:
-        lines = Lines(one.file, one.line, one.line)
-        yield LineChange(device, region, (lines,))
+        yield from _policies(device, model, one)
+    lines = line_of(one)
+    if lines is not None:
         whole = function_around(lines)
-        if whole is not None:
-            yield LineChange(device, region, (whole,))
+        yield from (LineChange(device, region, (some,)) for some in (lines, whole) if some is not None)
 
 
 def advice_on_precision(report: PrecisionReport) -> Suggestion:
     """What helps where no change was tried, or none helped."""
     one = report.rounds()
-    if report.underflows():
+    if report.underflows:
         scale = report.recommended_scale or 65536
         return Suggestion("scale the loss: scaler = ampkit.GradScaler()",
                           evidence=f"float16 ends at 6e-08, and a scale of up to {scale:g} overflows nowhere")
     if one is not None and one.unmoved > 0.5:
         return Suggestion(f"keep what {one.file}:{one.line} updates in float32, and cast a copy of it to {one.dtype}",
                           evidence=f"{one.unmoved:.0%} of the update is less than half a unit in the last place")
+    if one is not None and one.op == "aten::add_.Tensor" and one.phase == "backward" and not one.backward_of:
+        return Suggestion("accumulate gradients in float32, beside the parameters", evidence="not verified")
     where = "" if one is None or not one.line else f"compute {one.file}:{one.line} in float32, with .float()"
     return Suggestion(where or "keep more of the model in float32", evidence="not verified")
+
+
+def _policies(device: str, model: Module, place: Operation) -> Iterator[Change]:
+    change = PolicyChange(Policy.default(device), model).extended([place])
+    if change is not None:
+        yield change
 
 
 def _excess(finding: Finding) -> float:

@@ -7,10 +7,11 @@ inf of its exp, `where` drops a NaN on purpose. So an origin is named only where
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 __all__ = ["Record", "Trace", "trace"]
 
@@ -34,6 +35,20 @@ class Record:
     writes_parameter: bool = False
     scalar: bool = False
     compares: bool = False          # its result is only booleans
+    details: Any = None             # what a report needs of a broken one; nothing here looks at it
+
+    def mark(self, low: float, high: float) -> None:
+        """Note what the least and the greatest value of its result say."""
+        if not math.isfinite(high - low):       # of float16, too: these are Python's
+            self.nan |= low != low
+            self.posinf |= high == math.inf
+            self.neginf |= low == -math.inf
+
+    @property
+    def values(self) -> str:
+        """What is broken about its result, in words."""
+        named = (("nan", self.nan), ("inf", self.posinf), ("-inf", self.neginf))
+        return " and ".join(name for name, there in named if there)
 
     @property
     def broken(self) -> bool:

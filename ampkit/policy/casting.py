@@ -2,7 +2,7 @@
 
 Pure functions of their arguments: no region, no thread, no dispatcher state. A tensor is *eligible* when it is
 floating point, on the region's device and not float64 (torch.amp's definition); everything else passes unchanged.
-A tuple or dict in which nothing is cast is returned as the same object.
+A tuple in which nothing is cast is returned as the same object.
 
 Source: ATen/autocast_mode.h.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -30,20 +30,18 @@ _CONVERT: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
     torch.float16: Tensor.half, torch.bfloat16: Tensor.bfloat16, torch.float32: Tensor.float,
 }
 _ON_DEVICE: dict[str, Callable[[Tensor], bool]] = {"cpu": attrgetter("is_cpu"), "cuda": attrgetter("is_cuda")}
+Lookup = Callable[[Tensor, torch.dtype], Tensor]        # stands in for `leaf.to(dtype)` where casts are cached
 
 
 class Cast:
-    """Casts the eligible tensors of one device type to one dtype.
-
-    `lookup(leaf, dtype)` stands in for `leaf.to(dtype)` where the caller has a weight cache. Never syncs.
-    """
+    """Casts the eligible tensors of one device type to one dtype. Never syncs."""
 
     __slots__ = ("castable", "convert", "device_type", "dtype", "on_device")
 
-    def __init__(self, device_type: str, dtype: torch.dtype, castable: frozenset[torch.dtype] = _ELIGIBLE) -> None:
+    def __init__(self, device_type: str, dtype: torch.dtype) -> None:
         self.device_type = device_type
         self.dtype = dtype
-        self.castable = castable - {dtype}
+        self.castable = _ELIGIBLE - {dtype}
         self.convert = converter(dtype)
         self.on_device = _ON_DEVICE.get(device_type) or (lambda tensor: tensor.device.type == device_type)
 
@@ -51,13 +49,13 @@ class Cast:
         """Whether autocast for the device type may cast `value`."""
         return value.dtype in _ELIGIBLE and self.on_device(value)
 
-    def tensor(self, value: Tensor, lookup: Callable[[Tensor, torch.dtype], Tensor] | None = None) -> Tensor:
+    def tensor(self, value: Tensor, lookup: Lookup | None = None) -> Tensor:
         """`value` in the target dtype if it is eligible, else `value` itself."""
         if value.dtype not in self.castable or not self.on_device(value):
             return value
         return lookup(value, self.dtype) if lookup is not None and value.is_leaf else self.convert(value)
 
-    def value(self, value: Any, lookup: Callable[[Tensor, torch.dtype], Tensor] | None = None) -> Any:
+    def value(self, value: Any, lookup: Lookup | None = None) -> Any:
         """An argument with its tensors cast: a tensor, a list or tuple of arguments, or anything else as is."""
         kind = type(value)
         if kind in _PLAIN:
@@ -66,40 +64,16 @@ class Cast:
             return self.tensor(value, lookup)
         if kind is list or kind is tuple:
             cast = [self.value(item, lookup) for item in value]
-            return value if all(map(_same, cast, value)) else kind(cast)
+            return value if all(map(is_, cast, value)) else kind(cast)
         return value
 
-    def args(
-        self, args: tuple[Any, ...], lookup: Callable[[Tensor, torch.dtype], Tensor] | None = None
-    ) -> tuple[Any, ...]:
+    def args(self, args: tuple[Any, ...], lookup: Lookup | None = None) -> tuple[Any, ...]:
         """Positional arguments with their tensors cast, the last one first: see `kwargs`."""
-        changed: list[Any] | None = None
-        index = len(args)
-        while index:
-            index -= 1
-            value = args[index]
-            kind = type(value)
-            if kind is Tensor or kind is Parameter:     # `tensor`, without the calls: this runs for every operand
-                if value.dtype not in self.castable or not self.on_device(value):
-                    continue
-                if lookup is not None and (kind is Parameter or value.requires_grad) and value.is_leaf:
-                    cast = lookup(value, self.dtype)
-                else:
-                    cast = self.convert(value)
-            elif kind in _PLAIN:
-                continue
-            else:
-                cast = self.value(value, lookup)
-                if cast is value:
-                    continue
-            if changed is None:
-                changed = list(args)
-            changed[index] = cast
-        return args if changed is None else tuple(changed)
+        cast = [self.value(value, lookup) for value in reversed(args)]
+        cast.reverse()
+        return args if all(map(is_, cast, args)) else tuple(cast)
 
-    def kwargs(
-        self, kwargs: Mapping[str, Any], lookup: Callable[[Tensor, torch.dtype], Tensor] | None = None
-    ) -> Mapping[str, Any]:
+    def kwargs(self, kwargs: Mapping[str, Any], lookup: Lookup | None = None) -> Mapping[str, Any]:
         """Keyword arguments with their tensors cast.
 
         Arguments are cast in torch.amp's order, which decides in which order autograd adds up the gradients of a
@@ -107,8 +81,7 @@ class Cast:
         """
         if not kwargs:
             return kwargs
-        cast = {name: self.value(kwargs[name], lookup) for name in reversed([*kwargs])}
-        return kwargs if all(cast[name] is kwargs[name] for name in kwargs) else {name: cast[name] for name in kwargs}
+        return dict(zip(kwargs, self.args(tuple(kwargs.values()), lookup), strict=True))
 
 
 @functools.cache
@@ -124,7 +97,7 @@ def converter(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 def is_eligible(value: Any, device_type: str) -> bool:
     """Whether autocast for `device_type` may cast `value`."""
-    return isinstance(value, Tensor) and value.dtype in _ELIGIBLE and value.device.type == device_type
+    return isinstance(value, Tensor) and cast_to(device_type, torch.float32).eligible(value)
 
 
 def common_dtype(*values: Any) -> torch.dtype | None:
@@ -180,57 +153,31 @@ def with_float32_dtype(
     """The call with `dtype=torch.float32` asked for, unless the caller asked for a dtype or arg 0 is not eligible."""
     if not args or not is_eligible(args[0], device_type):
         return op, args, kwargs
-    target, position = _dtype_argument(op)
+    target = dtype_overload(op)
+    assert target is not None, op       # `operator_keys.overloads` has refused the rule
     if target is not op:
-        kwargs = {**_left_out(op, len(args)), **kwargs}
-    given = kwargs.get("dtype") if position is None or len(args) <= position else args[position]
+        # The dispatcher omits arguments equal to their default, and the other overload may have no default for them.
+        defaults = {a.name: a.default_value for a in op._schema.arguments[len(args) :] if a.has_default_value()}
+        return target, args, {**defaults, **kwargs, "dtype": torch.float32}
+    position = _names(op).index("dtype")
+    given = args[position] if position < len(args) else kwargs.get("dtype")
     if given is not None:
         return op, args, kwargs
-    if position is not None and len(args) > position:
-        return target, (*args[:position], torch.float32, *args[position + 1 :]), kwargs
-    return target, args, {**kwargs, "dtype": torch.float32}
+    if position < len(args):
+        return op, (*args[:position], torch.float32, *args[position + 1 :]), kwargs
+    return op, args, {**kwargs, "dtype": torch.float32}
 
 
 @functools.cache
-def _dtype_argument(op: OpOverload) -> tuple[OpOverload, int | None]:
-    """The overload that takes `dtype`, and the position of that argument there (None: keyword only)."""
-    found = _find_dtype(op)
-    if found is not None:
-        return op, found[1]
-    wanted = [argument.name for argument in op._schema.arguments] + ["dtype"]
-    for name in op.overloadpacket.overloads():
-        other = getattr(op.overloadpacket, name)
-        if [argument.name for argument in other._schema.arguments] == wanted:
-            return other, (_find_dtype(other) or (None, None))[1]
-    raise ValueError(f"operator '{op.name()}' cannot follow FLOAT32_DTYPE_ARG: no overload of it takes a dtype")
+def dtype_overload(op: OpOverload) -> OpOverload | None:
+    """What FLOAT32_DTYPE_ARG calls in place of `op`: itself, or the overload with a `dtype` in addition; None if none.
+    """
+    names = _names(op)
+    if "dtype" in names:
+        return op
+    others = (getattr(op.overloadpacket, name) for name in op.overloadpacket.overloads())
+    return next((other for other in others if _names(other) == [*names, "dtype"]), None)
 
 
-def _left_out(op: OpOverload, given: int) -> dict[str, Any]:
-    """Defaults of the parameters after the first `given`: the dispatcher omits arguments equal to their default, and
-    the overload that takes `dtype` may have no default for them."""
-    return {a.name: a.default_value for a in op._schema.arguments[given:] if a.has_default_value()}
-
-
-def _find_dtype(op: OpOverload) -> tuple[str, int | None] | None:
-    for index, argument in enumerate(op._schema.arguments):
-        if argument.name == "dtype":
-            return argument.name, None if argument.kwarg_only else index
-    return None
-
-
-def dtype_overload(op: OpOverload) -> OpOverload:
-    """The overload that FLOAT32_DTYPE_ARG calls in place of `op`: itself, or the one that takes `dtype` in addition."""
-    return _dtype_argument(op)[0]
-
-
-def takes_dtype(op: OpOverload) -> bool:
-    """Whether FLOAT32_DTYPE_ARG can be applied to `op`."""
-    try:
-        _dtype_argument(op)
-    except ValueError:
-        return False
-    return True
-
-
-def _same(a: Any, b: Any) -> bool:
-    return a is b
+def _names(op: OpOverload) -> list[str]:
+    return [argument.name for argument in op._schema.arguments]

@@ -48,10 +48,10 @@ def overloads(key: Any, rule: Rule) -> list[OpOverload]:
     """The overloads that a key of `with_rules` means, each able to follow `rule`; `ValueError` if one is not."""
     found = named_by(key)
     if rule is Rule.FLOAT32_DTYPE_ARG and len(found) > 1:
-        found = [op for op in found if casting.takes_dtype(op)] or found
+        found = [op for op in found if casting.dtype_overload(op)] or found
     if rule is Rule.FLOAT32_DTYPE_ARG:
         for op in found:
-            if not casting.takes_dtype(op):
+            if not casting.dtype_overload(op):
                 raise ValueError(
                     f"operator '{op.name()}' cannot follow FLOAT32_DTYPE_ARG: no overload of it takes a dtype; "
                     "use Rule.FLOAT32"

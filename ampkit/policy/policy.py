@@ -73,13 +73,20 @@ class Policy:
     True
     """
 
-    __slots__ = ("_hash", "base", "device_type", "modules", "overrides", "text")
+    __slots__ = {       # a dict, so that `help` shows what they are
+        "_hash": None,
+        "base": 'The lists it starts from: "default" or "torch".',
+        "device_type": "The device type that it is for.",
+        "modules": "The rules of `for_modules`.",
+        "overrides": "The rules of each `with_rules`, in order, by operator.",
+        "text": "All but the rules of `for_modules`, as JSON that `from_dict` reads: for compiled graphs.",
+    }
 
-    base: str                                                   # "default" or "torch"
+    base: str
     device_type: str
-    overrides: tuple[tuple[tuple[OpOverload, Rule], ...], ...]  # one per with_rules, in order
+    overrides: tuple[tuple[tuple[OpOverload, Rule], ...], ...]
     modules: module_rules.ModuleRules
-    text: str                                                   # all but `modules`, as JSON: for compiled graphs
+    text: str
 
     def __init__(
         self,
@@ -260,7 +267,7 @@ class Policy:
             "rules": [written.layer_dict(layer) for layer in self.overrides],
             "modules": [
                 [
-                    written.key_text(rule.key),
+                    rule.key if isinstance(rule.key, str) else module_rules.class_key(rule.key),
                     rule.value.to_dict() if isinstance(rule.value, Policy) else str(rule.value)[len("torch.") :],
                 ]
                 for rule in self.modules.rules
@@ -281,8 +288,8 @@ class Policy:
         """
         if model is not None and not isinstance(model, Module):
             raise TypeError(f"from_dict binds module rules to a module; got {type(model).__name__}")
-        parts = written.read_dict(state)
-        return _restored(parts, None if model is None else module_rules.NamedModules(model))
+        written.check(state)
+        return _restored(state, None if model is None else module_rules.NamedModules(model))
 
     def _models(self) -> set[str]:
         """The identities of the models that module rules are bound to, those of policies for modules included."""
@@ -353,18 +360,19 @@ def register_changes() -> int:
     return _Registered.changes
 
 
-def _restored(parts: written.Parts, modules: module_rules.NamedModules | None) -> Policy:
-    """The policy of these parts, its module rules bound to these modules."""
-    policy = Policy(parts.base, parts.device_type, tuple(map(_checked_layer, parts.layers)))
-    if not parts.modules:
+def _restored(state: Mapping[str, Any], modules: module_rules.NamedModules | None) -> Policy:
+    """The policy that was written, its module rules bound to these modules."""
+    policy = Policy(state["base"], written.device_type(state), tuple(map(_checked_layer, state.get("rules", ()))))
+    rules = state.get("modules", ())
+    if not rules:
         return policy
     if modules is None:
         raise ValueError(
-            f"this policy has rules for modules, {short(str(parts.modules[0][0]))} among them; give the model that "
-            "they are for: Policy.from_dict(state, model)"
+            f"this policy has rules for modules, {short(rules[0][0])} among them; give the model that they are for: "
+            "Policy.from_dict(state, model)"
         )
     return policy._with_modules(modules, (
-        (key, _restored(value, modules) if isinstance(value, written.Parts) else value) for key, value in parts.modules
+        (key, value if isinstance(value, str) else _restored(value, modules)) for key, value in rules
     ))
 
 

@@ -7,12 +7,11 @@ on anything that is not a policy. Module classes are looked up by name among tho
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.nn import Module
 
-from ampkit.policy.module_rules import CLASS, class_key
+from ampkit.policy.module_rules import CLASS
 from ampkit.policy.operator_keys import key_name
 from ampkit.policy.rules import Rule
 from ampkit.policy.values import short
@@ -24,23 +23,9 @@ MOST_WIDE = 100         # of them for classes of modules, or patterns with stars
 _KEYS = {"base", "device_type", "rules", "modules"}
 
 
-class Parts(NamedTuple):
-    """What a written policy is made of; the values are unchecked."""
-
-    base: Any
-    device_type: Any
-    layers: Sequence[Any]                   # one for each `with_rules`
-    modules: Sequence[tuple[Any, Any]]      # keys of `for_modules`, with a precision's name or other `Parts`
-
-
 def layer_dict(layer: Sequence[tuple[OpOverload, Rule]]) -> dict[str, str]:
     """The rules of one `with_rules` as strings."""
     return {key_name(op): rule.value for op, rule in layer}
-
-
-def key_text(key: str | type[Module]) -> str:
-    """The key of a module rule as a string."""
-    return key if isinstance(key, str) else class_key(key)
 
 
 class _Counter:
@@ -60,8 +45,11 @@ class _Counter:
             raise ValueError(f"not a policy: it names modules by more than {MOST_WIDE} classes and patterns with stars")
 
 
-def read_dict(state: Any, depth: int = 1, counter: _Counter | None = None) -> Parts:
-    """What `Policy.to_dict` wrote; `counter` has counted the rules of the policies around it."""
+def check(state: Any, depth: int = 1, counter: _Counter | None = None) -> None:
+    """`TypeError` or `ValueError` for a policy, or one in it, of a form or a size that `Policy.to_dict` does not write.
+
+    `counter` has counted the rules of the policies around it. Names and values are for `Policy` to check.
+    """
     counter = _Counter() if counter is None else counter
     if not isinstance(state, Mapping):
         raise TypeError(f"a written policy is a dict, as to_dict gives it; got {short(state)}")
@@ -82,21 +70,20 @@ def read_dict(state: Any, depth: int = 1, counter: _Counter | None = None) -> Pa
         if not isinstance(layer, Mapping):
             raise TypeError(f"each of the 'rules' of a written policy is a dict, got {short(layer)}")
     counter.add(rules=len(modules) + sum(1 + len(layer) for layer in layers))
-    device_type = state["device_type"] if "device_type" in state else _current_device_type()
-    return Parts(state["base"], device_type, layers, [_read_module_rule(item, depth, counter) for item in modules])
+    for item in modules:
+        if not isinstance(item, (list, tuple)) or len(item) != 2:
+            raise TypeError(f"a module rule of a written policy is a list of a module and its rule, got {short(item)}")
+        key, value = item
+        if not isinstance(key, str):
+            raise TypeError(f"a written policy names modules by path or as 'class module:name', got {short(key)}")
+        counter.add(wide="*" in key or key.startswith(CLASS))
+        if not isinstance(value, str):
+            check(value, depth + 1, counter)
 
 
-def _current_device_type() -> str:
+def device_type(state: Mapping[str, Any]) -> Any:
+    """The device type of a written policy; where it has none, that of the current accelerator, else the CPU."""
+    if "device_type" in state:
+        return state["device_type"]
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if accelerator is None else accelerator.type
-
-
-def _read_module_rule(item: Any, depth: int, counter: _Counter) -> tuple[Any, Any]:
-    if not isinstance(item, (list, tuple)) or len(item) != 2:
-        raise TypeError(f"a module rule of a written policy is a list of a module and its rule, got {short(item)}")
-    key, value = item
-    if not isinstance(key, str):
-        raise TypeError(f"a written policy names modules by path or as 'class module:name', got {short(key)}")
-    counter.add(wide="*" in key or key.startswith(CLASS))
-    return key, value if isinstance(value, str) else read_dict(value, depth + 1, counter)
-

@@ -31,7 +31,7 @@ from ampkit.torch_internals.dynamo import dynamo_skip
 from ampkit.torch_internals.forks import renewed_lock
 from ampkit.torch_internals.operators import OpOverload
 from ampkit.torch_internals.signatures import TENSOR, compiled, signature_of
-from ampkit.torch_internals.transforms import is_ahead
+from ampkit.torch_internals.transforms import is_ahead, keys_ahead
 
 Kernel = Callable[..., Any]
 R = TypeVar("R")
@@ -157,11 +157,12 @@ def _maker(text: str) -> Callable[..., Kernel]:
 def _general(op: OpOverload) -> Kernel:
     """The kernel of `op` for any rule, argument and mode."""
     slots = [n for n, argument in enumerate(op._schema.arguments) if str(argument.type) == "Tensor"]
+    ahead = keys_ahead(op)
 
     @dynamo_skip
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         mode = get_in_tls(TLS_NAME)
-        if not (mode.as_torch and is_ahead(keyset)):
+        if not (mode.as_torch and is_ahead(keyset, ahead)):
             result = mode.__torch_dispatch__(op, (), args, kwargs)
             if result is not NotImplemented:
                 return result

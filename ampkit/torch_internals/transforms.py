@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from ampkit.torch_internals.dispatcher import is_excluded, parsed_key
 from ampkit.torch_internals.lookup import private
 
-__all__ = ["functorch_level", "is_ahead", "is_wrapped", "transforms"]
+__all__ = ["functorch_level", "is_ahead", "is_wrapped", "keys_ahead", "transforms"]
 
 functorch_level: Callable[[], int | None] = private("_C._functorch.maybe_current_level")
 is_wrapped: Callable[[Tensor], bool] = private("_C._functorch.is_functorch_wrapped_tensor")
@@ -19,9 +21,18 @@ _FRONT = parsed_key("FuncTorchDynamicLayerFrontMode")
 _AHEAD = (_FRONT, parsed_key("FuncTorchBatched"), parsed_key("BatchedNestedTensor"))
 
 
-def is_ahead(keyset: Any) -> bool:
-    """Whether an operator with these dispatch keys is transformed before torch's autocast meets it."""
-    return functorch_level() is not None and any(map(keyset.has, _AHEAD))
+def keys_ahead(op: OpOverload) -> tuple[Any, ...]:
+    """The dispatch keys at which a call of `op` is transformed before torch's autocast meets it.
+
+    At the key of `vmap`'s randomness only operators that draw random numbers are: dropout, and attention for its own.
+    """
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "FuncTorchVmapMode")
+    return (*_AHEAD, parsed_key("FuncTorchVmapMode")) if has_kernel else _AHEAD
+
+
+def is_ahead(keyset: Any, keys: tuple[Any, ...]) -> bool:
+    """Whether a call with these dispatch keys is transformed at one of `keys`."""
+    return functorch_level() is not None and any(map(keyset.has, keys))
 
 
 def transforms() -> bool:

@@ -1,7 +1,6 @@
 """Every case there is: names, aims, time; what a kernel's case compares; work models beside torch's own counter."""
 
 import dataclasses
-import itertools
 import os
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import kernels, parameter_lists, registry, report, trainer, training, tuning, work, workloads
-from benchmarks.case import AMPKIT, TORCH_OPERATORS, Case, UnavailableError, WrongAnswerError
+from benchmarks.case import AMPKIT, TORCH_OPERATORS, Case, WrongAnswerError
 from benchmarks.host import Host
 from benchmarks.measure import measure
 from benchmarks.regions import Operator, WeightCasts
@@ -123,36 +122,6 @@ def test_a_clipped_list_is_clipped_again_in_every_round(monkeypatch: pytest.Monk
     assert seen[:3] == [seen[0]] * 3
     assert 0.0 < seen[0] < 1.0
     assert seen[3:] == [1.0] * 3
-
-
-def test_moving_gradients_are_elsewhere_in_every_sample():
-    for side in kernel_case("AdamW step", moving=True).sides(CPU).values():
-        held = [cell.cell_contents for cell in side.before.__closure__]
-        (material,) = [value for value in held if isinstance(value, kernels.Material)]
-        addresses = []
-        for _ in range(4):
-            side.before()
-            addresses.append(tuple(grad.data_ptr() for grad in material.grads))
-        assert all(a != b for a, b in itertools.pairwise(addresses))
-
-
-def test_configurations_stand_beside_the_one_that_is_shipped(monkeypatch: pytest.MonkeyPatch):
-    """One that does not run is left out, and no further one is begun when time is up."""
-    case = tuning.Tuning(name="norm", kernel="norm")
-
-    def fails_at_four(config: Any):
-        if config.programs_per_multiprocessor == 4 and config.block == 1024:
-            raise RuntimeError("out of resources")
-
-    monkeypatch.setitem(tuning.LAUNCHERS, "norm", lambda material: (tuning.Config(2048), fails_at_four))
-    monkeypatch.setattr(tuning.ampkit_kernels, "why_not_triton", lambda device: None)
-    sides = case.sides(CPU)
-    assert list(sides) == [tuning.SHIPPED, "block 1024, warps 4, programs 2"]
-    assert sides[tuning.SHIPPED].facts() == {"configuration": "shipped: block 2048, warps 8, programs 4"}
-    assert list(dataclasses.replace(case, compile_seconds=-1.0).sides(CPU)) == [tuning.SHIPPED]
-    monkeypatch.setattr(tuning.ampkit_kernels, "why_not_triton", lambda device: "no Triton")
-    with pytest.raises(UnavailableError, match="no Triton"):
-        case.sides(CPU)
 
 
 @pytest.mark.parametrize("kernel", tuning.LAUNCHERS)

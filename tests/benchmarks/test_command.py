@@ -2,18 +2,16 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import gate, results, training, workloads
+from benchmarks import gate, results
 from benchmarks.case import Case, Side, UnavailableError
-from benchmarks.device import DeviceLostError
 from benchmarks.environment import ROOT
-from tests.benchmarks.helpers import CPU, sample_row, sleepy_case
+from tests.benchmarks.helpers import sample_row, sleepy_case
 
 
 def test_what_stops_a_run_before_its_first_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
@@ -48,13 +46,6 @@ def test_the_gate_runs_real_tests(tmp_path: Path):
     assert gate.pass_gate("none") == "no tests were run"
     with pytest.raises(ValueError, match="unknown gate 'maybe'"):
         gate.pass_gate("maybe")
-
-
-def test_the_command_lists_cases(capsys: pytest.CaptureFixture[str]):
-    assert command.main(["--list", "width/*"]) == 0
-    assert capsys.readouterr().out.split() == [f"width/d={width}" for width in (32, 64, 128, 256, 512)]
-    assert command.main(["--list", "--large-first", "width/d=??"]) == 0
-    assert capsys.readouterr().out.split() == ["width/d=64", "width/d=32"]
 
 
 def acting(case_name: str, action) -> Case:
@@ -102,13 +93,6 @@ def test_a_run_writes_results_and_a_report(measured, tmp_path: Path, capsys):
     assert "out of time: 1 cases were not measured" in capsys.readouterr().out
 
 
-def test_digits_without_scikit_learn_are_skipped(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(UnavailableError, match="the digits need sklearn"):
-        training.Training(name="digits", workload=workloads.digits).sides(CPU)
-
-
 def test_a_run_goes_on_where_the_process_ended(measured, tmp_path: Path):
     """What was measured stays, the case that the process ended in is named and left, the rest follows."""
     def ends() -> None:
@@ -125,20 +109,3 @@ def test_a_run_goes_on_where_the_process_ended(measured, tmp_path: Path):
     assert "sides" in rows["sleepy"]
     assert rows["deadly"]["error"] == "the process ended while this was measured"
     assert not (tmp_path / "running.json").exists()
-
-
-def test_a_lost_device_ends_the_run_with_a_code_of_its_own(measured, monkeypatch: pytest.MonkeyPatch, capsys):
-    """Whatever runs after an illegal access in the same process fails as well, and says nothing."""
-    def lost(device: torch.device) -> None:
-        raise DeviceLostError("cuda:0 answers no more")
-
-    monkeypatch.setattr(command, "must_answer", lost)
-    monkeypatch.setattr(command, "describe", lambda device: sample_row("", 1.0)["environment"])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    cases = [acting("breaks", lambda: None), acting("after", lambda: None)]
-    status, rows = measured(cases, "--device", "cuda")
-    assert (status, list(rows)) == (3, ["breaks"])
-    assert "answers no more" in capsys.readouterr().err
-    monkeypatch.setattr(command, "must_answer", lambda device: None)
-    status, rows = measured(cases, "--device", "cuda", "--resume")
-    assert (status, list(rows)) == (0, ["breaks", "after"])

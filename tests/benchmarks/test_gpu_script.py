@@ -33,30 +33,12 @@ def run(folder: Path, *arguments: str, **variables: str) -> tuple[subprocess.Com
     return done, calls.read_text().splitlines() if calls.exists() else []
 
 
-def test_folders_and_interpreters_are_relative_to_the_caller(tmp_path: Path):
-    done, calls = run(tmp_path, "--dry-run")
-    assert done.returncode == 0, done.stderr
-    for half in ("kernels", "models"):
-        assert (tmp_path / "results" / half / "log.txt").exists()
-        assert any("-m benchmarks " in call and f"--out {tmp_path}/results/{half}" in call for call in calls)
-    assert "exit 127" not in done.stdout
-
-
 @pytest.mark.parametrize(("status", "runs"), [("3", 2), ("1", 1)])
 def test_checks_go_on_in_a_new_process_after_a_lost_device_only(tmp_path: Path, status: str, runs: int):
     done, calls = run(tmp_path, "kernels", "--dry-run", CHECKS=status)
     checks = [call for call in calls if call.startswith("-m tests.gpu_checks ")]
     assert checks == [checks[0], f"{checks[0]} --resume"][:runs]
     assert (re.search(r"checks: exit 3.*checks: exit 0", done.stdout, re.DOTALL) is not None) == (runs == 2)
-
-
-def test_the_memory_checker_is_found_where_the_toolkit_puts_it(tmp_path: Path):
-    tool = tmp_path / "cuda" / "bin" / "compute-sanitizer"
-    tool.parent.mkdir(parents=True)
-    tool.write_text('#!/usr/bin/env bash\necho "sanitizer $*" >> "$CALLS"\n')
-    tool.chmod(0o755)
-    _, calls = run(tmp_path, "kernels", CUDA_HOME=str(tmp_path / "cuda"))
-    assert sum(call.startswith("sanitizer") and "tests.gpu_checks --small" in call for call in calls) == 1
 
 
 def test_the_limits_of_the_stages_fit_into_a_half(tmp_path: Path):

@@ -1,6 +1,5 @@
 """Timing, on clocks that the test sets; from a case to a row of results; what is counted."""
 
-import time
 
 import pytest
 import torch
@@ -51,14 +50,6 @@ def test_sides_take_turns_and_the_first_rotates():
     }
 
 
-@pytest.mark.parametrize(("seconds", "expected"), [(0.0, 4), (20.0, 10), (1e9, 100)])
-def test_the_time_given_bounds_the_rounds(seconds: float, expected: int):
-    clock = FakeClock()
-    runs = {"a": clock.job(1.0), "b": clock.job(1.0)}
-    found = timing.in_turns(runs, HostClock(clock, clock), seconds=seconds, rounds=(4, 100))
-    assert len(found["a"]) == expected
-
-
 def test_host_time_ends_when_the_call_returns_and_wall_time_when_the_device_is_done():
     clock = FakeClock()
 
@@ -69,40 +60,6 @@ def test_host_time_ends_when_the_call_returns_and_wall_time_when_the_device_is_d
     assert sample == Sample(wall=3.5, host=1.0, cpu=0.0)
     assert timing.calls_for(clock.job(1e-4), 1e-3, HostClock(clock, clock)) == 16
     assert isinstance(timing.clock_for(CPU, events=True), HostClock)
-
-
-def test_device_time_starts_when_the_host_has_queued_the_calls(monkeypatch: pytest.MonkeyPatch):
-    """Caches emptied by reading, the device put to sleep for longer than the host takes, the clock, then the calls."""
-    done: list[str] = []
-    slept: list[int] = []
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            done.append("event")
-
-        def elapsed_time(self, end: "Event") -> float:
-            return 1.0
-
-    class Cache:
-        def sum(self) -> None:
-            done.append("flush")
-
-    monkeypatch.setattr(timing, "_flushed", lambda device: Cache())
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("wait"))
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: (slept.append(cycles), done.append("sleep")))
-    clock = timing.clock_for(torch.device("cuda"), events=True)
-    runs = {"it": lambda calls: (done.append("job"), time.sleep(0.01))}
-    clock.take(runs["it"], 1)
-    (sample,) = timing.in_turns(runs, clock, seconds=0.0, rounds=(1, 1))["it"]
-    assert done == ["wait", "flush", "sleep", "event", "job", "event", "wait"] * 2
-    assert slept[0] == pytest.approx(1e-4 * timing.CYCLES_PER_S)
-    assert slept[1] > 0.01 * timing.CYCLES_PER_S
-    assert sample.wall == 1e-3
-    assert sample.host >= 0.01
 
 
 def test_a_row_says_what_was_found(monkeypatch: pytest.MonkeyPatch):

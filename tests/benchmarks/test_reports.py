@@ -59,14 +59,6 @@ def test_the_roof_is_the_larger_of_the_two_floors():
     assert [report.amount(b) for b in (12, 2048, 3 << 20, 5 << 30)] == ["12 B", "2 KiB", "3 MiB", "5 GiB"]
 
 
-def test_of_very_many_sides_the_base_and_the_fastest_are_shown():
-    row = sample_row("tuned", 1.0)
-    (_, side), *_ = row["sides"].items()
-    row["sides"] |= {f"s{n}": {**side, "wall": {**side["wall"], "median": (n + 1) * 1e-4}} for n in range(9)}
-    text = report.markdown([row])
-    assert [n for n in range(9) if f"| s{n} |" in text] == [0, 1, 2]
-
-
 def test_a_comparison_finds_what_changed_beyond_its_spread(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     old = [sample_row("slower", 1.0), sample_row("faster", 1.0), sample_row("same", 1.0), sample_row("gone", 1.0)]
     old += [sample_row("noisy", 1.0, width=0.5), sample_row("little", 1.0, width=0.001)]

@@ -1,6 +1,5 @@
 """Whole training steps: every way of training gets to the same place."""
 
-import dataclasses
 import functools
 
 import pytest
@@ -27,18 +26,6 @@ def test_every_way_trains_every_workload(name: str):
     sides[SAME_LIST].result = lambda: [sides[TORCH].result()[0] + 1e-6]
     with pytest.raises(WrongAnswerError, match="after 3 steps the loss of ampkit, torch's list is"):
         case.check(sides)
-
-
-def test_all_ways_share_one_drawing_of_the_batches():
-    """At full size it takes longer than training on them does."""
-    drawn = []
-
-    def workload() -> workloads.Workload:
-        tiny = TINY["gpt"]()
-        return dataclasses.replace(tiny, batches=lambda *given: (drawn.append(given), tiny.batches(*given))[1])
-
-    tiny_case(trainer.Variant(), workload).sides(CPU)
-    assert len(drawn) == 1
 
 
 @pytest.mark.parametrize("variant", [
@@ -86,13 +73,6 @@ def test_accumulated_gradients_are_the_mean_over_micro_batches():
     workloads.loss_of(one.model(inputs), targets).backward()
     for mine, param in zip(found, one.model.parameters(), strict=True):
         torch.testing.assert_close(mine, param.grad)
-
-
-def test_graphs_and_unknown_ways_are_refused_with_a_reason():
-    with pytest.raises(ValueError, match="needs a CUDA device"):
-        trainer.Trainer(TINY["gpt"](), trainer.Variant(run="graph"), AMPKIT, CPU)
-    with pytest.raises(ValueError, match="unknown way 'magic'"):
-        trainer.Trainer(TINY["gpt"](), trainer.Variant(), "magic", CPU)
 
 
 @pytest.mark.gpu

@@ -442,7 +442,7 @@ def exponential_beyond_any_dtype(x: Tensor) -> Tensor:
     return x * (x * 0 + 1e30).exp()     # here
 
 
-@planted("a tensor", "among the numbers that it is made of", r"numbers")
+@planted("aten::lift_fresh", "asks for", r"NaN")
 def nan_in_a_literal(x: Tensor) -> Tensor:
     return x * torch.tensor([math.nan] + [0.0] * 15)        # here
 

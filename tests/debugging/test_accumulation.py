@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from ampkit import GradScaler, autocast
 from ampkit.debugging import compare_precision, detect_nonfinite
 from ampkit.debugging.precision import PrecisionComparison
-from ampkit.debugging.shadow import ShadowRun
 
 SCALERS = [GradScaler, torch.amp.GradScaler]
 
@@ -94,14 +93,6 @@ def test_a_scale_that_has_grown_is_the_one_that_is_told(cls: Any) -> None:
     assert first.scale == scales[first.step]
 
 
-@pytest.mark.parametrize("cls", SCALERS)
-def test_gradients_are_ready_when_the_last_micro_batch_is_done(cls: Any) -> None:
-    training, ready = Training(cls, 16.0), []
-    with ShadowRun(training.model, torch.float32, lambda run: ready.append(run.count)):
-        training.run(1, 4)
-    assert len(ready) == 2      # scaled, and unscaled
-
-
 @pytest.mark.parametrize("micro", [1, 4])
 @pytest.mark.parametrize("cls", SCALERS)
 def test_a_skipped_step_ends(cls: Any, micro: int) -> None:
@@ -109,7 +100,7 @@ def test_a_skipped_step_ends(cls: Any, micro: int) -> None:
     ended: list[bool] = []
     training = Training(cls, 2.0**40)
     comparison = PrecisionComparison(training.model, on_step=lambda: ended.append(True))
-    comparison.run.only_first_step = True
+    comparison.only_first_step = True
     with comparison as report:
         training.run(2, micro)
     assert len(ended) == 1

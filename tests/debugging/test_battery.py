@@ -19,25 +19,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:std.*degrees of freedom")
 # What is not answered, with what is missing.
 MISSING: dict[str, set[str]] = {
     "gumbel_noise": {"cause"},          # the row of an inf that is absorbed, in place of that of the NaN
-    "unsquashed_action": {"line", "cause"},             # a bound that rounds to 1 is not followed
-    "penalty_of_a_critic": {"cause", "change"},         # the eps is not followed from a derivative of second order
-    "phase_of_a_spectrum": {"cause"},                   # a complex number whose square underflows
-    "directions_of_equal_strength": {"change"},         # the advice for svd is a general one
-    "squashed_action": {"cause"},                       # log of a negative number is called one of 0
-    "entropy_of_a_negative": {"cause"},
-    "logit_of_a_sure_thing": {"cause"},                 # of 1, called of 0
-    "positions_in_half": {"change"},                    # a factory has no inputs to clamp
-    "binary_loss_of_masked_logits": {"cause"},          # -inf is not named
-    "smoothed_loss_of_masked_logits": {"cause", "change"},
-    "weight_norm_of_zeros": {"cause", "change"},        # an operator without facts
+    "penalty_of_a_critic": {"change"},  # float32 is finite, and the loss runs away
     "average_of_a_bfloat16_model": {"line", "cause", "change"},     # an average that is copied, not updated in place
     "optimizer_in_bfloat16": {"line", "cause", "change"},   # what torch's optimizers round is the monitor's
     "accumulation_in_bfloat16": {"change"},
-    "stepped_by_both": {"line", "cause", "change"},
-    "zeroed_before_the_step": {"line", "cause", "change"},
-    "clipped_after_each_micro_batch": {"line", "cause", "change"},
-    "skipped_without_an_update": {"change"},
-    "updated_after_each_optimizer": {"line", "cause", "change"},
 }
 
 
@@ -118,8 +103,8 @@ def test_the_named_operator_is_to_blame(fault: Fault) -> None:
         loss = step()
     finding = report.findings[0]
     kind, index = finding.cause.kind, finding.origin.index
-    if kind in ("constant", "arrived", "from inf") or not broken(model, loss):
-        return      # the operator is not to blame, or nothing is left to see
+    if kind in ("constant", "arrived", "from inf") or finding.origin.dtype == "complex64" or not broken(model, loss):
+        return      # the operator is not to blame, nothing is left to see, or `Intervene` does not do complex numbers
     in_forward = isinstance(loss, Tensor) and not bool(loss.isfinite().all())
     for place, cured in ((index, True), (index - 1, False)):
         model, step = fault.build()

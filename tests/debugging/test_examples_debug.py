@@ -57,4 +57,4 @@ def test_monitor() -> None:
 def test_search() -> None:
     result = load("debug_search").main()
     assert result.status == "found"
-    assert [one.path for one in result.kept] == ["2.inner", "4.inner"]
+    assert result.kept == ("2.inner", "4.inner")

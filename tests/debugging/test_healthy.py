@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ampkit import GradScaler, autocast
-from ampkit.debugging import assert_finite, detect_nonfinite
+from ampkit.debugging import detect_nonfinite
 
 WIDTH, LENGTH = 16, 6
 INF = math.inf
@@ -296,17 +296,6 @@ def test_a_scaler_that_warms_up_is_no_finding(make: Any) -> None:
     assert report.skipped[0].origin.phase == "backward"
     assert report.steps == 12
     assert "was left to the loss scaler, which skips it: overflow: the result is" in str(report)
-    scaler = make("cpu", init_scale=2.0**22)
-    with pytest.raises(AssertionError, match="was left to the loss scaler"):
-        assert_finite(lambda: _scaled(model, scaler, optimizer, x), model, allow_skipped=False)
-
-
-def _scaled(model: nn.Module, scaler: Any, optimizer: Any, x: Tensor) -> None:
-    with autocast("cpu", dtype=torch.float16):
-        loss = model(x).square().mean()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
 
 
 @pytest.mark.parametrize("cls", [GradScaler, torch.amp.GradScaler])

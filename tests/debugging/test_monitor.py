@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +43,10 @@ def test_headroom_underflow_and_broken_elements_are_counted() -> None:
             return self.inner(1.0) + self.inner(2.0)
 
     model = Scale()
+    nothing = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     with TensorMonitor(model) as monitor:
         (model().float() * torch.tensor([32.0, 1e-6, 1.0, 0.0])).sum().backward()
-        monitor.step()
+        nothing.step()
     assert monitor.last is not None
     inner = monitor.last["outputs"]["inner"]
     assert inner["headroom"] == pytest.approx(math.log2(65504 / 2048))      # of the two calls, the nearer
@@ -56,12 +56,11 @@ def test_headroom_underflow_and_broken_elements_are_counted() -> None:
     assert gradient["headroom"] == pytest.approx(math.log2(65504 / 32))
     assert gradient["underflow"] == 0.25
     assert monitor.last["lost_updates"] == {}
-    assert monitor.last["skipped"]
     with torch.no_grad():
         model.inner.values[0] = math.inf
     with TensorMonitor(model) as monitor:
         model()
-        monitor.step()
+        nothing.step()
     assert monitor.last is not None
     assert monitor.last["outputs"]["inner"] == {
         "dtype": "float16", "headroom": 0.0, "underflow": 0.5, "broken": True,
@@ -75,10 +74,8 @@ def test_updates_that_are_lost_are_counted() -> None:
     with TensorMonitor(model) as monitor:
         (model(1.0) * torch.tensor([1.0, 1.0, 1.0, 0.0])).float().sum().backward()
         optimizer.step()
-        monitor.step()
     assert monitor.last is not None
     assert monitor.last["lost_updates"] == {"values": pytest.approx(2 / 3)}
-    assert not monitor.last["skipped"]
     assert "updates      66.7% lost of values" in str(monitor)
 
 
@@ -92,7 +89,6 @@ def test_of_a_large_parameter_evenly_spaced_elements_are_looked_at() -> None:
         model.weight.grad = torch.ones_like(model.weight)
         model(torch.ones(1, 1000).bfloat16())
         optimizer.step()
-        monitor.step()
     assert monitor.last is not None
     assert monitor.last["lost_updates"]["weight"] == pytest.approx(0.75, abs=1e-3)
 
@@ -103,7 +99,7 @@ def test_hooks_are_there_on_sampled_steps_only(tmp_path: Path) -> None:
     scaler = GradScaler("cpu", init_scale=8.0)
     before, seen = n_hooks(), []
     file = tmp_path / "run.jsonl"
-    with TensorMonitor(model, scaler, every=3, path=file) as monitor:
+    with TensorMonitor(model, every=3, path=file):
         for _ in range(7):
             seen.append(n_hooks() > before)
             with autocast("cpu", dtype=torch.float16):
@@ -112,12 +108,10 @@ def test_hooks_are_there_on_sampled_steps_only(tmp_path: Path) -> None:
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
-            monitor.step()
     assert seen == [True, False, False, True, False, False, True]
     assert n_hooks() == before
     samples = [json.loads(line) for line in file.read_text().splitlines()]
     assert [one["step"] for one in samples] == [0, 3, 6]
-    assert all(one["scale"] == 8.0 and not one["skipped"] for one in samples)
     assert set(samples[0]["outputs"]) == {"0", "1", "2", "Sequential"}
     assert set(samples[0]["lost_updates"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
@@ -136,22 +130,12 @@ def test_results_are_the_same_to_the_bit(name: str) -> None:
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-                monitor.step() if monitored else None
         return model.state_dict(), torch.get_rng_state()
 
     plain, random = train(False)
     watched, random_after = train(True)
     assert torch.equal(random, random_after)
     assert all(torch.equal(plain[key], watched[key]) for key in plain)
-
-
-def test_a_step_that_is_not_sampled_costs_a_counter() -> None:
-    with TensorMonitor(every=10**9) as monitor:
-        monitor.step()
-        start = time.perf_counter()
-        for _ in range(1000):
-            monitor.step()
-    assert time.perf_counter() - start < 0.05
 
 
 def test_bad_input() -> None:

@@ -652,21 +652,9 @@ PROGRAMS = [
 ]
 
 
-# What the tools still get wrong.
-WRONG = {
-    "accumulation": "an overflow that a smaller scale cures is a finding of compare_precision",
-    "contrast": "the same",
-    "messages_in_a_graph": "a gradient that is 0 in exact arithmetic is called gone",
-    "sharpness_aware": "a zero_grad before the first step is not seen",
-    "sparse_gradients": "the recorder asks a sparse tensor for its storage",
-}
-
-
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_a_healthy_program(program: Callable[[], tuple[nn.Module, Run]], request: pytest.FixtureRequest) -> None:
+def test_a_healthy_program(program: Callable[[], tuple[nn.Module, Run]]) -> None:
     """Neither an inf or NaN, nor anything in the wrong order, nor a gradient that is off."""
-    if program.__name__ in WRONG:
-        request.applymarker(pytest.mark.xfail(reason=WRONG[program.__name__], strict=True))
     torch.manual_seed(0)
     model, run = program()
     precision = compare_precision(lambda: run(1), model)
@@ -741,6 +729,5 @@ def sharded(rank: int, world: int) -> str:
     return str(report) if report.status != "clean" else ""
 
 
-@pytest.mark.xfail(reason="the recorder refuses the fake tensors of DTensor", strict=True)
 def test_a_healthy_program_on_two_ranks() -> None:
     assert on_ranks(sharded) == ["", ""]

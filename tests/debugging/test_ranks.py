@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ampkit.debugging import detect_nonfinite
-from ampkit.debugging.report_file import in_order
+from ampkit.debugging.report import in_order
 from tests.helpers.ranks import on_ranks
 
 
@@ -29,7 +29,7 @@ def step(rank: int, world: int, offender: int) -> str:
 @pytest.mark.parametrize("offender", [0, 1])
 def test_the_rank_to_blame(offender: int) -> None:
     reports: list[dict[str, Any]] = [json.loads(text) for text in on_ranks(step, offender)]
-    (made,), (received,) = in_order([one] for one in reports)
+    made, received = in_order(reports)
     assert (made["rank"], received["rank"]) == (offender, 1 - offender)
     assert made["findings"][0]["origin"]["op"] == "aten::reciprocal"
     assert made["findings"][0]["cause"]["kind"] == "undefined"

@@ -95,7 +95,7 @@ def test_planted_modules_are_found_and_none_can_be_dropped(
         assert not evaluate(DEFAULT.for_modules(model, dict.fromkeys(fewer, torch.float32))) < LIMIT[dtype]
 
 
-def test_operators_outside_modules_and_inside_them() -> None:
+def test_operators_where_modules_do_not_do() -> None:
     model = build("scores", (0,), 1)[0]
     evaluate = error_of(model[0], torch.bfloat16)       # type: ignore[index]
     result = search_policy(evaluate, model[0], lambda error: error < 0.1)       # type: ignore[index]
@@ -103,32 +103,12 @@ def test_operators_outside_modules_and_inside_them() -> None:
     assert result.policy == DEFAULT.with_rules({"aten::matmul": Rule.FLOAT32})
     evaluate = error_of(model, torch.bfloat16)
     assert names(search_policy(evaluate, model, lambda error: error < 0.1)) == {"0"}
-    result = search_policy(evaluate, model, lambda error: error < 0.1, operators=True)
-    assert names(result) == {"0: aten::matmul"}
-    assert result.policy == eval(result.code.removeprefix("policy = "))     # the names are imported here
-    assert evaluate(result.policy) < 0.1
-    model[0].add_module("child", nn.Linear(2, 2))       # type: ignore[operator]
-    model.append(nn.Linear(16, 16))     # type: ignore[operator]
-    around = DEFAULT.for_modules(model, {nn.Linear: torch.bfloat16})
-    evaluate = error_of(model, torch.bfloat16)
-    assert names(search_policy(evaluate, model, lambda error: error < 0.1, policy=around)) == {"0: aten::matmul"}
 
 
 def test_modules_are_named_from_the_model_also_where_another_module_calls_it() -> None:
     model, planted = build("overflow", (1,), 3)
     result = search_policy(error_of(nn.Sequential(nn.Identity(), model), torch.float16), model, lambda e: e < 0.02)
     assert names(result) == planted
-
-
-def test_another_precision_than_float32() -> None:
-    """What overflows in float16 does not in bfloat16."""
-    model, planted = build("overflow", (1,), 3)
-    result = search_policy(
-        error_of(model, torch.float16), model, lambda error: error < 0.02, precision=torch.bfloat16
-    )
-    assert names(result) == planted
-    assert result.code == 'policy = Policy.default("cpu").for_modules(model, {"1.inner": torch.bfloat16})'
-    assert "bfloat16 gives" in str(result)
 
 
 def test_a_policy_that_has_rules_keeps_them() -> None:
@@ -138,8 +118,6 @@ def test_a_policy_that_has_rules_keeps_them() -> None:
     result = search_policy(evaluate, model, lambda error: error < 0.1, policy=policy)
     assert result.policy == policy.for_modules(model, {"4.inner": torch.float32})
     assert result.code == 'policy = policy.for_modules(model, {"4.inner": torch.float32})'
-    own = DEFAULT.for_modules(model, {"4.inner": torch.bfloat16})
-    assert search_policy(evaluate, model, lambda error: error < 0.1, policy=own).status == "inconclusive"
     by_class = DEFAULT.for_modules(model, {nn.Linear: torch.bfloat16})      # so that no block is kept as a whole
     result = search_policy(evaluate, model, lambda error: error < 0.1, policy=by_class)
     assert names(result) == {"2.inner", "4.inner"}
@@ -180,27 +158,20 @@ def test_training_as_a_metric_starts_from_the_same_state_each_time() -> None:
     assert torch.equal(torch.get_rng_state(), random)
 
 
-def test_nothing_to_do_inconclusive_and_a_spent_budget() -> None:
+def test_nothing_to_do_and_inconclusive() -> None:
     model, _ = build("overflow", (1, 2, 4), 6)
     evaluate = error_of(model, torch.float16)
     result = search_policy(evaluate, model, lambda error: True)
     assert (result.status, result.policy, len(result.evaluations)) == ("passes already", DEFAULT, 1)
     assert "nothing to do" in str(result)
-    for answers in ((False, False), (False, True, False)):      # the last: noise decides
+    for answers in ((False, False, False), (False, True, False)):      # the last: noise decides
         given = iter(answers)
         result = search_policy(evaluate, model, lambda error, given=given: next(given))
         assert (result.status, result.policy, result.code) == ("inconclusive", None, "")
         assert "fails in float32 too: precision is not the only cause" in str(result)
-    result = search_policy(evaluate, model, lambda error: error < 0.02, max_evaluations=6)
-    assert (result.status, len(result.evaluations)) == ("budget spent", 6)
-    assert result.policy is not None
-    assert evaluate(result.policy) < 0.02
-    assert "not minimal: the budget of 6 evaluations is spent" in str(result)
 
 
 @pytest.mark.parametrize(("options", "error", "message"), [
-    ({"max_evaluations": 3}, ValueError, "max_evaluations is 3; expected 4 or more"),
-    ({"precision": torch.float64}, ValueError, "precision is torch.float64; expected torch.float32, torch.bfloat16"),
     ({"model": None}, TypeError, r"model is NoneType; expected a torch\.nn\.Module"),
     ({"policy": "default"}, TypeError, "policy is str; expected a Policy"),
 ])

@@ -3,11 +3,9 @@
 import os
 import pydoc
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +13,6 @@ import ampkit
 import ampkit_kernels
 from tests.helpers.paths import ROOT
 
-PAGES: dict[str, Any] = runpy.run_path(str(ROOT / "docs" / "site" / "pages.py"))
 REFERENCE = ROOT / "docs" / "reference"
 PACKAGES = ("amp", "debugging", "integrations", "optim")
 
@@ -40,38 +37,6 @@ def test_every_public_name_has_its_place_in_the_reference() -> None:
         assert f"{result.__module__}.{result.__qualname__}" == name
     libraries = {name.split(".")[2] for name in found if name.startswith("ampkit.integrations.")}
     assert libraries == set(ampkit.integrations.__all__)
-
-
-@pytest.mark.parametrize(
-    ("page", "text", "expected"),
-    [
-        ("index.md", "[a](docs/scaler.md#when) [b](examples) [c](.github/CONTRIBUTING.md)",
-         "[a](scaler.md#when) [b](examples.md) [c](contributing.md)"),
-        ("levels.md", "[a](../examples/half_rnn.py) [b](scaler.md)", "[a](examples/half_rnn.md) [b](scaler.md)"),
-        ("changelog.md", "[a](docs/policy.md) [b](https://x.org/docs/a.md)", "[a](policy.md) [b](https://x.org/docs/a.md)"),
-        ("index.md", "```\n[a](docs/scaler.md)\n```", "```\n[a](docs/scaler.md)\n```"),
-        ("levels.md", "[a](../ampkit/amp.py)", "[a](../ampkit/amp.py)"),       # no page: mkdocs says so
-    ],
-)
-def test_links_of_the_repository_lead_to_pages(page: str, text: str, expected: str) -> None:
-    assert PAGES["relinked"](text, page) == expected
-
-
-def test_an_example_is_a_page_of_its_own() -> None:
-    text = PAGES["example_page"](ROOT / "examples" / "scaler_basic.py")
-    assert text.startswith("# scaler_basic\n\nLoss scaling in its shortest form: one model, one optimizer.\n\n")
-    assert "```python\nimport torch\n" in text
-    assert "| [scaler_basic](examples/scaler_basic.md) | Loss scaling in its shortest form" in PAGES["example_list"]()
-
-
-def test_code_in_docstrings_is_fenced() -> None:
-    """Examples, with what they print, and indented blocks."""
-    pytest.importorskip("griffe", reason="it is in ampkit[docs]")
-    as_markdown = runpy.run_path(str(ROOT / "docs" / "site" / "examples.py"))["as_markdown"]
-    assert as_markdown("One.\n\n>>> 1 + 1\n2\n>>> 3\n\nTwo.") == "One.\n\n```pycon\n>>> 1 + 1\n2\n>>> 3\n```\n\nTwo."
-    assert as_markdown("Use it::\n\n    with a:\n        b\n\nEnd.") == (
-        "Use it:\n\n```python\nwith a:\n    b\n```\n\nEnd."
-    )
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ import torch
 from ampkit import Policy, Rule, WeightCache, autocast
 from ampkit.region import module_hooks
 from ampkit.torch_internals import forks
+from tests.helpers.regions import like_torch
 from tests.hostile.budget import rounds
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
@@ -119,6 +121,26 @@ def test_a_child_forked_amid_regions_can_train():
             thread.join()
     print(f"{forks} forks")
     assert not errors
+
+
+class Products(torch.utils.data.Dataset[torch.Tensor]):
+    """Items that a region in the worker would cast, and whether the worker is in one."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((2, 2), 1 / 3) @ torch.full((2, 2), float(index)), torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.parametrize("region", [lambda: torch.autocast("cpu"), like_torch], ids=["torch", "ampkit"])
+def test_a_forked_worker_has_the_region_of_the_thread_that_forked_it(region):
+    loader = torch.utils.data.DataLoader(Products(), 2, num_workers=1, multiprocessing_context="fork")
+    with region():
+        found = list(loader)
+    assert [flag.tolist() for _, flag in found] == [[True] * 2] * 2
+    assert {value.dtype for value, _ in found} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(

@@ -25,238 +25,135 @@ pytestmark = pytest.mark.timeout(300 + float(os.environ.get("AMPKIT_SOAK_SECONDS
 BF16 = torch.bfloat16
 X = torch.eye(4, dtype=BF16)
 
-# A write gives a weight new values and returns what is to be kept alive until the program's end.
-Write = Callable[[Parameter, Tensor], Any]
-SEEN: dict[str, Write] = {}         # wherever the weight is cached
-BETWEEN: dict[str, Write] = {}      # seen between regions; inside one torch.amp, too, goes on with the cast it has
-UNSEEN: dict[str, Write] = {}       # clear() is needed
+class Through(torch.optim.Optimizer):
+    """Writes through `.data`, as many optimizers outside torch do; and may be interrupted after that."""
+
+    def __init__(self, p: Parameter, values: Tensor, interrupted: bool = False) -> None:
+        super().__init__([p], {})
+        self.p, self.values, self.interrupted = p, values, interrupted
+
+    def step(self, closure=None):
+        self.p.data.copy_(self.values)
+        if self.interrupted:
+            raise KeyboardInterrupt
 
 
-def write(table: dict[str, Write]) -> Callable[[Write], Write]:
-    """Put a write into the table of those alike, under its name."""
-    def put(function: Write) -> Write:
-        table[function.__name__] = function
-        return function
-
-    return put
-
-
-@write(SEEN)
-def in_place(p: Parameter, values: Tensor) -> None:
-    p.detach().copy_(values)
-
-
-@write(SEEN)
-def under_no_grad(p: Parameter, values: Tensor) -> None:
-    with torch.no_grad():
-        p.copy_(values)
-
-
-@write(SEEN)
-def in_inference_mode(p: Parameter, values: Tensor) -> None:
-    with torch.inference_mode():
-        p.copy_(values)
-
-
-@write(SEEN)
-def through_a_view(p: Parameter, values: Tensor) -> None:
-    p.detach().view(-1)[2:].copy_(values.flatten()[2:])
-    p.detach()[0].copy_(values[0])
-
-
-@write(SEEN)
-def foreach(p: Parameter, values: Tensor) -> None:
-    with torch.no_grad():
-        torch._foreach_copy_([p], [values])
-
-
-@write(SEEN)
-def out_argument(p: Parameter, values: Tensor) -> None:
-    with torch.no_grad():
-        torch.add(values, 0.0, out=p)
-
-
-@write(SEEN)
-def data_replaced(p: Parameter, values: Tensor) -> None:
-    p.data = values.clone()
-
-
-@write(SEEN)
-def data_replaced_twice(p: Parameter, values: Tensor) -> None:
+def data_replaced(p: Parameter, *values: Tensor) -> None:
     """The second storage may lie where the weight's own was."""
-    p.data = torch.zeros(4, 4)
-    p.data = values.clone()
+    for each in values:
+        p.data = each.clone()
 
 
-@write(SEEN)
-def data_computed(p: Parameter, values: Tensor) -> None:
-    p.data = p.data * 0 + values
-    p.data = p.data * 1
-
-
-@write(SEEN)
-def data_offloaded(p: Parameter, values: Tensor) -> None:
+def data_offloaded(p: Parameter, v: Tensor) -> None:
     p.data = torch.empty(0)
     gc.collect(0)
-    p.data = values.clone()
+    p.data = v.clone()
 
 
-@write(SEEN)
-def vector_to_parameters(p: Parameter, values: Tensor) -> None:
-    torch.nn.utils.vector_to_parameters(values.flatten().clone(), [p])
-
-
-@write(SEEN)
-def set_(p: Parameter, values: Tensor) -> None:
-    with torch.no_grad():
-        p.set_(values.clone())
-
-
-@write(SEEN)
-def converted_and_back(p: Parameter, values: Tensor) -> None:
+def module_with(p: Parameter) -> nn.Module:
     module = nn.Module()
     module.weight = p
-    module.half()
-    p.data.copy_(values)
+    return module
+
+
+def converted_and_back(p: Parameter, v: Tensor) -> None:
+    module = module_with(p).half()
+    p.data.copy_(v)
     module.float()
 
 
-@write(SEEN)
-def load_state_dict(p: Parameter, values: Tensor) -> None:
-    module = nn.Module()
-    module.weight = p
-    module.load_state_dict({"weight": values})
-
-
-class Through(torch.optim.Optimizer):
-    """Writes through `.data`, as many optimizers outside torch do."""
-
-    def __init__(self, p: Parameter, values: Tensor) -> None:
-        super().__init__([p], {})
-        self.write = lambda: p.data.copy_(values)
-
-    def step(self, closure=None):
-        self.write()
-
-
-@write(SEEN)
-def optimizer_through_data(p: Parameter, values: Tensor) -> None:
-    Through(p, values).step()
-
-
-class Interrupted(Through):
-    def step(self, closure=None):
-        self.write()
-        raise KeyboardInterrupt
-
-
-@write(SEEN)
-def optimizer_interrupted(p: Parameter, values: Tensor) -> None:
+def optimizer_interrupted(p: Parameter, v: Tensor) -> None:
     with contextlib.suppress(KeyboardInterrupt):
-        Interrupted(p, values).step()
+        Through(p, v, interrupted=True).step()
 
 
-@write(SEEN)
-def optimizer_fused(p: Parameter, values: Tensor) -> None:
-    kept, p.grad = p.grad, p.detach() - values
+def optimizer_fused(p: Parameter, v: Tensor) -> None:
+    kept, p.grad = p.grad, p.detach() - v
     torch.optim.SGD([p], lr=1.0, fused=True).step()
     p.grad = kept
 
 
-@write(BETWEEN)
-def data_transposed(p: Parameter, values: Tensor) -> None:
-    p.data = p.data.t()
-
-
-@write(BETWEEN)
-def scatter(p: Parameter, values: Tensor) -> None:
-    with torch.no_grad():
-        dist.scatter(p, [values])
-
-
-@write(BETWEEN)
-def all_to_all(p: Parameter, values: Tensor) -> None:
-    with torch.no_grad():
-        dist.all_to_all_single(p, values.contiguous())
-
-
-@write(BETWEEN)
-def array_that_lives(p: Parameter, values: Tensor) -> Any:
-    array = p.detach().numpy()
-    array[:] = values.numpy()
-    return array
-
-
-@write(BETWEEN)
-def capsule_that_lives(p: Parameter, values: Tensor) -> Any:
-    alias = torch.from_dlpack(p.detach())
-    alias.copy_(values)
+def written(alias: Any, v: Any) -> Any:
+    """An alias of the weight that lives on, after a write to it."""
+    alias[:] = v
     return alias
 
 
-@write(BETWEEN)
-def data_that_lives(p: Parameter, values: Tensor) -> Any:
-    data = p.data
-    data.copy_(values)
-    return data
-
-
-@write(BETWEEN)
-def flat_buffer(p: Parameter, values: Tensor) -> Any:
+def flat_buffer(p: Parameter, v: Tensor) -> Any:
     """As FSDP and ZeRO do it: the weight is a piece of something that others fill."""
     flat = torch.zeros(32)
     p.data = flat[:16].view(4, 4)
-    flat[:16].copy_(values.flatten())
+    flat[:16].copy_(v.flatten())
     return flat
 
 
-@write(BETWEEN)
-def shared_memory(p: Parameter, values: Tensor) -> None:
+def shared_memory(p: Parameter, v: Tensor) -> None:
     """Another process may write from here on; this one does."""
     p.data = p.data.clone().share_memory_()
-    p.data.copy_(values)
+    p.data.copy_(v)
 
 
-@write(UNSEEN)
-def data_in_place(p: Parameter, values: Tensor) -> None:
-    p.data.copy_(values)
-
-
-@write(UNSEEN)
-def array(p: Parameter, values: Tensor) -> None:
-    p.detach().numpy()[:] = values.numpy()
-
-
-@write(UNSEEN)
-def capsule(p: Parameter, values: Tensor) -> None:
-    torch.from_dlpack(p.detach()).copy_(values)
-
-
-@write(UNSEEN)
-def storage(p: Parameter, values: Tensor) -> None:
+def storage(p: Parameter, v: Tensor) -> None:
     rest = p.untyped_storage().nbytes() // 4 - 16
-    p.untyped_storage().copy_(torch.cat([values.flatten(), torch.zeros(rest)]).untyped_storage())
+    p.untyped_storage().copy_(torch.cat([v.flatten(), torch.zeros(rest)]).untyped_storage())
 
 
-@write(UNSEEN)
-def unsafe_view(p: Parameter, values: Tensor) -> None:
-    with torch.no_grad():
-        torch.ops.aten._unsafe_view(p, (4, 4)).copy_(values)
+def version_preserved(p: Parameter, v: Tensor) -> None:
+    with torch.autograd._unsafe_preserve_version_counter(p):
+        p.copy_(v)
 
 
-@write(UNSEEN)
-def version_preserved(p: Parameter, values: Tensor) -> None:
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(p):
-        p.copy_(values)
+# A write gives a weight new values, with gradients off. What those of BETWEEN return is kept alive.
+Write = Callable[[Parameter, Tensor], Any]
+SEEN: dict[str, Write] = {          # wherever the weight is cached
+    "in place": lambda p, v: p.copy_(v),
+    "in place, detached": lambda p, v: torch.enable_grad()(p.detach().copy_)(v),
+    "in inference mode": lambda p, v: torch.inference_mode()(p.copy_)(v),
+    "through views": lambda p, v: (p.view(-1)[2:].copy_(v.flatten()[2:]), p[0].copy_(v[0])),
+    "foreach": lambda p, v: torch._foreach_copy_([p], [v]),
+    "out": lambda p, v: torch.add(v, 0.0, out=p),
+    "data =": data_replaced,
+    "data = twice": lambda p, v: data_replaced(p, torch.zeros(4, 4), v),
+    "data = computed": lambda p, v: data_replaced(p, p.data * 0 + v, (p.data * 0 + v) * 1),
+    "data offloaded": data_offloaded,
+    "vector_to_parameters": lambda p, v: torch.nn.utils.vector_to_parameters(v.flatten().clone(), [p]),
+    "set_": lambda p, v: p.set_(v.clone()),
+    "converted and back": converted_and_back,
+    "load_state_dict": lambda p, v: module_with(p).load_state_dict({"weight": v}),
+    "optimizer through data": lambda p, v: Through(p, v).step(),
+    "optimizer interrupted": optimizer_interrupted,
+    "optimizer fused": optimizer_fused,
+}
+BETWEEN: dict[str, Write] = {       # seen between regions; inside one torch.amp, too, goes on with the cast it has
+    "data transposed": lambda p, v: setattr(p, "data", p.data.t()),
+    "scatter": lambda p, v: dist.scatter(p, [v]),
+    "all_to_all": lambda p, v: dist.all_to_all_single(p, v.contiguous()),
+    "array that lives": lambda p, v: written(p.detach().numpy(), v.numpy()),
+    "capsule that lives": lambda p, v: written(torch.from_dlpack(p.detach()), v),
+    "data that lives": lambda p, v: written(p.data, v),
+    "flat buffer": flat_buffer,
+    "shared memory": shared_memory,
+}
+UNSEEN: dict[str, Write] = {        # clear() is needed
+    "data in place": lambda p, v: p.data.copy_(v),
+    "array": lambda p, v: written(p.detach().numpy(), v.numpy()),
+    "capsule": lambda p, v: written(torch.from_dlpack(p.detach()), v),
+    "storage": storage,
+    "unsafe view": lambda p, v: torch.ops.aten._unsafe_view(p, (4, 4)).copy_(v),
+    "version preserved": version_preserved,
+    "fused without an optimizer": lambda p, v: torch._fused_sgd_(
+        [p], [p.detach() - v], [], weight_decay=0.0, momentum=0.0, lr=1.0, dampening=0.0, nesterov=False,
+        maximize=False, is_first_step=False,
+    ),
+}
+WRITES = SEEN | BETWEEN | UNSEEN
 
 
-@write(UNSEEN)
-def fused_without_optimizer(p: Parameter, values: Tensor) -> None:
-    with torch.no_grad():
-        torch._fused_sgd_(
-            [p], [p.detach() - values], [], weight_decay=0.0, momentum=0.0, lr=1.0, dampening=0.0, nesterov=False,
-            maximize=False, is_first_step=False,
-        )
+@torch.no_grad()
+def write(name: str, p: Parameter, v: Tensor) -> Any:
+    """Write, and return the alias that is to live on, if there is one."""
+    alias = WRITES[name](p, v)
+    return alias if name in BETWEEN else None
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -300,8 +197,8 @@ def program(draw: random.Random, cache: WeightCache | None, frozen: bool) -> Non
                 alive[n].clear()
             return
         table = draw.choice([SEEN, BETWEEN, UNSEEN])
-        name = draw.choice([name for name in table if name != "data_transposed"])      # others need it contiguous
-        alive[n].append(table[name](p, values(draw)))
+        name = draw.choice([name for name in table if name != "data transposed"])      # others need it contiguous
+        alive[n].append(write(name, p, values(draw)))
         told.append(f"{name} {n}")
         torch_is_stale.discard(n)
         if table is SEEN or (not open_region and (table is BETWEEN or cache is None)):
@@ -332,13 +229,13 @@ def test_no_use_is_stale(kept, frozen):
         program(draw, WeightCache() if kept else None, frozen)
 
 
-@pytest.mark.parametrize("name", [*SEEN, *BETWEEN, *UNSEEN])
+@pytest.mark.parametrize("name", WRITES)
 def test_writes_write(name):
     """And each as its table says: what moves the version counter is not called unseen."""
     p, new = Parameter(torch.eye(4) * torch.arange(1.0, 5.0)), values(random.Random(0))
     version = p._version
-    kept = {**SEEN, **BETWEEN, **UNSEEN}[name](p, new)
-    assert torch.equal(p.detach(), p.detach() if name == "data_transposed" else new)
+    kept = write(name, p, new)
+    assert torch.equal(p.detach(), p.detach() if name == "data transposed" else new)
     assert name in SEEN or p._version == version
     del kept
 
@@ -349,7 +246,7 @@ def test_seen_between_regions(name, frozen):
     cache, p = WeightCache(), Parameter(torch.arange(16.0).view(4, 4), not frozen)
     with autocast("cpu", BF16, cache=cache):
         used(p)
-    kept = BETWEEN[name](p, torch.full((4, 4), 3.0))
+    kept = write(name, p, torch.full((4, 4), 3.0))
     with autocast("cpu", BF16, cache=cache):
         assert torch.equal(used(p), fresh(p))
     del kept

@@ -71,7 +71,6 @@ def test_the_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) ->
     steps, file = environment.run("python", "-W", "error", "train.py", cwd=elsewhere).split()
     assert steps == "20"
     assert Path(file).is_relative_to(environment.packages)
-    assert environment.run("ampkit", "--version", cwd=elsewhere).startswith("ampkit ")
     assert "FLOAT32" in environment.run("ampkit", "explain", "softmax", cwd=elsewhere)
 
 
@@ -91,8 +90,8 @@ def test_the_source_archive_holds_what_the_repository_holds(unpacked: Path) -> N
 
 @pytest.mark.slow
 def test_the_tests_run_from_the_source_archive(unpacked: Path) -> None:
-    """Those that look at the files themselves, and those of the operator lists; the others need no more."""
-    chosen = ["tests/house/test_form.py::test_form", "tests/house/test_workflows.py", "tests/policy/test_op_table.py"]
+    """One that looks at files, and those of the operator lists; the others need no more."""
+    chosen = ["tests/house/test_workflows.py", "tests/policy/test_op_table.py"]
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *chosen],
         cwd=unpacked, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""},

@@ -183,8 +183,23 @@ def _hungry_kernel(addresses, found_inf_ptr, BLOCK: tl.constexpr):
     tl.store(p, values * tl.sum(values) * tl.load(found_inf_ptr))
 
 
-UNVECTORISED = Case("unvectorised", _unvectorised_kernel, {"DTYPE": tl.float32, "BLOCK": 4096}, 8, 64, 1, 1)
-HUNGRY = Case("hungry", _hungry_kernel, {"BLOCK": 65536}, 4, 64, 1, 1)
+@triton.jit
+def _waiting_kernel(addresses, n_blocks, BLOCK: tl.constexpr):
+    # Stores to one list before it loads from another: the compiler does not know that they do not overlap.
+    p = tl.multiple_of(tl.load(addresses).to(tl.pointer_type(tl.float32)), 16) + tl.arange(0, BLOCK)
+    q = tl.multiple_of(tl.load(addresses + 1).to(tl.pointer_type(tl.float32)), 16) + tl.arange(0, BLOCK)
+    i = tl.program_id(0)
+    while i < n_blocks:
+        tl.store(p + i * BLOCK, tl.load(p + i * BLOCK) * 2.0)
+        tl.store(q + i * BLOCK, tl.load(q + i * BLOCK) * 2.0)
+        i += tl.num_programs(0)
+
+
+BAD = [
+    Case("unvectorised", _unvectorised_kernel, {"DTYPE": tl.float32, "BLOCK": 4096}, 8, 64, 1, 1),
+    Case("hungry", _hungry_kernel, {"BLOCK": 65536}, 4, 64, 1, 1),
+    Case("waiting", _waiting_kernel, {"BLOCK": 1024}, 8, 64, 2, 2, lists_read=2),
+]
 
 
 def all_cases() -> list[Case]:

@@ -61,17 +61,3 @@ def test_a_device_that_is_lost_ends_the_run_with_a_code_of_its_own(
     alive = True
     assert runner.main([*arguments, "--resume"]) == 1
     assert json.loads((tmp_path / "checks.json").read_text())["after"] is None
-
-
-def test_few_checks_are_known_and_go_into_a_file_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tools, "LONG", [*tools.LONG])
-    monkeypatch.setattr(operations, "CHECKS", dict.fromkeys(operations.CHECKS, passes))
-    assert runner.main(["--small", "--dry-run", "--out", str(tmp_path)]) == 0
-    assert json.loads((tmp_path / "small-checks.json").read_text()) == dict.fromkeys(runner.SMALL)
-    assert tools.LONG == [70_001]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this is about machines without a GPU")
-def test_checks_need_a_gpu_or_a_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert runner.main(["--out", str(tmp_path)]) == 2
-    assert "--dry-run rehearses on the CPU" in capsys.readouterr().err

@@ -5,7 +5,6 @@ See `tests.helpers.matrix` for what is compared.
 
 import contextlib
 import copy
-import io
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -19,10 +18,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
-import ampkit
-from ampkit import Policy, Rule
 from tests.helpers.matrix import QUIET, Net, Program, Programs, Region, default, gradients, native, ours, weights
 
 PROGRAMS = Programs()
@@ -30,17 +26,6 @@ pytestmark = QUIET
 
 
 # --- autograd: grad modes, double backward, hooks
-
-
-@PROGRAMS.add
-def no_grad_first_then_training(region: Region) -> Any:
-    model, x = Net(), torch.randn(4, 6)
-    with region():
-        with torch.no_grad():
-            evaluated = model(x)
-        out = model(x)
-    out.float().sum().backward()
-    return evaluated, out, gradients(model)
 
 
 @PROGRAMS.add
@@ -291,15 +276,6 @@ def sparse_embedding_gradients(region: Region) -> Any:
 
 
 @PROGRAMS.add
-def embedding_bag(region: Region) -> Any:
-    bag, head = nn.EmbeddingBag(10, 6), nn.Linear(6, 3)
-    with region():
-        out = head(bag(torch.tensor([1, 2, 4, 5]), torch.tensor([0, 2])))
-    out.float().sum().backward()
-    return out, gradients(bag), gradients(head)
-
-
-@PROGRAMS.add
 def sparse_coo_times_dense_in_an_island(region: Region) -> Any:
     """Sparse products have no bfloat16 kernel; people step out of the region for them, and back in."""
     matrix, dense, head = torch.eye(6).to_sparse(), torch.randn(6, 4, requires_grad=True), nn.Linear(4, 3)
@@ -330,14 +306,6 @@ def conjugate_and_negative_views(region: Region) -> Any:
     z, w = torch.randn(4, 6, dtype=torch.complex64), torch.randn(3, 6)
     with region():
         return F.linear(z.conj().imag, w), F.linear(z.real, w)
-
-
-@PROGRAMS.add
-def double_precision_and_integers_pass(region: Region) -> Any:
-    x, w = torch.randn(4, 6, dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
-    n = torch.arange(12).view(3, 4)
-    with region():
-        return F.linear(x, w), n @ n.T, x.softmax(-1)
 
 
 @PROGRAMS.add
@@ -510,41 +478,6 @@ def test_programs_have_torchs_bits(program: Program) -> None:
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
 def test_programs_under_the_default_policy_stay_near_float32(program: Program) -> None:
     program.check_near_float32()
-
-
-def test_reentrant_checkpoints_recompute_under_the_policy_of_their_forward() -> None:
-    """And not under the policy of whoever calls backward, nor torch's list."""
-    kept = Policy.default("cpu").with_rules({"aten::linear": Rule.FLOAT32})
-    x, w = torch.randn(4, 6, requires_grad=True), torch.randn(3, 6)
-    seen = []
-
-    def function(x: Tensor) -> Tensor:
-        out = F.linear(x, w)
-        seen.append(out.dtype)
-        return out
-
-    with ampkit.autocast("cpu", policy=kept):
-        out = checkpoint(function, x, use_reentrant=True)
-    with ampkit.autocast("cpu"):
-        out.sum().backward()
-    assert seen == [torch.float32] * 2
-    seen.clear()
-    out = checkpoint(function, x, use_reentrant=True)
-    with ampkit.autocast("cpu", policy=kept):
-        out.sum().backward()
-    assert seen == [torch.float32] * 2
-
-
-def test_models_saved_in_a_region_hold_weights_and_no_casts() -> None:
-    model, x = Net(), torch.randn(4, 6)
-    with default():
-        model(x)
-        buffer = io.BytesIO()
-        torch.save(model.state_dict(), buffer)
-    buffer.seek(0)
-    loaded = torch.load(buffer)
-    assert {value.dtype for value in loaded.values()} == {torch.float32}
-    assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
 
 
 def test_vmap_over_models_is_the_loop_over_models() -> None:

@@ -2,7 +2,7 @@
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,38 +21,26 @@ from tests.helpers.matrix import QUIET, Region, default, native, ours, weights
 pytestmark = QUIET
 
 
-def forward_and_backward(region: Region) -> None:
-    """One step, with the same shapes and so the same count of operations whatever the dtypes."""
-    model, x = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Conv1d(4, 3, 3)), torch.randn(2, 4, 6)
-    with region():
-        out = model(x)
-    out.float().sum().backward()
-
-
 @pytest.mark.parametrize("region", [ours, default])
 def test_flops_are_counted_inside_and_outside(region: Region) -> None:
-    with FlopCounterMode(display=False) as plain:
-        forward_and_backward(contextlib.nullcontext)
-    with FlopCounterMode(display=False) as outside:
-        forward_and_backward(region)
-    inside = FlopCounterMode(display=False)
+    def flops(*contexts: Callable[[], Any], backward: bool = True) -> int:
+        """Of a step in these contexts, the first outermost; with the counter as one of them, or around it all."""
+        model, x = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Conv1d(4, 3, 3)), torch.randn(2, 4, 6)
+        counter = FlopCounterMode(display=False)
+        with contextlib.ExitStack() as around, contextlib.ExitStack() as inside:
+            if backward:
+                around.enter_context(counter)
+            for context in contexts:
+                inside.enter_context(context())
+            if not backward:
+                inside.enter_context(counter)
+            out = model(x)
+            inside.close()
+            out.float().sum().backward()
+        return counter.get_total_flops()
 
-    @contextlib.contextmanager
-    def counted_inside() -> Iterator[None]:
-        with region(), inside:
-            yield
-
-    forward_and_backward(counted_inside)
-    assert outside.get_total_flops() == plain.get_total_flops() > 0
-    forward = FlopCounterMode(display=False)
-
-    @contextlib.contextmanager
-    def counted_plain() -> Iterator[None]:
-        with forward:
-            yield
-
-    forward_and_backward(counted_plain)
-    assert inside.get_total_flops() == forward.get_total_flops() > 0
+    assert flops(region) == flops() > 0
+    assert flops(region, backward=False) == flops(backward=False) > 0
 
 
 class Seen(TorchDispatchMode):

@@ -1,11 +1,12 @@
-"""Random programs whose tensors are used more than once: `Policy.torch` computes torch.amp's bits, gradients included.
+"""Random programs: operators, contexts and transforms in any order have torch.amp's bits under `Policy.torch`.
 
 Gradients of a tensor with several uses are added up in the order in which autograd recorded them, so the order of the
 casts shows in the last bits. Tensors here are given twice to one operator, shared by operators and used again
-afterwards, inside transforms of `torch.func` too.
+afterwards; contexts are up to three deep; transforms are those of `torch.func`.
 """
 
 import contextlib
+import functools
 import itertools
 import os
 import random
@@ -18,16 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.func import grad, jvp, vmap
+from torch.utils.checkpoint import checkpoint
 
 from ampkit import Policy, autocast, record_casts
 
-SEEDS = 150     # of the normal run; AMPKIT_SOAK_SECONDS goes on from there
+SEEDS = 400     # of the normal run; AMPKIT_SOAK_SECONDS goes on from there
 N = 4           # every tensor is (N, N, N) before the transforms
 
-Operator = Callable[..., Tensor]
-
 # Each takes tensors of shape (N, N, N) and gives one.
-OPERATORS: dict[str, tuple[int, Operator]] = {
+OPERATORS: dict[str, tuple[int, Callable[..., Tensor]]] = {
     "bmm": (2, torch.bmm),
     "matmul": (2, torch.matmul),
     "baddbmm": (3, torch.baddbmm),
@@ -38,121 +38,184 @@ OPERATORS: dict[str, tuple[int, Operator]] = {
     "linear_bias": (3, lambda a, b, c: F.linear(a, b[0], c[0, 0])),
     "einsum": (2, lambda a, b: torch.einsum("bij,bkj->bik", a, b)),
     "attention": (3, F.scaled_dot_product_attention),
+    "attention by keywords": (4, lambda a, b, c, d: F.scaled_dot_product_attention(
+        query=a, key=b, value=c, attn_mask=d)),
     "conv1d": (3, lambda a, b, c: F.conv1d(a, b, c[0, 0], padding=2)[..., :N]),
     "conv_transpose1d": (2, lambda a, b: F.conv_transpose1d(a, b)[..., :N]),
     "prelu": (2, lambda a, b: F.prelu(a, b[0, 0])),
     "cdist": (2, lambda a, b: torch.cdist(a, b)),
     "mse": (2, lambda a, b: a + F.mse_loss(a, b)),
     "smooth_l1": (2, lambda a, b: b + F.smooth_l1_loss(a, b)),
+    "cross_entropy": (2, lambda a, b: a + F.cross_entropy(a, b)),
     "kl": (2, lambda a, b: a + F.kl_div(a.log_softmax(-1), b.softmax(-1), reduction="batchmean")),
     "cat": (3, lambda a, b, c: torch.cat([a, b, c])[1:N + 1]),
     "stack": (2, lambda a, b: torch.stack([a, b]).sum(0)),
     "index_copy": (2, lambda a, b: torch.index_copy(a, 0, torch.tensor([1, 0]), b[:2])),
+    "index_put": (2, lambda a, b: a.index_put((torch.tensor([0]),), b[1])),
+    "embed": (2, lambda a, b: a + F.embedding(torch.tensor([1, 0, 1, 3]), b[0])),
+    "addcmul": (3, lambda a, b, c: torch.addcmul(a, b, c, value=0.1)),
     "gru_cell": (3, lambda a, b, c: torch.gru_cell(a[0], b[0], c.reshape(-1, N)[:3 * N], a.reshape(-1, N)[:3 * N])
                  .expand(N, N, N)),
     "add": (2, torch.add),
     "mul": (2, torch.mul),
     "tanh": (1, torch.tanh),
+    "gelu": (1, F.gelu),
+    "relu_": (1, lambda a: F.relu(a.clone(), inplace=True)),
+    "exp": (1, lambda a: torch.exp(-a.abs())),
+    "cumsum": (1, lambda a: a.cumsum(0) / N),
     "copy": (1, lambda a: a * 1.0),
-    "norm": (1, lambda a: F.layer_norm(a, (N,))),
+    "transposed": (1, lambda a: a.transpose(0, 1).contiguous().transpose(0, 1)),
+    "detach": (1, torch.Tensor.detach),
+    "layer_norm": (1, lambda a: F.layer_norm(a, (N,))),
+    "norm": (1, lambda a: a / (1 + a.norm())),
     "softmax": (1, lambda a: a.softmax(-1)),
+    "log_softmax": (1, lambda a: a.log_softmax(-1)),
     "low": (1, lambda a: a.to(torch.get_autocast_dtype("cpu"))),
     "float": (1, torch.Tensor.float),
 }
 # These fail under transforms in torch itself, or batch other dimensions.
-PLAIN_ONLY = {"index_copy", "gru_cell", "cdist", "kl"}
+PLAIN_ONLY = {"index_copy", "index_put", "embed", "gru_cell", "cdist", "kl", "cross_entropy", "relu_"}
 
-Region = Callable[[torch.dtype], Any]
-
-
-def native(dtype: torch.dtype) -> Any:
-    return torch.autocast("cpu", dtype)
+Region = Callable[..., contextlib.AbstractContextManager[Any]]
+Step = tuple[str, Any]      # an operator and the numbers of its arguments, or a context, its input and its steps
 
 
-def ours(dtype: torch.dtype) -> Any:
-    return autocast("cpu", dtype, policy=Policy.torch("cpu"))
+def native(dtype: torch.dtype | None = None, **options: Any) -> Any:
+    return torch.autocast("cpu", dtype, **options)
 
 
-def recorded(dtype: torch.dtype) -> Any:
-    """With the kernels that handle any operator, which a region has while its casts are recorded."""
-    stack = contextlib.ExitStack()
-    stack.enter_context(record_casts())
-    stack.enter_context(ours(dtype))
-    return stack
+def ours(dtype: torch.dtype | None = None, **options: Any) -> Any:
+    return autocast("cpu", dtype, policy=Policy.torch("cpu"), **options)
 
 
-Step = tuple[str, tuple[int, ...]]
+CONTEXTS: dict[str, Callable[[Region, torch.dtype], Any]] = {
+    "region": lambda region, dtype: region(dtype),
+    "disabled": lambda region, dtype: region(enabled=False),
+    "uncached": lambda region, dtype: region(dtype, cache_enabled=False),
+    "torch_region": lambda region, dtype: torch.autocast("cpu", dtype),
+    "torch_disabled": lambda region, dtype: torch.autocast("cpu", enabled=False),
+    "no_grad": lambda region, dtype: torch.no_grad(),
+    "enable_grad": lambda region, dtype: torch.enable_grad(),
+    "inference": lambda region, dtype: torch.inference_mode(),
+}
+CHECKPOINTS = ("checkpoint", "reentrant")
 
 
 class Program:
     """Operators and the tensors each is given, by number: leaves and inputs first, then results."""
 
     def __init__(self, seed: int) -> None:
-        draw = random.Random(seed)
+        draw = self.draw = random.Random(seed)
         self.seed = seed
         self.dtype = draw.choice((torch.bfloat16, torch.float16))
-        self.transform = draw.choice(("none", "none", "vmap", "grad", "jvp", "vmap_of_grad"))
-        names = [name for name in OPERATORS if self.transform == "none" or name not in PLAIN_ONLY]
-        self.steps: list[Step] = []
-        n = 4
-        for _ in range(draw.randint(2, 6)):
-            name = draw.choice(names)
-            few = [draw.randrange(n) for _ in range(draw.randint(1, 2))]      # so that some are given twice
-            self.steps.append((name, tuple(draw.choice(few) for _ in range(OPERATORS[name][0]))))
-            n += 1
+        self.transform = draw.choice(("none", "vmap", "grad", "jvp", "vmap_of_grad", *["contexts"] * 3))
+        self.n_leaves = 2 if "vmap" in self.transform else 3
+        self.names: set[str] = set()
+        self.given_twice: set[str] = set()
+        self.steps, n = self.drawn(self.n_leaves + 2, draw.randint(2, 6), 3)
         self.reused = [draw.randrange(n) for _ in range(draw.randint(1, 4))]     # after the transform, or at its end
+
+    def drawn(self, n: int, length: int, depth: int) -> tuple[list[Step], int]:
+        """Steps that may use `n` values, and how many values there are after them."""
+        draw, steps = self.draw, list[Step]()
+        operators = [name for name in OPERATORS if self.transform in ("none", "contexts") or name not in PLAIN_ONLY]
+        for _ in range(length):
+            few = [draw.randrange(n) for _ in range(draw.randint(1, 2))]      # so that some are given twice
+            if self.transform == "contexts" and depth and draw.random() < 0.4:
+                name = draw.choice((*CONTEXTS, *CHECKPOINTS))
+                # A reentrant checkpoint may use leaves and its input: through others it would go backward once more.
+                known = self.n_leaves if name in CHECKPOINTS else n
+                steps.append((name, (few[0], self.drawn(known + 1, draw.randint(1, 4), depth - 1)[0])))
+            else:
+                name = draw.choice(operators)
+                places = tuple(draw.choice(few) for _ in range(OPERATORS[name][0]))
+                steps.append((name, places))
+                if len(set(places)) < max(len(places), 2):
+                    self.given_twice.add(name)
+            self.names.add(name)
+            n += 1
+        return steps, n
 
     def __repr__(self) -> str:
         return f"{self.transform} of {self.steps}, then {self.reused}, {self.dtype}, seed {self.seed}"
 
-    def body(self, leaves: Sequence[Tensor], x: Tensor) -> Tensor:
-        values = [*leaves, x, x * 1.0]
-        for name, places in self.steps:
-            values.append(OPERATORS[name][1](*(values[place] for place in places)))
+    @property
+    def may_share_other_casts(self) -> bool:
+        """Whether two uses of a weight can share a cast on one side and not on the other.
+
+        The gradients of a shared cast are added in low precision, those of two casts in float32. It takes a region
+        that is opened again inside a disabled one or a recompute: torch has one cache for all, ampkit one for each.
+        """
+        opened = self.names & {"region", "torch_region", "uncached"}
+        return bool(opened and self.names & {"disabled", "torch_disabled", *CHECKPOINTS})
+
+    def run_steps(self, steps: list[Step], values: list[Tensor], region: Region) -> list[Tensor]:
+        """The values, and those of the steps."""
+        for name, places in steps:
+            if name in OPERATORS:
+                values = [*values, OPERATORS[name][1](*(values[place] for place in places))]
+                continue
+            place, inner = places
+            if name in CHECKPOINTS:
+                body = functools.partial(self.last_of, inner, values[:self.n_leaves], region)
+                result: Any = checkpoint(body, values[place], use_reentrant=name == "reentrant")
+            else:
+                with CONTEXTS[name](region, self.dtype):
+                    result = self.last_of(inner, values, region, values[place])
+            values = [*values, result]
+        return values
+
+    def last_of(self, steps: list[Step], values: list[Tensor], region: Region, x: Tensor) -> Tensor:
+        return self.run_steps(steps, [*values, x], region)[-1]
+
+    def body(self, leaves: Sequence[Tensor], x: Tensor, region: Region) -> Tensor:
+        values = self.run_steps(self.steps, [*leaves, x, x * 1.0], region)
         return torch.stack([values[place].float() for place in self.reused]).sum(0) + values[-1].float()
 
     def run(self, region: Region) -> list[Tensor]:
         """The result and the gradients of the leaves."""
         torch.manual_seed(self.seed)
         leaves = [torch.randn(N, N, N, requires_grad=True) for _ in range(2)]
+        if self.n_leaves == 3:
+            leaves.append(torch.nn.Parameter(torch.randn(N, N, N), requires_grad=False))
         x = torch.randn(N, N, N, requires_grad=True)
         with region(self.dtype):
-            out = self.transformed(leaves, x)
+            out = self.transformed(leaves, x, functools.partial(self.body, region=region))
             out = out + torch.bmm(leaves[0], out) + out @ leaves[1]
         (out.float().sin().sum() * 8).backward()
         return [out.detach(), *(torch.zeros(1) if each.grad is None else each.grad for each in (*leaves, x))]
 
-    def transformed(self, leaves: Sequence[Tensor], x: Tensor) -> Tensor:
+    def transformed(self, leaves: Sequence[Tensor], x: Tensor, body: Callable[..., Tensor]) -> Tensor:
+        rest = leaves[1:]
         if self.transform == "vmap":
-            return vmap(lambda row: self.body(leaves, row))(torch.stack([x, x * 2]))[1]
+            return vmap(lambda row: body(leaves, row))(torch.stack([x, x * 2]))[1]
         if self.transform == "grad":
-            found = grad(lambda leaf, x: self.body((leaf, leaves[1]), x).sum(), (0, 1))(leaves[0], x)
+            found = grad(lambda leaf, x: body((leaf, *rest), x).sum(), (0, 1))(leaves[0], x)
             return found[0] + found[1]
         if self.transform == "jvp":
-            return sum(jvp(lambda x: self.body(leaves, x), (x,), (x.detach().cos(),)), torch.zeros(()))
+            return sum(jvp(lambda x: body(leaves, x), (x,), (x.detach().cos(),)), torch.zeros(()))
         if self.transform == "vmap_of_grad":
-            per_sample = vmap(grad(lambda leaf, x: self.body((leaf, leaves[1]), x).sum()), (None, 0))
+            per_sample = vmap(grad(lambda leaf, x: body((leaf, *rest), x).sum()), (None, 0))
             return per_sample(leaves[0], torch.stack([x, x * 2]))[1]
-        return self.body(leaves, x)
-
-
-def attempt(program: Program, region: Region) -> list[Tensor] | None:
-    try:
-        return program.run(region)
-    except RuntimeError:        # promotion of 16-bit types, an operator without a batching rule
-        return None
+        return body(leaves, x)
 
 
 def check(program: Program) -> bool:
-    """Compare a program's bits; False where torch.amp refuses it."""
-    expected = attempt(program, native)
-    if expected is None:
+    """Compare a program's bits; False where torch.amp refuses it: mixed 16-bit types, no batching rule, inference."""
+    try:
+        expected = program.run(native)
+    except RuntimeError:
         return False
-    for region in (ours, recorded):
-        found = program.run(region)
-        for name, a, b in zip(("the result", "leaf 0", "leaf 1", "the input"), expected, found, strict=True):
-            same = a.dtype is b.dtype and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
-            assert same, f"{name} under {region.__name__} differs: {program!r}"
+    # The second time with the kernels that handle any operator, which a region has while its casts are recorded.
+    for around in (contextlib.nullcontext, record_casts):
+        with around():
+            found = program.run(ours)
+        for n, (a, b) in enumerate(zip(expected, found, strict=True)):
+            assert a.dtype is b.dtype
+            a, b = a.nan_to_num(7.0), b.nan_to_num(7.0)
+            near = n > 0 and program.may_share_other_casts and (a - b).norm() <= 0.02 * a.norm()
+            assert near or torch.equal(a, b), (
+                f"{f'gradient {n - 1}' if n else 'the result'} differs, {around.__name__}: {program!r}")
     return True
 
 
@@ -167,37 +230,9 @@ def seeds() -> Iterator[int]:
 
 @pytest.mark.filterwarnings("ignore")       # of torch's: fallbacks of vmap, casts of scalars
 def test_random_programs() -> None:
-    compared = [check(Program(seed)) for seed in seeds()]
-    assert sum(compared) > len(compared) * 0.8
-
-
-TWICE = {
-    "bmm": lambda y: torch.bmm(y, y) + y,
-    "matmul": lambda y: y @ y + y,
-    "attention": lambda y: F.scaled_dot_product_attention(y, y, y) + y,
-    "linear": lambda y: F.linear(y[0], y[0]) + y[0],
-    "baddbmm": lambda y: torch.baddbmm(y, y, y) + y,
-    "cdist": lambda y: torch.cdist(y.bfloat16(), y.bfloat16()) + y,
-    "conv": lambda y: F.conv1d(y, y, padding=4)[..., :8] + y,
-    "keywords": lambda y: F.scaled_dot_product_attention(query=y, key=y, value=y, attn_mask=y) + y,
-    "cross_entropy": lambda y: F.cross_entropy(y, y) + y,
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", TWICE)
-def test_tensor_given_twice_and_used_again(name: str, dtype: torch.dtype) -> None:
-    """The casts of one operator's arguments are made in torch's order: the last argument first."""
-    for seed in range(4):
-        found = []
-        for region in (native, ours, recorded):
-            torch.manual_seed(seed)
-            leaf = torch.randn(8, 8, 8, requires_grad=True)
-            with region(dtype):
-                out = TWICE[name](leaf * 1.0)
-            out.float().sin().sum().backward()
-            assert leaf.grad is not None
-            found.append((out.detach(), leaf.grad))
-        for out, gradient in found[1:]:
-            assert torch.equal(out, found[0][0])
-            assert torch.equal(gradient, found[0][1])
+    programs = [Program(seed) for seed in seeds()]
+    compared = [program for program in programs if check(program)]
+    assert len(compared) > len(programs) * 0.7
+    assert {name for program in compared for name in program.given_twice} == set(OPERATORS)
+    assert {name for program in compared for name in program.names} == {*OPERATORS, *CONTEXTS, *CHECKPOINTS}
+    assert sum(not program.may_share_other_casts for program in compared) > len(compared) * 0.6

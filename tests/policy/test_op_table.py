@@ -73,27 +73,11 @@ def test_version_is_read_from_releases_and_nightlies(monkeypatch: pytest.MonkeyP
         assert op_table._torch_version() == (2, 13)
 
 
-def test_groups_say_why() -> None:
-    for lists in (TORCH, DEFAULT_EXTRA):
-        for groups in lists.values():
-            for group in groups:
-                assert len(group.why) > 10, group
-                assert group.ops.split(), group
-
-
-def test_both_tables_know_the_same_devices() -> None:
+def test_both_tables_know_the_same_devices_and_say_why() -> None:
     assert set(TORCH) == set(DEFAULT_EXTRA)
-
-
-@pytest.mark.parametrize("device", TORCH)
-def test_default_adds_and_does_not_repeat(device: str) -> None:
-    ours, theirs = fold(DEFAULT_EXTRA[device]), fold(TORCH[device])
-    assert not [op.name() for op, rule in ours.items() if theirs.get(op) is rule]
-
-
-@pytest.mark.parametrize("device", TORCH)
-def test_default_bans_nothing_that_torch_runs(device: str) -> None:
-    assert Rule.BANNED not in fold(DEFAULT_EXTRA[device]).values()
+    for group in (group for lists in (TORCH, DEFAULT_EXTRA) for groups in lists.values() for group in groups):
+        assert len(group.why) > 10, group
+        assert group.ops.split(), group
 
 
 # Where a device keeps to a rule of torch's own for it, or has no such kernel.
@@ -117,9 +101,11 @@ ONLY_CUDA = {
 
 
 @pytest.mark.parametrize("device", TORCH)
-def test_default_does_on_every_device_what_it_does_on_cuda(device: str) -> None:
+def test_default_adds_to_torchs_list_and_does_on_every_device_what_it_does_on_cuda(device: str) -> None:
+    ours, theirs = fold(DEFAULT_EXTRA[device]), fold(TORCH[device])
+    assert not [op.name() for op, rule in ours.items() if theirs.get(op) is rule or rule is Rule.BANNED]
     cuda = fold(TORCH["cuda"]) | fold(DEFAULT_EXTRA["cuda"])
-    here = fold(TORCH[device]) | fold(DEFAULT_EXTRA[device])
+    here = theirs | ours
     apart = {
         op.name().removeprefix("aten::") for op, rule in cuda.items()
         if here.get(op) is not rule and "name" not in op._overloadname.lower()  # no region takes named tensors
@@ -128,14 +114,6 @@ def test_default_does_on_every_device_what_it_does_on_cuda(device: str) -> None:
     if device in CUMPROD_AS_BEFORE and cuda[resolve("cumprod")] is Rule.FLOAT32:
         wanted = wanted ^ {"cumprod"}
     assert apart == wanted
-
-
-@pytest.mark.parametrize("device", TORCH)
-def test_default_runs_recurrent_layers_in_the_region_s_dtype(device: str) -> None:
-    rules = fold(TORCH[device]) | fold(DEFAULT_EXTRA[device])
-    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-        assert rules[resolve(f"{name}.input")] is rules[resolve(f"{name}.data")] is Rule.LOWER
-        assert rules[resolve(f"{name}_cell")] is Rule.LOWER
 
 
 def test_the_document_says_what_the_table_says() -> None:

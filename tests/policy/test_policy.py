@@ -2,14 +2,10 @@
 
 import copy
 import itertools
-import json
-import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from ampkit import Policy, Rule, autocast, register_op
@@ -26,7 +22,11 @@ MODEL = Model()
 @pytest.mark.parametrize("device", DEVICES)
 def test_bases_are_their_lists(device):
     assert dict(Policy.torch(device).rules()) == fold(TORCH[device])
-    assert dict(Policy.default(device).rules()) == fold(TORCH[device]) | fold(DEFAULT_EXTRA[device])
+    default = Policy.default(device)
+    assert dict(default.rules()) == fold(TORCH[device]) | fold(DEFAULT_EXTRA[device])
+    for op, rule in itertools.islice(default.rules().items(), 0, None, 7):
+        assert default.explain(op).rule is rule
+        assert len(default.explain(op).why) > 10
 
 
 def test_rule_of_each_kind():
@@ -41,7 +41,8 @@ def test_rule_of_each_kind():
 
 
 def test_explain_names_the_layer():
-    policy = Policy.default("cpu").with_rules({"aten::mm": Rule.KEEP}).with_rules({"aten::gelu": "float32"})
+    policy = Policy.default("cpu").with_rules({"aten::mm": Rule.KEEP, "aten::gelu": "keep"})
+    policy = policy.with_rules({"aten::gelu": "float32"})
     assert policy.explain("aten::linear") == Explanation(
         "aten::linear", Rule.LOWER, "torch", policy.explain("aten::linear").why
     )
@@ -51,13 +52,6 @@ def test_explain_names_the_layer():
     assert policy.explain("aten::gelu")[1:3] == (Rule.FLOAT32, "with_rules[1]")
     assert policy.explain("aten::relu")[1:3] == (Rule.KEEP, "unlisted")
     assert str(policy.explain("aten::gelu")) == "aten::gelu: FLOAT32 (set by with_rules[1]): set by the user"
-
-
-def test_explanations_agree_with_the_rules():
-    policy = Policy.default("cpu")
-    for op, rule in itertools.islice(policy.rules().items(), 0, None, 7):
-        assert policy.explain(op).rule is rule
-        assert len(policy.explain(op).why) > 10
 
 
 def test_explain_of_overloads_that_differ_asks_which():
@@ -115,11 +109,9 @@ KEYS = {"overload": aten.gelu.default, "packet": aten.gelu, "name": "aten::gelu"
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("rule", [Rule.FLOAT32, "float32"])
 def test_ways_to_name_an_operator(key, rule):
-    policy = Policy.torch("cpu").with_rules({KEYS[key]: rule})
-    with autocast("cpu", policy=policy):
-        assert F.gelu(torch.ones(2, dtype=BF16)).dtype is FP32
-    with autocast("cpu", policy=Policy.torch("cpu")):
-        assert F.gelu(torch.ones(2, dtype=BF16)).dtype is BF16
+    for policy, dtype in ((Policy.torch("cpu").with_rules({KEYS[key]: rule}), FP32), (Policy.torch("cpu"), BF16)):
+        with autocast("cpu", policy=policy):
+            assert F.gelu(torch.ones(2, dtype=BF16)).dtype is dtype
 
 
 def test_packet_means_every_overload_but_out():
@@ -140,12 +132,6 @@ def test_packet_means_every_overload_but_out():
 def test_each_rule_does_what_it_says(rule, call, expected):
     with autocast("cpu", policy=Policy.torch("cpu").with_rules({"aten::addcmul": rule})):
         assert call(torch.ones(2)).dtype is expected
-
-
-def test_later_layers_win():
-    policy = Policy.default("cpu").with_rules({"mm": "keep"}).with_rules({"mm": "lower"}).with_rules({"mm": "float32"})
-    assert policy.rule_for("mm") is Rule.FLOAT32
-    assert policy.explain("mm").layer == "with_rules[2]"
 
 
 def test_decompose_opens_a_composite_and_keep_closes_it():
@@ -228,7 +214,7 @@ def test_device_that_has_no_lists(make):
         Policy("apex", "cpu")
 
 
-# Equality, hash, text, dict
+# Equality, text, dict
 
 
 def test_names_of_no_library_leave_none_behind():
@@ -236,52 +222,6 @@ def test_names_of_no_library_leave_none_behind():
     with pytest.raises(ValueError, match="unknown operator 'ampkit_unknown::op'"):
         Policy.default("cpu").explain("ampkit_unknown::op")
     assert "ampkit_unknown" not in vars(torch.ops)
-
-
-def policies():
-    rules = st.dictionaries(
-        st.sampled_from(["mm", "aten::gelu", "softmax.int", "addcmul", "aten::relu", "sum.dim_IntList"]),
-        st.sampled_from(["lower", "float32", "keep", "promote", "banned", "decompose"]),
-        max_size=4,
-    )
-    modules = st.dictionaries(
-        st.sampled_from(["head", "blocks.*.attn", "**.norm", nn.Linear, nn.LayerNorm, MODEL.blocks[0].mlp]),
-        st.sampled_from([FP32, BF16, "float16", Policy.torch("cpu"), Policy.default("cpu").with_rules({"mm": "keep"})]),
-        max_size=3,
-    )
-    return st.builds(
-        lambda base, layers, modules: _build(base, layers, modules),
-        st.sampled_from(["default", "torch"]), st.lists(rules, max_size=3), modules,
-    )
-
-
-def _build(base, layers, modules):
-    policy = getattr(Policy, base)("cpu")
-    for layer in layers:
-        policy = policy.with_rules(layer)
-    return policy.for_modules(MODEL, modules)
-
-
-@given(policies(), policies())
-def test_round_trips(policy, other):
-    for again in (
-        Policy.from_dict(policy.to_dict(), MODEL),
-        Policy.from_dict(json.loads(json.dumps(policy.to_dict())), MODEL),
-        policy if policy.modules else pickle.loads(pickle.dumps(policy)),
-        copy.deepcopy(policy),
-        copy.copy(policy),
-    ):
-        assert again == policy
-        assert hash(again) == hash(policy)
-        assert repr(again) == repr(policy)
-        assert again.rules() == policy.rules()
-    if policy.to_dict() == other.to_dict():
-        assert policy == other
-    if policy == other:
-        assert hash(policy) == hash(other)
-        assert policy.rules() == other.rules()
-    else:
-        assert repr(policy) != repr(other)
 
 
 def test_equality():
@@ -316,31 +256,24 @@ def test_dict_is_plain():
     }
 
 
+# `hostile/test_policy_data.py` draws many more, and asks for a sentence.
 @pytest.mark.parametrize(
-    ("state", "message"),
+    ("changes", "message"),
     [
-        ({}, r"not a policy: 'base' is missing; expected 'base' and, with defaults, 'device_type', 'rules' and 'modul"),
-        ({**Policy.torch("cpu").to_dict(), "version": 2}, r"not a policy: unknown keys \['version'\]; expected 'base'"),
-        ({**Policy.torch("cpu").to_dict(), "rules": [{"aten::gone": "keep"}]}, r"unknown operator 'aten::gone'"),
-        ({**Policy.torch("cpu").to_dict(), "base": "apex"}, r"unknown policy base 'apex'"),
-        ({**Policy.torch("cpu").to_dict(), "modules": [["head", "float8"]]}, r"'float8' is no precision for module"),
-        ([], r"a written policy is a dict, as to_dict gives it; got \[\]"),
-        ({1: 2, "x": 3}, r"not a policy: 'base' is missing; unknown keys \['x', 1\]"),
-        ({**Policy.torch("cpu").to_dict(), "base": ["torch"]}, r"unknown policy base \['torch'\]"),
-        ({**Policy.torch("cpu").to_dict(), "device_type": {}}, r"no operator lists for device type {}; expected"),
-        ({**Policy.torch("cpu").to_dict(), "rules": "keep"}, r"'rules' of a written policy is a list, got 'keep'"),
-        ({**Policy.torch("cpu").to_dict(), "rules": ["keep"]}, r"each of the 'rules' .* is a dict, got 'keep'"),
-        ({**Policy.torch("cpu").to_dict(), "rules": [["a"]]}, r"each of the 'rules' .* is a dict, got \['a'\]"),
-        ({**Policy.torch("cpu").to_dict(), "modules": {"head": 1}}, r"'modules' of a written policy is a list, got"),
-        ({**Policy.torch("cpu").to_dict(), "modules": ["ab"]}, r"a list of a module and its rule, got 'ab'"),
-        ({**Policy.torch("cpu").to_dict(), "modules": [[1, "float32"]]}, r"names modules by path or as .*, got 1"),
-        ({**Policy.torch("cpu").to_dict(), "modules": [["a", 1]]}, r"a written policy is a dict, .*; got 1"),
-        ({**Policy.torch("cpu").to_dict(), "modules": [["head", "float32"]] * 2}, r"module 'head' already has a rule"),
+        ({"version": 2}, r"not a policy: unknown keys \['version'\]; expected 'base'"),
+        ({"rules": [{"aten::gone": "keep"}]}, r"unknown operator 'aten::gone'"),
+        ({"base": ["torch"]}, r"unknown policy base \['torch'\]"),
+        ({"device_type": {}}, r"no operator lists for device type {}; expected"),
+        ({"rules": ["keep"]}, r"each of the 'rules' .* is a dict, got 'keep'"),
+        ({"modules": ["ab"]}, r"a list of a module and its rule, got 'ab'"),
+        ({"modules": [[1, "float32"]]}, r"names modules by path or as .*, got 1"),
+        ({"modules": [["head", "float8"]]}, r"'float8' is no precision for module"),
+        ({"modules": [["head", "float32"]] * 2}, r"module 'head' already has a rule"),
     ],
 )
-def test_dict_that_is_no_policy(state, message):
+def test_dict_that_is_no_policy(changes, message):
     with pytest.raises((TypeError, ValueError), match=message):
-        Policy.from_dict(state, MODEL)
+        Policy.from_dict({**Policy.torch("cpu").to_dict(), **changes}, MODEL)
 
 
 def test_what_is_left_out_of_a_dict_has_a_default():

@@ -128,7 +128,7 @@ class _Watch:
 
     def __init__(self, op: OpOverload) -> None:
         self.excluded_keys, self.redispatch_keys = keysets(())       # torch's autocast is not excluded
-        self.ops = {op, casting.dtype_overload(op)} if casting.takes_dtype(op) else {op}
+        self.ops = {op, casting.dtype_overload(op) or op}
         self.begun = False
         self.kernels = GENERAL
         self.open = True

@@ -232,7 +232,6 @@ def faults(model: Net) -> None:
         loss.backward()  # pyright: ignore[reportUnknownMemberType]
         return loss
 
-    assert_type(debugging.assert_finite(step, model), Tensor)
     with ampkit.debugging.detect_nonfinite(model) as report:
         step()
     assert_type(report, NonFiniteReport)

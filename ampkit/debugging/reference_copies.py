@@ -1,0 +1,135 @@
+"""What every tensor would hold had the step been computed in a wider dtype: a reference copy of its memory.
+
+A reference copy belongs to a storage, element for element, so that views and in-place writes find it where they find
+the user's values. Memory for which no operator has computed anything different has no reference copy: it is read as it
+is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ampkit.debugging.storage_map import StorageMap
+from ampkit.torch_internals.operator_tracing import is_opaque
+
+__all__ = ["NONE", "Error", "ReferenceCopies"]
+
+_SPARE = 1 << 20        # bytes of reference copies beyond which those of memory that is gone are looked for
+
+
+class Error(NamedTuple):
+    """How far a tensor is from its reference copy, relatively, and the calls that made it, by index; -1 for none."""
+
+    relative: float
+    maker: int          # of the most of it
+    lost: int = -1      # the last that made elements 0 which are none in the reference copy
+
+
+NONE = Error(0.0, -1)
+
+
+@dataclass(slots=True)
+class _Copy:
+    """The same elements in another dtype, and how far the user's are from them."""
+
+    flat: Tensor            # one dimension, real numbers
+    real: torch.dtype       # the user's dtype, real for a complex one
+    error: Error = NONE
+
+
+class ReferenceCopies:
+    """Reference copies of tensors in at least `reference`, made when an operator computes them."""
+
+    def __init__(self, reference: torch.dtype) -> None:
+        self.reference = reference
+        self._copies: StorageMap[_Copy] = StorageMap()
+        self._grown, self._limit = 0, _SPARE
+
+    def wide(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of a reference copy: that of the tensor if it is no float, or as wide as the reference."""
+        if not (dtype.is_floating_point or dtype.is_complex):
+            return dtype
+        return self.reference if dtype.itemsize == 1 else torch.promote_types(dtype, self.reference)
+
+    def has_copy(self, tensor: Tensor) -> bool:
+        """Whether a tensor's reference values are other than its own."""
+        return self._copy_of(tensor) is not None
+
+    def error(self, tensor: Tensor) -> Error:
+        """What was noted when a tensor's memory was last computed."""
+        copy = self._copy_of(tensor)
+        return NONE if copy is None else copy.error
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """The reference values of a tensor. They may be the user's own: for reading only."""
+        copy = self._copy_of(tensor)
+        if copy is None:
+            return tensor if is_opaque(tensor) else tensor.detach().to(self.wide(tensor.dtype))
+        whole = torch.view_as_complex(copy.flat.view(-1, 2)) if tensor.is_complex() else copy.flat
+        view = whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        view = view.conj() if tensor.is_conj() else view
+        return -view if tensor.is_neg() else view
+
+    def make_writable(self, tensor: Tensor) -> None:
+        """Give a tensor's memory a reference copy that may be written in place."""
+        if self._copy_of(tensor) is None and not is_opaque(tensor):
+            plain = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+            whole = plain.as_strided((_n_elements(tensor),), (1,), 0)
+            self._keep(tensor, whole.to(self.wide(whole.dtype), copy=True))
+
+    def write(self, tensor: Tensor, value: Tensor, error: Error, *, own: bool) -> None:
+        """Note the reference values of a new tensor; `own`: nothing else holds the memory of `value`."""
+        count = _n_elements(tensor)
+        value = value.to(self.wide(tensor.dtype))
+        if own and _fills(tensor, count) and _fills(value, count) and value.stride() == tensor.stride():
+            flat = torch.view_as_real(value) if value.is_complex() else value
+            self._keep(tensor, flat.as_strided((count,), (1,), 0))
+        else:
+            self._keep(tensor, torch.zeros(count, dtype=self.wide(_real(tensor)), device=tensor.device))
+            self.read(tensor).copy_(value)
+        self.note_error(tensor, error)
+
+    def note_error(self, tensor: Tensor, error: Error) -> None:
+        """Note how far a tensor is from its reference copy."""
+        copy = self._copy_of(tensor)
+        if copy is not None:
+            copy.error = error
+
+    def forget(self, tensor: Tensor) -> None:
+        """From here on a tensor's own values are the reference."""
+        self._copies.discard(tensor)
+
+    def _copy_of(self, tensor: Tensor) -> _Copy | None:
+        copy = None if is_opaque(tensor) else self._copies.get(tensor)
+        if copy is None or (copy.real is _real(tensor) and copy.flat.numel() == _n_elements(tensor)):
+            return copy
+        return None         # the memory was given another meaning, or another size
+
+    def _keep(self, tensor: Tensor, flat: Tensor) -> None:
+        self._copies.set(tensor, _Copy(flat, _real(tensor)))
+        self._grown += flat.nbytes
+        if self._grown > self._limit:
+            self._copies.forget_expired()
+            live = sum(copy.flat.nbytes for copy in self._copies.values())
+            self._grown, self._limit = 0, max(_SPARE, live // 32)
+
+
+def _real(tensor: Tensor) -> torch.dtype:
+    return tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
+
+
+def _n_elements(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes() // _real(tensor).itemsize
+
+
+def _fills(tensor: Tensor, count: int) -> bool:
+    """Whether a tensor is all of its memory, as it lies there."""
+    return (
+        tensor.storage_offset() == 0 and _n_elements(tensor) == count
+        and tensor.numel() * (2 if tensor.is_complex() else 1) == count
+        and not tensor.is_conj() and not tensor.is_neg()
+    )
