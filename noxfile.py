@@ -1,6 +1,7 @@
 """The whole suite under every torch that ampkit supports: `make matrix`, or `make matrix TORCH=2.15.0`.
 
-Each version gets an environment of its own, kept for the next time; one whose torch is a CUDA build takes five
+`nox --session wheel` builds the wheel, installs it with the oldest and the newest torch and nothing else, and trains
+a step. Each version gets an environment of its own, kept for the next time; one whose torch is a CUDA build takes five
 gigabytes and needs no GPU. `make matrix ENVS=/folder` keeps them outside the checkout, `ARGS="-n 4"` goes to pytest. A
 run of the whole suite writes its row of docs/versions.md.
 """
@@ -16,6 +17,7 @@ VERSIONS = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 nox.needs_version = ">=2024.4"
 nox.options.reuse_venv = "yes"
 nox.options.stop_on_first_error = False
+nox.options.sessions = ["tests"]
 
 
 @nox.session
@@ -31,3 +33,31 @@ def tests(session: nox.Session, torch: str) -> None:
     session.run("python", "-m", "pytest", f"--junitxml={report}", *session.posargs, success_codes=codes)
     if not any("tests" in argument or argument.startswith("-k") for argument in session.posargs):
         session.run("python", "docs/make_versions.py", str(report), *session.posargs)
+
+
+_STEP = """
+import sys, torch, ampkit
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = ampkit.GradScaler("cpu")
+with ampkit.autocast("cpu", torch.float16):
+    loss = model(torch.ones(3, 4)).float().square().mean()
+scaler.scale(loss).backward()
+scaler.step(optimizer)
+scaler.update()
+assert ampkit.__file__.startswith(sys.prefix), ampkit.__file__
+print(ampkit.__version__, "from", ampkit.__file__, "with torch", torch.__version__, scaler.stats())
+"""
+
+
+@nox.session
+@nox.parametrize("torch", [VERSIONS[0], VERSIONS[-1]])
+def wheel(session: nox.Session, torch: str) -> None:
+    """Build the wheel as `make wheel` does; install it by pip with one torch; import it and train a step elsewhere."""
+    folder = Path(session.create_tmp())
+    session.run("python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), ".")
+    session.install("--force-reinstall", "--no-deps", *map(str, folder.glob("ampkit-*.whl")))
+    session.install(f"torch=={torch}", *map(str, folder.glob("ampkit-*.whl")))
+    session.chdir(folder)
+    session.run("python", "-I", "-W", "error", "-c", _STEP)     # -I: nothing is imported from the checkout
+    session.run("python", "-I", "-m", "ampkit", "--version")

@@ -7,6 +7,8 @@ NCCL on GPUs, gloo on CPUs. The gradients say which ranks must skip together; th
 """
 
 import argparse
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -104,4 +106,6 @@ if __name__ == "__main__":
     parser.add_argument("--folder", type=Path, default=Path("run"), help="where checkpoints are, and go")
     parser.add_argument("--steps", type=int, default=6, help="steps from the very first one on")
     given = parser.parse_args()
+    if "RANK" not in os.environ:
+        sys.exit("this runs on several processes; start it with: torchrun --nproc-per-node 2 examples/ranks_resume.py")
     main(given.parallel, given.folder, given.steps)

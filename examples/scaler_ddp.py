@@ -3,6 +3,9 @@
 Run it on two processes: torchrun --nproc-per-node 2 examples/scaler_ddp.py
 """
 
+import os
+import sys
+
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -41,4 +44,6 @@ def main(steps: int = 10) -> None:
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        sys.exit("this runs on several processes; start it with: torchrun --nproc-per-node 2 examples/scaler_ddp.py")
     main()

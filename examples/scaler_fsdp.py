@@ -3,6 +3,9 @@
 Run it on two processes: torchrun --nproc-per-node 2 examples/scaler_fsdp.py
 """
 
+import os
+import sys
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -43,4 +46,6 @@ def main(steps: int = 10) -> None:
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        sys.exit("this runs on several processes; start it with: torchrun --nproc-per-node 2 examples/scaler_fsdp.py")
     main()

@@ -63,8 +63,8 @@ def use_ampkit(
         raise RuntimeError(f"{accelerator.distributed_type} casts and scales by itself: ampkit has no part in it")
     if precision not in (*_DTYPES, "no"):
         raise ValueError(
-            f"the accelerator has mixed_precision={precision!r}; expected 'fp16', 'bf16' or 'no': ampkit casts to "
-            f"float16 and bfloat16"
+            f"the accelerator has mixed_precision={precision!r}; expected 'fp16', 'bf16' or 'no'; for FP8, pass "
+            f"'bf16', and give use_ampkit a policy.with_rules({{'aten::linear': Rule.FLOAT8_TENSORWISE}})"
         )
     if precision != "fp16" and (scaler is not None or accelerator.scaler is not None):
         raise ValueError(

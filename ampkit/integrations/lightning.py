@@ -28,6 +28,15 @@ class _Steps(Precision):
     scaler: GradScaler | None
     _without_loss = False
 
+    def convert_module(self, module: Any) -> Any:
+        """As Lightning's; raises `TypeError` for a module that Fabric sets up, whose plugins are others."""
+        if not isinstance(module, LightningModule):
+            raise TypeError(
+                f"this plugin is for Lightning's Trainer, and got a {type(module).__name__} from Fabric; pass "
+                f"Fabric(plugins=[ampkit.integrations.fabric.MixedPrecision(precision, device)])"
+            )
+        return super().convert_module(module)
+
     def optimizer_step(
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:

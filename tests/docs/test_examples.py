@@ -56,6 +56,15 @@ def test_two_ranks_end_alike(name: str, last: str) -> None:
     assert seen["0"] == seen["1"]
 
 
+@pytest.mark.parametrize("name", ["ranks_resume", "scaler_ddp", "scaler_fsdp"])
+def test_without_torchrun_the_command_is_printed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(EXAMPLES / f"{name}.py")
+    monkeypatch.setattr("sys.argv", [path])
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit, match=rf"start it with: torchrun --nproc-per-node 2 examples/{name}\.py$"):
+        runpy.run_path(path, run_name="__main__")
+
+
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     """Weights, optimizer, scale and counts: the second half ends where an uninterrupted run ends."""

@@ -2,12 +2,8 @@
 
 import json
 import math
-import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from examples import demo
-from tests.helpers.paths import ROOT
 
 CPU = torch.device("cpu")
 
@@ -108,34 +103,15 @@ def test_an_overflow_is_skipped_and_recorded() -> None:
     assert all(run.record.scales == [] for run in trained(Line(), dtype="bf16"))
 
 
-def test_memory_is_what_a_step_needs_beyond_what_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest step counts. A CPU reports none."""
-    peaks = iter([1500, 1900, 1000])
-    counter = SimpleNamespace(
-        synchronize=lambda device: None, reset_peak_memory_stats=lambda device: None,
-        memory_allocated=lambda device: 1000, max_memory_allocated=lambda device: next(peaks),
-    )
-    run = demo.make_runs(Line(), CPU, "bf16", 0)[2]
-    run.step = lambda batch: torch.zeros(())        # type: ignore[method-assign]
-    monkeypatch.setattr(torch, "get_device_module", lambda device: counter)
-    for _ in range(3):
-        run.measured_step((torch.empty(0, device="meta"), torch.empty(0)))
-    assert run.record.step_bytes == 900
-    run.measured_step((torch.empty(0), torch.empty(0)))
-    assert run.record.step_bytes == 900
-
-
-def test_the_digits_reach_97_percent_and_the_fault_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In half of its steps: every run learns, the loss scale is at work, the record is complete."""
-    results = run_demo(tmp_path, "--model", "digits", "--steps", "150")
+def test_the_digits_are_learned_and_the_fault_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In an eighth of its steps: every run learns, the loss scale is at work, the record is complete."""
+    results = run_demo(tmp_path, "--model", "digits", "--steps", "40")
     runs = results["tasks"]["digits"]["runs"]
     assert [run["name"] for run in runs] == ["fp32", "torch.amp", "ampkit"]
     assert [run["dtype"] for run in runs] == ["fp32", "fp16", "fp16"]
-    assert all(run["held_out"] >= 97 for run in runs)
-    assert all(max(run["scales"]) > 65536 and run["skipped_steps"] for run in runs[1:])
-    assert {len(run[key]) for run in runs for key in ("losses", "seconds")} == {150}
+    assert all(run["held_out"] >= 94 for run in runs)
+    assert all(max(run["scales"]) > 65536 for run in runs[1:])
+    assert {len(run[key]) for run in runs for key in ("losses", "seconds")} == {40}
     assert results["machine"]["torch"] == torch.__version__
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
@@ -146,11 +122,22 @@ def test_the_digits_reach_97_percent_and_the_fault_is_named(
     assert steps == ["taken", "skipped", "taken"]
 
 
-def test_the_text_model_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+class Short(demo.Characters):
+    """Small batches, and a page of held-out text."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, batch_size=4)
+        self.test = self.test[:2000]
+
+
+def test_the_text_model_learns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In bf16 by default on a CPU; all three stay close, and the table says so."""
+    monkeypatch.setitem(demo.TASKS, "gpt", Short)
     runs = run_demo(tmp_path, "--model", "gpt", "--steps", "12")["tasks"]["gpt"]["runs"]
     bits = [run["held_out"] for run in runs]
-    assert all(3 < value < 5.5 for value in bits)
+    assert all(3 < value < 6 for value in bits)
     assert max(bits) - min(bits) < 0.05
     row = f"ampkit     bf16   {runs[2]['losses'][-1]:.4f}     {bits[2]:.2f} bits/char"
     assert row in capsys.readouterr().out
@@ -172,26 +159,6 @@ def test_an_interrupt_keeps_what_was_measured(
         return
     assert sorted(len(run["losses"]) for run in results["tasks"]["digits"]["runs"]) == [2, 2, 3]
     assert (tmp_path / "curves.png").exists()
-
-
-@pytest.mark.skipif(os.name != "posix", reason="sends SIGINT to a process")
-def test_ctrl_c_in_a_real_process(tmp_path: Path) -> None:
-    """The script ends with one line and no traceback."""
-    command = [sys.executable, "-u", str(ROOT / "examples" / "demo.py"), "--model", "digits", "--device", "cpu"]
-    with subprocess.Popen(
-        [*command, "--steps", "100000", "--out", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"},
-        # where the tests themselves run in the background of a shell, which ignores the signal
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    ) as process:
-        assert process.stdout is not None
-        while "use fp16" not in process.stdout.readline():
-            assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    line, = errors.strip().splitlines()
-    assert line.startswith("interrupted; ")     # whether a step was measured depends on the machine
 
 
 def test_bad_options_are_refused_before_training(

@@ -102,38 +102,18 @@ def test_checkpoints_bring_the_scale_back(tmp_path: Path) -> None:
     assert resumed.accelerator.scaler.stats().skips == 1
 
 
-def test_accumulation_unscales_once(tmp_path: Path) -> None:
-    """Two batches of eight are one of sixteen."""
-    ours = use_ampkit(
-        trainer(tmp_path, fp16=True, gradient_accumulation_steps=2, max_steps=2), scaler=small_scale()
-    )
-    ours.train()
-    plain = trainer(tmp_path, gradient_accumulation_steps=2, max_steps=2)
-    plain.train()
-    assert logged(ours, "grad_norm") == pytest.approx(logged(plain, "grad_norm"), rel=2e-2)
-    assert ours.accelerator.scaler.stats().updates == 2
-
-
-@pytest.mark.parametrize("settings", [{}, {"bf16": True}])
-def test_a_scaler_without_fp16_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """However it got there: the Trainer would clip scaled gradients."""
-    handed = trainer(tmp_path, **settings)
-    with pytest.raises(ValueError, match=r"a scaler, but fp16=False: .* Pass TrainingArguments\(fp16=True\)"):
-        use_ampkit(handed, scaler=small_scale())
-    handed.accelerator.scaler = small_scale()
-    with pytest.raises(ValueError, match="a scaler, but fp16=False"):
-        use_ampkit(handed)
-
-
-def test_other_refusals(tmp_path: Path) -> None:
-    """Each says what to do."""
-    plain = trainer(tmp_path)
+def test_refusals(tmp_path: Path) -> None:
+    """Each says what to do; a scaler without fp16 would have scaled gradients clipped."""
+    plain, by_hand, trained = trainer(tmp_path), trainer(tmp_path, bf16=True), trainer(tmp_path, bf16=True, max_steps=1)
     assert use_ampkit(plain) is plain       # for a script's float32 baseline
-    with pytest.raises(ValueError, match="policy is 'defalt'; expected a Policy for 'cpu'"):
-        use_ampkit(trainer(tmp_path, bf16=True), policy="defalt")
-    with pytest.raises(TypeError, match=r"takes a transformers.Trainer; got Network"):
-        use_ampkit(Network())  # pyright: ignore[reportArgumentType]
-    trained = trainer(tmp_path, bf16=True, max_steps=1)
+    by_hand.accelerator.scaler = small_scale()
     trained.train()
-    with pytest.raises(RuntimeError, match="has prepared models or optimizers"):
-        use_ampkit(trained)
+    for given, options, error, message in (
+        (plain, {"scaler": small_scale()}, ValueError, r"but fp16=False: .* Pass TrainingArguments\(fp16=True\)"),
+        (by_hand, {}, ValueError, "a scaler, but fp16=False"),
+        (trainer(tmp_path, bf16=True), {"policy": "defalt"}, ValueError, "policy is 'defalt'; expected a Policy"),
+        (Network(), {}, TypeError, r"takes a transformers.Trainer; got Network"),
+        (trained, {}, RuntimeError, "has prepared models or optimizers"),
+    ):
+        with pytest.raises(error, match=message):
+            use_ampkit(given, **options)  # pyright: ignore[reportArgumentType]

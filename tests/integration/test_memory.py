@@ -76,19 +76,6 @@ def step_of(case: Case, model: nn.Module, region: Region) -> Callable[[], None]:
     return step
 
 
-def test_the_meter_reads_what_it_should() -> None:
-    """A tensor that lives, one that dies, and two at once."""
-    kept = []
-    traffic = Traffic()
-    with traffic.recorded():
-        kept.append(torch.empty(1000, dtype=torch.float32))
-        temporary = torch.empty(3000, dtype=torch.float32)
-        del temporary
-        again = torch.empty(500, dtype=torch.float32)
-        del again
-    assert (traffic.peak, traffic.left) == (16000, 4000)
-
-
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in PEAKS], ids=lambda case: case.name)
 def test_a_training_step_peaks_where_torchs_does(case: Case) -> None:
     """Under the default policy too, lower than in float32, where all of the model is products and attention."""
@@ -100,58 +87,6 @@ def test_a_training_step_peaks_where_torchs_does(case: Case) -> None:
         mine = measure(step_of(case, model, default))
         assert mine.left == 0
         assert mine.peak <= torchs.peak < measure(step_of(case, model, contextlib.nullcontext)).peak
-
-
-def generation(model: nn.Module, region: Region, mode: Callable[[], Any]) -> Callable[[], None]:
-    """Three passes in one region without gradients."""
-    ids = torch.randint(32, (2, 12))
-
-    def generate() -> None:
-        with region(), mode():
-            for _ in range(3):
-                model(ids)
-
-    return generate
-
-
-def test_inference_and_frozen_weights_are_cached_on_request() -> None:
-    """There torch casts at every use and keeps nothing; so does a region, unless it is given a `WeightCache`.
-
-    That costs the bytes of the casts.
-    """
-    model = Decoder(width=64, heads=4)
-    n_bytes = 2 * sum(p.numel() for p in model.parameters())
-    for mode, frozen in ((torch.inference_mode, False), (torch.no_grad, False), (torch.no_grad, True)):
-        model.requires_grad_(not frozen)
-        torchs = measure(generation(model, native, mode)).peak
-        assert measure(generation(model, ours, mode)).peak <= torchs
-        cache = WeightCache()
-        peak = measure(generation(model, lambda cache=cache: ampkit.autocast("cpu", cache=cache), mode)).peak
-        assert peak <= torchs + n_bytes
-        assert 0 < cache.info().bytes <= n_bytes
-
-
-def test_casts_die_with_the_region() -> None:
-    model, ids = Decoder(width=64, heads=4), torch.randint(32, (2, 12))
-    traffic = Traffic()
-    with traffic.recorded(), default(), torch.no_grad():
-        model(ids)
-    assert traffic.left == 0
-
-
-def test_lasting_casts_die_with_their_model() -> None:
-    model, ids = Decoder(width=64, heads=4), torch.randint(32, (2, 12))
-    cache, traffic = WeightCache(), Traffic()
-    with traffic.recorded(), ampkit.autocast("cpu", cache=cache):
-        model(ids).float().sum().backward()
-    held = cache.info().bytes
-    assert 0 < held < traffic.left
-    model.zero_grad()
-    traffic = Traffic()
-    with traffic.recorded():
-        del model
-    assert traffic.left <= -held, "the casts outlived the weights they were made from"
-    assert cache.info().bytes == 0
 
 
 def test_a_lasting_cache_costs_its_casts_and_no_more() -> None:

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 import ampkit
 from ampkit import Policy, WeightCache, record_casts, unwrap_forward, wrap_forward
-from tests.helpers.models import CASES as CODE_CASES
-from tests.helpers.models import Case
+from tests.helpers.models import CASES
 
 transformers = pytest.importorskip("transformers", reason="it is in ampkit[dev]")
 
@@ -86,7 +85,6 @@ REAL = (
           "max_source_positions": 16, "max_target_positions": 32, "decoder_start_token_id": 1}, _speech),
 )
 GENERATING = [real for real in REAL if real.generates]
-VISION = [case for case in CODE_CASES if case.name in ("resnet", "convnext")]
 
 
 def native(dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
@@ -196,13 +194,6 @@ def test_evaluation_equals_torchs(real: Real, mode: Callable[[], Any]) -> None:
         assert torch.equal(output.logits, wanted.logits)
         assert torch.equal(output.loss, wanted.loss)
     assert inside.logits.is_inference() == outside.logits.is_inference() == (mode is torch.inference_mode)
-    trained.loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    expected_trained.loss.backward()
-    expected_gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    # The cast made first is used in both passes here, so a tied weight may sum its gradients in another order.
-    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("beams", [1, 2])
@@ -224,18 +215,14 @@ def test_generation_equals_torchs(real: Real, beams: int) -> None:
     assert all(torch.equal(one, other) for one, other in zip(got.scores, expected.scores, strict=True))
 
 
-@pytest.mark.parametrize("loaded", [False, True], ids=["built", "from_pretrained"])
-def test_generation_of_a_wrapped_model_casts_weights_once(loaded: bool, tmp_path: Path) -> None:
-    """A region per token: with a cache of its own, casts outlive them, if the weights' memory is torch's."""
+def test_generation_of_a_wrapped_model_casts_weights_once() -> None:
+    """A region per token: with a cache of its own, casts outlive them."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         n_layer=4, n_embd=128, n_head=4, vocab_size=1000, n_positions=128, bos_token_id=0, eos_token_id=None,
         pad_token_id=0,
     )
     model = transformers.GPT2LMHeadModel(config).eval()
-    if loaded:
-        model.save_pretrained(tmp_path)
-        model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).eval()
     ids, cache = torch.arange(8).view(1, 8), WeightCache()
 
     def generated(**wrapping: Any) -> tuple[Tensor, float]:
@@ -248,106 +235,39 @@ def test_generation_of_a_wrapped_model_casts_weights_once(loaded: bool, tmp_path
 
     expected, without = generated()
     assert without == 88.9
-    if loaded:      # from a file that it maps
-        assert generated(cache=cache)[1] == without
-        for param in model.parameters():
-            param.data = param.data.clone()
     for n_megabytes in (6.2, 0.7):
         tokens, moved = generated(cache=cache)
         assert torch.equal(tokens, expected)
         assert moved == n_megabytes
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(-1.5)
-    assert torch.equal(generated(cache=cache)[0], generated()[0])
-    assert not torch.equal(generated()[0], expected)
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_attention_implementations_equal_torchs(attention: str) -> None:
-    real = REAL[1]
-    model = real._replace(settings={**real.settings, "attn_implementation": attention}).build()
-    assert model.config._attn_implementation == attention
-    batch = real.batch()
-    assert_equal(
-        two_steps(model, batch, lambda: ours(torch.bfloat16)), two_steps(model, batch, lambda: native(torch.bfloat16))
-    )
-
-
-def test_a_librarys_nested_disabled_regions_are_respected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPT-2 can compute its attention scores under `torch.autocast(enabled=False)`, in float32."""
-    gpt2 = REAL[0]
-    upcast = {"attn_implementation": "eager", "reorder_and_upcast_attn": True}
-    model, batch = gpt2._replace(settings={**gpt2.settings, **upcast}).build(), gpt2.batch()
-    scores = []
-    baddbmm = torch.baddbmm
-
-    def watched(*args: Any, **kwargs: Any) -> Tensor:
-        result = baddbmm(*args, **kwargs)
-        scores.append((torch.is_autocast_enabled("cpu"), result.dtype))
-        return result
-
-    monkeypatch.setattr(torch, "baddbmm", watched)
-    expected = two_steps(model, batch, lambda: native(torch.bfloat16))
-    assert set(scores) == {(False, torch.float32)}
-    n_native = len(scores)
-    assert_equal(two_steps(model, batch, lambda: ours(torch.bfloat16)), expected)
-    two_steps(model, batch, lambda: ampkit.autocast("cpu"))
-    assert len(scores) == 3 * n_native > 0
-    assert set(scores) == {(False, torch.float32)}
-
-
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", VISION, ids=by_name)
-def test_vision_models_equal_torchs(case: Case, dtype: torch.dtype, memory_format: torch.memory_format) -> None:
-    """ResNet and ConvNeXt, both memory layouts: training, then evaluation with the running statistics it left."""
+@pytest.mark.parametrize("name", ["resnet", "convnext"])
+def test_channels_last_equals_torchs(name: str) -> None:
+    """Training, then evaluation with the running statistics it left."""
+    case = next(case for case in CASES if case.name == name)
 
     def run(region: Region) -> dict[str, Tensor]:
         torch.manual_seed(0)
         model = case.build()
-        model.to(memory_format=memory_format)  # pyright: ignore[reportCallIssue]  its stubs leave this form out
+        model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  its stubs leave this form out
         images, targets = case.batch()
-        images = images.contiguous(memory_format=memory_format)
+        images = images.contiguous(memory_format=torch.channels_last)
         with region():
-            logits = model(images)
-            loss = case.loss(logits, targets)
+            loss = case.loss(model(images), targets)
         loss.backward()
         with torch.inference_mode(), region():
             evaluated = model.eval()(images)
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        return {"loss": loss, "logits": logits, "evaluated": evaluated, **gradients, **dict(model.named_buffers())}
+        return {"loss": loss, "evaluated": evaluated, **gradients, **dict(model.named_buffers())}
 
-    assert_equal(run(lambda: ours(dtype)), run(lambda: native(dtype)))
-
-
-def test_our_kernels_folder_hides_no_package_of_that_name(tmp_path: Path) -> None:
-    """From the repository root `import kernels` gives Hugging Face's package if installed; ours never answers."""
-    package = tmp_path / "kernels"
-    package.mkdir()
-    (package / "__init__.py").write_text("__version__ = '0.0.1'\ndef get_kernel(): pass\n")
-    code = (
-        "import ampkit, ampkit_kernels, kernels; from kernels import get_kernel; "
-        "print(kernels.__file__)"
-    )
-    ran = at_the_root(code, os.fspath(tmp_path))
-    assert ran.returncode == 0, ran.stderr
-    assert Path(ran.stdout.strip()) == package / "__init__.py"
+    assert_equal(run(lambda: ours(torch.bfloat16)), run(lambda: native(torch.bfloat16)))
 
 
 @pytest.mark.skipif(find_spec("kernels.utils") is not None, reason="Hugging Face's kernels is installed")
 def test_our_kernels_folder_does_not_pass_for_the_package() -> None:
-    """Where that package is not installed, its names are an ImportError, and transformers sees that it is absent."""
-    ran = at_the_root("import ampkit\nfrom kernels import get_kernel")
-    assert ran.returncode != 0
-    assert "ImportError: cannot import name 'get_kernel'" in ran.stderr
-    ran = at_the_root("from transformers.utils import is_kernels_available; print(is_kernels_available())")
-    assert ran.stdout.strip() == "False", ran.stderr
-
-
-def at_the_root(code: str, *more_paths: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a new interpreter at the repository root, as a person with a fresh checkout does."""
-    search = os.pathsep.join((str(ROOT), str(ROOT / "kernels"), *more_paths))
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"PYTHONPATH": search}, capture_output=True, text=True
+    """At the repository root, `import kernels` does not give ours for Hugging Face's, which transformers looks for."""
+    ran = subprocess.run(
+        [sys.executable, "-c", "import ampkit; from kernels import get_kernel"], cwd=ROOT, capture_output=True,
+        text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))},
     )
+    assert "ImportError: cannot import name 'get_kernel'" in ran.stderr
