@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from ampkit import autocast, debugging
-from ampkit.debugging.precision_report import PrecisionReport
+from ampkit.debugging.report import PrecisionReport
 
 
 class Norm(nn.Module):

@@ -1,8 +1,12 @@
-"""Changes to a step that can be tried: each knows the code that a user writes, and runs a step as if it were there."""
+"""Changes to a step that can be tried: each knows the code that a user writes, and runs a step as if it were there.
+
+Which of them a cause asks for, and what helps in the user's own code where none does.
+"""
 
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -15,19 +19,20 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
 from ampkit.containers import map_tensors
+from ampkit.debugging.causes import advice_for
 from ampkit.debugging.operator_facts import tensors_in
-from ampkit.debugging.report import Operation
-from ampkit.debugging.source_lines import find_caller, shown
+from ampkit.debugging.report import Finding, Operation, PrecisionReport, Suggestion
+from ampkit.debugging.source_lines import find_caller
 from ampkit.policy.policy import Policy, Rule
 from ampkit.region.autocast import autocast
 
 if TYPE_CHECKING:
-    from ampkit.debugging.nonfinite_recorder import NonfiniteRecorder
+    from ampkit.debugging.operator_calls import OperatorObserver
     from ampkit.debugging.snapshot import Snapshot
 
 __all__ = [
-    "Change", "EpsChange", "LineChange", "LossChange", "PolicyChange", "Region", "ScaleChange", "function_around",
-    "line_of", "takes_float32",
+    "Change", "PolicyChange", "Region", "advice", "advice_on_precision", "changes_for", "changes_for_precision",
+    "suggest", "takes_float32",
 ]
 
 Region = Literal["ampkit", "torch", "none"]     # what the user's step computes in
@@ -46,7 +51,7 @@ class Change:
         """What a user writes for it."""
         raise NotImplementedError
 
-    def around(self, recorder: NonfiniteRecorder | None, snapshot: Snapshot) -> AbstractContextManager[Any]:
+    def around(self, recorder: OperatorObserver | None, snapshot: Snapshot) -> AbstractContextManager[Any]:
         """A context in which the step runs as if the code were there."""
         return nullcontext()
 
@@ -85,7 +90,7 @@ class PolicyChange(Change):
             text += ".for_modules(model, {" + ", ".join(f'"{path}": torch.float32' for path in self.modules) + "})"
         return text
 
-    def around(self, recorder: NonfiniteRecorder | None, snapshot: Snapshot) -> AbstractContextManager[Any]:
+    def around(self, recorder: OperatorObserver | None, snapshot: Snapshot) -> AbstractContextManager[Any]:
         return autocast(self.base.device_type, enabled=False, policy=self.policy)
 
     def extended(self, places: Iterable[Operation]) -> PolicyChange | None:
@@ -134,7 +139,7 @@ class LineChange(Change):
         name = "autocast" if self.region == "ampkit" else "torch.autocast"
         return f'with {name}("{self.device}", enabled=False): around {where}, with .float() on its tensors'
 
-    def around(self, recorder: NonfiniteRecorder | None, snapshot: Snapshot) -> AbstractContextManager[Any]:
+    def around(self, recorder: OperatorObserver | None, snapshot: Snapshot) -> AbstractContextManager[Any]:
         return _FloatLines(self)
 
     def extended(self, places: Iterable[Operation]) -> LineChange | None:
@@ -191,9 +196,8 @@ class _FloatLines(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        line = find_caller(1).line()
-        here = None if line is None else Lines(shown(line.file), line.line, line.line)
-        if here is None or not any(one.covers(here) for one in self._change.lines):
+        file, line = find_caller(1).line()
+        if not any(one.covers(Lines(file, line, line)) for one in self._change.lines):
             return self._called(func, args, kwargs)
         name = getattr(func, "__name__", "")
         if name in _AS_THEY_ARE or (name.endswith("_") and not name.endswith("__")):
@@ -237,25 +241,6 @@ def _widened(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class ScaleChange(Change):
-    """Another loss scale."""
-
-    scale: float
-
-    @property
-    def code(self) -> str:
-        return f"scaler = GradScaler(init_scale={self.scale:g})"
-
-    def around(self, recorder: NonfiniteRecorder | None, snapshot: Snapshot) -> AbstractContextManager[Any]:
-        for scaler in snapshot.scalers:
-            scaler.load_state_dict({**scaler.state_dict(), "scale": self.scale})
-        return nullcontext()
-
-    def extended(self, places: Iterable[Operation]) -> ScaleChange | None:
-        return None if self.scale < 1e-3 else ScaleChange(self.scale / 16)
-
-
-@dataclass(frozen=True)
 class LossChange(Change):
     """A smaller loss, where no scaler scales it."""
 
@@ -266,7 +251,7 @@ class LossChange(Change):
         return f"(loss / {self.divisor:g}).backward()    # gradients are {self.divisor:g} times smaller then"
 
     @contextmanager
-    def around(self, recorder: NonfiniteRecorder | None, snapshot: Snapshot) -> Iterator[None]:
+    def around(self, recorder: OperatorObserver | None, snapshot: Snapshot) -> Iterator[None]:
         if recorder is not None:
             recorder.seed_factor = 1 / self.divisor
         yield
@@ -285,8 +270,108 @@ class EpsChange(Change):
     def code(self) -> str:
         return f"eps={self.eps:g} in the optimizer, or float32 masters: ampkit.FP16Optimizer(optimizer)"
 
-    def around(self, recorder: NonfiniteRecorder | None, snapshot: Snapshot) -> AbstractContextManager[Any]:
+    def around(self, recorder: OperatorObserver | None, snapshot: Snapshot) -> AbstractContextManager[Any]:
         for group in (group for optimizer in snapshot.optimizers for group in optimizer.param_groups):
             if "eps" in group:
                 group["eps"] = self.eps
         return nullcontext()
+
+
+# --- which of them, for a cause
+
+
+
+def suggest(finding: Finding, region: Region, model: Module | None) -> Suggestion:
+    """The first change that a finding asks for, untried; advice where there is none."""
+    first = next(changes_for(finding, region, model), None)
+    if first is None:
+        return advice(finding)
+    return Suggestion(first.code, "change", evidence="not verified: find_nonfinite(step, model) tries it")
+
+
+def changes_for(finding: Finding, region: Region, model: Module | None) -> Iterator[Change]:
+    """What may help, the likeliest first."""
+    origin, cause = finding.origin, finding.cause
+    places = (origin, finding.made) if finding.made is not None else (origin,)
+    dtypes = [one.dtype for one in (*places, *finding.inputs)]
+    if cause.kind in ("arrived", "received", "constant", "uninitialised") or not (
+        {"float16", "bfloat16"} & set(dtypes)
+    ):
+        return
+    if origin.phase == "optimizer":
+        yield EpsChange()
+        return
+    if region == "ampkit" and model is not None:
+        yield from _policies(finding.device, model, origin)
+    place = (finding.made and line_of(finding.made)) or line_of(origin)
+    if place is not None:
+        yield LineChange(finding.device, region, (place,))
+    if origin.phase == "backward" and cause.kind == "overflow" and not finding.scale:
+        yield LossChange(2.0 ** math.ceil(math.log2((cause.value or 2.0) / (cause.limit or 1.0))))
+
+
+def advice(finding: Finding) -> Suggestion:
+    """What helps where no change does, as far as it is known."""
+    origin, cause = finding.origin, finding.cause
+    if cause.kind == "arrived":
+        what = f"{finding.parameter!r}" if finding.parameter else "the data"
+        return Suggestion(f"look at what wrote {what} before this step", evidence="it is broken before it is used")
+    if cause.kind == "received":
+        return Suggestion("see the report of the rank that sent it", evidence="what this rank sent is finite")
+    if cause.kind == "constant":
+        return Suggestion("where it is a mask, write a finite number, as -1e4, or leave it out of the sum; else do not "
+                          "write inf or NaN where nothing masks it out", evidence="the code asks for it")
+    if cause.kind == "uninitialised":
+        return Suggestion("write to the memory before it is read", evidence=f"{origin.op} fills nothing in")
+    if cause.kind == "unknown":
+        return Suggestion("look at its inputs", evidence="the operator could not be run again to see why")
+    if cause.kind == "overflow" and origin.op == "aten::_to_copy":
+        return Suggestion("keep it in float32, or clamp it before the cast: x.clamp(-m, m) with m = "
+                          f"torch.finfo(torch.{origin.dtype}).max", evidence="the value does not fit the dtype")
+    if cause.kind == "rounded" and " is " in cause.text:
+        return Suggestion("write a number that the dtype holds: in float16 6e-8 or more, and at most 1 - 5e-4",
+                          evidence="not verified")
+    if cause.kind == "overflow" and not finding.inputs:
+        return Suggestion("make these numbers in float32", evidence=f"beyond {origin.dtype}")
+    evidence = {
+        "too large": "beyond float64 too", "overflow": f"beyond {origin.dtype}", "rounded": "another value in float64",
+    }.get(cause.kind, "float64 has no value for these inputs either")
+    if cause.kind == "from inf" and finding.made is not None and "softmax" not in origin.op:
+        return Suggestion("write torch.finfo(dtype).min in place of -inf", evidence=evidence)
+    return Suggestion(advice_for(origin.op, origin.backward_of)[1], evidence=evidence)
+
+
+def changes_for_precision(report: PrecisionReport, region: Region, model: Module) -> Iterator[Change]:
+    """What may bring a step nearer to its reference."""
+    one = report.rounds()
+    if one is None or report.underflows or one.unmoved > 0.5:
+        return
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    if region == "ampkit":
+        yield from _policies(device, model, one)
+    lines = line_of(one)
+    if lines is not None:
+        whole = function_around(lines)
+        yield from (LineChange(device, region, (some,)) for some in (lines, whole) if some is not None)
+
+
+def advice_on_precision(report: PrecisionReport) -> Suggestion:
+    """What helps where no change was tried, or none helped."""
+    one = report.rounds()
+    if report.underflows:
+        scale = report.recommended_scale or 65536
+        return Suggestion("scale the loss: scaler = ampkit.GradScaler()",
+                          evidence=f"float16 ends at 6e-08, and a scale of up to {scale:g} overflows nowhere")
+    if one is not None and one.unmoved > 0.5:
+        return Suggestion(f"keep what {one.file}:{one.line} updates in float32, and cast a copy of it to {one.dtype}",
+                          evidence=f"{one.unmoved:.0%} of the update is less than half a unit in the last place")
+    if one is not None and one.op == "aten::add_.Tensor" and one.phase == "backward" and not one.backward_of:
+        return Suggestion("accumulate gradients in float32, beside the parameters", evidence="not verified")
+    where = "" if one is None or not one.line else f"compute {one.file}:{one.line} in float32, with .float()"
+    return Suggestion(where or "keep more of the model in float32", evidence="not verified")
+
+
+def _policies(device: str, model: Module, place: Operation) -> Iterator[Change]:
+    change = PolicyChange(Policy.default(device), model).extended([place])
+    if change is not None:
+        yield change

@@ -1,25 +1,50 @@
-"""`detect_nonfinite`: a context around training steps that says where inf and NaN come from."""
+"""`detect_nonfinite`: a context around training steps that says where inf and NaN come from.
+
+Every operator's result is read on the host at once, while the inputs of one that went wrong are still there.
+"""
 
 from __future__ import annotations
 
+import math
 import os
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
-from ampkit.debugging.advice import advice_for
-from ampkit.debugging.causes import CONSTANT, Cause, dtype_name
+from ampkit.containers import map_tensors
+from ampkit.debugging.causes import (
+    CONSTANT,
+    Cause,
+    InputSummary,
+    advice_for,
+    asks_for_nonfinite,
+    broken_elements,
+    dtype_name,
+    extremes,
+    find_cause,
+    is_broken,
+    item_at_fault,
+    outputs_of,
+    poles,
+    rounded_number,
+    summarise,
+)
+from ampkit.debugging.changes import suggest
 from ampkit.debugging.loop import check_loop
-from ampkit.debugging.nonfinite_recorder import NonfiniteRecorder
-from ampkit.debugging.operator_calls import operation_fields
+from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver, module_fields
+from ampkit.debugging.operator_facts import readable, tensors_in
 from ampkit.debugging.report import Finding, NonFiniteError, NonFiniteReport, Operation
-from ampkit.debugging.suggestions import suggest
+from ampkit.debugging.source_lines import running_scaler
+from ampkit.debugging.storage_map import StorageMap
 from ampkit.debugging.taint import Record, Trace, trace
+from ampkit.torch_internals.operator_tracing import OpOverload
 
-__all__ = ["detect_nonfinite", "rank"]
+__all__ = ["NonfiniteRecorder", "detect_nonfinite", "rank"]
 
 
 class detect_nonfinite:
@@ -96,11 +121,8 @@ def _finding(recorder: NonfiniteRecorder, found: Trace) -> Finding:
     place = _operation(origin)
     if cause.kind == "undefined" and place.backward_of:
         cause = replace(cause, text=advice_for(place.op, place.backward_of)[0] or cause.text)
-    made = None
-    if details.made is not None:
-        made = Operation(**operation_fields(details.made, recorder.place(details.made)))
-    elif cause.kind == "from inf":
-        made = _constant_behind(recorder, origin)
+    if cause is CONSTANT:
+        cause = replace(cause, text=f"{origin.values}, which the code asks for")
     finding = Finding(
         symptom=symptom,
         origin=place,
@@ -109,13 +131,15 @@ def _finding(recorder: NonfiniteRecorder, found: Trace) -> Finding:
         chain=tuple(map(_operation, found.chain)),
         parameter=details.target if cause.kind == "arrived" else parameter,
         step=recorder.step,
-        device=details.device.type,
+        device=details.device,
         scale=recorder.scale,
         skipped=_is_left_to_scaler(found, cause, recorder.scale),
         elements=details.elements,
         micro_batch=details.micro_batch,
-        made=made,
+        made=_constant_behind(recorder, origin) if cause.kind == "from inf" else details.made,
     )
+    if finding.skipped:
+        return finding
     return replace(finding, suggestion=suggest(finding, recorder.modules.region, recorder.modules.model))
 
 
@@ -159,7 +183,7 @@ def _symptom(found: Trace) -> tuple[str, str]:
     if last.is_loss:
         return f"the loss is {last.values}", ""
     if last.writes_parameter:
-        what = "parameter" if details.call is not None and details.call.facts.mutable else "buffer"
+        what = "buffer" if details.is_buffer else "parameter"
         return f"{what} {details.target or '?'} is {last.values}", details.target
     if last.is_gradient or last.phase in ("backward", "scaler"):
         return f"the gradient of {details.target or 'an input'} is {last.values}", details.target
@@ -167,12 +191,8 @@ def _symptom(found: Trace) -> tuple[str, str]:
 
 
 def _operation(record: Record) -> Operation:
-    details = record.details
-    fields = operation_fields(details.call, details.place)
-    return Operation(**{
-        **fields, "phase": record.phase, "dtype": dtype_name(details.dtype), "shape": details.shape,
-        "values": record.values,
-    })
+    operation: Operation = record.details.operation
+    return replace(operation, values=record.values)
 
 
 def rank() -> int:
@@ -186,3 +206,285 @@ def _world_size() -> int:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+# --- what a step did
+
+
+@dataclass(slots=True)
+class Details:
+    """What a report needs of a broken record."""
+
+    operation: Operation
+    device: str
+    micro_batch: int                            # backward calls that had begun, of a forward the next one
+    inputs: tuple[InputSummary, ...] = ()       # where it went wrong, as they were before the call
+    cause: Cause | None = None                  # None: passed on
+    target: str = ""                            # the parameter or buffer that it wrote, or is
+    is_buffer: bool = False
+    elements: str = ""                          # how many of them are broken, and in which rows
+    made: Operation | None = None               # what computed the 0 or inf that it divides by, takes the log of, ...
+
+
+class _Written(NamedTuple):
+    """The records that wrote a tensor's memory, and the last call."""
+
+    records: tuple[int, ...]
+    call: OperatorCall | None
+
+
+class _Input(NamedTuple):
+    """A tensor that an operator is given."""
+
+    before: Tensor                      # its values as they were before the call
+    tensor: Tensor
+    writers: tuple[int, ...] | None     # the records that wrote it; None: it was there before
+
+
+class NonfiniteRecorder(OperatorObserver):
+    """Notes which results are not finite; calls `on_step` whenever a step has ended, taken or skipped."""
+
+    def __init__(self, model: Module | None, on_step: Callable[[NonfiniteRecorder], None]) -> None:
+        super().__init__(model)
+        self.records: dict[int, Record] = {}    # the broken ones of this step, and who read them
+        self.scale: float | None = None         # the loss scale, where a scaler takes part
+        self.on_scaler: Callable[[torch.amp.GradScaler], object] | None = None      # before it changes
+        self.losses: list[float] = []           # as backward began
+        self._on_step = on_step
+        self._writers: StorageMap[_Written] = StorageMap()
+        self._backwards = 0
+        self._next = 0
+        self._left: set[int] = set()    # what was broken in a step that a scaler skipped
+        self._begun_step = False    # it computes: a loss that is printed after the last one begins none
+
+    def observe(
+        self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        facts = call.facts
+        self._follow_step(call)
+        given = tensors_in((args, kwargs) if kwargs else args)
+        written = facts.written(args, kwargs)
+        if written and facts.overwrites:
+            given = [one for one in given if not any(one is other for other in written)]
+        buffers = facts.buffers(args, kwargs)
+        kept: dict[int, Tensor] = {}        # what is written, as it was before
+        if (written or buffers) and not facts.overwrites and not facts.communicates:
+            kept = {id(tensor): tensor.clone() for tensor in (*written, *buffers)}
+        writers = [] if facts.shape_only else [self._writers_of(one) for one in given]
+        result = func(*args, **kwargs)
+        if facts.name == "aten::ones_like" and given[0].numel() == 1 and given[0].requires_grad:
+            self._note_loss(given[0])       # the gradient that backward starts with
+            if self.seed_factor != 1.0:
+                result.mul_(self.seed_factor)
+        outputs = [*outputs_of(facts, result, args, kwargs), *buffers]
+        read = tuple({index for some in writers for index in some or () if index in self.records})
+        if not outputs:     # a comparison, an index, a number on the host
+            if read and isinstance(result, Tensor) and result.dtype is torch.bool:
+                self.records[self._next] = Record(self._next, call.phase, read, compares=True)
+                self._next += 1
+            return result
+        record = Record(self._next, call.phase, read, scalar=all(one.numel() == 1 for one in outputs))
+        self._next += 1
+        for one in outputs:
+            self._note_writer(one, record.index, call)
+        if facts.uninitialised or facts.communicates:
+            # Values that mean nothing yet: unwritten, or still under way. Whoever reads them looks.
+            record.source = "uninitialised" if facts.uninitialised else "received"
+            self._keep(record, call, outputs[0])
+            return result
+        if self._left and any(index in self._left for some in writers for index in some or ()):
+            record.source = "skipped"       # should it be broken
+        for one in outputs:
+            record.mark(*extremes(one))
+        if record.broken:
+            before = map_tensors((args, kwargs), lambda one: kept.get(id(one), one)) if kept else (args, kwargs)
+            inputs = [_Input(kept.get(id(one), one), one, some) for one, some in zip(given, writers, strict=False)]
+            self._explain(record, call, func, before, inputs, outputs)
+        elif read:
+            self.records[record.index] = record     # it absorbs something
+        return result
+
+    # --- the course of a step
+
+    def step_ended(self, optimizer: Any) -> None:
+        self.end_step()
+
+    def end_step(self, *, skipped: bool = False) -> None:
+        """Have the step judged, and forget it."""
+        if skipped:
+            self._left = {index for index, record in self.records.items() if record.broken}
+        try:
+            if any(record.broken for record in self.records.values()):
+                self._note_gradients()
+                self._on_step(self)
+        finally:
+            self.records.clear()
+            self.scale = None
+            self._backwards = 0
+            self._begun_step = False
+
+    @property
+    def steps_begun(self) -> int:
+        """Steps that have ended, and the one that runs."""
+        return max(0, self.step - self.first_step) + self._begun_step
+
+    def _follow_step(self, call: OperatorCall) -> None:
+        """Notice the scaler, and the end of a step that it skipped."""
+        if self.was_skipped(call):
+            self.end_step(skipped=True)
+            self.next_step()
+        if call.phase == "scaler" and (self.scale is None or call.caller.scaling):
+            scaler = running_scaler()
+            if scaler is not None and scaler.is_enabled():
+                if self.scale is None and self.on_scaler is not None:
+                    self.on_scaler(scaler)
+                self.scale = scaler.get_scale()
+        self._begun_step |= call.phase == "backward" or (
+            call.phase == "forward" and (call.module is not None or self.step == 0)
+        )
+
+    def _note_loss(self, loss: Tensor) -> None:
+        self._backwards += 1
+        self.losses.append(float(loss.detach()) / (self.scale or 1.0))
+        for index in self._writers_of(loss) or ():
+            if index in self.records:
+                self.records[index].is_loss = True
+
+    def _note_gradients(self) -> None:
+        """Which records are what parameters hold as gradients, whoever has read them since."""
+        named = [pair for root in self.modules.roots() for pair in root.named_parameters()]
+        for name, parameter in named:
+            for index in self._writers_of(parameter.grad) or () if parameter.grad is not None else ():
+                record = self.records.get(index)
+                if record is not None and record.broken:
+                    record.is_gradient = True
+                    record.details.target = record.details.target or name
+
+    # --- who wrote what
+
+    def _writers_of(self, tensor: Tensor) -> tuple[int, ...] | None:
+        """The records that wrote a tensor of floats; None for one that was there before."""
+        written = self._writers.get(tensor) if tensor.is_floating_point() or tensor.is_complex() else None
+        return None if written is None else written.records
+
+    def _note_writer(self, tensor: Tensor, index: int, call: OperatorCall) -> None:
+        """A write to a part of some memory leaves what others wrote there."""
+        before: tuple[int, ...] = ()
+        if call.facts.mutable and tensor.nbytes < tensor.untyped_storage().nbytes():
+            before = tuple(one for one in self._writers_of(tensor) or () if one in self.records)
+        self._writers.set(tensor, _Written((*before, index), call))
+
+    def _keep(self, record: Record, call: OperatorCall | None, tensor: Tensor) -> Details:
+        """Keep a record, with what a report needs of it."""
+        if call is None:
+            where: dict[str, Any] = {"index": -1, "op": "", "file": "", "line": 0, "backward_of": ""}
+            where.update(module_fields(self.modules.current()))
+        else:
+            where = self.where(call)
+        where["phase"] = record.phase
+        operation = Operation(**where, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
+        micro_batch = max(1, self._backwards + (call is None or call.phase == "forward"))
+        self.records[record.index] = record
+        record.details = Details(operation, tensor.device.type, micro_batch)
+        return record.details
+
+    def _arrive(self, tensor: Tensor) -> tuple[int, ...]:
+        """A record for a tensor that no operator of this step wrote; none if its values cannot be read."""
+        if next(readable([tensor]), None) is None:
+            return ()
+        record = Record(self._next, "before", source="arrived")
+        self._next += 1
+        self._writers.set(tensor, _Written((record.index,), None))
+        details = self._keep(record, None, tensor)
+        details.target, details.cause = self.name_of(tensor), Cause("arrived", "it was there before the step")
+        record.mark(*extremes(tensor))
+        return (record.index,)
+
+    # --- why
+
+    def _explain(
+        self, record: Record, call: OperatorCall, func: OpOverload, before: Any, given: list[_Input],
+        outputs: list[Tensor],
+    ) -> None:
+        """The result is broken: read the inputs as they were `before`, to tell whose fault it is."""
+        details = self._keep(record, call, outputs[0])
+        self._note_parameter(record, call, outputs)
+        if record.source == "skipped":
+            return
+        if call.facts.literal or asks_for_nonfinite(before):
+            record.source, details.cause = "constant", CONSTANT
+            return
+        if call.facts.name.startswith(("aten::_foreach_", "aten::_fused_")):
+            outputs, before = item_at_fault(outputs, before)
+        details.elements = broken_elements(outputs)
+        mine = {id(value) for value in tensors_in(before)}
+        given = [one for one in given if id(one.before) in mine]
+        nan_in = inf_in = False
+        read = []
+        for one in given:
+            if next(readable([one.before]), None) is None:
+                continue
+            low, high = extremes(one.before)
+            if not math.isfinite(high - low):
+                nan_in |= low != low
+                inf_in |= low == low
+                record.inputs += self._owner(one, low, high, record.index)
+            read.append((one.before, "" if one.writers else self.name_of(one.tensor)))
+        if nan_in or (inf_in and not record.nan):
+            return      # passed on
+        record.source = "from inf" if inf_in else "made"
+        details.inputs = tuple(summarise(value, name) for value, name in read)
+        args, kwargs = before
+        details.cause = cause = find_cause(func, call.facts, args, kwargs, outputs, details.inputs)
+        if cause.kind == "constant":
+            record.source = "constant"
+        elif cause.kind == "undefined":
+            self._follow_zero(details, given)
+
+    def _follow_zero(self, details: Details, given: list[_Input]) -> None:
+        """Who computed a 0, or an end of what the operator takes; a constant that its dtype rounds is the cause."""
+        taken = poles(details.operation.op, details.operation.backward_of)
+        for value, tensor, _ in given:
+            written = self._writers.get(tensor)
+            if written is None or written.call is None or not value.is_floating_point():
+                continue
+            there = [pole for pole in taken if bool((value == pole).any())]
+            number = rounded_number(written.call.numbers, value.dtype, there)
+            if number is not None:
+                details.made, details.cause = Operation(**self.where(written.call)), Cause("rounded", number)
+                return
+            if written.call.phase != "optimizer" and 0 in there:
+                details.made = details.made or Operation(**self.where(written.call))
+
+    def _owner(self, one: _Input, low: float, high: float, reader: int) -> tuple[int, ...]:
+        """The record of a broken input, where none of the step says yet whose it is."""
+        records = [self.records[index] for index in one.writers or () if index in self.records]
+        if any(record.broken for record in records):
+            return ()
+        for record in records:
+            if record.source in ("uninitialised", "received"):
+                record.mark(low, high)
+                if any(index in self.records and self.records[index].broken for index in record.inputs):
+                    record.source = None        # what was sent was broken: it is not another rank's
+                return (record.index,)
+        latest = self._writers.get(one.tensor)
+        arrived = self._arrive(one.tensor)
+        for index in arrived:
+            self.records[index].mark(low, high)
+        if latest is not None and reader in latest.records:
+            self._writers.set(one.tensor, latest)   # the call wrote it in place: what is there now is the call's
+        return arrived
+
+    def _note_parameter(self, record: Record, call: OperatorCall, outputs: list[Tensor]) -> None:
+        """The parameter that a call writes in place, or whose gradient a scaler does; the first broken one."""
+        if not (call.facts.mutable or call.facts.undeclared_writes):
+            return
+        buffers = {id(buffer) for root in self.modules.roots() for buffer in root.buffers()}
+        for one in filter(is_broken, outputs):
+            if call.phase == "scaler":
+                record.details.target = self.name_of(one).removesuffix(".grad")
+                return
+            if one.is_leaf and (one.requires_grad if call.facts.mutable else id(one) in buffers):
+                record.writes_parameter, record.details.is_buffer = True, not call.facts.mutable
+                record.details.target = self.name_of(one)
+                return

@@ -11,17 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from ampkit.debugging.advice import poles
-from ampkit.debugging.causes import Cause, rounded_number
-from ampkit.debugging.changes import Change
+from ampkit.debugging.causes import Cause, poles, rounded_number
+from ampkit.debugging.changes import Change, advice, changes_for
 from ampkit.debugging.detect import detect_nonfinite
 from ampkit.debugging.operator_calls import OperatorCall
 from ampkit.debugging.operator_facts import tensors_in
 from ampkit.debugging.precision import PrecisionComparison
-from ampkit.debugging.precision_report import OperatorError
-from ampkit.debugging.report import Finding, NonFiniteError, NonFiniteReport, Suggestion
+from ampkit.debugging.report import Finding, NonFiniteError, NonFiniteReport, OperatorError, Suggestion
 from ampkit.debugging.snapshot import Snapshot
-from ampkit.debugging.suggestions import advice, changes_for
 from ampkit.torch_internals.operator_tracing import OpOverload
 
 __all__ = ["find_nonfinite"]

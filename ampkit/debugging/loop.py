@@ -21,42 +21,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ampkit.debugging.report import LoopFinding, Report, Status
-from ampkit.debugging.source_lines import find_caller, shown
+from ampkit.debugging.report import LoopFinding, LoopReport
+from ampkit.debugging.source_lines import find_caller
 from ampkit.region.autocast import autocast
 
-__all__ = ["LoopReport", "check_loop"]
+__all__ = ["check_loop"]
 
 _LEVELS = tuple(str(Path(__file__).resolve().parents[1] / name) for name in ("whole_model", "amp.py"))
 _MOST_PARAMETERS = 64       # of an optimizer whose gradients are followed
-
-
-@dataclass
-class LoopReport(Report):
-    """What `check_loop` found; falsy if nothing. `str` is what the terminal shows."""
-
-    kind = "loop"
-    findings: list[LoopFinding] = field(default_factory=list)
-    iterations: int = 0
-    incomplete: str = ""        # why the loop did not run to its end
-
-    @property
-    def status(self) -> Status:
-        """Whether something was found; "inconclusive" where nothing was and there was no step, or no end."""
-        if self.findings:
-            return "found"
-        return "inconclusive" if self.incomplete or not self.iterations else "clean"
-
-    def __bool__(self) -> bool:
-        return bool(self.findings)
-
-    def __str__(self) -> str:
-        if self.findings:
-            return "\n".join(map(str, self.findings))
-        looked = "1 iteration" if self.iterations == 1 else f"{self.iterations} iterations"
-        if self.status == "inconclusive":
-            return f"inconclusive: {self.incomplete or 'no optimizer stepped'}. Nothing was found until then: {looked}"
-        return f"the loop is in order: {looked}"
 
 
 @dataclass
@@ -383,8 +355,7 @@ def _with_subclasses(cls: type) -> list[type]:
 
 
 def _caller() -> tuple[str, int]:
-    line = find_caller(2).line()
-    return ("", 0) if line is None else (shown(line.file), line.line)
+    return find_caller(2).line()
 
 
 def _is_divided(root: Tensor, scaled: bool) -> bool:

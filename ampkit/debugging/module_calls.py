@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from ampkit.torch_internals.dispatcher import is_open
+from ampkit.torch_internals.operator_tracing import current_node
 
 __all__ = ["ModuleCall", "ModuleCalls", "module_paths"]
 
@@ -25,8 +25,7 @@ class ModuleCall(NamedTuple):
     path: str
     cls: str
     known: bool                     # False: it is not below the model, and the path is its class
-    number: int                     # 1 is the first; 0 where a recompute cannot tell
-    outer: ModuleCall | None        # the call it was made in
+    number: int                     # 1 is the first; 0 in a recompute, which cannot tell
 
     def __str__(self) -> str:
         return self.path or self.cls
@@ -42,10 +41,8 @@ class _Running(threading.local):
 class ModuleCalls:
     """Follows the calls of modules, of `model` or, without one, of whatever module is outermost."""
 
-    def __init__(self, model: Module | None, in_backward: Callable[[], tuple[bool, ModuleCall | None]]) -> None:
-        """`in_backward` says whether a backward node runs, and the call that the node's forward was made in."""
+    def __init__(self, model: Module | None) -> None:
         self.model = model
-        self._in_backward = in_backward
         self._running = _Running()
         self._numbers: dict[int, int] = {}
         self._paths: dict[int, dict[int, str]] = {}
@@ -88,16 +85,12 @@ class ModuleCalls:
         if self.region != "ampkit":
             self._note_region()
         stack = self._running.stack
-        outer = stack[-1][1] if stack else None
         root = self.model if self.model is not None else (stack[0][0] if stack else module)
         path = self._path(root, module)
-        again, forward = self._in_backward()
-        if again:       # a checkpoint runs it again: it is the call that it was
-            number = _number_in(forward, path) or int(self._numbers.get(id(module)) == 1)
-        else:
+        number = 0
+        if current_node() is None:      # else a checkpoint runs it again
             number = self._numbers[id(module)] = self._numbers.get(id(module), 0) + 1
-        known = id(module) not in self._strays
-        stack.append((module, ModuleCall(path, type(module).__name__, known, number, outer)))
+        stack.append((module, ModuleCall(path, type(module).__name__, id(module) not in self._strays, number)))
 
     def _note_region(self) -> None:
         if is_open():
@@ -136,12 +129,3 @@ def _without_wrappers(root: Module, name: str) -> str:
             parts.append(part)
         module = module.get_submodule(part)
     return ".".join(parts)
-
-
-def _number_in(call: ModuleCall | None, path: str) -> int:
-    """The number of the call of `path` around `call`; 0 if it is not one of those."""
-    while call is not None:
-        if call.path == path:
-            return call.number
-        call = call.outer
-    return 0

@@ -58,7 +58,7 @@ class TensorMonitor:
         self._every = every
         self._path = None if path is None else Path(path)
         self._step = 0
-        self._modules = ModuleCalls(model, lambda: (False, None))
+        self._modules = ModuleCalls(model)
         self._open, self._hooks = ExitStack(), ExitStack()     # of the context, and of a sampled step
         self._seen: list[tuple[str, str, torch.dtype, Tensor]] = []     # kind, module, statistics
         self._before: list[tuple[Tensor, Tensor, Tensor]] = []      # parameter, its value, where it should change

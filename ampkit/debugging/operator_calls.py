@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ampkit.debugging.module_calls import ModuleCall, ModuleCalls
 from ampkit.debugging.operator_facts import OperatorFacts, facts_of, tensors_in
-from ampkit.debugging.source_lines import Caller, SourceLine, find_caller, shown, variable_of
+from ampkit.debugging.source_lines import Caller, find_caller, variable_of
 from ampkit.torch_internals.operator_tracing import (
     FakeTensor,
     ObserverMode,
@@ -28,38 +28,27 @@ from ampkit.torch_internals.operator_tracing import (
     current_node,
     is_opaque,
     next_sequence_number,
-    node_name,
     node_sequence_number,
     storage_key,
     without_dispatch,
 )
 
-__all__ = ["OperatorCall", "OperatorObserver", "Phase", "Place", "no_advice_on_hooks", "operation_fields"]
+__all__ = ["OperatorCall", "OperatorObserver", "Phase", "module_fields", "no_advice_on_hooks"]
 
 Phase = Literal["forward", "backward", "recompute", "optimizer", "scaler"]
-
-
-class Place(NamedTuple):
-    """Where an operator belongs: for one of backward, where its forward was called."""
-
-    module: ModuleCall | None
-    line: SourceLine | None
-    backward_of: str | None     # the forward operator, "" where it was not seen; None outside backward
 
 
 class OperatorCall:
     """One call of an operator. Holds names and numbers, and no tensor."""
 
-    __slots__ = ("backward_number", "caller", "facts", "index", "module", "node", "numbers", "phase", "step")
+    __slots__ = ("backward_number", "caller", "facts", "index", "module", "numbers", "phase")
 
     index: int                      # in the order of execution, over all steps
     facts: OperatorFacts
     phase: Phase
-    step: int
     module: ModuleCall | None       # the innermost module that runs
     caller: Caller
-    node: str | None                # in backward: the name of the autograd node
-    backward_number: int | None     # and its sequence number, that of the forward operator
+    backward_number: int | None     # in backward: the sequence number of the node, that of the forward operator
     numbers: tuple[float, ...]      # Python floats among its arguments
 
     @property
@@ -87,7 +76,8 @@ class OperatorObserver(ObserverMode):
         if model is not None and not isinstance(model, Module):
             raise TypeError(f"model is {type(model).__name__}; expected a torch.nn.Module, or None for whatever runs")
         self.model = model
-        self.modules = ModuleCalls(model, self._forward_module)
+        self.modules = ModuleCalls(model)
+        self.seed_factor = 1.0      # what the gradient that backward starts with is to be multiplied by
         self.first_step = 0         # the first one that is looked at; set it before entering
         self.begun = False
         self.compiled = False       # compiled functions were called, which run eagerly meanwhile
@@ -158,16 +148,22 @@ class OperatorObserver(ObserverMode):
     def step_ended(self, optimizer: Any) -> None:
         """An optimizer has stepped."""
 
-    def place(self, call: OperatorCall) -> Place:
-        """Where a call belongs. Of a backward operator the line is its forward's where torch runs it, and its own where
-        code of the user's does: a hook, or a custom function's `backward`."""
-        line = call.caller.line()
-        if call.phase != "backward":
-            return Place(call.module, line, None)
-        forward = self.forward_of(call)
-        if forward is None:
-            return Place(call.module, line, "")
-        return Place(forward.module, (forward.caller.line() if call.caller.outside else line) or line, forward.op)
+    def where(self, call: OperatorCall) -> dict[str, Any]:
+        """A call as the fields of `report.Operation`, without those of its result.
+
+        Of a backward operator the place is its forward's, but the line its own where code of the user's runs in it: a
+        hook, or a custom function's `backward`.
+        """
+        module, (file, line), backward_of = call.module, call.caller.line(), ""
+        forward = self.forward_of(call) if call.phase == "backward" else None
+        if forward is not None:
+            module, backward_of = forward.module, forward.op
+            if call.caller.outside or not line:
+                file, line = forward.caller.line()
+        return {
+            "index": call.index, "op": call.op, "phase": call.phase, **module_fields(module), "file": file,
+            "line": line, "backward_of": backward_of,
+        }
 
     def name_of(self, tensor: Tensor) -> str:
         """What the user calls a tensor: its name as a parameter or buffer, else a variable; "" without either."""
@@ -229,10 +225,9 @@ class OperatorObserver(ObserverMode):
         call.index = self.count
         call.facts = facts
         call.numbers = ()
-        call.step = self.step
         call.module = self.modules.current()
         node = current_node()
-        call.node = call.backward_number = None
+        call.backward_number = None
         if node is None:
             call.caller = find_caller(depth)
             if self._optimizer is not None and not torch.is_grad_enabled():
@@ -243,7 +238,6 @@ class OperatorObserver(ObserverMode):
         # Only what builds a graph can be a recompute; with create_graph backward builds one too.
         call.caller = find_caller(depth, recompute=torch.is_grad_enabled())
         call.phase = "recompute" if call.caller.recompute else "backward"
-        call.node = node_name(node)
         call.backward_number = node_sequence_number(node)
         forward = self.forward_of(call) if call.phase == "recompute" else None
         if forward is not None:
@@ -258,13 +252,6 @@ class OperatorObserver(ObserverMode):
 
     def _forward_at(self, number: int) -> OperatorCall | None:
         return self._forward.get(number) or self._forward_before.get(number)
-
-    def _forward_module(self) -> tuple[bool, ModuleCall | None]:
-        node = current_node()
-        if node is None:
-            return False, None
-        forward = self._forward_at(node_sequence_number(node))
-        return True, None if forward is None else forward.module
 
     def _optimizer_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._optimizer = optimizer
@@ -294,20 +281,11 @@ class OperatorObserver(ObserverMode):
         self._forward_before, self._forward = self._forward, {}
 
 
-def operation_fields(call: OperatorCall | None, place: Place) -> dict[str, Any]:
-    """A call, or a tensor that was there before, as the fields of `report.Operation`; without those of its result."""
-    module, line, backward_of = place
-    return {
-        "index": -1 if call is None else call.index,
-        "op": "" if call is None else call.op,
-        "phase": "before" if call is None else call.phase,
-        "module": "" if module is None else str(module),
-        "path": "" if module is None or not module.known else module.path,
-        "call": 0 if module is None else module.number,
-        "file": "" if line is None else shown(line.file),
-        "line": 0 if line is None else line.line,
-        "backward_of": backward_of or "",
-    }
+def module_fields(module: ModuleCall | None) -> dict[str, Any]:
+    """A call of a module as the fields of `report.Operation`."""
+    if module is None:
+        return {"module": "", "path": "", "call": 0}
+    return {"module": str(module), "path": module.path if module.known else "", "call": module.number}
 
 
 @contextmanager

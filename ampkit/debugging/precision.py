@@ -19,17 +19,15 @@ from torch import Tensor
 from torch.nn import Module
 
 from ampkit.debugging.causes import dtype_name, extremes, largest_finite
-from ampkit.debugging.changes import Change
+from ampkit.debugging.changes import Change, advice_on_precision, changes_for_precision
 from ampkit.debugging.loop import check_loop
-from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver, operation_fields
+from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver
 from ampkit.debugging.operator_facts import OperatorFacts, other_arguments, readable, tensors_in
-from ampkit.debugging.precision_report import GradientError, OperatorError, PrecisionReport
 from ampkit.debugging.reference_copies import NONE, Error, ReferenceCopies
-from ampkit.debugging.report import Suggestion
+from ampkit.debugging.report import GradientError, OperatorError, PrecisionReport, Suggestion
 from ampkit.debugging.snapshot import Snapshot
 from ampkit.debugging.source_lines import running_scaler
 from ampkit.debugging.storage_map import StorageMap
-from ampkit.debugging.suggestions import advice_on_precision, changes_for_precision
 from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque, storage_key, without_dispatch
 
 __all__ = ["Deviation", "PrecisionComparison", "compare_precision", "deviation"]
@@ -292,7 +290,7 @@ class PrecisionComparison(OperatorObserver):
     ) -> None:
         count = max(1, local.numel)
         self.report.operators.append(OperatorError(
-            **operation_fields(call, self.place(call)), dtype=dtype_name(result.dtype), shape=tuple(result.shape),
+            **self.where(call), dtype=dtype_name(result.dtype), shape=tuple(result.shape),
             total=total.relative, local=local.relative, propagated=propagated,
             amplification=propagated / incoming.relative if 0 < incoming.relative < math.inf else 0.0,
             error_from=incoming.maker, lost=local.lost / count, overflowed=local.broken / count, largest=largest,

@@ -12,14 +12,13 @@ import torch
 from torch.nn import Module
 
 from ampkit.debugging.changes import PolicyChange, takes_float32
-from ampkit.debugging.minimise import minimal_subset
 from ampkit.debugging.precision import PrecisionComparison
-from ampkit.debugging.precision_report import PrecisionReport
+from ampkit.debugging.report import PrecisionReport
 from ampkit.debugging.snapshot import Snapshot
 from ampkit.policy.policy import Policy
 from ampkit.region.recording import record_casts
 
-__all__ = ["Evaluation", "SearchResult", "search_policy"]
+__all__ = ["Evaluation", "SearchResult", "minimal_subset", "search_policy"]
 
 _OVERFLOW = 1e6         # the score of an overflow, beside relative errors
 _GROWS = 1.5            # times; an error that grows less was passed on
@@ -184,3 +183,54 @@ def _outermost(units: Sequence[str]) -> tuple[str, ...]:
 
 def _is_low(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize < 4
+
+
+def minimal_subset(order: Sequence[str], passes: Callable[[list[str]], bool]) -> list[str]:
+    """A subset of `order` that passes and does not with any one member left out, in the order of `order`.
+
+    All of `order` must pass, the empty set must not; neither is tested. Members likely to be needed come first: the
+    shortest prefix that passes is found by doubling and halving, its last member is needed, and so on with those before
+    it. Where more members can make a test fail again, the result is still minimal; it only takes more tests.
+    `passes` should remember its answers: it is asked about some sets twice.
+
+    >>> tests = []
+    >>> def passes(members):
+    ...     tests.append(members)
+    ...     return {"b", "d"} <= set(members)
+    >>> minimal_subset(["b", "d", "a", "c"], passes)
+    ['b', 'd']
+    >>> tests
+    [['b'], ['b', 'd'], ['d'], ['b'], ['d']]
+    """
+    place = {member: i for i, member in enumerate(order)}
+
+    def test(members: Sequence[str]) -> bool:
+        return passes(sorted(members, key=place.__getitem__))
+
+    needed: list[str] = []
+    rest = list(order)
+    while rest and not (needed and test(needed)):
+        length = _shortest_prefix(rest, lambda prefix: test([*prefix, *needed]))
+        needed.append(rest[length - 1])
+        rest = rest[:length - 1]
+    shrunk = True
+    while shrunk and len(needed) > 1:
+        shrunk = False
+        for member in needed:
+            fewer = [other for other in needed if other is not member]
+            if test(fewer):
+                needed, shrunk = fewer, True
+                break
+    return sorted(needed, key=place.__getitem__)
+
+
+def _shortest_prefix(members: list[str], passes: Callable[[list[str]], bool]) -> int:
+    """The length of a prefix that passes where one member less does not; all of `members` do."""
+    low, high = 0, 1
+    while high < len(members) and not passes(members[:high]):
+        low, high = high, 2 * high
+    high = min(high, len(members))
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if passes(members[:middle]) else (middle, high)
+    return high

@@ -64,11 +64,6 @@ class Snapshot:
         """Those that have stepped."""
         return list(self._optimizers)
 
-    @property
-    def scalers(self) -> list[torch.amp.GradScaler]:
-        """The scalers that were kept."""
-        return [one for one, _ in self._others.values() if isinstance(one, torch.amp.GradScaler)]
-
     @torch.no_grad()
     def restore(self) -> None:
         """Put everything back, in place: what refers to a parameter still does."""

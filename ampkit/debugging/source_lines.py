@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ampkit.torch_internals.operator_tracing import is_opaque, storage_key
 
-__all__ = ["Caller", "SourceLine", "find_caller", "running_scaler", "shown", "variable_of"]
+__all__ = ["Caller", "find_caller", "running_scaler", "shown", "variable_of"]
 
 _TORCH = f"{Path(str(torch.__file__)).parent}/"
 _AMPKIT = f"{Path(__file__).resolve().parents[1]}/"
@@ -46,16 +46,6 @@ _SPECIAL = {
 _files: dict[str, _File] = {}
 
 
-class SourceLine(NamedTuple):
-    """A line of code; `str` is `file:line`, the file as seen from the working directory."""
-
-    file: str
-    line: int
-
-    def __str__(self) -> str:
-        return f"{shown(self.file)}:{self.line}"
-
-
 def shown(file: str) -> str:
     """A file as seen from the working directory, where it is below it."""
     return _seen_from(file, os.getcwd())
@@ -77,14 +67,12 @@ class Caller(NamedTuple):
     recompute: bool
     outside: bool               # it called backward, and is not itself what backward runs
 
-    def line(self) -> SourceLine | None:
-        """Where in the user's code; None if there is none."""
+    def line(self) -> tuple[str, int]:
+        """Where in the user's code: the file as seen from the working directory, and the line; ("", 0) if nowhere."""
         if self.code is None:
-            return None
-        for start, end, line in self.code.co_lines():
-            if start <= self.instruction < end and line is not None:
-                return SourceLine(self.code.co_filename, line)
-        return SourceLine(self.code.co_filename, self.code.co_firstlineno)
+            return "", 0
+        lines = (line for start, end, line in self.code.co_lines() if start <= self.instruction < end and line)
+        return shown(self.code.co_filename), next(lines, self.code.co_firstlineno)
 
 
 def find_caller(depth: int, *, recompute: bool = False) -> Caller:

@@ -70,8 +70,6 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: unscale float16 gradients too, for optimizers that keep float32 master weights.
         on_stuck: when gradients overflow at a scale that can hardly fall further (`DynamicLossScale.stuck_scale`):
             "warn" once, "raise" `LossScaleStuckError`, or call a function with `ScalerStats`.
-        count_every_step: count inf and NaN for `overflow_report` in every step of optimizers that skip on an
-            accelerator, at the price of reading their gradients once more; others are counted when skipped.
         history_size: updates kept for `history`.
 
     Raises:
@@ -106,7 +104,6 @@ class GradScaler(torch.amp.GradScaler):
         process_group: Any = None,
         allow_fp16: bool = False,
         on_stuck: OnStuck = "warn",
-        count_every_step: bool = False,
         history_size: int = 1000,
     ) -> None:
         self._device = _device_type(device)
@@ -120,7 +117,6 @@ class GradScaler(torch.amp.GradScaler):
         self.process_group = process_group
         self.allow_fp16 = allow_fp16
         self.on_stuck = on_stuck
-        self.count_every_step = count_every_step
         self._history_size = history_size
         self._warned: set[str] = set()
         self._stuck_check_due = False
@@ -692,17 +688,14 @@ class GradScaler(torch.amp.GradScaler):
             )
 
     def _count(self, notes: Notes, found_inf: Tensor, *, skipped: bool | None) -> bool | None:
-        """Count inf and NaN for the report where that is due, before the step: master weights' gradients are gone
-        after it. Returns `skipped`, or where that was None the flag as far as the host can see it.
+        """Count inf and NaN for the report where the host can see that a step is skipped, before the step: master
+        weights' gradients are gone after it. Returns `skipped`, or where that was None what the host can see.
         """
         if skipped is None:
             flag = host_value_or_none(found_inf)
             skipped = None if flag is None else flag != 0
-        last = notes.last_step
-        if skipped or (skipped is None and self.count_every_step):
-            last.counts = count_nonfinite(notes.optimizer)
-        elif skipped is None:
-            last.counts = None
+        if skipped is not False:
+            notes.last_step.counts = count_nonfinite(notes.optimizer) if skipped else None
         return skipped
 
     def _check_stuck(self, scale: float) -> None:
@@ -821,30 +814,16 @@ class GradScaler(torch.amp.GradScaler):
             raise ValueError(f"cannot set {name} on {self._rule}: its scale never moves; use DynamicLossScale")
         self._rule = replace(self._rule, **{name: value})
 
-    @property
-    def _growth_factor(self) -> float:
-        """The strategy's, as the two below; torch's getters and setters use them."""
-        return self._rule.growth_factor
-
-    @_growth_factor.setter
-    def _growth_factor(self, value: float) -> None:
-        self._change_rule("growth_factor", value)
-
-    @property
-    def _backoff_factor(self) -> float:
-        return self._rule.backoff_factor
-
-    @_backoff_factor.setter
-    def _backoff_factor(self, value: float) -> None:
-        self._change_rule("backoff_factor", value)
-
-    @property
-    def _growth_interval(self) -> int:
-        return self._rule.growth_interval
-
-    @_growth_interval.setter
-    def _growth_interval(self, value: int) -> None:
-        self._change_rule("growth_interval", value)
+    # torch's getters and setters, and libraries, use these
+    _growth_factor: Any = property(
+        lambda self: self._rule.growth_factor, lambda self, value: self._change_rule("growth_factor", value)
+    )
+    _backoff_factor: Any = property(
+        lambda self: self._rule.backoff_factor, lambda self, value: self._change_rule("backoff_factor", value)
+    )
+    _growth_interval: Any = property(
+        lambda self: self._rule.growth_interval, lambda self, value: self._change_rule("growth_interval", value)
+    )
 
     # Answers
 
@@ -904,8 +883,8 @@ class GradScaler(torch.amp.GradScaler):
     ) -> OverflowReport:
         """Which parameters held inf or NaN in the last skipped step, in backward's order. Reads the device.
 
-        Optimizers that skip on an accelerator are examined when this is called, so call it before their gradients are
-        cleared, or make the scaler with `count_every_step=True`.
+        Optimizers that skip on an accelerator are examined when this is called: call it before their gradients are
+        cleared.
 
         `model` names parameters; without it the optimizer's own names are used, where it was made with
         `named_parameters()`, else group and position. `optimizer` says whose step; by default of every optimizer.

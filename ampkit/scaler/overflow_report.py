@@ -71,11 +71,8 @@ def count_nonfinite(optimizer: torch.optim.Optimizer) -> Counts:
 # In which order
 
 
-class Use(NamedTuple):
-    """When backward first and last reaches a parameter, as numbers that rise through it."""
-
-    first: int
-    last: int
+Use = tuple[int, int]
+"""When backward first and last reaches a parameter, as numbers that rise through it."""
 
 
 class BackwardOrder:
@@ -103,7 +100,7 @@ class BackwardOrder:
             self.uses.clear()
             self.is_of_this_iteration = True
         for key, (_, first, last) in uses_of_leaves([loss]).items():
-            self.uses[key] = Use(first, last)
+            self.uses[key] = first, last
 
 
 # The report
@@ -204,7 +201,7 @@ def report(counted: Sequence[Counts], order: BackwardOrder, model: torch.nn.Modu
     finite = list(takewhile(lambda step: not step.bad, steps))
     before, first = finite[-1].time if finite else _FIRST, bad[0]
     # A shared parameter is listed at its last use, but may have been bad since its first.
-    shared = [step for step in bad if step.use and step.use.first != step.time and before < step.use.first < first.time]
+    shared = [step for step in bad if step.use and step.use[0] != step.time and before < step.use[0] < first.time]
     origin = list(dict.fromkeys([*shared, *(step for step in bad if step.module == first.module)]))
     beside = [step for step in steps if (step.module, step.time, step.bad) == (first.module, first.time, False)]
 
@@ -235,6 +232,6 @@ def _in_backward(
     for key in reversed(registered):
         (_, name, place, dtype, elements), (inf, nan) = found[key]
         use = uses.get(key)
-        time = time if use is None else use.last
+        time = time if use is None else use[1]
         steps.append(_Reached(time, use, NonFiniteGradient(names.get(key) or name or place, inf, nan, elements, dtype)))
     return sorted(steps, key=lambda step: step.time)

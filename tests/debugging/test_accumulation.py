@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ampkit import GradScaler, autocast
 from ampkit.debugging import compare_precision, detect_nonfinite
@@ -79,20 +79,6 @@ def test_after_a_skipped_step_the_reference_has_the_users_scale(cls: Any, micro:
     assert report.scale == training.scaler.get_scale()      # of the last step
 
 
-@pytest.mark.parametrize("cls", SCALERS)
-def test_a_scale_that_has_grown_is_the_one_that_is_told(cls: Any) -> None:
-    training = Training(cls, 2.0**15)
-    training.scaler.set_growth_interval(1)
-    scales = []
-    with detect_nonfinite(training.model, on_found="record") as report:
-        for _ in range(10):
-            scales.append(training.scaler.get_scale())
-            training.run(1, 1)
-    first = report.skipped[0]
-    assert first.step > 0
-    assert first.scale == scales[first.step]
-
-
 @pytest.mark.parametrize("micro", [1, 4])
 @pytest.mark.parametrize("cls", SCALERS)
 def test_a_skipped_step_ends(cls: Any, micro: int) -> None:
@@ -138,17 +124,3 @@ def test_gradients_of_a_skipped_step_that_others_add_to(cls: Any) -> None:
     with detect_nonfinite(None, on_found="record") as report:
         run(1)
     assert report
-
-
-def test_functions_without_modules_have_steps_too() -> None:
-    weight = nn.Parameter(torch.ones(4))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    losses: list[Tensor] = []
-    with detect_nonfinite() as report:
-        for _ in range(3):
-            loss = (weight * 2).sum()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-            losses.append(loss.detach() * 0.5)
-    assert report.steps == 3

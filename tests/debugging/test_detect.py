@@ -8,9 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from ampkit import GradScaler, autocast, debugging
-from ampkit.debugging.causes import find_cause, outputs_of, summarise
-from ampkit.debugging.operator_facts import facts_of
-from ampkit.debugging.taint import Record, trace
 from tests.debugging.planted import Middle, region
 
 
@@ -71,8 +68,7 @@ def test_find_nonfinite_verifies_the_smallest_change() -> None:
     assert not debugging.find_nonfinite(step_of(model, x * 0 + 1e-12), nn.Sequential(nn.Linear(8, 1)))
 
 
-def test_find_nonfinite_tries_a_loss_scale() -> None:
-    """And leaves optimizer and scaler as they were."""
+def test_find_nonfinite_leaves_scaler_and_optimizer_as_they_were() -> None:
     torch.manual_seed(0)
     model = nn.Linear(8, 1)
     optimizer = torch.optim.Adam(model.parameters())
@@ -90,8 +86,7 @@ def test_find_nonfinite_tries_a_loss_scale() -> None:
     assert scaler.get_scale() == 2.0**20
     assert not optimizer.state
     assert not report.findings
-    assert report.skipped[0].suggestion is not None
-    assert report.skipped[0].suggestion.code == "scaler = GradScaler(init_scale=32768)"
+    assert report.skipped[0].scale == 2.0**20
     with pytest.raises(TypeError, match="state holds int, which cannot be put back; expected state_dict and load"):
         debugging.find_nonfinite(step, model, state=[3])
 
@@ -179,14 +174,6 @@ def test_a_batch_from_workers() -> None:
         for (rows,) in torch.utils.data.DataLoader(data, batch_size=4):
             model(rows).sum().backward()
     assert report.findings[0].cause.kind == "arrived"
-
-
-def test_a_row_that_is_masked_altogether() -> None:
-    """The mask is no fault; the softmax of nothing is."""
-    with debugging.detect_nonfinite(on_found="record") as report:
-        torch.ones(2, 3).masked_fill(torch.tensor([[True], [False]]), -math.inf).softmax(-1).sum()
-    assert report.findings[0].origin.op == "aten::_softmax"
-    assert report.findings[0].cause.kind == "from inf"
 
 
 def test_numbers_that_something_masks_out_are_no_finding() -> None:
@@ -280,28 +267,6 @@ def test_a_step_that_breaks_a_parameter_raises_from_the_optimizer() -> None:
             optimizer.step()
 
 
-# --- causes
-
-
-@pytest.mark.parametrize(("op", "args", "kind"), [
-    ("mul.Tensor", (torch.tensor([300.0]).half(), torch.tensor([300.0]).half()), "overflow"),
-    ("exp", (torch.tensor([800.0]),), "too large"),
-    ("reciprocal", (torch.zeros(1),), "undefined"),
-    ("sqrt", (-torch.ones(1),), "undefined"),
-    ("atanh", (torch.ones(1),), "undefined"),
-    ("sub.Tensor", (torch.tensor([math.inf]), torch.tensor([math.inf])), "from inf"),
-    ("masked_fill.Scalar", (torch.ones(1), torch.tensor([True]), -math.inf), "constant"),
-])
-def test_causes(op: str, args: Any, kind: str) -> None:
-    """By running again in float64, whatever the operator."""
-    packet, _, overload = op.partition(".")
-    func = getattr(getattr(torch.ops.aten, packet), overload or "default")
-    result = func(*args)
-    facts = facts_of(func)
-    inputs = [summarise(one) for one in args if isinstance(one, Tensor) and one.is_floating_point()]
-    assert find_cause(func, facts, args, {}, outputs_of(facts, result, args, {}), inputs).kind == kind
-
-
 def test_a_cause_leaves_random_numbers_alone() -> None:
     """Dropout is run again with the user's generator put back."""
     x = torch.full((8,), 60000.0).half()
@@ -315,32 +280,3 @@ def test_a_cause_leaves_random_numbers_alone() -> None:
     assert report.findings[0].origin.op == "aten::native_dropout"
 
 
-# --- taint
-
-
-def records(*some: Record) -> dict[int, Record]:
-    return {record.index: record for record in some}
-
-
-def test_taint_is_followed_to_a_symptom() -> None:
-    """An inf that is absorbed is none; one that is not is; a constant never is."""
-    made = Record(0, "forward", posinf=True, source="made")
-    absorbs = Record(1, "forward", (0,))
-    assert trace(records(made, absorbs)) == []
-    passes = Record(1, "forward", (0,), nan=True)
-    (found,) = trace(records(made, passes))
-    assert found.chain == (made, passes)
-    assert trace(records(Record(0, "forward", neginf=True, source="constant"))) == []
-    mask = Record(0, "forward", neginf=True, source="constant")
-    row = Record(1, "forward", (0,), nan=True, source="from inf")
-    assert [one.origin for one in trace(records(mask, row))] == [row]
-    compared = Record(2, "forward", (0,), compares=True)
-    assert trace(records(made, compared)) == []
-    loss = Record(0, "forward", posinf=True, source="made", scalar=True)
-    assert trace(records(loss, compared))
-
-
-def test_an_inf_with_an_origin_is_not_blamed_on_who_makes_nan_of_it() -> None:
-    made = Record(0, "forward", posinf=True, source="made")
-    nan = Record(1, "forward", (0,), nan=True, source="from inf")
-    assert [one.origin for one in trace(records(made, nan))] == [made]

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ampkit import GradScaler, autocast
 from ampkit.__main__ import main
@@ -28,60 +27,6 @@ def parts(scale: float = 256.0, cls: Any = GradScaler) -> tuple[nn.Module, torch
 def loss_of(model: nn.Module, dtype: torch.dtype = torch.float16) -> Tensor:
     with autocast("cpu", dtype=dtype):
         return model(torch.randn(4, 8)).float().square().mean()
-
-
-def clipping(cls: Any) -> None:
-    model, optimizer, scaler = parts(cls=cls)
-    for _ in range(4):
-        optimizer.zero_grad()
-        scaler.scale(loss_of(model)).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        nn.utils.clip_grad_value_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-
-
-def accumulation(cls: Any) -> None:
-    """Divided, and zeroed in place."""
-    model, optimizer, scaler = parts(cls=cls)
-    for _ in range(3):
-        for _ in range(4):
-            scaler.scale(loss_of(model) / 4).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=False)
-
-
-def adversaries(cls: Any) -> None:
-    """The generator's backward leaves gradients in the critic, which are zeroed before its own."""
-    critic, of_critic, scaler = parts(cls=cls)
-    maker = nn.Linear(8, 8)
-    of_maker = torch.optim.SGD(maker.parameters(), lr=0.01)
-    for _ in range(4):
-        of_critic.zero_grad()
-        real, fake = torch.randn(4, 8), maker(torch.randn(4, 8))
-        scaler.scale(F.softplus(-critic(real)).mean()).backward()
-        scaler.scale(F.softplus(critic(fake.detach())).mean()).backward()
-        scaler.step(of_critic)
-        of_maker.zero_grad()
-        scaler.scale(F.softplus(-critic(fake)).mean()).backward()
-        scaler.step(of_maker)
-        scaler.update()
-
-
-def no_scaler(cls: Any) -> None:
-    """In bfloat16, with gradients that are cleared by hand, a scheduler, and several losses of one graph."""
-    model, optimizer, _ = parts()
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    for _ in range(4):
-        outputs = model(torch.randn(4, 8))
-        for loss in (outputs.mean(), outputs.square().mean()):
-            loss.backward(retain_graph=True)
-        optimizer.step()
-        scheduler.step()
-        for p in model.parameters():
-            p.grad = None
 
 
 def scheduler_by_epoch(cls: Any) -> None:
@@ -112,19 +57,6 @@ def closure(cls: Any) -> None:
         optimizer.step(evaluate)
 
 
-def penalty(cls: Any) -> None:
-    """A gradient of a gradient, with `torch.autograd.grad` on a scaled loss."""
-    model, optimizer, scaler = parts(cls=cls)
-    for _ in range(3):
-        optimizer.zero_grad()
-        batch = torch.randn(4, 8, requires_grad=True)
-        loss = model(batch).mean()
-        gradient, = torch.autograd.grad(scaler.scale(loss), batch, create_graph=True)
-        scaler.scale(loss + (gradient / scaler.get_scale()).norm()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-
 def keywords_and_sparse_gradients(cls: Any) -> None:
     """Wrapped functions take what they took before."""
     _, _, scaler = parts(cls=cls)
@@ -148,8 +80,7 @@ def example(name: str, cls: Any) -> None:
 
 
 LOOPS: list[Callable[[Any], None]] = [
-    clipping, accumulation, adversaries, no_scaler, scheduler_by_epoch, closure, penalty,
-    keywords_and_sparse_gradients,
+    scheduler_by_epoch, closure, keywords_and_sparse_gradients,
     *(functools.partial(example, name) for name in ("scaler_two_losses", "scaler_gan", "scaler_gradient_penalty")),
 ]
 

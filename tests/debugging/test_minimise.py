@@ -9,7 +9,7 @@ from collections.abc import Callable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ampkit.debugging.minimise import minimal_subset
+from ampkit.debugging.search import minimal_subset
 
 Oracle = Callable[[frozenset[int]], bool]
 

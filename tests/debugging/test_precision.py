@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ampkit import GradScaler, autocast
 from ampkit.debugging import compare_precision
 from ampkit.debugging.precision import PrecisionComparison
-from ampkit.debugging.precision_report import PrecisionReport
+from ampkit.debugging.report import PrecisionReport
 from tests.debugging.models import MODELS, loss_of, make
 from tests.helpers.regions import needs_16_bit_lstm
 

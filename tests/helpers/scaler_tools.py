@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -56,6 +57,25 @@ def with_grads(grads: Sequence[torch.Tensor]) -> list[torch.nn.Parameter]:
     return params
 
 
+def iterate(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """What ends an iteration."""
+    scaler.step(optimizer)
+    scaler.update()
+
+
 def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal dtype, shape and values, NaN equal to NaN."""
     return a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def alike(ours: Any, theirs: Any) -> bool:
+    """Equal to the bit in nested containers; exceptions by their class."""
+    if isinstance(ours, Exception) or isinstance(theirs, Exception):
+        return type(ours) is type(theirs)
+    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        return equal_bits(ours.detach(), theirs.detach())
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return ours.keys() == theirs.keys() and all(alike(ours[key], theirs[key]) for key in ours)
+    if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple):
+        return len(ours) == len(theirs) and all(map(alike, ours, theirs))
+    return ours == theirs

@@ -16,9 +16,9 @@ from ampkit.scaler.loss_scale import (
     NoOpLossScale,
     ScaleState,
     StaticLossScale,
-    from_dict,
     to_dict,
 )
+from tests.helpers.scaler_tools import iterate, started, with_grads
 
 flags = st.lists(st.sampled_from([0.0, 0.0, 0.0, 1.0]), min_size=1, max_size=60)
 
@@ -31,8 +31,7 @@ flags = st.lists(st.sampled_from([0.0, 0.0, 0.0, 1.0]), min_size=1, max_size=60)
     interval=st.integers(0, 5),
 )
 def test_plain_rule_is_torchs_update_kernel(flags, init, growth, backoff, interval) -> None:
-    """Scale and tracker equal `_amp_update_scale_` bit for bit, down to the floor that torch does not have.
-    """
+    """Scale and tracker equal `_amp_update_scale_` bit for bit, down to the floor that torch does not have."""
     rule = DynamicLossScale(init, growth, backoff, interval)
     state = rule.init("cpu")
     scale, tracker = torch.tensor(init), torch.zeros((), dtype=torch.int32)
@@ -88,13 +87,8 @@ def account(rule: DynamicLossScale, flags: list[float]) -> list[tuple[float, int
 )
 def test_dynamic_rule_follows_its_description(flags, hysteresis, refill, tolerance, interval, bounds) -> None:
     rule = DynamicLossScale(
-        16.0,
-        growth_interval=interval,
-        min_scale=bounds[0],
-        max_scale=bounds[1],
-        hysteresis=hysteresis,
-        hysteresis_refill=refill,
-        tolerance=tolerance,
+        16.0, growth_interval=interval, min_scale=bounds[0], max_scale=bounds[1], hysteresis=hysteresis,
+        hysteresis_refill=refill, tolerance=tolerance,
     )
     state = rule.init("cpu")
     for flag, (scale, run) in zip(flags, account(rule, flags), strict=True):
@@ -121,8 +115,7 @@ def test_dynamic_rule_follows_its_description(flags, hysteresis, refill, toleran
     ),
 )
 def test_scaler_advances_in_place_as_the_pure_rule_says(flags, rule) -> None:
-    """The scaler's quick path for plain rules and the general one give the same state, in the same tensors.
-    """
+    """The scaler's quick path for plain rules and the general one give the same state, in the same tensors."""
     scaler = GradScaler("cpu", loss_scale=rule, on_stuck=lambda _: None)
     scaler.scale(torch.ones((), requires_grad=True))
     expected = rule.init("cpu")
@@ -131,23 +124,19 @@ def test_scaler_advances_in_place_as_the_pure_rule_says(flags, rule) -> None:
         scaler._advance(torch.tensor(flag))
         expected = rule.next_state(expected, torch.tensor(flag))
         live = ScaleState(scaler._scale, scaler._growth_tracker, *scaler._counters)
-        names = ScaleState._fields[: 2 if rule.is_plain else None]  # a plain rule needs no other counters
-        for name in names:
-            assert torch.equal(getattr(live, name), getattr(expected, name)), name
+        compared = 2 if rule.is_plain else 5    # a plain rule needs no other counters
+        assert list(map(float, live[:compared])) == list(map(float, expected[:compared]))
         assert all(a is b for a, b in zip(tensors, live, strict=True))
 
 
 def test_scale_reaches_neither_zero_nor_inf() -> None:
-    """torch's scale underflows to 0 after 166 overflows; its reciprocal is then inf and gradients turn to
-    NaN.
-    """
+    """torch's scale underflows to 0 after 166 overflows; its reciprocal is then inf and gradients turn to NaN."""
     rule = DynamicLossScale(growth_interval=1)
     low = high = rule.init("cpu")
     for _ in range(400):
         low = rule.next_state(low, torch.tensor(1.0))
         high = rule.next_state(high, torch.tensor(0.0))
     assert float(low.scale) == SMALLEST_SCALE
-    assert math.isfinite(1.0 / float(low.scale))
     assert math.isfinite(float(low.scale.reciprocal()))
     assert float(high.scale) == 2.0**127
 
@@ -161,45 +150,64 @@ def test_static_and_noop_never_move_and_count_clean_updates() -> None:
             assert int(state.growth_tracker) == run
 
 
+def test_noop_neither_scales_nor_divides_and_still_guards() -> None:
+    scaler = GradScaler("cpu", loss_scale=NoOpLossScale())
+    loss = torch.ones((), requires_grad=True)
+    assert scaler.scale(loss) is loss
+    (param,) = with_grads([torch.tensor([3.0])])
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    assert scaler.clip_grad_norm_(optimizer, 10.0).item() == 3.0
+    assert param.grad.item() == 3.0
+    iterate(scaler, optimizer)
+    assert param.item() == -2.0
+    results = []
+    for step in (lambda fused: iterate(scaler, fused), lambda fused: fused.step()):
+        params = with_grads([torch.tensor([2.0])])
+        step(torch.optim.Adam(params, lr=1.0, fused=True))
+        results += params
+    assert torch.equal(*results)
+    param.grad = torch.tensor([math.nan])
+    iterate(scaler, optimizer)
+    assert (param.item(), scaler.get_scale()) == (-2.0, 1.0)
+
+
+def test_bounds_hold_for_a_scale_set_by_hand() -> None:
+    scaler = started(GradScaler, loss_scale=DynamicLossScale(8.0, min_scale=6.0))
+    scaler.update(1.0)
+    assert scaler.get_scale() == 6.0
+
+
 @pytest.mark.parametrize(
-    "rule",
-    [DynamicLossScale(hysteresis=2, tolerance=0.1, max_scale=2.0**20), StaticLossScale(3.0), NoOpLossScale()],
-)
-def test_strategies_travel_as_plain_values(rule) -> None:
-    saved = to_dict(rule)
-    assert all(type(value) in (str, int, float) for value in saved.values())
-    assert from_dict(saved) == rule
-    with pytest.raises(ValueError, match=r"has the fields .*'speed'"):
-        from_dict({**saved, "speed": 1})
-
-
-def test_unknown_kind_is_named() -> None:
-    with pytest.raises(ValueError, match=r"kind 'magic'; expected one of \['dynamic', 'noop', 'static'\]"):
-        from_dict({"kind": "magic"})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("make", "message"),
     [
-        ({"growth_factor": 0.5}, "growth_factor is 0.5; expected a finite number of 1 or more"),
-        ({"growth_factor": math.inf}, "growth_factor is inf"),
-        ({"backoff_factor": 0.0}, "backoff_factor is 0.0; expected a number above 0, at most 1"),
-        ({"backoff_factor": 1.5}, "backoff_factor is 1.5"),
-        ({"min_scale": 0.0}, "min_scale is 0.0"),
-        ({"max_scale": math.inf}, "max_scale inf"),
-        ({"min_scale": 4.0, "max_scale": 2.0}, "min_scale is 4.0 and max_scale 2.0"),
-        ({"init_scale": 0.0}, "init_scale is 0.0; expected a number from min_scale"),
-        ({"init_scale": math.nan}, "init_scale is nan"),
-        ({"init_scale": 4.0, "max_scale": 2.0}, r"to max_scale \(2.0\)"),
-        ({"hysteresis": 0}, "hysteresis is 0; expected 1"),
-        ({"hysteresis_refill": "never"}, "hysteresis_refill is 'never'; expected 'growth' or 'clean'"),
-        ({"tolerance": 1.0}, "tolerance is 1.0; expected a share"),
-        ({"tolerance": -0.1}, "tolerance is -0.1"),
+        *((lambda arguments=arguments: DynamicLossScale(**arguments), message) for arguments, message in (
+            ({"growth_factor": 0.5}, "growth_factor is 0.5; expected a finite number of 1 or more"),
+            ({"growth_factor": math.inf}, "growth_factor is inf"),
+            ({"growth_factor": 10**400}, "growth_factor is 1000"),
+            ({"growth_interval": 2**63}, "growth_interval is 9223372036854775808; expected a number that fits 64 bits"),
+            ({"backoff_factor": 0.0}, "backoff_factor is 0.0; expected a number above 0, at most 1"),
+            ({"backoff_factor": 1.5}, "backoff_factor is 1.5"),
+            ({"min_scale": 0.0}, "min_scale is 0.0"),
+            ({"max_scale": math.inf}, "max_scale inf"),
+            ({"min_scale": 4.0, "max_scale": 2.0}, "min_scale is 4.0 and max_scale 2.0"),
+            ({"init_scale": math.nan}, "init_scale is nan; expected a number from min_scale"),
+            ({"init_scale": 4.0, "max_scale": 2.0}, r"to max_scale \(2.0\)"),
+            ({"hysteresis": 0}, "hysteresis is 0; expected 1"),
+            ({"hysteresis": 2**31}, r"hysteresis is 2147483648; expected 1 .*at most 2\*\*30"),
+            ({"hysteresis_refill": "never"}, "hysteresis_refill is 'never'; expected 'growth' or 'clean'"),
+            ({"tolerance": 1.0}, "tolerance is 1.0; expected a share"),
+            ({"tolerance": -0.1}, "tolerance is -0.1"),
+        )),
+        *((lambda scale=scale: StaticLossScale(scale), "scale is") for scale in (0.0, math.inf, math.nan, 1e-44)),
+        (lambda: NoOpLossScale(2.0), r"expected 1\.0"),
+        (lambda: GradScaler("cpu", 4.0, loss_scale=StaticLossScale(2.0)), "one or the other: set the numbers on the"),
+        (lambda: GradScaler("cpu", loss_scale=StaticLossScale(2.0)).set_growth_factor(3.0),
+         r"cannot set growth_factor on StaticLossScale\(scale=2\.0\)"),
     ],
 )
-def test_bad_dynamic_settings_are_named(arguments, message) -> None:
+def test_bad_settings_are_named(make, message) -> None:
     with pytest.raises(ValueError, match=message):
-        DynamicLossScale(**arguments)
+        make()
 
 
 @pytest.mark.parametrize("value", ["2", None, True, [], 1j, torch.ones(2)], ids=str)
@@ -217,26 +225,7 @@ def test_what_is_no_number_is_refused_when_it_is_given(value) -> None:
     assert scaler.get_growth_interval() == 2000
 
 
-def test_numbers_that_the_device_cannot_hold_are_refused() -> None:
-    with pytest.raises(ValueError, match="growth_interval is 9223372036854775808; expected a number that fits 64 bits"):
-        DynamicLossScale(growth_interval=2**63)
-    with pytest.raises(ValueError, match=r"hysteresis is 2147483648; expected 1 .*at most 2\*\*30"):
-        DynamicLossScale(hysteresis=2**31)
-    with pytest.raises(ValueError, match="growth_factor is 1000"):
-        DynamicLossScale(growth_factor=10**400)
-    with pytest.raises(TypeError, match=r"growth_interval is 2000\.0; expected a whole number"):
-        DynamicLossScale(growth_interval=2000.0)
-
-
 def test_numbers_of_other_classes_become_pythons_own() -> None:
     rule = DynamicLossScale(torch.tensor(8.0), np.float32(2.0), growth_interval=np.int64(3))
     assert rule == DynamicLossScale(8.0, 2.0, growth_interval=3)
     assert [type(value) for value in to_dict(rule).values()][1:5] == [float, float, float, int]
-
-
-@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan, 1e-44])
-def test_bad_static_scales_are_named(scale) -> None:
-    with pytest.raises(ValueError, match="scale is"):
-        StaticLossScale(scale)
-    with pytest.raises(ValueError, match=r"expected 1\.0"):
-        NoOpLossScale(scale)

@@ -9,7 +9,7 @@ import ampkit.optim
 from ampkit.scaler.grad_scaler import GradScaler, LossScaleStuckError
 from ampkit.scaler.loss_scale import DynamicLossScale, StaticLossScale
 from tests.helpers.faults import plant_nonfinite
-from tests.helpers.scaler_tools import count_reads, started, with_grads
+from tests.helpers.scaler_tools import count_reads, iterate, started, with_grads
 
 MAKERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
@@ -26,8 +26,7 @@ def train(scaler, model, optimizer, steps: int) -> None:
     for _ in range(steps):
         optimizer.zero_grad()
         scaler.scale(model(torch.ones(2, 3)).square().sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        iterate(scaler, optimizer)
 
 
 @pytest.mark.parametrize("maker", MAKERS)
@@ -115,70 +114,47 @@ def test_on_an_accelerator_the_gradients_are_examined_when_asked(monkeypatch) ->
     optimizer = Aware([("w", param)], lr=0.1)
     scaler = started(GradScaler)
     with count_reads() as reads:
-        scaler.step(optimizer)
-        scaler.update()
+        iterate(scaler, optimizer)
     assert reads == []
     assert [c.name for c in scaler.overflow_report()] == ["w"]
     assert not scaler.stepped(optimizer)
     param.grad = None
     assert scaler.overflow_report() == ()
 
-    eager = started(GradScaler, count_every_step=True)
-    (other,) = with_grads([torch.tensor([math.nan])])
-    optimizer = Aware([("v", other)], lr=0.1)
-    with count_reads() as reads:
-        eager.step(optimizer)
-        eager.update()
-    assert reads == []
-    other.grad = None
-    assert [c.name for c in eager.overflow_report()] == ["v"]
 
-
-class TestStuck:
-    def overflow(self, scaler, times: int = 1) -> None:
-        for _ in range(times):
-            scaler.scale(torch.ones((), requires_grad=True))
-            (param,) = with_grads([torch.tensor([math.inf])])
-            scaler.step(torch.optim.SGD([param], lr=0.1))
-            scaler.update()
-
-    def test_a_collapsed_scale_warns_once(self) -> None:
-        scaler = GradScaler("cpu", 2.0**-13)
-        self.overflow(scaler)
-        with pytest.warns(UserWarning, match=r"fallen to 6.1e-05 and gradients still overflow") as caught:
-            self.overflow(scaler)
-        assert caught[0].filename == __file__
-        self.overflow(scaler, 5)
-
-    def test_it_can_raise_with_everything_in_order(self) -> None:
-        scaler = GradScaler("cpu", loss_scale=DynamicLossScale(4.0, min_scale=2.0), on_stuck="raise")
-        self.overflow(scaler)
-        with pytest.raises(LossScaleStuckError, match="fallen to 2 and gradients still overflow"):
-            self.overflow(scaler)
+def overflow(scaler: GradScaler, times: int = 1) -> None:
+    for _ in range(times):
+        scaler.scale(torch.ones((), requires_grad=True))
+        scaler.step(torch.optim.SGD(with_grads([torch.tensor([math.inf])]), lr=0.1))
         scaler.update()
-        assert scaler.get_scale() == 2.0
-        assert scaler.stats().skips == 2
 
-    def test_it_can_call_the_user(self) -> None:
-        seen = []
-        scaler = GradScaler("cpu", loss_scale=DynamicLossScale(2.0, min_scale=2.0), on_stuck=seen.append)
-        self.overflow(scaler, 3)
-        assert [stats.skips for stats in seen] == [1, 2, 3]
-        assert seen[-1].scale == 2.0
 
-    def test_a_static_scale_is_not_stuck(self) -> None:
-        self.overflow(GradScaler("cpu", loss_scale=StaticLossScale(2.0**-20), on_stuck="raise"), 3)
+def test_a_collapsed_scale_warns_once() -> None:
+    scaler = GradScaler("cpu", 2.0**-13)
+    overflow(scaler)
+    with pytest.warns(UserWarning, match=r"fallen to 6.1e-05 and gradients still overflow") as caught:
+        overflow(scaler)
+    assert caught[0].filename == __file__
+    overflow(scaler, 5)
+    overflow(GradScaler("cpu", loss_scale=StaticLossScale(2.0**-20), on_stuck="raise"), 3)     # is not stuck
 
-    def test_where_only_the_device_knows_it_is_called_when_stats_are_read(self, monkeypatch) -> None:
-        monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda _: False))
-        scaler = started(GradScaler, 2.0**-14)
-        (param,) = with_grads([torch.tensor([math.inf])])
-        scaler.step(Aware([param], lr=0.1))
-        scaler.update()
-        with pytest.warns(UserWarning, match="gradients still overflow"):
-            scaler.stats()
+
+def test_a_collapsed_scale_can_raise_with_everything_in_order_or_call_the_user() -> None:
+    scaler = GradScaler("cpu", loss_scale=DynamicLossScale(4.0, min_scale=2.0), on_stuck="raise")
+    overflow(scaler)
+    with pytest.raises(LossScaleStuckError, match="fallen to 2 and gradients still overflow"):
+        overflow(scaler)
+    scaler.update()
+    assert (scaler.get_scale(), scaler.stats().skips) == (2.0, 2)
+    seen = []
+    overflow(GradScaler("cpu", loss_scale=DynamicLossScale(2.0, min_scale=2.0), on_stuck=seen.append), 3)
+    assert [(stats.skips, stats.scale) for stats in seen] == [(1, 2.0), (2, 2.0), (3, 2.0)]
+
+
+def test_where_only_the_device_knows_a_collapse_is_seen_when_stats_are_read(monkeypatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda _: False))
+    scaler = started(GradScaler, 2.0**-14)
+    iterate(scaler, Aware(with_grads([torch.tensor([math.inf])]), lr=0.1))
+    with pytest.warns(UserWarning, match="gradients still overflow"):
         scaler.stats()
-
-    def test_other_words_are_refused(self) -> None:
-        with pytest.raises(ValueError, match="on_stuck is 'scream'; expected 'warn', 'raise' or a function"):
-            GradScaler("cpu", on_stuck="scream")
+    scaler.stats()

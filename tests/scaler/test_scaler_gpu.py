@@ -1,6 +1,4 @@
-"""The scaler on a GPU: no host synchronisation, capture in a CUDA graph, several devices. Skipped without
-one.
-"""
+"""The scaler on a GPU: no host synchronisation, capture in a CUDA graph, several devices. Skipped without one."""
 
 import math
 
@@ -10,6 +8,7 @@ import torch
 import ampkit.optim
 from ampkit.scaler.grad_scaler import GradScaler
 from ampkit.scaler.loss_scale import DynamicLossScale
+from tests.helpers.scaler_tools import iterate, with_grads
 
 pytestmark = pytest.mark.gpu
 
@@ -28,13 +27,6 @@ def sync_is_an_error():
     torch.cuda.set_sync_debug_mode("default")
 
 
-def with_grads(*grads: torch.Tensor) -> list[torch.nn.Parameter]:
-    params = [torch.nn.Parameter(torch.ones_like(grad)) for grad in grads]
-    for param, grad in zip(params, grads, strict=True):
-        param.grad = grad.clone()
-    return params
-
-
 def started(*arguments, **options) -> GradScaler:
     scaler = GradScaler("cuda", *arguments, **options)
     scaler.scale(torch.ones((), device="cuda", requires_grad=True))
@@ -45,7 +37,7 @@ def started(*arguments, **options) -> GradScaler:
 @pytest.mark.parametrize("rule", [DynamicLossScale(), DynamicLossScale(hysteresis=2, tolerance=0.1)])
 def test_no_host_wait_in_an_iteration(which, rule, sync_is_an_error) -> None:
     torch.cuda.set_sync_debug_mode("default")
-    params = with_grads(torch.randn(1000, device="cuda"), torch.randn(3, 5, device="cuda"))
+    params = with_grads([torch.randn(1000, device="cuda"), torch.randn(3, 5, device="cuda")])
     optimizer = AWARE[which](params)
     scaler = started(loss_scale=rule)
     loss = torch.ones((), device="cuda", requires_grad=True)
@@ -66,12 +58,11 @@ def test_no_host_wait_in_an_iteration(which, rule, sync_is_an_error) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
 def test_every_dtype_is_unscaled_and_checked(dtype) -> None:
     scaler = started(4.0)
-    (param,) = with_grads(torch.full((7,), 8.0, device="cuda", dtype=dtype))
+    (param,) = with_grads([torch.full((7,), 8.0, device="cuda", dtype=dtype)])
     optimizer = torch.optim.SGD([param], lr=1.0)
     scaler.unscale_(optimizer)
     assert param.grad.tolist() == [2.0] * 7
-    scaler.step(optimizer)
-    scaler.update()
+    iterate(scaler, optimizer)
     param.grad = torch.full((7,), math.nan, device="cuda", dtype=dtype)
     before = param.detach().clone()
     scaler.step(optimizer)
@@ -81,7 +72,7 @@ def test_every_dtype_is_unscaled_and_checked(dtype) -> None:
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
 def test_clipping_equals_the_reference(norm_type) -> None:
     grads = [torch.randn(100_003, device="cuda"), torch.randn(64, 33, device="cuda")]
-    ours, theirs = with_grads(*grads), with_grads(*grads)
+    ours, theirs = with_grads(grads), with_grads(grads)
     norm = started(2.0**10).clip_grad_norm_(torch.optim.SGD(ours, lr=1.0), 1e-3, norm_type)
     scaler = torch.amp.GradScaler("cuda", 2.0**10)
     scaler.scale(torch.ones((), device="cuda", requires_grad=True))
@@ -96,7 +87,7 @@ def test_clipping_equals_the_reference(norm_type) -> None:
 def test_lockstep_with_torch_on_the_device(which) -> None:
     runs = []
     for cls in (GradScaler, torch.amp.GradScaler):
-        params = with_grads(torch.ones(33, device="cuda"), torch.ones(5, 3, device="cuda"))
+        params = with_grads([torch.ones(33, device="cuda"), torch.ones(5, 3, device="cuda")])
         make = AWARE[which] if cls is GradScaler else AWARE["torch_fused"]
         runs.append((cls("cuda", 2.0**8, growth_interval=3), params, make(params)))
     generator = torch.Generator("cuda").manual_seed(0)
@@ -108,8 +99,7 @@ def test_lockstep_with_torch_on_the_device(which) -> None:
                 param.grad = grad * scaler.get_scale()
             if step % 7 == 4:
                 params[0].grad[3] = math.inf
-            scaler.step(optimizer)
-            scaler.update()
+            iterate(scaler, optimizer)
         assert runs[0][0].get_scale() == runs[1][0].get_scale()
         for a, b in zip(runs[0][1], runs[1][1], strict=True):
             if which == "torch_fused":
@@ -121,15 +111,14 @@ def test_lockstep_with_torch_on_the_device(which) -> None:
 @pytest.mark.parametrize("which", AWARE)
 def test_step_and_update_replay_in_a_cuda_graph(which) -> None:
     """Scales as eager, and replays are counted."""
-    params = with_grads(torch.ones(16, device="cuda"))
+    params = with_grads([torch.ones(16, device="cuda")])
     optimizer = AWARE[which](params)
     scaler = started(8.0, growth_interval=2)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
-            scaler.step(optimizer)
-            scaler.update()
+            iterate(scaler, optimizer)
     torch.cuda.current_stream().wait_stream(stream)
     scaler.update(8.0)
     scaler._growth_tracker.zero_()
@@ -138,8 +127,7 @@ def test_step_and_update_replay_in_a_cuda_graph(which) -> None:
         group["capturable"] = True  # torch's optimizers refuse capture without it, and warn of it before
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        scaler.step(optimizer)
-        scaler.update()
+        iterate(scaler, optimizer)
     seen = []
     for value in (1.0, 1.0, math.inf, 1.0):
         params[0].grad.fill_(value)
@@ -153,15 +141,14 @@ def test_step_and_update_replay_in_a_cuda_graph(which) -> None:
 
 
 def test_gradients_offloaded_to_the_host() -> None:
-    params = with_grads(torch.full((5,), 8.0, device="cuda"), torch.full((5,), 8.0))
+    params = with_grads([torch.full((5,), 8.0, device="cuda"), torch.full((5,), 8.0)])
     scaler = started(4.0)
     optimizer = torch.optim.SGD(params, lr=1.0)
     norm = scaler.clip_grad_norm_(optimizer, 1e9)
     assert norm.is_cuda
     assert norm.item() == pytest.approx(2.0 * math.sqrt(10))
     assert [p.grad.tolist() for p in params] == [[2.0] * 5] * 2
-    scaler.step(optimizer)
-    scaler.update()
+    iterate(scaler, optimizer)
     params[1].grad[0] = math.nan
     scaler.step(optimizer)
     assert bool(scaler.found_inf(optimizer))
@@ -169,7 +156,7 @@ def test_gradients_offloaded_to_the_host() -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_two_devices_overflow_as_one() -> None:
-    params = with_grads(torch.full((5,), math.inf, device="cuda:0"), torch.full((5,), math.inf, device="cuda:1"))
+    params = with_grads([torch.full((5,), math.inf, device="cuda:0"), torch.full((5,), math.inf, device="cuda:1")])
     optimizer = AWARE["torch_fused"](params)
     scaler = started()
     scaler.step(optimizer)
@@ -179,17 +166,9 @@ def test_two_devices_overflow_as_one() -> None:
 
 
 def test_reports_ask_the_device_once() -> None:
-    (param,) = with_grads(torch.tensor([1.0, math.nan], device="cuda"))
+    (param,) = with_grads([torch.tensor([1.0, math.nan], device="cuda")])
     optimizer = AWARE["torch_fused"]([("w", param)])
     scaler = started()
-    scaler.step(optimizer)
-    scaler.update()
+    iterate(scaler, optimizer)
     assert [(c.name, c.nan) for c in scaler.overflow_report()] == [("w", 1)]
     assert not scaler.stepped(optimizer)
-    counted = started(count_every_step=True)
-    (param,) = with_grads(torch.tensor([math.inf], device="cuda"))
-    optimizer = AWARE["torch_fused"]([("v", param)])
-    counted.step(optimizer)
-    counted.update()
-    param.grad = None
-    assert [c.name for c in counted.overflow_report()] == ["v"]

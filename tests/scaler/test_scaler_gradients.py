@@ -1,15 +1,15 @@
 """What the scaler does to gradients, shared ones included."""
 
 import functools
+import gc
+import weakref
 
 import pytest
 import torch
 
 from ampkit.optim import AdamW
 from ampkit.scaler.grad_scaler import GradScaler
-from tests.helpers.scaler_tools import BOTH, one_parameter, started
-
-# Gradients as torch takes them
+from tests.helpers.scaler_tools import BOTH, count_reads, one_parameter, started
 
 
 @BOTH
@@ -18,43 +18,56 @@ def test_fp16_gradients_are_refused_untouched(cls) -> None:
     a, _ = one_parameter(grad=8.0)
     b, _ = one_parameter(grad=8.0, dtype=torch.float16)
     optimizer = torch.optim.SGD([("body.weight", a), ("head.weight", b)], lr=1.0)
-    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients") as caught:
-        scaler.unscale_(optimizer)
-    assert (a.grad.item(), b.grad.item()) == (8.0, 8.0)
-    assert scaler._per_optimizer_states[id(optimizer)]["stage"].name == "READY"
-    if cls is GradScaler:
-        assert "float16 gradients of head.weight;" in str(caught.value)
-        with pytest.raises(ValueError, match="FP16 gradients"):
-            scaler.clip_grad_norm_(optimizer, 1.0)
-        assert a.grad.item() == 8.0
+    uses = [scaler.unscale_] + [lambda each: scaler.clip_grad_norm_(each, 1.0)] * (cls is GradScaler)
+    for use in uses:
+        with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients") as caught:
+            use(optimizer)
+        assert (a.grad.item(), b.grad.item()) == (8.0, 8.0)
+        assert scaler._per_optimizer_states[id(optimizer)]["stage"].name == "READY"
+        assert cls is not GradScaler or "float16 gradients of head.weight;" in str(caught.value)
 
 
 @BOTH
 def test_sparse_gradients_are_unscaled_in_place(cls) -> None:
+    """Not coalesced, unless they are float16, whose sums overflow easily."""
     scaler = started(cls, 4.0)
     embedding = torch.nn.Embedding(5, 2, sparse=True)
     scaler.scale(embedding(torch.tensor([1, 1, 3])).sum()).backward()
-    optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
-    scaler.unscale_(optimizer)
+    scaler.unscale_(torch.optim.SGD(embedding.parameters(), lr=1.0))
     assert not embedding.weight.grad.is_coalesced()
     assert embedding.weight.grad.to_dense()[1].tolist() == [2.0, 2.0]
+    param = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
+    values = torch.tensor([6e4, 6e4], dtype=torch.float16)
+    param.grad = torch.sparse_coo_tensor([[1, 1]], values, (3,), check_invariants=True)
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    found = scaler._unscale_grads_(optimizer, torch.tensor(1.0), torch.zeros(()), True)
+    assert [flag.item() for flag in found.values()] == [1.0]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta", "ignore:Using backward")
+def test_compressed_and_differentiable_gradients() -> None:
+    scaler = started(GradScaler, 4.0)
+    table = torch.nn.Parameter(torch.eye(2).to_sparse_csr())
+    table.grad = (8 * torch.eye(2)).to_sparse_csr()
+    scaler.unscale_(torch.optim.SGD([table], lr=1.0))
+    assert torch.equal(table.grad.to_dense(), 2 * torch.eye(2))
+    param = torch.nn.Parameter(torch.ones(2))
+    for use in (scaler.unscale_, lambda o: scaler.clip_grad_norm_(o, 1e9), lambda o: scaler.clip_grad_value_(o, 1e9)):
+        param.grad = None
+        scaler.scale((param**3).sum()).backward(create_graph=True)
+        use(torch.optim.SGD([param], lr=1.0))
+        assert param.grad.tolist() == [3.0, 3.0]
+    param.grad = None  # breaks the reference cycle that create_graph makes
 
 
 @BOTH
-def test_version_counters_are_left_alone(cls) -> None:
+def test_the_check_looks_once_and_leaves_version_counters_alone(cls) -> None:
+    """What code does to gradients after unscale_ is its own business."""
     scaler = started(cls)
     param, optimizer = one_parameter(grad=1.0)
     version = param.grad._version
     scaler.unscale_(optimizer)
     assert param.grad._version == version
-
-
-@BOTH
-def test_gradients_broken_after_unscale_reach_the_parameters(cls) -> None:
-    """The check looks once, at unscale_: what code does to gradients afterwards is its own business."""
-    scaler = started(cls)
-    param, optimizer = one_parameter(grad=1.0)
-    scaler.unscale_(optimizer)
     param.grad.fill_(float("nan"))
     scaler.step(optimizer)
     assert param.isnan().all()
@@ -66,33 +79,19 @@ def test_gradients_broken_after_unscale_reach_the_parameters(cls) -> None:
 @BOTH
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("fused", [True, False])
-def test_gradients_computed_again_between_two_steps_are_unscaled_again(cls, set_to_none, fused) -> None:
+@pytest.mark.parametrize("scaled", ["between", "ahead", "together"])
+def test_gradients_computed_again_between_two_steps_are_unscaled_again(cls, scaled, fused, set_to_none) -> None:
     """A GAN without an update between its phases: the second optimizer's gradients are new, though shared."""
     shared = torch.nn.Parameter(torch.ones(2))
     optimizers = [torch.optim.SGD([shared], lr=0.5, fused=fused) for _ in range(2)]
     scaler = cls("cpu", 2.0**8)
-    for optimizer in optimizers:
+    losses = [shared.sum(), shared.sum()] if scaled != "between" else []
+    losses = scaler.scale(losses) if scaled == "together" else [scaler.scale(loss) for loss in losses]
+    for i, optimizer in enumerate(optimizers):
         optimizer.zero_grad(set_to_none=set_to_none)
-        scaler.scale(shared.sum()).backward()
+        (losses[i] if losses else scaler.scale(shared.sum())).backward()
         scaler.step(optimizer)
     scaler.update()
-    assert shared.tolist() == [0.0, 0.0]
-
-
-@BOTH
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("apart", [True, False])
-def test_losses_scaled_ahead_of_both_steps(cls, apart, fused, set_to_none) -> None:
-    shared = torch.nn.Parameter(torch.ones(2))
-    optimizers = [torch.optim.SGD([shared], lr=0.5, fused=fused) for _ in range(2)]
-    scaler = cls("cpu", 2.0**8)
-    losses = [shared.sum(), shared.sum()]
-    losses = [scaler.scale(loss) for loss in losses] if apart else scaler.scale(losses)
-    for optimizer, loss in zip(optimizers, losses, strict=True):
-        optimizer.zero_grad(set_to_none=set_to_none)
-        loss.backward()
-        scaler.step(optimizer)
     assert shared.tolist() == [0.0, 0.0]
 
 
@@ -127,24 +126,38 @@ def test_shared_gradients_may_be_clipped_in_between() -> None:
     assert shared.grad.item() == pytest.approx(8.0, rel=1e-5)
 
 
-def test_marks_on_gradients_keep_nothing_alive() -> None:
-    import gc
-    import weakref
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_fused_optimizer_that_stepped_leaves_gradients_unscaled_unless_it_skipped(bad: bool) -> None:
+    """torch's kernels write them back."""
+    shared, own = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+    shared.grad, own.grad = torch.tensor([8.0]), torch.tensor([float("inf") if bad else 8.0])
+    scaler = started(GradScaler, 4.0)
+    scaler.step(torch.optim.Adam([shared, own], lr=0.1, fused=True))
+    scaler.unscale_(torch.optim.SGD([shared], lr=1.0))
+    assert shared.grad.item() == 2.0
 
-    param, optimizer = one_parameter(grad=1.0)
-    scaler = started()
-    scaler.step(optimizer)
-    scaler.update()
+
+@pytest.mark.parametrize("kind", [torch.Tensor, torch.nn.Parameter])
+def test_marks_on_gradients_keep_nothing_alive_and_may_be_saved(kind, tmp_path) -> None:
+    param, optimizer = one_parameter()
+    param.grad = kind(torch.full((1,), 4.0))
+    started(GradScaler, 2.0).unscale_(optimizer)
     gone = weakref.ref(optimizer)
     del optimizer
     gc.collect()
     assert gone() is None
-    assert param.grad is not None
+    torch.save(param.grad, tmp_path / "gradient.pt")
+    assert torch.load(tmp_path / "gradient.pt", weights_only=True).tolist() == [2.0]
 
 
-def test_a_scale_in_the_place_of_the_device_is_told_apart():
-    """torch.cuda.amp.GradScaler took `init_scale` first."""
-    with pytest.raises(TypeError, match=r"device is \['cuda'\]; expected None, a torch.device, or a device type"):
-        GradScaler(["cuda"])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"device is 65536.0; expected .* init_scale=65536.0: it comes second"):
-        GradScaler(2.0**16)
+def test_losses_are_followed_whatever_they_hold() -> None:
+    """One that holds several numbers, one that is 0 and one that needs no gradient; none of them is read."""
+    scaler = GradScaler("cpu", 4.0)
+    param, optimizer = one_parameter()
+    losses = scaler.scale([param.expand(2), param.sum() * 0.0, torch.ones(2)])
+    for loss in losses[:2]:
+        loss.sum().backward()
+    with count_reads() as reads:
+        scaler.unscale_(optimizer)
+    assert reads == []
+    assert param.grad == 2.0

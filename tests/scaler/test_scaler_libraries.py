@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import OptState
 from ampkit import DynamicLossScale, NoOpLossScale, StaticLossScale
 from ampkit.optim import SGD
 from ampkit.scaler.grad_scaler import GradScaler
-from tests.helpers.scaler_tools import BOTH, one_parameter, started
+from tests.helpers.scaler_tools import BOTH, iterate, one_parameter, started, with_grads
 
 CPU = torch.device("cpu")
 INF = float("inf")
@@ -115,10 +115,7 @@ def test_records_that_code_for_torchs_scaler_makes_are_taken() -> None:
     scaler._per_optimizer_states[id(second)] = {
         "stage": OptState.UNSCALED, "found_inf_per_device": {CPU: torch.ones(1)}
     }
-    scaler.unscale_(first)
     scaler.step(first)
-    with pytest.raises(RuntimeError, match="already been called on this optimizer"):
-        scaler.unscale_(second)
     scaler.step(second)
     assert [one.param_groups[0]["params"][0].grad.item() for one in (first, second)] == [2.0, 16.0]
     assert (scaler.stepped(first), scaler.stepped(second)) == (True, False)
@@ -208,11 +205,22 @@ def test_a_subclass_may_check_gradients_by_itself() -> None:
             self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found = {CPU: torch.zeros(())}
             return found
 
-    scaler = started(Checks, 4.0)
-    param = torch.nn.Parameter(torch.ones(2))
-    param.grad = torch.full((2,), 2.0)
-    scaler.step(torch.optim.SGD([param], lr=1.0, fused=True))
+    (param,) = with_grads([torch.full((2,), 2.0)])
+    started(Checks, 4.0).step(torch.optim.SGD([param], lr=1.0, fused=True))
     assert param.tolist() == [0.5, 0.5]
+
+
+def test_unscaling_with_a_process_group_before_anything_was_scaled() -> None:
+    """As torch's test of its sharded scaler does it, with the process group and the tensors of one element."""
+    common_fsdp = pytest.importorskip("torch.testing._internal.common_fsdp")
+    scaler = GradScaler("cpu", 2.0, process_group=common_fsdp.DummyProcessGroup(0, 1))
+    values = torch.tensor([16.0, 32.0, 64.0])
+    param = torch.sparse_coo_tensor([[0, 1, 1], [2, 0, 2]], values, (2, 3))
+    for factor, flag in ((1.0, 0.0), (INF, 1.0)):
+        param.grad = torch.sparse_coo_tensor([[0, 1, 1], [2, 0, 2]], values * factor, (2, 3))
+        found = scaler._unscale_grads_(torch.optim.SGD([param], lr=1.0), torch.full((1,), 0.5), torch.zeros(1))
+        assert found[param.device] == flag
+        assert factor == INF or torch.equal(param.grad.to_dense(), param.to_dense() / 2)
 
 
 @pytest.mark.parametrize(
@@ -266,8 +274,7 @@ def test_every_method_works_under_a_default_device(meta_by_default, rule) -> Non
             optimizer.zero_grad()
             scaler.scale((param * factor).sum()).backward()
             use(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
+            iterate(scaler, optimizer)
             assert scaler.stepped(optimizer) == (factor == 1.0)
 
     def closure():
@@ -299,8 +306,7 @@ def test_fake_tensors_are_unscaled_and_stepped(cls) -> None:
             for clip in (scaler.clip_grad_norm_, scaler.clip_grad_value_):
                 scaler.scale(param.sum()).backward()
                 clip(optimizer, 1.0)
-                scaler.step(optimizer)
-                scaler.update()
+                iterate(scaler, optimizer)
 
 
 # Parameters
@@ -328,32 +334,19 @@ def test_parameters_may_be_swapped_after_an_iteration(cls, fused: bool) -> None:
 
 
 def test_an_optimizer_that_never_finds_gradients_is_named_once() -> None:
-    scaler = GradScaler("cpu")
-    model, other = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)     # of another model
-
-    def iterate() -> None:
-        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    iterate()
-    iterate()
-    with pytest.warns(UserWarning, match=r"SGD has found no gradients in its first 3 steps.*another model") as caught:
-        iterate()
-    assert caught[0].filename == __file__
-    for _ in range(5):
-        iterate()
-    assert scaler.stats().no_gradients == 8
-
-
-def test_a_phase_without_gradients_after_steps_is_no_cause_to_warn() -> None:
     scaler = started()
-    param, optimizer = one_parameter(grad=1.0)
-    scaler.step(optimizer)
+    _, optimizer = one_parameter()
+    for _ in range(2):
+        iterate(scaler, optimizer)
+    with pytest.warns(UserWarning, match=r"SGD has found no gradients in its first 3 steps.*another model") as caught:
+        scaler.step(optimizer)
+    assert caught[0].filename == __file__
     scaler.update()
+    for _ in range(5):
+        iterate(scaler, optimizer)
+    param, other = one_parameter(grad=1.0)
+    iterate(scaler, other)      # a phase without gradients after steps is no cause to warn
     param.grad = None
     for _ in range(6):
-        scaler.step(optimizer)
-        scaler.update()
-    assert scaler.stats().no_gradients == 6
+        iterate(scaler, other)
+    assert scaler.stats().no_gradients == 14

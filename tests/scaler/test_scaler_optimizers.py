@@ -1,4 +1,4 @@
-"""Every optimizer of torch.optim, in every implementation it has, under both scalers."""
+"""Every optimizer of torch.optim, in every implementation it has, and ampkit's own, under both scalers."""
 
 import math
 
@@ -7,28 +7,28 @@ import torch
 
 import ampkit.optim
 from ampkit.scaler.grad_scaler import GradScaler
-from tests.helpers.scaler_tools import equal_bits, started, with_grads
+from tests.helpers.scaler_tools import alike, equal_bits, iterate, started, with_grads
 
-LR = {"lr": 0.05}
+FOREACH, PLAIN, FUSED = {"foreach": True}, {"foreach": False}, {"fused": True}
 CASES: dict[str, list[dict]] = {
-    "Adadelta": [{"foreach": True}, {"foreach": False}, {"capturable": False}],
+    "Adadelta": [FOREACH, PLAIN],
     "Adafactor": [{}],
-    "Adagrad": [{"foreach": True}, {"foreach": False}, {"fused": True}],
-    "Adam": [{"foreach": True}, {"foreach": False}, {"fused": True}, {"amsgrad": True}],
-    "AdamW": [{"foreach": True}, {"foreach": False}, {"fused": True}, {"fused": True, "amsgrad": True}],
-    "Adamax": [{"foreach": True}, {"foreach": False}],
-    "ASGD": [{"foreach": True}, {"foreach": False}],
+    "Adagrad": [FOREACH, PLAIN, FUSED],
+    "Adam": [FOREACH, PLAIN, FUSED, {"amsgrad": True}],
+    "AdamW": [FOREACH, PLAIN, FUSED, {"fused": True, "amsgrad": True}],
+    "Adamax": [FOREACH, PLAIN],
+    "ASGD": [FOREACH, PLAIN],
     "Muon": [{}],
-    "NAdam": [{"foreach": True}, {"foreach": False}],
-    "RAdam": [{"foreach": True}, {"foreach": False}],
-    "RMSprop": [{"foreach": True}, {"foreach": False}, {"momentum": 0.9, "centered": True}],
-    "Rprop": [{"foreach": True}, {"foreach": False}],
+    "NAdam": [FOREACH, PLAIN],
+    "RAdam": [FOREACH, PLAIN],
+    "RMSprop": [FOREACH, PLAIN, {"momentum": 0.9, "centered": True}],
+    "Rprop": [FOREACH, PLAIN],
     "SGD": [
-        {"foreach": True, "momentum": 0.9},
-        {"foreach": False},
-        {"fused": True, "momentum": 0.9, "nesterov": True},
+        {"foreach": True, "momentum": 0.9}, PLAIN, {"fused": True, "momentum": 0.9, "nesterov": True},
         {"fused": True, "momentum": 0.9, "dampening": 0.1},
     ],
+    "ampkit AdamW": [{}],
+    "ampkit SGD": [{"momentum": 0.9}],
 }
 PARAMETERS = [(name, options) for name, cases in CASES.items() for options in cases]
 
@@ -43,16 +43,19 @@ def test_no_optimizer_of_torch_is_forgotten() -> None:
     assert everyone - set(CASES) == {"LBFGS", "SparseAdam"}
 
 
-def assert_alike(make_ours, make_theirs, shapes, faults, clip: bool) -> None:
-    """Train under both scalers, with a fault in some steps: scales and parameters must be equal to the bit throughout.
-
-    State too, where both optimizers keep the same.
-    """
+@pytest.mark.parametrize("clip", [False, True], ids=["plain", "clipped"])
+@pytest.mark.parametrize(("name", "options"), PARAMETERS, ids=[f"{n}-{'-'.join(o) or 'plain'}" for n, o in PARAMETERS])
+def test_steps_and_skips_equal_torchs(name: str, options: dict, clip: bool) -> None:
+    """The overflow does not come first, because torch's fused SGD does not survive that."""
+    theirs = name.removeprefix("ampkit ")
+    shapes = [(4, 3), (2, 5)] if name == "Muon" else [(4, 3), (5,)]
+    own = torch.optim if theirs == name else ampkit.optim
     runs = []
-    for cls, make in ((GradScaler, make_ours), (torch.amp.GradScaler, make_theirs)):
+    for cls, library in ((GradScaler, own), (torch.amp.GradScaler, torch.optim), (torch.amp.GradScaler, own)):
         params = with_grads([torch.ones(shape) for shape in shapes])
-        runs.append((started(cls, growth_interval=2), params, make(params)))
-    for step, bad in enumerate(faults):
+        groups = [{"params": params[:1]}, {"params": params[1:], "lr": 0.1}]
+        runs.append((started(cls, growth_interval=2), params, getattr(library, theirs)(groups, lr=0.05, **options)))
+    for step, bad in enumerate([None, None, "inf", None, "nan", "nan", None]):
         noise = [torch.randn(shape) for shape in shapes]
         for scaler, params, optimizer in runs:
             for param, grad in zip(params, noise, strict=True):
@@ -64,40 +67,16 @@ def assert_alike(make_ours, make_theirs, shapes, faults, clip: bool) -> None:
             elif clip:
                 scaler.unscale_(optimizer)
                 torch.nn.utils.clip_grad_norm_(params, 0.5)
-            scaler.step(optimizer)
-            scaler.update()
-        (ours, mine, my_optimizer), (theirs, others, other_optimizer) = runs
-        assert ours.get_scale() == theirs.get_scale()
-        assert bool(ours.found_inf(my_optimizer)) == bool(bad)
-        for a, b in zip(mine, others, strict=True):
-            assert equal_bits(a.detach(), b.detach())
-            left, right = my_optimizer.state[a], other_optimizer.state[b]
-            assert make_ours is not make_theirs or left.keys() == right.keys()
-            for key in left.keys() & right.keys():
-                value = torch.as_tensor(left[key])
-                assert equal_bits(value, torch.as_tensor(right[key], dtype=value.dtype)), key
+            iterate(scaler, optimizer)
+        for scaler, params, optimizer in runs:
+            assert scaler.get_scale() == runs[0][0].get_scale()
+            assert alike(params, runs[0][1])
+            assert alike(states(optimizer), states(runs[0][2]))
+        assert bool(runs[0][0].found_inf(runs[0][2])) == bool(bad)
 
 
-@pytest.mark.parametrize("clip", [False, True], ids=["plain", "clipped"])
-@pytest.mark.parametrize(("name", "options"), PARAMETERS, ids=[f"{n}-{'-'.join(o) or 'plain'}" for n, o in PARAMETERS])
-def test_steps_and_skips_equal_torchs(name, options, clip) -> None:
-    """The overflow does not come first, because torch's fused SGD does not survive that."""
-    shapes = [(4, 3), (2, 5)] if name == "Muon" else [(4, 3), (5,)]
-
-    def make(params):
-        return getattr(torch.optim, name)(params, **LR, **options)
-
-    assert_alike(make, make, shapes, [None, None, "inf", None, "nan", "nan", None], clip)
-
-
-@pytest.mark.parametrize(("name", "options"), [("AdamW", {}), ("SGD", {"momentum": 0.9})])
-@pytest.mark.parametrize("clip", [False, True])
-def test_ampkits_own_equal_torchs(name, options, clip) -> None:
-    ours, theirs = (
-        lambda params, library=library: getattr(library, name)(params, **LR, **options)
-        for library in (ampkit.optim, torch.optim)
-    )
-    assert_alike(ours, theirs, [(4, 3), (5,)], ["inf", None, None, "nan", None], clip)
+def states(optimizer: torch.optim.Optimizer) -> list:
+    return [optimizer.state[param] for group in optimizer.param_groups for param in group["params"]]
 
 
 def test_sparse_adam() -> None:
@@ -112,8 +91,7 @@ def test_sparse_adam() -> None:
             scaler.scale(table(torch.tensor([1, 1, step])).square().sum()).backward()
             if step == 1:
                 table.weight.grad._values()[0, 0] = math.nan
-            scaler.step(optimizer)
-            scaler.update()
+            iterate(scaler, optimizer)
         tables.append(table.weight.detach())
     assert equal_bits(*tables)
 
@@ -131,24 +109,20 @@ def test_the_attribute_protocol_is_torchs() -> None:
     for cls in (GradScaler, torch.amp.GradScaler):
         optimizer = Aware([param], lr=1.0)
         scaler = started(cls, 4.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.grad_scale = torch.tensor(3.0)  # a preset multiplies
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.grad_scale = torch.tensor(3.0)
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        assert not hasattr(optimizer, "grad_scale")
-        assert not hasattr(optimizer, "found_inf")
+        for preset, unscales in ((False, False), (True, False), (True, True), (False, True)):
+            if preset:
+                optimizer.grad_scale = torch.tensor(3.0)  # multiplies
+            if unscales:
+                scaler.unscale_(optimizer)
+            iterate(scaler, optimizer)
+            assert not hasattr(optimizer, "grad_scale")
+            assert not hasattr(optimizer, "found_inf")
     values = [(None if scale is None else float(scale), flag) for scale, flag in seen]
     assert values[:4] == values[4:] == [(4.0, 0.0), (12.0, 0.0), (3.0, 0.0), (None, 0.0)]
 
 
 def test_optimizers_that_take_the_scaler_still_do() -> None:
+    """As Apex's FusedAdam."""
     class Old(torch.optim.SGD):
         _step_supports_amp_scaling = True
 
@@ -171,19 +145,3 @@ def test_fp16_parameters_with_leave() -> None:
     assert param.grad[0].item() == 2.0
     fused = torch.optim.Adam(with_grads([torch.tensor([8.0], dtype=torch.float16)]), lr=0.1, fused=True)
     started(GradScaler).step(fused)  # amp-aware optimizers need no leave, as in torch
-
-
-@pytest.mark.parametrize("missing_group", [False, True])
-def test_several_groups_and_missing_gradients(missing_group) -> None:
-    runs = []
-    for cls in (GradScaler, torch.amp.GradScaler):
-        params = with_grads([torch.ones(2), torch.ones(3, dtype=torch.float64), torch.ones(1)])
-        if missing_group:
-            params[1].grad = None
-        groups = [{"params": params[:1]}, {"params": params[1:2], "lr": 0.5}, {"params": params[2:]}]
-        scaler = started(cls)
-        optimizer = torch.optim.Adam(groups, lr=0.1)
-        scaler.step(optimizer)
-        scaler.update()
-        runs.append(params)
-    assert all(equal_bits(a.detach(), b.detach()) for a, b in zip(*runs, strict=True))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ampkit.policy import casting
-from ampkit.policy.op_table import TORCH, Group, Rule, names
+from ampkit.policy.op_table import TORCH, Rule, names
 from ampkit.policy.operator_keys import resolve
 from ampkit.torch_internals.dispatcher import (
     AUTOCAST_KEYS,
@@ -30,12 +30,11 @@ from ampkit.torch_internals.dispatcher import (
     set_included,
 )
 from ampkit.torch_internals.kernels import GENERAL, install
-from ampkit.torch_internals.operators import FakeTensorMode, OpOverload, operator_names
+from ampkit.torch_internals.operators import FakeTensorMode, OpOverload
 from ampkit.torch_internals.versions import SUPPORTED
-from tests.tools.composites import DECOMPOSED, OPAQUE
 
 # Defined or registered by the code of a library that a build of torch may lack.
-ONLY_WHERE_BUILT = {"_cudnn_rnn": "cuDNN", "miopen_rnn": "MIOpen", "get_gradients": "torch.distributed.rpc"}
+ONLY_WHERE_BUILT = {"_cudnn_rnn": "cuDNN", "miopen_rnn": "MIOpen"}
 
 
 @dataclass(frozen=True)
@@ -50,9 +49,9 @@ class Drift:
         return bool(self.new or self.gone or self.different)
 
 
-def list_drift(device_type: str, groups: tuple[Group, ...] | None = None) -> Drift:
-    """`TORCH[device_type]`, or other groups, compared with the operators that torch.amp casts for that device type."""
-    listed = {name: group.rule for group in groups or TORCH[device_type] for name in names(group)}
+def list_drift(device_type: str) -> Drift:
+    """`TORCH[device_type]` compared with the operators that torch.amp casts for that device type."""
+    listed = {name: group.rule for group in TORCH[device_type] for name in names(group)}
     live = registered(device_type)
     different = {}
     for name in live & set(listed):
@@ -64,29 +63,6 @@ def list_drift(device_type: str, groups: tuple[Group, ...] | None = None) -> Dri
         {name: rule for name, rule in listed.items() if name not in live and name not in ONLY_WHERE_BUILT},
         different,
     )
-
-
-def composite_drift() -> tuple[list[str], list[str]]:
-    """Composites of this torch that neither `OPAQUE` nor `DECOMPOSED` names, and those named that it does not have."""
-    classified = {name for group in (*OPAQUE, *DECOMPOSED) for name in names(group)}
-    live = {name for name in composites() if not _left_out(resolve(name))}
-    return sorted(live - classified), sorted(classified - live - set(ONLY_WHERE_BUILT))
-
-
-def _left_out(op: OpOverload) -> bool:
-    """Whether a composite needs no class: it writes to `out=`, or takes named dimensions (before torch 2.13)."""
-    writes = op._overloadname == "out" or any(argument.is_out for argument in op._schema.arguments)
-    return writes or "Dimname" in str(op._schema)
-
-
-def composites() -> set[str]:
-    """ATen's operators with a CompositeImplicitAutograd kernel."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return {
-        name.removeprefix("aten::")
-        for name in operator_names()
-        if name.startswith("aten::") and has_kernel(name, "CompositeImplicitAutograd")
-    }
 
 
 def registered(device_type: str) -> set[str]:
@@ -203,7 +179,6 @@ def main() -> int:
     """Print how the lists differ from the running torch, for every device type. Returns the exit code."""
     print(f"torch {torch.__version__}; the lists are made for {SUPPORTED}")
     drifts = {device: list_drift(device) for device in TORCH}
-    new, gone = composite_drift()
     for device, drift in drifts.items():
         print(f"{device:14s}{'differs' if drift else 'as listed'}")
         for name, rule in drift.new.items():
@@ -212,12 +187,7 @@ def main() -> int:
             print(f"  gone       {name}: listed as {rule.name}")
         for name, (ours, torchs) in drift.different.items():
             print(f"  different  {name}: listed as {ours.name}, torch {torchs.name}")
-    print(f"composites    {'differ' if new or gone else 'as classified'}")
-    for name in new:
-        print(f"  new        {name}")
-    for name in gone:
-        print(f"  gone       {name}")
-    return 1 if any(drifts.values()) or new or gone else 0
+    return 1 if any(drifts.values()) else 0
 
 
 if __name__ == "__main__":

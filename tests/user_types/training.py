@@ -35,8 +35,7 @@ from ampkit import (
     unwrap_forward,
     wrap_forward,
 )
-from ampkit.debugging.precision_report import PrecisionReport
-from ampkit.debugging.report import NonFiniteReport
+from ampkit.debugging.report import NonFiniteReport, PrecisionReport
 from ampkit.debugging.search import SearchResult
 from ampkit.policy.policy import Explanation
 from ampkit.region.cast_record import CastRecord, RecordedCall
