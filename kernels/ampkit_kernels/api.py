@@ -5,7 +5,6 @@ kernels unchecked, and so do the scalars beside it, which must be as documented.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -211,14 +210,12 @@ def adamw_(
     lists = _step_lists(op, lists, multiplier, grad_scale, found_inf)
     _check_scalars(op, "steps", steps, len(params))
     ops = select(impl, params[0].device) if params else reference
-    kept: dict[str, Any] = {}
     if ops is not reference:
         check_one_device([lists["params"][0], *steps], op)
-        kept = {"cache": cache}
     parts = {"max_exp_avg_sqs": (), "copies": None, **lists}
     ops.adamw_(
         **parts, steps=steps, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad,
-        maximize=maximize, multiplier=multiplier, grad_scale=grad_scale, found_inf=found_inf, **kept,
+        maximize=maximize, multiplier=multiplier, grad_scale=grad_scale, found_inf=found_inf, cache=cache,
     )
 
 
@@ -246,9 +243,9 @@ def sgd_(
 
     `momentum_buffers` may be empty when `momentum` is 0. `started` are one float32 element per parameter: where it
     is 0 the buffer's contents are ignored, whatever they are, and the gradient itself becomes the first momentum, as
-    in torch; a step that is not skipped sets it to 1. None means that
-    all buffers count. `multiplier`, `grad_scale`, `found_inf`, `copies`, `lr` and `cache` (unused with `started`) as
-    in `adamw_`. Never synchronises. Moves 20 bytes per float32 element with momentum, 12 without.
+    in torch; a step that is not skipped sets it to 1. PyTorch's operations take such a step, and need no `cache`. None
+    means that all buffers count. `multiplier`, `grad_scale`, `found_inf`, `copies`, `lr` and `cache` as in `adamw_`.
+    Never synchronises. Moves 20 bytes per float32 element with momentum, 12 without.
 
     >>> import torch
     >>> p, g = torch.ones(1), torch.full((1,), 4.0)
@@ -269,10 +266,10 @@ def sgd_(
         raise ValueError(f"{op}: nesterov needs momentum > 0, got {momentum}")
     parts = {"momentum_buffers": (), "copies": None, **lists}
     ops = select(impl, params[0].device) if params else reference
-    kept: dict[str, Any] = {} if ops is reference else {"cache": cache}
     ops.sgd_(
         **parts, started=started, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay,
-        nesterov=nesterov, maximize=maximize, multiplier=multiplier, grad_scale=grad_scale, found_inf=found_inf, **kept,
+        nesterov=nesterov, maximize=maximize, multiplier=multiplier, grad_scale=grad_scale, found_inf=found_inf,
+        cache=cache,
     )
 
 

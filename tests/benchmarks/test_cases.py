@@ -128,7 +128,7 @@ def test_a_clipped_list_is_clipped_again_in_every_round(monkeypatch: pytest.Monk
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_every_kernel_launches_with_a_configuration_of_choice(kernel: str):
-    shipped, launch = tuning.LAUNCHERS[kernel](kernels.Material([(5,), (700,)], CPU, torch.float32))
+    shipped, launch = tuning.launcher(kernel, kernels.Material([(5,), (700,)], CPU, torch.float32))
     launch(shipped)
     launch(dataclasses.replace(shipped, block=256, chunk=1024))
 
