@@ -11,6 +11,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
+from .float8 import quantize as quantize
 from .tensors import by_dtype, written_in_place
 
 INF = float("inf")
