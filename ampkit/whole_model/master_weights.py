@@ -136,7 +136,7 @@ class MasterWeights:
             sources, destinations = launches.setdefault((grad.device, master.grad is not None), ([], []))
             if master.grad is None:
                 master.grad = torch.empty_like(grad, dtype=torch.float32)
-            sources.append(_local(grad))
+            sources.append(_local(grad).resolve_neg())      # kernels see the memory, not the sign
             destinations.append(_local(master.grad))
         for (device, accumulate), (sources, destinations) in launches.items():
             factor, flag = _scalars(device, inv_scale, found)
