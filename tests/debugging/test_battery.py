@@ -21,7 +21,6 @@ MISSING: dict[str, set[str]] = {
     "gumbel_noise": {"cause"},          # the row of an inf that is absorbed, in place of that of the NaN
     "penalty_of_a_critic": {"change"},  # float32 is finite, and the loss runs away
     "average_of_a_bfloat16_model": {"line", "cause", "change"},     # an average that is copied, not updated in place
-    "optimizer_in_bfloat16": {"line", "cause", "change"},   # what torch's optimizers round is the monitor's
     "accumulation_in_bfloat16": {"change"},
 }
 
