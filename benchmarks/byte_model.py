@@ -37,6 +37,10 @@ ADAMW_AMSGRAD = Bytes(20, 16)
 ADAMW_WITH_HALF_COPY = Bytes(16, 14)
 SGD_MOMENTUM = Bytes(12, 8)
 SGD_PLAIN = Bytes(8, 4)
+# Of a matrix of 16-bit elements, in two launches, two and one.
+FLOAT8_TENSOR = Bytes(2, 0) + Bytes(2, 2)
+FLOAT8_ROWS_AND_COLUMNS = Bytes(2, 1) + Bytes(2, 1)
+FLOAT8_ROWS = Bytes(2, 1)
 
 # Whole jobs, as the GradScaler runs them.
 OURS = {

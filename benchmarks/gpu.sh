@@ -88,7 +88,7 @@ measured() { # pattern of titles: those sections of the report, which is written
 }
 
 kernels() { # the limits add up to what the half has
-    local patterns=('kernels/*' 'tuning/*') device=(--device cuda --minutes 2.2) checker
+    local patterns=('kernels/*' 'float8/*' 'tuning/*') device=(--device cuda --minutes 2.2) checker
     if [ ${#DRY[@]} -gt 0 ]; then
         device=(--device cpu --minutes 2 --effort 0.02) patterns=('kernels/*20 tiny*' 'tuning/norm')
     fi

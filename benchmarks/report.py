@@ -20,6 +20,7 @@ TITLES = {
     "host": "Steps, unscaling and clipping without their launches",
     "scaler": "Loss scaling",
     "kernels": "Kernels beside torch's operators, the GPU's own time",
+    "float8": "FP8 casts and linear layers, the GPU's own time",
     "tuning": "Launch parameters, the GPU's own time",
     "accumulation": "Gradient accumulation, eight micro-batches",
     "width": "A four-block transformer at growing width",

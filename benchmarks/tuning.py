@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -47,7 +48,7 @@ class Tuning(Case):
             raise UnavailableError(reason)
         on_gpu = device.type == "cuda"
         shapes = next(iter((LISTS if on_gpu else REHEARSAL).values()))()
-        shipped, launch = LAUNCHERS[self.kernel](Material(shapes, device, torch.float32))
+        shipped, launch = launcher(self.kernel, Material(shapes, device, torch.float32))
         found = {f"{SHIPPED}: {describe(shipped)}": shipped}
         found |= {describe(config): config for config in (GRID if on_gpu else GRID[:2])}
         sides: dict[str, Side] = {}
@@ -81,34 +82,40 @@ def _repeated(launch: Callable[[Config], object], config: Config) -> Run:
     return run
 
 
-# Configuration that a kernel ships with, and its launcher with the configuration left open. Triton is imported late.
-def _unscale(m: Material) -> tuple[Config, Callable[[Config], object]]:
+# The module of a kernel, and what launches it. Triton is imported late.
+def _unscale(m: Material) -> tuple[Any, Callable[[], object]]:
     from ampkit_kernels.triton_ops import unscale
 
-    return unscale.CONFIGS[4], lambda config: unscale.unscale_(m.grads, m.inv_scale, m.found_inf, config)
+    return unscale, lambda: unscale.unscale_(m.grads, m.inv_scale, m.found_inf)
 
 
-def _norm(m: Material) -> tuple[Config, Callable[[Config], object]]:
+def _norm(m: Material) -> tuple[Any, Callable[[], object]]:
     from ampkit_kernels.triton_ops import norm
 
-    return norm.CONFIGS[4], lambda config: norm.norm_and_check(m.grads, m.inv_scale, m.found_inf, 2.0, config)
+    return norm, lambda: norm.norm_and_check(m.grads, m.inv_scale, m.found_inf)
 
 
-def _adamw(m: Material) -> tuple[Config, Callable[[Config], object]]:
+def _adamw(m: Material) -> tuple[Any, Callable[[], object]]:
     from ampkit_kernels.triton_ops import adamw
 
     masters, first, second = [param.detach() for param in m.params], m.states(), m.states()
     steps = [torch.zeros((), device=m.device) for _ in m.params]
-    options: dict[str, Any] = {
-        "lr": 1e-6, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False,
-        "maximize": False, "multiplier": None, "grad_scale": None, "found_inf": None, "copies": None,
-    }
-    return adamw.CONFIGS[4], lambda config: adamw.adamw_(
-        masters, m.grads, first, second, [], steps, config=config, **options
-    )
+    options: dict[str, Any] = {"lr": 1e-6, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
+    return adamw, lambda: adamw.adamw_(masters, m.grads, first, second, [], steps, **options)
 
 
 LAUNCHERS = {"unscale": _unscale, "norm": _norm, "adamw": _adamw}
+
+
+def launcher(kernel: str, material: Material) -> tuple[Config, Callable[[Config], object]]:
+    """The configuration that a kernel ships with, and what launches it with another."""
+    module, run = LAUNCHERS[kernel](material)
+
+    def launch(config: Config) -> None:
+        with mock.patch.object(module, "CONFIGS", dict.fromkeys(module.CONFIGS, config)):
+            run()
+
+    return module.CONFIGS[4], launch
 
 
 def cases() -> list[Case]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import json
 import math
 import platform
@@ -28,9 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ampkit
-from ampkit import GradScaler, autocast
+from ampkit import GradScaler, Policy, Rule, autocast
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 GROWTH_INTERVAL = 20        # torch's 2,000 steps would never let the scale grow in a demo
 
 
@@ -241,22 +242,35 @@ class Run:
 
 
 def make_runs(task: Digits | Characters, device: torch.device, dtype: str, seed: int) -> list[Run]:
-    """fp32, torch.amp and ampkit from the same weights. The loss scale is on for fp16 only."""
+    """fp32, torch.amp and ampkit from the same weights. The loss scale is on for fp16 only.
+
+    With "fp8" ampkit computes linear layers in FP8, the last one apart, beside torch.amp in bf16.
+    """
     torch.manual_seed(seed)
     origin = task.model()
     kind, low = device.type, DTYPES[dtype]
     options: dict[str, Any] = {"growth_interval": GROWTH_INTERVAL, "enabled": dtype == "fp16"}
     ways: list[tuple[str, str, Callable[[], AbstractContextManager], torch.amp.GradScaler]] = [
         ("fp32", "fp32", nullcontext, torch.amp.GradScaler(kind, enabled=False)),
-        ("torch.amp", dtype, lambda: torch.autocast(kind, low), torch.amp.GradScaler(kind, **options)),
+        ("torch.amp", "bf16" if dtype == "fp8" else dtype, lambda: torch.autocast(kind, low),
+         torch.amp.GradScaler(kind, **options)),
         ("ampkit", dtype, lambda: autocast(kind, low), GradScaler(kind, **options)),
     ]
     runs = []
     for name, shown, context, scaler in ways:
         model = copy.deepcopy(origin).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=task.peak_lr)
+        if shown == "fp8":
+            context = functools.partial(autocast, kind, low, policy=float8_policy(kind, model))
         runs.append(Run(Record(name, shown), model, optimizer, context, scaler))
     return runs
+
+
+def float8_policy(kind: str, model: nn.Module) -> Policy:
+    """FP8 by rows for linear layers, but for the last one."""
+    policy = Policy.default(kind).with_rules({"aten::linear": Rule.FLOAT8_ROWWISE})
+    *_, head = (module for module in model.modules() if isinstance(module, nn.Linear))
+    return policy.for_modules(model, {head: Policy.default(kind)})
 
 
 def schedule(step: int, steps: int) -> float:
@@ -423,7 +437,8 @@ def main(argv: list[str] | None = None) -> int:
             steps = options.steps or task.steps
             runs = make_runs(task, device, dtype, options.seed)
             results["tasks"][name] = {"title": task.title, "unit": task.unit, "runs": [run.record for run in runs]}
-            print(f"\n{name}: {task.title}, {steps} steps; torch.amp and ampkit use {dtype}", flush=True)
+            used = "torch.amp uses bf16, ampkit fp8" if dtype == "fp8" else f"torch.amp and ampkit use {dtype}"
+            print(f"\n{name}: {task.title}, {steps} steps; {used}", flush=True)
             train(task, runs, steps, options.seed)
             last = task, runs[-1]
         results["fault"] = show_overflow(*last, options.seed)
@@ -442,7 +457,8 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="demo", description="Train in fp32, with torch.amp and with ampkit.")
     parser.add_argument("--model", choices=[*TASKS, "both"], default="both", help="what to train (default: both)")
     parser.add_argument(
-        "--dtype", choices=DTYPES, help="of torch.amp and ampkit (default: fp16; bf16 for gpt on a CPU)"
+        "--dtype", choices=DTYPES,
+        help="of torch.amp and ampkit (default: fp16; bf16 for gpt on a CPU); fp8 is beside torch.amp in bf16",
     )
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: the accelerator, else cpu)")
     parser.add_argument("--steps", type=int, help="for each model (default: 300 for digits, 400 for gpt)")

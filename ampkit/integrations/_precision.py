@@ -1,4 +1,4 @@
-"""What Lightning's two kinds of precision plugin share."""
+"""What the integrations share, and Lightning's two kinds of precision plugin."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def dtype_of(precision: str) -> torch.dtype:
     return torch.bfloat16 if precision == "bf16-mixed" else torch.float16
 
 
-def scaler_for(precision: str, device: str, scaler: GradScaler | None) -> GradScaler | None:
-    """The scaler that was given, else one for the device where the precision needs one."""
+def checked(scaler: GradScaler | None) -> GradScaler | None:
+    """The scaler that was given; raises `TypeError` for one of torch's."""
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise TypeError(f"scaler is a {type(scaler).__module__}.{type(scaler).__name__}; expected an ampkit.GradScaler")
-    return GradScaler(device) if scaler is None and precision == "16-mixed" else scaler
+    return scaler
 
 
 def policy_for(policy: Policy | str | None, device: str) -> Policy | None:
@@ -58,7 +58,8 @@ class OwnRegions:
     ) -> None:
         self.policy = policy_for(policy, device)
         self.cache = cache
-        super().__init__(precision, device, scaler_for(precision, device, scaler))  # type: ignore[call-arg]
+        scaler = GradScaler(device) if precision == "16-mixed" and scaler is None else checked(scaler)
+        super().__init__(precision, device, scaler)  # type: ignore[call-arg]
 
     def region(self) -> autocast:
         """A region with the plugin's settings."""

@@ -14,6 +14,7 @@ from accelerate.utils import AutocastKwargs, DistributedType
 from torch import bfloat16, dtype, float16
 from torch.nn import Module
 
+from ampkit.integrations._precision import checked
 from ampkit.policy.policy import Policy
 from ampkit.region.arguments import named_policy
 from ampkit.region.autocast import autocast as region_of
@@ -87,11 +88,10 @@ def use_ampkit(
 
 
 def _scaler_for(accelerator: Accelerator, scaler: GradScaler | None) -> GradScaler:
+    scaler = checked(scaler)
     if scaler is None:
         handler = accelerator.scaler_handler
         scaler = GradScaler(accelerator.device.type, **({} if handler is None else handler.to_kwargs()))
-    elif not isinstance(scaler, GradScaler):
-        raise TypeError(f"scaler is a {type(scaler).__module__}.{type(scaler).__name__}; expected an ampkit.GradScaler")
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2 and not scaler.process_group:
         scaler.process_group = dist.group.WORLD
     return scaler

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins import MixedPrecision as LightningMixedPrecision
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
 
-from ampkit.integrations._precision import OwnRegions, dtype_of, policy_for, scaler_for
+from ampkit.integrations._precision import OwnRegions, checked, dtype_of, policy_for
 from ampkit.policy.policy import Policy
 from ampkit.region.arguments import autocast_device_type
 from ampkit.region.autocast import autocast
@@ -26,7 +26,6 @@ class _Steps(Precision):
     """How both plugins step and clip."""
 
     scaler: GradScaler | None
-    _without_loss = False
 
     def convert_module(self, module: Any) -> Any:
         """As Lightning's; raises `TypeError` for a module that Fabric sets up, whose plugins are others."""
@@ -45,12 +44,7 @@ class _Steps(Precision):
         if self.scaler is None or isinstance(optimizer, lbfgs):
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         result = closure()
-        if result is None and model.automatic_optimization:     # `training_step` returned None: hooks run, no more
-            self._without_loss = True
-            try:
-                self._after_closure(model, optimizer)
-            finally:
-                self._without_loss = False
+        if result is None and model.automatic_optimization:     # no loss: gradients of earlier batches stay scaled
             return None
         # manual optimization may have clipped, which unscales
         self.scaler.unscale_(optimizer, allow_repeat=not model.automatic_optimization)
@@ -70,7 +64,7 @@ class _Steps(Precision):
             optimizer = optimizer.optimizer
         if self.scaler is None:
             Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
-        elif clip_val <= 0 or self._without_loss:   # gradients of earlier batches stay scaled until a step takes them
+        elif clip_val <= 0:
             return
         elif gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             self.scaler.clip_grad_value_(optimizer, clip_val)
@@ -144,7 +138,7 @@ class FSDPPrecision(_Steps, LightningFSDPPrecision):
             raise ValueError("precision='bf16-mixed' does not use a scaler; leave it out, or train in '16-mixed'")
         self.device = autocast_device_type(device)
         self.policy = policy_for(policy, self.device)
-        ours = scaler_for(precision, self.device, scaler)
+        ours = GradScaler(self.device) if precision == "16-mixed" and scaler is None else checked(scaler)
         super().__init__("bf16-mixed")      # which makes no scaler; nothing else depends on it
         self.precision = precision
         self.scaler = ours

@@ -8,6 +8,7 @@ import torch
 from timm.utils import NativeScaler as TimmScaler
 from torch import Tensor
 
+from ampkit.integrations._precision import checked
 from ampkit.scaler.grad_scaler import GradScaler
 
 __all__ = ["NativeScaler"]
@@ -24,11 +25,7 @@ class NativeScaler(TimmScaler):
     """
 
     def __init__(self, device: str = "cuda", *, scaler: GradScaler | None = None) -> None:
-        if scaler is not None and not isinstance(scaler, GradScaler):
-            raise TypeError(
-                f"scaler is a {type(scaler).__module__}.{type(scaler).__name__}; expected an ampkit.GradScaler"
-            )
-        self.scaler = self._scaler = GradScaler(device) if scaler is None else scaler
+        self.scaler = self._scaler = checked(scaler) or GradScaler(device)
 
     def __call__(
         self,

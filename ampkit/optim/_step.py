@@ -269,7 +269,9 @@ def _local_gradient(param: Any, grad: Any) -> Tensor:
 
 def multiplied(grads: list[Tensor], scalars: StepScalars) -> list[Tensor]:
     """The gradients times what the scalars, on their device, say; the gradients themselves are left alone."""
-    if grads and grads[0].is_cpu:
+    if not grads:
+        return grads
+    if grads[0].is_cpu:
         factor = scalars.factor_on_host()
         return grads if factor == 1.0 else list(foreach_mul(grads, factor))
     for factor in (scalars.grad_multiplier, scalars.inverse_scale()):

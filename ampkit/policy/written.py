@@ -19,7 +19,7 @@ from ampkit.torch_internals.operators import OpOverload
 
 MOST_NESTED = 16        # policies within policies: reading one recurses, and so do its methods
 MOST_RULES = 20_000     # in all: policies may share their parts, so that a short pickle says endlessly many
-MOST_WIDE = 100         # of them for classes of modules, or patterns with stars: each is compared with every module
+WIDE = 100              # what a rule for a class of modules or a pattern with stars counts: it meets every module
 _KEYS = {"base", "device_type", "rules", "modules"}
 
 
@@ -28,29 +28,12 @@ def layer_dict(layer: Sequence[tuple[OpOverload, Rule]]) -> dict[str, str]:
     return {key_name(op): rule.value for op, rule in layer}
 
 
-class _Counter:
-    """How many rules a policy and those in it have so far."""
-
-    def __init__(self) -> None:
-        self.rules = 0      # layers of rules included
-        self.wide = 0
-
-    def add(self, *, rules: int = 0, wide: bool = False) -> None:
-        """Count some more; `ValueError` for more than there may be."""
-        self.rules += rules
-        self.wide += wide
-        if self.rules > MOST_RULES:
-            raise ValueError(f"not a policy: it holds more than {MOST_RULES} rules and layers of rules")
-        if self.wide > MOST_WIDE:
-            raise ValueError(f"not a policy: it names modules by more than {MOST_WIDE} classes and patterns with stars")
-
-
-def check(state: Any, depth: int = 1, counter: _Counter | None = None) -> None:
+def check(state: Any, depth: int = 1, found: int = 0) -> int:
     """`TypeError` or `ValueError` for a policy, or one in it, of a form or a size that `Policy.to_dict` does not write.
 
-    `counter` has counted the rules of the policies around it. Names and values are for `Policy` to check.
+    Returns how many rules it holds, layers of rules included, and `found` more. Names and values are for `Policy` to
+    check.
     """
-    counter = _Counter() if counter is None else counter
     if not isinstance(state, Mapping):
         raise TypeError(f"a written policy is a dict, as to_dict gives it; got {short(state)}")
     unknown = sorted(set(state) - _KEYS, key=repr)
@@ -69,16 +52,26 @@ def check(state: Any, depth: int = 1, counter: _Counter | None = None) -> None:
     for layer in layers:
         if not isinstance(layer, Mapping):
             raise TypeError(f"each of the 'rules' of a written policy is a dict, got {short(layer)}")
-    counter.add(rules=len(modules) + sum(1 + len(layer) for layer in layers))
+    found = _counted(found + len(modules) + sum(1 + len(layer) for layer in layers))
     for item in modules:
         if not isinstance(item, (list, tuple)) or len(item) != 2:
             raise TypeError(f"a module rule of a written policy is a list of a module and its rule, got {short(item)}")
         key, value = item
         if not isinstance(key, str):
             raise TypeError(f"a written policy names modules by path or as 'class module:name', got {short(key)}")
-        counter.add(wide="*" in key or key.startswith(CLASS))
+        found = _counted(found + WIDE * ("*" in key or key.startswith(CLASS)))
         if not isinstance(value, str):
-            check(value, depth + 1, counter)
+            found = check(value, depth + 1, found)
+    return found
+
+
+def _counted(n: int) -> int:
+    if n > MOST_RULES:
+        raise ValueError(
+            f"not a policy: it holds more than {MOST_RULES} rules and layers of rules, where one for a class of "
+            f"modules or a pattern with stars counts as {WIDE}"
+        )
+    return n
 
 
 def device_type(state: Mapping[str, Any]) -> Any:

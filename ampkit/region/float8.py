@@ -23,7 +23,7 @@ from ampkit.torch_internals.float8 import is_eager, lacks_float8, product
 from ampkit.torch_internals.operators import OpOverload
 from ampkit.torch_internals.tensors import is_capturing
 from ampkit.torch_internals.transforms import functorch_level
-from ampkit_kernels import Quantized, Scaling, quantize
+from ampkit_kernels import Quantized, Scaling, backend, reference
 
 __all__ = ["Product", "why_not"]
 
@@ -236,19 +236,10 @@ def _gemm(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool = False)
     extra = -left.shape[1] % 16
     if extra:       # the rows of an input, in the gradient of the weight: zeros add nothing
         left, right = (functional.pad(each.view(torch.uint8), (0, extra)).view(each.dtype) for each in (left, right))
-    scale_a, scale_b = a.scale.reciprocal(), b.scale.reciprocal()
-    if not (scale_a.dim() or scale_b.dim()):
-        return product(left, right, scale_a, scale_b, dtype, fast=fast)
-    if fast:
-        scale_a, scale_b = (
-            scale.expand(matrix.shape[0], 1).contiguous() for scale, matrix in ((scale_a, left), (scale_b, right))
-        )
-        return product(left, right, scale_a, scale_b, torch.bfloat16, fast=True).to(dtype)
-    # torch's rowwise kernel for CUDA is slow without fast accumulation.
-    one = torch.ones((), device=left.device)
-    return (product(left, right, one, one, torch.float32, fast=False) * scale_a * scale_b.t()).to(dtype)
+    return product(left, right, a.scale.reciprocal(), b.scale.reciprocal(), dtype, fast=fast)
 
 
 def _quantize(x: Tensor, along_rows: Scaling | None, along_columns: Scaling | None) -> Any:
+    """`ampkit_kernels.quantize`, by PyTorch's operators where they are traced or distributed."""
     with torch.no_grad():
-        return quantize(x, along_rows, along_columns)
+        return (backend(x) if is_eager(x) else reference).quantize(x, along_rows, along_columns)

@@ -61,16 +61,10 @@ class AutocastMode(TorchDispatchMode):
     """
 
     record: Any = None      # where calls are recorded, if they are; see `recording`
+    hooks: Any = None       # that a recompute of a checkpoint needs for module rules; see `stack`
 
-    def __init__(
-        self,
-        policies: tuple[tuple[str, Policy], ...],
-        cache: WeightCache | RegionCache | None,
-        recomputing: Callable[[Any, Callable[..., Any]], Callable[..., Any]] | None = None,
-    ) -> None:
-        """`recomputing(mode, function)` is `function` as a checkpoint is to run it again under this mode."""
+    def __init__(self, policies: tuple[tuple[str, Policy], ...], cache: WeightCache | RegionCache | None) -> None:
         super().__init__()
-        self._recomputing = recomputing
         self.policies = policies
         self.policy = policies[0][1] if len(policies) == 1 else None
         self.cache = cache
@@ -100,10 +94,6 @@ class AutocastMode(TorchDispatchMode):
         mode = AutocastMode(self.policies, None)
         mode.open = False
         return mode
-
-    def recomputing(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function` as a checkpoint is to run it again."""
-        return function if self._recomputing is None else self._recomputing(self, function)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -71,28 +71,20 @@ class record_casts(contextlib.ContextDecorator):
 records: list[CastRecord] = []      # that are being taken; regions note in the one begun last
 
 
-def new_mode(
-    policies: tuple[tuple[str, Policy], ...],
-    cache: WeightCache | RegionCache | None,
-    recomputing: Callable[[AutocastMode, Callable[..., Any]], Callable[..., Any]],
-) -> AutocastMode:
+def new_mode(policies: tuple[tuple[str, Policy], ...], cache: WeightCache | RegionCache | None) -> AutocastMode:
     """A mode for these policies and this cache, which takes notes if a record is being taken."""
     for record in records[-1:]:     # threads: it may be empty by now
-        return _RecordingMode(policies, cache, recomputing, record)
-    return AutocastMode(policies, cache, recomputing)
+        return _RecordingMode(policies, cache, record)
+    return AutocastMode(policies, cache)
 
 
 class _RecordingMode(AutocastMode):
     """A mode that notes each call it prepares."""
 
     def __init__(
-        self,
-        policies: tuple[tuple[str, Policy], ...],
-        cache: WeightCache | RegionCache | None,
-        recomputing: Callable[[AutocastMode, Callable[..., Any]], Callable[..., Any]],
-        record: CastRecord,
+        self, policies: tuple[tuple[str, Policy], ...], cache: WeightCache | RegionCache | None, record: CastRecord
     ) -> None:
-        super().__init__(policies, cache, recomputing)
+        super().__init__(policies, cache)
         self.kernels = GENERAL
         self.record = record
         self.reused = _Reused()

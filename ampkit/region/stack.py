@@ -8,7 +8,6 @@ the next region that is entered or left completes.
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
@@ -24,9 +23,11 @@ from ampkit.region.spec import RegionSpec
 from ampkit.region.thread_state import thread
 from ampkit.region.weight_cache import RegionCache, WeightCache
 from ampkit.torch_internals import self_check
+from ampkit.torch_internals.checkpoint import follow
 from ampkit.torch_internals.dispatcher import (
     KEY,
     TLS_NAME,
+    current,
     get_in_tls,
     is_excluded,
     is_in_tls,
@@ -47,6 +48,7 @@ _is_enabled, _dtype_of, _cache_flag = (
 _set_enabled, _set_dtype, _set_cache_flag = (
     torch.set_autocast_enabled, torch.set_autocast_dtype, torch.set_autocast_cache_enabled
 )
+_increment, _decrement = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
 _DEFAULT = {kind: policy for (name, kind), policy in NAMED_POLICIES.items() if name == "default"}
 _uncached_modes: dict[Any, AutocastMode] = {}
 
@@ -122,7 +124,7 @@ class Entry:
             self.hooks.remove()
         if self.counted:
             self.counted = False
-            if torch.autocast_decrement_nesting() <= 0 or (last and not self.enabled):
+            if _decrement() <= 0 or (last and not self.enabled):
                 clear_torch_cache()
         spec, active = self.spec, self.active
         _set_enabled(spec.device_type, self.enabled)
@@ -172,9 +174,11 @@ def _mode(
     record = records[-1] if records else None
     if mode is None or mode.changes != register_changes() or mode.record is not record:
         self_check.once()
+        follow(_recomputing)
         if len(modes) >= 16:
             modes.clear()
-        mode = modes[policies] = new_mode(policies, cache, functools.partial(_recomputing, hooks))
+        mode = modes[policies] = new_mode(policies, cache)
+        mode.hooks = hooks
     if cache is not None:
         cache.latest = mode
     return mode
@@ -216,7 +220,7 @@ def push(
         if spec.cache_enabled is not entry.cache_flag:
             _set_cache_flag(spec.cache_enabled)
         entry.counted = True
-        torch.autocast_increment_nesting()
+        _increment()
         if entry.hooks is not None:
             entry.hooks.begin()
     except BaseException:
@@ -283,14 +287,15 @@ def is_entered(spec: RegionSpec) -> bool:
     return id(spec) in [id(entry.spec) for entry in thread.regions]
 
 
-def _recomputing(
-    hooks: Callable[[Policy], Hooks] | None, mode: AutocastMode, function: Callable[..., Any]
-) -> Callable[..., Any]:
-    """`function` for a checkpoint's recompute in backward, under the policies of its forward.
+def _recomputing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` for a checkpoint's recompute in backward, under the policies that are active here, if any are.
 
     torch's checkpoint restores the enabled flags and dtypes itself.
     """
-    policies, cached = mode.policies, mode.cache is not None
+    mode = current()
+    if mode is None:
+        return function
+    policies, cached, hooks = mode.policies, mode.cache is not None, mode.hooks
     of_module = bool(thread.regions) and thread.regions[-1].spec.of_module
 
     def recompute(*args: Any, **kwargs: Any) -> Any:

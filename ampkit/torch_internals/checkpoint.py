@@ -19,8 +19,8 @@ from ampkit.torch_internals.lookup import private, refuse
 _Frame = private("utils.checkpoint._CheckpointFrame")
 
 
-def follow(current: Callable[[], Any]) -> None:
-    """Have checkpoints recompute under the mode that they were called in, which `current` returns; None is none."""
+def follow(recomputing: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Have checkpoints recompute what `recomputing` makes, where they begin, of the function that they keep."""
     begin, forward = _Frame.__init__, CheckpointFunction.forward
     if _Frame is refuse or hasattr(forward, "_ampkit_wraps"):
         return
@@ -29,16 +29,12 @@ def follow(current: Callable[[], Any]) -> None:
     @functools.wraps(begin)
     def begun(frame: Any, *args: Any, **kwargs: Any) -> None:
         begin(frame, *args, **kwargs)
-        mode = current()
-        if mode is not None:
-            frame.recompute_fn = mode.recomputing(frame.recompute_fn)
+        frame.recompute_fn = recomputing(frame.recompute_fn)
 
     @functools.wraps(forward)
     def followed(ctx: Any, *args: Any) -> Any:
         outputs = forward(ctx, *args)
-        mode = current()
-        if mode is not None:
-            ctx.run_function = mode.recomputing(ctx.run_function)
+        ctx.run_function = recomputing(ctx.run_function)
         return outputs
 
     followed._ampkit_wraps = forward  # type: ignore[attr-defined]

@@ -9,27 +9,41 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter, functional
 
+from ampkit.torch_internals.dispatcher import has_kernel
 from ampkit.torch_internals.lookup import private
 from ampkit.torch_internals.operator_tracing import only_observed
 from ampkit.torch_internals.tensors import n_dispatch_modes, tracing_state
 
 _scaled_mm = private("_scaled_mm")
+_PUBLIC_ON_CPU = has_kernel("aten::_scaled_mm_v2", "CPU")
 _ScalingType: Any = functional.ScalingType  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:
     """``(a * scale_a) @ (b * scale_b).T`` in `dtype`, of a[m, k] and b[n, k] in FP8, contiguous.
 
-    Scales are float32, both of shape () or of shapes (m, 1) and (n, 1). `fast` lets tensor cores add up in less than
-    float32.
+    Scales are float32, of shape () or of shapes (m, 1) and (n, 1). `fast` lets tensor cores add up in less precision.
     """
-    rowwise = scale_a.dim() > 0
-    if rowwise:
-        scale_b = scale_b.t().contiguous()
-    if hasattr(a, "_local_tensor"):     # a DTensor, which the public function has no sharding for
+    if not (scale_a.dim() or scale_b.dim()):
+        return _scaled(a, b, scale_a, scale_b, dtype, fast)
+    if not fast or not _has_public(a):
+        # By rows there is no fast kernel on CUDA without fast accumulation, and for DTensors not every sharding.
+        one = torch.ones((), device=a.device)
+        return (_scaled(a, b, one, one, torch.float32, fast) * scale_a * scale_b.t()).to(dtype)
+    scale_a, scale_b = scale_a.expand(a.shape[0], 1).contiguous(), scale_b.expand(b.shape[0], 1).t().contiguous()
+    return _scaled(a, b, scale_a, scale_b, torch.bfloat16, fast).to(dtype)
+
+
+def _scaled(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
+    if not _has_public(a):
         return _scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
-    kind = _ScalingType.RowWise if rowwise else _ScalingType.TensorWise
+    kind = _ScalingType.RowWise if scale_a.dim() else _ScalingType.TensorWise
     return functional.scaled_mm(a, b.t(), scale_a, kind, scale_b, kind, output_dtype=dtype, use_fast_accum=fast)
+
+
+def _has_public(a: Tensor) -> bool:
+    """Whether torch's public function takes this matrix: no DTensor, and in torch 2.11 none on the CPU."""
+    return not hasattr(a, "_local_tensor") and (_PUBLIC_ON_CPU or a.device.type != "cpu")
 
 
 def lacks_float8(device: torch.device) -> str:

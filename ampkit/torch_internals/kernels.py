@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 from torch.library import Library
 
-from ampkit.torch_internals.checkpoint import follow
 from ampkit.torch_internals.dispatcher import (
     KEY,
     KEY_NAME,
@@ -111,7 +110,6 @@ def _prepare() -> None:
         op.fallthrough(KEY)
     if KEY not in higher_order_fallthrough:
         higher_order_fallthrough.append(KEY)
-    follow(current)
     _libraries["_"] = library
 
 

@@ -7,10 +7,10 @@ Importing this package does not import Triton.
 """
 
 from . import reference
-from .api import adamw_, cast_, multiply_, nonfinite_counts, norm_and_check, sgd_, unscale_, unscale_into_
+from .api import adamw_, cast_, multiply_, nonfinite_counts, norm_and_check, quantize, sgd_, unscale_, unscale_into_
 from .configs import is_capturing
 from .dispatch import IMPLS, TritonUnavailable, backend, uses_triton, why_not_triton
-from .float8 import Quantized, Scaling, quantize
+from .float8 import Quantized, Scaling
 from .step_cache import StepCache
 from .tensors import FlatList
 

@@ -5,13 +5,13 @@ kernels unchecked, and so do the scalars beside it, which must be as documented.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import reference
 from .dispatch import select
+from .float8 import Quantized, Scaling
 from .step_cache import StepCache
 from .tensors import check_one_device, check_parallel, check_resolved, check_scalar, resolved, strided_floats
 
@@ -211,14 +211,12 @@ def adamw_(
     lists = _step_lists(op, lists, multiplier, grad_scale, found_inf)
     _check_scalars(op, "steps", steps, len(params))
     ops = select(impl, params[0].device) if params else reference
-    kept: dict[str, Any] = {}
     if ops is not reference:
         check_one_device([lists["params"][0], *steps], op)
-        kept = {"cache": cache}
     parts = {"max_exp_avg_sqs": (), "copies": None, **lists}
     ops.adamw_(
         **parts, steps=steps, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad,
-        maximize=maximize, multiplier=multiplier, grad_scale=grad_scale, found_inf=found_inf, **kept,
+        maximize=maximize, multiplier=multiplier, grad_scale=grad_scale, found_inf=found_inf, cache=cache,
     )
 
 
@@ -246,9 +244,9 @@ def sgd_(
 
     `momentum_buffers` may be empty when `momentum` is 0. `started` are one float32 element per parameter: where it
     is 0 the buffer's contents are ignored, whatever they are, and the gradient itself becomes the first momentum, as
-    in torch; a step that is not skipped sets it to 1. None means that
-    all buffers count. `multiplier`, `grad_scale`, `found_inf`, `copies`, `lr` and `cache` (unused with `started`) as
-    in `adamw_`. Never synchronises. Moves 20 bytes per float32 element with momentum, 12 without.
+    in torch; a step that is not skipped sets it to 1. PyTorch's operations take such a step, and need no `cache`. None
+    means that all buffers count. `multiplier`, `grad_scale`, `found_inf`, `copies`, `lr` and `cache` as in `adamw_`.
+    Never synchronises. Moves 20 bytes per float32 element with momentum, 12 without.
 
     >>> import torch
     >>> p, g = torch.ones(1), torch.full((1,), 4.0)
@@ -269,11 +267,36 @@ def sgd_(
         raise ValueError(f"{op}: nesterov needs momentum > 0, got {momentum}")
     parts = {"momentum_buffers": (), "copies": None, **lists}
     ops = select(impl, params[0].device) if params else reference
-    kept: dict[str, Any] = {} if ops is reference else {"cache": cache}
     ops.sgd_(
         **parts, started=started, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay,
-        nesterov=nesterov, maximize=maximize, multiplier=multiplier, grad_scale=grad_scale, found_inf=found_inf, **kept,
+        nesterov=nesterov, maximize=maximize, multiplier=multiplier, grad_scale=grad_scale, found_inf=found_inf,
+        cache=cache,
     )
+
+
+@torch.no_grad()
+def quantize(
+    x: Tensor, along_rows: Scaling | None, along_columns: Scaling | None, *, impl: str = "auto"
+) -> tuple[Quantized | None, Quantized | None]:
+    """`x` in FP8, and `x.T` in FP8, each by a scaling of its own; None for one that is not asked for.
+
+    x: a matrix of float32, bfloat16 or float16, of any strides, not empty. A rowwise scale is one for each row of `x`,
+    or of `x.T`. No finite value is beyond FP8's range, and a group with an inf or a NaN has a NaN. Tensors that are
+    traced or distributed need "reference". Never synchronises. Moves 6 bytes per 16-bit element for both forms, 3 for
+    rows alone.
+
+    Raises ValueError for anything but such a matrix.
+
+    >>> import torch
+    >>> x = torch.tensor([[1.0, -2.0], [0.5, 0.0]])
+    >>> rows, _ = quantize(x, Scaling(rowwise=True, dtype=torch.float8_e4m3fn, power_of_2=True), None)
+    >>> rows.data.float() / rows.scale
+    tensor([[ 1.0000, -2.0000],
+            [ 0.5000,  0.0000]])
+    """
+    if x.dim() != 2 or x.numel() == 0 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"quantize takes a matrix of float32 or 16 bits, not empty; got {x.dtype} {tuple(x.shape)}")
+    return select(impl, x.device).quantize(x, along_rows, along_columns)
 
 
 def _prepared(grads: Sequence[Tensor], op: str, **scalars: Tensor) -> list[Tensor]:

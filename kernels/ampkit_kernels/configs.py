@@ -40,12 +40,6 @@ class Config:
     chunk: int = 65536
     programs_per_multiprocessor: int = 4
 
-    def __post_init__(self) -> None:
-        if self.block < 16 or self.block & (self.block - 1):
-            raise ValueError(f"block is {self.block}; expected a power of two of at least 16")
-        if self.chunk < self.block or self.chunk % self.block:
-            raise ValueError(f"chunk is {self.chunk}; expected a multiple of block ({self.block})")
-
     def programs(self, device: torch.device) -> int:
         """Programs of a full persistent grid on this device."""
         return multiprocessors(device) * self.programs_per_multiprocessor

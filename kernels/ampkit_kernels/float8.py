@@ -1,4 +1,4 @@
-"""A matrix in FP8, along its rows, along its columns, or both: what the products of FP8 tensor cores read.
+"""A matrix in FP8, along its rows, along its columns, or both, in plain PyTorch: what FP8 tensor cores multiply.
 
 A scale is ``largest / amax`` of its group, the whole matrix or one row, so no finite value is beyond FP8's range. Where
 the amax is infinite the scale is 0, and ``0 * inf`` is NaN: an overflow stays visible, where a plain cast to e4m3
@@ -43,11 +43,7 @@ class Quantized(NamedTuple):
 def quantize(
     x: Tensor, along_rows: Scaling | None, along_columns: Scaling | None
 ) -> tuple[Quantized | None, Quantized | None]:
-    """`x` in FP8, and `x.T` in FP8, each by its own scaling; None for one that is not asked for.
-
-    x: matrix[r, k] of float32, bfloat16 or float16, of any strides, not empty. A rowwise scale is one for each row of
-    `x`, or of `x.T`; two equal scalings for the whole matrix give two views of the same memory. Never syncs.
-    """
+    """See `ampkit_kernels.quantize`; two equal scalings for the whole matrix give two views of the same memory."""
     if along_rows is not None and along_rows == along_columns and not along_rows.rowwise:
         both = _quantized(x, along_rows)
         return both, both.transposed()

@@ -11,6 +11,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
+from .float8 import quantize as quantize
 from .tensors import by_dtype, written_in_place
 
 INF = float("inf")
@@ -222,12 +223,13 @@ def adamw_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     copies: Sequence[Tensor] | None = None,
+    cache: object = None,
 ) -> None:
     """One AdamW step in fp32 (fp64 for fp64 parameters), rounded once per stored value; see
     `ampkit_kernels.adamw_`.
 
     The operations and their order are those of `torch.optim.AdamW(foreach=False)`, so that fp32 and fp64
-    results are equal to it bit for bit on the CPU.
+    results are equal to it bit for bit on the CPU. `cache` is not used.
     """
     if _skips_on_host(found_inf):
         return
@@ -268,11 +270,12 @@ def sgd_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     copies: Sequence[Tensor] | None = None,
+    cache: object = None,
 ) -> None:
     """One SGD step in fp32 (fp64 for fp64 parameters), rounded once per stored value; see
     `ampkit_kernels.sgd_`.
 
-    The operations and their order are those of `torch.optim.SGD(foreach=False)`.
+    `cache` is not used. The operations and their order are those of `torch.optim.SGD(foreach=False)`.
     """
     if _skips_on_host(found_inf):
         return

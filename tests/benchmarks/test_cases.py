@@ -26,12 +26,12 @@ def test_families_patterns_and_time():
     everyday = registry.choose("cpu")
     families = {case.family for case in everyday}
     assert families == {"operators", "regions", "weights", "scaler", "accumulation", "width", "training"}
-    others = {"debugging", "host", "kernels", "tuning"}
+    others = {"debugging", "float8", "host", "kernels", "tuning"}
     assert {case.family for case in cases} == families | others == set(report.TITLES)
     assert sum(case.seconds for case in everyday) <= 150
     assert {case.family for case in registry.choose("cuda", ["width/*", "scaler/*"])} == {"width", "scaler"}
     assert [case.name for case in registry.choose("cuda", ["*/GPT-2*bf16 graph"])] == ["GPT-2 124M, bf16 graph"]
-    with pytest.raises(ValueError, match="families are accumulation, debugging, host, kernels, operators"):
+    with pytest.raises(ValueError, match="families are accumulation, debugging, float8, host, kernels"):
         registry.choose("cpu", ["nothing"])
 
 
@@ -128,7 +128,7 @@ def test_a_clipped_list_is_clipped_again_in_every_round(monkeypatch: pytest.Monk
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_every_kernel_launches_with_a_configuration_of_choice(kernel: str):
-    shipped, launch = tuning.LAUNCHERS[kernel](kernels.Material([(5,), (700,)], CPU, torch.float32))
+    shipped, launch = tuning.launcher(kernel, kernels.Material([(5,), (700,)], CPU, torch.float32))
     launch(shipped)
     launch(dataclasses.replace(shipped, block=256, chunk=1024))
 

@@ -19,9 +19,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:std.*degrees of freedom")
 # What is not answered, with what is missing.
 MISSING: dict[str, set[str]] = {
     "gumbel_noise": {"cause"},          # the row of an inf that is absorbed, in place of that of the NaN
-    "penalty_of_a_critic": {"change"},  # float32 is finite, and the loss runs away
     "average_of_a_bfloat16_model": {"line", "cause", "change"},     # an average that is copied, not updated in place
-    "accumulation_in_bfloat16": {"change"},
+    "moments_in_bfloat16": {"line", "cause", "change"},     # what the state of an optimizer loses is not compared
+    "zeroed_for_each_micro_batch": {"line", "cause", "change"},     # gradients that are cleared between micro-batches
 }
 
 
@@ -35,7 +35,7 @@ def test_a_planted_fault(fault: Fault) -> None:
 
 def test_nine_in_ten_are_answered() -> None:
     assert set(MISSING) <= {fault.name for fault in FAULTS}
-    assert len(MISSING) <= 0.14 * len(FAULTS)
+    assert len(MISSING) <= 0.1 * len(FAULTS)
 
 
 class Intervene(TorchDispatchMode):

@@ -701,7 +701,7 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:Sparse CSR")
 @pytest.mark.parametrize("kind", OTHERS)
 def test_tensors_of_other_kinds(kind: str) -> None:
     """They are passed over, and nothing else is."""

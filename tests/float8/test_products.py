@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ampkit import GradScaler, WeightCache, record_casts
-from ampkit.region import float8
+from ampkit_kernels import reference
 from tests.helpers.float8 import BF16, GW_HP, OPERATORS, ROWWISE, RULES, TENSORWISE, fp8, mlp, same, step
 
 FP32 = torch.float32
@@ -241,13 +241,13 @@ def test_double_backward_is_refused():
 @pytest.fixture
 def made(monkeypatch):
     """The shape of each tensor that is quantized, and the forms asked for."""
-    calls, quantize = [], float8.quantize
+    calls, quantize = [], reference.quantize
 
-    def counting(x, along_rows, along_columns, **options):
+    def counting(x, along_rows, along_columns):
         calls.append((tuple(x.shape), along_rows is not None, along_columns is not None))
-        return quantize(x, along_rows, along_columns, **options)
+        return quantize(x, along_rows, along_columns)
 
-    monkeypatch.setattr(float8, "quantize", counting)
+    monkeypatch.setattr(reference, "quantize", counting)
     return calls
 
 

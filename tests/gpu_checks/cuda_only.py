@@ -1,9 +1,14 @@
 """Checks that only a CUDA device can answer: torch's own operators, synchronisation, streams, graphs, sizes."""
 
+import copy
+import itertools
+
 import torch
 
 import ampkit_kernels as kernels
+from benchmarks.float8 import FORMS, RECIPES
 from tests.gpu_checks.tools import Registry, close, gradients, same, scalar
+from tests.helpers.float8 import fp8, step
 
 CHECKS = Registry()
 check = CHECKS.add
@@ -154,3 +159,35 @@ def adamw_stays_beside_torchs_fused(device: torch.device) -> None:
     for p, q in zip(params, others, strict=True):
         # 100 steps, each within an ulp of numbers around 4.
         assert (p - q).abs().max().item() <= 100 * 2.0**-21
+
+
+@check
+def float8_casts_have_the_reference_bits(device: torch.device) -> None:
+    """On compute capability 8.9 Triton rounds some values twice: nothing is compared there."""
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return
+    for (along_rows, along_columns, _), shape, dtype in itertools.product(
+        FORMS.values(), ((64, 128), (1000, 4096), (13, 48), (3, 9)), (torch.float32, torch.bfloat16)
+    ):
+        x = (torch.randn(shape) * torch.randn(shape[0], 1).exp()).to(dtype)
+        x[0, 1], x[-1, 0] = float("nan"), float("inf")
+        got = kernels.quantize(x.to(device), along_rows, along_columns, impl="triton")
+        want = kernels.quantize(x, along_rows, along_columns)
+        for form, expected in zip(got, want, strict=True):
+            if form is not None and expected is not None:
+                tensors = [form.data.float(), form.scale], [expected.data.float(), expected.scale]
+                same(*tensors, f"{along_rows}, {along_columns} of {dtype} {shape}")
+
+
+@check
+def float8_linear_layers_follow_the_cpu(device: torch.device) -> None:
+    """Layouts of `scaled_mm`, fast accumulation, rows that are padded."""
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        return
+    for rule, rows in itertools.product(RECIPES, (16, 33, 512)):
+        layer, x, grad = torch.nn.Linear(256, 128), torch.randn(rows, 256), torch.randn(rows, 128)
+        want = step(layer, x, grad, fp8(rule))
+        region = fp8(rule, device_type=device.type)
+        got = step(copy.deepcopy(layer).to(device), x.to(device), grad.to(device), region)
+        for each, expected in zip(got, want, strict=True):
+            close(each, expected, 0.02, f"{rule.name}, {rows} rows")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 Kind = Literal["inf", "-inf", "nan"]
 
@@ -21,34 +23,19 @@ def spoil_grad(param: Tensor, kind: Kind = "inf", *, index: int = 0) -> None:
         values.copy_(flat.view_as(values))
 
 
-class PlantedFault:
-    """Makes the `step`-th gradient that reaches `param` hold an inf or NaN. `remove()` it early or use `with`."""
+def plant_nonfinite(param: Tensor, step: int = 1, kind: Kind = "inf", *, index: int = 0) -> RemovableHandle:
+    """Have the `step`-th gradient from now that reaches `param` hold an inf or NaN, before DDP reduces it.
 
-    def __init__(self, param: Tensor, step: int, kind: Kind, index: int) -> None:
-        self.backwards = 0
-        self.planted = False
-        self._step, self._value, self._index = step, float(kind), index
-        self._handle = param.register_hook(self._on_gradient)
+    `remove()` the handle early or use `with`. FSDP2 parameters get their gradients without autograd hooks: use
+    `spoil_grad` there, after `backward`.
+    """
+    backwards = itertools.count(1)
 
-    def _on_gradient(self, grad: Tensor) -> Tensor | None:
-        self.backwards += 1
-        if self.backwards != self._step:
+    def on_gradient(grad: Tensor) -> Tensor | None:
+        if next(backwards) != step:
             return None
-        self.planted = True
         spoiled = grad.detach().clone(memory_format=torch.contiguous_format)  # gradients may be transposed
-        spoiled.view(-1)[self._index] = self._value
+        spoiled.view(-1)[index] = float(kind)
         return spoiled
 
-    def __enter__(self) -> PlantedFault:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._handle.remove()
-
-
-def plant_nonfinite(param: Tensor, step: int = 1, kind: Kind = "inf", *, index: int = 0) -> PlantedFault:
-    """Plant a fault in the `step`-th backward pass from now, before the gradient is accumulated: DDP reduces it.
-
-    FSDP2 parameters get their gradients without autograd hooks: use `spoil_grad` there, after `backward`.
-    """
-    return PlantedFault(param, step, kind, index)
+    return param.register_hook(on_gradient)

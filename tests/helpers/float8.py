@@ -13,14 +13,16 @@ OPERATORS = ("aten::linear", "aten::mm", "aten::addmm", "aten::matmul")
 BF16 = torch.bfloat16
 
 
-def policy(rule: Rule, *operators: str) -> Policy:
+def policy(rule: Rule, *operators: str, device_type: str = "cpu") -> Policy:
     """The default policy with one rule, for linear layers unless other operators are named."""
-    return Policy.default("cpu").with_rules(dict.fromkeys(operators or ("aten::linear",), rule))
+    return Policy.default(device_type).with_rules(dict.fromkeys(operators or ("aten::linear",), rule))
 
 
-def fp8(rule: Rule, *operators: str, dtype: torch.dtype = BF16, **options: Any) -> autocast:
+def fp8(
+    rule: Rule, *operators: str, dtype: torch.dtype = BF16, device_type: str = "cpu", **options: Any
+) -> autocast:
     """A region under `policy`."""
-    return autocast("cpu", dtype, policy=policy(rule, *operators), **options)
+    return autocast(device_type, dtype, policy=policy(rule, *operators, device_type=device_type), **options)
 
 
 def step(model: Any, x: Tensor, grad: Tensor, region: Any) -> list[Any]:

@@ -152,14 +152,6 @@ def drifted(rank: int, world: int) -> dict[str, Any]:
     return {"messages": messages}
 
 
-def tensor_parallel(rank: int, world: int, which: str, clip: bool = False) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (world,))
-    model = parallelize_module(network(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    optimizer = OPTIMIZERS[which](model.parameters())
-    spoiled = model[2].weight if rank == world - 1 else None
-    return train(model, optimizer, GradScaler("cpu"), torch.ones(2, 6), spoiled=spoiled, clip=clip)
-
-
 def two_dimensions(rank: int, world: int, which: str, clip: bool = False) -> dict[str, Any]:
     """FSDP2 over tensor parallel, on 2 x world/2 ranks."""
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))

@@ -53,6 +53,7 @@ WRITES = {
     "inference_mode": lambda p: torch.inference_mode()(lambda: p.fill_(2.0))(),
     "copy_": lambda p: torch.no_grad()(lambda: p.copy_(torch.full((4, 4), 2.0)))(),
     "data =": lambda p: setattr(p, "data", torch.full((4, 4), 2.0)),
+    "data =, and the old values live on": lambda p: (p.data, setattr(p, "data", torch.full((4, 4), 2.0))),
     "set_": lambda p: torch.no_grad()(lambda: p.set_(torch.full((4, 4), 2.0)))(),
     "through a view": lambda p: p.detach().view(-1)[:].fill_(2.0),
 }

@@ -179,7 +179,7 @@ def keeps(policy: Policy) -> None:
 def test_the_longest_policy_is_read_in_a_moment() -> None:
     inner = {**Policy.torch("cpu").to_dict(), "modules": [["0", "float32"]]}
     modules = [[str(i), inner] for i in range(1000)] + [["*" * (i + 1), inner] for i in range(100)]
-    state = {**inner, "rules": [{}] * 10_000, "modules": modules}
+    state = {**inner, "rules": [{}] * 5_000, "modules": modules}
     assert Policy.from_dict(state, nn.Sequential(*(nn.Identity() for _ in range(1000)))).to_dict() == state
 
 
@@ -190,8 +190,8 @@ def test_policies_that_share_their_parts_have_an_end() -> None:
         state = {**state, "modules": [[name, state] for name in "abcdefghij"]}
     with pytest.raises(ValueError, match="not a policy: it holds more than 20000 rules and layers of rules"):
         read(state)
-    wide = {**Policy.torch("cpu").to_dict(), "modules": [["*" * (i + 1), "float32"] for i in range(60)]}
-    with pytest.raises(ValueError, match="it names modules by more than 100 classes and patterns with stars"):
+    wide = {**Policy.torch("cpu").to_dict(), "modules": [["*" * (i + 1), "float32"] for i in range(120)]}
+    with pytest.raises(ValueError, match=r"more than 20000 rules .* a pattern with stars counts as 100"):
         read({**wide, "modules": [["head", wide], ["blocks", wide]]})
     for part in ({"rules": [{}] * 20_001}, {"modules": [["a", "float32"]] * 20_001}):
         with pytest.raises(ValueError, match="more than 20000 rules"):

@@ -101,6 +101,7 @@ def test_an_overflow_is_skipped_and_recorded() -> None:
     assert all(param.isfinite().all() for param in ours.model.parameters())
     assert not all(param.isfinite().all() for param in fp32.model.parameters())
     assert all(run.record.scales == [] for run in trained(Line(), dtype="bf16"))
+    assert [run.record.dtype for run in trained(Line(), dtype="fp8")] == ["fp32", "bf16", "fp8"]
 
 
 def test_the_digits_are_learned_and_the_fault_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,7 +169,7 @@ def test_bad_options_are_refused_before_training(
     for arguments, message in (
         (["--steps", "0"], "--steps: expected 1 or more, got 0"),
         (["--model", "resnet"], "--model: invalid choice: 'resnet'"),
-        (["--dtype", "fp8"], "--dtype: invalid choice: 'fp8'"),
+        (["--dtype", "fp4"], "--dtype: invalid choice: 'fp4'"),
         (["--seed", "1" * 30], "with seed 1111"),
         (["--device", "warp"], "cannot use device 'warp'"),
         (["--device", "meta"], "cannot use device 'meta'"),

@@ -61,6 +61,7 @@ class Case:
     programs: int = 0
     types: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=lambda: {"enable_fp_fusion": False})
+    aligned: tuple[str, ...] = ()       # addresses that every launch gives in multiples of 16 bytes
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,8 @@ def compile_case(case: Case, capability: int) -> bytes:
             signature[name] = "*fp32"
         else:
             raise KeyError(f"{case.name}: no type is known for parameter {name!r}; add it to TYPES")
-    source = ASTSource(fn=case.kernel, signature=signature, constexprs=dict(case.constants), attrs={})
+    attrs = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(case.kernel.arg_names) if name in case.aligned}
+    source = ASTSource(fn=case.kernel, signature=signature, constexprs=dict(case.constants), attrs=attrs)
     target = GPUTarget("cuda", capability, 32)
     return triton.compile(source, target=target, options={"num_warps": case.num_warps, **case.options}).asm["cubin"]
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ampkit_kernels.configs import Config
-from ampkit_kernels.triton_ops import adamw, counts, norm, scale, sgd, unscale, unscale_into
+from ampkit_kernels.triton_ops import adamw, counts, float8, norm, scale, sgd, unscale, unscale_into
 from tests.kernels.aot import Case
 
 SIZES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp64": 8}
@@ -150,6 +150,40 @@ def small_kernels() -> Iterator[Case]:
     yield Case("tally", scale.tally_kernel, {}, 1, 32)
 
 
+def float8_casts() -> Iterator[Case]:
+    """Both forms by one scale and by rows and columns; the rows alone; the scalar path of odd sizes."""
+    dtypes = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
+    for name in ("fp32", "bf16"):
+        config, x = float8.CONFIG, {"x_ptr": f"*{name}", "amax_ptr": "*i32", "n": "i64"}
+        constants: dict[str, Any] = {"BLOCK": config.block}
+        addresses = ("x_ptr", "q_ptr", "q_t_ptr")
+        yield Case(
+            f"float8 amax {name}", float8.amax_kernel, constants, config.num_warps, 64, 1, types=x, aligned=addresses
+        )
+        for kind, aligned in (("e4m3", True), ("e5m2", True), ("e4m3", False)):
+            scaling = {"LARGEST": 448.0, "POWER_OF_2": kind == "e4m3", "DTYPE": dtypes[kind], "ALIGNED": aligned}
+            pointer = {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}[kind]
+            types = {**x, "q_ptr": pointer, "q_t_ptr": pointer, "rows": "i32", "columns": "i32"}
+            label = f"{name} {kind}{'' if aligned else ' unaligned'}"
+            for by_column in (False, True):
+                constants = {
+                    **scaling, "BY_COLUMN": by_column, "CASTS": not by_column, "TRANSPOSES": True, "TILE": float8.TILE
+                }
+                yield Case(
+                    f"float8 tile {label} {'columns' if by_column else 'both'}", float8.tile_kernel, constants, 8, 96,
+                    int(aligned), int(aligned), types=types, aligned=addresses,
+                )
+            for both in (True, False) if kind == "e4m3" else ():
+                block = 4096
+                constants = {
+                    **scaling, "CASTS": True, "COLUMN_AMAX": both, "ROWS": float8.ROWS if both else 1, "BLOCK": block
+                }
+                yield Case(
+                    f"float8 row {label}{' and columns' * both}", float8.row_kernel, constants,
+                    float8.row_warps(block), 96, int(aligned), types=types, aligned=addresses,
+                )
+
+
 def _case(
     name: str, kernel: Any, config: Config, constants: dict[str, Any], registers: int, loads: int, stores: int,
     options: dict[str, Any] = NO_FUSION, lists_read: int = 1,
@@ -204,4 +238,6 @@ BAD = [
 
 def all_cases() -> list[Case]:
     """Every variant; names are unique."""
-    return [*gradient_passes(), *casts(), *unscales_into(), *adamw_steps(), *sgd_steps(), *small_kernels()]
+    return [
+        *gradient_passes(), *casts(), *unscales_into(), *adamw_steps(), *sgd_steps(), *small_kernels(), *float8_casts(),
+    ]

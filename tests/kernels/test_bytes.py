@@ -60,13 +60,10 @@ CASES: dict[str, tuple[list[torch.dtype], Callable[..., object], model.Bytes]] =
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_bytes_per_element(interpreted, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def count_accesses(monkeypatch: pytest.MonkeyPatch, ranges: list[tuple[int, int]]) -> dict[str, int]:
+    """The bytes that kernels load and store in these ranges of addresses from here on."""
     from triton.runtime.interpreter import InterpreterBuilder
 
-    dtypes, run, want = CASES[name]
-    tensors = [lists(dtype) for dtype in dtypes]
-    ranges = [(t.data_ptr(), t.data_ptr() + t.nbytes) for part in tensors for t in part]
     touched = {"load": 0, "store": 0}
 
     def counted(kind: str, original: Callable[..., object], mask_at: int) -> Callable[..., object]:
@@ -82,6 +79,15 @@ def test_bytes_per_element(interpreted, name: str, monkeypatch: pytest.MonkeyPat
     for kind, mask in (("load", 1), ("store", 2)):       # pointers, mask; pointers, values, mask
         name = f"create_masked_{kind}"
         monkeypatch.setattr(InterpreterBuilder, name, counted(kind, getattr(InterpreterBuilder, name), mask))
+    return touched
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_per_element(interpreted, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    dtypes, run, want = CASES[name]
+    tensors = [lists(dtype) for dtype in dtypes]
+    ranges = [(t.data_ptr(), t.data_ptr() + t.nbytes) for part in tensors for t in part]
+    touched = count_accesses(monkeypatch, ranges)
     run(*tensors)
     assert (touched["load"], touched["store"]) == (want.read * sum(SIZES), want.written * sum(SIZES))
 

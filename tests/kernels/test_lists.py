@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ampkit_kernels as kernels
 from ampkit_kernels import tensors as kernel_tensors
 from tests.gpu_checks.operations import NONFINITE, ORDERS
-from tests.gpu_checks.tools import close, gradients, same, scalar
+from tests.gpu_checks.tools import Guarded, close, gradients, same, scalar
+from tests.kernels.launches import noted_launches
 
 IMPLS = ("reference", "triton")
 INF = float("inf")
@@ -92,6 +93,22 @@ def test_aligned_and_other_rows_of_equal_sizes(momentum: float) -> None:
         results.append([buffer, *moments[0], *moments[1], *steps])
     assert results[1][0].unique().numel() > 3
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_only_addresses_on_16_byte_boundaries_are_promised_to_be() -> None:
+    """A launch with `ALIGNED` has 128-bit accesses, which fault elsewhere; the interpreter does not tell."""
+    lists = [Guarded([torch.ones(3)] * 4, offsets).views for offsets in ((0,), (0, 0, 1), (0, 1), (0,))]
+    steps = [torch.zeros(()) for _ in range(4)]
+    with noted_launches() as found:
+        kernels.cast_(*lists[:2], impl="triton")
+        kernels.unscale_into_(*lists[1:3], scalar(0.5), scalar(0.0), impl="triton")
+        kernels.sgd_(*lists[:3], lr=0.1, momentum=0.9, impl="triton")
+        kernels.adamw_(*lists, [], steps, impl="triton", **ADAMW)
+    promises = [(one.options["ALIGNED"], one.arguments[1]) for one in found if "ALIGNED" in one.options]
+    assert len(promises) == 8
+    for aligned, addresses in promises:
+        assert aligned == all(address % 16 == 0 for address in addresses), promises
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -187,10 +187,3 @@ def test_kernels_address_past_two_to_the_31_elements() -> None:
         DTYPE=tl.float32, ACC=tl.float32, ITEMSIZE=4, BLOCK=config.block,
     )
     assert result.tolist() == [[1, 2]]
-
-
-def test_configs_are_checked() -> None:
-    with pytest.raises(ValueError, match="block is 100; expected a power of two"):
-        Config(block=100)
-    with pytest.raises(ValueError, match=r"chunk is 100; expected a multiple of block \(64\)"):
-        Config(block=64, chunk=100)

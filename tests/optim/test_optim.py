@@ -185,15 +185,19 @@ def test_the_kernel_path_reads_nothing_on_the_host(pair: str) -> None:
         assert not [read for read in reads if "_local_scalar_dense" in read]
 
 
-def test_closures_and_missing_gradients() -> None:
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+@pytest.mark.parametrize("cls", [AdamW, SGD])
+def test_closures_and_missing_gradients(cls: type, impl: str) -> None:
+    """A whole group without them too, with scalars to multiply by."""
     params = parameters()
-    optimizer = SGD(params, lr=0.1)
+    optimizer = cls([{"params": params[:2]}, {"params": params[2:]}], lr=0.1, impl=impl)
     assert optimizer.step(lambda: torch.tensor(3.0)) == 3.0
     before = [p.detach().clone() for p in params]
     params[0].grad = torch.ones_like(params[0])
+    optimizer.grad_multiplier, optimizer.grad_scale = torch.tensor(0.5), torch.tensor(4.0)
     optimizer.step()
     assert not torch.equal(params[0], before[0])
-    assert torch.equal(params[3], before[3])
+    assert all(map(torch.equal, params[1:], before[1:]))
 
 
 def test_pickle_and_deepcopy() -> None:

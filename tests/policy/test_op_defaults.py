@@ -69,21 +69,6 @@ def test_mixed_dtypes_meet_in_the_widest() -> None:
                 assert call(a, b).dtype is torch.float32
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell])
-def test_recurrent_layers_run_in_the_region_s_dtype(layer: type[nn.Module], dtype: torch.dtype) -> None:
-    module = layer(6, 5)
-    given = torch.randn(3, 2, 6) if not issubclass(layer, nn.RNNCellBase) else torch.randn(2, 6)
-    exact = module(given)
-    with autocast("cpu", dtype):
-        got = module(given)
-    for ours, want in zip(_tensors(got), _tensors(exact), strict=True):
-        assert ours.dtype is dtype
-        torch.testing.assert_close(ours.float(), want, atol=3e-2, rtol=3e-2)
-    _tensors(got)[0].float().sum().backward()
-    assert {parameter.grad.dtype for parameter in module.parameters()} == {torch.float32}
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_the_encoder_s_inference_path_takes_a_padding_mask() -> None:
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
@@ -96,9 +81,3 @@ def test_the_encoder_s_inference_path_takes_a_padding_mask() -> None:
             got = encoder(given, src_key_padding_mask=padding)
     assert got.dtype is BF16
     torch.testing.assert_close(got.float()[1], exact[1], atol=5e-2, rtol=5e-2)
-
-
-def _tensors(result: object) -> list[torch.Tensor]:
-    if isinstance(result, torch.Tensor):
-        return [result]
-    return [leaf for item in result for leaf in _tensors(item)]  # type: ignore[attr-defined]

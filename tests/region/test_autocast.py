@@ -63,13 +63,6 @@ def test_dtype_that_cpu_does_not_take_disables(region, dtype):
         assert product() is FP32
 
 
-@both
-def test_dtype_of_a_disabled_region_is_not_checked(region):
-    """Its dtype is of no consequence. Warnings are errors here, so silence is what is tested."""
-    with region("cpu", FP32, enabled=False):
-        assert torch.get_autocast_dtype("cpu") is FP32
-
-
 @without_gpu
 @both
 def test_cuda_that_is_not_there_disables(region):

@@ -357,38 +357,3 @@ def test_cudnn_layers(layer, dtype):
     for mine, theirs in zip(module.parameters(), control.parameters(), strict=True):
         assert mine.grad.dtype is FP32
         torch.testing.assert_close(mine.grad, theirs.grad.float(), rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.gpu
-@halves
-def test_cudnn_convolutions(dtype):
-    """Forward and transposed, in the region's dtype."""
-    x, weight = torch.randn(1, 4, 8, 8, device="cuda"), torch.randn(4, 4, 3, 3, device="cuda")
-    with autocast("cuda", dtype):
-        forward = torch.cudnn_convolution(x, weight, (1, 1), (1, 1), (1, 1), 1, False, False, True)
-        transpose = torch.cudnn_convolution_transpose(
-            x, weight, (1, 1), (0, 0), (1, 1), (1, 1), 1, False, False, True
-        )
-    assert forward.dtype is transpose.dtype is dtype
-
-
-@pytest.mark.gpu
-@halves
-def test_promotion_equals_torch_on_the_device(dtype):
-    """dot, index_put, grid_sampler and scatter_add."""
-    index = torch.tensor([0, 2], device="cuda")
-    x, y = torch.randn(4, device="cuda"), torch.randn(4, device="cuda", dtype=dtype)
-    grid = torch.rand(1, 2, 2, 2, device="cuda", dtype=dtype)
-    calls = (
-        lambda: torch.dot(x, y),
-        lambda: torch.index_put(x, (index,), y[:2]),
-        lambda: torch.scatter_add(x, 0, index, y[:2]),
-        lambda: torch.grid_sampler(x.reshape(1, 1, 2, 2), grid, 0, 0, False),
-    )
-    for call in calls:
-        with torch.autocast("cuda", dtype):
-            theirs = call()
-        with autocast("cuda", dtype, policy=Policy.torch("cuda")):
-            ours = call()
-        assert ours.dtype is theirs.dtype is FP32
-        assert torch.equal(ours, theirs)

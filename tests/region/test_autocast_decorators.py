@@ -168,36 +168,6 @@ def test_coroutine_runs_inside_and_others_outside():
     assert inspect.iscoroutinefunction(worker(autocast("cpu"), []))
 
 
-def test_coroutine_cancelled_or_failing():
-    before, seen = state(), []
-
-    @autocast("cpu")
-    async def waits():
-        try:
-            await asyncio.sleep(10)
-        except asyncio.CancelledError:
-            seen.append(product())
-            raise
-
-    @autocast("cpu")
-    async def fails():
-        await asyncio.sleep(0)
-        raise LookupError
-
-    async def main():
-        task = asyncio.ensure_future(waits())
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        with pytest.raises(LookupError):
-            await fails()
-        assert state() == before
-
-    asyncio.run(main())
-    assert seen == [BF16]
-
-
 def test_asynchronous_generator():
     """The body runs inside the region wherever it is resumed."""
     before, seen = state(), []

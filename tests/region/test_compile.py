@@ -167,17 +167,6 @@ def test_register_op_is_seen_by_code_compiled_before() -> None:
             ampkit.policy.policy._Registered.changes += 1
 
 
-def test_equal_policies_share_compiled_code() -> None:
-    """Policies are compared by what they say: a new object with the same rules costs no compilation."""
-    net, x = Net(), torch.randn(5, 8)
-    compiled = torch.compile(outputs, backend="eager", fullgraph=True)
-    torch._dynamo.utils.counters.clear()
-    for _ in range(3):
-        with autocast("cpu", policy=TORCH.with_rules({"aten::gelu": Rule.FLOAT32})):
-            compiled(net, x)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
 # State, failures, and what keeps code compiled for one policy from running under another
 
 
@@ -300,16 +289,6 @@ def test_the_graph_that_a_compiler_gets_is_that_of_torch_amp(dtype: torch.dtype)
     assert len(wanted) == 2
     assert any("_to_copy" in operator for operator in wanted[0])
     assert traced(lambda: autocast("cpu", dtype, policy=Policy.torch("cpu"))) == wanted
-
-
-def test_marks() -> None:
-    """No two policies share a mark; torch's list has none; a full register starts over."""
-    net, other = Net(), Net()
-    differ = [TORCH.with_rules({"aten::gelu": Rule.FLOAT32}), *policies(net)[1:], module_rules(other)]
-    marks = [policy_guard.mark_of((("cpu", policy),)) for policy in differ]
-    assert len(set(marks)) == len(marks)
-    assert policy_guard.mark_of((("cpu", TORCH),)) == ()
-    assert policy_guard.mark_of((("cpu", Policy.torch("cpu")), ("cuda", Policy.torch("cuda")))) not in ((), *marks)
 
 
 def test_marks_that_collide_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:

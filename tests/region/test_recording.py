@@ -1,7 +1,6 @@
 """`record_casts`: what a record says, beside what was done, and that taking it changes nothing."""
 
 import textwrap
-import threading
 import weakref
 from collections import Counter
 
@@ -145,20 +144,6 @@ def test_only_regions_entered_inside_and_plain_modes_after(net):
         assert type(dispatcher.current()) is AutocastMode
         net(X)
     assert len(record.calls) == 7
-
-
-def test_all_threads(net):
-    def work():
-        with autocast("cpu"):
-            net(X)
-
-    with record_casts() as record:
-        threads = [threading.Thread(target=work) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(record.calls) == 18
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

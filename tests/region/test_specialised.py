@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampkit import Policy, Rule, autocast
-from ampkit.policy.operator_kernels import source
+from ampkit import Policy, autocast
 from ampkit.policy.operator_keys import resolve
 from ampkit.region import specialised
 from ampkit.region.thread_state import thread
@@ -159,14 +158,6 @@ def test_ctrl_c_after_any_call_of_a_kernel_leaves_the_keys_as_they_were(written:
             n += 1
         assert n > 8
         assert torch.mm(x, w).dtype is BF16
-
-
-def test_source_says_what_a_kernel_does() -> None:
-    text = source(resolve("linear"), Rule.LOWER)
-    assert text.startswith("def linear(_keys, input, weight, bias=None):")
-    assert "_dtype_of(_DEVICE)" in text
-    assert "return _operator(input, weight, bias)" in text
-    assert "_float32" in source(resolve("gelu"), Rule.FLOAT32)
 
 
 def test_a_traceback_shows_the_line_of_the_kernel(written: None) -> None:

@@ -55,20 +55,6 @@ def test_regions_of_several_threads_at_once():
     assert state() == before
 
 
-def test_one_region_object_in_several_threads():
-    region = autocast("cpu", FP16)
-
-    def call(together):
-        with region:
-            together.wait(20)
-            inside = product()
-            with region:
-                together.wait(20)
-        return inside, product()
-
-    assert in_threads([call] * 4) == [(FP16, FP32)] * 4
-
-
 def replicas_give(model):
     """The dtypes that replicas of a module give in threads, as `nn.DataParallel` makes and calls them."""
     def call(replica):
@@ -161,9 +147,8 @@ assert all(installed[op.name()] is op for table in tables for op in table)
 
 def test_first_regions_of_a_process_in_several_threads():
     """Each thread's look-up of an operator may get an object of its own from torch; a rule must be found by any."""
-    for _ in range(2):
-        ran = subprocess.run([sys.executable, "-c", FIRST_REGIONS], capture_output=True, text=True)
-        assert ran.returncode == 0, ran.stderr
+    ran = subprocess.run([sys.executable, "-c", FIRST_REGIONS], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_threads_that_end_inside_a_region_leave_nothing_behind():

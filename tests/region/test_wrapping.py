@@ -99,22 +99,6 @@ def test_lazy_module_stays_wrapped_when_it_has_its_weights():
     assert pickle.loads(pickle.dumps(model))(X).dtype is BF16
 
 
-@pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt])
-def test_exceptions_leave_the_region(error):
-    class Fails(nn.Module):
-        def forward(self, x):
-            raise error
-
-    before = state()
-    for hook in (None, lambda *args: (_ for _ in ()).throw(error)):
-        module = wrap_forward(Fails(), "cpu")
-        if hook is not None:
-            module.register_forward_pre_hook(hook)
-        with pytest.raises(error):
-            module(X)
-        assert state() == before
-
-
 def test_forward_that_the_class_does_not_know():
     model = Plain()
     model.forward = lambda x: x

@@ -67,25 +67,9 @@ class Transformer(nn.Module):
         return self.head(self.norm(x) * self.gain)
 
 
-class Towers(nn.Module):
-    """Two branches, the second registered first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.right = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-        self.left = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-        self.stem = nn.Linear(4, 4)
-
-    def forward(self, x):
-        x = self.stem(x)
-        left = self.left(x)
-        return left + self.right(x)
-
-
 MODELS = {
     "transformer": (Transformer, lambda: torch.arange(8).view(2, 4)),
     "recomputed": (lambda: Transformer(recompute="frames"), lambda: torch.arange(8).view(2, 4)),
-    "towers": (Towers, lambda: torch.ones(2, 4)),
 }
 PLACES = [
     (name, path, end)
@@ -265,23 +249,6 @@ def test_a_half_bad_module_is_named_by_its_parameters() -> None:
         "  behind it 1 more: group 0, parameter 0",
         "for names call overflow_report(model), or make the optimizer with model.named_parameters()",
     ]
-
-
-def test_two_optimizers_of_one_model_make_one_report() -> None:
-    torch.manual_seed(0)
-    model = Transformer()
-    body = torch.optim.SGD(model.blocks.parameters(), lr=0.1)
-    rest = torch.optim.SGD([p for n, p in model.named_parameters() if not n.startswith("blocks")], lr=0.1)
-    scaler = GradScaler("cpu", 1.0)
-    explode(model.blocks[2].n2, "output")
-    with autocast("cpu", dtype=torch.bfloat16):
-        loss = model(torch.arange(8).view(2, 4)).float().square().mean()
-    scaler.scale(loss).backward()
-    for optimizer in (rest, body):
-        scaler.step(optimizer)
-    report = scaler.overflow_report(model)
-    assert (report.first_bad, report.finite_down_to) == (("blocks.2.n2",), "blocks.2.mlp.0")
-    assert report[-1].name == "embed.weight"
 
 
 def test_losses_that_are_casts_of_leaves_leaves_or_too_large() -> None:

@@ -169,22 +169,3 @@ def test_python_losses_and_none_are_understood() -> None:
     param.grad = torch.ones(1)
     scaler.step(torch.optim.SGD([param], lr=1.0), None)  # no closure at all
     assert param.item() < 1.0
-
-
-def test_another_loss_of_the_iteration_does_not_block_the_step_after_a_bad_evaluation() -> None:
-    """The bad gradients must not pass for those of a backward outside the closure, as SAM has it."""
-    scaler = GradScaler("cpu")
-    problem = Problem(scaler, fail_at=1, how="gradient")
-    ours = lbfgs(problem)
-    other = torch.nn.Parameter(torch.ones(3))
-    sgd = torch.optim.SGD([other], lr=0.1)
-    results = []
-    for _ in range(3):
-        sgd.zero_grad()
-        scaler.scale(other.square().sum()).backward()
-        scaler.step(sgd)
-        results.append(scaler.step(ours, problem.closure))
-        scaler.update()
-    assert results[0] is None
-    assert all(loss.isfinite() for loss in results[1:])
-    assert problem.evaluations > 3

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from tests.helpers import scaler_ranks
-from tests.helpers.ranks import RankError, on_ranks
+from tests.helpers.ranks import on_ranks
 from tests.helpers.scaler_ranks import INF_AT, STEPS
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")]
@@ -22,7 +21,6 @@ TRAINED: list[tuple[int, Callable[..., Any], str, bool]] = [
     (2, scaler_ranks.ddp, "foreach", True),
     *((2, scaler_ranks.fsdp, which, False) for which in ("foreach", "fused")),
     (2, scaler_ranks.fsdp, "foreach", True), (2, scaler_ranks.fsdp, "ampkit", True),
-    (2, scaler_ranks.tensor_parallel, "fused", False), (2, scaler_ranks.tensor_parallel, "foreach", True),
     (4, scaler_ranks.fsdp, "fused", True),
     (4, scaler_ranks.two_dimensions, "foreach", False), (4, scaler_ranks.two_dimensions, "fused", True),
 ]
@@ -98,13 +96,6 @@ def test_a_process_group_agrees_for_every_optimizer(which: str) -> None:
         assert seen["tracker"] == 1
 
 
-def test_torchs_sharded_scaler_lets_fused_ranks_drift_apart() -> None:
-    """The reason for the test above."""
-    first, second = on_ranks(scaler_ranks.by_hand, "fused", False, ShardedGradScaler)
-    assert first["scales"] != second["scales"]
-    assert first["moved"] != second["moved"]
-
-
 @pytest.mark.parametrize(("world", "which"), [(2, "foreach"), (2, "fused"), (4, "fused")])
 def test_a_rank_without_gradients_follows_the_others(world: int, which: str) -> None:
     ranks = on_ranks(scaler_ranks.by_hand, which, True, world=world)
@@ -118,15 +109,6 @@ def test_a_rank_without_gradients_follows_the_others(world: int, which: str) -> 
 def test_gradients_on_several_meshes_agree_over_all_of_them(bad_rank: int) -> None:
     for seen in on_ranks(scaler_ranks.several_meshes, bad_rank, world=4):
         assert seen == {"scale": 2.0**15, "plain": [1.0, 1.0]}
-
-
-def test_torch_agrees_over_fewer_ranks() -> None:
-    """The reason for the test above: some ranks step, others skip."""
-    try:
-        ranks = on_ranks(scaler_ranks.several_meshes, 3, torch.amp.GradScaler, world=4)
-    except RankError:
-        return
-    assert len({seen["scale"] for seen in ranks}) > 1
 
 
 def test_pending_reductions_are_settled_first() -> None:

@@ -44,56 +44,6 @@ def test_the_record_that_a_caller_holds_is_the_record(cls, replaced: bool) -> No
     assert state["stage"] is OptState.STEPPED
 
 
-class ClosureScaler(GradScaler):
-    """As Composer's: an optimizer evaluates the loss itself, gradients are unscaled and checked by the record."""
-
-    def step(self, optimizer, *args, **kwargs):
-        closure = kwargs["closure"]
-
-        def evaluate():
-            state = self._per_optimizer_states[id(optimizer)]
-            state["stage"] = OptState.READY
-            loss = closure()
-            self.unscale_(optimizer)
-            return loss if not sum(flag.item() for flag in state["found_inf_per_device"].values()) else None
-
-        return optimizer.step(closure=evaluate)
-
-    def update(self, new_scale=None):
-        scale, tracker = self._check_scale_growth_tracker("update")
-        (state,) = self._per_optimizer_states.values()
-        (found_inf,) = state["found_inf_per_device"].values()
-        rule = self._growth_factor, self._backoff_factor, self._growth_interval
-        torch._amp_update_scale_(scale, tracker, found_inf, *rule)
-        self._per_optimizer_states = defaultdict(torchs_state)
-
-
-class Stepped(torch.optim.SGD):
-    """Steps if the closure does not return None."""
-
-    def step(self, closure):
-        with torch.enable_grad():
-            return None if closure() is None else super().step()
-
-
-def test_a_subclass_with_records_of_its_own_skips_steps_with_inf() -> None:
-    param = torch.nn.Parameter(torch.ones(1))
-    optimizer = Stepped([param], lr=1.0)
-    scaler = ClosureScaler("cpu", 4.0)
-    seen = []
-    for factor in (0.5, INF, 0.25):
-        def closure(factor=factor):
-            optimizer.zero_grad()
-            loss = param.sum() * factor
-            scaler.scale(loss).backward()
-            return loss
-
-        scaler.step(optimizer, closure=closure)
-        scaler.update()
-        seen.append((param.item(), scaler.get_scale()))
-    assert seen == [(0.5, 4.0), (0.5, 2.0), (0.25, 2.0)]
-
-
 def test_a_shared_gradient_is_unscaled_again_after_records_were_replaced() -> None:
     """Nothing that was known of the iteration before lives on."""
     shared = torch.nn.Parameter(torch.ones(1))

@@ -77,31 +77,6 @@ def test_containers_are_looked_into_and_casts_differentiated() -> None:
     assert x.grad.tolist() == [2.0, 2.0]
 
 
-def test_promotion_of_one_dtype_keeps_it() -> None:
-    function = promote_function(lambda a, b: (a.dtype, b.dtype))
-    with autocast("cpu", LOW):
-        for dtype in (LOW, torch.int64):
-            assert function(torch.ones(1, dtype=dtype), torch.ones(1, dtype=dtype)) == (dtype, dtype)
-
-
-def test_disable_casts_restores_everything() -> None:
-    """Nested, and also when the body raises."""
-    a = torch.ones(2, 2)
-
-    def suspended(cause: type[Exception]) -> None:
-        with disable_casts():
-            assert torch.mm(a, a).dtype is torch.float32
-            with disable_casts():
-                assert torch.mm(a, a).dtype is torch.float32
-            assert torch.mm(a, a).dtype is torch.float32
-            raise cause
-
-    with autocast("cpu", LOW):
-        with pytest.raises(KeyError):
-            suspended(KeyError)
-        assert torch.mm(a, a).dtype is LOW
-
-
 def test_torchs_functions_become_rules_and_stay_themselves() -> None:
     x = torch.ones(2, 2)
     kept = torch.cumsum, F.softmax, torch.Tensor.lerp, F.cross_entropy, torch.linalg.norm

@@ -99,12 +99,6 @@ def test_other_containers() -> None:
     assert encoding["x"].dtype is torch.float32
 
 
-def test_casts_are_differentiated() -> None:
-    x = torch.ones(2, requires_grad=True)
-    cast_tree([x], torch.float16)[0].float().sum().backward()
-    assert x.grad.dtype is torch.float32
-
-
 # --- half
 
 
@@ -229,31 +223,6 @@ def test_copies_pickles_and_compilation() -> None:
     torch._dynamo.reset()
     x = torch.randn(2, 4)
     assert torch.equal(torch.compile(head, backend="eager", fullgraph=True)(x), head(x))
-
-
-class Factory(nn.Module):
-    """Makes its first state from nothing, in the default dtype."""
-
-    def __init__(self, cell: type[nn.Module]) -> None:
-        super().__init__()
-        self.rnn = cell(4, 3)
-        self.first = (torch.zeros(1, 2, 3),) * 2 if cell is nn.LSTM else torch.zeros(1, 2, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.rnn(x, self.first)[0]
-
-
-@pytest.mark.parametrize("dtype", SIXTEEN_BIT, **ids)
-@pytest.mark.parametrize("cell", [nn.RNN, nn.LSTM, nn.GRU])
-def test_a_region_covers_what_forward_makes(cell: type[nn.Module], dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    model = Factory(cell)
-    x = torch.randn(5, 2, 4)
-    with pytest.raises((RuntimeError, ValueError)):
-        half(model, dtype)(x)
-    low = half(model, dtype, in_region=True, cast_outputs=torch.float32)
-    torch.testing.assert_close(low(x), model(x), rtol=0.1, atol=0.02)
-    assert not torch.is_autocast_enabled("cpu")
 
 
 def test_a_parameter_that_does_not_fit_is_found_before_anything_changes() -> None:

@@ -93,19 +93,6 @@ def test_accumulation_over_gradients_that_view_ddps_buckets(opt_level: str, tmp_
     assert all(torch.equal(a, b) for a, b in zip(got, weights(lambda model: model), strict=True))
 
 
-def test_masters_accumulate_in_float32() -> None:
-    """Many small gradients are not lost beside a large one, as they would be in a float16 `.grad`."""
-    model = nn.Linear(1, 1, bias=False)
-    model, optimizer = initialize(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", dtype=torch.float16, loss_scale=1.0, verbosity=0
-    )
-    backward(model(torch.full((1, 1), 64.0)).sum(), optimizer)
-    for _ in range(16):
-        backward(model(torch.full((1, 1), 2.0**-6)).sum(), optimizer)
-    (master,) = master_params(optimizer)
-    assert master.grad.item() == 64.25
-
-
 @pytest.mark.parametrize("opt_level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize(
     "optimizer_of",

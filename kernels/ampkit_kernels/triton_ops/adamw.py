@@ -182,7 +182,6 @@ def adamw_(
     amsgrad: bool = False,
     copies: Sequence[Tensor] | None = None,
     cache: StepCache | None = None,
-    config: Config | None = None,
     **options: Any,
 ) -> None:
     """Launch both kernels per combination of dtypes; see the module's docstring. `options` are those of `_launch`."""
@@ -194,7 +193,7 @@ def adamw_(
     run_step(
         lists, steps, partial(_launch, amsgrad=amsgrad, copy=copies is not None),
         partial(reference.adamw_, max_exp_avg_sqs=(), amsgrad=amsgrad),
-        CONFIGS if config is None else dict.fromkeys(CONFIGS, config), N_COEFFICIENTS, cache, options,
+        CONFIGS, N_COEFFICIENTS, cache, options,
     )
 
 

@@ -60,7 +60,7 @@ def count_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, counts, 
         b += tl.num_programs(0)
 
 
-def nonfinite_counts(grads: Sequence[Tensor], config: Config | None = None) -> Tensor:
+def nonfinite_counts(grads: Sequence[Tensor]) -> Tensor:
     """Launch `count_kernel` once per dtype of at least one gradient; see the module's docstring."""
     flat, other, _ = flat_rows(grads)
     rows_of: dict[torch.dtype, list[int]] = {}
@@ -70,7 +70,7 @@ def nonfinite_counts(grads: Sequence[Tensor], config: Config | None = None) -> T
     parts = [(other, reference.nonfinite_counts(pick(grads, other)))] if other else []
     for dtype, rows in rows_of.items():
         counts = torch.zeros((len(rows), 2), dtype=torch.int64, device=grads[0].device)
-        table_for([pick(grads, rows)], config or CONFIG).launch(count_kernel, counts, **one_list(dtype))
+        table_for([pick(grads, rows)], CONFIG).launch(count_kernel, counts, **one_list(dtype))
         parts.append((rows, counts))
     for rows, counts in parts:
         for i, row in zip(rows, counts.unbind(), strict=True):

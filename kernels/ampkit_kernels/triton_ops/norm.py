@@ -126,11 +126,7 @@ def finish_kernel(partials, n_partials, result_ptr, inv_scale_ptr, factor_ptr, m
 
 
 def norm_and_check(
-    grads: Sequence[Tensor],
-    inv_scale: Tensor,
-    found_inf: Tensor,
-    norm_type: float = 2.0,
-    config: Config | None = None,
+    grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, norm_type: float = 2.0
 ) -> Tensor:
     """Launch `norm_kernel` once per dtype, then `finish_kernel`; see the module's docstring.
 
@@ -139,7 +135,7 @@ def norm_and_check(
     flat, other, _ = flat_rows(grads)
     if norm_type not in KERNEL_NORMS or not flat:
         return reference.norm_and_check(grads, inv_scale, found_inf, norm_type)
-    norm, _ = _norm(pick(grads, flat), inv_scale, found_inf, norm_type, None, config)
+    norm, _ = _norm(pick(grads, flat), inv_scale, found_inf, norm_type, None)
     if not other:
         return norm
     rest = reference.norm_and_check(pick(grads, other), inv_scale, found_inf, norm_type)
@@ -154,19 +150,18 @@ def norm_and_clip_factor(
 
     The factor is `inv_scale * min(1, max_norm / (norm + 1e-6))`, 0-d float32.
     """
-    return _norm(grads, inv_scale, found_inf, norm_type, max_norm, None)
+    return _norm(grads, inv_scale, found_inf, norm_type, max_norm)
 
 
 def _norm(
-    grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, norm_type: float, max_norm: float | None,
-    config: Config | None,
+    grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, norm_type: float, max_norm: float | None
 ) -> tuple[Tensor, Tensor]:
     device, order = inv_scale.device, KERNEL_NORMS[norm_type]
     parts = by_dtype(grads)
     wide = any(part[0].dtype is torch.float64 for part in parts)
     result = torch.empty((), dtype=torch.float64 if wide else torch.float32, device=device)
     factor = inv_scale if max_norm is None else torch.empty((), dtype=torch.float32, device=device)
-    tables = [table_for([part], config or CONFIGS[part[0].element_size()]) for part in parts]
+    tables = [table_for([part], CONFIGS[part[0].element_size()]) for part in parts]
     n_partials = sum(table.n_programs for table in tables)
     partials = torch.empty(n_partials, dtype=torch.float64, device=device)
     first = 0

@@ -111,7 +111,6 @@ def sgd_(
     started: Sequence[Tensor] | None = None,
     copies: Sequence[Tensor] | None = None,
     cache: StepCache | None = None,
-    config: Config | None = None,
     **options: Any,
 ) -> None:
     """Launch `sgd_kernel` once per combination of dtypes; see the module's docstring.
@@ -129,7 +128,7 @@ def sgd_(
         lists["copies"] = copies
     return run_step(
         lists, (), partial(_launch, copy=copies is not None), partial(reference.sgd_, momentum_buffers=()),
-        CONFIGS if config is None else dict.fromkeys(CONFIGS, config), 0, cache, {"momentum": momentum, **options},
+        CONFIGS, 0, cache, {"momentum": momentum, **options},
     )
 
 

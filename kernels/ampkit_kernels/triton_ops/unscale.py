@@ -72,27 +72,25 @@ def unscale_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, factor
                 tl.store(found_inf_ptr, 1.0)
 
 
-def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, config: Config | None = None) -> None:
+def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
     """Launch `unscale_kernel` once per dtype; see the module's docstring."""
     flat, other, _ = flat_rows(grads)
     if other:
         reference.unscale_(pick(grads, other), inv_scale, found_inf)
-    _launch(pick(grads, flat), inv_scale, found_inf, config, CHECKS=True, SKIPS=False)
+    _launch(pick(grads, flat), inv_scale, found_inf, CHECKS=True, SKIPS=False)
 
 
-def multiply_(
-    grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None, config: Config | None = None
-) -> None:
+def multiply_(grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None) -> None:
     """Launch `unscale_kernel` without its check once per dtype; see the module's docstring."""
     flat, other, _ = flat_rows(grads)
     if other:
         reference.multiply_(pick(grads, other), factor, found_inf)
     flag = factor if found_inf is None else found_inf
-    _launch(pick(grads, flat), factor, flag, config, CHECKS=False, SKIPS=found_inf is not None)
+    _launch(pick(grads, flat), factor, flag, CHECKS=False, SKIPS=found_inf is not None)
 
 
-def _launch(grads: Sequence[Tensor], factor: Tensor, flag: Tensor, config: Config | None, **constants: bool) -> None:
+def _launch(grads: Sequence[Tensor], factor: Tensor, flag: Tensor, **constants: bool) -> None:
     for group in by_dtype(grads):
         dtype = group[0].dtype
-        table = table_for([group], config or CONFIGS[dtype.itemsize])
+        table = table_for([group], CONFIGS[dtype.itemsize])
         table.launch(unscale_kernel, factor, flag, **one_list(dtype), **constants)

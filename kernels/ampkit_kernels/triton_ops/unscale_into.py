@@ -84,7 +84,6 @@ def unscale_into_(
     found_inf: Tensor,
     *,
     accumulate: bool = False,
-    config: Config | None = None,
 ) -> None:
     """Launch `unscale_into_kernel` once per pair of dtypes; see the module's docstring."""
     flat, other, _ = flat_rows(sources, destinations)
@@ -93,7 +92,7 @@ def unscale_into_(
             pick(sources, other), pick(destinations, other), inv_scale, found_inf, accumulate=accumulate
         )
     for parts, _, aligned in groups(pick(sources, flat), pick(destinations, flat)):
-        table = table_for(parts, config or (CONFIG_ADDING if accumulate else CONFIG), aligned=aligned)
+        table = table_for(parts, CONFIG_ADDING if accumulate else CONFIG, aligned=aligned)
         dtype = torch.promote_types(parts[0][0].dtype, parts[1][0].dtype)
         table.launch(
             unscale_into_kernel, table.n_tensors, inv_scale, found_inf, **_dtypes(parts), ACC=accumulator(dtype),
@@ -102,13 +101,13 @@ def unscale_into_(
         )
 
 
-def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor], config: Config | None = None) -> None:
+def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
     """Launch `unscale_into_kernel` without a factor once per pair of dtypes; see the module's docstring."""
     flat, other, _ = flat_rows(sources, destinations)
     if other:
         reference.cast_(pick(sources, other), pick(destinations, other))
     for parts, _, aligned in groups(pick(sources, flat), pick(destinations, flat)):
-        table = table_for(parts, config or CONFIG, aligned=aligned)
+        table = table_for(parts, CONFIG, aligned=aligned)
         dtypes = _dtypes(parts)
         table.launch(
             unscale_into_kernel, table.n_tensors, table.numels, table.numels, **dtypes, ACC=dtypes["SOURCE"],

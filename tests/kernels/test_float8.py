@@ -1,0 +1,107 @@
+"""The FP8 kernels in the interpreter: the bits of PyTorch's operators, and the bytes of the byte model.
+
+Triton's interpreter converts to FP8 without carry, without saturation and NaN to 384; torch's cast takes its place.
+"""
+
+import pytest
+import torch
+
+from ampkit_kernels import Scaling, quantize
+from benchmarks import byte_model as model
+from tests.kernels.test_bytes import count_accesses
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+TENSOR, GRADIENT = Scaling(False, E4M3, False), Scaling(False, E5M2, False)
+ROW = Scaling(True, E4M3, True)
+FORMS = [
+    (TENSOR, TENSOR), (TENSOR, None), (None, TENSOR), (GRADIENT, GRADIENT), (TENSOR, GRADIENT),
+    (ROW, ROW), (ROW, None), (None, ROW), (None, ROW._replace(rowwise=False)), (ROW._replace(power_of_2=False), TENSOR),
+]
+
+
+@pytest.fixture
+def interpreted_float8(interpreted, monkeypatch):
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    from ampkit_kernels.triton_ops import float8
+
+    convert = interpreter._convert_float
+
+    def corrected(data, source, target, rounding):
+        dtype = {tl.float8e4nv: E4M3, tl.float8e5: E5M2}.get(target)
+        if dtype is None or source != tl.float32:
+            return convert(data, source, target, rounding)
+        return torch.tensor(data).to(dtype).view(torch.uint8).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", corrected)
+    monkeypatch.setattr(float8, "CONFIG", float8.Config(block=256))
+    return float8
+
+
+def matrix(rows, columns, dtype, special):
+    x = torch.randn(rows, columns) * (3 * torch.randn(rows, 1)).exp()
+    x[rows // 2] = 0
+    for i, value in enumerate(special):
+        x[3 * i % rows, 5 * i % columns] = value
+    return x.to(dtype)
+
+
+def assert_same_forms(x, forms):
+    for got, want in zip(quantize(x, *forms, impl="triton"), quantize(x, *forms), strict=True):
+        assert (got is None) is (want is None)
+        if got is not None and want is not None:
+            assert (got.data.dtype, got.scale.shape) == (want.data.dtype, want.scale.shape)
+            torch.testing.assert_close(got.data.float(), want.data.float(), rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(got.scale, want.scale, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("forms", FORMS, ids=[f"{rows}, {columns}" for rows, columns in FORMS])
+def test_the_bits_of_pytorchs_operators(interpreted_float8, forms):
+    """Zeros, inf and NaN among them; sizes that are no multiple of a tile or of 16."""
+    assert_same_forms(matrix(80, 48, torch.bfloat16, ()), forms)
+    assert_same_forms(matrix(13, 80, torch.float32, (float("nan"), float("inf"))), forms)
+
+
+@pytest.mark.parametrize("forms", [(TENSOR, TENSOR), (ROW, ROW)], ids=["tensor", "row"])
+def test_any_strides(interpreted_float8, forms):
+    x = matrix(7, 18, torch.float16, (-float("inf"),))
+    for each in (x.t(), x[:, ::2], torch.cat([x[:1], x])[1:], x[:1], x[:, :1]):
+        assert_same_forms(each, forms)
+
+
+def test_long_rows_take_pytorchs_operators(interpreted_float8, monkeypatch):
+    monkeypatch.setattr(interpreted_float8, "LONGEST_ROW", 32)
+    monkeypatch.setattr(interpreted_float8, "_by_rows", None)
+    rows, _ = quantize(torch.ones(2, 48), ROW, None, impl="triton")
+    assert rows.data.shape == (2, 48)
+
+
+@pytest.mark.parametrize(
+    ("forms", "want"),
+    [
+        ((TENSOR, TENSOR), model.FLOAT8_TENSOR), ((ROW, ROW), model.FLOAT8_ROWS_AND_COLUMNS),
+        ((ROW, None), model.FLOAT8_ROWS),
+    ],
+)
+def test_bytes(interpreted_float8, monkeypatch, forms, want):
+    """Of the matrix and its forms; scales and amaxes are one number for each row."""
+    x, made, empty = torch.randn(64, 128).bfloat16(), [], torch.Tensor.new_empty
+
+    def watched(self, *args, **kwargs):
+        made.append(empty(self, *args, **kwargs))       # alive, or another tensor would have its address
+        if made[-1].dtype is E4M3:
+            ranges.append((made[-1].data_ptr(), made[-1].data_ptr() + made[-1].nbytes))
+        return made[-1]
+
+    ranges = [(x.data_ptr(), x.data_ptr() + x.nbytes)]
+    touched = count_accesses(monkeypatch, ranges)
+    monkeypatch.setattr(torch.Tensor, "new_empty", watched)
+    quantize(x, *forms, impl="triton")
+    assert (touched["load"], touched["store"]) == (want.read * x.numel(), want.written * x.numel())
+
+
+def test_what_is_no_matrix_is_refused():
+    for x in (torch.ones(4), torch.ones(2, 0), torch.ones(2, 2, dtype=torch.float64)):
+        with pytest.raises(ValueError, match="quantize takes a matrix"):
+            quantize(x, ROW, None)
