@@ -173,7 +173,7 @@ class PrecisionComparison(OperatorObserver):
         if call.phase == "scaler":
             self._meet_scaler(scaling=call.caller.scaling)
         self._new_gradients |= call.phase == "backward"
-        given = tensors_in((args, kwargs))
+        given = call.given
         if not given and not facts.uninitialised and not facts.random:
             return self._run_factory(call, func, args, kwargs)
         low = any(map(self._is_low, given)) or self._asks_for_low((*args, *kwargs.values()))
@@ -217,7 +217,7 @@ class PrecisionComparison(OperatorObserver):
         low: bool, written: list[Tensor],
     ) -> Any:
         memory = self.memory
-        errors_in = [memory.error(one) for one in tensors_in((args, kwargs))]
+        errors_in = [memory.error(one) for one in call.given]
         incoming = max(errors_in, default=NONE)._replace(lost=max((one.lost for one in errors_in), default=-1))
         for one in written:
             memory.make_writable(one)

@@ -684,7 +684,7 @@ def nested(x: Tensor) -> Tensor:
     padding = torch.tensor([[False, False], [False, True]])
     with torch.no_grad():
         nn.TransformerEncoder(layer, 1).eval()(x.detach().view(2, 2, 8), src_key_padding_mask=padding)
-    return torch.nested.nested_tensor([x[:1], x[1:]], layout=torch.jagged).values()     # type: ignore[no-any-return]
+    return torch.nested.as_nested_tensor([x[:1], x[1:]], layout=torch.jagged).values()     # type: ignore[no-any-return]
 
 
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
