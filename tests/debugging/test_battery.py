@@ -20,7 +20,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:std.*degrees of freedom")
 MISSING: dict[str, set[str]] = {
     "gumbel_noise": {"cause"},          # the row of an inf that is absorbed, in place of that of the NaN
     "average_of_a_bfloat16_model": {"line", "cause", "change"},     # an average that is copied, not updated in place
-    "moments_in_bfloat16": {"line", "cause", "change"},     # what the state of an optimizer loses is not compared
     "zeroed_for_each_micro_batch": {"line", "cause", "change"},     # gradients that are cleared between micro-batches
 }
 
