@@ -187,9 +187,12 @@ def _collect_one(found: Gradients, param: Tensor, grad: Tensor, coalesce: bool) 
 
 
 def _writable(param: Tensor, grad: Tensor) -> Tensor:
-    """A dense gradient without overlapping elements or lazy signs; replaces `param.grad` if it has any."""
-    if grad.is_conj() or grad.is_neg():
-        grad = param.grad = grad.resolve_conj().resolve_neg()
+    """A dense gradient without overlapping elements or lazy conjugation; replaces `param.grad` if it has any.
+
+    A lazy negation may stay: nothing that is done to these lists depends on a sign.
+    """
+    if grad.is_conj():
+        grad = param.grad = grad.resolve_conj()
     if not grad.is_contiguous() and any(
         stride == 0 and size > 1 for size, stride in zip(grad.shape, grad.stride(), strict=True)
     ):

@@ -14,16 +14,22 @@ from typing import Any
 from torch.utils.checkpoint import CheckpointFunction
 
 from ampkit.torch_internals.dynamo import dynamo_skip
+from ampkit.torch_internals.forks import renewed_lock
 from ampkit.torch_internals.lookup import private, refuse
 
 _Frame = private("utils.checkpoint._CheckpointFrame")
+_lock = renewed_lock(__name__, "_lock")
 
 
 def follow(recomputing: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Have checkpoints recompute what `recomputing` makes, where they begin, of the function that they keep."""
+    with _lock:
+        if _Frame is not refuse and not hasattr(CheckpointFunction.forward, "_ampkit_wraps"):
+            _follow(recomputing)
+
+
+def _follow(recomputing: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     begin, forward = _Frame.__init__, CheckpointFunction.forward
-    if _Frame is refuse or hasattr(forward, "_ampkit_wraps"):
-        return
 
     @dynamo_skip
     @functools.wraps(begin)

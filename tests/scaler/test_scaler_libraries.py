@@ -212,20 +212,18 @@ def test_every_method_works_under_a_default_device(meta_by_default, rule) -> Non
     scaler.load_state_dict(scaler.state_dict())
     scaler.stats()
     param = torch.nn.Parameter(torch.ones(2, device="cpu"))
-    lbfgs = torch.optim.LBFGS([param], max_iter=2)
-    uses = [
-        (torch.optim.SGD([param], lr=0.1), scaler.unscale_),
-        (torch.optim.SGD([param], lr=0.1, fused=True, momentum=0.9), lambda optimizer: None),
-        (torch.optim.SGD([param], lr=0.1), lambda optimizer: scaler.clip_grad_norm_(optimizer, 1.0)),
-        (torch.optim.SGD([param], lr=0.1), lambda optimizer: scaler.clip_grad_value_(optimizer, 1.0)),
-    ]
+    plain = torch.optim.SGD([param], lr=0.1)
+    fused = torch.optim.SGD([param], lr=0.1, fused=True, momentum=0.9)
+    uses = [scaler.unscale_, lambda each: scaler.clip_grad_norm_(each, 1.0),
+            lambda each: scaler.clip_grad_value_(each, 1.0)]
     for factor in (1.0, INF):
-        for optimizer, use in uses:
+        for optimizer, use in [(plain, use) for use in uses] + [(fused, lambda _: None)]:
             optimizer.zero_grad()
             scaler.scale((param * factor).sum()).backward()
             use(optimizer)
             iterate(scaler, optimizer)
             assert scaler.stepped(optimizer) == (factor == 1.0)
+    lbfgs = torch.optim.LBFGS([param], max_iter=2)
 
     def closure():
         lbfgs.zero_grad()
@@ -236,7 +234,7 @@ def test_every_method_works_under_a_default_device(meta_by_default, rule) -> Non
     scaler.step(lbfgs, closure)
     scaler.update(4.0)
     assert (scaler.stats().steps, scaler.stats().skips, len(scaler.history)) == (5, 4, 9)
-    assert len(scaler.overflow_report(optimizer=uses[0][0])) == 1
+    assert len(scaler.overflow_report(optimizer=fused)) == 1
     copies = copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))
     assert [again.state_dict() for again in copies] == [scaler.state_dict()] * 2
     assert GradScaler("cpu", enabled=False).found_inf(lbfgs).device == CPU
