@@ -89,7 +89,8 @@ def search_policy(
     rounds, overflows, or makes the error that grows is tried first. The result passes, and fails without any one of its
     rules: both were evaluated. It is minimal, not always the smallest of all. Syncs as `evaluate` does.
 
-    Raises `TypeError` for a model or policy that is none.
+    Raises:
+        TypeError: a model or policy that is none.
     """
     if not isinstance(model, Module):
         raise TypeError(f"model is {type(model).__name__}; expected a torch.nn.Module")

@@ -48,7 +48,9 @@ def use_ampkit(
         scaler: in place of one made of `GradScalerKwargs`.
         cache: a `WeightCache` that keeps casts between batches.
 
-    Raises (the accelerator is as it was):
+    After an error the accelerator is as it was.
+
+    Raises:
         ValueError: a `mixed_precision` other than "fp16", "bf16" or "no", a scaler where nothing is scaled, or the name
             of no policy.
         RuntimeError: a model or optimizer has been prepared, or DeepSpeed, Megatron or XLA do the casting.

@@ -21,7 +21,8 @@ class NativeScaler(TimmScaler):
         device: the device type, as "cuda".
         scaler: in place of `GradScaler(device)`.
 
-    Raises TypeError for a scaler of torch's.
+    Raises:
+        TypeError: a scaler of torch's.
     """
 
     def __init__(self, device: str = "cuda", *, scaler: GradScaler | None = None) -> None:
@@ -42,7 +43,8 @@ class NativeScaler(TimmScaler):
         With `parameters` gradients are unscaled and clipped by timm. Without them "norm" and "value" clip all that the
         optimizer holds, in the pass that unscales.
 
-        Raises ValueError for another `clip_mode` without `parameters`. No backward has run then.
+        Raises:
+            ValueError: another `clip_mode` without `parameters`. No backward has run then.
         """
         if clip_grad is None or parameters is not None or not need_update:
             super().__call__(loss, optimizer, clip_grad, clip_mode, parameters, create_graph, need_update)

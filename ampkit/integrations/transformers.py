@@ -35,7 +35,9 @@ def use_ampkit(
         scaler: in place of `GradScaler(device)`, with `fp16=True`.
         cache: a `WeightCache` that keeps casts between batches.
 
-    Raises (the trainer is as it was):
+    After an error the trainer is as it was.
+
+    Raises:
         ValueError: a scaler without `fp16`, or the name of no policy.
         RuntimeError: the trainer has prepared its model, or DeepSpeed or XLA do the casting.
         TypeError: something that is not a `Trainer`, or a scaler of torch's.

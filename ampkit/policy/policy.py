@@ -115,7 +115,8 @@ class Policy:
     def default(cls, device_type: str) -> Policy:
         """ampkit's own rules: torch.amp's list, with float32 softmax, norms and losses on every device.
 
-        Raises `ValueError` for a device type that autocast does not know.
+        Raises:
+            ValueError: a device type that autocast does not know.
         """
         return cls("default", device_type)
 
@@ -123,7 +124,8 @@ class Policy:
     def torch(cls, device_type: str) -> Policy:
         """Exactly torch.amp's list for `device_type`: losses and gradients equal torch.amp's to the bit.
 
-        Raises `ValueError` for a device type that autocast does not know.
+        Raises:
+            ValueError: a device type that autocast does not know.
         """
         return cls("torch", device_type)
 
@@ -133,8 +135,10 @@ class Policy:
         A key is an overload (`torch.ops.aten.softmax.int`), a packet (`torch.ops.aten.softmax`: all its overloads
         but the `out=` ones), a name (`"aten::softmax.int"`, `"aten::softmax"`), or a function of torch that ATen has
         under the same name (`torch.softmax`, `functional.gelu`); a value is a `Rule` or its name.
-        Raises `TypeError` or `ValueError`, naming the operator, for an unknown operator or rule, an operator named
-        twice, and a rule that the operator cannot follow.
+
+        Raises:
+            ValueError: an unknown operator or rule, an operator named twice, or a rule that it cannot follow.
+            TypeError: a key that names no operator, or a value that is no rule.
         """
         return Policy(self.base, self.device_type, (*self.overrides, _checked_layer(rules)), self.modules)
 
@@ -151,8 +155,10 @@ class Policy:
         beats a pattern with stars, that beats a class, a nearer base class beats a farther one; of modules inside each
         other the innermost with a rule wins.
 
-        Raises `TypeError` or `ValueError`, naming the key, for a key that matches no module, is set already or is no
-        key, for another value, and where two patterns disagree about a module.
+        Raises:
+            ValueError: a key that matches no module or is set already, an unknown name of a dtype, or two patterns that
+                disagree about a module.
+            TypeError: something that is no key, or no precision or policy.
 
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
         >>> policy = Policy.default("cpu").for_modules(model, {"1": torch.float32})
@@ -225,8 +231,10 @@ class Policy:
     def explain(self, op: Operator) -> Explanation:
         """The rule `op` follows, which layer of the policy set it, and why. `str()` of it is one line.
 
-        `op` is a key as in `with_rules`. Raises `ValueError` for an unknown operator, and for overloads that follow
-        different rules.
+        `op` is a key as in `with_rules`.
+
+        Raises:
+            ValueError: an unknown operator, or one whose overloads follow different rules.
 
         >>> print(Policy.torch("cpu").explain(torch.nn.functional.linear))
         aten::linear: LOWER (set by torch): matrix units multiply in half precision and accumulate in float32
@@ -253,8 +261,10 @@ class Policy:
     def to_dict(self) -> dict[str, Any]:
         """The policy as plain dicts, lists and strings, for JSON or a checkpoint; `from_dict` reads it back.
 
-        A module that was given as a key is written by its path. Raises `ValueError` for rules of several models, which
-        one call of `from_dict` cannot bind.
+        A module that was given as a key is written by its path.
+
+        Raises:
+            ValueError: rules of several models, which one call of `from_dict` cannot bind.
         """
         if len(self._models()) > 1:
             raise ValueError(
@@ -280,8 +290,10 @@ class Policy:
 
         Without "device_type" the policy is for the current accelerator, else the CPU. Untrusted data is safe: reading
         it imports nothing and runs no code; module classes are looked up among those of the model.
-        Raises `TypeError` or `ValueError`, saying what is wrong, for anything that `to_dict` does not write, for module
-        rules without a model, and for those that match none of its modules.
+
+        Raises:
+            TypeError, ValueError: what `to_dict` does not write, module rules without a model, or rules that match none
+                of its modules.
 
         >>> Policy.from_dict({"base": "torch", "device_type": "cpu", "rules": [{"aten::mm": "keep"}]})
         Policy.torch('cpu').with_rules({'aten::mm.default': Rule.KEEP, 'aten::mm.dtype': Rule.KEEP})
@@ -342,7 +354,10 @@ def register_op(op: Operator | Any, rule: Rule | str) -> None:
 
     `op` is an overload, a packet, a name such as `"mylib::attention"`, or what `torch.library.custom_op` returned.
     `Policy.with_rules` still overrides it. An operator with a dtype from `torch.library.register_autocast` needs no
-    call: regions respect it. Raises `TypeError` or `ValueError` for an unknown operator or rule.
+    call: regions respect it.
+
+    Raises:
+        TypeError, ValueError: an unknown operator or rule.
     """
     value = checked_rule(rule, op)
     for found in overloads(getattr(op, "_opoverload", op), value):

@@ -40,16 +40,22 @@ class autocast:
     Inside, matrix products, convolutions and the like take `dtype` inputs; softmax, norms and losses float32 ones;
     operators that need one dtype for all inputs get the widest. `Policy.explain` says what an operator does and why.
 
-    `device_type`: a device type or a string like `"cuda:0"`; None is the current accelerator, else `"cpu"`.
-    `dtype`: a dtype or its name; None is the enclosing region's, else float16 on accelerators and bfloat16 on CPU.
-    `enabled`: False makes a disabled region, in which nothing is cast.
-    `cache_enabled`: whether the cast of a weight is kept until the outermost region is left; None is the enclosing
-    region's choice, else True. `policy`: a policy for the device type, "torch" or "default"; None is the enclosing
-    region's for this device, else the default. `cache`: a `WeightCache` that outlives the region.
+    Warns and disables itself, as torch does, if the device or the dtype is not available. Entering and leaving never
+    sync.
 
-    Warns and disables itself, as torch does, if the device or the dtype is not available. Raises `ValueError` or
-    `TypeError` for arguments of the wrong type, `RuntimeError` for a device that has no autocast or no bfloat16, and
-    on leaving, if an inner region is still open. Entering and leaving never sync.
+    Args:
+        device_type: a device type or a string like `"cuda:0"`; None is the current accelerator, else `"cpu"`.
+        dtype: a dtype or its name; None is the enclosing region's, else float16 on accelerators and bfloat16 on CPU.
+        enabled: False makes a disabled region, in which nothing is cast.
+        cache_enabled: whether the cast of a weight is kept until the outermost region is left; None is the enclosing
+            region's choice, else True.
+        policy: a policy for the device type, "torch" or "default"; None is the enclosing region's for this device,
+            else the default.
+        cache: a `WeightCache` that outlives the region.
+
+    Raises:
+        TypeError, ValueError: an argument of a wrong type, or an unknown name.
+        RuntimeError: a device that has no autocast or no bfloat16; on leaving, an inner region that is still open.
     """
 
     spec: RegionSpec

@@ -48,7 +48,10 @@ def custom_fwd(
     arguments on the device (float64 excepted, containers looked into) are cast to that dtype and the body runs with
     autocast off; outside a region it changes nothing. `device_type` None is the current accelerator, else the CPU.
     A `forward` without `ctx` has a `setup_context`: decorate that with the same arguments, since it is what records the
-    state for backward. Raises `ValueError` for a device type that is no string.
+    state for backward.
+
+    Raises:
+        ValueError: a device type that is no string.
     """
     if fwd is None:
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
@@ -78,8 +81,11 @@ def custom_bwd(*, device_type: str | None = None) -> Callable[[Callable[..., R]]
 def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None = None) -> Callable[..., Any]:
     """Decorator for the `backward` of an autograd function: it runs in the autocast state its forward ran in.
 
-    That state overrides the region that backward was called in. Raises `AttributeError` in backward if `forward`, or
-    `setup_context` where there is one, has no `custom_fwd`; `ValueError` for a device type that is no string.
+    That state overrides the region that backward was called in.
+
+    Raises:
+        AttributeError: in backward, if `forward`, or `setup_context` where there is one, has no `custom_fwd`.
+        ValueError: a device type that is no string.
     """
     if bwd is None:
         return functools.partial(custom_bwd, device_type=device_type)

@@ -124,8 +124,10 @@ def wrap_forward(
     tensors that forward returns, in any nesting of containers; None leaves them. Returns `module`, whose class is now a
     subclass of the one it had; `unwrap_forward` gives that back.
 
-    Raises `TypeError` for anything but a module or a dtype, `ValueError` for an unknown name, `RuntimeError` if it is
-    wrapped already or has a forward of its own that its class does not know, and what `autocast` raises.
+    Raises:
+        TypeError: anything but a module or a dtype.
+        ValueError: an unknown name of a dtype.
+        RuntimeError: a module that is wrapped already, or has a forward of its own that its class does not know.
     """
     if not isinstance(module, Module):
         raise TypeError(f"wrap_forward takes an nn.Module, got {type(module).__name__}; decorate functions instead")
@@ -150,8 +152,9 @@ def wrap_forward(
 def unwrap_forward(module: M) -> M:
     """Take away what `wrap_forward` put around `module`'s forward; replicas and copies keep theirs. Returns `module`.
 
-    Raises `TypeError` for anything but a module, `RuntimeError` where it is not wrapped, or something else that changes
-    its class (`initialize`, `half`) came after.
+    Raises:
+        TypeError: anything but a module.
+        RuntimeError: a module that is not wrapped, or whose class something else (`initialize`, `half`) changed after.
     """
     if not isinstance(module, Module):
         raise TypeError(f"unwrap_forward takes an nn.Module, got {type(module).__name__}")

@@ -181,7 +181,10 @@ class GradScaler(torch.amp.GradScaler):
     def scale(self, outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  torch's are cases of it
         """Multiply a loss, or every tensor in a nested list, tuple, mapping or iterator, by the scale.
 
-        A 0-d float16 or bfloat16 loss comes back as float32. Never syncs. Raises ValueError for what holds no tensors.
+        A 0-d float16 or bfloat16 loss comes back as float32. Never syncs.
+
+        Raises:
+            ValueError: something that holds no tensors.
         """
         if not self._enabled:
             return outputs
@@ -414,7 +417,11 @@ class GradScaler(torch.amp.GradScaler):
         Returns:
             The norm over all parameter groups, 0-d on the scale's device; float64 for float64 gradients, else float32.
 
-        Raises as `unscale_`, but may be called after it; RuntimeError for FSDP1 without a `process_group`.
+        May be called after `unscale_`.
+
+        Raises:
+            AssertionError, ValueError: as `unscale_`.
+            RuntimeError: called after `step`, or for FSDP1 without a `process_group`.
         """
         norm_type = float(norm_type)
         take_master_gradients(optimizer)
@@ -505,7 +512,9 @@ class GradScaler(torch.amp.GradScaler):
         One host read per evaluation.
         Returns what `optimizer.step` returned; None when the step was skipped by the host.
 
-        Raises AssertionError before anything has been scaled, RuntimeError when called before in this iteration.
+        Raises:
+            AssertionError: nothing has been scaled yet.
+            RuntimeError: called before in this iteration.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
@@ -730,8 +739,9 @@ class GradScaler(torch.amp.GradScaler):
             new_scale: a scale to use from now on, kept within the strategy's bounds: a positive number, or a 1-element
                 tensor, which is copied; if it holds 0, inf, NaN or a negative number, the scale stays.
 
-        Raises AssertionError when nothing was scaled or checked in this iteration, or for a `new_scale` of a wrong
-        kind, and ValueError for a number that is no scale.
+        Raises:
+            AssertionError: nothing was scaled or checked in this iteration, or a `new_scale` of a wrong kind.
+            ValueError: a number that is no scale.
         """
         if not self._enabled:
             return
@@ -840,8 +850,10 @@ class GradScaler(torch.amp.GradScaler):
         """Whether the last `step(optimizer)` found inf or NaN and was skipped, as a 0-d bool tensor on the device.
 
         Valid for every optimizer, fused ones included. Never syncs, unlike `if scaler.found_inf(optimizer):`. False
-        after a step that found no gradients, and when the scaler is disabled. Raises RuntimeError if `step` has not
-        been called with this optimizer.
+        after a step that found no gradients, and when the scaler is disabled.
+
+        Raises:
+            RuntimeError: `step` has not been called with this optimizer.
         """
         if not self._enabled:
             return torch.zeros((), dtype=torch.bool, device="cpu")
@@ -964,7 +976,9 @@ class GradScaler(torch.amp.GradScaler):
         The saved factors override the constructor's, as in torch. Entries of another kind of strategy than this
         scaler's, and unknown entries, are ignored with a warning.
 
-        Raises (nothing has been loaded then):
+        After an error nothing has been loaded.
+
+        Raises:
             RuntimeError: an empty dict, as a disabled scaler saves it.
             KeyError: missing entries, all of them named.
             TypeError: an entry of another type.

@@ -140,7 +140,8 @@ class FP16Optimizer(torch.optim.Optimizer):
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Limit the norm of all unscaled gradients together; returns the norm before. Never syncs.
 
-        Raises `RuntimeError` without a backward since the last step.
+        Raises:
+            RuntimeError: no backward since the last step.
         """
         if not self._gradients.unscaled:
             raise RuntimeError("clip_master_grads() without a backward since the last step")
@@ -149,7 +150,8 @@ class FP16Optimizer(torch.optim.Optimizer):
     def step(self) -> Any:  # type: ignore[override]
         """Step the masters and write the model's 16-bit weights, unless a gradient was not finite.
 
-        Raises `RuntimeError` without a backward since the last step, or where gradients were left scaled.
+        Raises:
+            RuntimeError: no backward since the last step, or gradients that were left scaled.
         """
         return self.optimizer.step()
 

@@ -30,7 +30,10 @@ R = TypeVar("R")
 def half_function(fn: Callable[P, R]) -> Callable[P, R]:
     """`fn` with its tensor arguments cast to the region's dtype, containers looked into; for use as a decorator.
 
-    Outside a region it is called as it is. Raises `TypeError` for anything but a function.
+    Outside a region it is called as it is.
+
+    Raises:
+        TypeError: anything but a function.
 
     >>> @half_function
     ... def double(x):
@@ -45,7 +48,10 @@ def half_function(fn: Callable[P, R]) -> Callable[P, R]:
 def float_function(fn: Callable[P, R]) -> Callable[P, R]:
     """`fn` computed in float32: its tensor arguments are cast up, and autocast is off inside.
 
-    Outside a region it is called as it is. Raises `TypeError` for anything but a function.
+    Outside a region it is called as it is.
+
+    Raises:
+        TypeError: anything but a function.
     """
     return _casting(fn, Rule.FLOAT32, "float_function")
 
@@ -53,7 +59,10 @@ def float_function(fn: Callable[P, R]) -> Callable[P, R]:
 def promote_function(fn: Callable[P, R]) -> Callable[P, R]:
     """`fn` with its tensor arguments cast to the widest dtype among them.
 
-    Outside a region it is called as it is. Raises `TypeError` for anything but a function.
+    Outside a region it is called as it is.
+
+    Raises:
+        TypeError: anything but a function.
     """
     return _casting(fn, Rule.PROMOTE, "promote_function")
 

@@ -26,8 +26,11 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, *, i
     values), contiguous or not; expanded ones are multiplied once. `inv_scale` and `found_inf` are one
     float32 element each, on the gradients' device. Never synchronises. Moves 8 bytes per float32 element.
 
-    Raises TypeError for integer tensors and DTensors, ValueError for mixed devices and tensors whose elements
-    overlap. Follows torch's `_amp_foreach_non_finite_check_and_unscale_`.
+    Follows torch's `_amp_foreach_non_finite_check_and_unscale_`.
+
+    Raises:
+        TypeError: integer tensors and DTensors.
+        ValueError: mixed devices, or tensors whose elements overlap.
 
     >>> import torch
     >>> grads, found_inf = [torch.tensor([2.0, 4.0])], torch.zeros(())
@@ -109,7 +112,8 @@ def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor], *, impl: st
     Any pair of float dtypes, rounded to nearest even. Never synchronises. Moves 6 bytes per float32-to-half
     element.
 
-    Raises ValueError when lengths, shapes or devices differ.
+    Raises:
+        ValueError: lengths, shapes or devices that differ.
 
     >>> import torch
     >>> half = torch.empty(2, dtype=torch.float16)
@@ -142,7 +146,8 @@ def unscale_into_(
     are only read, and share no memory with destinations. Never synchronises. Moves 6 bytes per float16
     element, 10 with `accumulate`.
 
-    Raises ValueError when lengths, shapes or devices differ.
+    Raises:
+        ValueError: lengths, shapes or devices that differ.
 
     >>> import torch
     >>> gradient, found_inf = torch.zeros(2), torch.zeros(())
@@ -285,7 +290,8 @@ def quantize(
     traced or distributed need "reference". Never synchronises. Moves 6 bytes per 16-bit element for both forms, 3 for
     rows alone.
 
-    Raises ValueError for anything but such a matrix.
+    Raises:
+        ValueError: anything but such a matrix.
 
     >>> import torch
     >>> x = torch.tensor([[1.0, -2.0], [0.5, 0.0]])
