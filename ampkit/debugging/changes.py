@@ -23,6 +23,8 @@ from ampkit.debugging.causes import advice_for
 from ampkit.debugging.operator_facts import tensors_in
 from ampkit.debugging.report import Finding, Operation, PrecisionReport, Suggestion
 from ampkit.debugging.source_lines import find_caller
+from ampkit.policy.float8_recipes import RECIPES
+from ampkit.policy.operator_keys import key_name
 from ampkit.policy.policy import Policy, Rule
 from ampkit.region.autocast import autocast
 
@@ -71,6 +73,7 @@ class PolicyChange(Change):
     model: Module
     modules: tuple[str, ...] = ()
     operators: tuple[str, ...] = ()
+    lower: bool = False     # whether modules leave FP8, for a base with such rules, in place of all low precision
 
     @property
     def policy(self) -> Policy:
@@ -78,7 +81,13 @@ class PolicyChange(Change):
         policy = self.base
         if self.operators:
             policy = policy.with_rules(dict.fromkeys(self.operators, Rule.FLOAT32))
-        return policy.for_modules(self.model, dict.fromkeys(self.modules, "float32")) if self.modules else policy
+        if not self.modules:
+            return policy
+        value: Any = torch.float32
+        if self.lower:
+            plain = Policy(policy.base, policy.device_type, policy.overrides)
+            value = plain.with_rules(dict.fromkeys(float8_operators(policy), Rule.LOWER))
+        return policy.for_modules(self.model, dict.fromkeys(self.modules, value))
 
     @property
     def code(self) -> str:
@@ -87,7 +96,11 @@ class PolicyChange(Change):
         if self.operators:
             text += ".with_rules({" + ", ".join(f'"{op}": Rule.FLOAT32' for op in self.operators) + "})"
         if self.modules:
-            text += ".for_modules(model, {" + ", ".join(f'"{path}": torch.float32' for path in self.modules) + "})"
+            value = "lower" if self.lower else "torch.float32"
+            text += ".for_modules(model, {" + ", ".join(f'"{path}": {value}' for path in self.modules) + "})"
+        if self.lower:
+            rules = ", ".join(f'"{op}": Rule.LOWER' for op in float8_operators(self.base))
+            text = f"lower = policy.with_rules({{{rules}}}); {text}"
         return text
 
     def around(self, recorder: OperatorObserver | None, snapshot: Snapshot) -> AbstractContextManager[Any]:
@@ -110,6 +123,11 @@ class PolicyChange(Change):
                 yield replace(self, modules=tuple(one for one in self.modules if one != rule))
             for rule in self.operators:
                 yield replace(self, operators=tuple(one for one in self.operators if one != rule))
+
+
+def float8_operators(policy: Policy) -> tuple[str, ...]:
+    """The operators that a policy computes in FP8."""
+    return tuple(sorted(key_name(op) for op, rule in policy.rules().items() if rule in RECIPES))
 
 
 def takes_float32(op: str, policy: Policy) -> bool:

@@ -29,6 +29,7 @@ from ampkit.debugging.report import GradientError, LostUpdate, OperatorError, Pr
 from ampkit.debugging.snapshot import Snapshot
 from ampkit.debugging.source_lines import find_caller, running_scaler
 from ampkit.debugging.storage_map import StorageMap
+from ampkit.torch_internals.float8 import WIDE_PRODUCTS
 from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque, storage_key, without_dispatch
 
 __all__ = ["Deviation", "PrecisionComparison", "compare_precision", "deviation"]
@@ -233,13 +234,14 @@ class PrecisionComparison(OperatorObserver):
         own = other_arguments(func, args, kwargs, widened, memory.wide) if low else None
         result = func(*args, **kwargs)
         results = _results(call.facts, result, args, kwargs)
+        again: Any = WIDE_PRODUCTS.get(call.op, func)
         with torch.no_grad():
             try:
                 locals_ = None
                 if own is not None:     # what a cast is given is what it would return in the wider dtype
-                    locals_ = [own[0][0]] if cast else _results(call.facts, func(*own[0], **own[1]), *own)
+                    locals_ = [own[0][0]] if cast else _results(call.facts, again(*own[0], **own[1]), *own)
                 own = None      # what is held from here on is the most that a step needs
-                references = _results(call.facts, func(*wider[0], **wider[1]), *wider)
+                references = _results(call.facts, again(*wider[0], **wider[1]), *wider)
                 if [one.shape for one in results] != [one.shape for one in references]:
                     raise ValueError("the reference has another shape: it depends on values")
             except Exception as error:      # kernels say in many ways that they do not take a wider dtype

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch.nn import Module
 
-from ampkit.debugging.changes import PolicyChange, takes_float32
+from ampkit.debugging.changes import PolicyChange, float8_operators, takes_float32
 from ampkit.debugging.precision import PrecisionComparison
 from ampkit.debugging.report import PrecisionReport
 from ampkit.debugging.snapshot import Snapshot
@@ -62,10 +62,10 @@ class SearchResult:
             return f"nothing to do: {before} passes under the policy as it is, {runs}"
         if self.status == "inconclusive":
             return f"inconclusive: {reference} fails in float32 too: precision is not the only cause, {runs}"
-        n_rules = len(self.kept)
+        n_rules, kind = len(self.kept), "LOWER" if "Rule.LOWER" in self.code else "float32"
         fails = "it fails without it" if n_rules == 1 else f"it fails without any one of the {n_rules}"
         return (
-            f"{before} fails under the policy; float32 gives {reference}\n"
+            f"{before} fails under the policy; {kind} gives {reference}\n"
             f"  keep      {', '.join(self.kept)}\n  change    {self.code}\n"
             f"  evidence  verified: {_shown(self.value)} passes, {fails}, {runs}"
         )
@@ -83,6 +83,8 @@ def search_policy(
     the model's device) must fail, and everything in float32 pass, evaluated twice; modules that it names stay as they
     are.
 
+    Under a policy with FP8 rules, modules that leave FP8 for LOWER are tried first, and float32 where that does not do.
+
     The first step of the first evaluation is compared with float32 operator by operator, some ten times slower; what
     rounds, overflows, or makes the error that grows is tried first. The result passes, and fails without any one of its
     rules: both were evaluated. It is minimal, not always the smallest of all. Syncs as `evaluate` does.
@@ -95,7 +97,15 @@ def search_policy(
         policy = Policy.default(next((one.device.type for one in model.parameters()), "cpu"))
     if not isinstance(policy, Policy):
         raise TypeError(f"policy is {type(policy).__name__}; expected a Policy")
-    search = _Search(evaluate, PolicyChange(policy, model), passes, Snapshot(model))
+    if float8_operators(policy):
+        found = _searched(evaluate, PolicyChange(policy, model, lower=True), passes)
+        if found.status != "inconclusive":
+            return found
+    return _searched(evaluate, PolicyChange(policy, model), passes)
+
+
+def _searched(evaluate: Callable[[Policy], Any], base: PolicyChange, passes: Callable[[Any], bool]) -> SearchResult:
+    search = _Search(evaluate, base, passes, Snapshot(base.model))
     with search.state:
         try:
             return search.run()
@@ -126,7 +136,7 @@ class _Search:
             if self._run(()):
                 return self._result("passes already", ())
         units = self._ranked(report)
-        if not self._test(units):
+        if not self._test(units) and not self._base.lower:
             ops = {call.op for call in casts.calls if any(map(_is_low, call.computed_in))}
             units += sorted(op for op in ops if takes_float32(op, self._base.base))
         if not (units and self._test(units) and self._run(_outermost(units))):

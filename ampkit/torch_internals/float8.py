@@ -46,6 +46,17 @@ def _has_public(a: Tensor) -> bool:
     return not hasattr(a, "_local_tensor") and (_PUBLIC_ON_CPU or a.device.type != "cpu")
 
 
+def _wide_product(a: Tensor, b: Tensor, scale_a: Any, *rest: Any, **options: Any) -> Tensor:
+    """What torch's operators compute, in the dtype of `a`. `aten::_scaled_mm_v2` has scales in lists, further on."""
+    is_v2 = isinstance(scale_a, list | tuple)
+    one, other = (scale_a[0], rest[2][0]) if is_v2 else (scale_a, rest[0])
+    return (a * one) @ (b * other)
+
+
+# For operands whose dtype is no FP8, as a reference has them.
+WIDE_PRODUCTS = {"aten::_scaled_mm": _wide_product, "aten::_scaled_mm_v2": _wide_product}
+
+
 def lacks_float8(device: torch.device) -> str:
     """Why a device does not compute FP8 products; "" where it does. On the CPU torch emulates them.
 
