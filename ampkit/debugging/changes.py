@@ -362,7 +362,7 @@ def advice(finding: Finding) -> Suggestion:
 def changes_for_precision(report: PrecisionReport, region: Region, model: Module) -> Iterator[Change]:
     """What may bring a step nearer to its reference."""
     one = report.rounds()
-    if one is None or report.underflows or one.unmoved > 0.5:
+    if one is None or report.underflows or report.lost_updates or one.unmoved > 0.5:
         return
     device = next((p.device.type for p in model.parameters()), "cpu")
     if region == "ampkit":
@@ -380,6 +380,9 @@ def advice_on_precision(report: PrecisionReport) -> Suggestion:
         scale = report.recommended_scale or 65536
         return Suggestion("scale the loss: scaler = ampkit.GradScaler()",
                           evidence=f"float16 ends at 6e-08, and a scale of up to {scale:g} overflows nowhere")
+    if report.lost_updates:
+        return Suggestion("keep float32 masters: ampkit.FP16Optimizer(optimizer), or the model in float32 and a region",
+                          evidence="the update is less than half a unit in the last place of the parameter")
     if one is not None and one.unmoved > 0.5:
         return Suggestion(f"keep what {one.file}:{one.line} updates in float32, and cast a copy of it to {one.dtype}",
                           evidence=f"{one.unmoved:.0%} of the update is less than half a unit in the last place")

@@ -262,7 +262,7 @@ class NonfiniteRecorder(OperatorObserver):
     ) -> Any:
         facts = call.facts
         self._follow_step(call)
-        given = tensors_in((args, kwargs) if kwargs else args)
+        given = call.given
         written = facts.written(args, kwargs)
         if written and facts.overwrites:
             given = [one for one in given if not any(one is other for other in written)]

@@ -214,7 +214,7 @@ class _OriginRun(PrecisionComparison):
 
     def observe(self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if call.index == self._index:
-            for one in filter(self.memory.has_copy, tensors_in((args, kwargs))):
+            for one in filter(self.memory.has_copy, call.given):
                 error, value = self.memory.error(one), self._rounded(one, self.memory.read(one))
                 if value is not None:
                     self._maker = max(self._maker, error.maker if error.lost < 0 or value else error.lost)

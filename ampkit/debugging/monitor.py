@@ -21,7 +21,7 @@ from ampkit.debugging.operator_calls import no_advice_on_hooks
 from ampkit.debugging.operator_facts import readable, tensors_in
 from ampkit.debugging.report import plain
 
-__all__ = ["TensorMonitor"]
+__all__ = ["TensorMonitor", "before_update", "lost_share"]
 
 _LOW = (torch.float16, torch.bfloat16)
 _MOST_ELEMENTS = 1 << 16    # of a parameter
@@ -101,11 +101,7 @@ class TensorMonitor:
     @torch.no_grad()
     def _optimizer_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._step % self._every == 0:
-            self._before = [
-                (p, _some(p).clone(), _some(p.grad) != 0)
-                for group in optimizer.param_groups for p in group["params"]
-                if p.grad is not None and p.grad.layout is torch.strided and p.numel()
-            ]
+            self._before = before_update(optimizer)
 
     @torch.no_grad()
     def _optimizer_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -143,10 +139,7 @@ class TensorMonitor:
             id(p): f"{path}.{name}" if path else name for root in self._modules.roots()
             for path, module in module_paths(root) for name, p in module.named_parameters(recurse=False)
         }
-        shares = _on_host([
-            ((wanted & (_some(p) == before)).sum() / wanted.sum().clamp_min(1)).reshape(1)
-            for p, before, wanted in self._before
-        ])
+        shares = _on_host([lost_share(*one).reshape(1) for one in self._before])
         return {
             names.get(id(p), f"parameter {place}"): share
             for place, ((p, _, _), (share,)) in enumerate(zip(self._before, shares, strict=True))
@@ -171,6 +164,22 @@ class TensorMonitor:
             most = max(lost, key=lost.__getitem__)
             lines.append(f"  {'updates':12} {lost[most]:.1%} lost of {most}")
         return "\n".join(lines)
+
+
+@torch.no_grad()
+def before_update(optimizer: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Of an optimizer that is about to step: parameters, elements of them, and which of these have a gradient."""
+    return [
+        (p, _some(p).clone(), _some(p.grad) != 0)
+        for group in optimizer.param_groups for p in group["params"]
+        if p.grad is not None and p.grad.layout is torch.strided and p.numel()
+    ]
+
+
+@torch.no_grad()
+def lost_share(parameter: Tensor, before: Tensor, wanted: Tensor) -> Tensor:
+    """Of the elements that an update was to change, the share that it did not."""
+    return (wanted & (_some(parameter) == before)).sum() / wanted.sum().clamp_min(1)
 
 
 @torch.no_grad()

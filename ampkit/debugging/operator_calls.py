@@ -39,9 +39,9 @@ Phase = Literal["forward", "backward", "recompute", "optimizer", "scaler"]
 
 
 class OperatorCall:
-    """One call of an operator. Holds names and numbers, and no tensor."""
+    """One call of an operator. Holds names and numbers, and no tensor beyond the call."""
 
-    __slots__ = ("backward_number", "caller", "facts", "index", "module", "numbers", "phase")
+    __slots__ = ("backward_number", "caller", "facts", "given", "index", "module", "numbers", "phase")
 
     index: int                      # in the order of execution, over all steps
     facts: OperatorFacts
@@ -50,6 +50,7 @@ class OperatorCall:
     caller: Caller
     backward_number: int | None     # in backward: the sequence number of the node, that of the forward operator
     numbers: tuple[float, ...]      # Python floats among its arguments
+    given: list[Tensor]             # the tensors among them, while it runs
 
     @property
     def op(self) -> str:
@@ -204,12 +205,16 @@ class OperatorObserver(ObserverMode):
         if moved:
             self._note_forward(number, call)
         self.count += 1
-        given = tensors_in((args, kwargs))
+        given = tensors_in((args, kwargs) if kwargs else args)
         if any(map(is_opaque, given)):
             self.passed_over(facts, given)
             return func(*args, **kwargs)
         call.numbers = tuple([one for one in (*args, *kwargs.values()) if type(one) is float])
-        return self.observe(call, func, args, kwargs)
+        call.given = given
+        try:
+            return self.observe(call, func, args, kwargs)
+        finally:
+            call.given = []
 
     @contextmanager
     def _again(self) -> Iterator[None]:

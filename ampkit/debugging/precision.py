@@ -21,12 +21,13 @@ from torch.nn import Module
 from ampkit.debugging.causes import dtype_name, extremes, largest_finite
 from ampkit.debugging.changes import Change, advice_on_precision, changes_for_precision
 from ampkit.debugging.loop import check_loop
+from ampkit.debugging.monitor import before_update, lost_share
 from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver
 from ampkit.debugging.operator_facts import OperatorFacts, other_arguments, readable, tensors_in
 from ampkit.debugging.reference_copies import NONE, Error, ReferenceCopies
-from ampkit.debugging.report import GradientError, OperatorError, PrecisionReport, Suggestion
+from ampkit.debugging.report import GradientError, LostUpdate, OperatorError, PrecisionReport, Suggestion
 from ampkit.debugging.snapshot import Snapshot
-from ampkit.debugging.source_lines import running_scaler
+from ampkit.debugging.source_lines import find_caller, running_scaler
 from ampkit.debugging.storage_map import StorageMap
 from ampkit.torch_internals.float8 import WIDE_PRODUCTS
 from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque, storage_key, without_dispatch
@@ -137,6 +138,7 @@ class PrecisionComparison(OperatorObserver):
         self._scale: float | None = None        # of a scaler that takes part, as the step began
         self._given: StorageMap[bool] = StorageMap()        # what came in 16 bits and was noted
         self._new_gradients = False
+        self._before: list[tuple[Tensor, Tensor, Tensor]] = []      # what an optimizer is about to update
         self._on_step = on_step
         self._loop = check_loop()
 
@@ -172,7 +174,7 @@ class PrecisionComparison(OperatorObserver):
         if call.phase == "scaler":
             self._meet_scaler(scaling=call.caller.scaling)
         self._new_gradients |= call.phase == "backward"
-        given = tensors_in((args, kwargs))
+        given = call.given
         if not given and not facts.uninitialised and not facts.random:
             return self._run_factory(call, func, args, kwargs)
         low = any(map(self._is_low, given)) or self._asks_for_low((*args, *kwargs.values()))
@@ -216,7 +218,7 @@ class PrecisionComparison(OperatorObserver):
         low: bool, written: list[Tensor],
     ) -> Any:
         memory = self.memory
-        errors_in = [memory.error(one) for one in tensors_in((args, kwargs))]
+        errors_in = [memory.error(one) for one in call.given]
         incoming = max(errors_in, default=NONE)._replace(lost=max((one.lost for one in errors_in), default=-1))
         for one in written:
             memory.make_writable(one)
@@ -326,6 +328,23 @@ class PrecisionComparison(OperatorObserver):
         if self.begun:
             with without_dispatch():
                 self._collect_gradients()
+                steps = any(group.get("lr", 1.0) for group in optimizer.param_groups)       # a warm-up begins at 0
+                self._before = [one for one in before_update(optimizer) if one[0].dtype in _LOW] if steps else []
+
+    def _optimizer_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self.begun:
+            with without_dispatch():
+                self._note_lost_updates()
+        super()._optimizer_ends(optimizer, args, kwargs)
+
+    def _note_lost_updates(self) -> None:
+        """The parameters in 16 bits of which the optimizer moves less than half of what it is to move."""
+        file, line = find_caller(1).line()
+        for one in self._before:
+            share = float(lost_share(*one))
+            if share > 0.5:
+                self.report.lost_updates.append(LostUpdate(self.name_of(one[0]), share, file, line))
+        self._before = []
 
     def _meet_scaler(self, *, scaling: bool) -> None:
         """Note its scale; it may skip the step, and then no hook says that gradients are ready."""

@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Literal
 from ampkit.debugging.causes import Cause, InputSummary
 
 __all__ = [
-    "Finding", "GradientError", "LoopFinding", "LoopReport", "NonFiniteError", "NonFiniteReport", "Operation",
-    "OperatorError", "PrecisionReport", "Report", "Suggestion", "in_order", "plain", "read",
+    "Finding", "GradientError", "LoopFinding", "LoopReport", "LostUpdate", "NonFiniteError", "NonFiniteReport",
+    "Operation", "OperatorError", "PrecisionReport", "Report", "Suggestion", "in_order", "plain", "read",
 ]
 
 Status = Literal["clean", "found", "inconclusive"]
@@ -300,6 +300,16 @@ class GradientError:
     norm: float
 
 
+@dataclass(frozen=True)
+class LostUpdate:
+    """A parameter in 16 bits, the share of its update that an optimizer rounds away, and the line of its step."""
+
+    parameter: str
+    share: float
+    file: str
+    line: int
+
+
 @dataclass
 class PrecisionReport(Report):
     """What `compare_precision` measured. `str` is what the terminal shows."""
@@ -309,6 +319,7 @@ class PrecisionReport(Report):
     operators: list[OperatorError] = field(default_factory=list)
     parameters: list[GradientError] = field(default_factory=list)
     results: list[float] = field(default_factory=list)      # the errors of the tensors that the step returned
+    lost_updates: list[LostUpdate] = field(default_factory=list)
     opaque: dict[str, str] = field(default_factory=dict)    # operators without a reference of their own, and why
     given: dict[str, str] = field(default_factory=dict)     # what came in 16 bits: its dtype, by name
     suggestion: Suggestion | None = None
@@ -348,7 +359,7 @@ class PrecisionReport(Report):
     @property
     def is_far_off(self) -> bool:
         """Whether something should change."""
-        return self.stuck is not None or not (self.error < 0.05 or self.is_left_to_scaler)
+        return bool(self.lost_updates) or self.stuck is not None or not (self.error < 0.05 or self.is_left_to_scaler)
 
     @property
     def gone(self) -> list[str]:
@@ -415,6 +426,11 @@ class PrecisionReport(Report):
             lines.append(f"  to zero   {lost.lost:.2%} by {lost}, {lost.dtype}")
         if (stuck := self.stuck) is not None:
             lines.append(f"  unmoved   {stuck.unmoved:.0%} of an update rounds to nothing in {stuck}, {stuck.dtype}")
+        if self.lost_updates:
+            most = max(self.lost_updates, key=lambda one: one.share)
+            more = f" and of {len(self.lost_updates) - 1} more" if len(self.lost_updates) > 1 else ""
+            lines.append(f"  unmoved   {most.share:.0%} of the update of {most.parameter}{more} is lost, "
+                         f"{most.file}:{most.line}")
         if self.recommended_scale is not None:
             lines.append(f"  scale     {self.scale:g}; up to {self.recommended_scale:g} nothing overflows in backward")
         lines += [f"  unseen    {op}: {why}" for op, why in self.opaque.items()]

@@ -20,8 +20,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:std.*degrees of freedom")
 MISSING: dict[str, set[str]] = {
     "gumbel_noise": {"cause"},          # the row of an inf that is absorbed, in place of that of the NaN
     "average_of_a_bfloat16_model": {"line", "cause", "change"},     # an average that is copied, not updated in place
-    "optimizer_in_bfloat16": {"line", "cause", "change"},   # what torch's optimizers lose is the monitor's to count
-    "moments_in_bfloat16": {"line", "cause", "change"},
     "zeroed_for_each_micro_batch": {"line", "cause", "change"},     # gradients that are cleared between micro-batches
 }
 
