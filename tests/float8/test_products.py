@@ -298,6 +298,7 @@ class TestReuse:
                 with context, fp8(ROWWISE, cache=cache):
                     model(x)
         assert len([call for call in made if call[0] != (8, 64) and call[0] != (8, 128)]) == 2
+        assert not any(columns for _, _, columns in made)
 
 
 def fp8_output(model, x):
