@@ -1,12 +1,14 @@
 """Twelve families of Hugging Face's models, tiny and unmodified, forward and backward under an FP8 rule."""
 
+import copy
 from collections import Counter
 
 import pytest
 import torch
+from torch import nn
 
-from ampkit import record_casts
-from tests.helpers.float8 import GW_HP, OPERATORS, ROWWISE, TENSORWISE, fp8
+from ampkit import autocast, record_casts
+from tests.helpers.float8 import BF16, GW_HP, OPERATORS, ROWWISE, RULES, TENSORWISE, fp8
 
 transformers = pytest.importorskip("transformers", reason="it is in ampkit[dev]")
 
@@ -48,3 +50,29 @@ def test_a_model_trains_and_what_ran_in_fp8(case):
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
     counts = Counter(call.float8 for call in record.calls if call.op != "aten::matmul")
     assert (counts.pop(rule.name), {reason: n for reason, n in counts.items() if reason}) == (n_fp8, reasons)
+
+
+def test_training_in_fp8_follows_bf16():
+    """A model of characters learns what it does in bf16; longer runs are docs/float8.md's."""
+    torch.manual_seed(0)
+    text = torch.tensor([ord(c) % 64 for c in "the quick brown fox jumps over the lazy dog. " * 40])
+    first = nn.Sequential(
+        nn.Embedding(64, 32), nn.Flatten(), nn.Linear(128, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(),
+        nn.Linear(64, 64),
+    )
+    losses = {}
+    for name, region in {"bf16": autocast("cpu", BF16), **{rule.name: fp8(rule) for rule in RULES}}.items():
+        model, generator = copy.deepcopy(first), torch.Generator().manual_seed(1)
+        optimizer, history = torch.optim.AdamW(model.parameters(), lr=3e-3), []
+        for _ in range(60):
+            at = torch.randint(len(text) - 4, (32,), generator=generator)
+            with region:
+                logits = model(torch.stack([text[i : i + 4] for i in at]))
+            loss = nn.functional.cross_entropy(logits.float(), text[at + 4])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            history.append(loss.item())
+        losses[name] = sum(history[-20:]) / 20
+    assert losses["bf16"] < 0.5
+    assert max(abs(loss - losses["bf16"]) for loss in losses.values()) < 0.02

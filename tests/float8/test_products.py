@@ -291,6 +291,13 @@ class TestReuse:
                 assert not torch.equal(model(x), want)
                 assert torch.equal(model(x), fp8_output(model, x))
 
+    def test_without_a_cache_backward_keeps_nothing(self):
+        """A form kept outside regions would miss a write through `.data`."""
+        layer, x, grad = nn.Linear(64, 48), torch.randn(8, 64), torch.randn(8, 48)
+        step(layer, x, grad, fp8(ROWWISE))
+        layer.weight.data.mul_(3)
+        assert same(step(layer, x, grad, fp8(ROWWISE)), step(copy.deepcopy(layer), x, grad, fp8(ROWWISE)))
+
     def test_inference_quantizes_once_a_region_and_with_a_cache_once(self, made):
         model, x, cache = mlp(), torch.randn(8, 64), WeightCache()
         for context in (torch.no_grad(), torch.inference_mode()):
@@ -298,6 +305,7 @@ class TestReuse:
                 with context, fp8(ROWWISE, cache=cache):
                     model(x)
         assert len([call for call in made if call[0] != (8, 64) and call[0] != (8, 128)]) == 2
+        assert not any(columns for _, _, columns in made)
 
 
 def fp8_output(model, x):
