@@ -23,22 +23,13 @@ from tests.helpers.regions import BF16, FP32
 
 KEYS = {"**.head": FP32, "**.blocks.1": FP32}      # fit the model and whatever is around it
 BOUND = {"blocks.1.attn", "blocks.1.mlp", "head"}
+ADAPTER = {"head.lora_A.default", "head.lora_B.default"}
 
 
-class Adapted(nn.Module):
-    """A layer with an adapter, as peft puts one in its place."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.base_layer, self.adapter = layer, nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.base_layer(x) + self.adapter(x)
-
-
-def adapted(model):
-    model.head = Adapted(model.head)
-    return model
+def lora(model):
+    """The head's place is taken by a module that holds it beside an adapter."""
+    peft = pytest.importorskip("peft", reason="it is in ampkit[dev]")
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["head"]))
 
 
 def quantized(model):
@@ -104,7 +95,7 @@ HERE = {
     "saved and loaded": saved,
     "a checkpoint loaded": lambda model: loads(model, Model().state_dict()),
     "a checkpoint loaded by another": lambda model: loads(Model(), model.state_dict()),
-    "adapter": adapted,
+    "peft": lora,
     "quantization": quantized,
 }
 ON_RANKS = {
@@ -116,7 +107,7 @@ ON_RANKS = {
 # What the rules do not reach where they were bound before, and what the user is told.
 REPORTED = {
     "a checkpoint loaded by another": (BOUND, "none of the modules that this policy's rules bind"),
-    "adapter": ({"head.adapter"}, None),        # the layer inside it is the one that was bound
+    "peft": (ADAPTER, None),                    # the layer beside it is the one that was bound
     "quantization": ({"head"}, "rules of the policy bind are no longer in the model: '**.head'"),
 }
 
@@ -188,7 +179,7 @@ def test_rules_hold_or_are_reported(kind, when):
     if kind == "Lightning":
         pytest.importorskip("lightning", reason="it is in ampkit[dev]")
     found, told, gone = outcome(HERE[kind], when)
-    every = BOUND - {"head"} | {"head.base_layer", "head.adapter"} if kind == "adapter" else BOUND
+    every = BOUND - {"head"} | {"head.base_layer"} | ADAPTER if kind == "peft" else BOUND
     missing, message = (set(), None) if when == "after" else REPORTED.get(kind, (set(), None))
     assert found == every - missing
     assert gone == (["'**.head'"] if kind == "quantization" and when != "after" else [])
