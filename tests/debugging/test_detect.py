@@ -218,6 +218,7 @@ def test_a_compiled_model_and_a_closure() -> None:
     with debugging.detect_nonfinite(compiled, on_found="record") as report:
         optimizer.step(step_of(compiled, torch.full((4, 8), 8.0)))
     assert report.findings[0].origin.module == "1"
+    assert report.findings[0].origin.phase == "forward"     # the closure of an optimizer is none of its own work
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")       # of Dynamo, on the input of the function
