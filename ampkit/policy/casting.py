@@ -97,7 +97,7 @@ def converter(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 def is_eligible(value: Any, device_type: str) -> bool:
     """Whether autocast for `device_type` may cast `value`."""
-    return isinstance(value, Tensor) and cast_to(device_type, torch.float32).eligible(value)
+    return isinstance(value, Tensor) and value.dtype in _ELIGIBLE and value.device.type == device_type
 
 
 def common_dtype(*values: Any) -> torch.dtype | None:

@@ -218,8 +218,8 @@ def _nbytes(tensor: Tensor) -> int:
 
 def _shape_of(tensor: Tensor) -> tuple[int, ...]:
     """A tensor's shape in numbers; of a symbolic size its example, as asking for its value would fix it."""
-    sizes: tuple[Any, ...] = tuple(tensor.shape)
-    return tuple(size if type(size) is int else size.node.hint or 0 for size in sizes)
+    sizes: tuple[Any, ...] = tuple(tensor.shape)        # tensors while TorchScript traces
+    return tuple(size.node.hint or 0 if isinstance(size, torch.SymInt) else int(size) for size in sizes)
 
 
 def _dtypes(tensors: Sequence[Tensor]) -> tuple[torch.dtype, ...]:

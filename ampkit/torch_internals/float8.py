@@ -15,7 +15,6 @@ from ampkit.torch_internals.operator_tracing import only_observed
 from ampkit.torch_internals.tensors import n_dispatch_modes, tracing_state
 
 _scaled_mm = private("_scaled_mm")
-_PUBLIC_ON_CPU = has_kernel("aten::_scaled_mm_v2", "CPU")
 _ScalingType: Any = functional.ScalingType  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -41,9 +40,14 @@ def _scaled(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch
     return functional.scaled_mm(a, b.t(), scale_a, kind, scale_b, kind, output_dtype=dtype, use_fast_accum=fast)
 
 
+@functools.cache
+def _public_on_cpu() -> bool:
+    return has_kernel("aten::_scaled_mm_v2", "CPU")
+
+
 def _has_public(a: Tensor) -> bool:
     """Whether torch's public function takes this matrix: no DTensor, and in torch 2.11 none on the CPU."""
-    return not hasattr(a, "_local_tensor") and (_PUBLIC_ON_CPU or a.device.type != "cpu")
+    return not hasattr(a, "_local_tensor") and (a.device.type != "cpu" or _public_on_cpu())
 
 
 def _wide_product(a: Tensor, b: Tensor, scale_a: Any, *rest: Any, **options: Any) -> Tensor:
