@@ -243,7 +243,7 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def loss_scalers(optimizer: Optimizer | None = None) -> tuple[LossScaler, ...]:
-    """The scalers behind the losses, for `stats()`, `history`, `skipped(optimizer)` and `overflow_report()`.
+    """The scalers behind the losses, for `stats()`, `history`, `found_inf(optimizer)` and `overflow_report()`.
 
     `optimizer` selects the call of `initialize`; None if there was one only. Empty if nothing is scaled.
     """

@@ -137,9 +137,12 @@ def _fp16_refusal(optimizer: Any) -> ValueError:
 
 
 def _are_dense(grads: Sequence[Tensor]) -> bool:
-    """Whether all are contiguous, and none stands in two places (tied by hand, listed twice): then it is one."""
+    """Whether all are contiguous, none is lazily negated or stands in two places (tied by hand, listed twice)."""
     try:
-        return len(set(map(id, grads))) == len(grads) and all(map(Tensor.is_contiguous, grads))
+        return (
+            len(set(map(id, grads))) == len(grads) and all(map(Tensor.is_contiguous, grads))
+            and not any(map(Tensor.is_neg, grads))
+        )
     except RuntimeError:  # compressed layouts have no contiguity
         return False
 
@@ -187,12 +190,12 @@ def _collect_one(found: Gradients, param: Tensor, grad: Tensor, coalesce: bool) 
 
 
 def _writable(param: Tensor, grad: Tensor) -> Tensor:
-    """A dense gradient without overlapping elements or lazy conjugation; replaces `param.grad` if it has any.
+    """A dense gradient without overlapping elements, lazy conjugation or negation; replaces `param.grad` if it has any.
 
-    A lazy negation may stay: nothing that is done to these lists depends on a sign.
+    torch's operators for lists refuse to write to lazily negated tensors.
     """
-    if grad.is_conj():
-        grad = param.grad = grad.resolve_conj()
+    if grad.is_conj() or grad.is_neg():
+        grad = param.grad = grad.resolve_conj().resolve_neg()
     if not grad.is_contiguous() and any(
         stride == 0 and size > 1 for size, stride in zip(grad.shape, grad.stride(), strict=True)
     ):

@@ -19,7 +19,7 @@ from ampkit.torch_internals.optimizers import foreach_mul
 Loss = TypeVar("Loss")      # that a closure returns, and `step` then
 # Neither has a local part of its own; by type, because a failing attribute lookup costs more than the rest.
 _ORDINARY = frozenset({Tensor, torch.nn.Parameter})
-_layout_of, _is_cpu = attrgetter("layout"), attrgetter("is_cpu")
+_dtype_of, _layout_of, _is_cpu = attrgetter("dtype"), attrgetter("layout"), attrgetter("is_cpu")
 _CPU = torch.device("cpu")
 
 
@@ -82,6 +82,20 @@ class DeviceStep(ABC):
             raise ValueError(f"unknown impl {impl!r}; expected 'auto', 'triton' or 'reference'")
         self.impl = impl
         self._set_copies({})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as `torch.optim.Optimizer` does.
+
+        Raises:
+            ValueError: a group that asks for what only torch's step does.
+        """
+        for name, expected in (("differentiable", False), ("decoupled_weight_decay", True)):
+            if bool(param_group.get(name, expected)) is not expected:
+                raise ValueError(
+                    f"a parameter group has {name}={param_group[name]}; ampkit.optim steps with {expected} alone: use "
+                    "torch.optim for it"
+                )
+        super().add_param_group(param_group)
 
     def _set_copies(self, copies: dict[Tensor, Tensor]) -> None:
         self._copies = copies
@@ -187,9 +201,11 @@ class DeviceStep(ABC):
     def _step_validated(self, number: int, group: dict[str, Any], scalars: StepScalars) -> None:
         """Step a group after examining every tensor; kernels keep what that finds out in caches."""
         if self.impl != "triton" and all(map(_is_cpu, group["params"])):
-            self._step_torch(group, _CPU, scalars.on(_CPU))
-            self._write_copies_of(group["params"])
-            return
+            here = scalars.on(_CPU)
+            if self._step_torch(group, _CPU, here):
+                if not here.skips_on_host():
+                    self._write_copies_of([param for param in group["params"] if param.grad is not None])
+                return
         by_device: dict[torch.device, list[Tensor]] = {}
         for param in group["params"]:
             if param.grad is not None:
@@ -265,6 +281,11 @@ def _local_gradient(param: Any, grad: Any) -> Tensor:
         if placements is not None and getattr(grad, "placements", placements) != placements:
             grad = grad.redistribute(param.device_mesh, placements)
     return local_tensor(grad)
+
+
+def needs_float32(group: dict[str, Any], scalars: StepScalars) -> bool:
+    """Whether a factor would round float16 gradients to 0: torch's functions take them multiplied, kernels do not."""
+    return torch.float16 in map(_dtype_of, group["params"]) and scalars.factor_on_host() != 1.0
 
 
 def multiplied(grads: list[Tensor], scalars: StepScalars) -> list[Tensor]:

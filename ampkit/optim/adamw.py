@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw as torch_adamw
 
 import ampkit_kernels as kernels
 from ampkit.gradients.amp_optimizers import StepScalars
-from ampkit.optim._step import DeviceStep, multiplied
+from ampkit.optim._step import DeviceStep, multiplied, needs_float32, refuse_sparse
 from ampkit.torch_internals.optimizers import gathered
 
 _NAMES = ("exp_avg", "exp_avg_sq", "step")
@@ -97,11 +97,17 @@ class AdamW(DeviceStep, torch.optim.AdamW):
         on_host = device.type == "cpu"
         if on_host and scalars.skips_on_host():
             return True
+        if on_host and needs_float32(group, scalars):
+            return False
         if not on_host:     # torch's fused kernel is the one that can skip without asking the host
             group["fused"], group["foreach"] = True, False
             for state in filter(None, map(self.state.get, group["params"])):
                 _count_on(state, device)
-        (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps), has_complex = gathered(self, group, 6)
+        try:
+            (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps), has_complex = gathered(self, group, 6)
+        except RuntimeError:
+            refuse_sparse(self, [param.grad for param in group["params"] if param.grad is not None])
+            raise
         torch_adamw(
             params, multiplied(grads, scalars), exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps,
             foreach=group["foreach"], capturable=group["capturable"], fused=group["fused"],

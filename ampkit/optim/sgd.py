@@ -11,7 +11,7 @@ from torch.optim.sgd import sgd as torch_sgd
 
 import ampkit_kernels as kernels
 from ampkit.gradients.amp_optimizers import StepScalars
-from ampkit.optim._step import DeviceStep, multiplied, refuse_sparse
+from ampkit.optim._step import DeviceStep, multiplied, needs_float32, refuse_sparse
 from ampkit.torch_internals.optimizers import gathered
 
 # Extra state, kept only with dampening: whether the buffer holds a momentum yet, as 0.0 or 1.0 on the device.
@@ -105,6 +105,8 @@ class SGD(DeviceStep, torch.optim.SGD):
     def _step_torch(self, group: dict[str, Any], device: torch.device, scalars: StepScalars) -> bool:
         if device.type != "cpu" or scalars.skips_on_host():
             return device.type == "cpu"
+        if needs_float32(group, scalars):
+            return False
         (params, grads, buffers), _ = gathered(self, {**group, "fused": False}, 3)
         refuse_sparse(self, grads)
         torch_sgd(

@@ -116,6 +116,7 @@ class FP16Optimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of masters and model."""
         self.optimizer.zero_grad(set_to_none)
+        self._gradients.forget()
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
         """Backward from `loss` times the scale; then gradients are in the masters, unscaled and checked.

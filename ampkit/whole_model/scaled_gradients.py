@@ -99,14 +99,18 @@ class ScaledGradients:
         if self.still_scaled():
             return
         self.delayed = None
-        if not self.unscaled:
-            self.found_inf = None
+        if not self.unscaled or not (self.has_gradients() or any(param.grad is not None for param in self.params())):
+            self.found_inf = None       # of gradients that a step has used, or that were dropped
         for param in self.params() if self.masters is None else self._without_masters(self.masters):
             grad = param.grad
             if grad is not None:
                 # A view is DDP's gradient_as_bucket_view: the next backward writes to that memory.
                 self._set_aside[param] = grad.clone() if grad._is_view() else grad
                 param.grad = None
+
+    def forget(self) -> None:
+        """After `zero_grad`: what backward has left is gone, and so is the overflow in it."""
+        self.unscaled = False
 
     def give_up(self) -> None:
         """After a backward that raised: drop its gradients, unless earlier ones are delayed, and restore the rest."""

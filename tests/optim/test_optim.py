@@ -149,13 +149,16 @@ def test_copies_follow_the_parameters(pair: str, impl: str) -> None:
     optimizer = ours(params, impl=impl, **options)
     copies = {p: p.detach().half() for p in params[:2]}
     optimizer.write_copies(copies)
-    for found_inf in (0.0, 1.0, 0.0):
+    copies[params[1]].zero_()       # unlike its parameter, to see that it is written only when that steps
+    for found_inf in (1.0, 0.0, 1.0, 0.0):
         before = [p.detach().clone() for p in params]
         for p in params:
             p.grad = torch.randn_like(p)
+        params[1].grad = None
         optimizer.found_inf = torch.tensor(found_inf)
         optimizer.step()
-        assert all(torch.equal(c, p.detach().half()) for p, c in copies.items())
+        assert torch.equal(copies[params[0]], params[0].detach().half())
+        assert not copies[params[1]].any()
         assert torch.equal(before[0], params[0]) is bool(found_inf)
     optimizer.write_copies({})
     params[0].grad = torch.ones_like(params[0])
@@ -399,3 +402,25 @@ def test_parameters_that_are_lazily_negated_are_refused(optimizer: Any, lazy: An
     with pytest.raises(ValueError, match="lazily negated or conjugated view"):
         optimizer([param], lr=0.1, impl="triton").step()
     assert torch.equal(param, lazy())
+
+
+@pytest.mark.parametrize("pair", [(AdamW, torch.optim.AdamW), (SGD, torch.optim.SGD)], ids=["AdamW", "SGD"])
+@pytest.mark.parametrize("fused", [None, True])
+def test_float16_gradients_are_not_rounded_away_by_a_factor(pair: Any, fused: bool | None) -> None:
+    """2**-10 under a scale of 2**16 is 0 in float16; torch's fused steps unscale in float32."""
+    results = []
+    for cls, options in zip(pair, ({"fused": fused}, {"fused": True}), strict=True):
+        param = torch.nn.Parameter(torch.zeros(3, dtype=torch.float16))
+        optimizer = cls([param], lr=0.5, **options)
+        param.grad = torch.full_like(param, 2.0**-10)
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0**12), torch.zeros(())
+        optimizer.step()
+        results.append(param.detach())
+    assert results[0].all()
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(("name", "value"), [("differentiable", True), ("decoupled_weight_decay", False)])
+def test_groups_that_ask_for_what_no_kernel_does_are_refused(name: str, value: bool) -> None:
+    with pytest.raises(ValueError, match=f"a parameter group has {name}={value}"):
+        AdamW([{"params": [torch.nn.Parameter(torch.ones(2))], name: value}])

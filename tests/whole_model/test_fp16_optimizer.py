@@ -240,6 +240,23 @@ def test_what_is_refused() -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_batch_that_is_dropped_after_an_overflow_skips_no_later_step(set_to_none: bool) -> None:
+    """`if optimizer.overflow: continue`, as scripts for Apex have it."""
+    weight = torch.nn.Parameter(torch.ones(4).half())
+    optimizer = FP16Optimizer(torch.optim.SGD([weight], lr=1.0), dynamic_loss_scale=True,
+                              dynamic_loss_args={"init_scale": 64.0})
+    steps = 0
+    for factor in (float("inf"), 1.0, 1.0):
+        optimizer.zero_grad(set_to_none)
+        optimizer.backward((weight * factor).sum().float())
+        if optimizer.overflow:
+            continue
+        optimizer.step()
+        steps += 1
+    assert (steps, weight.tolist()) == (2, [-1.0] * 4)
+
+
 def test_a_default_dtype_other_than_float32() -> None:
     torch.set_default_dtype(torch.bfloat16)
     try:

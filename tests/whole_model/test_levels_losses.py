@@ -201,6 +201,17 @@ def test_an_overflow_skips_no_optimizer_of_another_loss(opt_level: str, bad_loss
     assert [s.get_scale() for s in loss_scalers()] == [2.0**15 if bad_loss == i else 2.0**16 for i in range(3)]
 
 
+@pytest.mark.parametrize("opt_level", ["O1", "O2", "O3"])
+def test_a_batch_that_is_dropped_after_an_overflow_skips_no_later_step(opt_level: str) -> None:
+    model, optimizer = set_up(opt_level, dtype=torch.float16, loss_scale="dynamic")
+    (x, y), = batches(1)
+    backward(overflowing(model, x, y), optimizer)
+    optimizer.zero_grad()
+    backward(F.cross_entropy(model(x), y), optimizer)
+    optimizer.step()
+    assert loss_scalers()[0].stats().skips == 0
+
+
 def test_model_zero_grad_is_enough() -> None:
     """Scripts that clear through the model: masters let go of their gradients at each step, skipped or not."""
     model, optimizer = set_up("O2", dtype=torch.float16)
