@@ -110,7 +110,7 @@ def everything() -> Any:
     found = state(), dispatcher.is_included(key), dispatcher.is_excluded(key), dispatcher.current()
     with autocast("cpu", BF16):
         mode = dispatcher.current()
-    return found, None if mode is None else mode.policies
+    return found, None if mode is None else mode.policies, len(ampkit.region.recording.records)
 
 
 # As these begin, no `try` of theirs has begun, nor the caller's: Python code cannot undo an interrupt there.
