@@ -17,6 +17,7 @@ from ampkit.policy.rules import Rule
 from ampkit_kernels import Scaling
 
 MULTIPLE = 16           # of K and N, for FP8 tensor cores
+DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})     # that operands come in
 
 
 class Recipe(NamedTuple):
@@ -48,13 +49,14 @@ class Operands(NamedTuple):
     weight: int
     added: int | None       # a bias, or the matrix that `addmm` adds to
     is_kn: bool             # the weight is w.T, of shape (K, N)
+    is_matrix: bool         # the input has to be one
 
 
 PRODUCTS = {
-    "aten::linear": Operands(0, 1, 2, False),
-    "aten::mm": Operands(0, 1, None, True),
-    "aten::addmm": Operands(1, 2, 0, True),
-    "aten::matmul": Operands(0, 1, None, True),
+    "aten::linear": Operands(0, 1, 2, False, False),
+    "aten::mm": Operands(0, 1, None, True, True),
+    "aten::addmm": Operands(1, 2, 0, True, True),
+    "aten::matmul": Operands(0, 1, None, True, False),
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Linear, Module
 
-from ampkit.policy.float8_recipes import RECIPES, wrong_size
+from ampkit.policy.float8_recipes import DTYPES, RECIPES, wrong_size
 from ampkit.policy.module_paths import unwrapped
 from ampkit.policy.rules import Rule
 from ampkit.torch_internals.float8 import lacks_float8
@@ -61,5 +61,6 @@ def _layer(policy: Any, dtype: torch.dtype, path: str, module: Linear) -> Linear
     if dtype is not torch.float32 and rule in RECIPES:
         weight = module.weight
         device = weight.device if weight.device.type == policy.device_type else torch.device(policy.device_type)
-        why = wrong_size(k, n) or lacks_float8(device) or ("a float64 weight" if weight.dtype is torch.float64 else "")
+        of_dtype = "" if weight.dtype in DTYPES else f"a {str(weight.dtype).removeprefix('torch.')} weight"
+        why = wrong_size(k, n) or lacks_float8(device) or of_dtype
     return LinearLayer(path, n, k, "float32" if dtype is torch.float32 else rule.name, why)

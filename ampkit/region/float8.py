@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from ampkit.policy.casting import cast_to, is_eligible
-from ampkit.policy.float8_recipes import PRODUCTS, RECIPES, wrong_size
+from ampkit.policy.float8_recipes import DTYPES, PRODUCTS, RECIPES, wrong_size
 from ampkit.policy.rules import Rule
 from ampkit.region.weight_cache import RegionCache
 from ampkit.torch_internals.dispatcher import Exclude, keysets
 from ampkit.torch_internals.float8 import is_eager, lacks_float8, product
 from ampkit.torch_internals.operators import OpOverload
-from ampkit.torch_internals.tensors import is_capturing
-from ampkit.torch_internals.transforms import functorch_level
+from ampkit.torch_internals.tensors import is_capturing, n_collectives
+from ampkit.torch_internals.transforms import functorch_level, in_forward_ad
 from ampkit_kernels import Quantized, Scaling, backend, reference
 
 __all__ = ["Product", "why_not"]
@@ -34,17 +34,30 @@ def why_not(op: OpOverload, args: tuple[Any, ...], kwargs: Any, device_type: str
     x, weight = args[at.x], args[at.weight]
     if kwargs or len(args) > 3:
         return "called with alpha, beta or a dtype"
-    if not is_eligible(x, device_type) or not is_eligible(weight, device_type):
-        return "an operand that the region does not cast"
-    if weight.dim() != 2 or x.dim() < 1:
-        return "no product with a matrix"
-    if x.layout is not torch.strided or weight.layout is not torch.strided:
+    operands = [each for each in args if each is not None]
+    if not all(is_eligible(each, device_type) and each.dtype in DTYPES for each in operands):
+        return "an operand that is not float32, bfloat16 or float16 on the region's device"
+    if any(each.layout is not torch.strided or each.is_nested for each in operands):
         return "an operand that is not dense"
+    if weight.dim() != 2 or x.dim() < 1 or (at.is_matrix and x.dim() != 2):
+        return "no product with a matrix"
     if functorch_level() is not None:
         return "inside a transform of torch.func"
+    if in_forward_ad():
+        return "inside forward-mode AD"
     if x.numel() == 0 or weight.numel() == 0:
         return "an empty operand"
-    return wrong_size(*(weight.shape if at.is_kn else reversed(weight.shape))) or lacks_float8(x.device)
+    k, n = weight.shape if at.is_kn else reversed(weight.shape)
+    added = args[at.added] if at.added is not None and at.added < len(args) else None
+    if x.shape[-1] != k or (added is not None and not _expands(added.shape, (*x.shape[:-1], n))):
+        return "shapes that do not fit"
+    return wrong_size(k, n) or lacks_float8(x.device)
+
+
+def _expands(shape: torch.Size, target: tuple[int, ...]) -> bool:
+    """Whether a tensor of this shape can be added in place to one of the other."""
+    end = target[len(target) - len(shape):]
+    return len(shape) <= len(target) and all(a in (1, b) for a, b in zip(shape, end, strict=True))
 
 
 class WeightForm(NamedTuple):
@@ -114,17 +127,18 @@ class Product:
         if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
             out = _Products.apply(x, weight, self)
         else:
-            out, _ = self.output(x, weight, saves=False)
+            out, _ = self.output(x.detach(), weight, saves=False)       # without a history its forms are not shared
+        out = out.reshape(*x.shape[:-1], out.shape[1])
         return out if added is None else out + added
 
     def output(self, x: Tensor, weight: Tensor, *, saves: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """`x @ w.T`, and what is saved of the input if the gradient of the weight will be needed."""
+        """`x @ w.T` as a matrix, and what is saved of the input if the gradient of the weight will be needed."""
         recipe = self.recipe
         forms = self._input_forms(x, transposed=saves)
         w = self.weight_form(weight, recipe.w, self.at.is_kn)
         self.note("output", "input", x, forms["rows"], recipe.x)
         self.note("output", "weight", weight, w, recipe.w, transposed=self.at.is_kn)
-        out = _gemm(forms["rows"], w, self.dtype, fast=True).reshape(*x.shape[:-1], w.data.shape[0])
+        out = _gemm(forms["rows"], w, self.dtype, fast=True)
         if not saves:
             return out, ()
         if recipe.x_t is None:
@@ -146,11 +160,19 @@ class Product:
         return forms
 
     def _forms_there_are(self, x: Tensor) -> dict[str, Any]:
-        """The forms of an input that earlier products of this region have made, to be added to; else none."""
+        """The forms of an input that earlier products of this region have made, to be added to; else none.
+
+        Only of activations with a history: the buffers that graphs, collectives and other libraries write have none.
+        """
         cache = self.cache
-        if cache is None or type(x) is not Tensor or not is_eager(x) or x.is_inference():
+        if (
+            cache is None or x.grad_fn is None or not is_eager(x)
+            or (x.is_cuda and is_capturing() != cache.in_capture)
+            or (collectives := n_collectives()) is None
+        ):
             return {}
-        key = self.recipe, self.dtype, x._version, x.data_ptr(), x.is_cuda and is_capturing()
+        stream = torch.cuda.current_stream(x.device) if x.is_cuda else None
+        key = self.recipe, self.dtype, x._version, x.data_ptr(), x.shape, x.stride(), collectives, stream
         last = cache.last_input
         if last is None or last.tensor() is not x or last.key != key:
             last = cache.last_input = _Input(x, key)
@@ -187,7 +209,8 @@ class _Products(torch.autograd.Function):
         with torch.no_grad(), Exclude(keysets((call.device_type,))[0]):
             grads = _gradients(call, grad, ctx.saved_tensors, ctx.shape, *ctx.needs_input_grad[:2])
         if torch.is_grad_enabled():     # create_graph=True
-            grads = [None if each is None else _Once.apply(each, grad) for each in grads]
+            source = torch.zeros((), requires_grad=True)    # `grad` requires none where what follows is linear
+            grads = [None if each is None else _Once.apply(each, source) for each in grads]
         return *grads, None
 
 
@@ -196,29 +219,28 @@ def _gradients(
 ) -> list[Tensor | None]:
     recipe, at = call.recipe, call.at
     grad_x = grad_weight = None
-    flat = grad.reshape(-1, grad.shape[-1])
-    rows, columns = _quantize(flat, recipe.g if needs_x else None, recipe.g_t if needs_weight else None)
+    rows, columns = _quantize(grad, recipe.g if needs_x else None, recipe.g_t if needs_weight else None)
     if needs_x:
         weight = saved[0]
         w_t = call.weight_form(weight, recipe.w_t, not at.is_kn, backward=True)
-        call.note("input gradient", "gradient", flat, rows, recipe.g)
+        call.note("input gradient", "gradient", grad, rows, recipe.g)
         call.note("input gradient", "weight", weight, w_t, recipe.w_t, transposed=not at.is_kn)
         grad_x = _gemm(rows, w_t, grad.dtype).reshape(shape)
     if needs_weight:
         if recipe.g_t is None:
-            grad_weight = torch.mm(flat.t(), saved[1].to(flat.dtype))
+            grad_weight = torch.mm(grad.t(), saved[1].to(grad.dtype))
         else:
-            call.note("weight gradient", "gradient", flat, columns, recipe.g_t, transposed=True)
+            call.note("weight gradient", "gradient", grad, columns, recipe.g_t, transposed=True)
             grad_weight = _gemm(columns, Quantized(saved[1], saved[2]), grad.dtype)
         grad_weight = grad_weight.t() if at.is_kn else grad_weight
     return [grad_x, grad_weight]
 
 
 class _Once(torch.autograd.Function):
-    """Passes a gradient on, and refuses to differentiate it."""
+    """Passes a gradient on, and refuses to differentiate it: `source` requires grad."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, *sources: Tensor) -> Tensor:
+    def forward(ctx: Any, gradient: Tensor, source: Tensor) -> Tensor:
         return gradient.view_as(gradient)
 
     @staticmethod

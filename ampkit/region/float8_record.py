@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -83,7 +84,7 @@ class Float8Notes:
         """What was collected so far, read from the device."""
         rows = []
         for key, (n, amax, sums) in self._found.items():
-            to_zero, at_end, _signal, _noise = sums.tolist()
-            snr = (10 * (sums[2] / sums[3]).log10()).item()
+            to_zero, at_end, _signal, noise = sums.tolist()
+            snr = (10 * (sums[2] / sums[3]).log10()).item() if noise else math.inf
             rows.append(Float8Loss._make((*key, amax.item(), to_zero / n, at_end / n, snr)))
         return Float8Losses(rows)

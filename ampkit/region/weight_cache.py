@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ampkit.policy.casting import cast_to
+from ampkit.policy.float8_recipes import DTYPES
 from ampkit.region.optimizer_steps import period, steps, watch_steps
 from ampkit.torch_internals.operator_tracing import only_observed
 from ampkit.torch_internals.tensors import (
@@ -200,7 +201,7 @@ class _Casts(dict[int, _Entry]):
 class _Forms(_Casts):
     """FP8 forms of weights: values without a history, of weights of any dtype that regions cast."""
 
-    dtypes = frozenset({torch.float32, torch.bfloat16, torch.float16})
+    dtypes = DTYPES
 
     def _reconnect(self, entry: _Entry, weight: Tensor) -> bool:
         return True

@@ -8,17 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.autograd import forward_ad
 
 from ampkit.torch_internals.dispatcher import is_excluded, parsed_key
 from ampkit.torch_internals.lookup import private
 
-__all__ = ["functorch_level", "is_ahead", "is_wrapped", "keys_ahead", "transforms"]
+__all__ = ["functorch_level", "in_forward_ad", "is_ahead", "is_wrapped", "keys_ahead", "transforms"]
 
 functorch_level: Callable[[], int | None] = private("_C._functorch.maybe_current_level")
 is_wrapped: Callable[[Tensor], bool] = private("_C._functorch.is_functorch_wrapped_tensor")
 
 _FRONT = parsed_key("FuncTorchDynamicLayerFrontMode")
 _AHEAD = (_FRONT, parsed_key("FuncTorchBatched"), parsed_key("BatchedNestedTensor"))
+
+
+def in_forward_ad() -> bool:
+    """Whether a level of forward-mode AD is open, in which tensors may have tangents."""
+    return forward_ad._current_level >= 0
 
 
 def keys_ahead(op: OpOverload) -> tuple[Any, ...]:

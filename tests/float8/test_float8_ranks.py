@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -51,6 +52,22 @@ def test_fsdp_computes_what_one_process_does(rule, dtype):
         for n_fp8, same_output, apart in steps:
             assert (n_fp8, same_output) == (2, True)
             assert apart <= (1e-6 if dtype is torch.float32 else 5e-3)
+
+
+def reduced_between(rank, world):
+    """Whether a layer sees what a collective has written to its input, which bumps no version."""
+    layer, x = torch.nn.Linear(64, 48), torch.full((8, 64), rank + 1.0, requires_grad=True) * 1
+    with fp8(ROWWISE):
+        layer(x)
+        before = x._version
+        dist.all_reduce(x.detach())
+        found = layer(x)
+    with fp8(ROWWISE):
+        return x._version == before and torch.equal(found, layer(x))
+
+
+def test_a_collective_on_a_shared_input_is_seen():
+    assert all(on_ranks(reduced_between))
 
 
 def tensor_parallel(rank, world, rule):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from ampkit import GradScaler, WeightCache, record_casts
@@ -187,7 +188,7 @@ def test_what_is_saved_for_backward(rule):
 def test_a_gpt_block_saves_what_the_study_says():
     """q, k and v save one FP8 input between them."""
     layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
-    x = torch.randn(32, 64, requires_grad=True)
+    x = torch.randn(32, 64, requires_grad=True) * 1
     shared = saved_by(with_forward(layers, lambda x: sum(layer(x) for layer in layers)), x, fp8(ROWWISE))
     assert len([each for each in shared if each[0] == (32, 64)]) == 1
 
@@ -230,13 +231,34 @@ def test_a_scaler_skips_the_step_that_overflows(rule):
         assert same([*before.values()], [*model.state_dict().values()]) is not steps
 
 
-def test_double_backward_is_refused():
+@pytest.mark.parametrize("loss", [lambda y: y.square().sum(), torch.sum])
+@pytest.mark.parametrize("operand", ["input", "weight"])
+def test_double_backward_is_refused(operand, loss):
+    """Also where what follows is linear, so that the incoming gradient is a constant."""
     layer, x = nn.Linear(64, 48), torch.randn(8, 64, requires_grad=True)
     with fp8(ROWWISE):
         y = layer(x)
-    (grad,) = torch.autograd.grad(y.float().square().sum(), x, create_graph=True)
+    (grad,) = torch.autograd.grad(loss(y.float()), x if operand == "input" else layer.weight, create_graph=True)
     with pytest.raises(RuntimeError, match=r"no derivative.*policy.for_modules"):
         grad.square().sum().backward()
+
+
+@pytest.mark.parametrize("shape", [(8, 64), (2, 4, 64), (64,)])
+def test_outputs_are_written_in_place(shape):
+    """As `nn.ReLU(inplace=True)` after a layer without a bias does."""
+    layer, x, grad = nn.Linear(64, 48, bias=False), torch.randn(shape), torch.randn(*shape[:-1], 48)
+    want = step(nn.Sequential(layer, nn.ReLU()), x, grad, fp8(ROWWISE))
+    assert same(step(nn.Sequential(layer, nn.ReLU(inplace=True)), x, grad, fp8(ROWWISE)), want)
+
+
+def test_forward_mode_keeps_its_tangent():
+    layer, x = nn.Linear(64, 48), torch.randn(8, 64)
+    with forward_ad.dual_level(), record_casts() as record, fp8(ROWWISE):
+        y = layer(forward_ad.make_dual(x, torch.ones(8, 64)))
+        tangent = forward_ad.unpack_dual(y).tangent
+    assert tangent is not None
+    torch.testing.assert_close(tangent.float(), torch.ones(8, 64) @ layer.weight.t(), rtol=0.02, atol=0.02)
+    assert record.calls[0].float8 == "inside forward-mode AD"
 
 
 @pytest.fixture
@@ -258,7 +280,7 @@ class TestReuse:
     @pytest.mark.parametrize("dtype", [FP32, BF16])
     @pytest.mark.parametrize("rule", RULES)
     def test_q_k_and_v_share_an_input_and_a_region_its_weights(self, made, rule, dtype):
-        layers, x = [nn.Linear(64, 48).to(dtype) for _ in range(3)], torch.randn(8, 64)
+        layers, x = [nn.Linear(64, 48).to(dtype) for _ in range(3)], torch.randn(8, 64, requires_grad=True) * 1
         with fp8(rule):
             for layer in layers * 2:
                 layer(x)
@@ -271,6 +293,25 @@ class TestReuse:
             x += 1
             layers[0](x)
         assert len(made) == 4 + 3
+
+    @pytest.mark.parametrize("write", [
+        lambda x: x.data.mul_(3), lambda x: setattr(x, "data", x.data.t()), lambda x: x.numpy().fill(2),
+    ])
+    def test_writes_that_autograd_does_not_see_reach_the_next_layer(self, write):
+        """To leaves and buffers, which are what such writes go to."""
+        layer, x = nn.Linear(64, 48), torch.randn(64, 64)
+        for context in (torch.enable_grad(), torch.no_grad(), torch.inference_mode()):
+            with context, fp8(ROWWISE):
+                layer(x)
+                write(x)
+                assert torch.equal(layer(x), fp8_output(layer, x))
+
+    def test_other_strides_make_new_forms(self):
+        layer, x = nn.Linear(64, 48), torch.randn(64, 64, requires_grad=True) * 1
+        with fp8(ROWWISE):
+            layer(x)
+            x.data = x.data.t()
+            assert torch.equal(layer(x), fp8_output(layer, x))
 
     def test_a_cache_keeps_both_forms_until_a_step(self, made):
         model, x, cache = mlp(), torch.randn(8, 64), WeightCache()

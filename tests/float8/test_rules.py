@@ -1,5 +1,6 @@
 """FP8 rules in a policy: which operators take them, when they follow LOWER, what `check`, records and `doctor` say."""
 
+import math
 from typing import Any
 
 import pytest
@@ -46,7 +47,9 @@ FALLBACKS = {
     "no product with a matrix": lambda: X.expand(2, 8, 64) @ W.t().expand(2, 64, 48),
     "an empty operand": lambda: linear(X[:0], W),
     "an operand that is not dense": lambda: torch.mm(X.to_sparse(), W.t()),
-    "an operand that the region does not cast": lambda: linear(X.double(), W.double()),
+    "an operand that is not float32, bfloat16 or float16 on the region's device": lambda: linear(
+        X.double(), W.double()
+    ),
     "inside a transform of torch.func": lambda: torch.vmap(lambda x: linear(x, W))(X.expand(2, 8, 64)),
 }
 
@@ -63,6 +66,36 @@ def test_a_fallback_is_lower_and_recorded(reason):
     assert {call.float8 for call in record.calls} == {reason}
     assert str(record).splitlines()[-1].endswith(f": {reason}")
     assert "not in FP8: aten::" in str(record)
+
+
+COMPUTED_OR_REFUSED = {
+    "nested": lambda: linear(torch.nested.nested_tensor([X[:3], X[3:]]), W).to_padded_tensor(0.0),
+    "float8 weight": lambda: linear(X, W.to(torch.float8_e4m3fn)),
+    "float8 input": lambda: linear(X.to(torch.float8_e5m2), W),
+    "float64 bias": lambda: linear(X, W, torch.ones(48).double()),
+    "int64 bias": lambda: linear(X, W, torch.ones(48, dtype=torch.int64)),
+    "mm of 3 dimensions": lambda: torch.mm(X.expand(2, 8, 64), W.t()),
+    "mm of 1 dimension": lambda: torch.mm(X[0], W.t()),
+    "addmm of 3 dimensions": lambda: torch.addmm(torch.ones(48), X.expand(2, 8, 64), W.t()),
+    "more rows added": lambda: torch.addmm(torch.ones(5, 48), X[:1], W.t()),
+    "more dimensions added": lambda: torch.addmm(torch.ones(2, 8, 48), X, W.t()),
+    "more rows of bias": lambda: linear(X[:1], W, torch.ones(5, 48)),
+    "another K": lambda: linear(X[:, :32], W),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("what", COMPUTED_OR_REFUSED)
+def test_what_has_no_fp8_form_does_as_lower_does(what):
+    """The same values or the same error, without a word of padded sizes."""
+    found = []
+    for rule in (ROWWISE, Rule.LOWER):
+        with fp8(rule, *OPERATORS), torch.no_grad():
+            try:
+                found.append(COMPUTED_OR_REFUSED[what]())
+            except RuntimeError as error:
+                found.append(str(error))
+    assert torch.equal(*found) if isinstance(found[0], torch.Tensor) else found[0] == found[1]
 
 
 def test_gradients_through_transforms_and_empty_inputs():
@@ -87,8 +120,9 @@ def test_a_device_without_fp8_falls_back(monkeypatch):
 def test_check_lists_every_linear_layer():
     model = nn.Sequential(
         nn.Linear(64, 48), nn.Linear(48, 10), nn.ModuleDict({"low": mlp(16), "high": nn.Linear(16, 16)}),
-        nn.Linear(16, 16).double(), nn.Linear(32, 32), nn.LayerNorm(16),
+        nn.Linear(16, 16).double(), nn.Linear(32, 32), nn.LayerNorm(16), nn.Linear(16, 16),
     )
+    model[6].weight = nn.Parameter(torch.zeros(16, 16, dtype=torch.float8_e4m3fn), requires_grad=False)
     model.append(model[0])
     given = policy(GW_HP).for_modules(model, {
         "2.low.0": Policy.default("cpu"), "2": torch.float32, "2.low.2": torch.bfloat16, "4": policy(ROWWISE)
@@ -102,6 +136,7 @@ def test_check_lists_every_linear_layer():
         "2.high (16, 16): float32",
         "3 (16, 16): LOWER: a float64 weight",
         "4 (32, 32): FLOAT8_ROWWISE",
+        "6 (16, 16): LOWER: a float8_e4m3fn weight",
     ]
     assert given.check().layers == ()
     wrapped: Any = torch.compile(mlp())
@@ -148,6 +183,9 @@ def test_calls_of_a_module_add_up_and_a_region_without_a_record_notes_nothing():
     with fp8(ROWWISE):
         model(torch.ones(16, 64))
     assert len(record.float8()) == 4
+    with record_casts() as record, fp8(ROWWISE), torch.no_grad():
+        model(torch.zeros(16, 64))
+    assert record.float8()[0].snr == math.inf
     with record_casts() as record, autocast("cpu"):
         model(torch.ones(16, 64))
     assert str(record.float8()) == "no product of FP8 was computed eagerly while recording"

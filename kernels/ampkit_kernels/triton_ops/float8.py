@@ -121,7 +121,7 @@ def quantize(
     by_column = along_columns is not None and along_columns.rowwise
     if (by_row or by_column) and x.shape[1] > LONGEST_ROW:
         return reference.quantize(x, along_rows, along_columns)
-    x = x.contiguous()
+    x = x.resolve_neg().contiguous()
     x = x.clone() if x.data_ptr() % 16 else x
     with on_device(x.device):
         rows = columns = None
