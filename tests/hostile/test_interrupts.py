@@ -116,7 +116,7 @@ def everything() -> Any:
 # As these begin, no `try` of theirs has begun, nor the caller's: Python code cannot undo an interrupt there.
 # So it is with what a checkpoint's own exception interrupts, by which torch ends a recompute.
 EDGES = (
-    "autocast.__exit__", "_plain.<locals>.wrapper", "record_casts.__exit__", "_stepped",
+    "autocast.__exit__", "_plain.<locals>.wrapper", "record_casts.__enter__", "record_casts.__exit__", "_stepped",
     "_recomputing.<locals>.recompute", "leave_down_to",
 )
 
