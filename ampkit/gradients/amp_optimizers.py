@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ampkit.gradients.transfer import host_value_or_none, moved
+from ampkit.torch_internals.dynamo import dynamo_skip
 from ampkit.torch_internals.optimizers import skip_compilation
 
 _MISSING = object()
@@ -138,6 +139,7 @@ def _without_momentum(optimizer: Any) -> Iterator[tuple[dict[str, Any], Tensor]]
                 yield group, param
 
 
+@dynamo_skip        # after a graph break it would be compiled by itself
 def run(
     optimizer: Any,
     args: tuple[Any, ...],

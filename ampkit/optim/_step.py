@@ -203,7 +203,7 @@ class DeviceStep(ABC):
         if self.impl != "triton" and all(map(_is_cpu, group["params"])):
             here = scalars.on(_CPU)
             if self._step_torch(group, _CPU, here):
-                if not here.skips_on_host():
+                if self._copies and not here.skips_on_host():
                     self._write_copies_of([param for param in group["params"] if param.grad is not None])
                 return
         by_device: dict[torch.device, list[Tensor]] = {}

@@ -60,7 +60,8 @@ def custom_fwd(
     @functools.wraps(fwd)
     def decorated(*args: Any, **kwargs: Any) -> Any:
         enabled = torch.is_autocast_enabled(kind)
-        if args and hasattr(args[0], "save_for_backward"):
+        ctx = args[:1] if len(args) > 0 and hasattr(args[0], "save_for_backward") else ()
+        if ctx:
             inside = enabled and cast_inputs is None, torch.get_autocast_dtype(kind)
             if tracing():
                 args[0]._ampkit_state = *inside, _rules(kind)
@@ -69,7 +70,9 @@ def custom_fwd(
         if cast_inputs is None or not enabled:
             return fwd(*args, **kwargs)
         with autocast(kind, enabled=False):
-            return fwd(*_cast(args, kind, cast_inputs), **_cast(kwargs, kind, cast_inputs))
+            # Not `ctx`: before torch 2.12 Dynamo cannot ask it whether it is a dataclass.
+            rest = _cast(args[len(ctx) :], kind, cast_inputs)
+            return fwd(*ctx, *rest, **_cast(kwargs, kind, cast_inputs))
 
     return decorated
 
