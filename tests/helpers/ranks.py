@@ -39,6 +39,7 @@ import torch
 import torch.distributed as dist
 
 START = 200      # seconds in which a process has to start
+CONNECT = 20     # seconds in which ranks have to find each other; gloo now and then fails to, and is asked again
 _pools: dict[int, _Pool] = {}
 
 
@@ -86,7 +87,9 @@ class _Pool:
         for rank in range(world):       # importing torch is not the first function's time
             self._answer(rank, time.monotonic() + START)
 
-    def run(self, function: Callable[..., Any], arguments: tuple[Any, ...], timeout: float) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], timeout: float, tries: int = 2
+    ) -> list[Any]:
         self.calls += 1
         call = pickle.dumps((self.calls, timeout, list(sys.path), pickle.dumps((function, arguments))))
         for rank, connection in enumerate(self.connections):
@@ -97,6 +100,8 @@ class _Pool:
         until = time.monotonic() + timeout
         answers = [self._answer(rank, until) for rank in range(len(self.connections))]
         errors = [f"rank {rank}:\n{value}" for rank, (good, value) in enumerate(answers) if not good]
+        if tries > 1 and any("connectFullMesh" in error for error in errors):
+            return self.run(function, arguments, timeout, tries - 1)
         if errors:
             raise RankError("\n".join(errors))
         return [value for _, value in answers]
@@ -154,7 +159,7 @@ def _run(rank: int, world: int, meeting: str, timeout: float, call: bytes) -> An
     np.random.seed(0)
     torch.manual_seed(0)
     dist.init_process_group(
-        "gloo", init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+        "gloo", init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=min(timeout, CONNECT))
     )
     try:
         function, arguments = pickle.loads(call)
