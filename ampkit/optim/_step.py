@@ -95,7 +95,7 @@ class DeviceStep(ABC):
                     f"a parameter group has {name}={param_group[name]}; ampkit.optim steps with {expected} alone: use "
                     "torch.optim for it"
                 )
-        super().add_param_group(param_group)
+        super().add_param_group(param_group)  # type: ignore[misc]  of torch's class, which stands beside this one
 
     def _set_copies(self, copies: dict[Tensor, Tensor]) -> None:
         self._copies = copies

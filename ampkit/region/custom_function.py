@@ -60,13 +60,13 @@ def custom_fwd(
     @functools.wraps(fwd)
     def decorated(*args: Any, **kwargs: Any) -> Any:
         enabled = torch.is_autocast_enabled(kind)
-        ctx = args[:1] if len(args) > 0 and hasattr(args[0], "save_for_backward") else ()
+        ctx: tuple[Any, ...] = args[:1] if len(args) > 0 and hasattr(args[0], "save_for_backward") else ()
         if ctx:
             inside = enabled and cast_inputs is None, torch.get_autocast_dtype(kind)
             if tracing():
-                args[0]._ampkit_state = *inside, _rules(kind)
+                ctx[0]._ampkit_state = *inside, _rules(kind)
             else:
-                args[0]._ampkit_state = RegionSpec(kind, inside[1], inside[0], True, _policy_here(kind))
+                ctx[0]._ampkit_state = RegionSpec(kind, inside[1], inside[0], True, _policy_here(kind))
         if cast_inputs is None or not enabled:
             return fwd(*args, **kwargs)
         with autocast(kind, enabled=False):
