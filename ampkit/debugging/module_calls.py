@@ -6,17 +6,14 @@ import threading
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.nn import DataParallel, Module
+from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.nn.parallel import DistributedDataParallel
 
+from ampkit.policy.module_paths import module_paths
 from ampkit.torch_internals.dispatcher import is_open
 from ampkit.torch_internals.operator_tracing import current_node
 
-__all__ = ["ModuleCall", "ModuleCalls", "module_paths"]
-
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-_DATA_PARALLEL = (DataParallel, DistributedDataParallel)
+__all__ = ["ModuleCall", "ModuleCalls"]
 
 
 class ModuleCall(NamedTuple):
@@ -114,18 +111,3 @@ class ModuleCalls:
                 paths[id(module)] = type(module).__name__
                 self._strays[id(module)] = module
         return paths[id(module)]
-
-
-def module_paths(root: Module) -> list[tuple[str, Module]]:
-    """Every module below `root` with its path, without what torch wraps around modules; the first name of each."""
-    return [(_without_wrappers(root, name), module) for name, module in root.named_modules()]
-
-
-def _without_wrappers(root: Module, name: str) -> str:
-    parts: list[str] = []
-    module: Module = root
-    for part in name.split(".") if name else ():
-        if part not in _WRAPPERS and not (part == "module" and isinstance(module, _DATA_PARALLEL)):
-            parts.append(part)
-        module = module.get_submodule(part)
-    return ".".join(parts)

@@ -16,10 +16,11 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ampkit.debugging.causes import dtype_name
-from ampkit.debugging.module_calls import ModuleCalls, module_paths
+from ampkit.debugging.module_calls import ModuleCalls
 from ampkit.debugging.operator_calls import no_advice_on_hooks
 from ampkit.debugging.operator_facts import readable, tensors_in
 from ampkit.debugging.report import plain
+from ampkit.policy.module_paths import module_paths
 
 __all__ = ["TensorMonitor", "before_update", "lost_share"]
 

@@ -203,8 +203,8 @@ class DeviceStep(ABC):
         if self.impl != "triton" and all(map(_is_cpu, group["params"])):
             here = scalars.on(_CPU)
             if self._step_torch(group, _CPU, here):
-                if self._copies and not here.skips_on_host():
-                    self._write_copies_of([param for param in group["params"] if param.grad is not None])
+                if self._copies:
+                    self._write_copies_of(group["params"], here)
                 return
         by_device: dict[torch.device, list[Tensor]] = {}
         for param in group["params"]:
@@ -212,16 +212,17 @@ class DeviceStep(ABC):
                 by_device.setdefault(param.device, []).append(param)
         for device, params in by_device.items():
             refuse_sparse(self, [param.grad for param in params])
-            if not kernels.uses_triton(self.impl, device) and self._step_torch(
-                {**group, "params": params}, device, scalars.on(device)
-            ):
-                self._write_copies_of(params)
+            here, part = scalars.on(device), {**group, "params": params}
+            if not kernels.uses_triton(self.impl, device) and self._step_torch(part, device, here):
+                if self._copies:
+                    self._write_copies_of(params, here)
             else:
                 self._step_kernels(number, group, device, params, scalars)
 
-    def _write_copies_of(self, params: Sequence[Tensor]) -> None:
-        copied = [param for param in params if param in self._copies] if self._copies else []
-        if copied:
+    def _write_copies_of(self, params: Sequence[Tensor], scalars: StepScalars) -> None:
+        """Write the copies of what torch's functions have stepped."""
+        copied = [param for param in params if param in self._copies and param.grad is not None]
+        if copied and not scalars.skips_on_host():
             kernels.cast_(list(map(local_tensor, copied)), [local_tensor(self._copies[param]) for param in copied])
 
     def _step_kernels(

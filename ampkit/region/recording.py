@@ -122,9 +122,11 @@ class _RecordingMode(AutocastMode):
         )
         _, rule, layer, why = policy.explain(op)
         asked = tuple(value for value in got if rule is Rule.FLOAT32_DTYPE_ARG and isinstance(value, torch.dtype))
-        float8 = why_not(op, args, kwargs, policy.device_type) or rule.name if rule in RECIPES else ""
+        float8 = ""
         if isinstance(run, Product):
-            asked = (run.recipe.x.dtype, run.recipe.w.dtype)
+            float8, asked = rule.name, (run.recipe.x.dtype, run.recipe.w.dtype)
+        elif rule in RECIPES:
+            float8 = why_not(op, args, kwargs, policy.device_type)
         module, line = _call_site(sys._getframe(1))
         undone = [
             (maker, _nbytes(old) + _nbytes(new))

@@ -162,13 +162,13 @@ def _general(op: OpOverload) -> Kernel:
     @dynamo_skip
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         mode = get_in_tls(TLS_NAME)
-        if slots and functorch_level() is not None:
-            args = _without_numbers(args, slots)
+        if functorch_level() is not None:
+            args = _without_numbers(args, _numbers(args, slots))
         if not (mode.as_torch and is_ahead(keyset, ahead)):
             result = mode.__torch_dispatch__(op, (), args, kwargs)
             if result is not NotImplemented:
                 return result
-        if any(type(args[slot]) in _NUMBERS for slot in slots if slot < len(args)):
+        if _numbers(args, slots):
             # A number in the place of a tensor: see _REDISPATCH. Where no list has `op`, torch has no autocast kernel
             # for it either, and torch's key must stay: without it, autocast counts as disabled for its parts.
             listed = any(op in table for _, table in mode.tables)
@@ -179,8 +179,13 @@ def _general(op: OpOverload) -> Kernel:
     return kernel
 
 
+def _numbers(args: tuple[Any, ...], slots: list[int]) -> list[int]:
+    """Where a number stands in the place of a tensor."""
+    return [slot for slot in slots if slot < len(args) and type(args[slot]) in _NUMBERS]
+
+
 def _without_numbers(args: tuple[Any, ...], slots: list[int]) -> tuple[Any, ...]:
-    """Arguments with tensors for the numbers among them, which promote as numbers do and have their digits.
+    """Arguments with tensors for the numbers at `slots`, which promote as numbers do and have their digits.
 
     Autograd saves a number as a tensor that is marked as one. Where a transform has wrapped it, torch cannot hand it to
     a Python kernel in backward: it reads the number, and the wrapper has no memory.
@@ -189,7 +194,7 @@ def _without_numbers(args: tuple[Any, ...], slots: list[int]) -> tuple[Any, ...]
     if tensor is None:
         return args
     changed = list(args)
-    for slot in slots[: len(args)]:
+    for slot in slots:
         if type(args[slot]) in (int, float, bool):
             number = torch.scalar_tensor(args[slot], dtype=torch.float64)
             # A tensor without dimensions would be promoted; in 16 bits it takes the number if no digit is lost.

@@ -236,7 +236,7 @@ def divergence_of_probabilities(x: Tensor) -> Tensor:
 
 # emadeldeen24/TS-TCC#25
 @planted("aten::log", r"of 0|log.*0|is 0", r"clamp|eps|logsumexp|log_softmax")
-def contrast_to_nobody(x: Tensor) -> Tensor:
+def contrast_without_others(x: Tensor) -> Tensor:
     logits = (x * 60) @ (x * 60).t()
     logits = logits - logits.amax(-1, keepdim=True).detach()
     others = torch.exp(logits) * (1 - torch.eye(8))

@@ -188,7 +188,7 @@ def test_numbers_that_something_masks_out_are_no_finding() -> None:
         loss = loss + (x + mask).softmax(-1).sum() + (x + mask.clamp(min=0.0)).sum()
         loss.backward()
         best = torch.minimum(best, loss.detach())
-        torch.full((4,), math.inf)      # nobody reads it
+        torch.full((4,), math.inf)      # no operator reads it
     assert not report
 
 

@@ -592,7 +592,7 @@ def learning_to_learn() -> tuple[nn.Module, Run]:
 
 
 def moving_averages() -> tuple[nn.Module, Run]:
-    """Of weights, by torch, and statistics that are counted anew."""
+    """Of weights, by torch, and statistics that are computed again."""
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.99))
     model, train = trained(model, lambda: model(torch.randn(4, 8)).float().square().mean(), F16)

@@ -177,3 +177,13 @@ def test_numbers_that_autograd_saves_under_a_transform(function: Any, dtype: tor
         with region:
             results.append(torch.func.grad(lambda x: function(x).sum())(x))
     assert all(torch.equal(result, results[0]) for result in results[1:])
+
+
+def test_a_tensor_by_keyword_behind_a_number_under_a_transform() -> None:
+    library = torch.library.Library("ampkit_by_keyword", "DEF")
+    library.define("scaled(Tensor x, float by, *, Tensor bias) -> Tensor")
+    library.impl("scaled", lambda x, by, *, bias: x * by + bias, "CompositeImplicitAutograd")
+    scaled = torch.ops.ampkit_by_keyword.scaled
+    with autocast("cpu", policy=Policy.torch("cpu").with_rules({"ampkit_by_keyword::scaled": "keep"})):
+        found = torch.func.grad(lambda x: scaled(x, 2.0, bias=x).sum())(torch.ones(3))
+    assert found.tolist() == [3.0] * 3
