@@ -19,7 +19,7 @@ from ampkit.gradients import amp_optimizers, closures, ranks
 from ampkit.gradients.collect import collect, unscale_
 from ampkit.scaler import saved_state
 from ampkit.scaler.grad_scaler import GradScaler
-from ampkit.scaler.shared_gradients import Notes
+from ampkit.scaler.records import Notes
 from ampkit.whole_model.master_weights import MasterWeights
 
 
