@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ampkit_kernels
 from ampkit import DynamicLossScale, GradScaler
 from ampkit.gradients import clipping
+from ampkit.optim import AdamW
 from ampkit.scaler.history import History
 
 pytest.importorskip("triton")
@@ -21,7 +22,7 @@ pytestmark = [
 ]
 # Operators that launch nothing on a GPU: new memory, views, and what the profiler notes.
 FREE = ("aten.empty", "aten.slice", "aten.unbind", "aten.detach", "aten.select", "aten.lift_fresh", "profiler.")
-OVER_GRADIENTS = ("unscale_kernel", "norm_kernel", "finish_kernel")
+OVER_GRADIENTS = ("unscale_kernel", "norm_kernel", "finish_kernel", "prepare_kernel", "adamw_kernel")
 
 
 class Launches(TorchDispatchMode):
@@ -66,24 +67,15 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     return counted
 
 
-class Aware(torch.optim.SGD):
-    """Skips on the device and takes a multiplier, as `ampkit.optim`; launches nothing."""
-
-    _step_supports_amp_scaling = _step_supports_grad_multiplier = True
-
-    def step(self, closure=None):
-        assert self.grad_multiplier.shape == ()
-
-
 STRATEGIES = [DynamicLossScale(1024.0), DynamicLossScale(hysteresis=2, tolerance=0.1)]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=["plain", "hysteresis"])
 @pytest.mark.parametrize(("captured", "moved"), [(False, False), (False, True), (True, False)])
-def test_clipping_and_an_update_take_five_launches(launches, monkeypatch, strategy, captured, moved) -> None:
+def test_clipping_a_step_and_an_update_take_six_launches(launches, monkeypatch, strategy, captured, moved) -> None:
     """And one more to copy addresses of gradients elsewhere than before, or in a CUDA graph one to count."""
     params = [torch.nn.Parameter(torch.ones(5)) for _ in range(3)]
-    scaler, optimizer = GradScaler("cpu", loss_scale=strategy), Aware(params, lr=0.1)
+    scaler, optimizer = GradScaler("cpu", loss_scale=strategy), AdamW(params, impl="triton")
     for i in range(3):
         scaler.scale(torch.ones((), requires_grad=True))
         for param in params:
@@ -98,7 +90,8 @@ def test_clipping_and_an_update_take_five_launches(launches, monkeypatch, strate
             scaler.update()
     upload = ["upload"] if moved else []
     tally = ["tally_kernel"] if captured else []
-    assert launches.names == ["inverse_kernel", *upload, "norm_kernel", "finish_kernel", "update_kernel", *tally]
+    step = ["prepare_kernel", "adamw_kernel", "update_kernel"]
+    assert launches.names == ["inverse_kernel", *upload, "norm_kernel", "finish_kernel", *step, *tally]
 
 
 @pytest.mark.parametrize("size", [0, 5])
