@@ -105,7 +105,7 @@ class detect_nonfinite:
         new = False
         for one, finding in found:
             # An inf that a smaller scale cures makes NaN of what would have been absorbed: the next step tells.
-            if finding.skipped or not (overflows and one.symptom.phase in ("backward", "scaler")):
+            if finding.skipped or not (overflows and one.only_gradients):
                 new |= self.report.add(finding) and not finding.skipped
         if new and self._on_found == "raise":
             raise NonFiniteError(self.report)
