@@ -97,7 +97,7 @@ class Suggestion:
                 *(f"  in vain   {one}" for one in self.tried)]
 
 
-@dataclass(frozen=True)
+@dataclass
 class LoopFinding:
     """Something that a loop does wrong, the line that does it, and the change."""
 
@@ -105,13 +105,12 @@ class LoopFinding:
     file: str
     line: int
     change: str
-    iteration: int      # steps of optimizers before it, skipped ones counted
-    times: int = 1
+    first: int      # iteration, by steps of optimizers before it, skipped ones counted
+    last: int
 
     def __str__(self) -> str:
-        times = f", in {self.times} iterations" if self.times > 1 else ""
-        return (f"{self.what}, from iteration {self.iteration} on{times}\n  line      {self.file}:{self.line}\n"
-                f"  change    {self.change}")
+        when = f"iteration {self.first}" if self.first == self.last else f"iterations {self.first} to {self.last}"
+        return f"{self.what}, in {when}\n  line      {self.file}:{self.line}\n  change    {self.change}"
 
 
 @dataclass
@@ -138,7 +137,8 @@ class LoopReport(Report):
         looked = "1 iteration" if self.iterations == 1 else f"{self.iterations} iterations"
         if self.status == "inconclusive":
             return f"inconclusive: {self.incomplete or 'no optimizer stepped'}. Nothing was found until then: {looked}"
-        return f"the loop is in order: {looked}"
+        return (f"nothing found in {looked}, of what is looked at: the order of scale, backward, unscale_, clipping, "
+                "step, update, zero_grad and schedulers, and losses that are summed undivided")
 
 
 @dataclass
