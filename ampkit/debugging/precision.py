@@ -47,7 +47,7 @@ def compare_precision(
 
     Each operator's result is compared with that of the same step in `reference` throughout (`total`) and with that of
     the same operator in `reference` on the same inputs (`local`, its own rounding): an operator that rounds much and
-    one that amplifies what others rounded are told apart. `report.gradients()` compares the gradients, which are those
+    one that amplifies what others rounded are told apart. `report.gradients` compares the gradients, which are those
     of a true step in `reference` to the bit where `report.opaque` names no operator, `report.results` what the step
     returns, and `report.error` is the largest of all; `report.recommended_scale` is the loss scale to which nothing
     overflows in backward, where float16 takes part.
@@ -93,7 +93,7 @@ def _tried(
             with contextlib.suppress(RuntimeError), change.around(), comparison as found:
                 result = step()
             found.results = comparison.errors_of(tensors_in(result))
-            if found.parameters and found.error < report.error / 2:
+            if found.gradients and found.error < report.error / 2:
                 evidence = f"verified: with it the error is {found.error:.2g} in place of {report.error:.2g}"
                 return Suggestion(change.code, "change", True, evidence, tuple(tried))
             tried.append(change.code)
@@ -149,7 +149,7 @@ class PrecisionComparison(OperatorObserver):
         super().__exit__(*error)
         self._loop.__exit__(None, None, None)
         self.report.compiled = self.compiled
-        if not self.report.parameters:
+        if not self.report.gradients:
             self._collect_gradients()
         self.report.scale = self._scale or 1.0
         self.report.recommended_scale = self._recommended_scale()
@@ -282,13 +282,14 @@ class PrecisionComparison(OperatorObserver):
                 lost = call.index
             self._note(
                 call, results[chosen[0]], total, local, propagated.relative, incoming,
-                max(_largest(references[i]) for i in chosen), _unmoved(results, locals_ or [], before),
+                max(_largest(references[i]) for i in chosen),
             )
+            self._note_lost_update(call, results[chosen[0]], _unmoved(results, locals_ or [], before))
         return [Error(totals[i].relative, maker, lost) if i in totals else NONE for i in range(len(results))]
 
     def _note(
         self, call: OperatorCall, result: Tensor, total: Deviation, local: Deviation, propagated: float,
-        incoming: Error, largest: float, unmoved: float = 0.0,
+        incoming: Error, largest: float,
     ) -> None:
         count = max(1, local.numel)
         self.report.operators.append(OperatorError(
@@ -296,8 +297,13 @@ class PrecisionComparison(OperatorObserver):
             total=total.relative, local=local.relative, propagated=propagated,
             amplification=propagated / incoming.relative if 0 < incoming.relative < math.inf else 0.0,
             error_from=incoming.maker, lost=local.lost / count, largest=largest,
-            norm=total.norm, unmoved=unmoved,
+            norm=total.norm,
         ))
+
+    def _note_lost_update(self, call: OperatorCall, result: Tensor, share: float) -> None:
+        if share > 0.5 and call.phase == "forward":
+            dtype = dtype_name(result.dtype)
+            self.report.lost_updates.append(LostUpdate(call.op, share, dtype, *call.caller.line(), by_optimizer=False))
 
     def _note_given(self, tensor: Tensor) -> None:
         """Remember a tensor in 16 bits that the step was given: what rounded it cannot be seen."""
@@ -329,16 +335,16 @@ class PrecisionComparison(OperatorObserver):
     def _optimizer_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self.begun:
             with without_dispatch():
-                self._note_lost_updates()
+                self._note_lost_updates_of_optimizer()
         super()._optimizer_ends(optimizer, args, kwargs)
 
-    def _note_lost_updates(self) -> None:
-        """The parameters in 16 bits of which the optimizer moves less than half of what it is to move."""
+    def _note_lost_updates_of_optimizer(self) -> None:
         file, line = find_caller(1).line()
         for one in self._before:
-            share = float(lost_share(*one))
+            share, dtype = float(lost_share(*one)), dtype_name(one[0].dtype)
             if share > 0.5:
-                self.report.lost_updates.append(LostUpdate(self.name_of(one[0]), share, file, line))
+                lost = LostUpdate(self.name_of(one[0]), share, dtype, file, line, by_optimizer=True)
+                self.report.lost_updates.append(lost)
         self._before = []
 
     def _meet_scaler(self, *, scaling: bool) -> None:
@@ -360,13 +366,12 @@ class PrecisionComparison(OperatorObserver):
             ]
         norm = math.hypot(*(one.norm for _, one in found))
         if found:
-            self.report.parameters = [
-                GradientError(
-                    name, one.relative, one.error / norm if norm else one.relative, one.lost / max(1, one.numel),
-                    one.norm,
+            self.report.gradients = {
+                name: GradientError(
+                    one.relative, one.error / norm if norm else one.relative, one.lost / max(1, one.numel), one.norm
                 )
                 for name, one in found
-            ]
+            }
 
     def _recommended_scale(self) -> float | None:
         """The largest power of two times the scale with which no float16 result of backward overflows."""

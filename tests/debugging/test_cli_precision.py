@@ -47,7 +47,7 @@ def test_one_step_is_compared_and_the_script_ends(
     assert f"{script}:10" in out
     report = json.loads(file.read_text())
     assert (report["kind"], report["version"]) == ("ampkit.debugging.precision", 1)
-    assert {one["parameter"] for one in report["parameters"]} == {"weight", "bias"}
+    assert set(report["gradients"]) == {"weight", "bias"}
 
 
 def test_an_overflow_is_a_finding(script: str) -> None:

@@ -38,7 +38,7 @@ def test_every_key_is_on_the_page() -> None:
 
     model = nn.Linear(4, 1).bfloat16()
     precision = debugging.compare_precision(lambda: model(torch.ones(2, 4).bfloat16()).sum().backward(), model)
-    names = {*precision.opaque, *precision.given}
+    names = {*precision.opaque, *precision.given, *precision.gradients}
     for data in map(json.loads, (found().to_json(), precision.to_json())):
         assert not {key for key in keys(data) - names if f"`{key}`" not in page}
 
