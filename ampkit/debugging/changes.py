@@ -197,9 +197,8 @@ def changes_for(finding: Finding, region: Region, model: Module | None) -> Itera
     """What may help, the likeliest first."""
     origin, cause = finding.origin, finding.cause
     places = (origin, finding.made) if finding.made is not None else (origin,)
-    dtypes = [one.dtype for one in (*places, *finding.inputs)]
-    if cause.kind in ("arrived", "received", "constant", "uninitialised") or origin.phase == "optimizer" or not (
-        {"float16", "bfloat16"} & set(dtypes)
+    if cause.kind in ("arrived", "received", "constant", "uninitialised") or origin.phase == "optimizer" or not any(
+        low in text for low in ("float16", "bfloat16") for text in (*(one.dtype for one in places), *finding.inputs)
     ):
         return
     if region == "ampkit" and model is not None and origin.path:
@@ -260,8 +259,7 @@ def changes_for_precision(report: PrecisionReport, region: Region, model: Module
         yield PolicyChange(device, model, (one.path,))
     lines = line_of(one)
     if lines is not None:
-        whole = function_around(lines)
-        yield from (LineChange(device, region, (some,)) for some in (lines, whole) if some is not None)
+        yield LineChange(device, region, (lines,))
 
 
 def advice_on_precision(report: PrecisionReport) -> Suggestion:

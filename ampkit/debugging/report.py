@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
-from ampkit.debugging.causes import UNKNOWN, Cause, InputSummary
+from ampkit.debugging.causes import UNKNOWN, Cause
 
 __all__ = [
-    "VERSION", "Finding", "GradientError", "LoopFinding", "LoopReport", "LostUpdate", "NonFiniteError",
-    "NonFiniteReport", "Operation", "OperatorError", "PrecisionReport", "Report", "Suggestion", "plain",
+    "Finding", "GradientError", "LoopFinding", "LoopReport", "LostUpdate", "NonFiniteError",
+    "NonFiniteReport", "Operation", "OperatorError", "PrecisionReport", "Report", "StepReport", "Suggestion", "plain",
 ]
 
 Status = Literal["clean", "found", "inconclusive"]
@@ -151,7 +151,7 @@ class Finding:
     symptom: str = ""               # "the loss is nan"
     parameter: str = ""             # whose gradient or value the symptom is, or the parameter that arrived broken
     cause: Cause = UNKNOWN
-    inputs: tuple[InputSummary, ...] = ()       # where it went wrong, as they were before the call
+    inputs: tuple[str, ...] = ()    # of the origin, as they were before the call
     step: int = 0                   # optimizer steps before it, skipped ones counted
     scale: float | None = None      # the loss scale
     skipped: bool = False           # a scaler met it and skips the step, as it should
@@ -161,7 +161,7 @@ class Finding:
     made: Operation | None = None   # what computed the 0 or inf that the origin cannot take
 
     def __str__(self) -> str:
-        shown = [str(one) for one in self.inputs[:3]] + [f"{len(self.inputs) - 3} more"] * (len(self.inputs) > 3)
+        shown = [*self.inputs[:3]] + [f"{len(self.inputs) - 3} more"] * (len(self.inputs) > 3)
         inputs = "; inputs " + ", ".join(shown) if shown else ""
         micro_batch = f", micro-batch {self.micro_batch}" if self.micro_batch > 1 else ""
         times = f", {self.times} times alike" if self.times > 1 else ""
@@ -186,8 +186,20 @@ class Finding:
             two.op, two.module, two.file, two.line, two.backward_of)
 
 
+@dataclass(kw_only=True)
+class StepReport(Report):
+    """What a tool found that looks at the operators of steps."""
+
+    compiled: bool = False      # compiled functions ran, eagerly
+    loop: list[LoopFinding] = field(default_factory=list)       # what the loop does in the wrong order
+
+    def first_lines(self) -> list[str]:
+        """What is said before anything else."""
+        return [*([COMPILED] if self.compiled else []), *map(str, self.loop)]
+
+
 @dataclass
-class NonFiniteReport(Report):
+class NonFiniteReport(StepReport):
     """What `detect_nonfinite` and `find_nonfinite` found; falsy if nothing. `str` is what the terminal shows."""
 
     kind = "nonfinite"
@@ -197,8 +209,6 @@ class NonFiniteReport(Report):
     operators: int = 0
     rank: int | None = None     # of several processes
     note: str = ""
-    compiled: bool = False      # compiled functions ran, eagerly
-    loop: list[LoopFinding] = field(default_factory=list)       # what the loop does in the wrong order
 
     @property
     def status(self) -> Status:
@@ -210,9 +220,7 @@ class NonFiniteReport(Report):
     def __str__(self) -> str:
         rank = f"rank {self.rank}: " if self.rank is not None else ""
         looked = f"{self.operators} operators in {self.steps} {'step' if self.steps == 1 else 'steps'}"
-        blocks = [COMPILED] if self.compiled else []
-        blocks += map(str, self.loop)
-        blocks += [f"{rank}{finding}" for finding in self.findings[:1]]
+        blocks = self.first_lines() + [f"{rank}{finding}" for finding in self.findings[:1]]
         blocks += [
             f"{rank}then {finding.symptom} in step {finding.step}: {finding.origin}: {finding.why()}"
             for finding in self.findings[1:]
@@ -293,7 +301,7 @@ class LostUpdate:
 
 
 @dataclass
-class PrecisionReport(Report):
+class PrecisionReport(StepReport):
     """What `compare_precision` measured. `str` is what the terminal shows."""
 
     kind = "precision"
@@ -310,8 +318,6 @@ class PrecisionReport(Report):
     loss: float | None = None
     reference_loss: float | None = None
     step: int = 0
-    compiled: bool = False      # compiled functions ran, eagerly
-    loop: list[LoopFinding] = field(default_factory=list)       # what the loop does in the wrong order
 
     @property
     def status(self) -> Status:
@@ -377,7 +383,7 @@ class PrecisionReport(Report):
         return one.propagated > 1e-3 and (one.phase != "backward" or one.total * one.norm > 1e-3 * gradients)
 
     def __str__(self) -> str:
-        return "\n".join([*([COMPILED] if self.compiled else []), *map(str, self.loop), *self._numbers()])
+        return "\n".join([*self.first_lines(), *self._numbers()])
 
     def _numbers(self) -> list[str]:
         if self.incomplete and not self.operators:
