@@ -34,7 +34,7 @@ def plain() -> None:
 
 
 def nested() -> None:
-    with autocast("cpu", BF16, policy=MINE), autocast("cpu", enabled=False), autocast("cpu", torch.float16):
+    with autocast("cpu", BF16, policy=MINE), autocast("cpu", enabled=False), autocast("cpu", policy="torch"):
         pass
 
 
@@ -106,8 +106,8 @@ SCENES = [
 
 def everything() -> Any:
     """What a region may leave behind in this thread, and the policies of a region that is given none."""
-    key = dispatcher.KEY
-    found = state(), dispatcher.is_included(key), dispatcher.is_excluded(key), dispatcher.current()
+    keys = [(dispatcher.is_included(key), dispatcher.is_excluded(key)) for key in dispatcher.KEY_NAMES]
+    found = state(), keys, dispatcher.current()
     with autocast("cpu", BF16):
         mode = dispatcher.current()
     return found, None if mode is None else mode.policies, len(ampkit.region.recording.records)
