@@ -23,8 +23,6 @@ from ampkit.debugging.causes import advice_for
 from ampkit.debugging.operator_facts import tensors_in
 from ampkit.debugging.report import Finding, Operation, PrecisionReport, Suggestion
 from ampkit.debugging.source_lines import find_caller
-from ampkit.policy.float8_recipes import RECIPES
-from ampkit.policy.operator_keys import key_name
 from ampkit.policy.policy import Policy, Rule
 from ampkit.region.autocast import autocast
 
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Change", "PolicyChange", "Region", "advice", "advice_on_precision", "changes_for", "changes_for_precision",
-    "suggest", "takes_float32",
+    "suggest",
 ]
 
 Region = Literal["ampkit", "torch", "none"]     # what the user's step computes in
@@ -73,7 +71,6 @@ class PolicyChange(Change):
     model: Module
     modules: tuple[str, ...] = ()
     operators: tuple[str, ...] = ()
-    lower: bool = False     # whether modules leave FP8, for a base with such rules, in place of all low precision
 
     @property
     def policy(self) -> Policy:
@@ -81,26 +78,15 @@ class PolicyChange(Change):
         policy = self.base
         if self.operators:
             policy = policy.with_rules(dict.fromkeys(self.operators, Rule.FLOAT32))
-        if not self.modules:
-            return policy
-        value: Any = torch.float32
-        if self.lower:
-            plain = Policy(policy.base, policy.device_type, policy.overrides)
-            value = plain.with_rules(dict.fromkeys(float8_operators(policy), Rule.LOWER))
-        return policy.for_modules(self.model, dict.fromkeys(self.modules, value))
+        return policy.for_modules(self.model, dict.fromkeys(self.modules, torch.float32)) if self.modules else policy
 
     @property
     def code(self) -> str:
-        device = self.base.device_type
-        text = f'policy = Policy.default("{device}")' if self.base == Policy.default(device) else "policy = policy"
+        text = f'policy = Policy.default("{self.base.device_type}")'
         if self.operators:
             text += ".with_rules({" + ", ".join(f'"{op}": Rule.FLOAT32' for op in self.operators) + "})"
         if self.modules:
-            value = "lower" if self.lower else "torch.float32"
-            text += ".for_modules(model, {" + ", ".join(f'"{path}": {value}' for path in self.modules) + "})"
-        if self.lower:
-            rules = ", ".join(f'"{op}": Rule.LOWER' for op in float8_operators(self.base))
-            text = f"lower = policy.with_rules({{{rules}}}); {text}"
+            text += ".for_modules(model, {" + ", ".join(f'"{path}": torch.float32' for path in self.modules) + "})"
         return text
 
     def around(self, recorder: OperatorObserver | None, snapshot: Snapshot) -> AbstractContextManager[Any]:
@@ -111,7 +97,7 @@ class PolicyChange(Change):
         *_, origin = places
         path = origin.path
         op = origin.op if origin.phase in ("forward", "recompute") else origin.backward_of
-        if (not path or path in self.modules) and op not in self.operators and takes_float32(op, self.base):
+        if (not path or path in self.modules) and op not in self.operators and _takes_float32(op, self.base):
             return replace(self, operators=(*self.operators, op))
         while path in self.modules:
             path = path.rpartition(".")[0]
@@ -125,12 +111,7 @@ class PolicyChange(Change):
                 yield replace(self, operators=tuple(one for one in self.operators if one != rule))
 
 
-def float8_operators(policy: Policy) -> tuple[str, ...]:
-    """The operators that a policy computes in FP8."""
-    return tuple(sorted(key_name(op) for op, rule in policy.rules().items() if rule in RECIPES))
-
-
-def takes_float32(op: str, policy: Policy) -> bool:
+def _takes_float32(op: str, policy: Policy) -> bool:
     """Whether a region can cast for an operator: those that only exist below it, it never sees."""
     if not op or op == "aten::_to_copy":
         return False

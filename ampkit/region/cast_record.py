@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple, TypeVar
 
 import torch
 
+from ampkit.policy.module_paths import starred
 from ampkit.policy.rules import Rule
 from ampkit.region.float8_record import Float8Losses, Float8Notes
 
@@ -88,7 +88,7 @@ class CastRecord:
     def round_trips(self) -> list[RoundTrip]:
         """Casts up right before casts down, the most bytes first: what a rule "keep" for the first operator saves."""
         pairs = [(call.undoes, call) for call in self.calls if call.undoes is not None]
-        groups = _grouped(pairs, lambda pair: (*(call.op for call in pair), *(_pattern(call.module) for call in pair)))
+        groups = _grouped(pairs, lambda pair: (*(call.op for call in pair), *(starred(call.module) for call in pair)))
         trips = [
             RoundTrip(
                 some[0][0].op, some[0][1].op, _path([up.module for up, _ in some]),
@@ -129,7 +129,7 @@ class CastRecord:
         total = f"{_times(len(self.calls))}, {self.casts} casts made ({self.nbytes / 1e6:.3f} MB read and written), "
         fallbacks = _grouped(
             [call for call in self.calls if call.float8 not in ("", call.rule.name)],
-            lambda call: (call.op, _pattern(call.module), call.float8),
+            lambda call: (call.op, starred(call.module), call.float8),
         )
         return [
             *lines, f"{total}{self.cached} taken from the cache",
@@ -156,7 +156,7 @@ def _alike(calls: Sequence[RecordedCall]) -> list[list[RecordedCall]]:
     """Calls in groups that share a row of the table: modules that differ in numbers only, `blocks.0` and `blocks.1`."""
     groups = _grouped(
         calls,
-        lambda call: (call.op, call.rule, call.layer, _pattern(call.module), call.operands, call.computed_in),
+        lambda call: (call.op, call.rule, call.layer, starred(call.module), call.operands, call.computed_in),
     )
     return sorted(groups, key=lambda group: -sum(call.nbytes for call in group))
 
@@ -172,11 +172,6 @@ def _path(paths: Sequence[str]) -> str:
     """Modules' paths, alike but for numbers, as one key of `Policy.for_modules`: a star where the numbers differ."""
     parts = (set(names) for names in zip(*(path.split(".") for path in paths), strict=True))
     return ".".join(names.pop() if len(names) == 1 else "*" for names in parts)
-
-
-def _pattern(path: str) -> str:
-    """A module's path with a star for every number."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
 def _named(dtypes: Sequence[torch.dtype]) -> str:

@@ -30,7 +30,7 @@ from ampkit.policy import casting
 from ampkit.policy.float8_recipes import RECIPES
 from ampkit.policy.policy import Policy, RuleTable, register_changes
 from ampkit.policy.rules import Rule
-from ampkit.region import float8, policy_guard, recurrent
+from ampkit.region import float8, float32_out, policy_guard, recurrent
 from ampkit.region.specialised import kernels_for
 from ampkit.region.weight_cache import RegionCache, WeightCache
 from ampkit.torch_internals.dispatcher import (
@@ -146,13 +146,15 @@ class AutocastMode(TorchDispatchMode):
         self, rule: Rule, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str
     ) -> _Call:
         """The call that a rule asks for."""
-        if rule is _LOWER:
+        if rule is _LOWER or rule is Rule.LOWER_FLOAT32_OUT:
             cast = casting.cast_to(device, _dtype_of(device))
             if kwargs:
                 kwargs = cast.kwargs(kwargs, self.lookup)
             args = cast.args(args, self.lookup)
             if op in recurrent.LAYERS:
                 recurrent.flatten_weights(op, args)
+            if rule is not _LOWER:
+                return functools.partial(float32_out.product, op, cast.dtype), args, kwargs
         elif rule is Rule.FLOAT32:
             cast = casting.cast_to(device, torch.float32)
             kwargs, args = cast.kwargs(kwargs), cast.args(args)

@@ -52,10 +52,16 @@ def test_chunks_shrink_for_short_lists_and_stay_powers_of_two_of_blocks() -> Non
         assert (length % 1024, (length // 1024).bit_count()) == (0, 1)
 
 
-def test_what_has_moved_is_sent_again_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many words each copy sends."""
+    found, send = [], tables.send
+    monkeypatch.setattr(tables, "send", lambda values, memory: (found.append(len(values)), send(values, memory)))
+    return found
+
+
+def test_what_has_moved_is_sent_again_and_nothing_else(sent: list[int]) -> None:
     """By address: new tensor objects over the same memory have not moved. Other lengths or dtypes have a table."""
-    sent, send = [], tables.send
-    monkeypatch.setattr(tables, "send", lambda values, memory: (sent.append(len(values)), send(values, memory)))
     params, grads, first, second, moved = ([torch.zeros(20), torch.zeros(30)] for _ in range(5))
     table = tables.table_for([params, grads, first, second], SMALL)
     assert table.numels.tolist() == [20, 30]
@@ -69,6 +75,21 @@ def test_what_has_moved_is_sent_again_and_nothing_else(monkeypatch: pytest.Monke
     assert sent[1:] == [2, 2, 8]
     for others in ([[t[:19] for t in part] for part in lists], [[t.view(torch.int32) for t in part] for part in lists]):
         assert tables.table_for(others, SMALL) is not table
+
+
+def test_gradients_that_a_step_reads_too_are_sent_once(sent: list[int]) -> None:
+    """The step's table and one of the gradients alone hold the right addresses, whoever was given new ones."""
+    params, grads, moved, others = ([torch.zeros(20), torch.zeros(30)] for _ in range(4))
+    alone = tables.table_for([grads], SMALL)
+    step = tables.step_table([params, grads, params], SMALL)
+    sent.clear()
+    for found in (moved, moved, others):
+        assert tables.table_for([found], SMALL) is alone
+        assert alone.addresses.tolist() == [t.data_ptr() for t in found]
+        step.refresh([[t.data_ptr() for t in tensors] for tensors in (params, moved, params)])
+        assert step.addresses.tolist() == [t.data_ptr() for tensors in (params, moved, params) for t in tensors]
+    assert sent == [2, 2, 2]        # moved for both; others; moved again
+    assert alone.numels.tolist() == [20, 30]
 
 
 def test_threads_do_not_share_a_table() -> None:

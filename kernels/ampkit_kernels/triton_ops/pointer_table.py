@@ -71,15 +71,40 @@ def block_map(numels: Sequence[int], chunk: int) -> np.ndarray:
 
 
 @dataclass(eq=False)
+class Columns:
+    """Addresses on the device, int64 [n_lists * n_tensors], list by list, and the columns that were sent there last."""
+
+    memory: Tensor
+    sent: list[list[int]]
+
+    def refresh(self, at: int, columns: list[list[int]]) -> None:
+        """Send to the columns from `at` on the addresses that differ from what the device holds, if any do.
+
+        One copy: of the columns from the first that differs to the last, which is most often the gradients' alone.
+        """
+        sent = self.sent[at : at + len(columns)]
+        if columns == sent:
+            return
+        first, last = 0, len(columns)
+        while columns[first] == sent[first]:
+            first += 1
+        while columns[last - 1] == sent[last - 1]:
+            last -= 1
+        n = len(columns[0])
+        send(np.array(columns[first:last], dtype=np.int64).ravel(), self.memory[(at + first) * n : (at + last) * n])
+        self.sent[at : at + len(columns)] = columns
+
+
+@dataclass(eq=False)
 class Table:
     """The device side of one list of rows; see the module's docstring.
 
-    addresses: int64 [n_lists * n_tensors], list by list. numels: int64 [n_tensors]. blocks: int64 [n_blocks].
-    sent: the columns of `addresses` on the host.
+    addresses: int64 [n_lists * n_tensors], list by list, in `columns` from column `first` on.
+    numels: int64 [n_tensors]. blocks: int64 [n_blocks].
     """
 
     device: torch.device
-    addresses: Tensor
+    columns: Columns
     numels: Tensor
     blocks: Tensor
     n_tensors: int
@@ -87,7 +112,10 @@ class Table:
     chunk: int
     config: Config
     n_programs: int
-    sent: list[list[int]]
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        self.addresses = self.columns.memory
 
     def launch(self, kernel: Any, *arguments: Any, enable_fp_fusion: bool = False, **constants: Any) -> None:
         """Launch a kernel that walks the table, with the arguments that all such kernels share, then `arguments`.
@@ -102,20 +130,13 @@ class Table:
             )
 
     def refresh(self, columns: list[list[int]]) -> None:
-        """Send the addresses that differ from what the device holds, if any do.
+        """Send the addresses that differ from what the device holds."""
+        self.columns.refresh(self.first, columns)
 
-        One copy: of the columns from the first that differs to the last, which is most often the gradients' alone.
-        """
-        if columns == self.sent:
-            return
-        first, last = 0, len(columns)
-        while columns[first] == self.sent[first]:
-            first += 1
-        while columns[last - 1] == self.sent[last - 1]:
-            last -= 1
-        n = self.n_tensors
-        send(np.array(columns[first:last], dtype=np.int64).ravel(), self.addresses[first * n : last * n])
-        self.sent = columns
+    def use(self, columns: Columns, first: int) -> None:
+        """Read addresses, from now on, from a column of another table; not for launches that have been made."""
+        self.columns, self.first = columns, first
+        self.addresses = columns.memory[first * self.n_tensors : (first + 1) * self.n_tensors]
 
     @property
     def n_bytes(self) -> int:
@@ -135,14 +156,14 @@ def table_for(lists: Sequence[Sequence[Tensor]], config: Config, *, aligned: boo
     device = lists[0][0].device
     with on_device(device):
         if is_capturing(device):
-            return new_table(lists, config)
+            return made_table(lists, config)
         columns = list(map(addresses_of, lists))
         dtypes = tuple([tensors[0].dtype for tensors in lists])
         # With the dtype, bytes say as much as elements, and are quicker to ask for.
         key = (*place(device), config, dtypes, aligned, tuple(sizes_of(lists[0])))
         table = _kept.tables.get(key)
         if table is None:
-            table = new_table(lists, config)
+            table = made_table(lists, config)
             _kept.add(key, table)
         else:
             _kept.tables.move_to_end(key)
@@ -169,8 +190,23 @@ class _Kept(threading.local):
 _kept = _Kept()
 
 
+def step_table(lists: Sequence[Sequence[Tensor]], config: Config) -> Table:
+    """A table for an optimizer's step, which keeps it: parameters, gradients, and more.
+
+    The thread's tables of one list of as many bytes each, which read the same gradients before the step, find them in
+    its second column from now on: what moves is sent once.
+    """
+    table, device = made_table(lists, config), lists[0][0].device
+    if not is_capturing(device):
+        where, gradients = place(device), ((lists[1][0].dtype,), tuple(sizes_of(lists[1])))
+        for (*at, _, dtypes, _, sizes), other in _kept.tables.items():
+            if tuple(at) == where and (dtypes, sizes) == gradients:
+                other.use(table.columns, 1)
+    return table
+
+
 @torch.inference_mode(False)
-def new_table(lists: Sequence[Sequence[Tensor]], config: Config) -> Table:
+def made_table(lists: Sequence[Sequence[Tensor]], config: Config) -> Table:
     """A table for these lists that no other launch uses, sent in one copy.
 
     An ordinary tensor even where `torch.inference_mode` is on: the table outlives it, and is written to outside.
@@ -188,7 +224,7 @@ def new_table(lists: Sequence[Sequence[Tensor]], config: Config) -> Table:
     send(values, memory)
     return Table(
         device=device,
-        addresses=memory[:n_addresses],
+        columns=Columns(memory[:n_addresses], columns),
         numels=memory[n_addresses : n_addresses + n],
         blocks=memory[n_addresses + n :],
         n_tensors=n,
@@ -196,7 +232,6 @@ def new_table(lists: Sequence[Sequence[Tensor]], config: Config) -> Table:
         chunk=chunk,
         config=config,
         n_programs=min(full, len(cut)),
-        sent=columns,
     )
 
 
