@@ -1,7 +1,7 @@
 """What regions use of torch's dispatcher: two keys above autograd, guards, and the thread-local store (TLS).
 
-`TORCH_KEY` is for regions that start from torch's lists, `KEY` for all others. So operators that only ampkit's lists
-name have no kernel at `TORCH_KEY`, and cost nothing there.
+`TORCH_KEY` is for regions that start from torch's list for a device, `KEY` for all others. So operators that only
+ampkit's lists name have no kernel at `TORCH_KEY`, and cost nothing there.
 """
 
 from __future__ import annotations
