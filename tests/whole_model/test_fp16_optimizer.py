@@ -246,15 +246,11 @@ def test_a_batch_that_is_dropped_after_an_overflow_skips_no_later_step(set_to_no
 def test_a_default_dtype_other_than_float32() -> None:
     torch.set_default_dtype(torch.bfloat16)
     try:
-        weight, alone = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+        weight = torch.nn.Parameter(torch.ones(4))
         optimizer = FP16Optimizer(torch.optim.SGD([weight], lr=1.0), static_loss_scale=64.0)
         optimizer.backward((weight * 2.0).sum())
         assert optimizer.clip_master_grads(1.0).item() == 4.0
         optimizer.step()
-        inner = torch.optim.SGD([alone], lr=1.0)
-        MasterWeights(inner)
-        alone.sum().backward()
-        inner.step()
     finally:
         torch.set_default_dtype(torch.float32)
-    assert (weight.tolist(), alone.tolist()) == ([0.5] * 4, [0.0] * 4)
+    assert weight.tolist() == [0.5] * 4

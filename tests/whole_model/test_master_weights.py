@@ -358,24 +358,3 @@ def o2_under_ddp(rank: int, world: int) -> None:
 @pytest.mark.parametrize("function", [sharded_parameters, o2_under_ddp])
 def test_on_two_ranks(function: Callable[[int, int], None]) -> None:
     on_ranks(function)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", SIXTEEN_BIT, **ids)
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
-def test_on_cuda_halves_are_masters_rounded(dtype: torch.dtype, make: Callable[[Any], torch.optim.Optimizer]) -> None:
-    """Where ampkit's optimizers write them in the step's own launch, without a host read."""
-    model = model_of(dtype).cuda()
-    optimizer = make(model.parameters())
-    masters = MasterWeights(optimizer)
-    scaler = GradScaler("cuda", init_scale=2.0**8)
-    for index, x in enumerate(inputs(5)):
-        optimizer.zero_grad()
-        before = [m.detach().clone() for m in masters.masters()]
-        scaler.scale(loss_of(model, x.cuda()) * (torch.inf if index == 2 else 1.0)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        same = all(torch.equal(a, b) for a, b in zip(before, masters.masters(), strict=True))
-        assert same is (index == 2)
-        for half, master in zip(masters.model_parameters(), masters.masters(), strict=True):
-            assert torch.equal(half, master.to(dtype))
