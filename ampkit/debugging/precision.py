@@ -90,7 +90,7 @@ def _tried(
             before.restore()
             comparison = PrecisionComparison(model, getattr(torch, report.reference))
             result = None
-            with contextlib.suppress(RuntimeError), change.around(None, before), comparison as found:
+            with contextlib.suppress(RuntimeError), change.around(), comparison as found:
                 result = step()
             found.results = comparison.errors_of(tensors_in(result))
             if found.parameters and found.error < report.error / 2:
@@ -295,7 +295,7 @@ class PrecisionComparison(OperatorObserver):
             **self.where(call), dtype=dtype_name(result.dtype), shape=tuple(result.shape),
             total=total.relative, local=local.relative, propagated=propagated,
             amplification=propagated / incoming.relative if 0 < incoming.relative < math.inf else 0.0,
-            error_from=incoming.maker, lost=local.lost / count, overflowed=local.broken / count, largest=largest,
+            error_from=incoming.maker, lost=local.lost / count, largest=largest,
             norm=total.norm, unmoved=unmoved,
         ))
 
@@ -363,7 +363,7 @@ class PrecisionComparison(OperatorObserver):
             self.report.parameters = [
                 GradientError(
                     name, one.relative, one.error / norm if norm else one.relative, one.lost / max(1, one.numel),
-                    one.broken / max(1, one.numel), one.norm,
+                    one.norm,
                 )
                 for name, one in found
             ]

@@ -11,6 +11,7 @@ import torch
 from ampkit.policy.module_paths import starred
 from ampkit.policy.rules import Rule
 from ampkit.region.float8_record import Float8Losses, Float8Notes
+from ampkit.region.integer_casts import IntegerCasts
 
 __all__ = ["CastRecord", "RecordedCall", "RoundTrip"]
 
@@ -62,12 +63,15 @@ class CastRecord:
     """What `record_casts` noted; prints as a table, the calls that cast most first.
 
     `compiled` is True where compiled code may have run operators unseen: `torch.compile` traced a region meanwhile, or
-    nothing was recorded in a process that has compiled something.
+    nothing was recorded in a process that has compiled something. `merged` has the calls whose casts made distinct
+    integers equal, known when the record has ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, check_integers: bool = False) -> None:
         self.calls: list[RecordedCall] = []
         self.compiled = False
+        self.integers = IntegerCasts() if check_integers else None
+        self.merged: list[RecordedCall] = []
         self.float8_notes = Float8Notes()
 
     @property
@@ -114,7 +118,17 @@ class CastRecord:
                 "compiled code runs operators unseen: record the step before it is compiled, or under "
                 'torch.compiler.set_stance("force_eager")'
             )
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.merged_lines()])
+
+    def merged_lines(self) -> list[str]:
+        """A line for each place whose casts made distinct integers equal."""
+        groups = _grouped(self.merged, lambda call: (call.op, starred(call.module) or call.line, call.computed_in))
+        return [
+            f"distinct integers became equal: {some[0].op} in "
+            f"{_path([call.module for call in some]) or some[0].line or 'no module'}, {_times(len(some))}, "
+            f"{_named(some[0].operands)} cast to {_named(some[0].computed_in)}"
+            for some in groups
+        ]
 
     def _table(self) -> list[str]:
         rows = [_HEADER, *(_row(calls) for calls in _alike(self.calls))]

@@ -42,7 +42,7 @@ class MasterWeights:
     `step` takes the gradients that have arrived, updates the masters, writes them to the model (in the same launch for
     `ampkit.optim` on CUDA) and drops the masters' gradients. Closures work too. `optimizer.zero_grad()` clears both
     sides. float32 parameters stay as they are. 16-bit parameters that join later, by `add_param_group` or
-    `requires_grad_(True)`, get masters in the next step; frozen ones get none.
+    `requires_grad_(True)`, get masters in the next step; frozen ones get none. A sparse gradient becomes dense.
 
     With `ampkit.GradScaler` nothing changes. With another scaler, call `take_gradients_()` after backward, so that it
     finds float32 gradients.
@@ -128,9 +128,8 @@ class MasterWeights:
         for pair, grad in arrived:
             pair.param.grad = None
             master = pair.master
-            if grad.layout is torch.sparse_coo or (master.grad is not None and master.grad.layout is torch.sparse_coo):
-                _take_sparse(master, grad, *_scalars(grad.device, inv_scale, found))
-                continue
+            if grad.layout is torch.sparse_coo:
+                grad = grad.to(torch.float32).to_dense()    # repeated indices add up in float32
             if hasattr(grad, "placements") and grad.placements != master.placements:    # type: ignore[attr-defined]
                 grad = grad.redistribute(placements=master.placements)      # type: ignore[attr-defined]
             sources, destinations = launches.setdefault((grad.device, master.grad is not None), ([], []))
@@ -294,16 +293,6 @@ def _scalars(
     if device not in found:
         found[device] = torch.zeros((), dtype=torch.float32, device=device)
     return factor, found[device]
-
-
-def _take_sparse(master: Parameter, grad: Tensor, factor: Tensor, flag: Tensor) -> None:
-    """Add one gradient to its master's where one of them is sparse."""
-    wide = grad.to(torch.float32)
-    if wide.layout is torch.sparse_coo:
-        wide = wide.coalesce()
-    values = wide._values() if wide.layout is torch.sparse_coo else wide
-    ampkit_kernels.backend(factor).unscale_([values], factor, flag)
-    master.grad = wide if master.grad is None else master.grad + wide
 
 
 def _move_state(optimizer: torch.optim.Optimizer, param: Tensor, master: Parameter) -> None:

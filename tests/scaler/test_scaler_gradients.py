@@ -25,6 +25,13 @@ def test_fp16_gradients_are_refused_untouched(cls) -> None:
         assert (a.grad.item(), b.grad.item()) == (8.0, 8.0)
         assert scaler._per_optimizer_states[id(optimizer)]["stage"].name == "READY"
         assert cls is not GradScaler or "float16 gradients of head.weight;" in str(caught.value)
+    if cls is GradScaler:
+        scaler.allow_fp16 = True        # for optimizers that keep float32 masters
+        scaler.unscale_(optimizer)
+        assert (a.grad.item(), b.grad.item()) == (2.0**-13, 2.0**-13)
+    fused = torch.optim.Adam([b], lr=0.1, fused=True)       # amp-aware ones need no leave
+    b.grad = torch.ones_like(b)
+    started(cls).step(fused)
 
 
 @BOTH

@@ -121,7 +121,7 @@ class _Watch:
 def _arrival(op: OpOverload, device_type: str, first: torch.dtype, others: torch.dtype) -> _Arrived | Exception:
     """How a call is redispatched whose first tensor and other tensors have these dtypes; or what autocast raised."""
     watch = _Watch(op)
-    install(watch.ops)
+    install(watch.ops, KEY)
     put_in_tls(TLS_NAME, watch)
     try:
         args = _arguments(op, device_type, first, others)
