@@ -71,12 +71,17 @@ def test_a_stage_set_by_hand_lets_gradients_be_unscaled_again(cls, stage) -> Non
         else:
             scaler.unscale_(optimizer)
             assert param.grad.item() == 2.0
+        if repeated:
+            break
         scaler._per_optimizer_states[id(optimizer)]["stage"] = stage
         scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {}
         param.grad = torch.tensor([8.0])
-    scaler._per_optimizer_states.pop(id(optimizer))
     scaler.step(optimizer)
     assert param.item() == -1.0
+    param.grad = torch.tensor([8.0])
+    scaler._per_optimizer_states.pop(id(optimizer))
+    scaler.step(optimizer)
+    assert param.item() == -3.0
 
 
 # Private methods and attributes
