@@ -18,7 +18,7 @@ MAKERS = {
     "ampkit": lambda params: ampkit.optim.AdamW(params, lr=0.1),
 }
 
-BY = "by registration, from the last; ampkit.debugging.find_nonfinite finds where it began in any model"
+BY = "by registration, from the last; debugging.find_nonfinite finds where it began in any model"
 
 
 def small_model() -> nn.Sequential:
