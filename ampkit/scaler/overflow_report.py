@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-import ampkit_kernels
 from ampkit.gradients.collect import collect, places
 from ampkit.gradients.masters import masters_of
 
@@ -52,7 +51,7 @@ class Counts(NamedTuple):
 
 
 def count_nonfinite(optimizer: torch.optim.Optimizer) -> Counts:
-    """Count inf and NaN in every gradient of the optimizer, on the device. Reads each gradient once; never syncs."""
+    """Count inf and NaN in every gradient of the optimizer, on the device. Never syncs."""
     gradients: list[Gradient] = []
     by_device: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
     masters = masters_of(optimizer)  # the model knows the names of its own parameters
@@ -65,7 +64,10 @@ def count_nonfinite(optimizer: torch.optim.Optimizer) -> Counts:
             rows.append(len(gradients))
             local.extend(tensors)
         gradients.append(Gradient(own.get(param, param), name, place, param.grad.dtype, param.grad.numel()))
-    counts = [(rows, ampkit_kernels.backend(local[0]).nonfinite_counts(local)) for rows, local in by_device.values()]
+    counts = [
+        (rows, torch.stack([torch.stack((tensor.isinf().sum(), tensor.isnan().sum())) for tensor in local]))
+        for rows, local in by_device.values()
+    ]
     return Counts(gradients, counts)
 
 
