@@ -1,4 +1,4 @@
-"""What `record_casts` noted: calls by kind, their casts and bytes, and casts that undo each other."""
+"""What `record_casts` noted: calls by kind, their casts and bytes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from ampkit.policy.module_paths import starred
 from ampkit.policy.rules import Rule
 from ampkit.region.float8_record import Float8Losses, Float8Notes
+from ampkit.region.integer_casts import IntegerCasts
 
-__all__ = ["CastRecord", "RecordedCall", "RoundTrip"]
+__all__ = ["CastRecord", "RecordedCall"]
 
 T = TypeVar("T")
 
@@ -35,39 +36,22 @@ class RecordedCall(NamedTuple):
     cached: int                         # casts of weights that were there already
     nbytes: int                         # read and written by the casts made
     shapes: tuple[tuple[int, ...], ...] = ()        # of the tensors given
-    undoes: RecordedCall | None = None  # an earlier one, cast up, whose float32 result is cast down for this one
-    undoing: int = 0                    # the bytes of that cast, among `nbytes`
     float8: str = ""                    # under an FP8 rule: its name, or why the call followed LOWER
-
-
-class RoundTrip(NamedTuple):
-    """An operator computed in float32 from less, whose result the next one casts down again."""
-
-    up: str             # the operators
-    down: str
-    up_module: str
-    down_module: str
-    calls: int
-    nbytes: int         # read and written by the casts up and those of the results down
-
-    def __str__(self) -> str:
-        up, down = (f"{op} in {module or 'no module'}" for op, module in (
-            (self.up, self.up_module), (self.down, self.down_module)
-        ))
-        cost = f"{_times(self.calls)}, {self.nbytes / 1e6:.3f} MB"
-        return f"{up} is cast up, and its result down again for {down}: {cost}"
 
 
 class CastRecord:
     """What `record_casts` noted; prints as a table, the calls that cast most first.
 
     `compiled` is True where compiled code may have run operators unseen: `torch.compile` traced a region meanwhile, or
-    nothing was recorded in a process that has compiled something.
+    nothing was recorded in a process that has compiled something. `merged` has the calls whose casts made distinct
+    integers equal, known when the record has ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, check_integers: bool = False) -> None:
         self.calls: list[RecordedCall] = []
         self.compiled = False
+        self.integers = IntegerCasts() if check_integers else None
+        self.merged: list[RecordedCall] = []
         self.float8_notes = Float8Notes()
 
     @property
@@ -85,19 +69,6 @@ class CastRecord:
         """Bytes read and written by the copies."""
         return sum(call.nbytes for call in self.calls)
 
-    def round_trips(self) -> list[RoundTrip]:
-        """Casts up right before casts down, the most bytes first: what a rule "keep" for the first operator saves."""
-        pairs = [(call.undoes, call) for call in self.calls if call.undoes is not None]
-        groups = _grouped(pairs, lambda pair: (*(call.op for call in pair), *(starred(call.module) for call in pair)))
-        trips = [
-            RoundTrip(
-                some[0][0].op, some[0][1].op, _path([up.module for up, _ in some]),
-                _path([down.module for _, down in some]), len(some), sum(up.nbytes + down.undoing for up, down in some),
-            )
-            for some in groups
-        ]
-        return sorted(trips, key=lambda trip: -trip.nbytes)
-
     def float8(self) -> Float8Losses:
         """What FP8 lost, for each module, product and operand: a tuple that prints as a table. Syncs.
 
@@ -114,7 +85,17 @@ class CastRecord:
                 "compiled code runs operators unseen: record the step before it is compiled, or under "
                 'torch.compiler.set_stance("force_eager")'
             )
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.merged_lines()])
+
+    def merged_lines(self) -> list[str]:
+        """A line for each place whose casts made distinct integers equal."""
+        groups = _grouped(self.merged, lambda call: (call.op, starred(call.module) or call.line, call.computed_in))
+        return [
+            f"distinct integers became equal: {some[0].op} in "
+            f"{_path([call.module for call in some]) or some[0].line or 'no module'}, {_times(len(some))}, "
+            f"{_named(some[0].operands)} cast to {_named(some[0].computed_in)}"
+            for some in groups
+        ]
 
     def _table(self) -> list[str]:
         rows = [_HEADER, *(_row(calls) for calls in _alike(self.calls))]

@@ -30,14 +30,13 @@ def product(op: OpOverload, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Te
     given = list(casting.tensors((*args, *kwargs.values())))
     if any(each.dtype is not dtype for each in given) or dtype.itemsize != 2:
         return op._op(*args, **kwargs)
-    name, operands = op.overloadpacket.__name__, args
-    added = None
+    name = op.overloadpacket.__name__
+    operands: Any = args if len(args) > 2 else (*args, None)
+    left, right, added = operands
     if name in ("addmm", "baddbmm"):
-        added, *operands = args
+        added, left, right = operands
     elif name == "linear":
-        added = args[2] if len(args) > 2 else None
-        operands = args[0], args[1].t()
-    left, right = operands
+        right = right.t()
     fits = right.dim() == 2 <= left.dim() or (right.dim() == left.dim() == 3 and right.shape[0] == left.shape[0])
     dense = all(each.layout is torch.strided and not each.is_nested for each in given)
     if kwargs or not fits or not dense or functorch_level() is not None or in_forward_ad():

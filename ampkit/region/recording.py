@@ -10,8 +10,7 @@ import contextlib
 import functools
 import sys
 import threading
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,10 +28,12 @@ from ampkit.region.cast_record import CastRecord, RecordedCall
 from ampkit.region.float8 import Product, why_not
 from ampkit.region.mode import AutocastMode
 from ampkit.region.weight_cache import RegionCache, WeightCache
+from ampkit.torch_internals.dispatcher import Exclude
 from ampkit.torch_internals.dynamo import TracingContext, has_compiled
 from ampkit.torch_internals.kernels import GENERAL
 from ampkit.torch_internals.modules import CALL
 from ampkit.torch_internals.operators import OpOverload
+from ampkit.user_warnings import warn_user
 
 __all__ = ["CastRecord", "RecordedCall", "record_casts"]
 
@@ -54,11 +55,21 @@ class record_casts(contextlib.ContextDecorator):
     Operators that no rule names do not appear, for a region never sees them, nor do regions that were open before. What
     `torch.compile` traces is left out, unless its backend runs operators one by one ("eager"): record the function
     before it is compiled. FakeTensors are recorded like others, those of a GPU that is not there too. A record inside a
-    record takes the regions for itself. Never syncs.
+    record takes the regions for itself.
+
+    Warns where a cast made distinct integers equal, as bfloat16 does to positions above 256 that are kept as floats:
+    such a tensor belongs into float32. The first 16,384 elements of each cast tensor without a gradient are looked at,
+    on the device; the answers are read when the record ends, which syncs once for each device.
+
+    Args:
+        check_integers: False leaves that check out. Then a record never syncs.
     """
 
+    def __init__(self, *, check_integers: bool = True) -> None:
+        self.check_integers = check_integers
+
     def __enter__(self) -> CastRecord:
-        self.taken = CastRecord()
+        self.taken = CastRecord(check_integers=self.check_integers)
         records.append(self.taken)
         return self.taken
 
@@ -66,6 +77,14 @@ class record_casts(contextlib.ContextDecorator):
         records[:] = [record for record in records if record is not self.taken]     # not always the last: threads
         if not self.taken.calls:
             self.taken.compiled = self.taken.compiled or has_compiled()
+        if self.taken.integers is not None and not any(exc):
+            self.taken.merged = self.taken.integers.merged()
+            if self.taken.merged:
+                warn_user(
+                    "; ".join(self.taken.merged_lines()) + ". Compute there in float32, by a rule for the module or in "
+                    "`with autocast(enabled=False)`; record_casts(check_integers=False) does not look",
+                    ("torch.", "contextlib"),
+                )
 
 
 records: list[CastRecord] = []      # that are being taken; regions note in the one begun last
@@ -88,7 +107,6 @@ class _RecordingMode(AutocastMode):
         self.kernels = GENERAL
         self.record = record
         self.reused = _Reused()
-        self.results = _Results()
         if cache is not None:
             self.lookup = functools.partial(_look_up, cache, self.reused)
 
@@ -101,8 +119,6 @@ class _RecordingMode(AutocastMode):
                 self.record.calls.append(noted)
                 if isinstance(call[0], Product):
                     call[0].notes = functools.partial(self.record.float8_notes.note, noted.module or noted.line)
-                if _is_raised(noted):
-                    call = functools.partial(_noting_results, call[0], self.results, noted), call[1], call[2]
             else:
                 self.record.compiled = True
         self.reused.casts = []
@@ -128,17 +144,15 @@ class _RecordingMode(AutocastMode):
         elif rule in RECIPES:
             float8 = why_not(op, args, kwargs, policy.device_type)
         module, line = _call_site(sys._getframe(1))
-        undone = [
-            (maker, _nbytes(old) + _nbytes(new))
-            for old, new in made
-            if new.dtype.itemsize == 2 and (maker := self.results.maker_of(old)) is not None
-        ]
-        return RecordedCall(
+        noted = RecordedCall(
             op.name(), rule, layer, why, module, line, _dtypes(before), asked or _dtypes(after),
             len(made), len(cast) - len(made), sum(_nbytes(old) + _nbytes(new) for old, new in made),
-            tuple(map(_shape_of, before)),
-            undone[0][0] if undone else None, sum(nbytes for _, nbytes in undone), float8,
+            tuple(tuple(map(int, tensor.shape)) for tensor in before), float8,
         )
+        if self.record.integers is not None:
+            with Exclude(self.excluded_keys):
+                self.record.integers.note(noted, made)
+        return noted
 
 
 class _Reused(threading.local):
@@ -146,39 +160,6 @@ class _Reused(threading.local):
 
     def __init__(self) -> None:
         self.casts: list[Tensor] = []
-
-
-class _Results:
-    """Results of operators that were cast up to float32, for as long as they live, with the calls that made them."""
-
-    def __init__(self) -> None:
-        self._makers: dict[int, tuple[weakref.ref[Tensor], RecordedCall]] = {}
-
-    def note(self, tensor: Tensor, call: RecordedCall) -> None:
-        """A call has made this tensor."""
-        key = id(tensor)
-        self._makers[key] = weakref.ref(tensor, lambda _: self._makers.pop(key, None)), call
-
-    def maker_of(self, tensor: Tensor) -> RecordedCall | None:
-        """The call that made a tensor, or the one that it is a view of."""
-        for each in (tensor, tensor._base):
-            reference, call = self._makers.get(id(each), (None, None))
-            if reference is not None and reference() is each:
-                return call
-        return None
-
-
-def _is_raised(call: RecordedCall) -> bool:
-    """Whether an operator was given 16 bits and computes in float32."""
-    return torch.float32 in call.computed_in and any(dtype.itemsize == 2 for dtype in call.operands)
-
-
-def _noting_results(run: Callable[..., Any], results: _Results, call: RecordedCall, *args: Any, **kwargs: Any) -> Any:
-    """The operator itself, whose results are noted."""
-    result = run(*args, **kwargs)
-    for tensor in casting.tensors(result if isinstance(result, tuple | list) else (result,)):
-        results.note(tensor, call)
-    return result
 
 
 def _look_up(cache: WeightCache | RegionCache, reused: _Reused, leaf: Tensor, dtype: torch.dtype) -> Tensor:
@@ -207,21 +188,12 @@ def _call_site(frame: FrameType | None) -> tuple[str, str]:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements; of a sparse one's, those that it stores; at a symbolic size, of its example's."""
+    """Bytes of a tensor's elements; of a sparse one's, those that it stores."""
     if tensor.layout is torch.sparse_coo:
         tensor = tensor._values()
     elif tensor.layout in _COMPRESSED:
         tensor = tensor.values()
-    numel: Any = tensor.numel()
-    if isinstance(numel, torch.SymInt):
-        numel = numel.node.hint or 0        # asking for its value would fix the size
-    return numel * tensor.element_size()
-
-
-def _shape_of(tensor: Tensor) -> tuple[int, ...]:
-    """A tensor's shape in numbers; of a symbolic size its example, as asking for its value would fix it."""
-    sizes: tuple[Any, ...] = tuple(tensor.shape)        # tensors while TorchScript traces
-    return tuple(size.node.hint or 0 if isinstance(size, torch.SymInt) else int(size) for size in sizes)
+    return tensor.numel() * tensor.element_size()
 
 
 def _dtypes(tensors: Sequence[Tensor]) -> tuple[torch.dtype, ...]:

@@ -1,19 +1,16 @@
 """`record_casts`: what a record says, beside what was done, and that taking it changes nothing."""
 
 import textwrap
+import warnings
 import weakref
 from collections import Counter
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.profiler import ProfilerActivity, profile
 
 from ampkit import Policy, Rule, WeightCache, autocast, record_casts
-from ampkit.region import recording
 from ampkit.region.mode import AutocastMode
 from ampkit.torch_internals import dispatcher
 
@@ -180,16 +177,6 @@ def test_rules_of_modules(net):
     assert not [call for call in record.calls if call.module.startswith("blocks.0")]
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
-def test_sparse_operands_count_what_they_store(layout):
-    sparse = torch.eye(8).to_sparse(layout=layout)
-    with record_casts() as record, autocast("cpu", policy=Policy.torch("cpu").with_rules({torch.neg: "lower"})):
-        torch.neg(sparse)
-    assert (record.casts, record.nbytes) == (1, 6 * 8)
-    assert str(record).splitlines()[-1].startswith("1 call, 1 casts made")
-
-
 @pytest.mark.parametrize(("backend", "calls"), [("eager", 6), ("aot_eager", 0)])
 def test_compiled_code_is_recorded_where_it_runs(net, backend, calls):
     torch._dynamo.reset()
@@ -229,68 +216,53 @@ def test_the_record_keeps_no_tensor():
     assert [ref() for ref in alive] == [None, None]
 
 
-def test_records_that_overlap_end_when_they_are_left(net):
-    first, second = record_casts(), record_casts()
-    before = list(recording.records)
-    first.__enter__()
-    record = second.__enter__()
-    first.__exit__(None, None, None)
-    with autocast("cpu"):
-        net(X)
-    assert len(record.calls) == 6
-    second.__exit__(None, None, None)
-    with autocast("cpu"):
-        net(X)
-    assert len(record.calls) == 6
-    assert recording.records == before
+POSITIONS = torch.arange(300.0)
+INTEGERS = {
+    "positions": (POSITIONS, BF16, True),
+    "float16's are exact up to 2048": (POSITIONS, torch.float16, False),
+    "unordered, with repetitions": (torch.tensor([9.0, 4097.0, -3.0, 9.0, 4098.0]), torch.float16, True),
+    "exact": (POSITIONS[:257], BF16, False),
+    "equal before": (torch.full((300,), 257.0), BF16, False),
+    "no integers": (POSITIONS + 0.5, BF16, False),
+    "a mask": (torch.tensor([0.0, -torch.inf, torch.finfo(FP32).min]), BF16, False),
+    "with a gradient": (POSITIONS.clone().requires_grad_(), BF16, False),
+    "16 bits before": (POSITIONS.bfloat16(), BF16, False),
+    "meta": (POSITIONS.to("meta"), BF16, False),
+    "of no elements": (POSITIONS[:0], BF16, False),
+}
 
 
-def test_symbolic_sizes_stay_symbolic():
-    shapes = ShapeEnv()
-    fake = FakeTensorMode(shape_env=shapes)
-    x, weight = fake.from_tensor(torch.ones(5, 3)), fake.from_tensor(torch.ones(3, 7))
-    with fake, record_casts() as record, autocast("cpu"):
-        torch.mm(x, weight)
-        guards = len(shapes.guards)
-        str(record)
-    assert record.nbytes == 6 * (15 + 21)
-    assert len(shapes.guards) == guards
+class Rope(nn.Module):
+    def forward(self, positions):
+        return positions[:, None] @ torch.ones(1, 4, device=positions.device)
 
 
-# Casts that undo each other
+@pytest.mark.parametrize("what", INTEGERS)
+def test_a_record_warns_of_integers_that_became_equal(what):
+    positions, dtype, merged = INTEGERS[what]
+    line = f"distinct integers became equal: aten::matmul in rope.*, 2 calls, float32 x2 cast to {str(dtype)[6:]} x2"
+    model = nn.ModuleDict({"rope": nn.ModuleList([Rope(), Rope()])})
+    model.forward = lambda given: [layer(given) for layer in model["rope"]]
+    with warnings.catch_warnings(record=True) as seen, record_casts() as record, autocast("cpu", dtype):
+        warnings.simplefilter("always")
+        model(positions)
+    assert [str(each.message).partition(". ")[0] for each in seen] == [line] * merged
+    assert [call.op for call in record.merged] == ["aten::matmul"] * 2 * merged
+    assert str(record).endswith(line) is merged
 
 
-class Norms(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(3))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def test_casts_up_right_before_casts_down_are_pairs():
-    with record_casts() as record, autocast("cpu"):
-        Norms()(torch.ones(4, 8))
-    (trip,) = record.round_trips()
-    assert trip[:5] == ("aten::layer_norm", "aten::linear", "blocks.*.1", "blocks.*.2", 3)
-    assert trip.nbytes == 3 * (6 * 32 + 6 * 32)
-    assert str(trip).startswith(
-        "aten::layer_norm in blocks.*.1 is cast up, and its result down again for aten::linear in blocks.*.2: 3 calls"
-    )
-    assert record.calls[2].undoes is record.calls[1]
-    kept = Policy.default("cpu").with_rules({"aten::layer_norm": "keep"})
-    with record_casts() as record, autocast("cpu", policy=kept):
-        Norms()(torch.ones(4, 8).bfloat16())
-    assert record.round_trips() == []
-
-
-def test_a_view_between_is_looked_through_and_another_operator_is_not():
-    x, weight = torch.ones(4, 8).bfloat16(), torch.ones(8, 8)
-    with record_casts() as record, autocast("cpu"):
-        torch.mm(F.layer_norm(x, (8,)).t(), torch.ones(4, 4))
-        torch.mm(F.layer_norm(x, (8,)) * 2, weight)
-        torch.mm(x.float(), weight)
-    assert [(trip.up, trip.down, trip.calls) for trip in record.round_trips()] == [("aten::layer_norm", "aten::mm", 1)]
+def test_the_check_of_integers_can_be_left_out_and_is_no_part_of_the_record():
+    with record_casts(check_integers=False) as unasked, autocast("cpu", BF16):
+        Rope()(POSITIONS)
+    policy = Policy.default("cpu").with_rules({"aten::eq.Tensor": Rule.FLOAT32, "aten::ne.Tensor": Rule.LOWER})
+    with (      # once: not under `vmap`
+        pytest.warns(UserWarning, match="distinct integers"), record_casts() as asked,
+        autocast("cpu", BF16, policy=policy),
+    ):
+        (Rope()(POSITIONS), torch.vmap(Rope())(POSITIONS[None]))
+    assert [call.op for call in unasked.calls] == ["aten::matmul"]
+    assert [call.op for call in asked.calls] == ["aten::matmul"] * 2
+    assert len(asked.merged) == 1
+    with pytest.raises(ZeroDivisionError), record_casts() as broken, autocast("cpu", BF16):     # no warning beside it
+        Rope()(POSITIONS).relu().sum() / (1 // 0)
+    assert broken.merged == []
