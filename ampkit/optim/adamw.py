@@ -11,6 +11,7 @@ from torch.optim.adamw import adamw as torch_adamw
 
 import ampkit_kernels as kernels
 from ampkit.gradients.amp_optimizers import StepScalars
+from ampkit.optim._precision import Precision
 from ampkit.optim._step import DeviceStep, multiplied, needs_float32, refuse_sparse
 from ampkit.torch_internals.optimizers import gathered
 
@@ -62,26 +63,28 @@ class AdamW(DeviceStep, torch.optim.AdamW):
         differentiable: bool = False,
         fused: bool | None = None,
         impl: str = "auto",
+        rounding: str = "nearest",
+        masters: str | None = None,
+        state_dtype: torch.dtype | None = None,
+        seed: int = 0,
     ) -> None:
-        self._prepare(impl, "AdamW", differentiable, betas=betas)
+        precision = Precision(rounding, masters, state_dtype, seed)
+        self._prepare(impl, "AdamW", differentiable, precision, betas=betas)
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad,
             maximize=maximize, foreach=foreach, capturable=capturable, fused=fused,
         )
 
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return _NAMES_AMSGRAD if group["amsgrad"] else _NAMES
+        return (_NAMES_AMSGRAD if group["amsgrad"] else _NAMES) + self._precision.streams
 
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:
         beta1, beta2 = group["betas"]
         return {"beta1": beta1, "beta2": beta2, "eps": group["eps"]}
 
     def _states(self, params: Sequence[Tensor], group: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
-        states = [self.state[param] for param in params]
-        for param, state in zip(params, states, strict=True):
-            for name in self._names(group)[:-1]:
-                if name not in state:
-                    state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        states = self._fill(params, (_NAMES_AMSGRAD if group["amsgrad"] else _NAMES)[:-1])
+        for state in states:
             _count_on(state, device)
         return states
 
@@ -94,6 +97,8 @@ class AdamW(DeviceStep, torch.optim.AdamW):
         kernels.adamw_(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, amsgrad=amsgrad, **options)
 
     def _step_torch(self, group: dict[str, Any], device: torch.device, scalars: StepScalars) -> bool:
+        if not self._precision.is_torchs:
+            return False
         on_host = device.type == "cpu"
         if on_host and scalars.skips_on_host():
             return True
