@@ -70,8 +70,3 @@ class Precision:
         for name in self.streams:
             if name not in state:
                 state[name] = kernels.rounding.stream(self.seed, number, param.device)
-
-
-def mark(tensor: Tensor) -> tuple[int, int]:
-    """What a write to a tensor changes, and an assignment to its `data`; a write through `data` changes nothing."""
-    return tensor._version, tensor.untyped_storage()._cdata

@@ -14,7 +14,7 @@ from torch import Tensor
 import ampkit_kernels as kernels
 from ampkit.gradients.amp_optimizers import StepScalars
 from ampkit.gradients.transfer import host_value_or_none, moved
-from ampkit.optim._precision import Precision, mark
+from ampkit.optim._precision import Precision
 from ampkit.torch_internals.optimizers import foreach_mul
 
 Loss = TypeVar("Loss")      # that a closure returns, and `step` then
@@ -41,7 +41,7 @@ class DeviceStep(ABC):
     state: Any
     _precision: Precision
     _copies: dict[Tensor, Tensor]           # that the user wants written
-    _seen: dict[Tensor, tuple[int, int]]    # of each weight with a remainder, how the last step left it
+    _seen: dict[Tensor, tuple[int, ...]]    # of each weight with a remainder, how the last step left it
     # By number of the group, whether copies are written, and `impl`.
     _caches: dict[tuple[int, bool, str], kernels.StepCache]
     _warned = False
@@ -183,15 +183,15 @@ class DeviceStep(ABC):
             weight, remainder = kernels.rounding.split(local_tensor(master))
             local_tensor(param).copy_(weight)
             local_tensor(state["remainder"]).copy_(remainder)
-            self._seen[param] = mark(local_tensor(param))
+            self._seen[param] = _mark(param)
 
     def _remainders(self, params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
         """The remainders of bfloat16 parameters, 0 where something else than a step has written to the parameter."""
         found = {param: self.state[param]["remainder"] for param in params if param.dtype is torch.bfloat16}
         for param, remainder in found.items():
-            if param in self._seen and self._seen[param] != mark(local_tensor(param)):
+            if param in self._seen and self._seen[param] != _mark(param):
                 local_tensor(remainder).zero_()
-                self._seen[param] = mark(local_tensor(param))
+                self._seen[param] = _mark(param)
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -279,7 +279,7 @@ class DeviceStep(ABC):
         return True
 
     def _see(self, remainders: Mapping[Tensor, Tensor]) -> None:
-        self._seen.update((param, mark(local_tensor(param))) for param in remainders)
+        self._seen.update((param, _mark(param)) for param in remainders)
 
     def _all_options(self, group: dict[str, Any], scalars: StepScalars, device: torch.device) -> dict[str, Any]:
         found_inf, grad_scale, multiplier = scalars.on(device)
@@ -384,6 +384,15 @@ def local_tensor(tensor: Tensor) -> Tensor:
     if type(tensor) in _ORDINARY or not hasattr(tensor, "to_local"):
         return tensor
     return tensor.to_local()  # type: ignore[attr-defined]
+
+
+def _mark(param: Tensor) -> tuple[int, ...]:
+    """What a write to a parameter changes, or an assignment to its `data`; a write through `data` changes nothing.
+
+    A write to a DTensor moves its own version, a step that of its shard.
+    """
+    local = local_tensor(param)
+    return param._version, local._version, local.untyped_storage()._cdata
 
 
 def _local_gradient(param: Any, grad: Any) -> Tensor:

@@ -33,13 +33,21 @@ class AdamW(DeviceStep, torch.optim.AdamW):
     `fused` choose among torch's functions where those are used. impl: "auto", "triton" (raise where Triton
     cannot run) or "reference" (torch's functions).
 
+    rounding: "nearest", or "stochastic": bfloat16 weights and moments are rounded up or down at random, right in the
+    mean. masters: None, or "remainder": 16 more bits per bfloat16 weight, with which it is stepped as a float32 weight,
+    to the bit. state_dtype: torch.float32 or torch.bfloat16, of moments; None: the dtype of weights or of masters.
+    seed: of random rounding. With any of these the step is in float32, rounded once, and parameters are bfloat16, or
+    float32, which need neither random bits nor remainders.
+
     Raises:
-        ValueError: for values that torch.optim.AdamW refuses, an unknown `impl`, `differentiable=True`.
-        TypeError: `betas` are tensors.
+        ValueError: for values that torch.optim.AdamW refuses, an unknown `impl`, `rounding`, `masters` or
+            `state_dtype`, `differentiable=True`.
+        TypeError: `betas` are tensors; `rounding`, `masters` or `state_dtype` with a parameter of another dtype.
         RuntimeError: at `step`, a gradient is sparse.
 
-    State: `step`, `exp_avg`, `exp_avg_sq`, `max_exp_avg_sq` as in torch; a `state_dict` of either loads
-    into the other. On CUDA `step` lives on the device. DTensor parameters are updated shard by shard.
+    State: `step`, `exp_avg`, `exp_avg_sq`, `max_exp_avg_sq` as in torch; a `state_dict` of either loads into the other.
+    On CUDA `step` lives on the device. `stream`, int64, is what random numbers come from, `remainder`, int16, the lower
+    half of a float32 master. DTensor parameters are updated shard by shard.
 
     >>> import torch
     >>> model = torch.nn.Linear(2, 1)

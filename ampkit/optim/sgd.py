@@ -34,15 +34,17 @@ class SGD(DeviceStep, torch.optim.SGD):
     functions on the CPU; `fused` does not, because torch's fused SGD there (2.13) leaves 16-bit parameters of 16
     elements or more unchanged, and raises where some parameters have no momentum yet: bits are those of
     `fused=False`. impl: "auto", "triton" (raise where Triton cannot run) or
-    "reference".
+    "reference". rounding, masters, state_dtype, seed: as in `AdamW`.
 
     Raises:
-        ValueError: for values that torch.optim.SGD refuses, an unknown `impl`, `differentiable=True`.
-        TypeError: `weight_decay` is a tensor.
+        ValueError: for values that torch.optim.SGD refuses, an unknown `impl`, `rounding`, `masters` or `state_dtype`,
+            `differentiable=True`.
+        TypeError: `weight_decay` is a tensor; `rounding`, `masters` or `state_dtype` with a parameter that is neither
+            bfloat16 nor float32.
         RuntimeError: at `step`, a gradient is sparse.
 
-    State: `momentum_buffer` as in torch, and with `dampening` on CUDA also `momentum_started`; a
-    `state_dict` of either loads into the other. DTensor parameters are updated shard by shard.
+    State: `momentum_buffer` as in torch, and with `dampening` on CUDA also `momentum_started`; `stream` and `remainder`
+    as in `AdamW`; a `state_dict` of either loads into the other. DTensor parameters are updated shard by shard.
 
     >>> import torch
     >>> model = torch.nn.Linear(2, 1)
