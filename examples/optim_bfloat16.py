@@ -50,20 +50,23 @@ def train(task: Characters, model: torch.nn.Module, options: dict[str, Any], ste
     return [math.fsum(losses[i : i + 50]) / len(losses[i : i + 50]) for i in range(0, steps, 50)] + [held_out]
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> dict[str, list[float]]:
+    """Train and print a row for each way; returns the rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--only", default="", help="ways whose name contains this")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     task = Characters(torch.device("cpu"))
     torch.manual_seed(0)
     start = task.model().bfloat16().float()
+    rows = {}
     for name, arguments in WAYS.items():
         if options.only in name:
             model = copy.deepcopy(start) if name == "float32" else copy.deepcopy(start).bfloat16()
-            found = train(task, model, arguments, options.steps, options.lr)
-            print(f"| {name} | " + " | ".join(f"{value:.3f}" for value in found) + " |", flush=True)
+            rows[name] = train(task, model, arguments, options.steps, options.lr)
+            print(f"| {name} | " + " | ".join(f"{value:.3f}" for value in rows[name]) + " |", flush=True)
+    return rows
 
 
 if __name__ == "__main__":

@@ -82,6 +82,11 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
         assert loss(how, how, then, 12) == pytest.approx(whole, rel=1e-3)
 
 
+def test_bfloat16_weights_learn() -> None:
+    (found,) = run("optim_bfloat16", ["--steps", "8", "--only", "stochastic moments"]).values()
+    assert found[-1] < 5.8      # bits per character; 6.6 before training
+
+
 # --- whole models
 
 
