@@ -257,7 +257,7 @@ def state_dict(optimizer: Optimizer | None = None) -> dict[str, Any]:
     `optimizer` selects the call of `initialize`; None if there was one only.
     """
     saved = {}
-    for index, scaler in enumerate(_session_of([] if optimizer is None else levels.bare_optimizers(optimizer)).scalers):
+    for index, scaler in enumerate(loss_scalers(optimizer)):
         state = scaler.state_dict()
         saved[f"loss_scaler{index}"] = {
             "loss_scale": state["scale"], "unskipped": state["_growth_tracker"], "scaler": state,
@@ -273,7 +273,7 @@ def load_state_dict(state_dict: Mapping[str, Any], optimizer: Optimizer | None =
     Raises:
         ValueError: other losses than this script's. And as `GradScaler.load_state_dict`.
     """
-    scalers = _session_of([] if optimizer is None else levels.bare_optimizers(optimizer)).scalers
+    scalers = loss_scalers(optimizer)
     names = [f"loss_scaler{index}" for index in range(len(scalers))]
     if set(names) != set(state_dict):
         raise ValueError(

@@ -20,7 +20,7 @@ REAL_FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bflo
 
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
-_PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device, torch.Size)
+_PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device)
 
 
 def cast_tree(value: Any, dtype: torch.dtype) -> Any:
@@ -48,11 +48,11 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def map_tensors(
     value: Any, function: Callable[[Tensor], Tensor], other: Callable[[Any], Any] = lambda item: item
 ) -> Any:
-    """`value` with `function` applied to its tensors and `other` to leaves of unknown classes."""
+    """`value` with `function` applied to its tensors and `other` to every other leaf."""
     if isinstance(value, Tensor):
         return function(value)
-    if isinstance(value, _PLAIN):
-        return value
+    if isinstance(value, _PLAIN):       # a shortcut past the questions below
+        return other(value)
     if isinstance(value, list | tuple):
         items = [map_tensors(item, function, other) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):

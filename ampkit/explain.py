@@ -14,6 +14,7 @@ DEVICES = ("cpu", "cuda")
 
 MEANINGS = {
     Rule.LOWER: "inputs are cast to the region's dtype",
+    Rule.LOWER_FLOAT32_OUT: "the same for matrix products, with a float32 result",
     Rule.FLOAT32: "inputs are cast to float32",
     Rule.FLOAT32_DTYPE_ARG: "inputs stay, the result is computed and returned in float32 through `dtype=`",
     Rule.PROMOTE: "inputs are cast to the widest dtype among them",
@@ -27,7 +28,7 @@ MEANINGS = {
 UNLISTED = {
     Rule.DECOMPOSE: "composites that no row names",
     Rule.KEEP: "everything else: `add`, `relu`, `embedding`, in-place and `out=` variants, ...",
-    **dict.fromkeys(RECIPES, "by `with_rules` alone"),
+    **dict.fromkeys((Rule.LOWER_FLOAT32_OUT, *RECIPES), "by `with_rules` alone"),
 }
 
 

@@ -6,9 +6,7 @@ from ampkit.debugging.loop import check_loop
 from ampkit.debugging.monitor import TensorMonitor
 from ampkit.debugging.precision import compare_precision
 from ampkit.debugging.report import NonFiniteError
-from ampkit.debugging.search import search_policy
 
 __all__ = [
     "NonFiniteError", "TensorMonitor", "check_loop", "compare_precision", "detect_nonfinite", "find_nonfinite",
-    "search_policy",
 ]

@@ -18,9 +18,9 @@ from ampkit.debugging.operator_facts import OperatorFacts, other_arguments, read
 from ampkit.torch_internals.operator_tracing import OpOverload
 
 __all__ = [
-    "CONSTANT", "Cause", "InputSummary", "advice_for", "asks_for_nonfinite", "broken_elements", "dtype_name",
-    "extremes", "find_cause", "is_broken", "item_at_fault", "largest_finite", "outputs_of", "poles", "rounded_number",
-    "summarise",
+    "CONSTANT", "RECEIVED", "UNINITIALISED", "UNKNOWN", "Cause", "InputSummary", "advice_for", "asks_for_nonfinite",
+    "broken_elements", "dtype_name", "extremes", "find_cause", "is_broken", "item_at_fault", "largest_finite",
+    "outputs_of", "poles", "rounded_number", "summarise",
 ]
 
 _LOW = (torch.float16, torch.bfloat16, torch.float32, torch.complex64)
@@ -45,6 +45,9 @@ class Cause:
 
 
 CONSTANT = Cause("constant", "an inf or NaN that the code asks for")
+RECEIVED = Cause("received", "received from another rank: what this one sent is finite")
+UNINITIALISED = Cause("uninitialised", "memory was read that nothing was written to")
+UNKNOWN = Cause("unknown", "its inputs cannot be read")
 
 
 @dataclass(frozen=True)
@@ -144,8 +147,6 @@ def find_cause(
     outputs: Sequence[Tensor], inputs: Sequence[InputSummary],
 ) -> Cause:
     """The cause of the non-finite values in `outputs`, given the arguments as they were before the call."""
-    if facts.uninitialised:
-        return Cause("uninitialised", "memory that nothing was written to")
     broken = [one for one in inputs if not one.finite]
     if not inputs and any(one.is_floating_point() and not one.numel() for one in tensors_in((args, kwargs))):
         return Cause("undefined", "undefined in any precision: there are no elements to compute it of")

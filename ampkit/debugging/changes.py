@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,19 +23,10 @@ from ampkit.debugging.causes import advice_for
 from ampkit.debugging.operator_facts import tensors_in
 from ampkit.debugging.report import Finding, Operation, PrecisionReport, Suggestion
 from ampkit.debugging.source_lines import find_caller
-from ampkit.policy.float8_recipes import RECIPES
-from ampkit.policy.operator_keys import key_name
-from ampkit.policy.policy import Policy, Rule
+from ampkit.policy.policy import Policy
 from ampkit.region.autocast import autocast
 
-if TYPE_CHECKING:
-    from ampkit.debugging.operator_calls import OperatorObserver
-    from ampkit.debugging.snapshot import Snapshot
-
-__all__ = [
-    "Change", "PolicyChange", "Region", "advice", "advice_on_precision", "changes_for", "changes_for_precision",
-    "suggest", "takes_float32",
-]
+__all__ = ["Change", "Region", "advice", "advice_on_precision", "changes_for", "changes_for_precision", "suggest"]
 
 Region = Literal["ampkit", "torch", "none"]     # what the user's step computes in
 _LOW = (torch.float16, torch.bfloat16)
@@ -45,104 +36,35 @@ _AS_THEY_ARE = frozenset({
 })
 
 
-class Change:
-    """Something to do to a step, of one rule or several."""
+@dataclass(frozen=True)
+class PolicyChange:
+    """Modules to keep in float32. A step whose region has a policy of its own takes no notice."""
+
+    device: str
+    model: Module
+    modules: tuple[str, ...] = ()
 
     @property
     def code(self) -> str:
         """What a user writes for it."""
-        raise NotImplementedError
+        rules = ", ".join(f'"{path}": torch.float32' for path in self.modules)
+        return f'policy = Policy.default("{self.device}").for_modules(model, {{{rules}}})'
 
-    def around(self, recorder: OperatorObserver | None, snapshot: Snapshot) -> AbstractContextManager[Any]:
+    def around(self) -> AbstractContextManager[Any]:
         """A context in which the step runs as if the code were there."""
-        return nullcontext()
+        policy = Policy.default(self.device).for_modules(self.model, dict.fromkeys(self.modules, torch.float32))
+        return autocast(self.device, enabled=False, policy=policy)
 
-    def extended(self, places: Iterable[Operation]) -> Self | None:
-        """With what operations ask for that are left with it, the first to be named first; None if nothing is left."""
-
-    def smaller(self) -> Iterator[Self]:
-        """With one rule less, for each rule."""
-        return iter(())
-
-
-@dataclass(frozen=True)
-class PolicyChange(Change):
-    """Modules and operators to keep in float32. A step whose region has a policy of its own takes no notice."""
-
-    base: Policy
-    model: Module
-    modules: tuple[str, ...] = ()
-    operators: tuple[str, ...] = ()
-    lower: bool = False     # whether modules leave FP8, for a base with such rules, in place of all low precision
-
-    @property
-    def policy(self) -> Policy:
-        """The policy that `code` makes."""
-        policy = self.base
-        if self.operators:
-            policy = policy.with_rules(dict.fromkeys(self.operators, Rule.FLOAT32))
-        if not self.modules:
-            return policy
-        value: Any = torch.float32
-        if self.lower:
-            plain = Policy(policy.base, policy.device_type, policy.overrides)
-            value = plain.with_rules(dict.fromkeys(float8_operators(policy), Rule.LOWER))
-        return policy.for_modules(self.model, dict.fromkeys(self.modules, value))
-
-    @property
-    def code(self) -> str:
-        device = self.base.device_type
-        text = f'policy = Policy.default("{device}")' if self.base == Policy.default(device) else "policy = policy"
-        if self.operators:
-            text += ".with_rules({" + ", ".join(f'"{op}": Rule.FLOAT32' for op in self.operators) + "})"
-        if self.modules:
-            value = "lower" if self.lower else "torch.float32"
-            text += ".for_modules(model, {" + ", ".join(f'"{path}": {value}' for path in self.modules) + "})"
-        if self.lower:
-            rules = ", ".join(f'"{op}": Rule.LOWER' for op in float8_operators(self.base))
-            text = f"lower = policy.with_rules({{{rules}}}); {text}"
-        return text
-
-    def around(self, recorder: OperatorObserver | None, snapshot: Snapshot) -> AbstractContextManager[Any]:
-        return autocast(self.base.device_type, enabled=False, policy=self.policy)
-
-    def extended(self, places: Iterable[Operation]) -> PolicyChange | None:
-        """With the module of the last place, its operator, or what is around."""
-        *_, origin = places
-        path = origin.path
-        op = origin.op if origin.phase in ("forward", "recompute") else origin.backward_of
-        if (not path or path in self.modules) and op not in self.operators and takes_float32(op, self.base):
-            return replace(self, operators=(*self.operators, op))
+    def extended(self, places: Sequence[Operation]) -> PolicyChange | None:
+        """With the module of the last place, or the one around it; None if nothing is left."""
+        path = places[-1].path
         while path in self.modules:
             path = path.rpartition(".")[0]
         return replace(self, modules=(*self.modules, path)) if path else None
 
-    def smaller(self) -> Iterator[PolicyChange]:
-        if len(self.modules) + len(self.operators) > 1:
-            for rule in self.modules:
-                yield replace(self, modules=tuple(one for one in self.modules if one != rule))
-            for rule in self.operators:
-                yield replace(self, operators=tuple(one for one in self.operators if one != rule))
-
-
-def float8_operators(policy: Policy) -> tuple[str, ...]:
-    """The operators that a policy computes in FP8."""
-    return tuple(sorted(key_name(op) for op, rule in policy.rules().items() if rule in RECIPES))
-
-
-def takes_float32(op: str, policy: Policy) -> bool:
-    """Whether a region can cast for an operator: those that only exist below it, it never sees."""
-    if not op or op == "aten::_to_copy":
-        return False
-    try:
-        policy.with_rules({op: Rule.FLOAT32})
-    except (TypeError, ValueError):
-        return False
-    return True
-
 
 @dataclass(frozen=True)
-class LineChange(Change):
+class LineChange:
     """Lines of the user's code computed in float32: what any step can do, whatever it computes in."""
 
     device: str
@@ -151,16 +73,19 @@ class LineChange(Change):
 
     @property
     def code(self) -> str:
+        """What a user writes for it."""
         where = " and ".join(map(str, self.lines))
         if self.region == "none":
             return f"compute {where} in float32: .float() on its tensors, and no cast to 16 bits there"
         name = "autocast" if self.region == "ampkit" else "torch.autocast"
         return f'with {name}("{self.device}", enabled=False): around {where}, with .float() on its tensors'
 
-    def around(self, recorder: OperatorObserver | None, snapshot: Snapshot) -> AbstractContextManager[Any]:
+    def around(self) -> AbstractContextManager[Any]:
+        """A context in which the step runs as if the code were there."""
         return _FloatLines(self)
 
-    def extended(self, places: Iterable[Operation]) -> LineChange | None:
+    def extended(self, places: Sequence[Operation]) -> LineChange | None:
+        """With the line of the first place that is not in it, else with its function; None if nothing is left."""
         new = [place for one in places if (place := line_of(one))]
         new += [whole for place in new[::-1] if (whole := function_around(place)) is not None]
         more = next((place for place in new if not any(one.covers(place) for one in self.lines)), None)
@@ -168,9 +93,8 @@ class LineChange(Change):
             return None
         return replace(self, lines=(*(one for one in self.lines if not more.covers(one)), more))
 
-    def smaller(self) -> Iterator[LineChange]:
-        if len(self.lines) > 1:
-            yield from (replace(self, lines=tuple(one for one in self.lines if one != line)) for line in self.lines)
+
+Change = PolicyChange | LineChange
 
 
 class Lines(NamedTuple):
@@ -258,45 +182,7 @@ def _widened(value: Any) -> Any:
     return map_tensors(value, lambda one: one.float() if one.dtype in _LOW else one)
 
 
-@dataclass(frozen=True)
-class LossChange(Change):
-    """A smaller loss, where no scaler scales it."""
-
-    divisor: float
-
-    @property
-    def code(self) -> str:
-        return f"(loss / {self.divisor:g}).backward()    # gradients are {self.divisor:g} times smaller then"
-
-    @contextmanager
-    def around(self, recorder: OperatorObserver | None, snapshot: Snapshot) -> Iterator[None]:
-        if recorder is not None:
-            recorder.seed_factor = 1 / self.divisor
-        yield
-
-    def extended(self, places: Iterable[Operation]) -> LossChange | None:
-        return None if self.divisor >= 2**20 else LossChange(self.divisor * 4)
-
-
-@dataclass(frozen=True)
-class EpsChange(Change):
-    """An optimizer's eps that parameters in 16 bits can hold."""
-
-    eps: float = 1e-4
-
-    @property
-    def code(self) -> str:
-        return f"eps={self.eps:g} in the optimizer, or float32 masters: ampkit.FP16Optimizer(optimizer)"
-
-    def around(self, recorder: OperatorObserver | None, snapshot: Snapshot) -> AbstractContextManager[Any]:
-        for group in (group for optimizer in snapshot.optimizers for group in optimizer.param_groups):
-            if "eps" in group:
-                group["eps"] = self.eps
-        return nullcontext()
-
-
 # --- which of them, for a cause
-
 
 
 def suggest(finding: Finding, region: Region, model: Module | None) -> Suggestion:
@@ -312,20 +198,15 @@ def changes_for(finding: Finding, region: Region, model: Module | None) -> Itera
     origin, cause = finding.origin, finding.cause
     places = (origin, finding.made) if finding.made is not None else (origin,)
     dtypes = [one.dtype for one in (*places, *finding.inputs)]
-    if cause.kind in ("arrived", "received", "constant", "uninitialised") or not (
+    if cause.kind in ("arrived", "received", "constant", "uninitialised") or origin.phase == "optimizer" or not (
         {"float16", "bfloat16"} & set(dtypes)
     ):
         return
-    if origin.phase == "optimizer":
-        yield EpsChange()
-        return
-    if region == "ampkit" and model is not None:
-        yield from _policies(finding.device, model, origin)
+    if region == "ampkit" and model is not None and origin.path:
+        yield PolicyChange(finding.device, model, (origin.path,))
     place = (finding.made and line_of(finding.made)) or line_of(origin)
     if place is not None:
         yield LineChange(finding.device, region, (place,))
-    if origin.phase == "backward" and cause.kind == "overflow" and not finding.scale:
-        yield LossChange(2.0 ** math.ceil(math.log2((cause.value or 2.0) / (cause.limit or 1.0))))
 
 
 def advice(finding: Finding) -> Suggestion:
@@ -346,6 +227,16 @@ def advice(finding: Finding) -> Suggestion:
     if cause.kind == "overflow" and origin.op == "aten::_to_copy":
         return Suggestion("keep it in float32, or clamp it before the cast: x.clamp(-m, m) with m = "
                           f"torch.finfo(torch.{origin.dtype}).max", evidence="the value does not fit the dtype")
+    if origin.phase == "optimizer" and cause.kind in ("rounded", "overflow"):
+        return Suggestion("eps=1e-4 in the optimizer, or float32 masters: ampkit.FP16Optimizer(optimizer)",
+                          evidence="not verified")
+    why, what = advice_for(origin.op, origin.backward_of)
+    if origin.phase == "backward" and cause.kind == "overflow" and cause.value and cause.limit and not (
+        finding.scale or why
+    ):
+        divisor = 2.0 ** math.ceil(math.log2(cause.value / cause.limit))
+        return Suggestion(f"(loss / {divisor:g}).backward()    # gradients are {divisor:g} times smaller then",
+                          evidence="not verified")
     if cause.kind == "rounded" and " is " in cause.text:
         return Suggestion("write a number that the dtype holds: in float16 6e-8 or more, and at most 1 - 5e-4",
                           evidence="not verified")
@@ -356,7 +247,7 @@ def advice(finding: Finding) -> Suggestion:
     }.get(cause.kind, "float64 has no value for these inputs either")
     if cause.kind == "from inf" and finding.made is not None and "softmax" not in origin.op:
         return Suggestion("write torch.finfo(dtype).min in place of -inf", evidence=evidence)
-    return Suggestion(advice_for(origin.op, origin.backward_of)[1], evidence=evidence)
+    return Suggestion(what, evidence=evidence)
 
 
 def changes_for_precision(report: PrecisionReport, region: Region, model: Module) -> Iterator[Change]:
@@ -365,8 +256,8 @@ def changes_for_precision(report: PrecisionReport, region: Region, model: Module
     if one is None or report.underflows or report.lost_updates or one.unmoved > 0.5:
         return
     device = next((p.device.type for p in model.parameters()), "cpu")
-    if region == "ampkit":
-        yield from _policies(device, model, one)
+    if region == "ampkit" and one.path:
+        yield PolicyChange(device, model, (one.path,))
     lines = line_of(one)
     if lines is not None:
         whole = function_around(lines)
@@ -391,8 +282,3 @@ def advice_on_precision(report: PrecisionReport) -> Suggestion:
     where = "" if one is None or not one.line else f"compute {one.file}:{one.line} in float32, with .float()"
     return Suggestion(where or "keep more of the model in float32", evidence="not verified")
 
-
-def _policies(device: str, model: Module, place: Operation) -> Iterator[Change]:
-    change = PolicyChange(Policy.default(device), model).extended([place])
-    if change is not None:
-        yield change

@@ -7,6 +7,7 @@ Reports go to stdout, what is said on the way to stderr. Exit codes: 0 clean, 1 
 from __future__ import annotations
 
 import argparse
+import json
 import runpy
 import sys
 import traceback
@@ -20,7 +21,7 @@ from ampkit.debugging.detect import detect_nonfinite, rank
 from ampkit.debugging.loop import check_loop
 from ampkit.debugging.monitor import TensorMonitor
 from ampkit.debugging.precision import PrecisionComparison
-from ampkit.debugging.report import NonFiniteError, in_order, read
+from ampkit.debugging.report import VERSION, NonFiniteError
 
 CLEAN, FOUND, BAD_INPUT, INCONCLUSIVE, INTERRUPTED = 0, 1, 2, 3, 130
 _CODES = {"clean": CLEAN, "found": FOUND, "inconclusive": INCONCLUSIVE}
@@ -59,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     for tool in (nonfinite, precision, loop, monitor):
         tool.add_argument("script")
         tool.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
-    report = tools.add_parser("report", help="show reports; of several ranks, the one that made the first NaN first")
+    report = tools.add_parser("report", help="show reports, what was found first")
     report.add_argument("files", nargs="+")
     return parser
 
@@ -91,7 +92,7 @@ def _loop(options: Any) -> int:
 
 
 def _monitor(options: Any) -> int:
-    monitor = TensorMonitor(every=options.every, path=options.out.replace("{rank}", str(rank())))
+    monitor = TensorMonitor(every=options.every, path=options.out.replace("{rank}", str(rank() or 0)))
     with check_loop() as loop:
         ended = _run(options, monitor)
     why = ended.incomplete(looked=monitor.last is not None, step=1)
@@ -100,17 +101,31 @@ def _monitor(options: Any) -> int:
 
 
 def _report(options: Any) -> int:
-    reports = in_order(map(read, options.files))
+    order = ["found", "inconclusive", "clean"]
+    reports = [_read(file) for file in options.files]
+    reports.sort(key=lambda one: (order.index(one["status"]), "received from another rank" in one["text"]))
     print("\n\n".join(one["text"] for one in reports))
-    statuses = {one["status"] for one in reports}
-    return next((_CODES[one] for one in ("found", "inconclusive") if one in statuses), CLEAN)
+    return _CODES[reports[0]["status"]]
+
+
+def _read(file: str) -> dict[str, Any]:
+    try:
+        found: Any = json.loads(Path(file).read_text(encoding="utf-8"))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not str(found.get("kind")).startswith("ampkit.debugging."):
+        raise ValueError(f"{file} is no report; expected a file that ampkit debug wrote with --json")
+    if found.get("version") != VERSION:
+        raise ValueError(f"{file} has version {found.get('version')!r}; this ampkit reads {VERSION}: use the ampkit "
+                         "that wrote it")
+    return found
 
 
 def _finish(options: Any, report: Any, text: str, ended: _Ended) -> int:
     """Show and write a report. Returns the exit code."""
     print(text)
     if options.json:
-        Path(options.json.replace("{rank}", str(rank()))).write_text(report.to_json(), encoding="utf-8")
+        Path(options.json.replace("{rank}", str(rank() or 0))).write_text(report.to_json(), encoding="utf-8")
     return INTERRUPTED if ended.interrupted and report.status != "found" else _CODES[report.status]
 
 

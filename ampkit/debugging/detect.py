@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
@@ -19,8 +19,9 @@ from torch.nn import Module
 from ampkit.containers import map_tensors
 from ampkit.debugging.causes import (
     CONSTANT,
+    RECEIVED,
+    UNINITIALISED,
     Cause,
-    InputSummary,
     advice_for,
     asks_for_nonfinite,
     broken_elements,
@@ -71,7 +72,7 @@ class detect_nonfinite:
     def __init__(self, model: Module | None = None, on_found: Literal["raise", "record"] = "raise") -> None:
         if on_found not in ("raise", "record"):
             raise ValueError(f"on_found is {on_found!r}; expected 'raise' or 'record'")
-        self.report = NonFiniteReport(rank=rank(), world_size=_world_size())
+        self.report = NonFiniteReport(rank=rank())
         self._on_found = on_found
         self.recorder = NonfiniteRecorder(model, self._judge)
         self._complete = True       # False: an exception ended the step, and what was not read might have been
@@ -104,7 +105,7 @@ class detect_nonfinite:
         new = False
         for one, finding in found:
             # An inf that a smaller scale cures makes NaN of what would have been absorbed: the next step tells.
-            if finding.skipped or not (overflows and one.symptom.phase in ("backward", "scaler")):
+            if finding.skipped or not (overflows and one.only_gradients):
                 new |= self.report.add(finding) and not finding.skipped
         if new and self._on_found == "raise":
             raise NonFiniteError(self.report)
@@ -115,32 +116,23 @@ class detect_nonfinite:
 
 def _finding(recorder: NonfiniteRecorder, found: Trace) -> Finding:
     """What a report says of an origin."""
-    origin, details = found.origin, found.origin.details
-    cause = details.cause or _cause_unseen(origin)
-    symptom, parameter = _symptom(found)
-    place = _operation(origin)
-    if cause.kind == "undefined" and place.backward_of:
-        cause = replace(cause, text=advice_for(place.op, place.backward_of)[0] or cause.text)
-    if cause is CONSTANT:
-        cause = replace(cause, text=f"{origin.values}, which the code asks for")
-    finding = Finding(
-        symptom=symptom,
-        origin=place,
-        cause=cause,
-        inputs=details.inputs,
-        chain=tuple(map(_operation, found.chain)),
-        parameter=details.target if cause.kind == "arrived" else parameter,
-        step=recorder.step,
-        device=details.device,
-        scale=recorder.scale,
-        skipped=_is_left_to_scaler(found, cause, recorder.scale),
-        elements=details.elements,
-        micro_batch=details.micro_batch,
-        made=_constant_behind(recorder, origin) if cause.kind == "from inf" else details.made,
-    )
-    if finding.skipped:
-        return finding
-    return replace(finding, suggestion=suggest(finding, recorder.modules.region, recorder.modules.model))
+    origin, symptom = found.origin, found.symptom
+    finding: Finding = origin.finding
+    cause = finding.cause
+    if cause.kind == "undefined" and finding.origin.backward_of:
+        text = advice_for(finding.origin.op, finding.origin.backward_of)[0] or cause.text
+        finding.cause = replace(cause, text=text)
+    elif cause.kind == "constant":
+        finding.cause = replace(cause, text=f"{origin.values}, which the code asks for")
+    elif cause.kind == "from inf":
+        finding.made = _constant_behind(recorder, origin)
+    if cause.kind != "arrived":
+        finding.parameter = symptom.finding.parameter
+    finding.symptom, finding.step, finding.scale = _symptom(symptom), recorder.step, recorder.scale
+    finding.skipped = found.only_gradients and _is_cured_by_scaler(finding)
+    if not finding.skipped:
+        finding.suggestion = suggest(finding, recorder.modules.region, recorder.modules.model)
+    return finding
 
 
 def _constant_behind(recorder: NonfiniteRecorder, record: Record) -> Operation | None:
@@ -149,81 +141,45 @@ def _constant_behind(recorder: NonfiniteRecorder, record: Record) -> Operation |
     while pending:
         one = pending.pop()
         if one.source == "constant" and one is not record:
-            return _operation(one)
+            return one.finding.origin  # type: ignore[no-any-return]
         new = [index for index in one.inputs if index in recorder.records and index not in known]
         known.update(new)
-        pending += [recorder.records[index] for index in new if recorder.records[index].details is not None]
+        pending += [recorder.records[index] for index in new if recorder.records[index].finding is not None]
     return None
 
 
-def _cause_unseen(origin: Record) -> Cause:
-    if origin.source == "received":
-        return Cause("received", "received from another rank: what this one sent is finite")
-    if origin.source == "constant":
-        return CONSTANT
-    if origin.source == "uninitialised":
-        return Cause("uninitialised", "memory was read that nothing was written to")
-    return Cause("unknown", "its inputs cannot be read")
-
-
-def _is_left_to_scaler(found: Trace, cause: Cause, scale: float | None) -> bool:
-    """Whether a scaler skips the step, and a smaller scale helps: the warm-up of a loss scale."""
-    if not found.scaler or scale is None or found.origin.phase != "backward":
-        return False
-    if found.symptom.is_loss or any(one.writes_parameter for one in found.chain):
+def _is_cured_by_scaler(finding: Finding) -> bool:
+    """Whether a smaller loss scale helps, as in the warm-up of a scaler."""
+    cause, scale = finding.cause, finding.scale
+    if scale is None or finding.origin.phase != "backward":
         return False
     if cause.kind == "overflow" and cause.value is not None and cause.limit is not None:
         return cause.value / scale <= cause.limit
     return cause.kind in ("intermediate", "received", "unknown")
 
 
-def _symptom(found: Trace) -> tuple[str, str]:
-    """What a user sees, and the parameter that it is about."""
-    last, details = found.symptom, found.symptom.details
+def _symptom(last: Record) -> str:
+    """What a user sees."""
+    name = last.finding.parameter
     if last.is_loss:
-        return f"the loss is {last.values}", ""
-    if last.writes_parameter:
-        what = "buffer" if details.is_buffer else "parameter"
-        return f"{what} {details.target or '?'} is {last.values}", details.target
-    if last.is_gradient or last.phase in ("backward", "scaler"):
-        return f"the gradient of {details.target or 'an input'} is {last.values}", details.target
-    return f"{'a result' if last.scalar else 'a tensor that nothing absorbs'} is {last.values}", ""
+        what = "the loss"
+    elif last.writes:
+        what = f"{last.writes} {name or '?'}"
+    elif last.is_gradient or last.phase in ("backward", "scaler"):
+        what = f"the gradient of {name or 'an input'}"
+    else:
+        what = "a result" if last.scalar else "a tensor that nothing absorbs"
+    return f"{what} is {last.values}"
 
 
-def _operation(record: Record) -> Operation:
-    operation: Operation = record.details.operation
-    return replace(operation, values=record.values)
-
-
-def rank() -> int:
-    """Of this process; 0 where it is alone."""
+def rank() -> int | None:
+    """Of this process among several; None where it is alone."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank()
-    return int(os.environ.get("RANK", "0"))
-
-
-def _world_size() -> int:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1"))
+        return torch.distributed.get_rank() if torch.distributed.get_world_size() > 1 else None
+    return int(os.environ["RANK"]) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
 
 
 # --- what a step did
-
-
-@dataclass(slots=True)
-class Details:
-    """What a report needs of a broken record."""
-
-    operation: Operation
-    device: str
-    micro_batch: int                            # backward calls that had begun, of a forward the next one
-    inputs: tuple[InputSummary, ...] = ()       # where it went wrong, as they were before the call
-    cause: Cause | None = None                  # None: passed on
-    target: str = ""                            # the parameter or buffer that it wrote, or is
-    is_buffer: bool = False
-    elements: str = ""                          # how many of them are broken, and in which rows
-    made: Operation | None = None               # what computed the 0 or inf that it divides by, takes the log of, ...
 
 
 class _Written(NamedTuple):
@@ -274,13 +230,12 @@ class NonfiniteRecorder(OperatorObserver):
         result = func(*args, **kwargs)
         if facts.name == "aten::ones_like" and given[0].numel() == 1 and given[0].requires_grad:
             self._note_loss(given[0])       # the gradient that backward starts with
-            if self.seed_factor != 1.0:
-                result.mul_(self.seed_factor)
         outputs = [*outputs_of(facts, result, args, kwargs), *buffers]
         read = tuple({index for some in writers for index in some or () if index in self.records})
         if not outputs:     # a comparison, an index, a number on the host
+            read = tuple(index for index in read if not self.records[index].scalar)     # a loss is looked at by loops
             if read and isinstance(result, Tensor) and result.dtype is torch.bool:
-                self.records[self._next] = Record(self._next, call.phase, read, compares=True)
+                self.records[self._next] = Record(self._next, call.phase, read)
                 self._next += 1
             return result
         record = Record(self._next, call.phase, read, scalar=all(one.numel() == 1 for one in outputs))
@@ -290,7 +245,7 @@ class NonfiniteRecorder(OperatorObserver):
         if facts.uninitialised or facts.communicates:
             # Values that mean nothing yet: unwritten, or still under way. Whoever reads them looks.
             record.source = "uninitialised" if facts.uninitialised else "received"
-            self._keep(record, call, outputs[0])
+            self._keep(record, call, outputs[0]).cause = UNINITIALISED if facts.uninitialised else RECEIVED
             return result
         if self._left and any(index in self._left for some in writers for index in some or ()):
             record.source = "skipped"       # should it be broken
@@ -358,7 +313,7 @@ class NonfiniteRecorder(OperatorObserver):
                 record = self.records.get(index)
                 if record is not None and record.broken:
                     record.is_gradient = True
-                    record.details.target = record.details.target or name
+                    record.finding.parameter = record.finding.parameter or name
 
     # --- who wrote what
 
@@ -374,8 +329,8 @@ class NonfiniteRecorder(OperatorObserver):
             before = tuple(one for one in self._writers_of(tensor) or () if one in self.records)
         self._writers.set(tensor, _Written((*before, index), call))
 
-    def _keep(self, record: Record, call: OperatorCall | None, tensor: Tensor) -> Details:
-        """Keep a record, with what a report needs of it."""
+    def _keep(self, record: Record, call: OperatorCall | None, tensor: Tensor) -> Finding:
+        """Keep a record, with the beginning of a finding."""
         if call is None:
             where: dict[str, Any] = {"index": -1, "op": "", "file": "", "line": 0, "backward_of": ""}
             where.update(module_fields(self.modules.current()))
@@ -385,8 +340,8 @@ class NonfiniteRecorder(OperatorObserver):
         operation = Operation(**where, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
         micro_batch = max(1, self._backwards + (call is None or call.phase == "forward"))
         self.records[record.index] = record
-        record.details = Details(operation, tensor.device.type, micro_batch)
-        return record.details
+        record.finding = Finding(operation, tensor.device.type, micro_batch)
+        return record.finding  # type: ignore[no-any-return]
 
     def _arrive(self, tensor: Tensor) -> tuple[int, ...]:
         """A record for a tensor that no operator of this step wrote; none if its values cannot be read."""
@@ -395,8 +350,8 @@ class NonfiniteRecorder(OperatorObserver):
         record = Record(self._next, "before", source="arrived")
         self._next += 1
         self._writers.set(tensor, _Written((record.index,), None))
-        details = self._keep(record, None, tensor)
-        details.target, details.cause = self.name_of(tensor), Cause("arrived", "it was there before the step")
+        finding = self._keep(record, None, tensor)
+        finding.parameter, finding.cause = self.name_of(tensor), Cause("arrived", "it was there before the step")
         record.mark(*extremes(tensor))
         return (record.index,)
 
@@ -407,16 +362,16 @@ class NonfiniteRecorder(OperatorObserver):
         outputs: list[Tensor],
     ) -> None:
         """The result is broken: read the inputs as they were `before`, to tell whose fault it is."""
-        details = self._keep(record, call, outputs[0])
+        finding = self._keep(record, call, outputs[0])
         self._note_parameter(record, call, outputs)
         if record.source == "skipped":
             return
         if call.facts.literal or asks_for_nonfinite(before):
-            record.source, details.cause = "constant", CONSTANT
+            record.source, finding.cause = "constant", CONSTANT
             return
         if call.facts.name.startswith(("aten::_foreach_", "aten::_fused_")):
             outputs, before = item_at_fault(outputs, before)
-        details.elements = broken_elements(outputs)
+        finding.elements = broken_elements(outputs)
         mine = {id(value) for value in tensors_in(before)}
         given = [one for one in given if id(one.before) in mine]
         nan_in = inf_in = False
@@ -433,17 +388,17 @@ class NonfiniteRecorder(OperatorObserver):
         if nan_in or (inf_in and not record.nan):
             return      # passed on
         record.source = "from inf" if inf_in else "made"
-        details.inputs = tuple(summarise(value, name) for value, name in read)
+        finding.inputs = tuple(summarise(value, name) for value, name in read)
         args, kwargs = before
-        details.cause = cause = find_cause(func, call.facts, args, kwargs, outputs, details.inputs)
+        finding.cause = cause = find_cause(func, call.facts, args, kwargs, outputs, finding.inputs)
         if cause.kind == "constant":
             record.source = "constant"
         elif cause.kind == "undefined":
-            self._follow_zero(details, given)
+            self._follow_zero(finding, given)
 
-    def _follow_zero(self, details: Details, given: list[_Input]) -> None:
+    def _follow_zero(self, finding: Finding, given: list[_Input]) -> None:
         """Who computed a 0, or an end of what the operator takes; a constant that its dtype rounds is the cause."""
-        taken = poles(details.operation.op, details.operation.backward_of)
+        taken = poles(finding.origin.op, finding.origin.backward_of)
         for value, tensor, _ in given:
             written = self._writers.get(tensor)
             if written is None or written.call is None or not value.is_floating_point():
@@ -451,10 +406,10 @@ class NonfiniteRecorder(OperatorObserver):
             there = [pole for pole in taken if bool((value == pole).any())]
             number = rounded_number(written.call.numbers, value.dtype, there)
             if number is not None:
-                details.made, details.cause = Operation(**self.where(written.call)), Cause("rounded", number)
+                finding.made, finding.cause = Operation(**self.where(written.call)), Cause("rounded", number)
                 return
             if written.call.phase != "optimizer" and 0 in there:
-                details.made = details.made or Operation(**self.where(written.call))
+                finding.made = finding.made or Operation(**self.where(written.call))
 
     def _owner(self, one: _Input, low: float, high: float, reader: int) -> tuple[int, ...]:
         """The record of a broken input, where none of the step says yet whose it is."""
@@ -482,9 +437,9 @@ class NonfiniteRecorder(OperatorObserver):
         buffers = {id(buffer) for root in self.modules.roots() for buffer in root.buffers()}
         for one in filter(is_broken, outputs):
             if call.phase == "scaler":
-                record.details.target = self.name_of(one).removesuffix(".grad")
+                record.finding.parameter = self.name_of(one).removesuffix(".grad")
                 return
             if one.is_leaf and (one.requires_grad if call.facts.mutable else id(one) in buffers):
-                record.writes_parameter, record.details.is_buffer = True, not call.facts.mutable
-                record.details.target = self.name_of(one)
+                record.writes = "parameter" if call.facts.mutable else "buffer"
+                record.finding.parameter = self.name_of(one)
                 return

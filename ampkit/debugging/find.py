@@ -49,7 +49,7 @@ def find_nonfinite(
     replay = _Replay(step, model, Snapshot(model, state))
     report = replay.run()
     if report and report.compiled and replay.is_finite_as_it_is():
-        report.notes.append(f"as it is, compiled, the step is finite; run eagerly: {report.findings[0]}")
+        report.note = f"as it is, compiled, the step is finite; run eagerly: {report.findings[0]}"
         report.findings = []
     if report:
         report.findings[0] = replay.with_cause(report.findings[0])
@@ -74,7 +74,6 @@ class _Replay:
         self._model = model
         self._snapshot = snapshot
         self._region: Any = "none"
-        self._runs = 0
 
     def run(self) -> NonFiniteReport:
         """What a run finds, from the state at the beginning to which it also returns."""
@@ -123,24 +122,20 @@ class _Replay:
         if loop_is_wrong and finding.scale is not None:
             first = "put the loop right first, as said above"
             return replace(finding, suggestion=Suggestion(first, evidence="it mishandles scaled gradients"))
-        self._runs = 0
         tried = []
         for change in changes_for(finding, self._region, self._model):
             trial, change = self._extended(change)
-            if not trial.evidence:
-                tried.append(f"{change.code} ({trial.why})")
-                continue
-            change, evidence = self._needed(change, trial.evidence)
-            runs = "1 run" if self._runs == 1 else f"{self._runs} runs"
-            suggestion = Suggestion(change.code, "change", True, f"verified: {evidence}; {runs}", tuple(tried))
-            return replace(finding, suggestion=suggestion)
+            if trial.evidence:
+                suggestion = Suggestion(change.code, "change", True, f"verified: {trial.evidence}", tuple(tried))
+                return replace(finding, suggestion=suggestion)
+            tried.append(f"{change.code} ({trial.why})")
         return replace(finding, suggestion=replace(advice(finding), tried=tuple(tried)))
 
     def _extended(self, change: Change) -> tuple[_Trial, Change]:
         """A change, rule after rule, until steps stay finite or nothing is left to add."""
         trial = self._lasts(change)
         for _ in range(_MOST_RULES - 1):
-            if trial.evidence or trial.left is None:
+            if trial.left is None:
                 break
             left = self.with_cause(trial.left)
             more = change.extended([one for one in (left.made, left.origin) if one is not None])
@@ -150,21 +145,12 @@ class _Replay:
             trial = self._lasts(change)
         return trial, change
 
-    def _needed(self, change: Change, evidence: str) -> tuple[Change, str]:
-        """Without the rules that it does not need."""
-        for less in change.smaller():
-            trial = self._lasts(less)
-            if trial.evidence:
-                return self._needed(less, trial.evidence)
-        return change, evidence
-
     def _lasts(self, change: Change) -> _Trial:
         """Whether steps with a change stay finite and update parameters."""
-        self._runs += 1
         detect = detect_nonfinite(self._model, on_found="raise")
         steps = lasting = 0
         try:
-            with self._snapshot, change.around(detect.recorder, self._snapshot), detect:
+            with self._snapshot, change.around(), detect:
                 while lasting < _LASTING and steps < _MOST_STEPS:
                     before = [one.detach().clone() for one in self._model.parameters()]
                     self._step()

@@ -78,7 +78,6 @@ class OperatorObserver(ObserverMode):
             raise TypeError(f"model is {type(model).__name__}; expected a torch.nn.Module, or None for whatever runs")
         self.model = model
         self.modules = ModuleCalls(model)
-        self.seed_factor = 1.0      # what the gradient that backward starts with is to be multiplied by
         self.first_step = 0         # the first one that is looked at; set it before entering
         self.begun = False
         self.compiled = False       # compiled functions were called, which run eagerly meanwhile

@@ -90,7 +90,7 @@ def _tried(
             before.restore()
             comparison = PrecisionComparison(model, getattr(torch, report.reference))
             result = None
-            with contextlib.suppress(RuntimeError), change.around(None, before), comparison as found:
+            with contextlib.suppress(RuntimeError), change.around(), comparison as found:
                 result = step()
             found.results = comparison.errors_of(tensors_in(result))
             if found.parameters and found.error < report.error / 2:
@@ -133,8 +133,6 @@ class PrecisionComparison(OperatorObserver):
         self.first_step = first_step
         self.report = PrecisionReport(dtype_name(reference), step=first_step)
         self.memory = ReferenceCopies(reference)
-        self.only_first_step = False            # of several: from its end on operators just run
-        self._finished = False
         self._scale: float | None = None        # of a scaler that takes part, as the step began
         self._given: StorageMap[bool] = StorageMap()        # what came in 16 bits and was noted
         self._new_gradients = False
@@ -164,12 +162,12 @@ class PrecisionComparison(OperatorObserver):
     def observe(
         self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if not self._finished and self.was_skipped(call):
+        if self.was_skipped(call):
             self.memory = ReferenceCopies(self.memory.reference)       # its own scale would not have been halved
             self.step_ended(None)
             self.next_step()
         facts = call.facts
-        if self._finished or facts.literal:
+        if facts.literal:
             return func(*args, **kwargs)
         if call.phase == "scaler":
             self._meet_scaler(scaling=call.caller.scaling)
@@ -297,7 +295,7 @@ class PrecisionComparison(OperatorObserver):
             **self.where(call), dtype=dtype_name(result.dtype), shape=tuple(result.shape),
             total=total.relative, local=local.relative, propagated=propagated,
             amplification=propagated / incoming.relative if 0 < incoming.relative < math.inf else 0.0,
-            error_from=incoming.maker, lost=local.lost / count, overflowed=local.broken / count, largest=largest,
+            error_from=incoming.maker, lost=local.lost / count, largest=largest,
             norm=total.norm, unmoved=unmoved,
         ))
 
@@ -318,9 +316,6 @@ class PrecisionComparison(OperatorObserver):
         self.memory.write(result[0], self.memory.read(given) * kept, self.memory.error(given), own=True)
 
     def step_ended(self, optimizer: Any) -> None:
-        if self.only_first_step and not self._finished:
-            self._finished = True
-            self.memory = ReferenceCopies(self.memory.reference)
         self._on_step()
 
     def _optimizer_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -357,8 +352,6 @@ class PrecisionComparison(OperatorObserver):
 
     def _collect_gradients(self) -> None:
         """Compare the gradients, which a loop may clear before it ends; scaled, and again unscaled."""
-        if self._finished:
-            return
         with torch.no_grad():
             found = [
                 (name, deviation(p.grad, self.memory.read(p.grad), count_lost=True))
@@ -370,7 +363,7 @@ class PrecisionComparison(OperatorObserver):
             self.report.parameters = [
                 GradientError(
                     name, one.relative, one.error / norm if norm else one.relative, one.lost / max(1, one.numel),
-                    one.broken / max(1, one.numel), one.norm,
+                    one.norm,
                 )
                 for name, one in found
             ]

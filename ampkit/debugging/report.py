@@ -1,4 +1,4 @@
-"""What the tools report: text for the terminal, a status, JSON; and reports of several ranks, put in order.
+"""What the tools report: text for the terminal, a status, JSON.
 
 `docs/reference/debugging.md` lists the keys of the JSON. It has no inf and no NaN: such numbers are the strings "inf",
 "-inf" and "nan".
@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
-from ampkit.debugging.causes import Cause, InputSummary
+from ampkit.debugging.causes import UNKNOWN, Cause, InputSummary
 
 __all__ = [
-    "Finding", "GradientError", "LoopFinding", "LoopReport", "LostUpdate", "NonFiniteError", "NonFiniteReport",
-    "Operation", "OperatorError", "PrecisionReport", "Report", "Suggestion", "in_order", "plain", "read",
+    "VERSION", "Finding", "GradientError", "LoopFinding", "LoopReport", "LostUpdate", "NonFiniteError",
+    "NonFiniteReport", "Operation", "OperatorError", "PrecisionReport", "Report", "Suggestion", "plain",
 ]
 
 Status = Literal["clean", "found", "inconclusive"]
@@ -26,10 +25,12 @@ COMPILED = ("compiled functions run eagerly here: where the loss of your own run
             "not of that run")
 
 
+@dataclass(kw_only=True)
 class Report:
     """What a tool found. `str` is what the terminal shows."""
 
     kind: ClassVar[str]
+    incomplete: str = ""        # why the steps did not run to their end
 
     @property
     def status(self) -> Status:
@@ -39,8 +40,7 @@ class Report:
     def to_json(self) -> str:
         """All of it as JSON text."""
         head = {"kind": f"ampkit.debugging.{self.kind}", "version": VERSION, "status": self.status, "text": str(self)}
-        fields: Any = self
-        return json.dumps(plain({**head, **asdict(fields)}), indent=1, allow_nan=False)
+        return json.dumps(plain({**head, **asdict(self)}), indent=1, allow_nan=False)
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,12 @@ class Operation:
     backward_of: str        # in backward, the forward operator
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    values: str = ""        # "nan", "inf", "-inf", or several, of its result
 
     def __str__(self) -> str:
         return f"{self.what()}{self.where()}"
 
     def what(self) -> str:
-        """The operator, and what kind of value it computed."""
+        """The operator; of a cast, its dtype too, and of backward, its forward."""
         if not self.op:
             return f"a tensor, {self.dtype}{list(self.shape)}"
         name = f"the cast to {self.dtype} ({self.op})" if self.op == "aten::_to_copy" else self.op
@@ -122,7 +121,6 @@ class LoopReport(Report):
     kind = "loop"
     findings: list[LoopFinding] = field(default_factory=list)
     iterations: int = 0
-    incomplete: str = ""        # why the loop did not run to its end
 
     @property
     def status(self) -> Status:
@@ -143,24 +141,23 @@ class LoopReport(Report):
         return f"the loop is in order: {looked}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Finding:
     """One origin of non-finite values, and the symptom that it leads to."""
 
-    symptom: str                    # "the loss is nan"
     origin: Operation
-    cause: Cause
-    inputs: tuple[InputSummary, ...]
-    chain: tuple[Operation, ...]    # from the origin to where it shows
-    parameter: str                  # whose gradient or value the symptom is, or the parameter that arrived broken
-    step: int                       # optimizer steps before it, skipped ones counted
     device: str
-    scale: float | None             # the loss scale
-    skipped: bool                   # a scaler met it and skips the step, as it should
+    micro_batch: int                # by calls of backward in the step
+    symptom: str = ""               # "the loss is nan"
+    parameter: str = ""             # whose gradient or value the symptom is, or the parameter that arrived broken
+    cause: Cause = UNKNOWN
+    inputs: tuple[InputSummary, ...] = ()       # where it went wrong, as they were before the call
+    step: int = 0                   # optimizer steps before it, skipped ones counted
+    scale: float | None = None      # the loss scale
+    skipped: bool = False           # a scaler met it and skips the step, as it should
     times: int = 1                  # further findings at the same place are counted
     suggestion: Suggestion | None = None
     elements: str = ""              # how many are broken, and in which rows
-    micro_batch: int = 1            # by calls of backward in the step
     made: Operation | None = None   # what computed the 0 or inf that the origin cannot take
 
     def __str__(self) -> str:
@@ -182,13 +179,6 @@ class Finding:
         made = f"{self.made.op}{self.made.where()}"
         return f"{self.cause.text}, in {made}" if self.cause.kind == "rounded" else f"{self.cause.text}; from {made}"
 
-    def way(self) -> str:
-        """The chain in one line, without its middle where it is long."""
-        steps = [one.op or "arrived" for one in self.chain]
-        if len(steps) > 8:
-            steps = [*steps[:4], f"{len(steps) - 7} more", *steps[-3:]]
-        return " -> ".join(steps)
-
     def is_like(self, other: Finding) -> bool:
         """Whether another one is of the same operator, place and kind."""
         one, two = self.origin, other.origin
@@ -205,10 +195,8 @@ class NonFiniteReport(Report):
     skipped: list[Finding] = field(default_factory=list)    # what a scaler met: normal while its scale settles
     steps: int = 0
     operators: int = 0
-    rank: int = 0
-    world_size: int = 1
-    notes: list[str] = field(default_factory=list)
-    incomplete: str = ""        # why the steps did not run to their end
+    rank: int | None = None     # of several processes
+    note: str = ""
     compiled: bool = False      # compiled functions ran, eagerly
     loop: list[LoopFinding] = field(default_factory=list)       # what the loop does in the wrong order
 
@@ -219,15 +207,12 @@ class NonFiniteReport(Report):
     def __bool__(self) -> bool:
         return bool(self.findings)
 
-    def __iter__(self) -> Iterator[Finding]:
-        return iter(self.findings)
-
     def __str__(self) -> str:
-        rank = f"rank {self.rank}: " if self.world_size > 1 else ""
+        rank = f"rank {self.rank}: " if self.rank is not None else ""
         looked = f"{self.operators} operators in {self.steps} {'step' if self.steps == 1 else 'steps'}"
         blocks = [COMPILED] if self.compiled else []
         blocks += map(str, self.loop)
-        blocks += [f"{rank}{finding}\n  way       {finding.way()}" for finding in self.findings[:1]]
+        blocks += [f"{rank}{finding}" for finding in self.findings[:1]]
         blocks += [
             f"{rank}then {finding.symptom} in step {finding.step}: {finding.origin}: {finding.why()}"
             for finding in self.findings[1:]
@@ -240,14 +225,14 @@ class NonFiniteReport(Report):
             f"{rank}step {finding.step} was left to the loss scaler, which skips it: {finding.cause.text} "
             f"at a scale of {finding.scale or 0:g}, in {finding.origin}" for finding in self.skipped
         ]
-        return "\n".join([*blocks, *(f"note: {note}" for note in self.notes)])
+        return "\n".join([*blocks, *([f"note: {self.note}"] if self.note else [])])
 
     def add(self, finding: Finding) -> bool:
         """Add a finding, or count it with one at the same place. Returns whether it is new."""
         into = self.skipped if finding.skipped else self.findings
-        for place, other in enumerate(into):
+        for other in into:
             if other.is_like(finding) or (finding.cause.kind == "arrived" and self.findings):
-                into[place] = replace(other, times=other.times + 1)
+                other.times += 1
                 return False
         into.append(finding)
         return True
@@ -268,9 +253,9 @@ class OperatorError(Operation):
     `total` is from the reference run; `local` from the same operator in the reference's dtype on the same inputs: its
     own rounding; `propagated` is what came in with the inputs; `amplification` that over the largest error among them,
     which was mostly made by the call with the index `error_from`, -1 without one.
-    `lost` is the share of elements that are zero and would not be, `overflowed` the share that is inf or NaN and would
-    not be, both of the operator's own making; `unmoved`, of an update in place, the share that it was to change and did
-    not. `largest` is the largest magnitude in the reference, `norm` its 2-norm.
+    `lost` is the share of elements that the operator itself makes zero and that would not be; `unmoved`, of an update
+    in place, the share that it was to change and did not. `largest` is the largest magnitude in the reference, `norm`
+    its 2-norm.
     """
 
     total: float
@@ -279,7 +264,6 @@ class OperatorError(Operation):
     amplification: float
     error_from: int
     lost: float
-    overflowed: float
     largest: float
     norm: float
     unmoved: float = 0.0
@@ -296,7 +280,6 @@ class GradientError:
     error: float
     share: float
     lost: float
-    overflowed: float
     norm: float
 
 
@@ -328,7 +311,6 @@ class PrecisionReport(Report):
     loss: float | None = None
     reference_loss: float | None = None
     step: int = 0
-    incomplete: str = ""        # why the step did not run to its end
     compiled: bool = False      # compiled functions ran, eagerly
     loop: list[LoopFinding] = field(default_factory=list)       # what the loop does in the wrong order
 
@@ -469,35 +451,6 @@ class PrecisionReport(Report):
 def _worst(some: Iterable[OperatorError], by: Callable[[OperatorError], float]) -> OperatorError | None:
     found = max(some, key=by, default=None)
     return found if found is not None and by(found) > 0 else None
-
-
-# --- files
-
-
-def read(path: str | Path) -> dict[str, Any]:
-    """A report from a file. Raises `ValueError` for another file or version."""
-    try:
-        found: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError:
-        found = None
-    if not isinstance(found, dict) or "text" not in found or not str(found.get("kind")).startswith("ampkit.debugging."):
-        raise ValueError(f"{path} is no report; expected a file that ampkit debug wrote with --json")
-    if found.get("version") != VERSION:
-        raise ValueError(f"{path} has version {found.get('version')!r}; this ampkit reads {VERSION}: use the ampkit "
-                         "that wrote it")
-    return found
-
-
-def in_order(reports: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Reports of several ranks: first the rank that made what others received, then by step and rank."""
-    def order(report: dict[str, Any]) -> tuple[Any, ...]:
-        rank = report.get("rank", 0)
-        if report.get("kind") != "ampkit.debugging.nonfinite" or not report["findings"]:
-            return math.inf, report["status"] != "inconclusive", rank
-        first = report["findings"][0]
-        return first["step"], first["cause"]["kind"] == "received", rank
-
-    return sorted(reports, key=order)
 
 
 def plain(value: Any) -> Any:

@@ -8,9 +8,8 @@ inf of its exp, `where` drops a NaN on purpose. So an origin is named only where
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 __all__ = ["Record", "Trace", "trace"]
@@ -32,10 +31,9 @@ class Record:
     source: Source | None = None    # set where the broken value did not come from a broken input
     is_loss: bool = False           # backward started here
     is_gradient: bool = False       # it is what a parameter's `.grad` holds
-    writes_parameter: bool = False
+    writes: Literal["", "parameter", "buffer"] = ""     # in place
     scalar: bool = False
-    compares: bool = False          # its result is only booleans
-    details: Any = None             # what a report needs of a broken one; nothing here looks at it
+    finding: Any = None             # what a report says of a broken one; nothing here looks at it
 
     def mark(self, low: float, high: float) -> None:
         """Note what the least and the greatest value of its result say."""
@@ -58,16 +56,11 @@ class Record:
 
 @dataclass(frozen=True)
 class Trace:
-    """An origin, and the shortest way from it to the first symptom; `scaler`: a loss scaler has seen the gradients."""
+    """An origin, and the first symptom; `only_gradients`: it is in no loss and in no parameter."""
 
     origin: Record
-    chain: tuple[Record, ...] = field(default=())
-    scaler: bool = False
-
-    @property
-    def symptom(self) -> Record:
-        """Where it shows."""
-        return self.chain[-1]
+    symptom: Record
+    only_gradients: bool
 
 
 def trace(records: Mapping[int, Record], *, complete: bool = True) -> list[Trace]:
@@ -82,10 +75,7 @@ def trace(records: Mapping[int, Record], *, complete: bool = True) -> list[Trace
         for index in record.inputs:
             if index not in readers or index == record.index:
                 continue
-            if not record.compares:
-                readers[index].append(record)
-            elif broken[index].scalar or broken[index].phase != record.phase:
-                continue        # somebody looks at a loss, or at a gradient: it is no less wrong
+            readers[index].append(record)
             if record.broken or record.phase != "scaler":
                 read.add(index)     # a scaler that counts what is broken absorbs nothing
     traces: list[Trace] = []
@@ -95,12 +85,14 @@ def trace(records: Mapping[int, Record], *, complete: bool = True) -> list[Trace
             continue
         if record.source == "from inf" and not _only_constants(record, broken):
             continue        # the inf has an origin of its own
-        found = _shortest(
-            record, readers, read, soft=complete and not _harmless_inf(record), hard=record.source == "constant"
-        )
-        if found is not None:
-            scaler = any(reader.phase == "scaler" for one in _reached(record, readers) for reader in readers[one.index])
-            traces.append(Trace(record, found, scaler))
+        reached, soft = _reached(record, readers), complete and not _harmless_inf(record)
+        symptoms = [
+            one for one in reached if _is_hard(one) or (record.source != "constant" and _shows(one, read, soft))
+        ]
+        if symptoms:
+            only_gradients = not any(one.is_loss or one.writes for one in reached)
+            symptom = min(symptoms, key=lambda one: (not one.is_loss, one.index))
+            traces.append(Trace(record, symptom, only_gradients))
     return traces
 
 
@@ -110,55 +102,26 @@ def _harmless_inf(record: Record) -> bool:
 
 
 def _is_hard(record: Record) -> bool:
-    return record.is_loss or record.is_gradient or record.writes_parameter
+    return record.is_loss or record.is_gradient or bool(record.writes)
 
 
-def _symptom(record: Record, read: set[int], soft: bool) -> bool:
-    if _is_hard(record):
-        return True
+def _shows(record: Record, read: set[int], soft: bool) -> bool:
+    """Whether a broken result is a symptom though it is no loss, gradient or parameter: nothing reads it."""
     if record.index in read or record.phase == "recompute":
         return False        # a recompute stops where backward has what it needs
     return soft or record.nan or record.scalar or record.phase in ("backward", "scaler")
 
 
-def _shortest(
-    origin: Record, readers: Mapping[int, list[Record]], read: set[int], *, soft: bool, hard: bool
-) -> tuple[Record, ...] | None:
-    """The way to the earliest symptom that the origin's taint reaches, a `hard` one; None if all absorb it.
-
-    What NaN goes into is NaN: a result that is inf without a NaN has absorbed it, and has its inf from elsewhere.
-    """
-    only_nan = not (origin.posinf or origin.neginf)
-    came_from: dict[int, Record | None] = {origin.index: None}
-    queue = deque([origin])
-    symptoms = []
-    while queue:
-        record = queue.popleft()
-        if _is_hard(record) if hard else _symptom(record, read, soft):
-            symptoms.append(record)
-        for reader in readers[record.index]:
-            if (reader.nan if only_nan else reader.broken) and reader.index not in came_from:
-                came_from[reader.index] = record
-                queue.append(reader)
-    if not symptoms:
-        return None
-    step: Record | None = min(symptoms, key=lambda one: (not one.is_loss, one.index))
-    chain = []
-    while step is not None:
-        chain.append(step)
-        step = came_from[step.index]
-    return tuple(reversed(chain))
-
-
-def _reached(origin: Record, readers: Mapping[int, list[Record]]) -> Iterable[Record]:
-    seen, pending = {origin.index}, [origin]
+def _reached(origin: Record, readers: Mapping[int, list[Record]]) -> list[Record]:
+    """The records that the origin's taint reaches, itself among them."""
+    reached = {origin.index: origin}
+    pending = [origin]
     while pending:
-        record = pending.pop()
-        yield record
-        for reader in readers[record.index]:
-            if reader.broken and reader.index not in seen:
-                seen.add(reader.index)
+        for reader in readers[pending.pop().index]:
+            if reader.broken and reader.index not in reached:
+                reached[reader.index] = reader
                 pending.append(reader)
+    return list(reached.values())
 
 
 def _only_constants(record: Record, broken: Mapping[int, Record]) -> bool:

@@ -40,7 +40,8 @@ def use_ampkit(
     Its `AutocastKwargs` and `GradScalerKwargs` apply. `mixed_precision="fp16"` trains on a CPU too, where Accelerate
     itself leaves it out; with "no" the accelerator stays as it is, so that a script runs its float32 baseline.
     `optimizer_step_was_skipped` also sees steps that fused optimizers and `ampkit.optim` skip on the device, at the
-    price of waiting for it when asked, so that schedulers stay in step.
+    price of waiting for it when asked, so that schedulers stay in step. What a model of transformers wants kept in
+    float32 is kept (`Policy.keep_in_fp32`), except under FSDP and torch's own policy.
 
     Args:
         accelerator: one that has prepared nothing yet.
@@ -104,9 +105,16 @@ class _Methods(Accelerator):
 
     _ampkit_settings: dict[str, Any]
 
-    def _region(self, handler: AutocastKwargs | None) -> region_of:
+    def _region(self, handler: AutocastKwargs | None, model: Module | None = None) -> region_of:
+        """A region with these settings, in which a model keeps in float32 what it wants kept there."""
         settings = self._ampkit_settings | ({} if handler is None else handler.to_kwargs())
-        return region_of(self.device.type, _DTYPES[str(self.mixed_precision)], **settings)
+        device, low = self.device.type, _DTYPES[str(self.mixed_precision)]
+        policy = settings["policy"] or Policy.default(device)
+        # FSDP casts the weights of every module itself.
+        if model is not None and policy.base != "torch" and self.distributed_type != DistributedType.FSDP:
+            kept = policy.keep_in_fp32(model, low)
+            settings["policy"] = settings["policy"] if kept is policy else kept
+        return region_of(device, low, **settings)
 
     @contextmanager
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
@@ -117,7 +125,7 @@ class _Methods(Accelerator):
     def prepare_model(self, model: Module, *args: Any, **kwargs: Any) -> Module:
         """As Accelerate prepares it, with a region inside of Accelerate's own: the inner one has its way."""
         if not getattr(model, "_is_accelerate_prepared", False):
-            region, forward = self._region(self.autocast_handler), model.forward
+            region, forward = self._region(self.autocast_handler, model), model.forward
             # bound again where it was a method: Accelerate's unwrapping takes the function underneath and binds it
             method = getattr(forward, "__func__", None)
             model.forward = region(forward) if method is None else MethodType(region(method), model)

@@ -27,7 +27,8 @@ def use_ampkit(
 
     `TrainingArguments` say what is done, as ever: `bf16=True`, `fp16=True` or neither, which leaves the trainer as it
     is. Clipping, `grad_norm`, schedulers and checkpoints follow; with `fp16=True` the logs also have `loss_scale` and
-    `skipped_steps`.
+    `skipped_steps`. What the model wants kept in float32 is kept (`Policy.keep_in_fp32`), except under FSDP and torch's
+    own policy: T5 trains in float16.
 
     Args:
         trainer: one that has not trained yet.

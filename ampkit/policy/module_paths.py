@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Iterator
 
@@ -30,6 +31,11 @@ def named_paths(model: Module, path: str = "", above: tuple[int, ...] = ()) -> I
     for name, child in model._modules.items():
         if child is not None:
             yield from named_paths(child, f"{path}.{name}" if path else name, (*above, id(model)))
+
+
+def starred(path: str) -> str:
+    """A module's path with a star for every number."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
 def module_paths(root: Module) -> list[tuple[str, Module]]:

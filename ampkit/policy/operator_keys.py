@@ -29,6 +29,7 @@ Operator = OpOverload | OpOverloadPacket | str | Callable[..., Any]
 
 _CASTING = (Rule.LOWER, Rule.FLOAT32, Rule.FLOAT32_DTYPE_ARG, Rule.PROMOTE)
 _CALLS = {"cross_entropy": "cross_entropy_loss", "norm": "linalg_vector_norm"}     # functions with another name in ATen
+_FLOAT32_OUT = (*PRODUCTS, "aten::bmm", "aten::baddbmm")
 _LONGEST = 80       # name that near matches are looked up for
 _MAKES_SUBCLASSES = ("aten::alias", "aten::detach")      # in C++ that no Python kernel may interrupt
 
@@ -56,12 +57,14 @@ def overloads(key: Any, rule: Rule) -> list[OpOverload]:
                     f"operator '{op.name()}' cannot follow FLOAT32_DTYPE_ARG: no overload of it takes a dtype; "
                     "use Rule.FLOAT32"
                 )
-    if rule in RECIPES:
-        found = [op for op in found if op.name() in PRODUCTS] or found
+    forms = PRODUCTS if rule in RECIPES else _FLOAT32_OUT if rule is Rule.LOWER_FLOAT32_OUT else None
+    if forms is not None:
+        found = [op for op in found if op.name() in forms] or found
     for op in found:
-        if rule in RECIPES and op.name() not in PRODUCTS:
+        if forms is not None and op.name() not in forms:
+            form = "FP8 form" if rule in RECIPES else "form with a float32 result"
             raise ValueError(
-                f"operator '{op.name()}' cannot follow {rule.name}: it has no FP8 form; {', '.join(PRODUCTS)} have one"
+                f"operator '{op.name()}' cannot follow {rule.name}: it has no {form}; {', '.join(forms)} have one"
             )
         if op.name() in _MAKES_SUBCLASSES:
             raise ValueError(

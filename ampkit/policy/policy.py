@@ -16,6 +16,7 @@ import torch
 from torch.nn import Module
 
 from ampkit.policy import module_rules, written
+from ampkit.policy.kept_modules import kept_modules
 from ampkit.policy.linear_layers import linear_layers
 from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, Group, Rule, fold
 from ampkit.policy.operator_keys import Operator, candidates, checked_rule, key_name, overloads
@@ -173,6 +174,28 @@ class Policy:
                 f"for_modules(model, {{'head': torch.float32}}); got {type(model).__name__} and {type(rules).__name__}"
             )
         return self._with_modules(module_rules.NamedModules(model), rules.items())
+
+    def keep_in_fp32(self, model: Module, dtype: torch.dtype | str) -> Policy:
+        """A policy that also keeps in float32 what a model of transformers wants kept there, in regions of `dtype`.
+
+        `_keep_in_fp32_modules` of the model, or of models in it, counts in float16, `_keep_in_fp32_modules_strict` in
+        bfloat16 too. As in transformers these are regular expressions, looked for in the names of parameters, `*` for
+        any characters; what becomes float32 are modules: those that a pattern names, and owners of parameters that it
+        names all of. `print(policy.check())` shows them; a model that wants nothing gets this policy back.
+
+        Modules for which this policy has a rule keep it. Modules with 16-bit weights stay as they are.
+
+        Raises:
+            ValueError: an unknown dtype.
+            TypeError: something that is no model.
+        """
+        if not isinstance(model, Module):
+            raise TypeError(f"keep_in_fp32 takes a model; got {type(model).__name__}")
+        found = as_dtype(dtype)
+        if not isinstance(found, torch.dtype) or found not in PRECISIONS.values():
+            raise ValueError(f"dtype is {short(dtype)}; expected that of the region, torch.float16 or torch.bfloat16")
+        keys = kept_modules(model, found, self.modules)
+        return self.for_modules(model, dict.fromkeys(keys, torch.float32)) if keys else self
 
     def _with_modules(self, modules: module_rules.NamedModules, rules: Iterable[tuple[Any, Any]]) -> Policy:
         """The policy with these rules of `for_modules` added, checked."""

@@ -13,6 +13,7 @@ class Rule(Enum):
     """
 
     LOWER = "lower"                            # cast every eligible tensor to the region's dtype
+    LOWER_FLOAT32_OUT = "lower_float32_out"    # of matrix products: the same casts, a float32 result
     FLOAT32 = "float32"                        # cast every eligible tensor to float32
     FLOAT32_DTYPE_ARG = "float32_dtype_arg"    # leave tensors alone, ask for float32 through `dtype=`
     PROMOTE = "promote"                        # cast all of them to the widest dtype among them

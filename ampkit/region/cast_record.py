@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple, TypeVar
 
 import torch
 
+from ampkit.policy.module_paths import starred
 from ampkit.policy.rules import Rule
 from ampkit.region.float8_record import Float8Losses, Float8Notes
+from ampkit.region.integer_casts import IntegerCasts
 
 __all__ = ["CastRecord", "RecordedCall", "RoundTrip"]
 
@@ -62,12 +63,15 @@ class CastRecord:
     """What `record_casts` noted; prints as a table, the calls that cast most first.
 
     `compiled` is True where compiled code may have run operators unseen: `torch.compile` traced a region meanwhile, or
-    nothing was recorded in a process that has compiled something.
+    nothing was recorded in a process that has compiled something. `merged` has the calls whose casts made distinct
+    integers equal, known when the record has ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, check_integers: bool = False) -> None:
         self.calls: list[RecordedCall] = []
         self.compiled = False
+        self.integers = IntegerCasts() if check_integers else None
+        self.merged: list[RecordedCall] = []
         self.float8_notes = Float8Notes()
 
     @property
@@ -88,7 +92,7 @@ class CastRecord:
     def round_trips(self) -> list[RoundTrip]:
         """Casts up right before casts down, the most bytes first: what a rule "keep" for the first operator saves."""
         pairs = [(call.undoes, call) for call in self.calls if call.undoes is not None]
-        groups = _grouped(pairs, lambda pair: (*(call.op for call in pair), *(_pattern(call.module) for call in pair)))
+        groups = _grouped(pairs, lambda pair: (*(call.op for call in pair), *(starred(call.module) for call in pair)))
         trips = [
             RoundTrip(
                 some[0][0].op, some[0][1].op, _path([up.module for up, _ in some]),
@@ -114,7 +118,17 @@ class CastRecord:
                 "compiled code runs operators unseen: record the step before it is compiled, or under "
                 'torch.compiler.set_stance("force_eager")'
             )
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.merged_lines()])
+
+    def merged_lines(self) -> list[str]:
+        """A line for each place whose casts made distinct integers equal."""
+        groups = _grouped(self.merged, lambda call: (call.op, starred(call.module) or call.line, call.computed_in))
+        return [
+            f"distinct integers became equal: {some[0].op} in "
+            f"{_path([call.module for call in some]) or some[0].line or 'no module'}, {_times(len(some))}, "
+            f"{_named(some[0].operands)} cast to {_named(some[0].computed_in)}"
+            for some in groups
+        ]
 
     def _table(self) -> list[str]:
         rows = [_HEADER, *(_row(calls) for calls in _alike(self.calls))]
@@ -129,7 +143,7 @@ class CastRecord:
         total = f"{_times(len(self.calls))}, {self.casts} casts made ({self.nbytes / 1e6:.3f} MB read and written), "
         fallbacks = _grouped(
             [call for call in self.calls if call.float8 not in ("", call.rule.name)],
-            lambda call: (call.op, _pattern(call.module), call.float8),
+            lambda call: (call.op, starred(call.module), call.float8),
         )
         return [
             *lines, f"{total}{self.cached} taken from the cache",
@@ -156,7 +170,7 @@ def _alike(calls: Sequence[RecordedCall]) -> list[list[RecordedCall]]:
     """Calls in groups that share a row of the table: modules that differ in numbers only, `blocks.0` and `blocks.1`."""
     groups = _grouped(
         calls,
-        lambda call: (call.op, call.rule, call.layer, _pattern(call.module), call.operands, call.computed_in),
+        lambda call: (call.op, call.rule, call.layer, starred(call.module), call.operands, call.computed_in),
     )
     return sorted(groups, key=lambda group: -sum(call.nbytes for call in group))
 
@@ -172,11 +186,6 @@ def _path(paths: Sequence[str]) -> str:
     """Modules' paths, alike but for numbers, as one key of `Policy.for_modules`: a star where the numbers differ."""
     parts = (set(names) for names in zip(*(path.split(".") for path in paths), strict=True))
     return ".".join(names.pop() if len(names) == 1 else "*" for names in parts)
-
-
-def _pattern(path: str) -> str:
-    """A module's path with a star for every number."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
 def _named(dtypes: Sequence[torch.dtype]) -> str:

@@ -29,10 +29,12 @@ from ampkit.region.cast_record import CastRecord, RecordedCall
 from ampkit.region.float8 import Product, why_not
 from ampkit.region.mode import AutocastMode
 from ampkit.region.weight_cache import RegionCache, WeightCache
+from ampkit.torch_internals.dispatcher import Exclude
 from ampkit.torch_internals.dynamo import TracingContext, has_compiled
 from ampkit.torch_internals.kernels import GENERAL
 from ampkit.torch_internals.modules import CALL
 from ampkit.torch_internals.operators import OpOverload
+from ampkit.user_warnings import warn_user
 
 __all__ = ["CastRecord", "RecordedCall", "record_casts"]
 
@@ -54,11 +56,21 @@ class record_casts(contextlib.ContextDecorator):
     Operators that no rule names do not appear, for a region never sees them, nor do regions that were open before. What
     `torch.compile` traces is left out, unless its backend runs operators one by one ("eager"): record the function
     before it is compiled. FakeTensors are recorded like others, those of a GPU that is not there too. A record inside a
-    record takes the regions for itself. Never syncs.
+    record takes the regions for itself.
+
+    Warns where a cast made distinct integers equal, as bfloat16 does to positions above 256 that are kept as floats:
+    such a tensor belongs into float32. The first 16,384 elements of each cast tensor without a gradient are looked at,
+    on the device; the answers are read when the record ends, which syncs once for each device.
+
+    Args:
+        check_integers: False leaves that check out. Then a record never syncs.
     """
 
+    def __init__(self, *, check_integers: bool = True) -> None:
+        self.check_integers = check_integers
+
     def __enter__(self) -> CastRecord:
-        self.taken = CastRecord()
+        self.taken = CastRecord(check_integers=self.check_integers)
         records.append(self.taken)
         return self.taken
 
@@ -66,6 +78,14 @@ class record_casts(contextlib.ContextDecorator):
         records[:] = [record for record in records if record is not self.taken]     # not always the last: threads
         if not self.taken.calls:
             self.taken.compiled = self.taken.compiled or has_compiled()
+        if self.taken.integers is not None and not any(exc):
+            self.taken.merged = self.taken.integers.merged()
+            if self.taken.merged:
+                warn_user(
+                    "; ".join(self.taken.merged_lines()) + ". Compute there in float32, by a rule for the module or in "
+                    "`with autocast(enabled=False)`; record_casts(check_integers=False) does not look",
+                    ("torch.", "contextlib"),
+                )
 
 
 records: list[CastRecord] = []      # that are being taken; regions note in the one begun last
@@ -133,12 +153,16 @@ class _RecordingMode(AutocastMode):
             for old, new in made
             if new.dtype.itemsize == 2 and (maker := self.results.maker_of(old)) is not None
         ]
-        return RecordedCall(
+        noted = RecordedCall(
             op.name(), rule, layer, why, module, line, _dtypes(before), asked or _dtypes(after),
             len(made), len(cast) - len(made), sum(_nbytes(old) + _nbytes(new) for old, new in made),
             tuple(map(_shape_of, before)),
             undone[0][0] if undone else None, sum(nbytes for _, nbytes in undone), float8,
         )
+        if self.record.integers is not None:
+            with Exclude(self.excluded_keys):
+                self.record.integers.note(noted, made)
+        return noted
 
 
 class _Reused(threading.local):

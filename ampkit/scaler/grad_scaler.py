@@ -12,7 +12,7 @@ import copy
 import numbers
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, Literal, TypeVar, overload
@@ -22,18 +22,18 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.compiler import is_compiling
 
+from ampkit.containers import map_tensors
 from ampkit.gradients import amp_optimizers, clipping, closures, ranks
 from ampkit.gradients.collect import Gradients, check_finite, collect, parameters, unscale_
 from ampkit.gradients.masters import take_master_gradients
 from ampkit.gradients.transfer import host_value_or_none, moved
 from ampkit.scaler import loss_scale as scales
-from ampkit.scaler import saved_state, shared_gradients
+from ampkit.scaler import saved_state
 from ampkit.scaler.history import COUNTS, History, ScalerStats
 from ampkit.scaler.loss_scale import DynamicLossScale, LossScale, ScaleState
-from ampkit.scaler.nested import map_tensors
-from ampkit.scaler.overflow_report import BackwardOrder, Counts, OverflowReport, count_nonfinite, report
+from ampkit.scaler.overflow_report import Counts, OverflowReport, count_nonfinite, report
+from ampkit.scaler.records import MARK, LastStep, Notes, ready, refuse_claimed
 from ampkit.scaler.saved_state import Loadable
-from ampkit.scaler.shared_gradients import LastStep, Notes
 from ampkit.torch_internals.fsdp import is_flat
 from ampkit.torch_internals.optimizers import update_scale_
 from ampkit.user_warnings import warn_user
@@ -132,19 +132,15 @@ class GradScaler(torch.amp.GradScaler):
         self._growth_tracker: Tensor | None = None
         self._counters: tuple[Tensor, ...] = ()     # of the strategy, beside these two
         self._history: History | None = None
-        self._order = BackwardOrder()
         self._last_steps: weakref.WeakKeyDictionary[Any, LastStep] = weakref.WeakKeyDictionary()
         self._begin_iteration()
 
     def _begin_iteration(self) -> None:
-        self._states: MutableMapping[int, Any] = defaultdict(shared_gradients.ready)
+        self._states: MutableMapping[int, Any] = defaultdict(ready)
         self._notes: dict[int, Notes] = {}
-        self._scaled_losses: list[weakref.ref[Tensor]] = []
         self._scale_calls = 0
         self._largest_norm: Tensor | None = None
-        self._used_scale: Tensor | None = None      # a copy, and its inverse
-        self._inv_scale: Tensor | None = None
-        self._order.is_of_this_iteration = False
+        self._used_scale: Tensor | None = None      # a copy
 
     @property
     def _per_optimizer_states(self) -> MutableMapping[int, Any]:
@@ -189,18 +185,20 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return outputs
         self._scale_calls += 1
-        if self._notes:
-            self._before_backward()
         copies: dict[torch.device, Tensor] = {}
         if isinstance(outputs, Tensor):
             return self._scale_one(outputs, copies)
-        return map_tensors(outputs, lambda output: self._scale_one(output, copies))
+        return map_tensors(outputs, lambda output: self._scale_one(output, copies), self._scale_lazily)
+
+    def _scale_lazily(self, outputs: Any) -> Iterator[Any]:
+        """An iterator over scaled outputs for any iterable, as in torch; raises `ValueError` for what is none."""
+        if isinstance(outputs, str | bytes) or not isinstance(outputs, Iterable):
+            raise ValueError(f"outputs must be a Tensor or an iterable of Tensors; got {type(outputs).__name__}")
+        return (self.scale(output) for output in outputs)
 
     def _scale_one(self, output: Tensor, copies: dict[torch.device, Tensor]) -> Tensor:
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(output.device)
-        if self._order.wanted and not is_compiling():
-            self._order.learn(output)
         if not self._rule.scales_losses:
             return output
         scale: Any = self._scale
@@ -208,14 +206,7 @@ class GradScaler(torch.amp.GradScaler):
             if output.device not in copies:
                 copies[output.device] = moved(scale, output.device)
             scale = copies[output.device]
-        scaled = output * scale
-        if scaled.requires_grad:
-            self._scaled_losses.append(weakref.ref(scaled))
-        return scaled
-
-    def _before_backward(self, _: Tensor | None = None) -> None:
-        """A backward pass may follow, which writes gradients that were unscaled; also a hook of a scaled loss."""
-        shared_gradients.note_versions(self._notes.values())
+        return output * scale
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         if self._growth_tracker is not None:
@@ -245,7 +236,6 @@ class GradScaler(torch.amp.GradScaler):
         triton = self._history.triton if self._history is not None else None
         if self._rule.scales_losses and triton is not None:
             inv_scale, flag, self._used_scale = triton.inverse_scale(scale)
-            self._inv_scale = inv_scale
             return inv_scale, flag
         if not self._rule.scales_losses:
             inv_scale = torch.ones_like(scale)
@@ -254,7 +244,6 @@ class GradScaler(torch.amp.GradScaler):
         else:
             self._used_scale = used = scale.double()
             inv_scale = used.reciprocal().float()
-        self._inv_scale = inv_scale
         return inv_scale, torch.zeros_like(inv_scale)
 
     # Unscaling
@@ -264,12 +253,12 @@ class GradScaler(torch.amp.GradScaler):
 
         Optional before `step`, for code that reads or changes gradients in between. Call it once per iteration, after
         the last backward; with `allow_repeat` a second call does nothing instead of raising. Gradients may be sparse,
-        complex, expanded, non-contiguous or DTensors; one shared with an optimizer that was unscaled in this iteration
-        is not unscaled again.
+        complex, expanded, non-contiguous or DTensors.
 
         Raises:
             AssertionError: nothing has been scaled yet.
-            RuntimeError: called before in this iteration, or after `step`.
+            RuntimeError: called before in this iteration, or after `step`; or a gradient has been unscaled in this
+                iteration for another optimizer. No gradient's value has changed then.
             ValueError: float16 gradients, unless the scaler was made with `allow_fp16`. Nothing has changed then.
         """
         if not self._enabled:
@@ -289,7 +278,7 @@ class GradScaler(torch.amp.GradScaler):
                 "twice would ruin them: call update() at the end of each iteration, unscale_ once per update (not "
                 "once per micro-batch), or pass allow_repeat=True."
             )
-        notes.clip_factor = notes.residual = None       # left where other code made the optimizer READY again
+        notes.clip_factor = None        # left where other code made the optimizer READY again
         inv_scale, flag = self._inverse_scale()
         state["found_inf_per_device"] = self._unscale_grads_(optimizer, inv_scale, flag, self.allow_fp16)
         state["stage"] = OptState.UNSCALED
@@ -299,32 +288,22 @@ class GradScaler(torch.amp.GradScaler):
     ) -> Flags:
         """Multiply gradients by `inv_scale`, in place; returns a flag per device, `found_inf` for its own device.
 
-        Gradients that another optimizer has unscaled are not unscaled again. Works without a record, as in torch.
+        Works without a record, as in torch.
         """
         take_master_gradients(optimizer)
+        gradients = collect(parameters(optimizer), None if allow_fp16 else optimizer)
         notes = self._notes.get(id(optimizer))
+        if notes is not None:
+            self._claim(notes, gradients)
         found: Flags = {}
-        groups: list[Any] = []
+        for device in gradients.by_device:      # a comprehension would be a call
+            found[device] = found_inf if device == found_inf.device else moved(found_inf, device)
         with torch.set_grad_enabled(False):  # torch.no_grad() at half its cost
-            shares = len(self._notes) > 1
-            for params, owner in self._split(optimizer) if shares else ((parameters(optimizer), None),):
-                factor = inv_scale if self._rule.scales_losses else None
-                if owner is not None:
-                    if owner.state["stage"] is OptState.UNSCALED:
-                        self._apply_clip_factor_(owner)
-                    factor = owner.residual_inv_scale()
-                gradients = collect(params, None if allow_fp16 else optimizer)
-                groups += gradients.groups
-                for device in gradients.by_device:
-                    if device not in found:
-                        found[device] = found_inf if device == found_inf.device else moved(found_inf, device)
-                if factor is None:      # unscaled before
-                    check_finite(gradients, torch.ones_like(found_inf), found)
-                else:
-                    unscale_(gradients, factor, found)
-                if notes is not None:
-                    self._mark(notes, gradients)
-        self._agree(optimizer, found, groups)
+            if self._rule.scales_losses:
+                unscale_(gradients, inv_scale, found)
+            else:
+                check_finite(gradients, torch.ones_like(found_inf), found)
+        self._agree(optimizer, found, gradients.groups)
         return found
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
@@ -342,33 +321,22 @@ class GradScaler(torch.amp.GradScaler):
         """
         take_master_gradients(notes.optimizer)
         gradients = collect(parameters(notes.optimizer))
+        self._claim(notes, gradients)
         found = {device: moved(flag, device) for device in gradients.by_device}
         with torch.set_grad_enabled(False):
             check_finite(gradients, inv_scale, found)
-        self._mark(notes, gradients)
         self._agree(notes.optimizer, found, gradients.groups)
         return found
 
-    def _split(self, optimizer: Any) -> Sequence[shared_gradients.Part]:
-        """The optimizer's parameters, divided by the optimizer that unscaled their gradients in this iteration."""
-        current = [notes for key, notes in self._notes.items() if self._states.get(key) is notes.state]
-        return shared_gradients.split(optimizer, parameters(optimizer), current)
-
-    def _has_shared(self, optimizer: Any) -> bool:
-        """Whether gradients of this optimizer have been unscaled this iteration for another one."""
-        take_master_gradients(optimizer)
-        return len(self._split(optimizer)) > 1
-
-    def _mark(self, notes: Notes, gradients: Gradients) -> None:
-        """Mark gradients that this optimizer has unscaled, in case another one shares them."""
-        if len(self._scaled_losses) > 1:    # their backward may run at any time
-            for reference in self._scaled_losses:
-                if (loss := reference()) is not None:
-                    loss.register_hook(self._before_backward)
-            self._scaled_losses = []
-        notes.versions = None
+    def _claim(self, notes: Notes, gradients: Gradients) -> None:
+        """Mark gradients as this optimizer's; raises for one that was unscaled for another in this iteration."""
+        if len(self._notes) > 1:
+            records = [self._states.get(key) for key in self._notes]
+            refuse_claimed(gradients.originals, notes, [
+                other for other, state in zip(self._notes.values(), records, strict=True) if other.state is state
+            ])
         for grad in gradients.originals:
-            setattr(grad, shared_gradients.MARK, notes.mark)
+            setattr(grad, MARK, notes.mark)
 
     def _agree(self, optimizer: Any, found: Flags, groups: Sequence[Any]) -> None:
         """Make flags the same on all ranks that must skip together."""
@@ -420,8 +388,8 @@ class GradScaler(torch.amp.GradScaler):
         May be called after `unscale_`.
 
         Raises:
-            AssertionError, ValueError: as `unscale_`.
-            RuntimeError: called after `step`, or for FSDP1 without a `process_group`.
+            AssertionError, ValueError, RuntimeError: as `unscale_`. RuntimeError also for FSDP1 without a
+                `process_group`.
         """
         norm_type = float(norm_type)
         take_master_gradients(optimizer)
@@ -434,9 +402,7 @@ class GradScaler(torch.amp.GradScaler):
             raise _too_late("clip_grad_norm_")
         if process_group is None and notes.last_step.holds_shards and ranks.several():
             raise clipping.refusal_of_flat_shards()
-        if notes.state["stage"] is OptState.READY and (
-            norm_type not in clipping.HOMOGENEOUS_ORDERS or (len(self._notes) > 1 and self._has_shared(optimizer))
-        ):
+        if notes.state["stage"] is OptState.READY and norm_type not in clipping.HOMOGENEOUS_ORDERS:
             self.unscale_(optimizer)
         norm = self._clip_norm_(notes, max_norm, norm_type, () if process_group is None else (process_group,))
         largest = self._largest_norm
@@ -456,6 +422,7 @@ class GradScaler(torch.amp.GradScaler):
             inv_scale = torch.ones_like(self._scale_on(torch.device("cpu")))
             flag = torch.zeros_like(inv_scale)
         gradients = collect(parameters(optimizer), None if self.allow_fp16 else optimizer, coalesce=True)
+        self._claim(notes, gradients)
         for device in gradients.by_device:
             if device not in found:
                 found[device] = flag if device == flag.device else moved(flag, device)
@@ -467,7 +434,6 @@ class GradScaler(torch.amp.GradScaler):
                 notes.clip_factor = factor.float()
             else:
                 clipping.multiply_(gradients, factor, found)
-        self._mark(notes, gradients)
         return norm
 
     def _apply_clip_factor_(self, notes: Notes) -> None:
@@ -479,7 +445,6 @@ class GradScaler(torch.amp.GradScaler):
         gradients = collect(parameters(notes.optimizer))
         with torch.set_grad_enabled(False):
             clipping.multiply_(gradients, factor, notes.state["found_inf_per_device"])
-        self._mark(notes, gradients)
 
     def clip_grad_value_(self, optimizer: torch.optim.Optimizer, clip_value: float) -> None:
         """Unscale and check the optimizer's gradients, and limit every element to `[-clip_value, clip_value]`.
@@ -571,29 +536,18 @@ class GradScaler(torch.amp.GradScaler):
             state["stage"] = OptState.STEPPED
             return result
         if state["stage"] is OptState.READY:
-            if len(self._notes) > 1 and self._has_shared(optimizer):
-                self.unscale_(optimizer)
-            else:
-                self._check_inf_per_device(optimizer)
+            self._check_inf_per_device(optimizer)
         if not state["found_inf_per_device"]:
             return self._note_no_gradients(notes)
         scale: Any = self._scale
         found_inf = self._found_inf(notes)
         grad_scale = getattr(optimizer, "grad_scale", None)
-        is_scaled = state["stage"] is OptState.READY and self._rule.scales_losses
-        if is_scaled:
+        if state["stage"] is OptState.READY and self._rule.scales_losses:
             grad_scale = scale if grad_scale is None else scale * grad_scale
-        if is_scaled or notes.clip_factor is not None:
-            # torch's fused kernels write the unscaled gradients back unless they skip; those that take a multiplier
-            # never write gradients.
-            if self._inv_scale is None:     # a subclass checks gradients by itself
-                self._inverse_scale()
-            inv_scale: Any = self._inv_scale
-            notes.residual = inv_scale, None if amp_optimizers.takes_multiplier(optimizer) else found_inf
         skipped = self._count(notes, found_inf, skipped=None)
         run = amp_optimizers.run if not is_compiling() else amp_optimizers.run_uncompiled
         result = run(optimizer, args, kwargs, found_inf, grad_scale, notes.clip_factor)
-        notes.clip_factor = notes.versions = None   # torch's fused kernels write gradients
+        notes.clip_factor = None
         state["stage"] = OptState.STEPPED
         self._note_step(notes, found_inf, skipped=skipped)
         return result
@@ -667,9 +621,6 @@ class GradScaler(torch.amp.GradScaler):
         if self._history is not None:  # else another scaler scales these gradients; its steps are not counted here
             self._history.note_step(found_inf)
         last = notes.last_step
-        if last.found_inf is None and not self._order.is_of_this_iteration:
-            self._order.uses.clear()    # of parameters whose ids these may have now
-        self._order.wanted = bool(skipped)
         last.found_inf, last.skipped, last.idle_steps = found_inf, skipped, -1
         self._stuck_check_due = skipped is None
         if skipped:
@@ -893,7 +844,7 @@ class GradScaler(torch.amp.GradScaler):
     def overflow_report(
         self, model: torch.nn.Module | None = None, *, optimizer: torch.optim.Optimizer | None = None
     ) -> OverflowReport:
-        """Which parameters held inf or NaN in the last skipped step, in backward's order. Reads the device.
+        """Which parameters held inf or NaN in the last skipped step, the likely origin first. Reads the device.
 
         Optimizers that skip on an accelerator are examined when this is called: call it before their gradients are
         cleared.
@@ -909,8 +860,7 @@ class GradScaler(torch.amp.GradScaler):
                 found.append(last.counts)
             elif not self.stepped(each):
                 found.append(count_nonfinite(each))
-        self._order.wanted = True
-        return report(found, self._order, model)
+        return report(found, model)
 
     def check_ranks(self, process_group: Any = None) -> None:
         """Raise if ranks hold different loss scales or have taken different numbers of steps. Every rank must call it.

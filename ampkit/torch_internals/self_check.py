@@ -45,7 +45,7 @@ def fault() -> str | None:
     """What does not work, in words; None if all does. Raises if another library has taken the key."""
     if missing:
         refuse()
-    install((_MM,))
+    install((_MM,), KEY)
     try:
         return in_own_thread(_tried)
     except Exception as error:      # a region would have raised it too

@@ -217,6 +217,5 @@ def check_optimizers(models: Sequence[Module], optimizers: Sequence[Optimizer], 
         for param in params if is_scaled else ():
             if owners.setdefault(param, optimizer) is not optimizer:
                 raise RuntimeError(
-                    f"parameter {theirs.get(param, 'of no model')} is in two optimizers; give it to one of them, or "
-                    f"use ampkit.autocast with GradScaler, which unscales a shared gradient once"
+                    f"parameter {theirs.get(param, 'of no model')} is in two optimizers; give it to one of them"
                 )

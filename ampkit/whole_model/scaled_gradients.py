@@ -19,7 +19,7 @@ from ampkit.gradients import amp_optimizers, closures, ranks
 from ampkit.gradients.collect import collect, unscale_
 from ampkit.scaler import saved_state
 from ampkit.scaler.grad_scaler import GradScaler
-from ampkit.scaler.shared_gradients import Notes
+from ampkit.scaler.records import Notes
 from ampkit.whole_model.master_weights import MasterWeights
 
 
@@ -27,7 +27,7 @@ class ScaledGradients:
     """The gradients of one optimizer, with or without master weights, between backward and step.
 
     Each backward under a loss scale must meet empty `.grad`s, or scaled values would be added to unscaled ones: `begin`
-    sets aside what is there, and `unscale_` adds it again. If a gradient was not finite, all are set to None for the
+    sets aside what is there, and `unscale_` adds it again. If a gradient was not finite, all are set to None before the
     step, which makes torch's optimizers a no-op; amp-aware optimizers get the flag instead and skip on the device.
 
     Attributes:
@@ -50,7 +50,6 @@ class ScaledGradients:
         self.delayed: tuple[LossScaler, int] | None = None
         self._backward, self._verbose = backward, verbose
         self._set_aside: dict[Tensor, Tensor] = {}
-        self._set_to_none: list[tuple[Tensor, Tensor]] = []
         self._flag_on_optimizer = contextlib.ExitStack()
         # Register them before the masters' hooks: a step that is refused has not moved any gradient.
         optimizer.register_step_pre_hook(self._before_step)
@@ -151,7 +150,6 @@ class ScaledGradients:
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Raise for a step that cannot be right, and set gradients to None if one is not finite."""
         self._flag_on_optimizer.close()     # left over if the last step raised
-        self._set_to_none.clear()           # likewise; they are not finite and belong to a step that is over
         self._check_ready(optimizer, closures.extract(args[1:], kwargs))
         scaler, found_inf = self.scaler, self.found_inf if self.unscaled else None
         self.unscaled = False
@@ -166,21 +164,14 @@ class ScaledGradients:
         skip = bool(found_inf != 0)
         scaler.note_step(optimizer, found_inf, skipped=skip)
         if skip:
-            self._set_to_none = [(param, param.grad) for param in self.params() if param.grad is not None]
-            for param, _ in self._set_to_none:
+            for param in self.params():
                 param.grad = None
             if self._verbose:
                 print(f"ampkit: gradients overflowed, step skipped; the loss scale is {scaler.get_scale():g} now")
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Restore gradients that were set to None, apart from those of masters."""
+        """Take the flag off an amp-aware optimizer."""
         self._flag_on_optimizer.close()
-        if self._set_to_none:
-            own = {id(param) for param in self.backward_params()}
-            for param, grad in self._set_to_none:
-                if id(param) in own:
-                    param.grad = grad
-            self._set_to_none.clear()
 
     def _check_ready(self, optimizer: Any, closure: Any) -> None:
         name = type(optimizer).__name__

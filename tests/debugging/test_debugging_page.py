@@ -1,28 +1,28 @@
-"""The page about debugging shows what the commands print."""
+"""The page about debugging shows what the commands and the debugging examples print."""
 
 import contextlib
 import io
 import re
-from pathlib import Path
+import runpy
 
 import pytest
 
 from ampkit.__main__ import main
-from tests.debugging.test_examples_debug import load
+from tests.helpers.paths import EXAMPLES, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "debugging.md"
 SHOWN = re.compile(r"<!-- output of (?P<command>[^\n]+) -->\n```text\n(?P<text>.*?)```", re.DOTALL)
+FOUND = list(SHOWN.finditer(PAGE.read_text(encoding="utf-8")))
 
 
-@pytest.mark.parametrize("found", list(SHOWN.finditer(PAGE.read_text())), ids=lambda found: found["command"])
+@pytest.mark.parametrize("found", FOUND, ids=lambda found: found["command"])
 def test_shown_output_is_real(found: re.Match[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers may differ in their last digit between builds of torch; words may not."""
     monkeypatch.chdir(ROOT)
     command = found["command"]
     with contextlib.redirect_stdout(io.StringIO()) as out:
         if command.startswith("examples/"):
-            load(Path(command).stem).main()
+            runpy.run_path(command)["main"]()
         else:
             main(command.split()[1:])
 
@@ -32,5 +32,6 @@ def test_shown_output_is_real(found: re.Match[str], monkeypatch: pytest.MonkeyPa
     assert words(out.getvalue()) == words(found["text"])
 
 
-def test_the_page_shows_outputs() -> None:
-    assert len(SHOWN.findall(PAGE.read_text())) == 6
+def test_the_page_shows_every_debugging_example() -> None:
+    shown = {found["command"].removeprefix("examples/").removesuffix(".py") for found in FOUND}
+    assert {path.stem for path in EXAMPLES.glob("debug_*.py")} <= shown

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import runpy
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from ampkit import GradScaler, autocast
 from ampkit.__main__ import main
 from ampkit.debugging import check_loop, detect_nonfinite
-from tests.debugging.test_examples_debug import load
+from tests.helpers.paths import EXAMPLES
 
 
 def parts(scale: float = 256.0, cls: Any = GradScaler) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
@@ -76,7 +77,7 @@ def keywords_and_sparse_gradients(cls: Any) -> None:
 
 def example(name: str, cls: Any) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
-        load(name).main()
+        runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]()
 
 
 LOOPS: list[Callable[[Any], None]] = [

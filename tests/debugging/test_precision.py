@@ -120,13 +120,12 @@ def test_local_propagated_and_amplified_errors_are_what_arithmetic_says() -> Non
 def test_what_is_lost_to_zero_is_counted() -> None:
     cast = errors_of(lambda: torch.tensor([1.0, 1e-9, 0.0, 2.0]).half())["aten::_to_copy"]
     assert cast.lost == 0.25
-    assert cast.overflowed == 0.0
 
 
 def test_an_overflow_is_infinitely_wrong() -> None:
     report = compare_precision(lambda: torch.tensor([1e5, 1.0, 1.0, 1.0]).half())
     cast = report.operators[0]
-    assert (cast.total, cast.local, cast.overflowed, cast.largest) == (math.inf, math.inf, 0.25, 1e5)
+    assert (cast.total, cast.local, cast.largest) == (math.inf, math.inf, 1e5)
     assert json.loads(report.to_json())["operators"][0]["local"] == "inf"
 
 
@@ -136,7 +135,7 @@ def test_minus_infinity_in_the_reference_is_no_overflow() -> None:
         return scores.softmax(-1)
 
     report = compare_precision(step)
-    assert all(one.overflowed == 0 and one.total < 1e-2 for one in report.operators)
+    assert all(one.total < 1e-2 for one in report.operators)
     assert any(one.op == "aten::_softmax" for one in report.operators)
 
 

@@ -51,7 +51,11 @@ def test_equal_to_torch_to_the_bit_at_powers_of_two(shapes, seed, exponent, max_
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, 0.5])
 def test_empty_gradients_count_in_the_order_of_summation(norm_type: float) -> None:
-    """A zero in the stack of norms moves the others to other lanes of the sum: one list in forty differs without it."""
+    """A zero in the stack of norms moves the others to other lanes of the sum: one list in forty differs without it.
+
+    There is no largest magnitude in them to add, where torch raises.
+    """
+    assert ours_clips([torch.zeros(0), torch.tensor([-6.0])], 2.0, 1.0, math.inf)[0].item() == 3.0
     generator = torch.Generator().manual_seed(0)
     for _ in range(300):
         sizes = torch.tensor([0, 0, 1, 2, 7, 64, 300])[torch.randint(7, (12,), generator=generator)].tolist()
@@ -62,14 +66,6 @@ def test_empty_gradients_count_in_the_order_of_summation(norm_type: float) -> No
         expected_norm, expected = torch_clips(grads, 1.0, 1.0, norm_type)
         assert torch.equal(norm, expected_norm), sizes
         assert all(map(equal_bits, clipped, expected)), sizes
-
-
-def test_empty_gradients_have_no_largest_magnitude_to_add() -> None:
-    """torch raises here."""
-    norm, _ = ours_clips([torch.zeros(0), torch.tensor([-6.0])], 2.0, 1.0, math.inf)
-    assert norm.item() == 3.0
-    with pytest.raises(RuntimeError, match="infinity norm on an empty tensor"):
-        torch_clips([torch.zeros(0), torch.tensor([-6.0])], 2.0, 1.0, math.inf)
 
 
 @settings(max_examples=30)
@@ -190,25 +186,19 @@ def clipped_for_later():
 
 def test_gradients_stay_scaled_until_and_after_the_step() -> None:
     params, optimizer, scaler = clipped_for_later()
-    assert params[1].grad.item() == 24.0
-    scaler.step(optimizer)
-    assert params[1].grad.item() == 24.0
-    for name in ("grad_scale", "found_inf", "grad_multiplier"):
-        assert not hasattr(optimizer, name)
-    other = torch.optim.SGD([params[1]], lr=1.0)    # shares it: unscaled, without the multiplier of another's step
-    scaler.unscale_(other)
-    assert params[1].grad.item() == 12.0
+    for use in (lambda _: None, scaler.step):
+        use(optimizer)
+        assert params[1].grad.item() == 24.0
+    assert not any(hasattr(optimizer, name) for name in ("grad_scale", "found_inf", "grad_multiplier"))
 
 
-@pytest.mark.parametrize("settle", ["clip_grad_value_", "unscale_", "clip_grad_norm_", "a step that raises", "another"])
+@pytest.mark.parametrize("settle", ["clip_grad_value_", "unscale_", "clip_grad_norm_", "a step that raises"])
 def test_whatever_needs_the_gradients_settles_the_multiplier(settle, monkeypatch) -> None:
     params, optimizer, scaler = clipped_for_later()
     if settle == "clip_grad_value_":
         scaler.clip_grad_value_(optimizer, 100.0)
     elif settle == "clip_grad_norm_":
         assert scaler.clip_grad_norm_(optimizer, 1e9).item() == pytest.approx(6.5)
-    elif settle == "another":
-        scaler.unscale_(torch.optim.SGD([params[1]], lr=1.0))
     elif settle == "a step that raises":
         with monkeypatch.context() as patch:
             patch.setattr(optimizer, "step", lambda: 1 / 0)

@@ -1,26 +1,20 @@
-"""How long a harness runs and with which seed: bounded for CI, as long as told in a soak."""
-
-from __future__ import annotations
+"""How long a harness runs and with which seed: the same rounds in every run of the tests, as long as told in a soak."""
 
 import os
 import random
 import time
 from collections.abc import Iterator
 
-CI_SECONDS = 4.0
 
+def rounds(name: str, n: int) -> Iterator[random.Random]:
+    """One generator of random numbers for each of `n` rounds, the same every time.
 
-def rounds(name: str, share: float = 1.0) -> Iterator[random.Random]:
-    """One generator of random numbers per round until the time is up; prints the seed that makes the same rounds.
-
-    `AMPKIT_SOAK_SECONDS` is how long, `AMPKIT_SOAK_SEED` the seed; without them it is `share` of what CI gives a file,
-    and always the same seed. `make soak` sets both.
+    In a soak as many as fit into `AMPKIT_SOAK_SECONDS`, from `AMPKIT_SOAK_SEED`; `make soak` sets both. Prints the
+    seed that makes the same rounds.
     """
-    seconds = share * float(os.environ.get("AMPKIT_SOAK_SECONDS", CI_SECONDS))
-    seed = int(os.environ.get("AMPKIT_SOAK_SEED", 0))
-    print(f"{name}: AMPKIT_SOAK_SEED={seed}, {seconds:.0f} s")
-    end = time.monotonic() + seconds
-    n = 0
-    while n == 0 or time.monotonic() < end:
-        yield random.Random(f"{seed} {name} {n}")
-        n += 1
+    seconds, seed = os.environ.get("AMPKIT_SOAK_SECONDS"), int(os.environ.get("AMPKIT_SOAK_SEED", 0))
+    print(f"{name}: AMPKIT_SOAK_SEED={seed}")
+    end, done = time.monotonic() + float(seconds or 0), 0
+    while time.monotonic() < end if seconds else done < n:
+        yield random.Random(f"{seed} {name} {done}")
+        done += 1

@@ -1,10 +1,8 @@
 """Random training programs with a `WeightCache`: bits are those of a run without.
 
-The models tie, freeze and checkpoint weights; between steps weights are written, replaced, frozen, copied and
-evaluated in every grad mode, and steps are skipped.
+The models tie, freeze and checkpoint weights; between steps weights are replaced, frozen, copied and evaluated in
+every grad mode, and steps are skipped.
 """
-
-from __future__ import annotations
 
 import copy
 import os
@@ -81,8 +79,7 @@ class Program:
         """All that `n` events compute, and the parameters at the end."""
         for _ in range(n):
             self.rng.choice([
-                self.train, self.train, self.train, self.evaluate, self.write, self.replace, self.load, self.freeze,
-                self.twin,
+                self.train, self.train, self.train, self.evaluate, self.replace, self.load, self.freeze, self.twin,
             ])()
         return [*self.seen, *self.copied(self.model.parameters())]
 
@@ -133,11 +130,6 @@ class Program:
             for _ in range(self.rng.randint(1, 3)):
                 self.look(self.batch(), mode)
 
-    def write(self) -> None:
-        with torch.no_grad():
-            for param in self.model.parameters():
-                param.mul_(0.99)
-
     def replace(self) -> None:
         layer: Any = self.rng.choice(list(self.model.layers))
         if self.rng.random() < 0.5:
@@ -164,9 +156,10 @@ class Program:
             self.seen += self.copied([copy.deepcopy(self.model)(self.batch())])
 
 
+@pytest.mark.filterwarnings("ignore:.* has found no gradients in its first 3 steps")     # all of its weights are frozen
 def test_a_cache_changes_no_bit_of_random_training() -> None:
     hits = 0
-    for rng in rounds("cached training"):
+    for rng in rounds("cached training", 40):
         seed = rng.randrange(2**32)
         expected = Program(seed, cached=False).run(20)
         program = Program(seed, cached=True)

@@ -31,7 +31,7 @@ def drawn(strategy: st.SearchStrategy[Any]) -> Callable[[Callable[[Any], None]],
                                        suppress_health_check=list(hypothesis.HealthCheck))
 
         def test() -> None:
-            for draw in rounds(check.__name__, share=0.3):
+            for draw in rounds(check.__name__, 1):
                 hypothesis.seed(draw.randrange(2**32))(settings(hypothesis.given(strategy)(check)))()
 
         test.__doc__ = check.__doc__
@@ -176,26 +176,24 @@ def keeps(policy: Policy) -> None:
 
 
 @pytest.mark.timeout(30)
-def test_the_longest_policy_is_read_in_a_moment() -> None:
-    inner = {**Policy.torch("cpu").to_dict(), "modules": [["0", "float32"]]}
-    modules = [[str(i), inner] for i in range(1000)] + [["*" * (i + 1), inner] for i in range(100)]
-    state = {**inner, "rules": [{}] * 5_000, "modules": modules}
-    assert Policy.from_dict(state, nn.Sequential(*(nn.Identity() for _ in range(1000)))).to_dict() == state
-
-
-def test_policies_that_share_their_parts_have_an_end() -> None:
+def test_policies_are_read_in_a_moment_and_have_an_end() -> None:
     """A pickle of sixteen short dicts may mean more policies than any machine can hold."""
     state = Policy.torch("cpu").to_dict()
+    inner = {**state, "modules": [["0", "float32"]]}
+    modules = [[str(i), inner] for i in range(1000)] + [["*" * (i + 1), inner] for i in range(100)]
+    longest = {**inner, "rules": [{}] * 5_000, "modules": modules}
+    assert Policy.from_dict(longest, nn.Sequential(*(nn.Identity() for _ in range(1000)))).to_dict() == longest
     for _ in range(15):
         state = {**state, "modules": [[name, state] for name in "abcdefghij"]}
     with pytest.raises(ValueError, match="not a policy: it holds more than 20000 rules and layers of rules"):
         read(state)
-    wide = {**Policy.torch("cpu").to_dict(), "modules": [["*" * (i + 1), "float32"] for i in range(120)]}
-    with pytest.raises(ValueError, match=r"more than 20000 rules .* a pattern with stars counts as 100"):
-        read({**wide, "modules": [["head", wide], ["blocks", wide]]})
-    for part in ({"rules": [{}] * 20_001}, {"modules": [["a", "float32"]] * 20_001}):
+    wide = {**inner, "modules": [["*" * (i + 1), "float32"] for i in range(120)]}
+    for part in (
+        {"modules": [["head", wide], ["blocks", wide]]}, {"rules": [{}] * 20_001},
+        {"modules": [["a", "float32"]] * 20_001},
+    ):
         with pytest.raises(ValueError, match="more than 20000 rules"):
-            read({**Policy.torch("cpu").to_dict(), **part})
+            read({**inner, **part})
 
 
 @drawn(valid)
@@ -219,16 +217,12 @@ def test_rules_of_code(rules: Any) -> None:
     holds(lambda rules: Policy.default("cpu").for_modules(MODEL, rules), given)
 
 
-@pytest.mark.parametrize("name", STRANGE_NAMES)
-def test_strange_names(name: str) -> None:
-    """Asked of every door that takes an operator's name."""
+def test_strange_names_and_classes() -> None:
+    """Asked of every door that takes an operator's name, and of a module rule."""
     policy = Policy.default("cpu")
-    for ask in (lambda key: policy.with_rules({key: "keep"}), policy.explain, policy.rule_for,
-                lambda key: Policy.from_dict({"base": "torch", "rules": [{key: "keep"}]})):
-        holds(ask, name)
-
-
-@pytest.mark.parametrize("text", STRANGE_CLASSES)
-def test_strange_classes(text: str) -> None:
-    state = {**Policy.torch("cpu").to_dict(), "modules": [[text, "float32"]]}
-    assert holds(read, state) is None
+    for name in STRANGE_NAMES:
+        for ask in (lambda key: policy.with_rules({key: "keep"}), policy.explain, policy.rule_for,
+                    lambda key: Policy.from_dict({"base": "torch", "rules": [{key: "keep"}]})):
+            holds(ask, name)
+    for text in STRANGE_CLASSES:
+        assert holds(read, {**Policy.torch("cpu").to_dict(), "modules": [[text, "float32"]]}) is None

@@ -1,5 +1,6 @@
 """`ampkit.integrations.transformers` with the real Trainer: gradients are clipped as they are, scaled ones never."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tests.helpers.faults import plant_nonfinite
 pytest.importorskip("transformers", reason="it is in ampkit[dev]")
 pytest.importorskip("accelerate", reason="it is in ampkit[dev]")
 
-from transformers import Trainer, TrainingArguments
+from transformers import T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments
 
 from ampkit.integrations.transformers import use_ampkit
 
@@ -100,6 +101,35 @@ def test_checkpoints_bring_the_scale_back(tmp_path: Path) -> None:
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert resumed.accelerator.scaler.get_scale() == 128.0
     assert resumed.accelerator.scaler.stats().skips == 1
+
+
+def t5() -> Any:
+    """A small T5 whose feed-forward layers give numbers above float16's largest, as those of the large ones do."""
+    torch.manual_seed(0)
+    sizes: Any = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    rest: Any = {"decoder_start_token_id": 0, "dropout_rate": 0.0}
+    model: Any = T5ForConditionalGeneration(T5Config(**sizes, **rest))
+    with torch.no_grad():
+        for block in (*model.encoder.block, *model.decoder.block):
+            block.layer[-1].DenseReluDense.wo.weight *= 3e5
+    return model
+
+
+@pytest.mark.parametrize(("policy", "skips"), [(None, 0), (Policy.default("cpu"), 0), ("torch", 12)])
+def test_t5_trains_in_float16_by_what_it_wants_in_float32(tmp_path: Path, policy: Any, skips: int) -> None:
+    """Without them, as under torch's own policy, every step overflows."""
+    draw = torch.Generator().manual_seed(1)
+    rows = [dict(zip(("input_ids", "labels"), torch.randint(1, 64, (2, 8), generator=draw), strict=True))] * 8
+    args = TrainingArguments(
+        str(tmp_path), use_cpu=True, per_device_train_batch_size=8, logging_steps=1, report_to=[], disable_tqdm=True,
+        max_steps=12, learning_rate=0.01, lr_scheduler_type="constant", fp16=True, save_strategy="no",
+        logging_nan_inf_filter=False,
+    )
+    ours = use_ampkit(Trainer(t5(), args, train_dataset=rows), policy=policy)
+    ours.train()
+    losses = logged(ours, "loss")
+    assert logged(ours, "skipped_steps")[-1] == skips
+    assert all(map(math.isnan, losses)) if skips else losses[-1] < losses[0] / 2
 
 
 def test_refusals(tmp_path: Path) -> None:

@@ -52,10 +52,16 @@ def test_chunks_shrink_for_short_lists_and_stay_powers_of_two_of_blocks() -> Non
         assert (length % 1024, (length // 1024).bit_count()) == (0, 1)
 
 
-def test_what_has_moved_is_sent_again_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many words each copy sends."""
+    found, send = [], tables.send
+    monkeypatch.setattr(tables, "send", lambda values, memory: (found.append(len(values)), send(values, memory)))
+    return found
+
+
+def test_what_has_moved_is_sent_again_and_nothing_else(sent: list[int]) -> None:
     """By address: new tensor objects over the same memory have not moved. Other lengths or dtypes have a table."""
-    sent, send = [], tables.send
-    monkeypatch.setattr(tables, "send", lambda values, memory: (sent.append(len(values)), send(values, memory)))
     params, grads, first, second, moved = ([torch.zeros(20), torch.zeros(30)] for _ in range(5))
     table = tables.table_for([params, grads, first, second], SMALL)
     assert table.numels.tolist() == [20, 30]
@@ -71,6 +77,21 @@ def test_what_has_moved_is_sent_again_and_nothing_else(monkeypatch: pytest.Monke
         assert tables.table_for(others, SMALL) is not table
 
 
+def test_gradients_that_a_step_reads_too_are_sent_once(sent: list[int]) -> None:
+    """The step's table and one of the gradients alone hold the right addresses, whoever was given new ones."""
+    params, grads, moved, others = ([torch.zeros(20), torch.zeros(30)] for _ in range(4))
+    alone = tables.table_for([grads], SMALL)
+    step = tables.step_table([params, grads, params], SMALL)
+    sent.clear()
+    for found in (moved, moved, others):
+        assert tables.table_for([found], SMALL) is alone
+        assert alone.addresses.tolist() == [t.data_ptr() for t in found]
+        step.refresh([[t.data_ptr() for t in tensors] for tensors in (params, moved, params)])
+        assert step.addresses.tolist() == [t.data_ptr() for tensors in (params, moved, params) for t in tensors]
+    assert sent == [2, 2, 2]        # moved for both; others; moved again
+    assert alone.numels.tolist() == [20, 30]
+
+
 def test_threads_do_not_share_a_table() -> None:
     storage = [torch.zeros(50)]
     found = [tables.table_for([storage], SMALL)]
@@ -80,22 +101,16 @@ def test_threads_do_not_share_a_table() -> None:
     assert found[0] is not found[1]
 
 
-def test_the_cache_is_bounded_by_what_its_tables_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_used_table_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "MOST_TABLES", 3)
     storage = torch.zeros(10)
-    first = tables.table_for([[storage]], SMALL)
-    monkeypatch.setattr(tables, "MAX_CACHED_BYTES", 3 * first.n_bytes + first.n_bytes // 2)
-    for n in (1, 2):
-        tables.table_for([[storage[:n]]], SMALL)
-    assert tables.table_for([[storage]], SMALL) is first  # used again: not the oldest any more
+    first, second = (tables.table_for([[storage[:n]]], SMALL) for n in (1, 2))
     for n in (3, 4):
+        assert tables.table_for([[storage[:1]]], SMALL) is first
         tables.table_for([[storage[:n]]], SMALL)
-    assert tables.table_for([[storage]], SMALL) is first
-    tables.table_for([[storage[:5] for _ in range(10_000)]], SMALL)  # takes the place of all the others
-    assert tables.table_for([[storage]], SMALL) is not first
-    monkeypatch.setattr(tables, "MAX_CACHED_BYTES", 64 << 20)       # as shipped: a list for each of many groups
-    storage = torch.zeros(1000)
-    made = [tables.table_for([[storage[: n + 1]] * 3], SMALL) for n in range(1000)]
-    assert all(tables.table_for([[storage[: n + 1]] * 3], SMALL) is table for n, table in enumerate(made))
+    assert tables.table_for([[storage[:1]]], SMALL) is first
+    assert tables.table_for([[storage[:2]]], SMALL) is not second
+    assert len(tables._kept.tables) == 3
 
 
 def test_a_table_made_in_inference_mode_serves_outside_of_it() -> None:
@@ -172,18 +187,16 @@ def test_room_that_was_made_is_not_made_again(pinned: list[int]) -> None:
 
 @pytest.mark.usefixtures("interpreted")
 def test_kernels_address_past_two_to_the_31_elements() -> None:
-    from ampkit_kernels.triton_ops import counts
-
-    # A tensor of which only the end exists: the kernel is sent to its last chunk alone.
-    config, end = Config(block=256, chunk=1024), torch.tensor([1.0, float("inf"), float("nan"), float("nan")])
-    numel = 2**33 + 4
-    start = end.data_ptr() - 2**33 * 4
-    blocks = torch.tensor([(2**33 // 1024) << tables.CHUNK_SHIFT])
-    result = torch.zeros((1, 2), dtype=torch.int64)
+    """Of a tensor only the end exists: the kernel is sent to its last chunk alone."""
     import triton.language as tl
 
-    counts.count_kernel[(1,)](
-        torch.tensor([start]), torch.tensor([numel]), blocks, 1, 4, result,
-        DTYPE=tl.float32, ACC=tl.float32, ITEMSIZE=4, BLOCK=config.block,
+    from ampkit_kernels.triton_ops import unscale
+
+    end, flag = torch.tensor([1.0, 2.0, 3.0, float("nan")]), torch.zeros(())
+    addresses, numels = torch.tensor([end.data_ptr() - 2**33 * 4]), torch.tensor([2**33 + 4])
+    blocks = torch.tensor([(2**33 // 1024) << tables.CHUNK_SHIFT])
+    unscale.unscale_kernel[(1,)](
+        addresses, numels, blocks, 1, 4, torch.tensor(0.5), flag,
+        DTYPE=tl.float32, ACC=tl.float32, ITEMSIZE=4, CHECKS=True, SKIPS=False, BLOCK=256,
     )
-    assert result.tolist() == [[1, 2]]
+    assert (flag, end[:3].tolist()) == (1.0, [0.5, 1.0, 1.5])

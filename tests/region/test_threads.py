@@ -139,9 +139,8 @@ def first():
 threads = [threading.Thread(target=first) for _ in range(4)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
-installed = {op.name(): op for op in kernels._installed}
-assert len(installed) == len(kernels._installed) > 200 and len(tables) == 4
-assert all(installed[op.name()] is op for table in tables for op in table)
+assert len(kernels.OPERATORS) == len(kernels._installed) > 200 and len(tables) == 4
+assert all(kernels.OPERATORS[op.name()] is op for table in tables for op in table)
 """
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,7 @@ from tests.helpers.scaler_tools import alike
 
 
 class SAM(torch.optim.Optimizer):
-    """Sharpness-aware minimisation in its usual two phases: climb, evaluate again, step from where it began.
-    """
+    """Sharpness-aware minimisation in its usual two phases: climb, evaluate again, step from where it began."""
 
     def __init__(self, params, rho: float = 0.05, lr: float = 0.1) -> None:
         super().__init__(params, {"rho": rho, "lr": lr})
@@ -55,15 +55,11 @@ class Problem:
         return loss
 
 
-def lbfgs(problem: Problem, line_search: str | None = "strong_wolfe") -> torch.optim.LBFGS:
-    return torch.optim.LBFGS([problem.weight], max_iter=5, line_search_fn=line_search)
-
-
-OPTIMIZERS: dict[str, Callable[[Problem], torch.optim.Optimizer]] = {
-    "lbfgs": lambda problem: lbfgs(problem, None),
-    "lbfgs strong_wolfe": lbfgs,
-    "adam": lambda problem: torch.optim.Adam([problem.weight], fused=False),
-    "adam fused": lambda problem: torch.optim.Adam([problem.weight], fused=True),
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "lbfgs": lambda weight: torch.optim.LBFGS([weight], max_iter=5),
+    "lbfgs strong_wolfe": lambda weight: torch.optim.LBFGS([weight], max_iter=5, line_search_fn="strong_wolfe"),
+    "adam": lambda weight: torch.optim.Adam([weight], fused=False),
+    "adam fused": lambda weight: torch.optim.Adam([weight], fused=True),
 }
 
 
@@ -74,7 +70,7 @@ def test_steps_equal_those_without_scaling(name, enabled, keyword) -> None:
     """At a power-of-two scale unscaling is exact, so that every evaluation is. The first step finds no scale yet."""
     scaler = GradScaler("cpu", growth_interval=2, enabled=enabled)
     scaled, plain = Problem(scaler), Problem(None)
-    ours, theirs = OPTIMIZERS[name](scaled), OPTIMIZERS[name](plain)
+    ours, theirs = OPTIMIZERS[name](scaled.weight), OPTIMIZERS[name](plain.weight)
     for _ in range(4):
         loss = scaler.step(ours, closure=scaled.closure) if keyword else scaler.step(ours, scaled.closure)
         scaler.update()
@@ -91,7 +87,7 @@ def test_a_bad_evaluation_undoes_the_whole_step(how, fail_at) -> None:
     """Whether in its first evaluation or amid a line search: parameters and state are as before the step."""
     scaler = GradScaler("cpu")
     problem = Problem(scaler, fail_at, how)
-    optimizer = lbfgs(problem)
+    optimizer = OPTIMIZERS["lbfgs strong_wolfe"](problem.weight)
     while problem.evaluations < fail_at:
         before = problem.weight.detach().clone()
         history = [d.clone() for d in optimizer.state[problem.weight].get("old_dirs", [])]
@@ -119,23 +115,18 @@ def test_sam_equals_sam_without_scaling() -> None:
         loss = scaler.step(ours, scaled.closure)
         scaler.update()
         plain.closure()
-        with torch.enable_grad():
-            expected = theirs.step(torch.enable_grad()(plain.closure))
-        assert torch.equal(loss, expected)
+        assert torch.equal(loss, theirs.step(torch.enable_grad()(plain.closure)))
         assert torch.equal(scaled.weight, plain.weight)
 
 
 @pytest.mark.parametrize("fail_at", [1, 2])
 def test_sam_comes_back_from_a_bad_phase(fail_at) -> None:
-    """Bad first gradients skip the step; bad second ones bring the parameters down from where they had
-    climbed.
-    """
+    """Bad first gradients skip the step; bad second ones bring the parameters down from where they had climbed."""
     scaler = GradScaler("cpu")
     problem = Problem(scaler, fail_at, "gradient")
-    optimizer = SAM([problem.weight])
     before = problem.weight.detach().clone()
     problem.closure()
-    assert scaler.step(optimizer, problem.closure) is None
+    assert scaler.step(SAM([problem.weight]), problem.closure) is None
     scaler.update()
     assert problem.evaluations == fail_at
     assert torch.equal(problem.weight, before)

@@ -36,7 +36,6 @@ from ampkit import (
     wrap_forward,
 )
 from ampkit.debugging.report import NonFiniteReport, PrecisionReport
-from ampkit.debugging.search import SearchResult
 from ampkit.policy.policy import Explanation
 from ampkit.region.cast_record import CastRecord, RecordedCall
 from ampkit.region.weight_cache import CacheInfo
@@ -236,7 +235,6 @@ def faults(model: Net) -> None:
     assert_type(report, NonFiniteReport)
     assert_type(debugging.find_nonfinite(step, model), NonFiniteReport)
     assert_type(debugging.compare_precision(step, model), PrecisionReport)
-    assert_type(debugging.search_policy(lambda policy: True, model), SearchResult)
     assert_type(ampkit.integrations.__all__, list[str])
     assert_type(ampkit.__version__, str)
 

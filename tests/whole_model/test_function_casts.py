@@ -68,13 +68,12 @@ def test_what_a_function_sees(decorate: Callable[..., Any], expected: list[torch
 
 def test_containers_are_looked_into_and_casts_differentiated() -> None:
     """float64 passes."""
-    x = torch.ones(2, requires_grad=True)
+    x, wide = torch.ones(2, requires_grad=True), torch.ones(1).double()
     with autocast("cpu", LOW):
-        half_function(lambda batch: batch["x"][0] * 2)({"x": [x]}).float().sum().backward()
-        dtypes = half_function(lambda batch: [batch["x"][0].dtype, batch["y"].dtype])
-        assert dtypes({"x": [x], "y": torch.ones(1).double()}) == [LOW, torch.float64]
-    assert x.grad.dtype is torch.float32
-    assert x.grad.tolist() == [2.0, 2.0]
+        y = half_function(lambda batch: [batch["x"][0] * 2, batch["y"]])({"x": [x], "y": wide})
+    y[0].float().sum().backward()
+    assert [one.dtype for one in y] == [LOW, torch.float64]
+    assert (x.grad.dtype, x.grad.tolist()) == (torch.float32, [2.0, 2.0])
 
 
 def test_torchs_functions_become_rules_and_stay_themselves() -> None:

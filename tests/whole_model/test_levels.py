@@ -17,7 +17,7 @@ from ampkit.containers import SIXTEEN_BIT
 from ampkit.optim import SGD, AdamW
 from ampkit.scaler.grad_scaler import GradScaler
 from ampkit.scaler.loss_scale import DynamicLossScale, NoOpLossScale
-from ampkit.whole_model.levels import LEVELS, resolve
+from ampkit.whole_model.levels import LEVELS
 from tests.helpers.levels import (
     backward,
     batches,
@@ -29,57 +29,41 @@ from tests.helpers.levels import (
 )
 
 
-@pytest.mark.parametrize("opt_level", LEVELS)
-@pytest.mark.parametrize("dtype", SIXTEEN_BIT, **ids)
-def test_properties_of_the_levels(opt_level: str, dtype: torch.dtype) -> None:
-    """Apex's table, with no scale where bfloat16 needs none."""
-    options = resolve(opt_level, dtype)
-    level = options.level
-    fp16 = dtype is torch.float16
-    dynamic = DynamicLossScale(max_scale=2.0**24) if fp16 else NoOpLossScale()
-    expected = {
-        "O0": (False, False, False, False, None),
-        "O1": (False, True, False, False, dynamic),
-        "O2": (True, False, True, True, dynamic),
-        "O3": (True, False, False, False, NoOpLossScale()),
-    }[opt_level]
-    assert expected == (
-        level.casts_model, level.has_region, options.keep_batchnorm_fp32, options.master_weights, options.loss_scale
-    )
-    assert options.cast_model_outputs is torch.float32
-
-
 @pytest.mark.parametrize("dtype", SIXTEEN_BIT, **ids)
 @pytest.mark.parametrize(
-    ("opt_level", "conv", "bn", "stepped"),
-    [("O0", None, None, None), ("O1", None, None, None), ("O2", "low", None, None), ("O3", "low", "low", "low")],
+    ("opt_level", "low", "scales"), [("O0", "", []), ("O1", "", ["grows"]), ("O2", "conv", ["grows"]),
+                                     ("O3", "conv bn stepped", [None])],
 )
-def test_dtypes_of_weights_and_of_what_is_stepped(
-    opt_level: str, conv: str | None, bn: str | None, stepped: str | None, dtype: torch.dtype
-) -> None:
+def test_what_a_level_is(opt_level: str, low: str, scales: list[str | None], dtype: torch.dtype) -> None:
+    """Apex's table of dtypes and scales, with no scale where bfloat16 needs none."""
     model, optimizer = set_up(opt_level, **({} if opt_level == "O0" else {"dtype": dtype}))
 
-    def of(mark: str | None) -> torch.dtype:
-        return dtype if mark else torch.float32
+    def of(what: str) -> torch.dtype:
+        return dtype if what in low else torch.float32
 
-    assert model.conv.weight.dtype == model.head.weight.dtype == of(conv)
-    assert model.bn.weight.dtype == model.bn.running_var.dtype == of(bn)
-    assert {p.dtype for p in master_params(optimizer)} == {of(stepped)}
-    output = model(batches(1)[0][0].double() if opt_level != "O1" else batches(1)[0][0])
-    assert output.dtype is torch.float32
+    assert model.conv.weight.dtype == model.head.weight.dtype == of("conv")
+    assert model.bn.weight.dtype == model.bn.running_var.dtype == of("bn")
+    assert {p.dtype for p in master_params(optimizer)} == {of("stepped")}
+    strategy = {"grows": DynamicLossScale(max_scale=2.0**24) if dtype is torch.float16 else NoOpLossScale()}
+    assert [s.loss_scale for s in loss_scalers(optimizer)] == [strategy.get(scale, NoOpLossScale()) for scale in scales]
     seen = []
     model.head.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
-    model(batches(1)[0][0])
+    x = batches(1)[0][0]
+    assert model(x if opt_level == "O1" else x.double()).dtype is torch.float32
     assert seen == [torch.float32 if opt_level == "O0" else dtype]
-    assert set_up("O2")[0].conv.weight.dtype is torch.get_autocast_dtype("cpu") is torch.bfloat16     # the device's own
+    if opt_level != "O0":
+        model, _ = set_up(opt_level, cast_model_outputs=torch.float16)      # dtype: the device's own
+        model.head.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+        assert model(x).dtype is torch.float16
+        assert seen[1:] == [torch.get_autocast_dtype("cpu")]
 
 
-@pytest.mark.parametrize("make_optimizer", [sgd, lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2)])
-def test_o0_is_plain_float32_to_the_bit(make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
+def test_o0_is_plain_float32_to_the_bit() -> None:
+    """And steps on whatever it is given: without a backward, and on gradients from anywhere."""
     plain = make()
-    plain_optimizer = make_optimizer(plain)
-    model = make()
-    model, optimizer = initialize(model, make_optimizer(model), "O0", verbosity=0)
+    plain_optimizer = sgd(plain)
+    model, optimizer = set_up("O0")
+    optimizer.step()
     for x, y in batches(8):
         plain_optimizer.zero_grad()
         expected = F.cross_entropy(plain(x), y)
@@ -89,16 +73,8 @@ def test_o0_is_plain_float32_to_the_bit(make_optimizer: Callable[[nn.Module], to
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(p, q)
             assert torch.equal(p.grad, q.grad)
-
-
-def test_o0_steps_on_whatever_it_is_given() -> None:
-    """As plain torch: without a backward, and on gradients from anywhere."""
-    model, optimizer = set_up("O0")
+    F.cross_entropy(model(x), y).backward()
     optimizer.step()
-    F.cross_entropy(model(batches(1)[0][0]), batches(1)[0][1]).backward()
-    before = model.conv.weight.clone()
-    optimizer.step()
-    assert not torch.equal(model.conv.weight, before)
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN_BIT, **ids)
@@ -240,3 +216,30 @@ def test_masters_start_from_the_float32_weights_themselves() -> None:
         assert torch.equal(master, start[name])
         assert master.data_ptr() == addresses[name]     # its storage, so that nothing is copied
         assert torch.equal(param, start[name].to(param.dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT, **ids)
+@pytest.mark.parametrize("opt_level", ["O1", "O2", "O3"])
+def test_on_cuda_levels_train_without_waiting_for_the_device(opt_level: str, dtype: torch.dtype) -> None:
+    """With an optimizer that skips on the device, an overflow among the steps included."""
+    model = make().cuda()
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
+    model, optimizer = initialize(model, optimizer, opt_level, dtype=dtype, loss_scale="dynamic", verbosity=0)
+    data = [(x.cuda(), y.cuda()) for x, y in batches(1) * 12]
+    losses = []
+    for index, (x, y) in enumerate(data):
+        torch.cuda.set_sync_debug_mode("error" if index > 1 else "default")     # the first steps allocate and compile
+        try:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            backward(loss * (torch.inf if index == 4 else 1.0), optimizer)
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        losses.append(loss.detach())
+    assert losses[-1] < losses[0] / 2
+    stats = loss_scalers(optimizer)[0].stats()
+    assert (stats.steps, stats.skips) == (11, 1)
+    if opt_level == "O2":
+        assert torch.equal(model.head.weight, list(master_params(optimizer))[-2].to(dtype))

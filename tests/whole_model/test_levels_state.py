@@ -71,6 +71,7 @@ def test_a_wrapper_saves_and_loads_the_masters_too() -> None:
     model, optimizer = set_up("O2", dtype=torch.bfloat16)
     saved = nn.Sequential(model).state_dict()
     assert saved["0.head.weight"].dtype is torch.float32
+    assert model.state_dict(keep_vars=True)["head.weight"] is model.head.weight
     other = {name: torch.full_like(t, 1.0 + 2.0**-20) if t.ndim else t for name, t in saved.items()}
     nn.Sequential(model).load_state_dict(other)
     assert all(bool((p == 1.0 + 2.0**-20).all()) for p in master_params(optimizer))
@@ -99,11 +100,6 @@ def test_tied_weights_stay_one_tensor() -> None:
         saved = model.state_dict()
         assert saved["embed.weight"].data_ptr() == saved["out.weight"].data_ptr()
         assert model(torch.arange(5)).dtype is torch.float32
-
-
-def test_keep_vars_gives_the_models_own_parameters() -> None:
-    model, _ = set_up("O2", dtype=torch.bfloat16)
-    assert model.state_dict(keep_vars=True)["head.weight"] is model.head.weight
 
 
 def test_copies_of_an_o2_model_hold_no_masters() -> None:
@@ -138,7 +134,8 @@ def test_scales_travel_in_apexs_form_and_more() -> None:
 
 
 def test_disabled_is_as_if_ampkit_were_not_there() -> None:
-    model, optimizer = make(), None
+    """And inference needs no optimizer."""
+    model = make()
     optimizer = sgd(model)
     same, same_optimizer = initialize(model, optimizer, "O2", enabled=False)
     assert (same, same_optimizer) == (model, optimizer)
@@ -150,14 +147,9 @@ def test_disabled_is_as_if_ampkit_were_not_there() -> None:
     optimizer.step()
     assert amp.state_dict() == {}
     amp.load_state_dict({})
-
-
-def test_inference_needs_no_optimizer() -> None:
     for opt_level in LEVELS:
-        model = initialize(make(), opt_level=opt_level, verbosity=0)
-        assert model(batches(1)[0][0]).dtype is torch.float32
-    pair = initialize([make(), make()], opt_level="O3", verbosity=0)
-    assert isinstance(pair, list)
+        models = initialize([make(), model] if opt_level == "O3" else [make()], opt_level=opt_level, verbosity=0)
+        assert [each(batches(1)[0][0]).dtype for each in models] == [torch.float32] * len(models)
 
 
 def test_two_calls_are_distinguished() -> None:

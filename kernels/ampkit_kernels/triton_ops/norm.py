@@ -24,11 +24,11 @@ from .chunks import chunk_bounds
 from .launch import entry, flat_rows, on_device, one_list, pick
 from .pointer_table import table_for
 
-# By bytes per element. Grids that every compiler's registers leave room for keep 40 to 48 KiB in flight per
-# multiprocessor; half precision loads two blocks before it adds them up.
+# By bytes per element. A program loads two blocks before it adds them up; grids that every compiler's registers leave
+# room for keep 40 KiB in flight per multiprocessor in half precision, whose code takes more on sm_80, otherwise 64.
 CONFIGS = {
-    8: Config(block=2048, programs_per_multiprocessor=resident_programs(72, 8)),
-    4: Config(block=4096, programs_per_multiprocessor=resident_programs(72, 8)),
+    8: Config(block=1024),
+    4: Config(block=2048),
     2: Config(block=2048, num_warps=4, programs_per_multiprocessor=resident_programs(96, 4)),
 }
 KERNEL_NORMS = {1.0: 1, 2.0: 2, float("inf"): 0}
@@ -36,15 +36,15 @@ _FINISH_BLOCK = 1024
 
 
 @triton.jit
-def _add_block(x, inv_scale, bad, total, DTYPE: tl.constexpr, ACC: tl.constexpr, ORDER: tl.constexpr):
+def _add_block(x, inv_scale, largest, total, ACC: tl.constexpr, ORDER: tl.constexpr):
     y = x.to(ACC) * inv_scale
     if ORDER == 2:
         total += y * y
     elif ORDER == 1:
         total += tl.abs(y)
     else:
-        total = tl.maximum(total, tl.abs(y), propagate_nan=tl.PropagateNan.ALL)
-    return bad + y.to(DTYPE).to(ACC) * 0.0, total
+        return largest, tl.maximum(total, tl.abs(y), propagate_nan=tl.PropagateNan.ALL)
+    return tl.maximum(largest, tl.abs(y)), total
 
 
 @entry
@@ -52,7 +52,7 @@ def norm_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, inv_scale
                 partials, DTYPE: tl.constexpr, ACC: tl.constexpr, ITEMSIZE: tl.constexpr,
                 ORDER: tl.constexpr, BLOCK: tl.constexpr):
     inv_scale = tl.load(inv_scale_ptr).to(ACC)
-    bad = tl.zeros((BLOCK,), dtype=ACC)
+    largest = tl.zeros((BLOCK,), dtype=ACC)      # drops NaN, which the total keeps
     total = tl.zeros((BLOCK,), dtype=ACC)
     lanes = tl.arange(0, BLOCK)
     b = tl.program_id(0)
@@ -63,34 +63,36 @@ def norm_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, inv_scale
         if low > 0:
             mask = (lanes >= low) & (lanes < high)
             x = tl.load(p + lanes, mask=mask, other=0.0)
-            bad, total = _add_block(x, inv_scale, bad, total, DTYPE, ACC, ORDER)
+            largest, total = _add_block(x, inv_scale, largest, total, ACC, ORDER)
             i = 1
-        if ITEMSIZE == 2:
-            while i + 1 < n_full:
-                x = tl.load(p + i * BLOCK + lanes)
-                x2 = tl.load(p + (i + 1) * BLOCK + lanes)
-                bad, total = _add_block(x, inv_scale, bad, total, DTYPE, ACC, ORDER)
-                bad, total = _add_block(x2, inv_scale, bad, total, DTYPE, ACC, ORDER)
-                i += 2
+        while i + 1 < n_full:
+            x = tl.load(p + i * BLOCK + lanes)
+            x2 = tl.load(p + (i + 1) * BLOCK + lanes)
+            largest, total = _add_block(x, inv_scale, largest, total, ACC, ORDER)
+            largest, total = _add_block(x2, inv_scale, largest, total, ACC, ORDER)
+            i += 2
         while i < n_full:
             x = tl.load(p + i * BLOCK + lanes)
-            bad, total = _add_block(x, inv_scale, bad, total, DTYPE, ACC, ORDER)
+            largest, total = _add_block(x, inv_scale, largest, total, ACC, ORDER)
             i += 1
         if i * BLOCK < high:
             tail = i * BLOCK + lanes
             x = tl.load(p + tail, mask=tail < high, other=0.0)
-            bad, total = _add_block(x, inv_scale, bad, total, DTYPE, ACC, ORDER)
+            largest, total = _add_block(x, inv_scale, largest, total, ACC, ORDER)
         b += tl.num_programs(0)
-    flag = tl.sum(bad, axis=0)
-    if flag != flag:
-        tl.store(found_inf_ptr, 1.0)
     if ORDER == 0:
         # A maximum over lanes drops NaN; a sum of x - x finds it, but also inf, so count instead.
         n_nan = tl.sum((total != total).to(tl.int32), axis=0)
-        partial = tl.where(n_nan > 0, float("nan"), tl.max(total, axis=0).to(tl.float64))
+        partial = tl.where(n_nan > 0, float("nan"), tl.max(total, axis=0))
+        worst = partial
     else:
-        partial = tl.sum(total, axis=0).to(tl.float64)
-    tl.store(partials + tl.program_id(0), partial)
+        partial = tl.sum(total, axis=0)
+        worst = tl.max(largest, axis=0)
+    # Products and roundings keep order: a value is not finite as it would be stored if and only if the largest is not.
+    stored = worst.to(DTYPE).to(ACC)
+    if (stored - stored != 0.0) | (partial != partial):
+        tl.store(found_inf_ptr, 1.0)
+    tl.store(partials + tl.program_id(0), partial.to(tl.float64))
 
 
 @entry

@@ -1,11 +1,10 @@
 """From lists of tensors to the tables that let one launch walk all of them.
 
-A launch needs to know, on the device: where each tensor starts (`addresses`, one column per list, one after
-another), how long it is (`numels`), and how the work is cut (`blocks`: one entry per chunk, tensor index
-in the low 32 bits, chunk index in the high 32). The cut depends on lengths alone and is made once per list
-of lengths. Addresses are compared, value by value, with those last sent, and the columns that differ are
-sent again: gradients move between iterations, parameters and moments do not. Identity of tensor objects is
-never consulted.
+A launch needs to know, on the device: where each tensor starts (`addresses`, one column per list, one after another),
+how long it is (`numels`), and how the work is cut (`blocks`: one entry per chunk, tensor index in the low 32 bits,
+chunk index in the high 32). The cut depends on lengths alone and is made once per list of lengths. Addresses are
+compared, value by value, with those last sent, and the columns that differ are sent again: gradients move between
+iterations, parameters and moments do not. Identity of tensor objects is never consulted.
 
 A table belongs to one device, stream and thread, so that what one of them sends cannot overtake what another has
 launched. What is sent goes through pinned host memory and does not block; PyTorch's allocator does not give that
@@ -31,10 +30,7 @@ from ..configs import Config, is_capturing, place
 from ..tensors import addresses_of, sizes_of
 from .launch import on_device
 
-# Each thread keeps tables up to this much memory: thousands for small lists, such as one of a parameter group each, and
-# some hundreds for the longest. OVERHEAD is what a table takes besides its numbers.
-MAX_CACHED_BYTES = 64 << 20
-OVERHEAD = 16 << 10
+MOST_TABLES = 2048      # of a thread: enough for a list of each of many parameter groups
 CHUNK_SHIFT = 32
 CHUNKS_PER_PROGRAM = 12
 GRAPH_WORDS = 1 << 19   # of a pinned buffer for captured tables: 4 MiB
@@ -71,15 +67,40 @@ def block_map(numels: Sequence[int], chunk: int) -> np.ndarray:
 
 
 @dataclass(eq=False)
+class Columns:
+    """Addresses on the device, int64 [n_lists * n_tensors], list by list, and the columns that were sent there last."""
+
+    memory: Tensor
+    sent: list[list[int]]
+
+    def refresh(self, at: int, columns: list[list[int]]) -> None:
+        """Send to the columns from `at` on the addresses that differ from what the device holds, if any do.
+
+        One copy: of the columns from the first that differs to the last, which is most often the gradients' alone.
+        """
+        sent = self.sent[at : at + len(columns)]
+        if columns == sent:
+            return
+        first, last = 0, len(columns)
+        while columns[first] == sent[first]:
+            first += 1
+        while columns[last - 1] == sent[last - 1]:
+            last -= 1
+        n = len(columns[0])
+        send(np.array(columns[first:last], dtype=np.int64).ravel(), self.memory[(at + first) * n : (at + last) * n])
+        self.sent[at : at + len(columns)] = columns
+
+
+@dataclass(eq=False)
 class Table:
     """The device side of one list of rows; see the module's docstring.
 
-    addresses: int64 [n_lists * n_tensors], list by list. numels: int64 [n_tensors]. blocks: int64 [n_blocks].
-    sent: the columns of `addresses` on the host.
+    addresses: int64 [n_lists * n_tensors], list by list, in `columns` from column `first` on.
+    numels: int64 [n_tensors]. blocks: int64 [n_blocks].
     """
 
     device: torch.device
-    addresses: Tensor
+    columns: Columns
     numels: Tensor
     blocks: Tensor
     n_tensors: int
@@ -87,7 +108,10 @@ class Table:
     chunk: int
     config: Config
     n_programs: int
-    sent: list[list[int]]
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        self.addresses = self.columns.memory
 
     def launch(self, kernel: Any, *arguments: Any, enable_fp_fusion: bool = False, **constants: Any) -> None:
         """Launch a kernel that walks the table, with the arguments that all such kernels share, then `arguments`.
@@ -102,25 +126,13 @@ class Table:
             )
 
     def refresh(self, columns: list[list[int]]) -> None:
-        """Send the addresses that differ from what the device holds, if any do.
+        """Send the addresses that differ from what the device holds."""
+        self.columns.refresh(self.first, columns)
 
-        One copy: of the columns from the first that differs to the last, which is most often the gradients' alone.
-        """
-        if columns == self.sent:
-            return
-        first, last = 0, len(columns)
-        while columns[first] == self.sent[first]:
-            first += 1
-        while columns[last - 1] == self.sent[last - 1]:
-            last -= 1
-        n = self.n_tensors
-        send(np.array(columns[first:last], dtype=np.int64).ravel(), self.addresses[first * n : last * n])
-        self.sent = columns
-
-    @property
-    def n_bytes(self) -> int:
-        """Memory that the cache counts for the table."""
-        return OVERHEAD + 8 * (3 * self.addresses.numel() + self.n_tensors + self.n_blocks)
+    def use(self, columns: Columns, first: int) -> None:
+        """Read addresses, from now on, from a column of another table; not for launches that have been made."""
+        self.columns, self.first = columns, first
+        self.addresses = columns.memory[first * self.n_tensors : (first + 1) * self.n_tensors]
 
 
 def table_for(lists: Sequence[Sequence[Tensor]], config: Config, *, aligned: bool = True) -> Table:
@@ -135,15 +147,16 @@ def table_for(lists: Sequence[Sequence[Tensor]], config: Config, *, aligned: boo
     device = lists[0][0].device
     with on_device(device):
         if is_capturing(device):
-            return new_table(lists, config)
+            return made_table(lists, config)
         columns = list(map(addresses_of, lists))
         dtypes = tuple([tensors[0].dtype for tensors in lists])
         # With the dtype, bytes say as much as elements, and are quicker to ask for.
         key = (*place(device), config, dtypes, aligned, tuple(sizes_of(lists[0])))
         table = _kept.tables.get(key)
         if table is None:
-            table = new_table(lists, config)
-            _kept.add(key, table)
+            table = _kept.tables[key] = made_table(lists, config)
+            if len(_kept.tables) > MOST_TABLES:
+                _kept.tables.popitem(last=False)
         else:
             _kept.tables.move_to_end(key)
             table.refresh(columns)
@@ -155,22 +168,28 @@ class _Kept(threading.local):
 
     def __init__(self) -> None:
         self.tables: OrderedDict[tuple, Table] = OrderedDict()
-        self.n_bytes = 0
-
-    def add(self, key: tuple, table: Table) -> None:
-        """Keep a table, and drop the least recently used ones beyond `MAX_CACHED_BYTES`."""
-        self.tables[key] = table
-        self.n_bytes += table.n_bytes
-        while self.n_bytes > MAX_CACHED_BYTES and len(self.tables) > 1:
-            _, oldest = self.tables.popitem(last=False)
-            self.n_bytes -= oldest.n_bytes
 
 
 _kept = _Kept()
 
 
+def step_table(lists: Sequence[Sequence[Tensor]], config: Config) -> Table:
+    """A table for an optimizer's step, which keeps it: parameters, gradients, and more.
+
+    The thread's tables of one list of as many bytes each, which read the same gradients before the step, find them in
+    its second column from now on: what moves is sent once.
+    """
+    table, device = made_table(lists, config), lists[0][0].device
+    if not is_capturing(device):
+        where, gradients = place(device), ((lists[1][0].dtype,), tuple(sizes_of(lists[1])))
+        for (*at, _, dtypes, _, sizes), other in _kept.tables.items():
+            if tuple(at) == where and (dtypes, sizes) == gradients:
+                other.use(table.columns, 1)
+    return table
+
+
 @torch.inference_mode(False)
-def new_table(lists: Sequence[Sequence[Tensor]], config: Config) -> Table:
+def made_table(lists: Sequence[Sequence[Tensor]], config: Config) -> Table:
     """A table for these lists that no other launch uses, sent in one copy.
 
     An ordinary tensor even where `torch.inference_mode` is on: the table outlives it, and is written to outside.
@@ -188,7 +207,7 @@ def new_table(lists: Sequence[Sequence[Tensor]], config: Config) -> Table:
     send(values, memory)
     return Table(
         device=device,
-        addresses=memory[:n_addresses],
+        columns=Columns(memory[:n_addresses], columns),
         numels=memory[n_addresses : n_addresses + n],
         blocks=memory[n_addresses + n :],
         n_tensors=n,
@@ -196,7 +215,6 @@ def new_table(lists: Sequence[Sequence[Tensor]], config: Config) -> Table:
         chunk=chunk,
         config=config,
         n_programs=min(full, len(cut)),
-        sent=columns,
     )
 
 
@@ -225,28 +243,23 @@ class GraphMemory:
     """Pinned memory that CUDA graphs read at every replay: given out once, never taken back."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._buffers: list[Tensor] = []    # the last one has `_free` words left
-        self._free = 0
+        self._lock = threading.RLock()
+        self._free = torch.empty(0, dtype=torch.int64, device="cpu")
+        self._given: list[Tensor] = []
 
     def make_room(self, n: int) -> None:
         """Have room for `n` words, so that a capture that takes them allocates nothing."""
         with self._lock:
-            self._make_room(n)
+            if len(self._free) < n:
+                self._free = pinned_words(max(n, GRAPH_WORDS))
 
     def take(self, n: int) -> Tensor:
         """`n` words that nothing else is given."""
         with self._lock:
-            self._make_room(n)
-            buffer = self._buffers[-1]
-            start = len(buffer) - self._free
-            self._free -= n
-            return buffer[start : start + n]
-
-    def _make_room(self, n: int) -> None:
-        if self._free < n:
-            self._free = max(n, GRAPH_WORDS)
-            self._buffers.append(pinned_words(self._free))
+            self.make_room(n)
+            given, self._free = self._free.split((n, len(self._free) - n))
+            self._given.append(given)
+            return given
 
 
 graph_memory = GraphMemory()

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..configs import Config
 from ..step_cache import Launch, StepCache
 from .launch import TRITON_DTYPES, accumulator, flat_rows, groups, pick
-from .pointer_table import Table, new_table, table_for
+from .pointer_table import Table, step_table, table_for
 
 
 @dataclass
@@ -88,7 +88,7 @@ def _rows_of(
         columns = [*parts, *(pick(tensors, indices) for tensors in per_row)]
         config = configs[8 if acc is tl.float64 else 4]
         # Every table is made before the first launch: no two of them may be one, so alignment tells them apart.
-        table = table_for(columns, config, aligned=aligned) if cache is None else new_table(columns, config)
+        table = table_for(columns, config, aligned=aligned) if cache is None else step_table(columns, config)
         dtype = torch.float64 if acc is tl.float64 else torch.float32
         coefficients = torch.empty((table.n_tensors, n_coefficients), dtype=dtype, device=table.device)
         found.append(Rows(table, coefficients, constants, indices, len(parts)))

@@ -1,0 +1,66 @@
+"""Products of 16-bit operands with a float32 result: what a region runs for operators under `Rule.LOWER_FLOAT32_OUT`.
+
+The operands are rounded as LOWER rounds them, by the same casts; the sums that matrix units have in float32 are not
+rounded at the end. On CUDA that is one product of 16-bit matrices (`aten::mm.dtype`, `aten::bmm.dtype`); elsewhere a
+float32 product of the rounded operands. Backward rounds the float32 gradient of the result to 16 bits and multiplies
+as LOWER's does, so it costs the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampkit.policy import casting
+from ampkit.torch_internals.dispatcher import Exclude, keysets
+from ampkit.torch_internals.operators import OpOverload
+from ampkit.torch_internals.transforms import functorch_level, in_forward_ad
+
+__all__ = ["product"]
+
+
+def product(op: OpOverload, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Tensor:
+    """`op` on arguments that LOWER has cast to `dtype`, its result in float32.
+
+    What is not a product of two matrices, or of two batches of them, is the operator on float32 copies of the rounded
+    operands, backward included: vectors, broadcast batches, `alpha` and `beta`, transforms of `torch.func`.
+    """
+    given = list(casting.tensors((*args, *kwargs.values())))
+    if any(each.dtype is not dtype for each in given) or dtype.itemsize != 2:
+        return op._op(*args, **kwargs)
+    name = op.overloadpacket.__name__
+    operands: Any = args if len(args) > 2 else (*args, None)
+    left, right, added = operands
+    if name in ("addmm", "baddbmm"):
+        added, left, right = operands
+    elif name == "linear":
+        right = right.t()
+    fits = right.dim() == 2 <= left.dim() or (right.dim() == left.dim() == 3 and right.shape[0] == left.shape[0])
+    dense = all(each.layout is torch.strided and not each.is_nested for each in given)
+    if kwargs or not fits or not dense or functorch_level() is not None or in_forward_ad():
+        args, kwargs = casting.cast_to(left.device.type, torch.float32).args(args), kwargs
+        return op._op(*args, **kwargs)
+    rows = left.flatten(0, -2) if right.dim() == 2 else left
+    result = _Product.apply(rows, right).view(*left.shape[:-1], right.shape[-1])
+    return result if added is None else result + added
+
+
+class _Product(torch.autograd.Function):
+    """`left @ right` of 16-bit matrices, or batches of them, in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, left: Tensor, right: Tensor) -> Tensor:
+        ctx.save_for_backward(left, right)
+        if left.is_cuda and torch.version.hip is None and not hasattr(left, "_local_tensor"):
+            return (torch.mm if left.dim() == 2 else torch.bmm)(left, right, out_dtype=torch.float32)
+        return left.float() @ right.float()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:    # pyright: ignore[reportIncompatibleMethodOverride]
+        left, right = ctx.saved_tensors
+        needs_left, needs_right = ctx.needs_input_grad
+        rounded = grad.to(left.dtype)
+        with Exclude(keysets((left.device.type,))[0]):      # a region that is open here would give float32
+            return rounded @ right.mT if needs_left else None, left.mT @ rounded if needs_right else None

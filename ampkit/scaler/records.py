@@ -1,0 +1,89 @@
+"""What a scaler knows about optimizers: how the last step ended, and whose gradients are unscaled.
+
+Two optimizers that hold one parameter would each divide its gradient. Gradients are known by a mark on them, an
+integer: it keeps nothing alive, refers to no parameter, and `torch.load` takes a saved gradient that has one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from ampkit.scaler.overflow_report import Counts
+
+MARK = "_ampkit_unscaled_for"
+"""The attribute of a gradient that holds the `Notes.mark` of the optimizer that unscaled it."""
+
+# Begins anywhere: a gradient that was loaded from a file bears the mark of another process, which must mean nothing.
+_marks = itertools.count(secrets.randbits(62))
+
+
+def ready() -> dict[str, Any]:
+    """An optimizer's record at the beginning of an iteration, as torch's scaler makes it."""
+    return {"stage": OptState.READY, "found_inf_per_device": {}}
+
+
+@dataclass(eq=False)
+class LastStep:
+    """How an optimizer's last step ended.
+
+    Attributes:
+        holds_shards: whether the optimizer holds shards of FSDP1.
+        found_inf: the flag, 0-d; None before the first step.
+        skipped: whether the step was skipped, as far as the host knows; None: only the device knows.
+        counts: inf and NaN in its gradients, None where they were not counted.
+        idle_steps: steps without gradients so far; -1 once a step has found some.
+        takes_scaler: whether the optimizer's `step` takes the scaler itself; None: not looked at yet.
+    """
+
+    holds_shards: bool
+    found_inf: Tensor | None = None
+    skipped: bool | None = None
+    counts: Counts | None = None
+    idle_steps: int = 0
+    takes_scaler: bool | None = None
+
+
+@dataclass(eq=False)
+class Notes:
+    """What is known about an optimizer's gradients in an iteration, beside torch's record of it.
+
+    Attributes:
+        optimizer: the optimizer.
+        state: torch's record, a dict with "stage" and "found_inf_per_device". Other code may hold it.
+        last_step: what lasts beyond the iteration.
+        groups: process groups whose ranks must skip together.
+        clip_factor: what `step` has still to multiply gradients by, to unscale and clip them.
+        mark: set on the gradients that this optimizer has unscaled.
+    """
+
+    optimizer: Any
+    state: dict[str, Any]
+    last_step: LastStep
+    groups: Sequence[Any] = ()
+    clip_factor: Tensor | None = None
+    mark: int = field(default_factory=_marks.__next__)
+
+
+def refuse_claimed(grads: Sequence[Tensor], notes: Notes, everyone: Sequence[Notes]) -> None:
+    """Raise `RuntimeError` for a gradient that bears the mark of another optimizer of the same iteration."""
+    owners = {
+        each.mark: each.optimizer
+        for each in everyone
+        if each.optimizer is not notes.optimizer and each.state["stage"] is not OptState.READY
+    }
+    for grad in grads:
+        owner = owners.get(getattr(grad, MARK, -1))
+        if owner is not None:
+            raise RuntimeError(
+                f"a gradient of shape {tuple(grad.shape)} belongs to a {type(owner).__name__} too, for which it was "
+                f"unscaled or used since the last update(): dividing it twice would ruin it. Give each parameter to "
+                f"one optimizer, pass the same object everywhere (a wrapper or what it wraps), or call zero_grad() "
+                f"before the backward of each optimizer"
+            )
