@@ -1,6 +1,5 @@
 """Policies: layers, changes, errors that name the operator, and the way to a dict and back."""
 
-import copy
 
 import pytest
 import torch
@@ -242,16 +241,6 @@ def test_dtypes_as_configuration_files_name_them(names, dtype):
         assert Policy.torch("cpu").for_modules(MODEL, {"head": name}).check().rules[0].value is dtype
         if dtype is not FP32:
             assert autocast("cpu", name).fast_dtype is dtype
-
-
-def test_policies_in_policies_have_an_end():
-    policy = Policy.torch("cpu")
-    for _ in range(15):
-        policy = Policy.torch("cpu").for_modules(MODEL, {"head": policy})
-    for again in (Policy.from_dict(policy.to_dict(), MODEL), copy.deepcopy(policy)):
-        assert again == policy
-    with pytest.raises(ValueError, match=r"policy for module '\*' holds policies that hold policies, more than 16"):
-        Policy.torch("cpu").for_modules(MODEL, {"*": policy})
 
 
 # register_op

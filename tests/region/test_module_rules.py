@@ -58,20 +58,17 @@ def test_what_beats_what():
     assert found == only(*ALL) | {"head": FP16, "blocks.0.attn": BF16, "blocks.1.attn": FP16}
 
 
-@pytest.mark.parametrize("outer", [FP32, FP16, Policy.default("cpu").with_rules({"aten::linear": "keep"})])
-def test_inside_each_other_the_innermost_wins(outer):
+LOWERS, WIDENS = Policy.default("cpu"), Policy.default("cpu").with_rules({"aten::linear": "float32"})
+
+
+@pytest.mark.parametrize("inner", [BF16, FP32, LOWERS, WIDENS])
+@pytest.mark.parametrize("outer", [FP32, FP16, WIDENS])
+def test_inside_each_other_the_innermost_wins(outer, inner):
+    """A dtype is that of a region with the operators' rules around it; a policy has the dtype around it."""
     model = Model()
-    found = dtypes(model, rules(model, {"blocks.0": outer, "blocks.0.mlp": BF16}))
-    # A policy as a rule has the rules for modules inside that it brings itself.
-    mlp = FP32 if isinstance(outer, Policy) else BF16
-    assert found == only() | {"blocks.0.attn": outer if outer is FP16 else FP32, "blocks.0.mlp": mlp}
-
-
-def test_a_policy_for_a_module():
-    model, keeps = Model(), Policy.default("cpu").with_rules({"aten::linear": "keep"})
-    assert dtypes(model, rules(model, {"head": keeps})) == only("head")
-    inner = keeps.for_modules(model, {"blocks.0.attn": FP16}).with_rules({"aten::linear": "lower"})
-    assert dtypes(model, rules(model, {"blocks.0": inner})) == only() | {"blocks.0.attn": FP16}
+    found = dtypes(model, rules(model, {"blocks.0": outer, "blocks.0.mlp": inner}))
+    mlp = {BF16: FP32 if outer is WIDENS else BF16, LOWERS: FP16 if outer is FP16 else BF16}.get(inner, FP32)
+    assert found == only() | {"blocks.0.attn": FP32 if outer is WIDENS else outer, "blocks.0.mlp": mlp}
 
 
 def test_float32_computes_all_of_a_module_in_float32():
@@ -271,8 +268,7 @@ def test_a_decorated_forward_and_a_region_around_it():
 
 def test_a_copy_follows_the_rules_of_its_original_until_it_has_its_own():
     model = Model()
-    inner = Policy.default("cpu").for_modules(model, {model.blocks[1].mlp: FP16})
-    policy = rules(model, {model.head: FP32, "blocks.1": inner})
+    policy = rules(model, {model.head: FP32, "blocks.1": LOWERS, model.blocks[1].mlp: FP16})
     expected = only("head") | {"blocks.1.mlp": FP16}
     copied = copy.deepcopy(model)
     its_policy, another = copy.deepcopy((policy, copied))
