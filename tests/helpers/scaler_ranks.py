@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ampkit.optim
 from ampkit.scaler.grad_scaler import GradScaler
+from ampkit.scaler.norm_limit import TimesMedian
 from tests.helpers.faults import plant_nonfinite, spoil_grad
 
 INF_AT = 2
@@ -223,6 +224,30 @@ def by_hand(rank: int, world: int, which: str, empty: bool = False, cls=GradScal
         seen["tracker"] = scaler._get_growth_tracker()
         seen["no_gradients"] = scaler.stats().no_gradients
     return seen
+
+
+def outliers(rank: int, world: int, which: str, sharded: bool) -> list[Any]:
+    """The last rank alone has a large gradient in one step: what each step did, and the counts."""
+    network = nn.Linear(4, 2 * world, bias=False)
+    if sharded:
+        fully_shard(network, mesh=init_device_mesh("cpu", (world,)))
+    optimizer = OPTIMIZERS[which](network.parameters())
+    group = None if sharded else dist.group.WORLD
+    scaler = GradScaler("cpu", 8.0, process_group=group, skip_above=TimesMedian(3.0, warmup=2))
+    moved = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale(network(torch.ones(1, 4)).sum()).backward()
+        grad = network.weight.grad
+        (grad.to_local() if isinstance(grad, DTensor) else grad).mul_(10.0 if step == INF_AT and rank else 1.0)
+        before = full(network.weight).clone()
+        if not sharded:
+            scaler.clip_grad_norm_(optimizer, 1e9)      # by the norm of each rank alone
+        scaler.step(optimizer)
+        scaler.update()
+        moved.append(not torch.equal(before, full(network.weight)))
+    stats = scaler.stats()
+    return [moved, stats.outliers, stats.skips, stats.scale]
 
 
 def norm_over_stages(rank: int, world: int) -> dict[str, Any]:
