@@ -1,7 +1,7 @@
 """ampkit and torch.amp on the same work in the same run: `python -m benchmarks`.
 
 `registry` says what is measured, `case` what a case is, `measure` how it is timed; `report` turns a result file into
-Markdown and plots, `compare` says what got slower between two of them.
+Markdown, `compare` says what got slower between two of them.
 """
 
 import os

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -12,10 +13,10 @@ from typing import Any
 
 import torch
 
-from benchmarks import gate, report, results
+from benchmarks import counts, gate, report, results
 from benchmarks.case import Case, UnavailableError
 from benchmarks.device import LOST, DeviceLostError, must_answer
-from benchmarks.environment import ceilings, describe
+from benchmarks.environment import describe
 from benchmarks.measure import measure
 from benchmarks.registry import choose
 from benchmarks.results import Row
@@ -29,13 +30,13 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("patterns", nargs="*", help="cases by shell pattern: 'training/*', '*/char-GPT*'")
     found.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     found.add_argument("--list", action="store_true", help="name the cases and stop")
-    found.add_argument("--everything", action="store_true", help="also the cases that the default run leaves out")
     found.add_argument("--large-first", action="store_true", help="begin with the last case, where time is short")
-    found.add_argument("--gate", choices=gate.GATES, default="quick", help="tests to pass first (default: quick)")
+    found.add_argument("--no-gate", action="store_true", help="measure without running tests first")
     found.add_argument("--effort", type=float, default=1.0, help="stretch the time per case (default: 1)")
     found.add_argument("--minutes", type=float, help="begin no case after this long")
     found.add_argument("--threads", type=int, default=1, help="torch threads on the CPU (default: 1)")
     found.add_argument("--resume", action="store_true", help="go on where a run into the same folder was cut off")
+    found.add_argument("--alone", action="store_true", help="only torch's list: what a run starts a process for")
     found.add_argument("--out", type=Path, default=Path("build/benchmarks"), help="folder for results and report")
     return found
 
@@ -45,15 +46,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     3 if a case left the GPU unusable: a fresh process goes on behind it with `--resume`.
     """
-    options = parser().parse_args(argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options = parser().parse_args(arguments)
     began = time.perf_counter()
     try:
-        cases = choose(options.device, options.patterns, everything=options.everything)
-        if options.large_first:
-            cases.reverse()
+        cases = choose(options.device, options.patterns)
         if options.list:
             print("\n".join(f"{case.family}/{case.name}" for case in cases))
             return 0
+        if options.large_first:
+            cases.reverse()
         environment, earlier = _prepared(options)
     except (RuntimeError, ValueError) as error:
         print(error, file=sys.stderr)
@@ -61,23 +63,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted before anything was measured", flush=True)
         return 130
-    machine = f"{environment['device']}, torch {environment['torch']}"
-    print(f"{environment['gate']}\n{machine}, {len(cases)} cases", flush=True)
     status = int(any(_failed(row) for row in earlier))
     done = {results.key(row) for row in earlier}
+    now = [case for case in cases if not options.alone or case.torch_list]
     try:
-        for number, case in enumerate(cases, 1):
-            if (case.family, case.name) in done:
+        for number, case in enumerate(now, 1):
+            if (case.family, case.name, options.alone) in done:
                 continue
             if options.minutes is not None and time.perf_counter() - began > options.minutes * 60:
-                print(f"out of time: {len(cases) - number + 1} cases were not measured", flush=True)
+                print(f"out of time: {len(now) - number + 1} cases were not measured", flush=True)
                 break
             row = _measured(case, options, environment)
-            print(f"[{number}/{len(cases)}] {report.one_line(row)}", flush=True)
+            print(f"[{number}/{len(now)}] {report.one_line(row)}", flush=True)
             status = max(status, int(_failed(row)))
             if "error" in row and options.device == "cuda":
                 must_answer(torch.device("cuda"))
                 torch.cuda.empty_cache()
+        if not options.alone and any(case.torch_list for case in cases):
+            status = max(status, _torch_list_alone(arguments, options, began))
     except KeyboardInterrupt:
         print("interrupted; reporting what there is", flush=True)
         status = 130
@@ -85,9 +88,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         status = LOST
     path = options.out / RESULTS
-    if path.exists():
-        print(f"\n{report.write(path, options.out)}\n{time.perf_counter() - began:.0f} s in all", flush=True)
+    if path.exists() and not options.alone:
+        print(f"\n{report.write(path)}\n{time.perf_counter() - began:.0f} s in all", flush=True)
     return status
+
+
+def _torch_list_alone(arguments: Sequence[str], options: argparse.Namespace, began: float) -> int:
+    """Time the sides of `case.ALONE` in a process of their own: an operator that a list has named stays slower."""
+    more = ["--alone", "--resume"]
+    if options.minutes is not None:
+        more += ["--minutes", str(options.minutes - (time.perf_counter() - began) / 60)]
+    print("torch's list, in a process of its own", flush=True)
+    return subprocess.run([sys.executable, "-m", "benchmarks", *arguments, *more], check=False).returncode
 
 
 def _prepared(options: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
@@ -112,10 +124,11 @@ def _prepared(options: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
     if earlier:
         environment = earlier[0]["environment"]
     else:
-        print(f"gate: {options.gate} ...", flush=True)
-        vouched = gate.pass_gate(options.gate)
-        device = torch.device(options.device)
-        environment = {**describe(device), "gate": vouched, "effort": options.effort, "ceilings": ceilings(device)}
+        python_calls = counts.table()       # before anything else has run here
+        vouched = "no tests were run" if options.no_gate else gate.pass_gate()
+        environment = describe(torch.device(options.device))
+        environment |= {"gate": vouched, "effort": options.effort, "python_calls": python_calls}
+        print(f"{vouched}\n{environment['device']}, torch {torch.__version__}", flush=True)
     if not options.resume:
         running.unlink(missing_ok=True)
         path.unlink(missing_ok=True)
@@ -130,11 +143,11 @@ def _prepared(options: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
 
 def _measured(case: Case, options: argparse.Namespace, environment: dict[str, Any]) -> Row:
     """The row of a case, written to the results, or what went wrong: one failure must not cost the others."""
-    running, name = options.out / RUNNING, {"family": case.family, "name": case.name}
+    running, name = options.out / RUNNING, {"family": case.family, "name": case.name, "alone": options.alone}
     running.write_text(json.dumps(name), encoding="utf-8")
     row = {**name, "device": options.device}
     try:
-        row = measure(case, torch.device(options.device), effort=options.effort)
+        row = measure(case, torch.device(options.device), alone=options.alone, effort=options.effort)
     except UnavailableError as error:
         row |= {"error": str(error), "skipped": True}
     except Exception as error:

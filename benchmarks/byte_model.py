@@ -29,7 +29,6 @@ class Bytes:
 UNSCALE = Bytes(4, 4)
 NORM = Bytes(4, 0)
 MULTIPLY = Bytes(4, 4)
-COUNTS = Bytes(4, 0)
 UNSCALE_INTO = Bytes(2, 4)      # from half gradients
 CAST_TO_HALF = Bytes(4, 2)
 ADAMW = Bytes(16, 12)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from benchmarks.timing import Run
-from benchmarks.work import Work
 
 TORCH = "torch.amp"
 TORCH_OPERATORS = "torch"               # its operators and optimizers, called without a scaler around them
@@ -18,6 +17,7 @@ AMPKIT = "ampkit"
 SAME_LIST = "ampkit, torch's list"      # ampkit with `Policy.torch`: the same casts as torch.amp
 KEPT = "ampkit, WeightCache"            # the same with a cache that outlives regions
 OWN_OPTIMIZER = "ampkit, ampkit.optim"
+ALONE = (SAME_LIST, KEPT)       # measured in a process in which no region has had another list
 
 
 @dataclass
@@ -49,7 +49,8 @@ class Case(ABC):
 
     `aims` are the project's targets. `devices` are the device types it runs on; `everyday` says whether the
     default run includes it; `seconds` bounds its timing; `sample_seconds` is how long a sample lasts at least (0: one
-    call is one sample). `sides` may raise `UnavailableError`.
+    call is one sample). `torch_list` says that it has sides of `ALONE`, which a second process times beside the base.
+    `sides` may raise `UnavailableError`.
     """
 
     family: str
@@ -61,14 +62,11 @@ class Case(ABC):
     seconds: float = 2.0
     sample_seconds: float = 0.0
     events: bool = False            # whether a GPU's own clock takes the times
+    torch_list: bool = False
 
     @abstractmethod
     def sides(self, device: torch.device) -> dict[str, Side]:
         """The ways to do the job, each ready to run; the base is one of them."""
-
-    def work(self) -> Work | None:
-        """The least work of one call; None where that says nothing (Python overhead)."""
-        return None
 
     def check(self, sides: Mapping[str, Side]) -> None:  # noqa: B027  most cases have nothing to compare
         """Raise `WrongAnswerError` if the sides disagree. Called before timing, when all have run equally often."""

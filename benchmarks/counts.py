@@ -124,6 +124,14 @@ def python_calls(name: str, ours: bool) -> Calls:
     return Calls(sum(line.startswith(OWN) for line in found), len(found))
 
 
+def table() -> dict[str, list[str]]:
+    """Of each job the calls in ampkit and in torch, own / all."""
+    return {
+        name: [f"{found.own} / {found.all}" for found in (python_calls(name, True), python_calls(name, False))]
+        for name in JOBS
+    }
+
+
 @contextlib.contextmanager
 def _region(ours: bool, same_list: bool = False) -> Iterator[Counted]:
     options = {"policy": Policy.torch("cpu")} if ours and same_list else {}
@@ -207,9 +215,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     print(f"Python calls, own / all; {PARAMETERS} parameter; torch {torch.__version__}\n")
     print("| job | ampkit | torch |\n| --- | --- | --- |")
-    for name in JOBS:
-        ours, theirs = python_calls(name, True), python_calls(name, False)
-        print(f"| {name} | {ours.own} / {ours.all} | {theirs.own} / {theirs.all} |")
+    for name, (ours, theirs) in table().items():
+        print(f"| {name} | {ours} | {theirs} |")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What figures depend on: machine, versions, commit, load, and the best rates that the machine reaches."""
+"""What figures depend on: machine, versions, commit, load."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-
-from benchmarks.timing import Spread, clock_for, in_turns
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -71,44 +68,3 @@ def load() -> float | None:
     """The system's load average over a minute, where it has one."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
-
-def ceilings(device: torch.device) -> dict[str, float]:
-    """The best rates of this machine, measured now: memory GB/s (read and written), matrix products in GFLOP/s.
-
-    Memory is the better of a copy and an update in place, both larger than the caches: on a CPU a copy first reads the
-    lines that it overwrites.
-    """
-    on_gpu = device.type == "cuda"
-    size, side = (1 << 30, 8192) if on_gpu else (1 << 28, 1024)
-    source = torch.randn(size // 4, device=device)
-    target = torch.empty_like(source)
-    left = {dtype: torch.randn(side, side, device=device).to(dtype) for dtype in (torch.float32, torch.bfloat16)}
-
-    def copy(calls: int) -> None:
-        for _ in range(calls):
-            target.copy_(source)
-
-    def product(matrix: torch.Tensor, calls: int) -> None:
-        for _ in range(calls):
-            torch.mm(matrix, matrix)
-
-    def update(calls: int) -> None:
-        for _ in range(calls):
-            source.add_(1.0)
-
-    runs: dict[str, Any] = {"copy": copy, "update": update}
-    for dtype, matrix in left.items():
-        runs[str(dtype)] = lambda calls, matrix=matrix: product(matrix, calls)
-    for run in runs.values():
-        run(2)
-    warm = time.perf_counter()
-    while on_gpu and time.perf_counter() - warm < 1.0:      # an idle device lowers its clocks
-        copy(1)
-        torch.cuda.synchronize(device)
-    taken = in_turns(runs, clock_for(device, events=True), seconds=2.0, rounds=(5, 30))
-    best = {name: Spread.of([sample.wall for sample in samples]).median for name, samples in taken.items()}
-    return {
-        "memory_gb_per_s": 2 * size / min(best["copy"], best["update"]) / 1e9,
-        "float32_gflop_per_s": 2 * side**3 / best["torch.float32"] / 1e9,
-        "bfloat16_gflop_per_s": 2 * side**3 / best["torch.bfloat16"] / 1e9,
-    }

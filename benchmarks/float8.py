@@ -17,7 +17,6 @@ import ampkit_kernels as kernels
 from ampkit import Policy, Rule, autocast
 from benchmarks import byte_model
 from benchmarks.case import AMPKIT, TORCH_OPERATORS, Case, Side
-from benchmarks.work import Work, linear, training
 
 BF16, TORCHAO = "bf16", "torchao"
 E4M3 = torch.float8_e4m3fn
@@ -99,10 +98,6 @@ class Linear(Case):
             theirs = float8.convert_to_float8_training(nn.Sequential(layer), config=config)
             found[f"{TORCHAO}, compiled"] = side(functools.partial(job, torch.compile(theirs), default))
         return found if device.type == "cuda" else {name: each for name, each in found.items() if "," not in name}
-
-    def work(self) -> Work:
-        flops = training(linear(self.rows, self.width, self.width))
-        return Work(flops, 12 * self.rows * self.width, "three products; operands cast by kernels")
 
 
 def cases() -> list[Case]:

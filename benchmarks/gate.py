@@ -11,32 +11,26 @@ from collections.abc import Sequence
 from benchmarks.environment import ROOT
 
 # What the figures depend on: results equal to torch.amp's, gradients and clipping, and the benchmarks' own arithmetic.
-QUICK = (
+FILES = (
     "tests/parity/test_bitwise_training.py", "tests/benchmarks", "tests/gradients/test_clipping.py",
     "tests/gradients/test_gradients.py",
 )
-GATES = ("quick", "full", "none")
 
 
-def pass_gate(kind: str) -> str:
-    """Run the tests of a gate and say what was run; "none" runs nothing and says that.
+def pass_gate() -> str:
+    """Run the tests and say what was run.
 
     Raises `RuntimeError` with the end of pytest's output if a test fails or pytest is missing.
     """
-    if kind not in GATES:
-        raise ValueError(f"unknown gate {kind!r}; expected one of {', '.join(GATES)}")
-    if kind == "none":
-        return "no tests were run"
     if importlib.util.find_spec("pytest") is None:
         raise RuntimeError("pytest is not installed, so no test can vouch for the figures; install it or use "
-                           "--gate none, and the report will say so")
-    files = QUICK if kind == "quick" else ("tests",)
-    ran = run_tests(files)
+                           "--no-gate, and the report will say so")
+    print("running tests first", flush=True)
+    ran = run_tests(FILES)
+    tail = ran.stdout.splitlines()[-15:]
     if ran.returncode != 0:
-        tail = "\n".join(ran.stdout.splitlines()[-15:])
-        raise RuntimeError(f"tests fail, so nothing is measured:\n{tail}")
-    summary = ran.stdout.strip().splitlines()[-1].strip("= ")
-    return f"{'the full test suite' if kind == 'full' else ', '.join(files)}: {summary}"
+        raise RuntimeError("\n".join(["tests fail, so nothing is measured:", *tail]))
+    return f"{', '.join(FILES)}: {tail[-1].strip('= ')}"
 
 
 def run_tests(files: Sequence[str]) -> subprocess.CompletedProcess[str]:

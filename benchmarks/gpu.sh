@@ -5,7 +5,7 @@
 #   benchmarks/gpu.sh              both
 #   benchmarks/gpu.sh --dry-run    rehearses on the CPU, the kernels in Triton's interpreter (also: kernels --dry-run)
 # OUT is a folder (default: out/gpu in the checkout), PYTHON an interpreter (default python3). Needs torch 2.11 or newer,
-# triton 3.6 or newer and numpy; uses pytest, matplotlib, scikit-learn and compute-sanitizer if there. A stage that fails
+# triton 3.6 or newer, numpy, pytest and hypothesis; uses scikit-learn and compute-sanitizer if there. A stage that fails
 # or hangs costs only itself, results are on disk as they come, at most eight files a half, and tables are printed last.
 set -u
 # Relative to where the caller is, not to the checkout. An interpreter's links stay: they are what makes an environment.
@@ -28,7 +28,7 @@ if [ ${#DRY[@]} -gt 0 ]; then export TRITON_INTERPRET=1; else unset TRITON_INTER
 begin() { # half: an empty folder in OUT, a log, and a deadline for the stages; what comes after them takes seconds
     OUT=$ROOT/$1 LOG=$ROOT/$1/log.txt DEADLINE=$((SECONDS + 515))
     mkdir -p "$OUT"
-    rm -f "$OUT"/{checks,small-checks,running}.json "$OUT"/results.jsonl "$OUT"/report.md "$OUT"/*.png
+    rm -f "$OUT"/running.json "$OUT"/results.jsonl "$OUT"/report.md
     echo "==== $1" | tee "$LOG"
 }
 
@@ -60,17 +60,9 @@ persistent() { # as stage, and again in a fresh process for what is left where t
     done
 }
 
-have() { "$PYTHON" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)"; }
-
-gpu_tests() { # name, most seconds, what to run... : nothing is installed, so plugins that pyproject.toml configures may
-    # be missing, hence no addopts and no word about unknown options
-    if have pytest && have hypothesis; then
-        stage "$1" "$2" "$PYTHON" -m pytest -m gpu -q -p no:cacheprovider -o addopts= \
-            -W ignore::pytest.PytestConfigWarning --continue-on-collection-errors "${@:3}"
-    else
-        echo "$1: pytest or hypothesis is not installed" | tee -a "$LOG"
-    fi
-}
+# Nothing is installed, so plugins that pyproject.toml configures may be missing: no addopts, no word about unknown options.
+TESTS=(-m pytest -q -p no:cacheprovider -o addopts= -W ignore::pytest.PytestConfigWarning --continue-on-collection-errors)
+CHECKS=tests/kernels/test_operations.py
 
 sanitizer() { # the path of compute-sanitizer, which the CUDA toolkit installs without putting it on the PATH
     local toolkit
@@ -84,46 +76,44 @@ sanitizer() { # the path of compute-sanitizer, which the CUDA toolkit installs w
 measured() { # pattern of titles: those sections of the report, which is written if the run that should have died
     [ -s "$OUT/results.jsonl" ] || return 0
     [ -s "$OUT/report.md" ] || "$PYTHON" -m benchmarks.report "$OUT/results.jsonl" >> "$LOG" 2>&1
-    awk -v titles="^## ($1)" '/^## / { show = $0 ~ titles } show && !/^!\[/' "$OUT/report.md"
+    awk -v titles="^## ($1)" '/^## / { show = $0 ~ titles } show' "$OUT/report.md"
 }
 
 kernels() { # the limits add up to what the half has
-    local patterns=('kernels/*' 'float8/*' 'tuning/*') device=(--device cuda --minutes 2.2) checker
+    local patterns=('kernels/*' 'float8/*' 'tuning/*') device=(--device cuda --minutes 2.2) chosen=(-m gpu) checker
     if [ ${#DRY[@]} -gt 0 ]; then
-        device=(--device cpu --minutes 2 --effort 0.02) patterns=('kernels/*20 tiny*' 'tuning/norm')
+        device=(--device cpu --minutes 2 --effort 0.02) patterns=('kernels/*20 tiny*' 'tuning/norm') chosen=(-k interpreted)
     fi
     stage doctor 60 "$PYTHON" -m ampkit doctor
-    persistent checks 110 "$PYTHON" -m tests.gpu_checks --out "$OUT" ${DRY[@]+"${DRY[@]}"}
-    persistent benchmarks 180 "$PYTHON" -m benchmarks "${patterns[@]}" --gate none --out "$OUT" "${device[@]}"
+    stage checks 110 "$PYTHON" "${TESTS[@]}" "${chosen[@]}" "$CHECKS"
+    persistent benchmarks 180 "$PYTHON" -m benchmarks "${patterns[@]}" --no-gate --out "$OUT" "${device[@]}"
     if [ ${#DRY[@]} -eq 0 ]; then
         # This room's GPU tests are the checks above; those that compile models belong to the other half.
         local files
         mapfile -t files < <(
-            grep -rl 'mark\.gpu' tests --include='test_*.py' | grep -v -e kernels/test_operations.py -e tests/benchmarks/
+            grep -rl 'mark\.gpu' tests --include='test_*.py' | grep -v -e "$CHECKS" -e tests/benchmarks/
         )
-        gpu_tests pytest 85 "${files[@]}"
+        stage tests 85 "$PYTHON" "${TESTS[@]}" -m gpu "${files[@]}"
         if checker=$(sanitizer); then
             # Without the caching allocator every tensor is an allocation, and what lies beyond it is out of bounds.
             PYTORCH_NO_CUDA_MEMORY_CACHING=1 stage sanitizer 80 "$checker" --tool memcheck --error-exitcode 9 \
-                --print-limit 20 "$PYTHON" -m tests.gpu_checks --small --out "$OUT"
+                --print-limit 20 "$PYTHON" "${TESTS[@]}" -k 'on_the_gpu and (address or float64 or ulp)' "$CHECKS"
         else
             echo "sanitizer: no compute-sanitizer on the PATH or in a CUDA toolkit" | tee -a "$LOG"
         fi
-        # Once more, with what came of the small checks.
-        "$PYTHON" -m benchmarks.report "$OUT/results.jsonl" >> "$LOG" 2>&1
     fi
-    measured 'Aims|Kernels|Launch|Not measured|.*checks'
+    measured 'Aims|Kernels|FP8|Launch|GB|Not measured'
 }
 
 models() {
     local device=(--device cuda --minutes 6.2) cases=()
     if [ ${#DRY[@]} -gt 0 ]; then
-        device=(--device cpu --minutes 1 --effort 0.02) cases=('training/char-GPT, bf16' 'scaler/clip, 50*' 'regions/*')
+        device=(--device cpu --minutes 1 --effort 0.02) cases=('small/transformer*' 'scaler/clip, 50*' 'regions/*')
     fi
-    persistent benchmarks 425 "$PYTHON" -m benchmarks --large-first --gate none --out "$OUT" "${device[@]}" \
+    persistent benchmarks 425 "$PYTHON" -m benchmarks --large-first --no-gate --out "$OUT" "${device[@]}" \
         ${cases[@]+"${cases[@]}"}
-    if [ ${#DRY[@]} -eq 0 ]; then gpu_tests pytest 85 tests/benchmarks; fi
-    measured 'Aims|Training|Not measured'
+    if [ ${#DRY[@]} -eq 0 ]; then stage tests 85 "$PYTHON" "${TESTS[@]}" -m gpu tests/benchmarks; fi
+    measured 'Aims|Training|Steps|Not measured'
 }
 
 for half in "${HALVES[@]}"; do

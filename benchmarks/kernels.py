@@ -19,7 +19,6 @@ import ampkit_kernels as kernels
 from benchmarks import byte_model, counts
 from benchmarks.case import AMPKIT, TORCH_OPERATORS, Aim, Case, Side, WrongAnswerError
 from benchmarks.parameter_lists import LISTS, REHEARSAL, Shape
-from benchmarks.work import Work
 
 Job = Callable[[], object]
 Made = tuple[dict[str, Job], list[Tensor]]      # a job's sides, and the tensors that it writes and that can be compared
@@ -45,14 +44,16 @@ AIMS: dict[tuple[str, str], tuple[tuple[str, float], ...]] = {
 class Material:
     """Parameters and gradients of one list in one dtype, and scalars for them."""
 
-    def __init__(self, shapes: Sequence[Shape], device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, shapes: Sequence[Shape], device: torch.device, dtype: torch.dtype, impl: str | None = None
+    ) -> None:
         generator = torch.Generator(device).manual_seed(0)
 
         def draw(shape: Shape) -> Tensor:
             return torch.randn(shape, device=device, generator=generator).to(dtype)
 
         self.device = device
-        self.impl = "triton" if device.type == "cuda" else "reference"
+        self.impl = impl or ("triton" if device.type == "cuda" else "reference")
         self.params = [torch.nn.Parameter(draw(shape)) for shape in shapes]
         self.use([draw(shape) * 1e-2 for shape in shapes])
         self.elements = sum(grad.numel() for grad in self.grads)
@@ -259,11 +260,6 @@ class Kernel(Case):
             total = (byte_model.OURS if side == AMPKIT else byte_model.TORCH)[self.job].total
         # The byte models are for float32, except for the job with two dtypes.
         return total if self.job == "unscale into float32" else total * self.dtype.itemsize / 4
-
-    def work(self) -> Work:
-        elements = sum(torch.Size(shape).numel() for shape in self.shapes())
-        each = self._bytes(AMPKIT)
-        return Work(0, each * elements, f"{each:g} bytes per element")
 
     def check(self, sides: Mapping[str, Side]) -> None:
         """Every side leaves the base's values, to within rounding, as far as a job's result can be compared."""

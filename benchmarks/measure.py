@@ -8,24 +8,29 @@ from typing import Any
 
 import torch
 
-from benchmarks.case import Aim, Case
+from benchmarks.case import ALONE, Aim, Case
 from benchmarks.environment import load
 from benchmarks.timing import Clock, EventClock, Sample, Spread, calls_for, clock_for, in_turns, ratios
 
 Row = dict[str, Any]
 
 
-def measure(case: Case, device: torch.device, *, effort: float = 1.0, clock: Clock | None = None) -> Row:
-    """The row of a case. `effort` stretches or shortens the time it may take.
+def measure(
+    case: Case, device: torch.device, *, alone: bool = False, effort: float = 1.0, clock: Clock | None = None
+) -> Row:
+    """The row of a case: of its base and, with `alone`, of the sides of `ALONE`, otherwise of the others.
 
-    A row is plain data: `family`, `name`, `base`, `clock` (whose time `wall` is: "host" or "events"), `rounds`, `calls`
-    per sample, `load` (the machine's, at the end), `work` (the least work of a call), `sides` (for each the spreads of
-    `wall`, `host` and `cpu` seconds, `ratio` and `cpu_ratio` to the base, and `facts`) and `aims` with their ratios.
+    `effort` stretches or shortens the time it may take.
+
+    A row is plain data: `family`, `name`, `alone`, `base`, `clock` (whose time `wall` is: "host" or "events"),
+    `rounds`, `calls` per sample, `load` (the machine at the end), `sides` (for each the spreads of `wall`, `host` and
+    `cpu` seconds, `ratio` and `cpu_ratio` to the base, and `facts`) and `aims` with their ratios.
     """
     clock = clock or clock_for(device, events=case.events)
-    sides = case.sides(device)
-    if case.base not in sides:
-        raise ValueError(f"case {case.name!r} is compared with {case.base!r}, which is none of {', '.join(sides)}")
+    every = case.sides(device)
+    if case.base not in every:
+        raise ValueError(f"case {case.name!r} is compared with {case.base!r}, which is none of {', '.join(every)}")
+    sides = {name: side for name, side in every.items() if name == case.base or (name in ALONE) == alone}
     case.check(sides)
     before = {name: side.before for name, side in sides.items() if side.before is not None}
     runs = {name: side.run for name, side in sides.items()}
@@ -36,22 +41,23 @@ def measure(case: Case, device: torch.device, *, effort: float = 1.0, clock: Clo
     calls = 1
     if case.sample_seconds:
         calls = calls_for(runs[case.base], case.sample_seconds * min(1.0, effort), clock)
+    seconds = case.seconds * effort * len(sides) / len(every)
     rounds = (3, 10) if effort < 1 else (5, 400)
-    samples = in_turns(runs, clock, calls=calls, seconds=case.seconds * effort, rounds=rounds, before=before)
-    work = case.work()
+    samples = in_turns(runs, clock, calls=calls, seconds=seconds, rounds=rounds, before=before)
+    # Other programs disturb processor time less; on a GPU it is not what a user waits for.
+    aimed = "cpu" if device.type == "cpu" else "wall"
     row: Row = {
-        "family": case.family, "name": case.name, "base": case.base, "device": device.type,
+        "family": case.family, "name": case.name, "alone": alone, "base": case.base, "device": device.type,
         "clock": "events" if isinstance(clock, EventClock) else "host",
         "rounds": len(samples[case.base]), "calls": calls,
         "load": load(),
-        "work": None if work is None else asdict(work),
         "sides": {
             name: {**_times(samples[name], samples[case.base]), "facts": side.facts()}
             for name, side in sides.items()
         },
-        "aims": [_outcome(aim, samples) for aim in case.aims if {aim.side, aim.base} <= sides.keys()],
+        "aims": [_outcome(aim, samples, aimed) for aim in case.aims if {aim.side, aim.base} <= sides.keys()],
     }
-    del sides, runs, before
+    del every, sides, runs, before
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -69,6 +75,6 @@ def _times(samples: list[Sample], base: list[Sample]) -> dict[str, Any]:
     }
 
 
-def _outcome(aim: Aim, samples: dict[str, list[Sample]]) -> dict[str, Any]:
+def _outcome(aim: Aim, samples: dict[str, list[Sample]], clock: str) -> dict[str, Any]:
     """An aim with the ratio that was found."""
-    return {**asdict(aim), "ratio": asdict(ratios(samples[aim.side], samples[aim.base]))}
+    return {**asdict(aim), "ratio": asdict(ratios(samples[aim.side], samples[aim.base], clock))}

@@ -20,7 +20,6 @@ from ampkit import Policy, WeightCache, autocast
 from benchmarks.case import AMPKIT, KEPT, SAME_LIST, TORCH, Aim, Case, Side
 from benchmarks.counts import peak_and_copies
 from benchmarks.timing import Run
-from benchmarks.work import Work, region_casts
 
 Region = Callable[[], contextlib.AbstractContextManager[Any]]
 PLAIN, BARE = "no region", "bare dispatch mode"
@@ -88,6 +87,7 @@ class Operator(Case):
     family: str = "operators"
     seconds: float = 1.5
     sample_seconds: float = 2e-3
+    torch_list: bool = True
 
     def sides(self, device: torch.device) -> dict[str, Side]:
         torch.manual_seed(0)
@@ -125,6 +125,7 @@ class Entering(Case):
     family: str = "regions"
     seconds: float = 1.0
     sample_seconds: float = 2e-3
+    torch_list: bool = True
 
     def sides(self, device: torch.device) -> dict[str, Side]:
         kind, same = device.type, Policy.torch(device.type)
@@ -158,6 +159,7 @@ class WeightCasts(Case):
     weights: int = 10
     uses: int = 2
     family: str = "weights"
+    torch_list: bool = True
 
     def sides(self, device: torch.device) -> dict[str, Side]:
         generator = torch.Generator(device).manual_seed(0)
@@ -167,7 +169,7 @@ class WeightCasts(Case):
         ]
         x = torch.randn(1, WIDTH, device=device, generator=generator).bfloat16()
         ways = regions(device.type, WeightCache())
-        return {name: self._side(ways[name], weights, x) for name in (TORCH, SAME_LIST, KEPT)}
+        return {name: self._side(ways[name], weights, x) for name in (TORCH, AMPKIT, SAME_LIST, KEPT)}
 
     def _side(self, region: Region, weights: list[torch.nn.Parameter], x: Tensor) -> Side:
         def run(calls: int) -> None:
@@ -178,11 +180,6 @@ class WeightCasts(Case):
                             functional.linear(x, weight)
 
         return Side(run, facts=lambda: {"casts": peak_and_copies(lambda: run(1), x.device)["copies"]})
-
-    def work(self) -> Work:
-        elements = self.weights * WIDTH * WIDTH
-        flops = 2.0 * self.uses * elements
-        return Work(flops, region_casts(elements), "each weight read as float32 and written as bfloat16 once")
 
 
 def cases() -> list[Case]:

@@ -24,14 +24,14 @@ def every_case() -> list[Case]:
     return found
 
 
-def choose(device_type: str, patterns: Sequence[str] = (), *, everything: bool = False) -> list[Case]:
+def choose(device_type: str, patterns: Sequence[str] = ()) -> list[Case]:
     """The cases for a device: the everyday ones, or those whose "family/name" matches a shell pattern.
 
     Raises `ValueError`, with the families there are, if nothing matches.
     """
     able = [case for case in every_case() if device_type in case.devices]
     if not patterns:
-        return [case for case in able if case.everyday or everything]
+        return [case for case in able if case.everyday]
     chosen = [
         case for case in able
         if any(fnmatch.fnmatch(f"{case.family}/{case.name}", pattern) for pattern in patterns)

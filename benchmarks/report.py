@@ -1,11 +1,13 @@
-"""A result file as Markdown and plots: `python -m benchmarks.report RESULTS [--out FOLDER]`."""
+"""A result file as Markdown, a table for each question: `python -m benchmarks.report RESULTS [--page PAGE]`.
+
+`--page` puts the tables into a page of the documentation, between its two marks, in place of those that are there.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -13,21 +15,25 @@ from typing import Any
 from benchmarks import results
 from benchmarks.results import Row
 
-TITLES = {
-    "operators": "One operator inside an open region",
-    "regions": "Opening and closing a region",
+# By family, in the order of the report.
+QUESTIONS = {
+    "small": "Steps of small models under a gradient scaler",
+    "width": "Steps of a four-block transformer by width, 4 x 32 tokens, bfloat16, fused AdamW",
+    "training": "Training steps",
+    "compiled": "Regions and compiled code",
+    "accumulation": "Gradient accumulation, eight micro-batches",
+    "scaler": "Loss scaling",
+    "operators": "One operator inside an open region, 8 x 8 tensors",
+    "regions": "Making, entering and leaving a region",
     "weights": "Casting weights",
     "host": "Steps, unscaling and clipping without their launches",
-    "scaler": "Loss scaling",
     "kernels": "Kernels beside torch's operators, the GPU's own time",
     "float8": "FP8 casts and linear layers, the GPU's own time",
     "tuning": "Launch parameters, the GPU's own time",
-    "accumulation": "Gradient accumulation, eight micro-batches",
-    "width": "A four-block transformer at growing width",
-    "training": "Training steps",
     "debugging": "A training step under debugging tools",
 }
 MOST_SIDES = 8  # that a report shows of a case
+BEGIN, END = "<!-- figures: written by python -m benchmarks.report -->\n", "<!-- end of figures -->"
 
 
 def one_line(row: Row) -> str:
@@ -35,11 +41,7 @@ def one_line(row: Row) -> str:
     label = f"{row['family']}/{row['name']}"
     if "error" in row:
         return f"{label}: {'skipped' if row.get('skipped') else 'FAILED'}: {row['error']}"
-    parts = [
-        f"{name} {duration(side['wall']['median'])} ({side['ratio']['median']:.2f})"
-        for name, side in row["sides"].items()
-    ]
-    return f"{label}: {', '.join(parts)}"
+    return f"{label}: {', '.join(f'{name} {_times(row, name)}' for name in row['sides'])}"
 
 
 def duration(seconds: float) -> str:
@@ -58,174 +60,147 @@ def amount(n_bytes: float) -> str:
     return f"{n_bytes:.0f} B"
 
 
-def under_roof(row: Row, seconds: float) -> float | None:
-    """Fraction of the machine's roof that a time reaches: the least possible time over the time it took.
-
-    The least possible is the larger of bytes over the memory rate and FLOPs over the better of the measured matrix
-    rates, all taken in the same run. None for a case without a work model.
-    """
-    work, roof = row["work"], row["environment"]["ceilings"]
-    if work is None or seconds <= 0:
-        return None
-    rate = max(roof["float32_gflop_per_s"], roof["bfloat16_gflop_per_s"])
-    return max(work["bytes"] / roof["memory_gb_per_s"], work["flops"] / rate) / 1e9 / seconds
-
-
-def markdown(rows: Sequence[Row], plots: Iterable[str] = ()) -> str:
-    """The report. Plots are linked by file name."""
-    good = results.measured(rows)
-    parts = [_head(rows[0]["environment"]), _aims(good)]
-    parts += [f"![{name}]({name})" for name in plots]
-    for family, members in groupby(good, key=lambda row: row["family"]):
-        parts.append(_family(family, list(members)))
-    failed = [row for row in rows if "error" in row]
-    if failed:
-        lines = [f"- {row['family']}/{row['name']}: {row['error']}" for row in failed]
-        parts.append("## Not measured\n\n" + "\n".join(lines))
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _head(facts: dict[str, Any]) -> str:
-    roof = facts["ceilings"]
-    commit = f"{facts['commit']}{' with uncommitted changes' if facts['dirty'] else ''}"
-    triton = f", Triton {facts['triton']}" if facts["triton"] else ""
-    return f"""# ampkit beside torch.amp: {facts['device']}, {facts['date']}
-
-torch {facts['torch']}{triton}, Python {facts['python']}, {facts['threads']} thread(s) of {facts['cores']} cores
-({facts['instructions']}), load {facts['load_at_start']} before the start; ampkit at {commit}.
-Tests passed first: {facts['gate']}.
-Measured in the same run: memory {roof['memory_gb_per_s']:.3g} GB/s, matrix products {roof['float32_gflop_per_s']:.4g}
-GFLOP/s in float32 and {roof['bfloat16_gflop_per_s']:.4g} in bfloat16.
-
-The sides of a case take turns; a ratio is the median over rounds of a side's time over that of the base in the same
-round, with 20 % and 80 % quantiles. Below 1 the side is faster. *CPU ratio* is the same in processor time, which other
-programs disturb less. *Roof*: the least time that the work model allows on this machine, over the time taken; above
-100 % the data stayed in a cache, or the roof was measured a little low."""
-
-
-def _aims(rows: Sequence[Row]) -> str:
-    lines = []
-    for row in rows:
-        for aim in row["aims"]:
-            found = aim["ratio"]
-            verdict = "reached" if found["median"] <= aim["limit"] else "**missed**"
-            lines.append(
-                f"| {row['family']}/{row['name']} | {aim['side']} | {aim['base']} | {aim['limit']:.2f} | "
-                f"{spread(found)} | {verdict} |"
-            )
-    if not lines:
-        return ""
-    return "\n".join([
-        "## Aims", "", "| case | side | beside | at most | found | |", "| --- | --- | --- | --- | --- | --- |", *lines,
-    ])
-
-
 def spread(found: dict[str, float]) -> str:
     """Median and quantiles of a ratio."""
     return f"{found['median']:.2f} ({found['low']:.2f}-{found['high']:.2f})"
 
 
-def _family(family: str, rows: list[Row]) -> str:
-    counted = _columns(rows)
-    head = ["case", "side", "time", "ratio (20-80 %)", "CPU ratio", *(title for title, _ in counted)]
-    lines = [f"## {TITLES.get(family, family)}", "", _cells(head), _cells(["---"] * len(head))]
-    for row in rows:
-        for number, (name, side) in enumerate(_shown(row)):
-            label = row["name"] if number == 0 else ""
-            cells = [label, name, duration(side["wall"]["median"]), spread(side["ratio"])]
-            # Rows of sides in other processes, which there were once, have no processor time.
-            cells.append(f"{side['cpu_ratio']['median']:.2f}" if side["cpu_ratio"] else "")
-            lines.append(_cells([*cells, *(show(row, side) for _, show in counted)]))
-    return "\n".join(lines)
+def _times(row: Row, name: str) -> str:
+    """The base's times, or the ratios to them."""
+    side = row["sides"][name]
+    if row["clock"] == "events":
+        return duration(side["wall"]["median"]) if name == row["base"] else spread(side["ratio"])
+    if name == row["base"]:
+        return f"{duration(side['cpu']['median'])}, {duration(side['wall']['median'])}"
+    return f"{spread(side['cpu_ratio'])}, {side['ratio']['median']:.2f}"
 
 
-def _shown(row: Row) -> list[tuple[str, dict[str, Any]]]:
-    """All sides of a case; of very many the base and the three fastest."""
-    sides = list(row["sides"].items())
-    if len(sides) <= MOST_SIDES:
-        return sides
-    others = sorted(row["sides"].keys() - {row["base"]}, key=lambda name: row["sides"][name]["wall"]["median"])
-    return [item for item in sides if item[0] in (row["base"], *others[:3])]
+def _fact(fact: str, form: Callable[[Any], str] = str) -> Callable[[Row, str], str]:
+    def cell(row: Row, name: str) -> str:
+        value = row["sides"][name]["facts"].get(fact)
+        return "" if value is None else form(value)
+
+    return cell
 
 
-def _columns(rows: list[Row]) -> list[tuple[str, Any]]:
-    """The columns of a family besides times: (title, text of a side)."""
-    facts = {name for row in rows for side in row["sides"].values() for name in side["facts"]}
-
-    def fact(name: str, form: Any = str) -> Any:
-        return lambda row, side: form(side["facts"][name]) if side["facts"].get(name) is not None else ""
-
-    columns = [
-        ("casts", "casts", fact("casts")),
-        ("samples_per_step", "samples/s", _samples_per_second),
-        ("bytes_moved", "GB/s", _rate),
-        ("peak_bytes", "peak memory", fact("peak_bytes", amount)),
-        ("copies", "copies", fact("copies")),
-        ("launches", "launches", fact("launches")),
-        ("launches", "host time", lambda row, side: duration(side["host"]["median"])),
-        ("final_loss", "loss", fact("final_loss", lambda value: f"{value:.4f}")),
-    ]
-    found = [(title, show) for name, title, show in columns if name in facts]
-    if not any(side["facts"].get("launches") for row in rows for side in row["sides"].values()):
-        found = [(title, show) for title, show in found if title not in ("launches", "host time")]
-    if any(row["work"] for row in rows):
-        found.append(("roof", _roof))
-    return found
-
-
-def _samples_per_second(row: Row, side: dict[str, Any]) -> str:
-    return f"{side['facts']['samples_per_step'] / side['wall']['median']:.4g}"
-
-
-def _rate(row: Row, side: dict[str, Any]) -> str:
+def _rate(row: Row, name: str) -> str:
+    side = row["sides"][name]
     moved = side["facts"].get("bytes_moved")
     return "" if moved is None else f"{moved / side['wall']['median'] / 1e9:.3g}"
 
 
-def _roof(row: Row, side: dict[str, Any]) -> str:
-    fraction = under_roof(row, side["wall"]["median"])
-    return "" if fraction is None else f"{fraction:.0%}"
+def _host(row: Row, name: str) -> str:
+    return duration(row["sides"][name]["host"]["median"]) if row["clock"] == "events" else ""
 
 
-def _cells(texts: Iterable[str]) -> str:
-    return "| " + " | ".join(texts) + " |"
+# What else a family's table may be about: shown where a side has any.
+FACTS: dict[str, Callable[[Row, str], str]] = {
+    "GB/s": _rate, "Host time": _host, "Launches": _fact("launches"), "Casts": _fact("casts"),
+    "Peak memory": _fact("peak_bytes", amount), "Copies": _fact("copies"),
+    "Loss at the end": _fact("final_loss", "{:.4f}".format),
+}
 
 
-def checks(folder: Path) -> str:
-    """The results of the checks that were saved beside the figures."""
-    lines = []
-    for path in sorted(folder.glob("*checks.json")):
-        found: dict[str, str | None] = json.loads(path.read_text(encoding="utf-8"))
-        failed = [f"- {name}: {text}" for name, text in found.items() if text]
-        lines += ["", f"## {path.stem}: {len(found) - len(failed)} of {len(found)} passed", "", *failed]
-    return "\n".join([*lines, ""]) if lines else ""
+def joined(rows: Iterable[Row]) -> list[Row]:
+    """The rows that hold figures, in the order of `QUESTIONS`, with the sides of both processes in one.
+
+    Of a case with very many sides the base and the three fastest.
+    """
+    found: dict[tuple[str, str], Row] = {}
+    for row in results.measured(rows):
+        whole = found.setdefault(results.key(row)[:2], {**row, "sides": {}, "aims": []})
+        whole["sides"] |= {name: side for name, side in row["sides"].items() if name not in whole["sides"]}
+        whole["aims"] = whole["aims"] + row["aims"]
+    for row in found.values():
+        sides = row["sides"]
+        if len(sides) > MOST_SIDES:
+            fastest = sorted(sides.keys() - {row["base"]}, key=lambda name: sides[name]["wall"]["median"])[:3]
+            row["sides"] = {name: sides[name] for name in (row["base"], *fastest)}
+    order = list(QUESTIONS)
+    return sorted(found.values(), key=lambda row: order.index(row["family"]))
 
 
-def write(path: Path, folder: Path) -> Path:
-    """Write `report.md` and, where matplotlib is installed, its plots; returns the path of the report."""
-    rows = results.load(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        from benchmarks import plots
-    except ImportError:
-        names: list[str] = []
-    else:
-        names = plots.draw(results.measured(rows), folder)
-    target = folder / "report.md"
-    target.write_text(markdown(rows, names) + checks(path.parent), encoding="utf-8")
+def table(rows: Sequence[Row], cell: Callable[[Row, str], str]) -> str:
+    """A line for each case, a column for each side; empty where no cell says anything."""
+    sides = list(dict.fromkeys(name for row in rows for name in row["sides"]))
+    lines = [[cell(row, name) if name in row["sides"] else "" for name in sides] for row in rows]
+    if not any(map(any, lines)):
+        return ""
+    body = [[row["name"], *cells] for row, cells in zip(rows, lines, strict=True)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (["case", *sides], ["---"] * (len(sides) + 1), *body))
+
+
+def tables(rows: Sequence[Row], level: str = "##") -> list[str]:
+    """What was measured and where, then a table of times for each question."""
+    e = rows[0]["environment"]
+    commit = f"{e['commit']}{' with uncommitted changes' if e['dirty'] else ''}"
+    triton = f", Triton {e['triton']}" if e["triton"] else ""
+    calls = [f"| {job} | {ours} | {theirs} |" for job, (ours, theirs) in e["python_calls"].items()]
+    parts = [
+        f"{e['device']}, {e['date']}; torch {e['torch']}{triton}, Python {e['python']}, {e['threads']} thread(s) of "
+        f"{e['cores']} cores ({e['instructions']}), load {e['load_at_start']} before the start; ampkit at {commit}.",
+        "The base has its times, processor time first, then wall time; every other side the same two over the base's: "
+        "the median over rounds, with 20 % and 80 % quantiles of the first. On a GPU's own clock there is one.",
+        f"{level} Python calls of the code that runs in every step", "Functions of ampkit and torch.amp, and all.",
+        "\n".join(["| job | ampkit | torch |", "| --- | --- | --- |", *calls]),
+    ]
+    for family, members in groupby(joined(rows), key=lambda row: row["family"]):
+        parts += [f"{level} {QUESTIONS[family]}", table(list(members), _times)]
+    return parts
+
+
+def aims(rows: Sequence[Row]) -> str:
+    """Each aim with what was found: of processor time on a CPU."""
+    lines = [
+        f"| {row['family']}/{row['name']} | {aim['side']} | {aim['base']} | {aim['limit']:.2f} | "
+        f"{spread(aim['ratio'])} | {'reached' if aim['ratio']['median'] <= aim['limit'] else '**missed**'} |"
+        for row in joined(rows) for aim in row["aims"]
+    ]
+    head = ["## Aims", "", "| case | side | beside | at most | found | |", "| --- | --- | --- | --- | --- | --- |"]
+    return "\n".join([*head, *lines]) if lines else ""
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The report: the tables of times, the aims, tables of what is not a time, what was not measured."""
+    parts = [f"# ampkit beside torch.amp\n\nTests first: {rows[0]['environment']['gate']}", *tables(rows), aims(rows)]
+    for family, members in groupby(joined(rows), key=lambda row: row["family"]):
+        same = list(members)
+        for title, cell in FACTS.items():
+            if found := table(same, cell):
+                parts += [f"## {title}: {QUESTIONS[family][0].lower()}{QUESTIONS[family][1:]}", found]
+    failed = [f"- {row['family']}/{row['name']}: {row['error']}" for row in rows if "error" in row]
+    parts += ["## Not measured", "\n".join(failed)] if failed else []
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def write(path: Path) -> Path:
+    """Write `report.md` beside the results; returns its path."""
+    target = path.parent / "report.md"
+    target.write_text(markdown(results.load(path)), encoding="utf-8")
     return target
+
+
+def put_into(page: Path, rows: Sequence[Row]) -> None:
+    """Replace the tables in a page. Raises `ValueError` for one without the two marks."""
+    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"{page} has no place for figures; expected {BEGIN.strip()!r} and {END!r}")
+    page.write_text("\n".join([before + begin, "\n\n".join(tables(rows, "###")), "", end + after]), encoding="utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the report of a result file."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     parser.add_argument("results", type=Path, help="a results.jsonl")
-    parser.add_argument("--out", type=Path, help="folder of the report (default: beside the results)")
+    parser.add_argument("--page", type=Path, help="a page to put the tables into")
     options = parser.parse_args(argv)
     try:
-        print(write(options.results, options.out or options.results.parent))
+        print(write(options.results))
+        if options.page is not None:
+            put_into(options.page, results.load(options.results))
     except (OSError, ValueError) as error:
-        print(f"no results to read: {error}", file=sys.stderr)
+        print(error, file=sys.stderr)
         return 1
     return 0
 

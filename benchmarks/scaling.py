@@ -14,9 +14,7 @@ import torch
 
 from ampkit import GradScaler
 from ampkit.optim import AdamW
-from benchmarks import byte_model
 from benchmarks.case import AMPKIT, OWN_OPTIMIZER, TORCH, Aim, Case, Side, WrongAnswerError
-from benchmarks.work import Work
 
 SCALE = 2.0     # not 1, and exact
 
@@ -32,8 +30,9 @@ class Idle(torch.optim.SGD):
 class Scaling(Case):
     """One scaler iteration's work on `tensors` float32 gradients of `elements` each.
 
-    `job`: "unscale" (`unscale_`), "clip" (unscale, check, norm and clip), "clip + AdamW" (that and the step), or
-    "python" (`scale`, `step`, `update` around an optimizer that does nothing; elements are few).
+    `job`: "unscale" (`unscale_`), "clip" (unscale, check, norm and clip), "clip + AdamW" (that and a fused step),
+    "AdamW" (the scaled step alone, and `update`), or "python" (`scale`, `step`, `update` around an optimizer that does
+    nothing; elements are few).
     """
 
     job: str = "unscale"
@@ -42,12 +41,12 @@ class Scaling(Case):
     family: str = "scaler"
 
     def sides(self, device: torch.device) -> dict[str, Side]:
-        if self.job != "clip + AdamW":
+        if "AdamW" not in self.job:
             return {TORCH: self._side(torch.amp.GradScaler, Idle, device), AMPKIT: self._side(GradScaler, Idle, device)}
         fused = functools.partial(torch.optim.AdamW, fused=True)
         return {
             TORCH: self._side(torch.amp.GradScaler, fused, device), AMPKIT: self._side(GradScaler, fused, device),
-            OWN_OPTIMIZER: self._side(GradScaler, AdamW, device),
+            OWN_OPTIMIZER: self._side(GradScaler, functools.partial(AdamW, fused=True), device),
         }
 
     def _side(self, make_scaler: Callable[..., Any], make_optimizer: Callable[..., Any], device: torch.device) -> Side:
@@ -76,7 +75,7 @@ class Scaling(Case):
             # Cleared, the scaler is READY again without update(), which is timed elsewhere.
             "unscale": (lambda: scaler.unscale_(optimizer), scaler._per_optimizer_states.clear),
             "clip": (clip, scaler._per_optimizer_states.clear),
-            "clip + AdamW": (clip, step),
+            "clip + AdamW": (clip, step), "AdamW": (lambda: None, step),
             "python": (lambda: scaler.scale(loss), step),
         }
         first, then = jobs[self.job]
@@ -91,15 +90,9 @@ class Scaling(Case):
                 torch._foreach_copy_([_grad(param) for param in params], grads)
 
         def result() -> list[torch.Tensor]:
-            return [param.detach() if self.job == "clip + AdamW" else _grad(param) for param in params]
+            return [param.detach() if "AdamW" in self.job else _grad(param) for param in params]
 
         return Side(run, before=restore, result=result)
-
-    def work(self) -> Work | None:
-        if self.job == "python":
-            return None
-        bytes_per_element = byte_model.OURS[BYTE_MODELS[self.job]].total
-        return Work(0, bytes_per_element * self.tensors * self.elements, f"{bytes_per_element} bytes per element")
 
     def check(self, sides: Mapping[str, Side]) -> None:
         """Every side left the base's gradients, or parameters where there is a step, to within rounding."""
@@ -122,27 +115,33 @@ def _grad(param: torch.Tensor) -> torch.Tensor:
     return param.grad
 
 
-BYTE_MODELS = {"unscale": "unscale", "clip": "unscale + clip", "clip + AdamW": "clip + AdamW"}
-
-
 def cases() -> list[Case]:
-    """Large lists, where bytes decide; many tiny ones, where Python and launches do; growing single tensors."""
+    """Large lists, where bytes decide; small ones, where Python does; the scaler's own Python; one tensor."""
+    aims = {"unscale": (Aim(AMPKIT, 1.1),), "clip": (Aim(AMPKIT, 0.75),)}
+    small = (Aim(AMPKIT, 1.1), Aim(OWN_OPTIMIZER, 1.1))
     found: list[Case] = [
-        Scaling(name=f"{job}, {tensors} x {label}", job=job, tensors=tensors, elements=elements, aims=aims, seconds=3.0)
-        for job, aims in (("unscale", (Aim(AMPKIT, 1.1),)), ("clip", (Aim(AMPKIT, 0.75),)), ("clip + AdamW", ()))
+        Scaling(
+            name=f"{job}, {tensors} x {label}", job=job, tensors=tensors, elements=elements, aims=aims.get(job, ()),
+            seconds=2.5,
+        )
+        for job in ("unscale", "clip", "clip + AdamW")
         for tensors, elements, label in ((50, 200_000, "200k"), (8, 4_000_000, "4M"))
+    ]
+    found += [
+        Scaling(name=f"{job}, 100 x 1k", job=job, tensors=100, elements=1000, aims=small)
+        for job in ("AdamW", "clip + AdamW")
     ]
     found += [
         Scaling(
             name=f"scale + step + update, {count} parameter{'s' * (count > 1)}", job="python", tensors=count,
-            sample_seconds=1e-3, aims=(Aim(AMPKIT, 1.0),) if count <= 1000 else (),
+            sample_seconds=1e-3, aims=(Aim(AMPKIT, 1.0),), seconds=1.5,
         )
-        for count in (1, 10, 100, 1000, 10_000)
+        for count in (1, 10, 100, 1000)
     ]
     return found + [
         Scaling(
             name=f"clip, one tensor of 1e{power}", job="clip", elements=10**power, seconds=1.5,
             devices=("cpu", "cuda") if power <= 7 else ("cuda",),
         )
-        for power in range(3, 10)
+        for power in (3, 5, 7, 9)
     ]

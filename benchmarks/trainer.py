@@ -27,19 +27,23 @@ Region = Callable[[], contextlib.AbstractContextManager[Any]]
 class Variant:
     """How a step is put together.
 
-    `run`: "eager", "compiled" (forward and loss through `torch.compile`) or "graph" (forward and backward of a
-    micro-batch captured as a CUDA graph; the optimizer steps outside it).
+    `scaled`: with a gradient scaler, as float16 always has. `run`: "eager", "compiled" (forward and loss, with the
+    region in it, through `torch.compile`), "around" (the region around a model that "aot_eager" has compiled) or
+    "graph" (forward and backward of a micro-batch captured as a CUDA graph; the optimizer steps outside it).
     """
 
     dtype: torch.dtype = torch.bfloat16
     accumulation: int = 1
     clip: bool = False
     run: str = "eager"
+    scaled: bool = False
 
     def __str__(self) -> str:
         parts = [{torch.float16: "fp16", torch.bfloat16: "bf16"}[self.dtype]]
         if self.accumulation > 1:
             parts.append(f"x{self.accumulation}")
+        if self.scaled:
+            parts.append("scaled")
         if self.clip:
             parts.append("clipped")
         if self.run != "eager":
@@ -61,13 +65,15 @@ class Trainer:
         # Fused, torch's fastest, so that the optimizer does not hide the differences.
         make = ampkit.optim.AdamW if way == OWN_OPTIMIZER else torch.optim.AdamW
         self.optimizer: torch.optim.Optimizer = make(self.model.parameters(), lr=workload.lr, fused=True)
-        scaled = variant.dtype is torch.float16 and way != FP32
+        scaled = (variant.scaled or variant.dtype is torch.float16) and way != FP32
         scaler = ampkit.GradScaler if way.startswith("ampkit") else torch.amp.GradScaler
         self.scaler: Any = scaler(device.type, enabled=scaled, growth_interval=100)
         self.steps = 0
         self.loss: Tensor | None = None
-        self.micro = self._eager
-        if variant.run == "compiled":
+        self.micro, self.forward = self._eager, self.model
+        if variant.run == "around":
+            self.forward = torch.compile(self.model, backend="aot_eager")
+        elif variant.run == "compiled":
             compiled = torch.compile(self._forward)
             self.micro = lambda batch: self._backward(compiled(*batch))
         elif variant.run == "graph":
@@ -95,7 +101,7 @@ class Trainer:
 
     def _forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         with self.region():
-            return loss_of(self.model(inputs), targets)
+            return loss_of(self.forward(inputs), targets)
 
     def _backward(self, loss: Tensor) -> Tensor:
         self.scaler.scale(loss / self.variant.accumulation).backward()

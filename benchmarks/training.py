@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from benchmarks import counts, workloads
-from benchmarks.case import KEPT, OWN_OPTIMIZER, SAME_LIST, TORCH, Aim, Case, Side, WrongAnswerError
+from benchmarks.case import AMPKIT, KEPT, OWN_OPTIMIZER, SAME_LIST, TORCH, Aim, Case, Side, WrongAnswerError
 from benchmarks.trainer import Trainer, Variant, ways
-from benchmarks.work import Work, training_bytes
 from benchmarks.workloads import Batch, Workload
 
 WARM_UP = 3
@@ -25,10 +24,11 @@ class Training(Case):
     variant: Variant = field(default_factory=Variant)
     family: str = "training"
     seconds: float = 3.5
+    torch_list: bool = True
 
     def sides(self, device: torch.device) -> dict[str, Side]:
         workload = _drawn_once(self.workload())
-        if self.variant.run == "compiled":
+        if self.variant.run in ("compiled", "around"):
             torch.compiler.reset()      # trainers share code objects; after eight recompilations torch runs one eagerly
         return {way: self.side(workload, way, device) for way in ways(self.variant, device)}
 
@@ -46,12 +46,7 @@ class Training(Case):
             return [] if trainer.loss is None else [trainer.loss.float()]
 
         def facts() -> dict[str, Any]:
-            found: dict[str, Any] = {
-                "steps": trainer.steps,
-                "final_loss": result()[0].item(),
-                "samples_per_step": workload.samples * self.variant.accumulation,
-                "parameters": sum(param.numel() for param in trainer.model.parameters()),
-            }
+            found: dict[str, Any] = {"final_loss": result()[0].item()}
             if self.variant.run == "eager":
                 # Otherwise the step frees gradients whose allocation the profiler may not have seen.
                 trainer.optimizer.zero_grad()
@@ -82,16 +77,6 @@ class Training(Case):
                     f"that of {TORCH} {wanted.item()}"
                 )
 
-    def work(self) -> Work:
-        workload = self.workload()
-        with torch.device("meta"):
-            parameters = sum(param.numel() for param in workload.build().parameters())
-        count = self.variant.accumulation
-        return Work(
-            workload.flops * count, training_bytes(parameters, count),
-            "matrix products forward and backward; fp32 weights, gradients and AdamW once",
-        )
-
 
 def _drawn_once(workload: Workload) -> Workload:
     """The workload with its micro-batches cached: all ways use the same, and some take gigabytes."""
@@ -109,55 +94,92 @@ BF16, FP16 = torch.bfloat16, torch.float16
 EQUAL = (Aim(SAME_LIST, 1.0),)
 
 
+# Without AVX-512 a CPU has no 16-bit LSTM, and takes a second for a step of what is not small.
+EVERYWHERE = ("cpu", "cuda")
+FAST = EVERYWHERE if torch.ops.mkldnn._is_mkldnn_bf16_supported() else ("cuda",)
+
+
 def small() -> list[Case]:
-    """Models that a CPU trains in seconds, where overhead shows."""
+    """Steps of about a millisecond, where overhead shows most: under a scaler, with and without clipping."""
+    models: tuple[tuple[str, Callable[[], Workload], tuple[str, ...]], ...] = (
+        ("transformer, d=32, 2 x 16 tokens", lambda: workloads.gpt(32, 4, 2, 16, 256, 2), EVERYWHERE),
+        ("convolutions, batch norm", lambda: workloads.resnet(8, (1, 1), 4, 32, 10), EVERYWHERE),
+        ("LSTM, d=32, 4 x 16 tokens", lambda: workloads.lstm(32, 2, 4, 16, 64), FAST),
+    )
+    return [
+        Training(
+            name=f"{name}, {variant}", family="small", workload=workload, variant=variant, devices=devices,
+            aims=(Aim(AMPKIT, 1.1),), seconds=3.0,
+        )
+        for name, workload, devices in models for variant in (Variant(scaled=True), Variant(scaled=True, clip=True))
+    ]
+
+
+def compiled() -> list[Case]:
+    """A region around a compiled model, and one that is compiled with it."""
+    found: list[Case] = [
+        Training(
+            name=f"d={width}, 2 x 16 tokens, region around", family="compiled", variant=Variant(run="around"),
+            workload=lambda width=width: workloads.gpt(width, 4, 2, 16, 256, 2), aims=(Aim(AMPKIT, 1.02),),
+        )
+        for width in (32, 128)
+    ]
+    variant = Variant(run="compiled")
+    return found + [
+        Training(
+            name=f"{name}, inductor, region inside", family="compiled", workload=workload, variant=variant,
+            devices=devices, everyday=False,
+        )
+        for name, workload, devices in MODELS
+    ]
+
+
+MODELS: tuple[tuple[str, Callable[[], Workload], tuple[str, ...]], ...] = (
+    ("digits CNN", workloads.digits, EVERYWHERE), ("char-GPT", workloads.characters, FAST),
+    ("LSTM", lambda: workloads.lstm(128, 2, 16, 32), FAST),
+)
+
+
+def models() -> list[Case]:
+    """Models that a CPU trains in seconds."""
     found: list[Case] = []
-    # oneDNN's 16-bit LSTM needs AVX-512; on other CPUs torch.amp raises.
-    lstm = ("cpu", "cuda") if torch.ops.mkldnn._is_mkldnn_bf16_supported() else ("cuda",)
-    for name, workload, variants in (
-        ("digits CNN", workloads.digits, (Variant(BF16), Variant(BF16, clip=True), Variant(FP16))),
-        ("char-GPT", workloads.characters, (Variant(BF16), Variant(BF16, clip=True))),
-        ("LSTM", lambda: workloads.lstm("LSTM", 128, 2, 16, 32), (Variant(BF16), Variant(BF16, 8))),
-    ):
-        able = lstm if name == "LSTM" else ("cpu", "cuda")
+    for name, workload, devices in MODELS:
+        variants = [Variant(), Variant(accumulation=8) if name == "LSTM" else Variant(clip=True)]
         found += [
-            Training(name=f"{name}, {variant}", workload=workload, variant=variant, devices=able)
-            for variant in variants
+            Training(name=f"{name}, {variant}", workload=workload, variant=variant, devices=devices)
+            for variant in variants + [Variant(FP16)] * (name == "digits CNN")
         ]
-        for run, devices in (("compiled", able), ("graph", ("cuda",))):
-            variant = Variant(BF16, run=run)
-            found.append(Training(
-                name=f"{name}, {variant}", workload=workload, variant=variant, devices=devices, everyday=run == "graph",
-            ))
+        graph = Variant(run="graph")
+        found.append(Training(name=f"{name}, {graph}", workload=workload, variant=graph, devices=("cuda",)))
     return found
 
 
 def widths() -> list[Case]:
     """The same four-block transformer at growing width: where overhead ends and arithmetic begins."""
-    found: list[Case] = []
-    for width in (32, 64, 128, 256, 512):
-        aims = EQUAL if width >= 256 else ()
-        found.append(Training(
-            name=f"d={width}", family="width", aims=aims, seconds=4.5,
-            workload=lambda width=width: workloads.gpt(f"d={width}", width, 4, 4, 32, 256, max(2, width // 64)),
-        ))
-    return found
+    return [
+        Training(
+            name=f"d={width}", family="width", aims=EQUAL if width >= 256 else (), seconds=4.0,
+            devices=EVERYWHERE if width <= 128 else FAST,
+            workload=lambda width=width: workloads.gpt(width, 4, 4, 32, 256, max(2, width // 64)),
+        )
+        for width in (32, 64, 128, 256, 512)
+    ]
 
 
 def accumulation() -> list[Case]:
-    """Eight micro-batches of 1 x 8 tokens on wide layers, where casting the weights is much of the work."""
+    """Eight micro-batches of few tokens, where casting the weights is much of the work."""
     variant = Variant(BF16, 8)
     return [Training(
-        name=f"d=768, 4 blocks, 1 x 8 tokens, {variant}", family="accumulation", variant=variant, seconds=10.0,
-        workload=lambda: workloads.gpt("accumulation", 768, 4, 1, 8, 256, 12), aims=(Aim(KEPT, 0.85),),
+        name=f"d=256, 2 blocks, 1 x 8 tokens, {variant}", family="accumulation", variant=variant, seconds=8.0,
+        workload=lambda: workloads.gpt(256, 2, 1, 8, 256, 4), aims=(Aim(KEPT, 0.85),),
     )]
 
 
 def large() -> list[Case]:
     """Models of real size, for a GPU."""
     models: dict[str, Callable[[], Workload]] = {
-        "GPT-2 124M": lambda: workloads.gpt("GPT-2 124M", 768, 12, 8, 1024, 50257, 12),
-        "ResNet-50": lambda: workloads.resnet("ResNet-50", 64, (3, 4, 6, 3), 128, 224, 1000),
+        "GPT-2 124M": lambda: workloads.gpt(768, 12, 8, 1024, 50257, 12),
+        "ResNet-50": lambda: workloads.resnet(64, (3, 4, 6, 3), 128, 224, 1000),
     }
     # The variant; whether the default run has it, as a run should take minutes; its aims.
     variants: dict[Variant, tuple[bool, tuple[Aim, ...]]] = {
@@ -177,6 +199,6 @@ def large() -> list[Case]:
 
 def cases() -> list[Case]:
     """Every training case."""
-    return accumulation() + widths() + small() + large()
+    return small() + compiled() + accumulation() + widths() + models() + large()
 
 

@@ -7,24 +7,24 @@ lose on long lists, programs per multiprocessor above what registers allow shoul
 
 from __future__ import annotations
 
+import importlib
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 from unittest import mock
 
 import torch
 
 import ampkit_kernels
 from ampkit_kernels.configs import Config
-from benchmarks.case import Case, Side, UnavailableError
+from benchmarks.case import AMPKIT, Case, Side, UnavailableError
 from benchmarks.device import must_answer
-from benchmarks.kernels import Material
+from benchmarks.kernels import JOBS, Material
 from benchmarks.parameter_lists import LISTS, REHEARSAL
-from benchmarks.timing import Run
 
 SHIPPED = "shipped"
 GRID = [Config(b, w, max(b, 65536), p) for b in (1024, 2048, 4096, 8192) for w in (4, 8) for p in (2, 4, 8)]
+# A job, which at factor 1 is its norm alone, and the kernel whose configurations are compared.
+KERNELS = {"unscale": "unscale", "unscale + clip, factor 1": "norm", "AdamW step": "adamw"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +34,11 @@ class Tuning(Case):
     Compiling takes a second per configuration: no further one is begun after `compile_seconds`.
     """
 
-    kernel: str = "unscale"
+    job: str
     family: str = "tuning"
     base: str = SHIPPED
     everyday: bool = False
     events: bool = True
-    seconds: float = 2.0
     compile_seconds: float = 11.0
 
     def sides(self, device: torch.device) -> dict[str, Side]:
@@ -48,76 +47,38 @@ class Tuning(Case):
             raise UnavailableError(reason)
         on_gpu = device.type == "cuda"
         shapes = next(iter((LISTS if on_gpu else REHEARSAL).values()))()
-        shipped, launch = launcher(self.kernel, Material(shapes, device, torch.float32))
-        found = {f"{SHIPPED}: {describe(shipped)}": shipped}
-        found |= {describe(config): config for config in (GRID if on_gpu else GRID[:2])}
-        sides: dict[str, Side] = {}
+        material = Material(shapes, device, torch.float32, impl="triton")
+        sides = {SHIPPED: self.side(material, None)}
+        sides[SHIPPED].run(1)
         deadline = time.perf_counter() + self.compile_seconds
-        for name, config in found.items():
-            if sides and time.perf_counter() > deadline:
+        for config in GRID if on_gpu else GRID[:2]:
+            if time.perf_counter() > deadline:
                 break
+            side = self.side(material, config)
             try:
-                launch(config)
+                side.run(1)
                 must_answer(device)
-            except Exception as error:
+            except Exception:
                 must_answer(device)
-                if not sides:
-                    raise RuntimeError(f"{self.kernel} does not run as shipped: {error}") from error
                 continue
-            shown = name if sides else SHIPPED
-            sides[shown] = Side(_repeated(launch, config), facts=lambda name=name: {"configuration": name})
+            warps, programs = config.num_warps, config.programs_per_multiprocessor
+            sides[f"block {config.block}, warps {warps}, programs {programs}"] = side
         return sides
 
+    def side(self, material: Material, config: Config | None) -> Side:
+        """The job with another configuration of its kernel, or as it is shipped."""
+        job = JOBS[self.job][0](material)[0][AMPKIT]
+        module = importlib.import_module(f"ampkit_kernels.triton_ops.{KERNELS[self.job]}")
+        configs = module.CONFIGS if config is None else dict.fromkeys(module.CONFIGS, config)
 
-def describe(config: Config) -> str:
-    """A configuration in words."""
-    return f"block {config.block}, warps {config.num_warps}, programs {config.programs_per_multiprocessor}"
+        def run(calls: int) -> None:
+            with mock.patch.object(module, "CONFIGS", configs):
+                for _ in range(calls):
+                    job()
 
-
-def _repeated(launch: Callable[[Config], object], config: Config) -> Run:
-    def run(calls: int) -> None:
-        for _ in range(calls):
-            launch(config)
-
-    return run
-
-
-# The module of a kernel, and what launches it. Triton is imported late.
-def _unscale(m: Material) -> tuple[Any, Callable[[], object]]:
-    from ampkit_kernels.triton_ops import unscale
-
-    return unscale, lambda: unscale.unscale_(m.grads, m.inv_scale, m.found_inf)
-
-
-def _norm(m: Material) -> tuple[Any, Callable[[], object]]:
-    from ampkit_kernels.triton_ops import norm
-
-    return norm, lambda: norm.norm_and_check(m.grads, m.inv_scale, m.found_inf)
-
-
-def _adamw(m: Material) -> tuple[Any, Callable[[], object]]:
-    from ampkit_kernels.triton_ops import adamw
-
-    masters, first, second = [param.detach() for param in m.params], m.states(), m.states()
-    steps = [torch.zeros((), device=m.device) for _ in m.params]
-    options: dict[str, Any] = {"lr": 1e-6, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
-    return adamw, lambda: adamw.adamw_(masters, m.grads, first, second, [], steps, **options)
-
-
-LAUNCHERS = {"unscale": _unscale, "norm": _norm, "adamw": _adamw}
-
-
-def launcher(kernel: str, material: Material) -> tuple[Config, Callable[[Config], object]]:
-    """The configuration that a kernel ships with, and what launches it with another."""
-    module, run = LAUNCHERS[kernel](material)
-
-    def launch(config: Config) -> None:
-        with mock.patch.object(module, "CONFIGS", dict.fromkeys(module.CONFIGS, config)):
-            run()
-
-    return module.CONFIGS[4], launch
+        return Side(run)
 
 
 def cases() -> list[Case]:
     """A case per kernel."""
-    return [Tuning(name=kernel, kernel=kernel) for kernel in LAUNCHERS]
+    return [Tuning(name=kernel, job=job) for job, kernel in KERNELS.items()]

@@ -1,4 +1,4 @@
-"""What is trained: a model at its real size, batches for it, its loss, and how much work a step is.
+"""What is trained: a model at its real size, batches for it, its loss.
 
 The digits and the characters are real data, which ships with scikit-learn and Python. The others have random batches,
 drawn once and repeated: their loss falls because they overfit, which is enough to see that every way of training
@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks import work
 from benchmarks.case import UnavailableError
 
 Batch = tuple[Tensor, Tensor]
@@ -22,15 +21,11 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, where its micro-batches come from, and the FLOPs of one micro-batch forward and backward."""
+    """A model, and where its micro-batches come from."""
 
-    name: str
     build: Callable[[], nn.Module]
     batches: Callable[[int, torch.Generator], list[Batch]]
     """That many micro-batches, on the CPU."""
-    samples: int
-    """Samples in a micro-batch: images, or sequences."""
-    flops: int
     lr: float = 3e-4
 
 
@@ -149,7 +144,7 @@ def _image_batches(size: int, batch: int, classes: int) -> Callable[[int, torch.
     return draw
 
 
-def gpt(name: str, width: int, blocks: int, batch: int, length: int, tokens: int, heads: int) -> Workload:
+def gpt(width: int, blocks: int, batch: int, length: int, tokens: int, heads: int) -> Workload:
     """A GPT-like model over random tokens."""
 
     def build() -> nn.Module:
@@ -158,24 +153,18 @@ def gpt(name: str, width: int, blocks: int, batch: int, length: int, tokens: int
             nn.init.normal_(table.weight, std=0.02)
         return model
 
-    batches = _token_batches(tokens, batch, length)
-    return Workload(name, build, batches, batch, work.decoder(batch, length, width, blocks, tokens))
+    return Workload(build, _token_batches(tokens, batch, length))
 
 
-def resnet(name: str, width: int, depths: tuple[int, ...], batch: int, size: int, classes: int) -> Workload:
+def resnet(width: int, depths: tuple[int, ...], batch: int, size: int, classes: int) -> Workload:
     """A bottleneck ResNet over random images."""
-    return Workload(
-        name, lambda: ResNet(width, depths, classes), _image_batches(size, batch, classes), batch,
-        work.resnet(batch, size, width, depths, classes),
-    )
+    return Workload(lambda: ResNet(width, depths, classes), _image_batches(size, batch, classes))
 
 
-def lstm(name: str, width: int, layers: int, batch: int, length: int, tokens: int = 256) -> Workload:
+def lstm(width: int, layers: int, batch: int, length: int, tokens: int = 256) -> Workload:
     """An LSTM language model over random tokens."""
-    return Workload(
-        name, lambda: RecurrentLanguageModel(tokens, width, layers), _token_batches(tokens, batch, length), batch,
-        work.recurrent(batch, length, width, layers, tokens), lr=3e-3,
-    )
+    batches = _token_batches(tokens, batch, length)
+    return Workload(lambda: RecurrentLanguageModel(tokens, width, layers), batches, lr=3e-3)
 
 
 def _demo_batches(task: str, *sizes: int) -> Callable[[int, torch.Generator], list[Batch]]:
@@ -199,7 +188,7 @@ def digits(samples: int = 64) -> Workload:
 
         return DigitsNet()
 
-    return Workload("digits CNN", build, _demo_batches("digits", samples), samples, work.digits(samples), lr=5e-3)
+    return Workload(build, _demo_batches("digits", samples), lr=5e-3)
 
 
 def characters(samples: int = 32, length: int = 32, width: int = 128, blocks: int = 3) -> Workload:
@@ -211,5 +200,4 @@ def characters(samples: int = 32, length: int = 32, width: int = 128, blocks: in
     def build() -> nn.Module:
         return CharGPT(alphabet, length, width, blocks)
 
-    flops = work.decoder(samples, length, width, blocks, alphabet)
-    return Workload("char-GPT", build, _demo_batches("gpt", samples, length), samples, flops, lr=5e-3)
+    return Workload(build, _demo_batches("gpt", samples, length), lr=5e-3)

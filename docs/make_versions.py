@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import torch
 
 import ampkit.doctor  # noqa: F401  (imports every module that looks a name up)
-from ampkit.torch_internals.dispatcher import KEY_NAME
+from ampkit.torch_internals.dispatcher import KEY_NAMES
 from ampkit.torch_internals.lookup import looked_up
 from ampkit.torch_internals.versions import SUPPORTED
 
@@ -31,8 +31,9 @@ The first region of a process tests a newer torch, and `ampkit doctor` reports t
 FOOT = f"""
 ## What regions need and torch does not promise
 
-The dispatch key `{KEY_NAME}` and the names below are there in every version of the table: a test holds that, and what
-happens where one is not. None has a public counterpart. Without one, regions are refused and all else works.
+The dispatch keys `{"` and `".join(KEY_NAMES.values())}` are there in every version
+of the table, and so are the names below: a test holds that, and what happens where one is not. None has a public
+counterpart. Without one, regions are refused and all else works.
 
 {{}}
 """

@@ -5,10 +5,11 @@ differentiated, and `linear` arrives as `t` + `addmm`. This one is put at a key 
 above torch's own autocast: it sees an operator first and before decomposition, and its casts are differentiated,
 vmapped and traced as if they had been written by hand.
 
-The key is `TESTING_ONLY_GenericMode`, which torch defines and no build of torch uses. A kernel is registered there for
-each operator that some policy lists; for every other operator the key is a fallthrough, at no cost, also for
-composites, whose parts are dispatched through the key again. The key is included only while a region is open, so the
-registrations mean nothing outside. Because the mode does not need torch's autocast keys excluded, the region's state
+The key is `TESTING_ONLY_GenericMode`, or `TESTING_ONLY_GenericWrapper` for policies that start from torch's list: torch
+defines both, and no build of torch uses them. A kernel is registered there for each operator that some policy of that
+key lists; for every other operator the key is a fallthrough, at no cost, also for composites, whose parts are
+dispatched through the key again. The key is included only while a region is open, so the registrations mean nothing
+outside. Because the mode does not need torch's autocast keys excluded, the region's state
 *is* torch's own autocast state: `torch.is_autocast_enabled(...)`, `torch.autocast(enabled=False)` in a library,
 activation checkpointing and operators with `register_autocast` all see it. docs/architecture.md has the measurements.
 
@@ -33,6 +34,8 @@ from ampkit.region import float8, float32_out, policy_guard, recurrent
 from ampkit.region.specialised import kernels_for
 from ampkit.region.weight_cache import RegionCache, WeightCache
 from ampkit.torch_internals.dispatcher import (
+    KEY,
+    TORCH_KEY,
     Exclude,
     TorchDispatchMode,
     keysets,
@@ -49,7 +52,8 @@ _LOWER, _DECOMPOSE = Rule.LOWER, Rule.DECOMPOSE
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 
-_installed: weakref.WeakValueDictionary[int, RuleTable] = weakref.WeakValueDictionary()     # with their kernels
+# Tables whose operators have kernels, by `id` and key.
+_installed: weakref.WeakValueDictionary[tuple[int, Any], RuleTable] = weakref.WeakValueDictionary()
 
 
 class AutocastMode(TorchDispatchMode):
@@ -72,17 +76,18 @@ class AutocastMode(TorchDispatchMode):
         self.changes = register_changes()
         self.lookup = None if cache is None else cache.cast
         self.tables = tuple((device, policy.rules()) for device, policy in policies)
-        self.kernels = kernels_for(self.tables)
         # Transforms of `torch.func` decompose some operators. torch's list is followed after them, as torch.amp does,
         # ampkit's before them, so that `vmap` over models is the loop over models.
         self.as_torch = {policy.base for _, policy in policies} == {"torch"}
+        self.key = TORCH_KEY if self.as_torch else KEY
+        self.kernels = kernels_for(self.tables, self.key)
         self.has_module_rules = any(policy.modules for _, policy in policies)
         self.mark = policy_guard.mark_of(policies)
         self.excluded_keys, self.redispatch_keys = keysets(tuple(device for device, _ in policies))
         for _, table in self.tables:
-            if _installed.get(id(table)) is not table:
-                install(table)
-                _installed[id(table)] = table
+            if _installed.get((id(table), self.key)) is not table:
+                install(table, self.key)
+                _installed[id(table), self.key] = table
 
     @functools.cached_property
     def closed_copy(self) -> AutocastMode:

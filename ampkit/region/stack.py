@@ -25,7 +25,6 @@ from ampkit.region.weight_cache import RegionCache, WeightCache
 from ampkit.torch_internals import self_check
 from ampkit.torch_internals.checkpoint import follow
 from ampkit.torch_internals.dispatcher import (
-    KEY,
     TLS_NAME,
     current,
     get_in_tls,
@@ -69,7 +68,7 @@ class Entry:
 
     __slots__ = (
         "active", "cache", "cache_flag", "counted", "dtype", "enabled", "ended", "excluded", "frame", "hooks",
-        "included", "mark", "mode", "outer", "own_cache", "spec",
+        "included", "key", "mark", "mode", "muted", "outer", "own_cache", "spec",
     )
 
     def __init__(
@@ -107,8 +106,10 @@ class Entry:
         ):
             mode = _mode(outer, kind, spec.policy, cache if spec.cache_enabled else None, hooks)
         self.mode = mode
-        self.included = is_included(KEY)
-        self.excluded = is_excluded(KEY)    # inside a disabled region, or inside an operator
+        self.key = key = mode.key
+        self.included = is_included(key)
+        self.excluded = is_excluded(key)    # inside a disabled region, or inside an operator
+        self.muted = None if outer is None or outer.key is key or is_excluded(outer.key) else outer.key
         self.hooks = None
         active = spec.enabled or recomputes
         if mode.has_module_rules and hooks is not None and active:
@@ -133,9 +134,11 @@ class Entry:
         if spec.cache_enabled is not self.cache_flag:
             _set_cache_flag(self.cache_flag)
         if active and not self.included:
-            set_included(KEY, False)
+            set_included(self.key, False)
         if self.excluded is active:
-            set_excluded(KEY, self.excluded)
+            set_excluded(self.key, self.excluded)
+        if self.muted is not None:
+            set_excluded(self.muted, False)
         if again or thread.mark is not self.mark:
             policy_guard.write(self.mark, again=again)
         put_in_tls(TLS_NAME, self.outer or self.mode.closed_copy)
@@ -211,9 +214,11 @@ def push(
         if mark is not entry.mark:
             policy_guard.write(mark)
         if active and not entry.included:
-            set_included(KEY, True)
+            set_included(entry.key, True)
         if entry.excluded is active:
-            set_excluded(KEY, not active)
+            set_excluded(entry.key, not active)
+        if entry.muted is not None:
+            set_excluded(entry.muted, True)
         _set_enabled(spec.device_type, spec.enabled)
         if spec.dtype is not entry.dtype:
             _set_dtype(spec.device_type, spec.dtype)

@@ -33,7 +33,7 @@ from ampkit.scaler import norm_limit, saved_state
 from ampkit.scaler.history import COUNTS, History, ScalerStats
 from ampkit.scaler.loss_scale import DynamicLossScale, LossScale, ScaleState
 from ampkit.scaler.norm_limit import RecentNorms, TimesMedian
-from ampkit.scaler.overflow_report import BackwardOrder, Counts, OverflowReport, count_nonfinite, report
+from ampkit.scaler.overflow_report import Counts, OverflowReport, count_nonfinite, report
 from ampkit.scaler.records import MARK, LastStep, Notes, ready, refuse_claimed
 from ampkit.scaler.saved_state import Loadable
 from ampkit.torch_internals.fsdp import is_flat
@@ -142,7 +142,6 @@ class GradScaler(torch.amp.GradScaler):
         self._counters: tuple[Tensor, ...] = ()     # of the strategy, beside these two
         self._history: History | None = None
         self._recent_norms: list[RecentNorms] = []      # of optimizers, in the order in which they had a norm first
-        self._order = BackwardOrder()
         self._last_steps: weakref.WeakKeyDictionary[Any, LastStep] = weakref.WeakKeyDictionary()
         self._begin_iteration()
 
@@ -153,7 +152,6 @@ class GradScaler(torch.amp.GradScaler):
         self._largest_norm: Tensor | None = None
         self._outlier: Tensor | None = None     # of any optimizer
         self._used_scale: Tensor | None = None      # a copy
-        self._order.is_of_this_iteration = False
 
     @property
     def _per_optimizer_states(self) -> MutableMapping[int, Any]:
@@ -212,8 +210,6 @@ class GradScaler(torch.amp.GradScaler):
     def _scale_one(self, output: Tensor, copies: dict[torch.device, Tensor]) -> Tensor:
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(output.device)
-        if self._order.wanted and not is_compiling():
-            self._order.learn(output)
         if not self._rule.scales_losses:
             return output
         scale: Any = self._scale
@@ -664,9 +660,6 @@ class GradScaler(torch.amp.GradScaler):
         if self._history is not None:  # else another scaler scales these gradients; its steps are not counted here
             self._history.note_step(found_inf, notes.outlier)
         last = notes.last_step
-        if last.found_inf is None and not self._order.is_of_this_iteration:
-            self._order.uses.clear()    # of parameters whose ids these may have now
-        self._order.wanted = bool(skipped)
         last.found_inf, last.skipped, last.idle_steps, last.outlier = found_inf, skipped, -1, notes.outlier
         self._stuck_check_due = skipped is None
         if skipped or notes.outlier is not None:
@@ -896,7 +889,7 @@ class GradScaler(torch.amp.GradScaler):
     def overflow_report(
         self, model: torch.nn.Module | None = None, *, optimizer: torch.optim.Optimizer | None = None
     ) -> OverflowReport:
-        """Which parameters held inf or NaN in the last skipped step, in backward's order. Reads the device.
+        """Which parameters held inf or NaN in the last skipped step, the likely origin first. Reads the device.
 
         Optimizers that skip on an accelerator are examined when this is called: call it before their gradients are
         cleared.
@@ -912,8 +905,7 @@ class GradScaler(torch.amp.GradScaler):
                 found.append(last.counts)
             elif bool(last.found_inf != 0):
                 found.append(count_nonfinite(each))
-        self._order.wanted = True
-        return report(found, self._order, model)
+        return report(found, model)
 
     def check_ranks(self, process_group: Any = None) -> None:
         """Raise if ranks hold different loss scales or have taken different numbers of steps. Every rank must call it.

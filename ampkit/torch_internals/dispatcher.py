@@ -1,4 +1,8 @@
-"""What regions use of torch's dispatcher: the key above autograd, guards, and the thread-local store (TLS)."""
+"""What regions use of torch's dispatcher: two keys above autograd, guards, and the thread-local store (TLS).
+
+`TORCH_KEY` is for regions that start from torch's list for a device, `KEY` for all others. So operators that only
+ampkit's lists name have no kernel at `TORCH_KEY`, and cost nothing there.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampkit.torch_internals.lookup import missing, private, refuse
 
 __all__ = [
-    "AUTOCAST_KEYS", "KEY", "KEY_NAME", "TLS_NAME", "Exclude", "TorchDispatchMode", "autocast_key", "current",
-    "get_in_tls", "has_kernel", "higher_order_fallthrough", "higher_order_ops", "is_excluded", "is_in_tls",
+    "AUTOCAST_KEYS", "KEY", "KEY_NAMES", "TLS_NAME", "TORCH_KEY", "Exclude", "TorchDispatchMode", "autocast_key",
+    "current", "get_in_tls", "has_kernel", "higher_order_fallthrough", "higher_order_ops", "is_excluded", "is_in_tls",
     "is_included", "is_open", "keysets", "parsed_key", "put_in_tls", "set_excluded", "set_included",
 ]
 
-KEY_NAME = "TESTING_ONLY_GenericMode"
 TLS_NAME = "ampkit.mode"
 AUTOCAST_KEYS = {
     "cpu": "AutocastCPU", "cuda": "AutocastCUDA", "mps": "AutocastMPS", "xpu": "AutocastXPU", "hpu": "AutocastHPU",
@@ -55,8 +58,10 @@ def _below(key: Any) -> Any:
     return None if key is None or after is refuse else after(key)
 
 
-KEY = parsed_key(KEY_NAME)
-_BELOW = _below(KEY)
+_KEY_NAME, _TORCH_KEY_NAME = "TESTING_ONLY_GenericMode", "TESTING_ONLY_GenericWrapper"     # the second is below
+KEY, TORCH_KEY = parsed_key(_KEY_NAME), parsed_key(_TORCH_KEY_NAME)
+KEY_NAMES = {KEY: _KEY_NAME, TORCH_KEY: _TORCH_KEY_NAME}
+_BELOW = _below(TORCH_KEY)
 
 
 def _owning(stash: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
@@ -84,7 +89,7 @@ put_in_tls = _stash if _stash is refuse else _owning(_stash)
 @functools.cache
 def keysets(device_types: tuple[str, ...]) -> tuple[Any, Any]:
     """The keys to exclude while an operator runs on cast arguments, and those to redispatch to without casts."""
-    excluded = torch._C.DispatchKeySet(KEY)
+    excluded = torch._C.DispatchKeySet(KEY) | torch._C.DispatchKeySet(TORCH_KEY)
     for device_type in device_types:
         excluded |= torch._C.DispatchKeySet(autocast_key(device_type))
     return excluded, _BELOW - excluded
@@ -103,4 +108,4 @@ def current() -> Any:
 
 def is_open() -> bool:
     """Whether operators reach the mode here: a region is open, and no disabled one is inside it."""
-    return is_included(KEY) and not is_excluded(KEY)
+    return any(is_included(key) and not is_excluded(key) for key in KEY_NAMES)

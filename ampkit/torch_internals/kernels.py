@@ -1,4 +1,4 @@
-"""Registering kernels at the regions' dispatch key, once per operator and process.
+"""Registering kernels at the regions' dispatch keys, once per operator and key in a process.
 
 The registered kernel looks the operator up in the `kernels` of the thread's mode: specialised ones, or those of
 `GENERAL`, which hand any operator to the mode's `__torch_dispatch__`.
@@ -15,8 +15,7 @@ import torch
 from torch.library import Library
 
 from ampkit.torch_internals.dispatcher import (
-    KEY,
-    KEY_NAME,
+    KEY_NAMES,
     TLS_NAME,
     Exclude,
     current,
@@ -30,8 +29,8 @@ from ampkit.torch_internals.dispatcher import (
 from ampkit.torch_internals.dynamo import dynamo_skip
 from ampkit.torch_internals.forks import renewed_lock
 from ampkit.torch_internals.operators import OpOverload
-from ampkit.torch_internals.signatures import TENSOR, compiled, signature_of
-from ampkit.torch_internals.transforms import functorch_level, is_ahead, keys_ahead
+from ampkit.torch_internals.signatures import defined, signature_of
+from ampkit.torch_internals.transforms import is_ahead, keys_ahead
 
 Kernel = Callable[..., Any]
 R = TypeVar("R")
@@ -41,19 +40,19 @@ _NUMBERS = frozenset({int, float, bool, complex, torch.SymInt, torch.SymFloat, t
 _libraries: dict[str, Library] = {}
 GENERAL: dict[str, Kernel] = {}         # by the operator's name
 OPERATORS: dict[str, OpOverload] = {}
-_installed: set[OpOverload] = set()
+_installed: set[tuple[OpOverload, Any]] = set()      # with the key
 _installing_lock = renewed_lock(__name__, "_installing_lock")
 
 
-def install(ops: Iterable[OpOverload]) -> None:
-    """Register a kernel for operators that have none yet.
+def install(ops: Iterable[OpOverload], key: Any) -> None:
+    """Register a kernel at `key` for operators that have none there yet.
 
     A thread of its own registers them. Signal handlers run in the main thread alone, so neither Ctrl-C nor a handler
     that opens a region of its own comes between a registration and the note of it.
     """
-    missing = [op for op in ops if op not in _installed]
+    missing = [op for op in ops if (op, key) not in _installed]
     if missing:
-        in_own_thread(_install, missing)
+        in_own_thread(_install, missing, key)
 
 
 def in_own_thread(function: Callable[..., R], *args: Any) -> R:
@@ -75,58 +74,49 @@ def in_own_thread(function: Callable[..., R], *args: Any) -> R:
     return found[0]
 
 
-def _install(ops: list[OpOverload]) -> None:
+def _install(ops: list[OpOverload], key: Any) -> None:
     with _installing_lock:
         if not _libraries:
             _prepare()
         for op in ops:
-            if op not in _installed:
-                _install_one(op)
+            if (op, key) not in _installed:
+                _install_one(op, key)
 
 
-def _install_one(op: OpOverload) -> None:
+def _install_one(op: OpOverload, key: Any) -> None:
     name = op.name()
     if op.namespace not in _libraries:
         _libraries[op.namespace] = Library(op.namespace, "IMPL")
-    OPERATORS[name] = op
-    GENERAL[name] = _general(op)
-    if not has_kernel(name, KEY_NAME):      # it may, in a child forked amid the registration
-        _libraries[op.namespace].impl(op, _entry(op), KEY_NAME, with_keyset=True)
-    _go_before_tracer(op)
-    _installed.add(op)
+    if name not in OPERATORS:
+        GENERAL[name] = _general(op)
+        _go_before_tracer(op)
+        OPERATORS[name] = op
+    if not has_kernel(name, KEY_NAMES[key]):      # it may, in a child forked amid the registration
+        _libraries[op.namespace].impl(op, _entry(op), KEY_NAMES[key], with_keyset=True)
+    _installed.add((op, key))
 
 
 def _prepare() -> None:
-    """Set up what the first kernel of a process needs: the key is a fallthrough for operators without a kernel."""
+    """Set up what the first kernel of a process needs: the keys are fallthroughs for operators without a kernel."""
     library = Library("_", "IMPL")
-    try:
-        library.fallback(torch.library.fallthrough_kernel, KEY_NAME)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"the dispatch key {KEY_NAME} that ampkit needs for itself is taken: by another copy of ampkit, imported "
-            "again or reloaded in this process, or by another library. Start a new process and import ampkit once"
-        ) from error
-    for op in higher_order_ops.values():    # `torch.cond` and its kin dispatch in Python, without fallbacks
-        op.fallthrough(KEY)
-    if KEY not in higher_order_fallthrough:
-        higher_order_fallthrough.append(KEY)
+    for key, name in KEY_NAMES.items():
+        try:
+            library.fallback(torch.library.fallthrough_kernel, name)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the dispatch key {name} that ampkit needs for itself is taken: by another copy of ampkit, imported "
+                "again or reloaded in this process, or by another library. Start a new process and import ampkit once"
+            ) from error
+        for op in higher_order_ops.values():    # `torch.cond` and its kin dispatch in Python, without fallbacks
+            op.fallthrough(key)
+        if key not in higher_order_fallthrough:
+            higher_order_fallthrough.append(key)
     _libraries["_"] = library
 
 
-# The dispatcher passes numbers in the place of tensors (`x + 1`), which redispatch does not accept.
-_REDISPATCH = """\
-def make(go_on, below, general, Tensor):
-    def redispatch(_keys, {s.params}):
-        if {numbers}:
-            return general(_keys, {s.call})
-        return go_on(_keys & below, {s.call})
-    return redispatch
-"""
 _ENTRY = """\
-def make(get_in_tls, name):
-    def entry(_keys, {s.params}):
-        return get_in_tls({tls!r}).kernels[name](_keys, {s.call})
-    return entry
+def entry(_keys, {s.params}):
+    return _mode({tls!r}).kernels[_name](_keys, {s.call})
 """
 
 
@@ -135,23 +125,8 @@ def _entry(op: OpOverload) -> Kernel:
     signature = signature_of(op)
     if signature is None:
         return GENERAL[op.name()]       # no mode has another
-    return dynamo_skip(_maker(_ENTRY.format(s=signature, tls=TLS_NAME))(get_in_tls, op.name()))
-
-
-def redispatching(op: OpOverload, device_type: str) -> Kernel:
-    """The kernel of `op` under a policy that does not name it, where another does: it redispatches below the key."""
-    signature, general = signature_of(op), GENERAL[op.name()]
-    if signature is None:
-        return general
-    tensors = [name for name, kind in signature.tensors if kind == TENSOR]
-    numbers = " or ".join(f"not isinstance({name}, Tensor)" for name in tensors) or "False"
-    make = _maker(_REDISPATCH.format(s=signature, numbers=numbers))
-    return dynamo_skip(make(op._handle.redispatch_boxed, keysets((device_type,))[1], general, torch.Tensor))
-
-
-@functools.cache
-def _maker(text: str) -> Callable[..., Kernel]:
-    return compiled(text, "make", "<ampkit dispatch>")
+    text = _ENTRY.format(s=signature, tls=TLS_NAME)
+    return dynamo_skip(defined(text, "<ampkit dispatch>", {"_mode": get_in_tls, "_name": op.name()}))
 
 
 def _general(op: OpOverload) -> Kernel:
@@ -162,15 +137,14 @@ def _general(op: OpOverload) -> Kernel:
     @dynamo_skip
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         mode = get_in_tls(TLS_NAME)
-        if functorch_level() is not None:
-            args = _without_numbers(args, _numbers(args, slots))
         if not (mode.as_torch and is_ahead(keyset, ahead)):
             result = mode.__torch_dispatch__(op, (), args, kwargs)
             if result is not NotImplemented:
                 return result
         if _numbers(args, slots):
-            # A number in the place of a tensor: see _REDISPATCH. Where no list has `op`, torch has no autocast kernel
-            # for it either, and torch's key must stay: without it, autocast counts as disabled for its parts.
+            # The dispatcher passes numbers in the place of tensors (`x + 1`), which redispatch does not accept. Where
+            # no list has `op`, torch has no autocast kernel for it either, and torch's key must stay: without it,
+            # autocast counts as disabled for its parts.
             listed = any(op in table for _, table in mode.tables)
             with Exclude(mode.excluded_keys if listed else keysets(())[0]):
                 return op._op(*args, **kwargs)
@@ -182,26 +156,6 @@ def _general(op: OpOverload) -> Kernel:
 def _numbers(args: tuple[Any, ...], slots: list[int]) -> list[int]:
     """Where a number stands in the place of a tensor."""
     return [slot for slot in slots if slot < len(args) and type(args[slot]) in _NUMBERS]
-
-
-def _without_numbers(args: tuple[Any, ...], slots: list[int]) -> tuple[Any, ...]:
-    """Arguments with tensors for the numbers at `slots`, which promote as numbers do and have their digits.
-
-    Autograd saves a number as a tensor that is marked as one. Where a transform has wrapped it, torch cannot hand it to
-    a Python kernel in backward: it reads the number, and the wrapper has no memory.
-    """
-    tensor = next((arg for arg in args if isinstance(arg, torch.Tensor) and arg.is_floating_point()), None)
-    if tensor is None:
-        return args
-    changed = list(args)
-    for slot in slots:
-        if type(args[slot]) in (int, float, bool):
-            number = torch.scalar_tensor(args[slot], dtype=torch.float64)
-            # A tensor without dimensions would be promoted; in 16 bits it takes the number if no digit is lost.
-            low = number.to(tensor.dtype) if tensor.dim() == 0 else number
-            if tensor.dtype not in (torch.float16, torch.bfloat16) or bool(low == number):
-                changed[slot] = low
-    return tuple(changed)
 
 
 def _go_before_tracer(op: OpOverload) -> None:

@@ -152,30 +152,19 @@ class MasterWeights:
             ampkit_kernels.backend(params[0]).cast_(masters, params)
         self._note_written()
 
-    def drop_gradients(self) -> None:
-        """Set the masters' gradients to None, as each step does."""
-        for pair in self._pairs.values():
-            pair.master.grad = None
-
     def state_dict(self) -> dict[str, Any]:
-        """The masters, by parameter group and position; None where a parameter has none. Shares their storage.
+        """The masters in the order of the parameter groups. Shares their storage.
 
         Together with the optimizer's own `state_dict` it resumes a run bit for bit.
         """
-        masters = {id(pair.master) for pair in self._pairs.values()}
-        groups = self.optimizer.param_groups
-        return {
-            "masters": [
-                [param.detach() if id(param) in masters else None for param in group["params"]] for group in groups
-            ]
-        }
+        return {"masters": [master.detach() for master in self._in_groups()]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned, and write the model's 16-bit parameters from it.
 
         Raises:
-            KeyError: no "masters" in it. TypeError: masters that are no tensors. ValueError: other groups, numbers or
-            shapes than this optimizer's. Nothing has been loaded then.
+            KeyError: no "masters" in it. TypeError: no list of tensors. ValueError: another number of masters than
+            this optimizer has, or another shape. Nothing has been loaded then.
         """
         self.load_values_(self.checked_values(state_dict))
 
@@ -184,25 +173,21 @@ class MasterWeights:
         if "masters" not in state_dict:
             raise KeyError(f"no 'masters' in this state dict, which has {sorted(map(str, state_dict))}")
         self._adopt({})
-        saved, groups = state_dict["masters"], self.optimizer.param_groups
+        saved, masters = state_dict["masters"], self._in_groups()
+        if not isinstance(saved, list | tuple) or not all(isinstance(value, Tensor) for value in saved):
+            raise TypeError(f"the saved masters are {saved!r}; expected a list of tensors")
+        if len(saved) != len(masters):
+            raise ValueError(f"there are {len(saved)} saved masters; this optimizer has {len(masters)}")
+        for index, (value, master) in enumerate(zip(saved, masters, strict=True)):
+            if value.shape != master.shape:
+                raise ValueError(
+                    f"the saved master {index} has shape {tuple(value.shape)}; this optimizer's {tuple(master.shape)}"
+                )
+        return list(zip(masters, saved, strict=True))
+
+    def _in_groups(self) -> list[Tensor]:
         masters = {id(pair.master) for pair in self._pairs.values()}
-        if not isinstance(saved, list | tuple) or not all(isinstance(group, list | tuple) for group in saved):
-            raise TypeError(f"the saved masters are {saved!r}; expected a list of tensors per parameter group")
-        found, expected = [len(group) for group in saved], [len(group["params"]) for group in groups]
-        if found != expected:
-            raise ValueError(f"the saved masters come in groups of {found}; this optimizer's groups are of {expected}")
-        checked: list[tuple[Tensor, Tensor]] = []
-        for index, (values, group) in enumerate(zip(saved, groups, strict=True)):
-            for position, (value, param) in enumerate(zip(values, group["params"], strict=True)):
-                if value is None or id(param) not in masters:
-                    continue
-                which = f"the saved master {position} of group {index}"
-                if not isinstance(value, Tensor):
-                    raise TypeError(f"{which} is {value!r}; expected a tensor or None")
-                if value.shape != param.shape:
-                    raise ValueError(f"{which} has shape {tuple(value.shape)}; this optimizer's {tuple(param.shape)}")
-                checked.append((param, value))
-        return checked
+        return [param for group in self.optimizer.param_groups for param in group["params"] if id(param) in masters]
 
     @torch.no_grad()
     def load_values_(self, values: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -268,7 +253,8 @@ class MasterWeights:
             self._note_written()
         else:
             self.write_back_()
-        self.drop_gradients()
+        for pair in self._pairs.values():
+            pair.master.grad = None
 
     def _note_written(self) -> None:
         # Kernels that write by address do not bump version counters, by which autograd finds stale saved tensors.

@@ -90,8 +90,6 @@ def on_files(files: Any, *, config: Any) -> Any:
         file.inclusion = InclusionLevel.INCLUDED if "/" not in page else InclusionLevel.NOT_IN_NAV
         files.append(file)
     files.append(File.generated(config, "examples.md", content=example_list()))
-    for picture in (ROOT / "benchmarks" / "results").glob("*/*.png"):
-        files.append(File.generated(config, picture.relative_to(ROOT).as_posix(), abs_src_path=str(picture)))
     return files
 
 

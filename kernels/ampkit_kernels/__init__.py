@@ -7,7 +7,7 @@ Importing this package does not import Triton.
 """
 
 from . import reference
-from .api import adamw_, cast_, multiply_, nonfinite_counts, norm_and_check, quantize, sgd_, unscale_, unscale_into_
+from .api import adamw_, cast_, multiply_, norm_and_check, quantize, sgd_, unscale_, unscale_into_
 from .configs import is_capturing
 from .dispatch import IMPLS, TritonUnavailable, backend, uses_triton, why_not_triton
 from .float8 import Quantized, Scaling
@@ -26,7 +26,6 @@ __all__ = [
     "cast_",
     "is_capturing",
     "multiply_",
-    "nonfinite_counts",
     "norm_and_check",
     "quantize",
     "reference",

@@ -90,22 +90,6 @@ def multiply_(
 
 
 @torch.no_grad()
-def nonfinite_counts(grads: Sequence[Tensor], *, impl: str = "auto") -> Tensor:
-    """How many elements of each tensor are inf and how many are NaN: int64 `[len(grads), 2]` on their device.
-
-    Meant for the report after a skipped step. Complex tensors count their real and imaginary parts separately.
-    Never synchronises. Moves 4 bytes per float32 element.
-
-    >>> import torch
-    >>> nonfinite_counts([torch.tensor([float("inf"), 1.0]), torch.tensor([float("nan")])])
-    tensor([[1, 0],
-            [0, 1]])
-    """
-    grads = _prepared(grads, "nonfinite_counts")
-    return (select(impl, grads[0].device) if grads else reference).nonfinite_counts(grads)
-
-
-@torch.no_grad()
 def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor], *, impl: str = "auto") -> None:
     """Copy each source into its destination, converting dtype: float32 masters to half copies, and back.
 

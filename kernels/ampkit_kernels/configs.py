@@ -2,7 +2,7 @@
 
 The values were chosen from what the compiler reports for sm_80, sm_90 and sm_100 (128-bit accesses, no
 spills, and from sm_90 on all programs of a grid resident at once, which the ahead-of-time check asserts);
-`benchmarks/gpu.sh` tunes them on a device and its report says what it would choose.
+`benchmarks/gpu.sh` compares them with others on a device.
 """
 
 import threading

@@ -153,13 +153,6 @@ def multiply_(grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None 
         torch._foreach_mul_(group, factor.reshape(()))
 
 
-def nonfinite_counts(grads: Sequence[Tensor]) -> Tensor:
-    """Counts of inf and NaN per tensor; see `ampkit_kernels.nonfinite_counts`."""
-    device = grads[0].device if grads else "cpu"
-    rows = [torch.stack((torch.isinf(g).sum(), torch.isnan(g).sum())) for g in grads]
-    return torch.stack(rows) if rows else torch.zeros((0, 2), dtype=torch.int64, device=device)
-
-
 @torch.no_grad()
 def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
     """Copy with conversion; see `ampkit_kernels.cast_`. Grouped by dtype pair, for torch's fast path."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import results, timing, trainer, training, work, workloads
+from benchmarks import results, timing, trainer, training, workloads
 from benchmarks.case import AMPKIT, TORCH, Aim, Case, Side
 from benchmarks.environment import describe
 from benchmarks.timing import HostClock
@@ -38,9 +38,9 @@ class FakeClock:
 TINY = {
     "digits": lambda: workloads.digits(4),
     "characters": lambda: workloads.characters(2, 8, 16, 2),
-    "gpt": lambda: workloads.gpt("tiny", 16, 2, 2, 8, 32, 2),
-    "resnet": lambda: workloads.resnet("tiny", 8, (1, 2, 2), 2, 64, 5),
-    "lstm": lambda: workloads.lstm("tiny", 16, 2, 2, 5, 32),
+    "gpt": lambda: workloads.gpt(16, 2, 2, 8, 32, 2),
+    "resnet": lambda: workloads.resnet(8, (1, 2, 2), 2, 64, 5),
+    "lstm": lambda: workloads.lstm(16, 2, 2, 5, 32),
 }
 
 
@@ -56,9 +56,6 @@ def sleepy_case(**options: Any) -> tuple[Case, HostClock]:
         def sides(self, device: torch.device) -> dict[str, Side]:
             return {TORCH: Side(clock.job(2.0)), AMPKIT: Side(clock.job(1.0), facts=lambda: {"casts": 3})}
 
-        def work(self) -> work.Work:
-            return work.Work(1e9, 1e9, "made up")
-
     case = Sleepy(family="training", name="sleepy", aims=(Aim(AMPKIT, 0.4), Aim("absent", 1.0)), **options)
     return case, HostClock(clock, clock)
 
@@ -71,15 +68,14 @@ def sample_row(name: str, ratio: float, width: float = 0.01, **more: Any) -> dic
         times = {key: value * 2e-3 for key, value in spread.items()}
         return {"wall": times, "host": times, "cpu": times, "ratio": spread, "cpu_ratio": spread, "facts": facts}
 
-    facts = {"final_loss": 0.25, "peak_bytes": 3 << 20, "copies": 7, "samples_per_step": 4, "launches": None}
+    facts = {"final_loss": 0.25, "peak_bytes": 3 << 20, "copies": 7, "launches": None}
     row = {
-        "family": "training", "name": name, "base": TORCH, "device": "cpu", "rounds": 9, "calls": 1,
-        "load": 0.5, "work": {"flops": 4e6, "bytes": 1e6, "model": ""},
-        "sides": {TORCH: side(1.0, facts), AMPKIT: side(ratio, facts)},
+        "family": "training", "name": name, "alone": False, "base": TORCH, "device": "cpu", "clock": "host",
+        "rounds": 9, "calls": 1, "load": 0.5, "sides": {TORCH: side(1.0, facts), AMPKIT: side(ratio, facts)},
         "aims": [{"side": AMPKIT, "base": TORCH, "limit": 1.0, "ratio": side(ratio, {})["ratio"]}],
         "environment": {
             **describe(CPU), "gate": "all passed", "effort": 1.0, "device": "a machine", "commit": "abc", "dirty": True,
-            "ceilings": {"memory_gb_per_s": 10.0, "float32_gflop_per_s": 4.0, "bfloat16_gflop_per_s": 8.0},
+            "python_calls": {"region": ["12 / 15", "4 / 7"]},
         },
     }
     return {**row, **more}

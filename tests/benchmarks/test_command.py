@@ -11,7 +11,7 @@ from benchmarks import __main__ as command
 from benchmarks import gate, results
 from benchmarks.case import Case, Side, UnavailableError
 from benchmarks.environment import ROOT
-from tests.benchmarks.helpers import sample_row, sleepy_case
+from tests.benchmarks.helpers import sleepy_case
 
 
 def test_what_stops_a_run_before_its_first_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
@@ -22,7 +22,7 @@ def test_what_stops_a_run_before_its_first_case(tmp_path: Path, monkeypatch: pyt
     assert "tests fail, so nothing is measured:\nFAILED tests/test_x.py::test_y" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
-    def interrupted(kind: str) -> str:
+    def interrupted() -> str:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command.gate, "pass_gate", interrupted)
@@ -39,13 +39,10 @@ def test_what_stops_a_run_before_its_first_case(tmp_path: Path, monkeypatch: pyt
 
 def test_the_gate_runs_real_tests(tmp_path: Path):
     """Files that exist, and pytest's own verdict on one that fails."""
-    assert all((ROOT / name).exists() for name in gate.QUICK)
+    assert all((ROOT / name).exists() for name in gate.FILES)
     failing = tmp_path / "test_red.py"
     failing.write_text("def test_red():\n    assert 1 == 2\n")
     assert gate.run_tests([str(failing)]).returncode == 1
-    assert gate.pass_gate("none") == "no tests were run"
-    with pytest.raises(ValueError, match="unknown gate 'maybe'"):
-        gate.pass_gate("maybe")
 
 
 def acting(case_name: str, action) -> Case:
@@ -62,11 +59,11 @@ def acting(case_name: str, action) -> Case:
 @pytest.fixture
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Run the command over cases; returns its status and the rows by name."""
-    monkeypatch.setattr(command, "ceilings", lambda device: sample_row("", 1.0)["environment"]["ceilings"])
+    monkeypatch.setattr(command.counts, "table", dict)
 
     def measure(cases: list[Case], *arguments: str) -> tuple[int, dict]:
         monkeypatch.setattr(command, "choose", lambda *_, **__: list(cases))
-        status = command.main(["--gate", "none", "--effort", "0.01", "--out", str(tmp_path), *arguments])
+        status = command.main(["--no-gate", "--effort", "0.01", "--out", str(tmp_path), *arguments])
         path = tmp_path / "results.jsonl"
         return status, {row["name"]: row for row in results.load(path)} if path.exists() else {}
 
@@ -109,3 +106,27 @@ def test_a_run_goes_on_where_the_process_ended(measured, tmp_path: Path):
     assert "sides" in rows["sleepy"]
     assert rows["deadly"]["error"] == "the process ended while this was measured"
     assert not (tmp_path / "running.json").exists()
+
+
+def test_torchs_list_is_measured_in_a_process_that_goes_on_with_the_results(
+    measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Started once, with the same arguments; its exit code counts, and the first process writes the report."""
+    started = []
+
+    def run(arguments: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        if arguments[1:3] == ["-m", "benchmarks"]:      # not git
+            started.append(arguments[3:])
+            assert not (tmp_path / "report.md").exists()
+        return subprocess.CompletedProcess(arguments, 1)
+
+    monkeypatch.setattr(command.subprocess, "run", run)
+    case, _ = sleepy_case(torch_list=True)
+    assert measured([case])[0] == 1
+    (arguments,) = started
+    assert arguments == ["--no-gate", "--effort", "0.01", "--out", str(tmp_path), "--alone", "--resume"]
+    (tmp_path / "report.md").unlink()
+    status, rows = measured([case, sleepy_case()[0]], "--alone", "--resume")
+    assert (status, len(rows), len(started)) == (0, 1, 1)
+    assert [row["alone"] for row in results.load(tmp_path / "results.jsonl")] == [False, True]
+    assert not (tmp_path / "report.md").exists()

@@ -13,9 +13,8 @@ SCRIPT = ROOT / "benchmarks" / "gpu.sh"
 FAKE = """#!/usr/bin/env bash
 echo "$*" >> "$CALLS"
 case "$*" in
-    *find_spec*) exit 1 ;;
-    *gpu_checks*--resume*) exit 0 ;;
-    *gpu_checks*) exit "${CHECKS:-0}" ;;
+    *benchmarks*--resume*) exit 0 ;;
+    *benchmarks*) exit "${MEASURED:-0}" ;;
 esac
 """
 
@@ -34,11 +33,12 @@ def run(folder: Path, *arguments: str, **variables: str) -> tuple[subprocess.Com
 
 
 @pytest.mark.parametrize(("status", "runs"), [("3", 2), ("1", 1)])
-def test_checks_go_on_in_a_new_process_after_a_lost_device_only(tmp_path: Path, status: str, runs: int):
-    done, calls = run(tmp_path, "kernels", "--dry-run", CHECKS=status)
-    checks = [call for call in calls if call.startswith("-m tests.gpu_checks ")]
-    assert checks == [checks[0], f"{checks[0]} --resume"][:runs]
-    assert (re.search(r"checks: exit 3.*checks: exit 0", done.stdout, re.DOTALL) is not None) == (runs == 2)
+def test_cases_go_on_in_a_new_process_after_a_lost_device_only(tmp_path: Path, status: str, runs: int):
+    done, calls = run(tmp_path, "kernels", "--dry-run", MEASURED=status)
+    checks, *measured = [call for call in calls if "benchmarks" in call or "test_operations" in call]
+    assert checks.endswith("-k interpreted tests/kernels/test_operations.py")
+    assert measured == [measured[0], f"{measured[0]} --resume"][:runs]
+    assert (re.search(r"benchmarks: exit 3.*benchmarks: exit 0", done.stdout, re.DOTALL) is not None) == (runs == 2)
 
 
 def test_the_limits_of_the_stages_fit_into_a_half(tmp_path: Path):
@@ -46,7 +46,7 @@ def test_the_limits_of_the_stages_fit_into_a_half(tmp_path: Path):
     deadline = int(re.search(r"SECONDS \+ (\d+)", text)[1])
     for half in ("kernels", "models"):
         body = re.search(rf"^{half}\(\) {{.*?^}}", text, re.DOTALL | re.MULTILINE)[0]
-        limits = re.findall(r"(?:stage|persistent|gpu_tests) \w+ (\d+)", body)
+        limits = re.findall(r"(?:stage|persistent) \w+ (\d+)", body)
         assert 400 < sum(map(int, limits)) <= deadline
         minutes = float(re.search(r"--device cuda --minutes ([\d.]+)", body)[1])
         measuring = int(re.search(r"persistent benchmarks (\d+)", body)[1])

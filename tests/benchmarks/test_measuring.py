@@ -75,7 +75,6 @@ def test_a_row_says_what_was_found(monkeypatch: pytest.MonkeyPatch):
     assert row["sides"][TORCH]["wall"]["median"] == 2.0
     assert row["sides"][AMPKIT]["facts"] == {"casts": 3}
     assert row["aims"] == [{"side": AMPKIT, "limit": 0.4, "base": TORCH, "ratio": half}]
-    assert row["work"] == {"flops": 1e9, "bytes": 1e9, "model": "made up"}
     with pytest.raises(ValueError, match=r"compared with 'absent', which is none of torch\.amp, ampkit"):
         measure.measure(sleepy_case(base="absent")[0], CPU, clock=clock)
 
@@ -95,10 +94,18 @@ def test_copies_and_peaks_are_counted():
     sides = regions.WeightCasts(name="", weights=3).sides(CPU)
     for side in sides.values():
         side.run(1)
-    assert {name: side.facts()["casts"] for name, side in sides.items()} == {TORCH: 3, SAME_LIST: 3, KEPT: 0}
+    assert {name: side.facts()["casts"] for name, side in sides.items()} == {TORCH: 3, AMPKIT: 3, SAME_LIST: 3, KEPT: 0}
 
 
-@pytest.mark.parametrize("job", ["unscale", "clip", "clip + AdamW", "python"])
+def test_torchs_list_is_measured_apart():
+    """In the first process without its sides, in the second with the base and them."""
+    case = regions.Entering(name="", seconds=0.0)
+    for alone, others in ((False, [AMPKIT]), (True, [SAME_LIST])):
+        row = measure.measure(case, CPU, alone=alone, effort=0.01)
+        assert (row["alone"], list(row["sides"])) == (alone, [TORCH, *others])
+
+
+@pytest.mark.parametrize("job", ["unscale", "clip", "AdamW", "clip + AdamW", "python"])
 def test_scalers_agree_and_disagreement_is_seen(job: str):
     case = Scaling(name="tiny", job=job, tensors=3, elements=50)
     sides = case.sides(CPU)

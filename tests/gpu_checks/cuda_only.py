@@ -46,7 +46,6 @@ def nothing_synchronises(device: torch.device) -> None:
         kernels.unscale_(grads, scale, flag)
         norm = kernels.norm_and_check(grads, scale, flag)
         kernels.multiply_(grads, (1.0 / (norm + 1e-6)).clamp(max=1.0), flag)
-        kernels.nonfinite_counts(grads)
         kernels.cast_(grads, [g.half() for g in grads])
         for optimizer in optimizers:
             optimizer.found_inf, optimizer.grad_scale = flag, scale  # type: ignore[attr-defined]
@@ -150,8 +149,6 @@ def more_than_two_to_the_31_elements(device: torch.device) -> None:
     if torch.cuda.mem_get_info(device)[0] < 3 * n * 2:
         return  # half-precision storage and room to look at it
     grad = torch.ones(n, dtype=torch.float16, device=device)
-    grad[-1] = float("nan")
-    assert kernels.nonfinite_counts([grad]).tolist() == [[0, 1]]
     grad[-1] = 4.0
     flag = torch.zeros((), device=device)
     kernels.unscale_([grad], scalar(0.5, device), flag)

@@ -84,8 +84,8 @@ def checkpointed() -> None:
 
 def everything() -> Any:
     """What a region may leave behind in this thread, and the policies of a region that is given none."""
-    key = dispatcher.KEY
-    found = state(), dispatcher.is_included(key), dispatcher.is_excluded(key), dispatcher.current()
+    keys = [(dispatcher.is_included(key), dispatcher.is_excluded(key)) for key in dispatcher.KEY_NAMES]
+    found = state(), keys, dispatcher.current()
     with autocast("cpu", BF16):
         mode = dispatcher.current()
     return found, None if mode is None else mode.policies, len(recording.records)

@@ -1,5 +1,6 @@
 """What an import brings: one new interpreter imports the packages step by step and says what it saw."""
 
+import importlib.util
 import json
 from typing import Any
 
@@ -30,6 +31,9 @@ warnings.resetwarnings()
 seen["ampkit"] = loaded([*HEAVY, *ON_REQUEST])
 seen["public"] = [name for name in dir(ampkit) if not name.startswith("__")]
 seen["missing"] = [name for name in dir(ampkit) if not hasattr(ampkit, name)]
+with ampkit.autocast("cpu"):
+    torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+seen["region"] = loaded(["torch._dynamo"])      # it takes seconds, and whoever compiles has it anyway
 seen["on request"] = loaded(ON_REQUEST)
 seen["integrations"] = [name for name in dir(ampkit.integrations) if f"ampkit.integrations.{name}" not in sys.modules]
 seen["failures"] = {}
@@ -40,6 +44,12 @@ for package in (ampkit_kernels, ampkit):
                 importlib.import_module(found.name)
         except Exception:
             seen["failures"][found.name] = traceback.format_exc()
+try:
+    from kernels import get_kernel
+except ImportError:
+    seen["hugging face"] = False
+else:
+    seen["hugging face"] = "get_kernel" in vars(sys.modules["kernels"])
 print(json.dumps(seen))
 """
 
@@ -56,7 +66,7 @@ def test_importing_ampkit_is_light(seen: dict[str, Any]) -> None:
 
     And warns of nothing: warnings are errors there.
     """
-    assert (seen["kernels"], seen["ampkit"]) == ([], [])
+    assert (seen["kernels"], seen["ampkit"], seen["region"]) == ([], [], [])
     assert seen["seconds"] < MOST_SECONDS
 
 
@@ -74,3 +84,5 @@ def test_every_public_name_is_there(seen: dict[str, Any]) -> None:
 def test_every_module_can_be_imported(seen: dict[str, Any]) -> None:
     """With no circle of imports, the order does not matter. Integrations import their libraries: see their tests."""
     assert not seen["failures"], "\n".join(f"{name}:\n{text}" for name, text in seen["failures"].items())
+    if importlib.util.find_spec("kernels.utils") is None:       # transformers looks for that package
+        assert not seen["hugging face"], "at the repository root our folder passes for Hugging Face's `kernels`"

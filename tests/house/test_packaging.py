@@ -1,5 +1,6 @@
 """What users install: one wheel with both packages, which works away from the checkout."""
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -8,40 +9,30 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
-from tests.helpers.environments import Environment, requirements_of
 from tests.helpers.paths import ROOT
+
+
+def run(*command: object, **options: object) -> str:
+    """What a command prints, once it has ended well."""
+    ran = subprocess.run([*map(str, command)], capture_output=True, text=True, **options)  # type: ignore[call-overload]
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `make wheel` leaves in `dist/`."""
     folder = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "hatchling", "build", "--directory", str(folder)]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
+    run(sys.executable, "-m", "hatchling", "build", "--directory", folder, cwd=ROOT)
     assert "-m hatchling build --directory dist\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
     return folder
 
 
-@pytest.fixture(scope="module")
-def wheel(built: Path) -> Path:
-    """The wheel as users install it."""
-    return next(built.glob("*.whl"))
-
-
-@pytest.fixture(scope="module")
-def unpacked(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The source archive, unpacked."""
-    folder = tmp_path_factory.mktemp("source")
-    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
-        archive.extractall(folder, filter="data")
-    return next(folder.iterdir())
-
-
-def test_the_wheel_holds_both_packages_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_holds_both_packages_and_nothing_else(built: Path) -> None:
     """Every source file, the type markers, the licence and the command; no tests, no stray files."""
-    with zipfile.ZipFile(wheel) as archive:
+    with zipfile.ZipFile(next(built.glob("*.whl"))) as archive:
         names = archive.namelist()
         entry_points = archive.read(next(n for n in names if n.endswith("entry_points.txt"))).decode()
     info = next(name.partition("/")[0] for name in names if ".dist-info/" in name)
@@ -49,53 +40,67 @@ def test_the_wheel_holds_both_packages_and_nothing_else(wheel: Path) -> None:
     assert {"ampkit/py.typed", "ampkit_kernels/py.typed", f"{info}/licenses/LICENSE"} <= set(names)
     assert "ampkit = ampkit.__main__:main" in entry_points
     folders = (ROOT / "ampkit", ROOT / "kernels" / "ampkit_kernels")
-    files = [path.relative_to(folder.parent) for folder in folders for path in folder.rglob("*.py")]
-    sources = {path.with_suffix("").as_posix().removesuffix("/__init__") for path in files}
-    shipped = {name.removesuffix(".py").removesuffix("/__init__") for name in names if name.endswith(".py")}
-    assert shipped == sources
+    sources = {path.relative_to(folder.parent).as_posix() for folder in folders for path in folder.rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == sources
+
+
+def requirements_of(name: str) -> set[str]:
+    """The names of the distributions that one needs, those that they need, and its own."""
+    found: set[tuple[str, str]] = set()     # a name with each extra that is asked for, "" for none
+    pending = [(name, "")]
+    while pending:
+        one, extra = pending.pop()
+        if (one, extra) not in found:
+            found.add((one, extra))
+            for requirement in map(Requirement, importlib.metadata.requires(one) or []):
+                if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                    pending += [(requirement.name, wanted) for wanted in ("", *requirement.extras)]
+    return {one for one, _ in found}
+
+
+def link(name: str, packages: Path) -> None:
+    """Have a distribution that is installed here be installed there, by links to its files."""
+    distribution = importlib.metadata.distribution(name)
+    for top in {file.parts[0] for file in distribution.files or [] if file.parts[0] not in ("..", "__pycache__")}:
+        if not (packages / top).exists():
+            (packages / top).symlink_to(distribution.locate_file(top))
 
 
 @pytest.mark.slow
-def test_the_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
+def test_the_wheel_works_in_an_empty_environment(built: Path, tmp_path: Path) -> None:
     """Installed by pip where there is nothing but what it asks for, the README's first example runs in another folder.
 
     torch, triton and numpy, with what these need, are linked in from here: to install them would take minutes.
     """
-    environment = Environment(tmp_path / "environment")
-    environment.link(requirements_of("torch") | requirements_of("triton") | requirements_of("numpy"))
-    assert "Successfully installed ampkit" in environment.install(wheel)
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
+    bare = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))}
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
+    python = tmp_path / "venv" / "bin" / "python"
+    packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", env=bare).strip())
+    for name in requirements_of("torch") | requirements_of("triton") | requirements_of("numpy"):
+        link(name, packages)
+    install = ("-m", "pip", "--python", python, "install", "--no-index", "--disable-pip-version-check")
+    said = run(sys.executable, *install, next(built.glob("*.whl")), env=bare | {"PIP_CONFIG_FILE": os.devnull})
+    assert "Successfully installed ampkit" in said
     example = (ROOT / "README.md").read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
-    (elsewhere / "train.py").write_text(f"{example}\nimport ampkit\nprint(scaler.stats().steps, ampkit.__file__)\n")
-    steps, file = environment.run("python", "-W", "error", "train.py", cwd=elsewhere).split()
+    (tmp_path / "train.py").write_text(f"{example}\nimport ampkit\nprint(scaler.stats().steps, ampkit.__file__)\n")
+    steps, file = run(python, "-W", "error", "train.py", cwd=tmp_path, env={}).split()
     assert steps == "20"
-    assert Path(file).is_relative_to(environment.packages)
-    assert "FLOAT32" in environment.run("ampkit", "explain", "softmax", cwd=elsewhere)
-
-
-# Of no use without a repository.
-LEFT_OUT = {".gitignore"}
-
-
-def test_the_source_archive_holds_what_the_repository_holds(unpacked: Path) -> None:
-    """Tests and documentation included."""
-    if not (ROOT / ".git").exists():
-        pytest.skip("not a git checkout")
-    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
-    tracked = {name for name in listing.stdout.split("\0") if name and (ROOT / name).is_file()}
-    shipped = {path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*") if path.is_file()}
-    assert tracked - shipped - LEFT_OUT == set()
+    assert Path(file).is_relative_to(packages)
+    assert "FLOAT32" in run(python.parent / "ampkit", "explain", "softmax", cwd=tmp_path, env={})
 
 
 @pytest.mark.slow
-def test_the_tests_run_from_the_source_archive(unpacked: Path) -> None:
-    """One that looks at files, and those of the operator lists; the others need no more."""
+def test_the_source_archive_holds_what_the_repository_holds(built: Path, tmp_path: Path) -> None:
+    """Tests and documentation included; one test that looks at files, and those of the operator lists, run from it."""
+    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+        archive.extractall(tmp_path, filter="data")
+    unpacked = next(tmp_path.iterdir())
+    if (ROOT / ".git").exists():
+        listed = run("git", "ls-files", "-z", cwd=ROOT).split("\0")
+        tracked = {name for name in listed if name and (ROOT / name).is_file()}
+        shipped = {path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*") if path.is_file()}
+        assert tracked - shipped <= {".gitignore"}
     chosen = ["tests/house/test_workflows.py", "tests/policy/test_op_table.py"]
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *chosen],
-        cwd=unpacked, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""},
-    )
-    assert ran.returncode == 0, ran.stdout
-    assert " passed" in ran.stdout
-    assert not (unpacked / ".git").exists()
+    options = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
+    said = run(sys.executable, "-m", "pytest", *options, *chosen, cwd=unpacked, env={**os.environ, "PYTHONPATH": ""})
+    assert " passed" in said

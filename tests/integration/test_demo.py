@@ -34,8 +34,7 @@ class Line:
         self.seen.append((id(model), args[0].sum().item()))
         if len(self.seen) == self.interrupt_at:
             raise KeyboardInterrupt
-        overflows = (len(self.seen) - 1) // 3 + 1 == self.overflow_at
-        return 0.01 * output * (math.inf if overflows else 1)
+        return 0.01 * output * (math.inf if (len(self.seen) - 1) // 3 + 1 == self.overflow_at else 1)
 
     def __deepcopy__(self, memo: object) -> "Line":
         return self         # the copies of the model keep one list
@@ -48,7 +47,7 @@ class Line:
         return model(torch.ones(1, 2)).sum().item()
 
 
-def trained(task: Any, steps: int = 4, dtype: str = "fp16", seed: int = 0) -> list[demo.Run]:
+def trained(task: Any, steps: int = 3, dtype: str = "fp16", seed: int = 3) -> list[demo.Run]:
     runs = demo.make_runs(task, CPU, dtype, seed)
     demo.train(task, runs, steps, seed)
     return runs
@@ -68,25 +67,19 @@ def test_no_held_out_text_was_seen_in_training() -> None:
     assert len(paragraphs) > 100
     assert not set(paragraphs) & set(train.split("\n\n"))
     inputs, targets = task.batch(torch.Generator().manual_seed(0))
-    assert inputs.shape == targets.shape == (3, 16)
     assert inputs[:, 1:].equal(targets[:, :-1])
-    bits = task.evaluate(lambda codes: torch.zeros(*codes.shape, len(task.alphabet)))  # type: ignore[arg-type]
-    assert bits == pytest.approx(math.log2(len(task.alphabet)), rel=1e-5)       # of a uniform guess
 
 
 def test_runs_start_alike_and_see_the_same_batches_in_turn() -> None:
     """Which goes first rotates, so that none always runs on a warm cache. The same seed repeats losses to the bit."""
     task = Line()
-    runs = demo.make_runs(task, CPU, "fp16", seed=3)
-    first = runs[0].model.state_dict()
-    assert all(run.model.state_dict()[key].equal(first[key]) for run in runs for key in first)
-    demo.train(task, runs, 3, seed=3)
+    runs = trained(task)
     a, b, c = (id(run.model) for run in runs)
     assert [model for model, _ in task.seen[:9]] == [a, b, c, b, c, a, c, a, b]
     batches = [total for _, total in task.seen[:9]]
     assert [len(set(batches[i : i + 3])) for i in (0, 3, 6)] == [1, 1, 1]
-    assert len(set(batches)) == 3
-    again, other = trained(Line(), 3, seed=3), trained(Line(), 3, seed=4)
+    again, other = trained(Line()), trained(Line(), seed=4)
+    assert runs[0].record.losses[0] == pytest.approx(runs[1].record.losses[0], rel=1e-3)
     assert [run.record.losses for run in runs] == [run.record.losses for run in again]
     assert runs[0].record.losses != other[0].record.losses
 
@@ -95,11 +88,9 @@ def test_an_overflow_is_skipped_and_recorded() -> None:
     """Both scalers skip the second step and halve their scale. In bf16 they are off."""
     task = Line()
     task.overflow_at = 2
-    fp32, native, ours = trained(task, steps=3)
+    _, native, ours = trained(task)
     assert native.record.skipped_steps == ours.record.skipped_steps == [2]
     assert native.record.scales == ours.record.scales == [65536.0, 32768.0, 32768.0]
-    assert all(param.isfinite().all() for param in ours.model.parameters())
-    assert not all(param.isfinite().all() for param in fp32.model.parameters())
     assert all(run.record.scales == [] for run in trained(Line(), dtype="bf16"))
     assert [run.record.dtype for run in trained(Line(), dtype="fp8")] == ["fp32", "bf16", "fp8"]
 
@@ -124,11 +115,14 @@ def test_the_digits_are_learned_and_the_fault_is_named(tmp_path: Path, capsys: p
 
 
 class Short(demo.Characters):
-    """Small batches, and a page of held-out text."""
+    """Small batches, a small model, and a page of held-out text."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, batch_size=4)
         self.test = self.test[:2000]
+
+    def model(self) -> nn.Module:
+        return demo.CharGPT(len(self.alphabet), width=32, depth=1, heads=2)
 
 
 def test_the_text_model_learns(
@@ -144,22 +138,19 @@ def test_the_text_model_learns(
     assert row in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("at", "words"), [(8, "what was measured is in"), (1, "no step was taken")])
 def test_an_interrupt_keeps_what_was_measured(
-    at: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One line and exit code 130. Before the first step nothing is written over an earlier run."""
-    monkeypatch.setattr(Line, "interrupt_at", at)
     monkeypatch.setitem(demo.TASKS, "digits", Line)
     (tmp_path / "results.json").write_text('"of an earlier run"')
-    results = run_demo(tmp_path, "--model", "digits", code=130)
-    assert f"\ninterrupted; {words}" in (printed := capsys.readouterr().err)
-    assert printed.count("\n") == 2
-    if at == 1:
-        assert results == "of an earlier run"
-        return
+    for at, words in ((1, "no step was taken"), (8, "what was measured is in")):
+        monkeypatch.setattr(Line, "interrupt_at", at)
+        results = run_demo(tmp_path, "--model", "digits", code=130)
+        assert f"\ninterrupted; {words}" in (printed := capsys.readouterr().err)
+        assert printed.count("\n") == 2
+        assert (results == "of an earlier run") is (at == 1)
     assert sorted(len(run["losses"]) for run in results["tasks"]["digits"]["runs"]) == [2, 2, 3]
-    assert (tmp_path / "curves.png").exists()
 
 
 def test_bad_options_are_refused_before_training(
@@ -168,11 +159,8 @@ def test_bad_options_are_refused_before_training(
     (tmp_path / "file").touch()
     for arguments, message in (
         (["--steps", "0"], "--steps: expected 1 or more, got 0"),
-        (["--model", "resnet"], "--model: invalid choice: 'resnet'"),
-        (["--dtype", "fp4"], "--dtype: invalid choice: 'fp4'"),
         (["--seed", "1" * 30], "with seed 1111"),
         (["--device", "warp"], "cannot use device 'warp'"),
-        (["--device", "meta"], "cannot use device 'meta'"),
         (["--out", str(tmp_path / "file" / "out")], "--out: cannot write into"),
     ):
         with pytest.raises(SystemExit) as stopped:

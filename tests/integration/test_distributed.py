@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-import ampkit
-from ampkit import Policy, Rule, WeightCache
+from ampkit import Policy, Rule, WeightCache, autocast
 from benchmarks.workloads import Decoder, DecoderBlock
 from tests.helpers.models import CASES
 from tests.helpers.ranks import on_ranks
+from tests.helpers.regions import like_torch as ours
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
 
@@ -38,11 +38,7 @@ def check(function: Check) -> Check:
 
 
 def native() -> contextlib.AbstractContextManager[Any]:
-    return torch.autocast("cpu", torch.bfloat16)
-
-
-def ours() -> contextlib.AbstractContextManager[Any]:
-    return ampkit.autocast("cpu", torch.bfloat16, policy=Policy.torch("cpu"))
+    return torch.autocast("cpu")
 
 
 def train(wrap: Callable[[nn.Module], nn.Module], region: Region, name: str = "convnet") -> list[Tensor]:
@@ -111,25 +107,14 @@ def shard_blocks(model: nn.Module, policy: MixedPrecisionPolicy, **options: Any)
 
 @check
 def fsdp2_has_torchs_bits() -> None:
-    """Sharding in float32, casting by the region; with and without resharding after forward."""
-    for reshard in (True, False):
-        def wrap(model: nn.Module, reshard: bool = reshard) -> nn.Module:
-            return shard_blocks(model, MixedPrecisionPolicy(), reshard_after_forward=reshard)
+    """Sharding in float32, casting by the region, with and without resharding after forward; and where FSDP casts
+    parameters before the all-gather, and the region keeps what must be float32 there."""
+    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for policy, reshard in ((MixedPrecisionPolicy(), True), (MixedPrecisionPolicy(), False), (low, True)):
+        def wrap(model: nn.Module, policy: Any = policy, reshard: bool = reshard) -> nn.Module:
+            return shard_blocks(model, policy, reshard_after_forward=reshard)
 
-        got = train(wrap, ours, "decoder")
-        assert_same(got, train(wrap, native, "decoder"))
-        assert {value.dtype for value in got} == {torch.float32}
-
-
-@check
-def fsdp2_with_its_own_low_precision_parameters_has_torchs_bits() -> None:
-    """FSDP casts parameters before the all-gather; the region still keeps what must be float32 there."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-    def wrap(model: nn.Module) -> nn.Module:
-        return shard_blocks(model, policy)
-
-    assert_same(train(wrap, ours, "decoder"), train(wrap, native, "decoder"))
+        assert_same(train(wrap, ours, "decoder"), train(wrap, native, "decoder"))
 
 
 @check
@@ -140,9 +125,9 @@ def sharded_weights_written_between_regions_are_recast() -> None:
         model, cache = shard_blocks(Decoder(), MixedPrecisionPolicy(), reshard_after_forward=reshard), WeightCache()
         for trial in range(4):
             for grad in (torch.no_grad, torch.enable_grad):
-                with grad(), ampkit.autocast("cpu", torch.bfloat16, cache=cache):
+                with grad(), autocast("cpu", cache=cache):
                     got = model(ids)
-                with grad(), ampkit.autocast("cpu", torch.bfloat16):
+                with grad(), autocast("cpu"):
                     expected = model(ids)
                 assert torch.equal(got, expected), f"stale in trial {trial}"
             for module in model.modules():
@@ -207,7 +192,7 @@ def assert_parallel_is_right(sequence: bool) -> None:
     model = parallel_perceptron(sequence)
     local = distribute_tensor(x, init_device_mesh("cpu", (WORLD,)), [Shard(1)]) if sequence else x
     for policy in (Policy.torch("cpu"), Policy.default("cpu")):
-        got = parallel_step(model, local, lambda policy=policy: ampkit.autocast("cpu", torch.bfloat16, policy=policy))
+        got = parallel_step(model, local, lambda policy=policy: autocast("cpu", policy=policy))
         assert got["output"].dtype is torch.bfloat16
         for name, value in exact.items():
             error = (got[name].float() - value).norm() / value.norm()
@@ -219,13 +204,9 @@ def assert_parallel_is_right(sequence: bool) -> None:
 
 
 @check
-def tensor_parallel_has_torchs_bits() -> None:
-    assert_parallel_is_right(sequence=False)
-
-
-@check
-def sequence_parallel_has_torchs_bits() -> None:
-    assert_parallel_is_right(sequence=True)
+def tensor_and_sequence_parallel_have_torchs_bits() -> None:
+    for sequence in (False, True):
+        assert_parallel_is_right(sequence)
 
 
 @check
@@ -234,14 +215,14 @@ def dtensor_operators_follow_the_policy() -> None:
     mesh = init_device_mesh("cpu", (WORLD,))
     x = distribute_tensor(torch.randn(4, 8), mesh, [Shard(0)])
     weight = nn.Parameter(distribute_tensor(torch.randn(8, 8), mesh, [Replicate()]))
-    with ampkit.autocast("cpu", torch.bfloat16):
+    with autocast("cpu"):
         product = x @ weight
         probabilities = product.softmax(-1)
     assert isinstance(product, DTensor)
     assert (product.dtype, product.placements) == (torch.bfloat16, (Shard(0),))
     assert probabilities.dtype is torch.float32
     kept = Policy.default("cpu").with_rules({"aten::matmul": Rule.FLOAT32})
-    with ampkit.autocast("cpu", torch.bfloat16, policy=kept):
+    with autocast("cpu", policy=kept):
         assert (x @ weight).dtype is torch.float32
     product.to_local().float().sum().backward()
     assert isinstance(weight.grad, DTensor)

@@ -35,8 +35,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "fused": lambda params: torch.optim.SGD(params, lr=0.1, fused=True),
     "ampkit": lambda params: ampkit.optim.SGD(params, lr=0.1),
 }
-
-
 RUNS = [*(("16-mixed", name) for name in OPTIMIZERS), ("bf16-mixed", "fused")]
 
 
@@ -155,13 +153,10 @@ def test_accumulation_and_batches_without_a_loss(tmp_path: Path) -> None:
     cache = WeightCache()
     fit(Module(), sixteen(cache=cache), tmp_path, accumulate_grad_batches=2, max_steps=2)
     assert (cache.info().hits, cache.info().misses) == (8, 8)
-    module = Module(skip=0)
-    plugin = sixteen()
-    fit(module, plugin, tmp_path, accumulate_grad_batches=2, max_steps=-1, max_epochs=1)
-    assert plugin.scaler.stats().updates == 4
-    module, plugin = Module(skip=1), sixteen()
-    fit(module, plugin, tmp_path, max_steps=-1, max_epochs=1)
-    assert plugin.scaler.stats().updates == 7
+    for skip, accumulate, updates in ((0, 2, 4), (1, 1, 7)):
+        plugin = sixteen()
+        fit(Module(skip=skip), plugin, tmp_path, accumulate_grad_batches=accumulate, max_steps=-1, max_epochs=1)
+        assert plugin.scaler.stats().updates == updates
 
 
 @pytest.mark.parametrize("ours_saves", [True, False])
@@ -218,8 +213,8 @@ def test_an_overflow_is_skipped_under_the_fsdp_strategy(tmp_path: Path, monkeypa
     assert (stats.scale, stats.steps, stats.skips) == (128.0, 3, 1)
 
 
-def test_what_the_fsdp_plugin_refuses() -> None:
-    """Norms, which Lightning refuses under that strategy, and what casts nothing."""
+def test_values_are_clipped_under_the_fsdp_plugin_and_norms_are_refused() -> None:
+    """Norms Lightning refuses under that strategy."""
     plugin = FSDPPrecision("16-mixed", GradScaler("cpu"), device="cpu")
     param = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([param])
@@ -230,32 +225,25 @@ def test_what_the_fsdp_plugin_refuses() -> None:
         plugin.clip_gradients(optimizer, 1.0)
     plugin.clip_gradients(optimizer, 3.0, GradClipAlgorithmType.VALUE)
     assert param.grad.tolist() == [3.0, 3.0]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    """When it is given, not at the first region."""
+    torchs: Any = torch.amp.GradScaler("cpu")
+    for cls in (MixedPrecision, for_fabric.MixedPrecision):
+        with pytest.raises(ValueError, match="policy is 'defalt'; expected a Policy for 'cpu'"):
+            cls("bf16-mixed", "cpu", policy="defalt")
+        if not torch.cuda.is_available():
+            with pytest.raises(RuntimeError, match="device is 'cuda', which this machine does not have"):
+                cls("16-mixed", "cuda")
+        with pytest.raises(TypeError, match=r"torch\.amp\.grad_scaler\.GradScaler; expected an ampkit.GradScaler"):
+            cls("16-mixed", "cpu", torchs)
+        with pytest.raises(Exception, match="does not use a scaler"):
+            cls("bf16-mixed", "cpu", GradScaler("cpu"))
     with pytest.raises(ValueError, match="precision is '32-true'; expected '16-mixed' or 'bf16-mixed'"):
         FSDPPrecision("32-true")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="precision='bf16-mixed' does not use a scaler"):
-        FSDPPrecision("bf16-mixed", GradScaler("cpu"))
     with pytest.raises(TypeError, match="expected an ampkit"):
-        FSDPPrecision("16-mixed", torch.amp.GradScaler("cpu"))  # pyright: ignore[reportArgumentType]
-    assert FSDPPrecision("bf16-mixed").scaler is None
-    if not torch.accelerator.is_available():
-        assert FSDPPrecision("bf16-mixed").device == "cpu"
-
-
-@pytest.mark.parametrize("cls", [MixedPrecision, for_fabric.MixedPrecision])
-def test_scalers_of_torch_and_wrong_policies_and_devices_are_refused(cls: Any) -> None:
-    """When they are given, not at the first region."""
-    with pytest.raises(ValueError, match="policy is 'defalt'; expected a Policy for 'cpu'"):
-        cls("bf16-mixed", "cpu", policy="defalt")
-    if not torch.cuda.is_available():
-        with pytest.raises(RuntimeError, match="device is 'cuda', which this machine does not have"):
-            cls("16-mixed", "cuda")
-    with pytest.raises(TypeError, match=r"torch\.amp\.grad_scaler\.GradScaler; expected an ampkit.GradScaler"):
-        cls("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-    with pytest.raises(Exception, match="does not use a scaler"):
-        cls("bf16-mixed", "cpu", GradScaler("cpu"))
-
-
-def test_fabric_is_told_which_plugin_is_its_own() -> None:
+        FSDPPrecision("16-mixed", torchs)
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[MixedPrecision("bf16-mixed", "cpu")])
     with pytest.raises(TypeError, match=r"for Lightning's Trainer, and got a Linear from Fabric; pass Fabric\(plugins"):
         fabric.setup(torch.nn.Linear(2, 2))

@@ -33,7 +33,6 @@ TYPES = {
     "blocks_per_chunk": "i32",
     "n": "i32",
     "partials": "*fp64",
-    "counts": "*i64",
     "n_partials": "i32",
     "totals_ptr": "*i64",
     "n_steps": "i32",

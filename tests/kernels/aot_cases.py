@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ampkit_kernels.configs import Config
-from ampkit_kernels.triton_ops import adamw, counts, float8, norm, scale, sgd, unscale, unscale_into
+from ampkit_kernels.triton_ops import adamw, float8, norm, scale, sgd, unscale, unscale_into
 from tests.kernels.aot import Case
 
 SIZES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp64": 8}
@@ -29,7 +29,7 @@ def one_list(name: str) -> dict[str, Any]:
 
 
 def gradient_passes() -> Iterator[Case]:
-    """unscale, norm, multiply, counts in every dtype; the rarer norms in those whose code differs most."""
+    """unscale, norm, multiply in every dtype; the rarer norms in those whose code differs most."""
     for name, size in SIZES.items():
         config = unscale.CONFIGS[size]
         for checks, skips in ((True, False), (False, True), (False, False)) if name == "fp32" else ((True, False),):
@@ -42,7 +42,6 @@ def gradient_passes() -> Iterator[Case]:
             ceiling = 72 if size == 2 else 64
             fusion = {"enable_fp_fusion": order != 0}
             yield _case(label, norm.norm_kernel, norm.CONFIGS[size], constants, ceiling, 1, 0, fusion)
-        yield _case(f"counts {name}", counts.count_kernel, counts.CONFIG, one_list(name), 112, 1, 0)
 
 
 def casts() -> Iterator[Case]:

@@ -45,7 +45,6 @@ CASES: dict[str, tuple[list[torch.dtype], Callable[..., object], model.Bytes]] =
     "multiply": (SINGLE, lambda g: kernels.multiply_(g, HALF, impl="triton"), model.MULTIPLY),
     "multiply by 1": (SINGLE, lambda g: kernels.multiply_(g, SKIP, impl="triton"), NOTHING),
     "multiply, skipped": (SINGLE, lambda g: kernels.multiply_(g, HALF, SKIP, impl="triton"), NOTHING),
-    "counts": (SINGLE, lambda g: kernels.nonfinite_counts(g, impl="triton"), model.COUNTS),
     "unscale into": (
         [torch.float16, torch.float32], lambda s, d: kernels.unscale_into_(s, d, HALF, FLAG, impl="triton"),
         model.UNSCALE_INTO,

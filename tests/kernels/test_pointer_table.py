@@ -101,22 +101,16 @@ def test_threads_do_not_share_a_table() -> None:
     assert found[0] is not found[1]
 
 
-def test_the_cache_is_bounded_by_what_its_tables_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_used_table_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "MOST_TABLES", 3)
     storage = torch.zeros(10)
-    first = tables.table_for([[storage]], SMALL)
-    monkeypatch.setattr(tables, "MAX_CACHED_BYTES", 3 * first.n_bytes + first.n_bytes // 2)
-    for n in (1, 2):
-        tables.table_for([[storage[:n]]], SMALL)
-    assert tables.table_for([[storage]], SMALL) is first  # used again: not the oldest any more
+    first, second = (tables.table_for([[storage[:n]]], SMALL) for n in (1, 2))
     for n in (3, 4):
+        assert tables.table_for([[storage[:1]]], SMALL) is first
         tables.table_for([[storage[:n]]], SMALL)
-    assert tables.table_for([[storage]], SMALL) is first
-    tables.table_for([[storage[:5] for _ in range(10_000)]], SMALL)  # takes the place of all the others
-    assert tables.table_for([[storage]], SMALL) is not first
-    monkeypatch.setattr(tables, "MAX_CACHED_BYTES", 64 << 20)       # as shipped: a list for each of many groups
-    storage = torch.zeros(1000)
-    made = [tables.table_for([[storage[: n + 1]] * 3], SMALL) for n in range(1000)]
-    assert all(tables.table_for([[storage[: n + 1]] * 3], SMALL) is table for n, table in enumerate(made))
+    assert tables.table_for([[storage[:1]]], SMALL) is first
+    assert tables.table_for([[storage[:2]]], SMALL) is not second
+    assert len(tables._kept.tables) == 3
 
 
 def test_a_table_made_in_inference_mode_serves_outside_of_it() -> None:
@@ -193,18 +187,16 @@ def test_room_that_was_made_is_not_made_again(pinned: list[int]) -> None:
 
 @pytest.mark.usefixtures("interpreted")
 def test_kernels_address_past_two_to_the_31_elements() -> None:
-    from ampkit_kernels.triton_ops import counts
-
-    # A tensor of which only the end exists: the kernel is sent to its last chunk alone.
-    config, end = Config(block=256, chunk=1024), torch.tensor([1.0, float("inf"), float("nan"), float("nan")])
-    numel = 2**33 + 4
-    start = end.data_ptr() - 2**33 * 4
-    blocks = torch.tensor([(2**33 // 1024) << tables.CHUNK_SHIFT])
-    result = torch.zeros((1, 2), dtype=torch.int64)
+    """Of a tensor only the end exists: the kernel is sent to its last chunk alone."""
     import triton.language as tl
 
-    counts.count_kernel[(1,)](
-        torch.tensor([start]), torch.tensor([numel]), blocks, 1, 4, result,
-        DTYPE=tl.float32, ACC=tl.float32, ITEMSIZE=4, BLOCK=config.block,
+    from ampkit_kernels.triton_ops import unscale
+
+    end, flag = torch.tensor([1.0, 2.0, 3.0, float("nan")]), torch.zeros(())
+    addresses, numels = torch.tensor([end.data_ptr() - 2**33 * 4]), torch.tensor([2**33 + 4])
+    blocks = torch.tensor([(2**33 // 1024) << tables.CHUNK_SHIFT])
+    unscale.unscale_kernel[(1,)](
+        addresses, numels, blocks, 1, 4, torch.tensor(0.5), flag,
+        DTYPE=tl.float32, ACC=tl.float32, ITEMSIZE=4, CHECKS=True, SKIPS=False, BLOCK=256,
     )
-    assert result.tolist() == [[1, 2]]
+    assert (flag, end[:3].tolist()) == (1.0, [0.5, 1.0, 1.5])

@@ -1,9 +1,8 @@
 """Run other projects' precision tests with ampkit in torch's place: `make other-suites SOURCES=/folder`.
 
-The folder holds source checkouts named `pytorch`, `lightning` and `accelerate`, of the installed versions, and `apex`,
-of the last commit with `apex/amp`; or some of them. Nothing is fetched. Each suite runs twice, with torch.amp and
-with ampkit (Apex's only with ampkit's). What fails with ampkit alone has to be in expected.toml with its
-reason. Exit code 1 where another test fails, or one that is listed there passes.
+The folder holds source checkouts named `pytorch`, `lightning` and `accelerate`, of the installed versions; or some of
+them. Nothing is fetched. Each suite runs twice, with torch.amp and with ampkit. What fails with ampkit alone has to be
+in expected.toml with its reason. Exit code 1 where another test fails, or one that is listed there passes.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ class Suite(NamedTuple):
     files: tuple[str, ...]
     chosen: str = ""                    # pytest's -k
     path: str = ""                      # folders for PYTHONPATH, inside the checkout
-    with_torch: bool = True             # whether they can run without ampkit
 
 
 SUITES = {
@@ -47,12 +45,6 @@ SUITES = {
     "accelerate": Suite(
         ".", ("tests/test_accelerator.py", "tests/test_kwargs_handlers.py", "tests/test_optimizer.py",
               "tests/test_scheduler.py", "tests/test_utils.py"), path="src",
-    ),
-    "apex": Suite(
-        "tests/L0/run_amp",
-        ("test_basic_casts.py", "test_promotion.py", "test_cache.py", "test_checkpointing.py",
-         "test_add_param_group.py", "test_multiple_models_optimizers_losses.py"),
-        with_torch=False,
     ),
 }
 
@@ -100,7 +92,7 @@ def main() -> int:
         checkout = options.sources.resolve() / name
         if options.suite not in (None, name) or not checkout.is_dir():
             continue
-        torchs = outcomes(suite, checkout, shim=False, limit=options.limit) if suite.with_torch else {}
+        torchs = outcomes(suite, checkout, shim=False, limit=options.limit)
         ours = outcomes(suite, checkout, shim=True, limit=options.limit)
         new, gone = compare(ours, torchs, expected.get(name, {}))
         counts = {kind: list(ours.values()).count(kind) for kind in ("passed", "skipped", "failed")}

@@ -1,9 +1,7 @@
 """Regions entered, nested, left and left wrongly."""
 
 import asyncio
-import sys
 import threading
-import types
 import warnings
 
 import pytest
@@ -196,6 +194,33 @@ def test_region_of_torch_inside_ours_and_ours_inside_torchs():
         assert torch.softmax(torch.ones(2, dtype=FP16), 0).dtype is FP16, "torch.amp's list for the CPU again"
 
 
+def test_regions_of_both_keys_inside_each_other():
+    """Whatever is around a region, it computes by its own list, and leaving it restores both keys."""
+    off = {"enabled": False}, (FP32, BF16)
+    regions = [
+        (autocast, {"policy": "default"}, (BF16, FP32)), (autocast, {"policy": "torch"}, (BF16, BF16)),
+        (autocast, *off), (torch.autocast, *off),
+    ]
+
+    def here():
+        return product(), torch.softmax(torch.ones(2, dtype=BF16), 0).dtype
+
+    def keys():
+        return [(dispatcher.is_included(key), dispatcher.is_excluded(key)) for key in dispatcher.KEY_NAMES]
+
+    def walk(depth):
+        before = keys()
+        for region, options, dtypes in regions:
+            with region("cpu", BF16, **options):
+                assert here() == dtypes
+                if depth:
+                    walk(depth - 1)
+                assert here() == dtypes
+            assert keys() == before
+
+    walk(2)
+
+
 def test_inner_region_keeps_the_outer_policy():
     keeps = Policy.default("cpu").with_rules({"aten::mm": "keep"})
     with autocast("cpu", policy=keeps):
@@ -276,15 +301,6 @@ def test_coroutines_that_take_turns_inside_their_regions_are_told():
     first, second = asyncio.run(main())
     assert "decorate its function with autocast instead" in str(first)
     assert second is None
-    assert state() == before
-
-
-def test_region_while_another_thread_imports_dynamo(monkeypatch):
-    """The module is in `sys.modules` before its names are."""
-    before = state()
-    monkeypatch.setitem(sys.modules, "torch._dynamo.callback", types.ModuleType("torch._dynamo.callback"))
-    with autocast("cpu"):
-        assert product() is BF16
     assert state() == before
 
 

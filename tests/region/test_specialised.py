@@ -71,7 +71,7 @@ def _required(op: Any) -> list[Any]:
 def test_a_binding_calls_its_operator_with_the_same_arguments(name: str) -> None:
     """What is left out has the schema's default there too."""
     op = resolve(name)
-    install((op,))
+    install((op,), dispatcher.KEY)
     args, asked = _required(op), _Asked()
     dispatcher.put_in_tls(dispatcher.TLS_NAME, asked)
     dispatcher.set_included(dispatcher.KEY, True)
@@ -115,6 +115,8 @@ def test_the_general_way_can_be_forced(general: None) -> None:
 def test_an_operator_of_another_policy_goes_on_below() -> None:
     """Both policies have kernels in this process; the one without a rule leaves the operator as torch.amp does."""
     x = torch.randn(4, 4, dtype=BF16, requires_grad=True)
+    with autocast("cpu", policy=Policy.torch("cpu").with_rules({"aten::softmax.int": "float32"})):
+        assert torch.softmax(x, -1).dtype is FP32
     with autocast("cpu"):
         assert torch.softmax(x, -1).dtype is FP32
         assert torch.logsumexp(x, -1).dtype is FP32
@@ -124,6 +126,33 @@ def test_an_operator_of_another_policy_goes_on_below() -> None:
         assert torch.einsum("ij,jk", x.float(), x.float()).dtype is BF16      # a composite: its parts meet the region
         assert torch.pow(x, 2).grad_fn is not None
         assert torch.rsub(x, 1).dtype is BF16
+
+
+def test_no_python_runs_for_operators_that_only_ampkit_lists() -> None:
+    """Under `Policy.torch`, for any device, once regions with the default list have run."""
+    x, called = torch.randn(4, 4), []
+    with autocast("cpu"):
+        assert torch.special.bessel_j0(x.bfloat16()).dtype is FP32
+    with autocast("cpu", policy=Policy.torch("cpu")):
+        sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_filename))
+        try:
+            torch.special.bessel_j0(x)
+        finally:
+            sys.setprofile(None)
+    assert not [file for file in called if "ampkit" in file]
+
+
+def test_a_disabled_region_calls_the_operator_at_once(written: None) -> None:
+    """For plain tensors, by one function of Python; what is written in terms of others takes none for its parts."""
+    x, w, called = torch.randn(4, 4), nn.Parameter(torch.randn(4, 4)), []
+    with autocast("cpu"), torch.autocast("cpu", enabled=False):
+        nn.functional.linear(x, w)
+        sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_filename) if event == "call" else None)
+        try:
+            nn.functional.linear(x, w)
+        finally:
+            sys.setprofile(None)
+    assert [file for file in called if "ampkit" in file] == ["<ampkit dispatch>", "<ampkit aten::linear LOWER>"]
 
 
 def test_ctrl_c_after_any_call_of_a_kernel_leaves_the_keys_as_they_were(written: None) -> None:

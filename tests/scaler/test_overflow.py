@@ -1,9 +1,10 @@
-"""Reports that name the parameters behind a skipped step, and `on_stuck` for a collapsed scale."""
+"""Reports that name the parameters behind a skipped step and where they began, and `on_stuck` for a collapsed scale."""
 
 import math
 
 import pytest
 import torch
+from torch import nn
 
 import ampkit.optim
 from ampkit.scaler.grad_scaler import GradScaler, LossScaleStuckError
@@ -17,9 +18,11 @@ MAKERS = {
     "ampkit": lambda params: ampkit.optim.AdamW(params, lr=0.1),
 }
 
+BY = "by registration, from the last; debugging.find_nonfinite finds where it began in any model"
 
-def small_model() -> torch.nn.Sequential:
-    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+
+def small_model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
 
 
 def train(scaler, model, optimizer, steps: int) -> None:
@@ -47,6 +50,7 @@ def test_the_offending_parameters_are_named_and_counted_as_backward_meets_them(m
         "finite down to 2.weight; first bad: 2.bias",
         "  2.bias: 2 inf, 0 NaN of 2 (float32)",
         "  behind it 1 more: 0.weight",
+        BY,
     ]
 
 
@@ -60,7 +64,7 @@ def test_the_report_stays_when_gradients_are_gone_and_training_goes_on() -> None
     train(scaler, model, optimizer, 1)
     optimizer.zero_grad(set_to_none=True)
     with pytest.MonkeyPatch.context() as patch:     # no skip, no cost
-        patch.delattr("ampkit_kernels.reference.nonfinite_counts")
+        patch.delattr("ampkit.scaler.grad_scaler.count_nonfinite")
         train(scaler, model, optimizer, 2)
     assert [c.name for c in scaler.overflow_report()] == ["group 0, parameter 1"]
     assert [c.name for c in scaler.overflow_report(model, optimizer=optimizer)] == ["0.bias"]
@@ -86,6 +90,86 @@ def test_every_kind_of_gradient_is_counted() -> None:
         "2": (0, 1, torch.float64),
         "3": (0, 1, torch.float32),
     }
+
+
+# Where an overflow began, beside what hooks see while backward runs
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner, self.out = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x):
+        return x + self.out(self.inner(self.norm(x)).relu())
+
+
+def deep_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(10, 6), *(Block() for _ in range(3)), nn.Linear(6, 10))
+
+
+def exploding(x: torch.Tensor) -> torch.Tensor:
+    """The same values, whose gradient is inf."""
+    x = x.clone()
+    x.register_hook(lambda grad: torch.full_like(grad, math.inf))
+    return x
+
+
+def exploded(path: str) -> tuple[GradScaler, nn.Module, torch.optim.Optimizer, list[str]]:
+    """A step that is skipped because the gradient of a module's output is inf; where hooks saw bad gradients."""
+    model, seen = deep_model(), []
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(
+            lambda param, name=name: None if param.grad.isfinite().all() else seen.append(name)
+        )
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler("cpu", 1.0)
+    model.get_submodule(path).register_forward_hook(lambda module, args, output: exploding(output))
+    scaler.scale(model(torch.arange(8).view(2, 4)).square().mean()).backward()
+    iterate(scaler, optimizer)
+    return scaler, model, optimizer, seen
+
+
+@pytest.mark.parametrize(
+    "path", [path for path, module in deep_model().named_modules() if [*module.parameters(recurse=False)]]
+)
+def test_the_origin_is_where_hooks_see_the_first_bad_gradient(path: str) -> None:
+    scaler, model, _optimizer, seen = exploded(path)
+    report = scaler.overflow_report(model)
+    assert {each.name for each in report} == set(seen)
+    assert {name.rpartition(".")[0] for name in seen[:1]} == {each.module for each in report.origin} == {path}
+
+
+def test_the_report_reads_from_the_origin() -> None:
+    scaler, model, _optimizer, _ = exploded("3.out")
+    headline, bias, weight, behind, _ = str(scaler.overflow_report(model)).splitlines()
+    assert headline == "finite down to 4; first bad: 3.out"
+    assert bias == "  3.out.bias: 6 inf, 0 NaN of 6 (float32)"
+    assert weight.startswith("  3.out.weight: ")
+    assert behind == "  behind it 17 more: 3.inner, 3.norm, 2.out, 2.inner, 2.norm, 1.out and 3 more"
+
+
+def test_a_half_bad_module_is_named_by_its_parameters() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", 1.0)
+    plant_nonfinite(model[1].bias, 1)
+    plant_nonfinite(model[0].weight, 1)
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    scaler.step(optimizer)
+    assert str(scaler.overflow_report(model)).splitlines() == [
+        "finite down to 1.weight; first bad: 1.bias",
+        "  1.bias: 1 inf, 0 NaN of 2 (float32)",
+        "  behind it 1 more: 0.weight",
+        BY,
+    ]
+    assert str(scaler.overflow_report()).splitlines() == [
+        "no gradient was finite before group 0, parameter 3: it began there, or in the loss",
+        "  group 0, parameter 3: 1 inf, 0 NaN of 2 (float32)",
+        "  behind it 1 more: group 0, parameter 0",
+        "for names call overflow_report(model), or make the optimizer with model.named_parameters()",
+        BY,
+    ]
 
 
 class Aware(torch.optim.SGD):

@@ -1,4 +1,7 @@
-"""`GradScaler(skip_above=...)`: steps of an outlying gradient norm are not taken, and the scale knows nothing of it."""
+"""`GradScaler(skip_above=...)`: steps of an outlying gradient norm are not taken, and the scale knows nothing of it.
+
+Ranks are in `test_scaler_distributed`.
+"""
 
 import copy
 import math
@@ -12,8 +15,6 @@ import torch
 import ampkit.optim
 from ampkit import GradScaler, NoOpLossScale, TimesMedian
 from ampkit.scaler.norm_limit import RecentNorms
-from tests.helpers import scaler_ranks
-from tests.helpers.ranks import on_ranks
 from tests.helpers.scaler_tools import count_reads, iterate, one_parameter, started, with_grads
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -143,10 +144,3 @@ def test_closures_are_refused() -> None:
     _, optimizer = one_parameter(grad=1.0)
     with pytest.raises(ValueError, match="a closure, which skip_above does not judge"):
         started(GradScaler, skip_above=5.0).step(optimizer, lambda: 0.0)
-
-
-@pytest.mark.parametrize("which", ["foreach", "fused", "ampkit"])
-@pytest.mark.parametrize("sharded", [True, False])
-def test_ranks_skip_together(which: str, sharded: bool) -> None:
-    """FSDP2, whose norm is that of all shards, and parameters by hand, where one rank alone sees the outlier."""
-    assert on_ranks(scaler_ranks.outliers, which, sharded) == [[[True, True, False, True], 1, 0, 8.0]] * 2

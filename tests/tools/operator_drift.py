@@ -10,26 +10,18 @@ tensors are fake: nothing is computed, and no such device is needed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit.policy import casting
 from ampkit.policy.op_table import TORCH, Rule, names
 from ampkit.policy.operator_keys import resolve
-from ampkit.torch_internals.dispatcher import (
-    AUTOCAST_KEYS,
-    KEY,
-    TLS_NAME,
-    autocast_key,
-    keysets,
-    put_in_tls,
-    set_included,
-)
-from ampkit.torch_internals.kernels import GENERAL, install
+from ampkit.torch_internals.dispatcher import AUTOCAST_KEYS, autocast_key
 from ampkit.torch_internals.operators import FakeTensorMode, OpOverload
 from ampkit.torch_internals.versions import SUPPORTED
 
@@ -99,45 +91,33 @@ class _Arrived(BaseException):
         self.asked_for = {value for value in args if isinstance(value, torch.dtype)}
 
 
-class _Watch:
-    """Takes the place of an open region's mode: lets an operator through to torch's autocast, then stops it."""
+class _Watch(TorchDispatchMode):
+    """Lies below torch's autocast: computes its casts, and stops at the operator."""
 
     def __init__(self, op: OpOverload) -> None:
-        self.excluded_keys, self.redispatch_keys = keysets(())       # torch's autocast is not excluded
+        super().__init__()
         self.ops = {op, casting.dtype_overload(op) or op}
-        self.begun = False
-        self.kernels = GENERAL
-        self.open = True
-        self.as_torch = False
 
-    def __torch_dispatch__(self, op: OpOverload, _: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if op in self.ops:
-            if self.begun:
-                raise _Arrived((*args, *kwargs.values()))
-            self.begun = True
-        return NotImplemented
+            raise _Arrived((*args, *(kwargs or {}).values()))
+        return op(*args, **(kwargs or {}))
 
 
 def _arrival(op: OpOverload, device_type: str, first: torch.dtype, others: torch.dtype) -> _Arrived | Exception:
     """How a call is redispatched whose first tensor and other tensors have these dtypes; or what autocast raised."""
-    watch = _Watch(op)
-    install(watch.ops)
-    put_in_tls(TLS_NAME, watch)
+    args = _arguments(op, device_type, first, others)
+    key = autocast_key(device_type)
+    if not any(torch._C._dispatch_keys(tensor).has(key) for tensor in casting.tensors(args)):   # fake MAIA's do not
+        return RuntimeError(f"autocast does not see fake tensors of device type {device_type!r}")
     try:
-        args = _arguments(op, device_type, first, others)
-        key = autocast_key(device_type)
-        if not any(torch._C._dispatch_keys(tensor).has(key) for tensor in casting.tensors(args)):   # fake MAIA's do not
-            return RuntimeError(f"autocast does not see fake tensors of device type {device_type!r}")
-        set_included(KEY, True)
-        op(*args)
+        with _Watch(op), torch._C._AutoDispatchBelowAutograd():
+            op(*args)
         return RuntimeError(f"{op} did not arrive")
     except _Arrived as arrived:
         return arrived
     except Exception as error:
         return error
-    finally:
-        set_included(KEY, False)
-        watch.open = False
 
 
 @contextmanager

@@ -154,8 +154,7 @@ def test_resuming_is_bit_for_bit(make: Callable[[Any], Any]) -> None:
     [
         ("loss_scaler", {}, "source state dict is empty"),
         ("loss_scaler", None, "expected a dict"),
-        ("fp32_from_fp16", None, "the saved masters are None; expected a list of tensors per parameter group"),
-        ("fp32_from_fp16", [[1.0, None]], "the saved master 0 of group 0 is 1.0; expected a tensor or None"),
+        ("fp32_from_fp16", [1.0, None], r"the saved masters are \[1.0, None\]; expected a list of tensors"),
         ("optimizer_state_dict", {"param_groups": [], "state": {}}, "different number of parameter groups"),
         ("fp32_from_fp16", "missing", r"\['fp32_from_fp16'\] missing"),
     ],
@@ -175,7 +174,7 @@ def test_a_state_loads_as_a_whole_or_not_at_all(entry: str, value: Any, message:
     with pytest.raises((TypeError, ValueError, RuntimeError, KeyError), match=message):
         ours.load_state_dict(saved)
     after = ours.state_dict()
-    assert all(map(torch.equal, after.pop("fp32_from_fp16")[0], before.pop("fp32_from_fp16")[0]))
+    assert all(map(torch.equal, after.pop("fp32_from_fp16"), before.pop("fp32_from_fp16")))
     assert after == before
 
 
@@ -246,15 +245,11 @@ def test_a_batch_that_is_dropped_after_an_overflow_skips_no_later_step(set_to_no
 def test_a_default_dtype_other_than_float32() -> None:
     torch.set_default_dtype(torch.bfloat16)
     try:
-        weight, alone = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+        weight = torch.nn.Parameter(torch.ones(4))
         optimizer = FP16Optimizer(torch.optim.SGD([weight], lr=1.0), static_loss_scale=64.0)
         optimizer.backward((weight * 2.0).sum())
         assert optimizer.clip_master_grads(1.0).item() == 4.0
         optimizer.step()
-        inner = torch.optim.SGD([alone], lr=1.0)
-        MasterWeights(inner)
-        alone.sum().backward()
-        inner.step()
     finally:
         torch.set_default_dtype(torch.float32)
-    assert (weight.tolist(), alone.tolist()) == ([0.5] * 4, [0.0] * 4)
+    assert weight.tolist() == [0.5] * 4

@@ -216,3 +216,30 @@ def test_masters_start_from_the_float32_weights_themselves() -> None:
         assert torch.equal(master, start[name])
         assert master.data_ptr() == addresses[name]     # its storage, so that nothing is copied
         assert torch.equal(param, start[name].to(param.dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT, **ids)
+@pytest.mark.parametrize("opt_level", ["O1", "O2", "O3"])
+def test_on_cuda_levels_train_without_waiting_for_the_device(opt_level: str, dtype: torch.dtype) -> None:
+    """With an optimizer that skips on the device, an overflow among the steps included."""
+    model = make().cuda()
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
+    model, optimizer = initialize(model, optimizer, opt_level, dtype=dtype, loss_scale="dynamic", verbosity=0)
+    data = [(x.cuda(), y.cuda()) for x, y in batches(1) * 12]
+    losses = []
+    for index, (x, y) in enumerate(data):
+        torch.cuda.set_sync_debug_mode("error" if index > 1 else "default")     # the first steps allocate and compile
+        try:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            backward(loss * (torch.inf if index == 4 else 1.0), optimizer)
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        losses.append(loss.detach())
+    assert losses[-1] < losses[0] / 2
+    stats = loss_scalers(optimizer)[0].stats()
+    assert (stats.steps, stats.skips) == (11, 1)
+    if opt_level == "O2":
+        assert torch.equal(model.head.weight, list(master_params(optimizer))[-2].to(dtype))

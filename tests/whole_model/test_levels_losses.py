@@ -105,7 +105,7 @@ def test_an_overflow_skips_one_step_and_lowers_the_scale(
     (x, y), = batches(1)
     scaler, = loss_scalers()
     for bad in (False, True, False):
-        optimizer.zero_grad()
+        model.zero_grad()       # is enough: masters let go of their gradients at each step
         before = copy.deepcopy([list(model.parameters()), list(optimizer.state.values())])
         scale = scaler.get_scale() if scaler._scale is not None else 2.0**16
         backward(overflowing(model, x, y) if bad else F.cross_entropy(model(x), y), optimizer)
@@ -115,6 +115,7 @@ def test_an_overflow_skips_one_step_and_lowers_the_scale(
         assert same is bad
         assert bool(scaler.found_inf(optimizer)) is bad
         assert scaler.get_scale() == (scale / 2 if bad else scale)
+        assert opt_level != "O2" or list(master_params(optimizer))[-1].grad is None
         if bad:
             for old, new in zip(before[1], now[1], strict=True):
                 assert torch.equal(old["momentum_buffer"], new["momentum_buffer"])
@@ -209,19 +210,6 @@ def test_a_batch_that_is_dropped_after_an_overflow_skips_no_later_step(opt_level
     assert loss_scalers()[0].stats().skips == 0
 
 
-def test_model_zero_grad_is_enough() -> None:
-    """Scripts that clear through the model: masters let go of their gradients at each step, skipped or not."""
-    model, optimizer = set_up("O2", dtype=torch.float16)
-    (x, y), = batches(1)
-    for bad in (True, False, False):
-        model.zero_grad()
-        backward(overflowing(model, x, y) if bad else F.cross_entropy(model(x), y), optimizer)
-        optimizer.step()
-    assert loss_scalers()[0].stats().skips == 1
-    for p in (p for p in master_params(optimizer) if p is not model.bn.weight and p is not model.bn.bias):
-        assert p.grad is None
-
-
 def test_an_exception_inside_puts_gradients_back() -> None:
     model, optimizer = set_up("O1", dtype=torch.float16)
     (x, y), = batches(1)
@@ -240,18 +228,6 @@ def test_an_exception_inside_puts_gradients_back() -> None:
     optimizer.step()
 
 
-def test_clipping_works_on_what_is_stepped() -> None:
-    for opt_level in ("O1", "O2"):
-        model, optimizer = set_up(opt_level, dtype=torch.float16)
-        (x, y), = batches(1)
-        backward(F.cross_entropy(model(x), y), optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(master_params(optimizer), 0.01)
-        clipped = torch.nn.utils.get_total_norm([p.grad for p in master_params(optimizer)])
-        assert 0.05 < norm < 50.0       # unscaled: the scale is 65536
-        torch.testing.assert_close(clipped, torch.tensor(0.01), rtol=1e-4, atol=0.0)
-        optimizer.step()
-
-
 def test_backward_reads_nothing_and_an_ordinary_step_one_flag() -> None:
     for optimizer_of, expected in ((sgd, 1), (lambda m: SGD(m.parameters(), 0.1), 0)):
         model = make()
@@ -263,27 +239,21 @@ def test_backward_reads_nothing_and_an_ordinary_step_one_flag() -> None:
         assert reads.count("aten._local_scalar_dense.default") == expected
 
 
-def test_forward_called_directly_in_threads_and_in_copies() -> None:
-    model, _ = set_up("O1", dtype=torch.bfloat16)
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_forward_called_directly_in_threads_and_in_copies(opt_level: str) -> None:
+    """And compiled."""
+    model, _ = set_up(opt_level, dtype=torch.bfloat16)
+    model.eval()
     seen: list[torch.dtype] = []
     x = batches(1)[0][0]
-    copied = copy.deepcopy(model)
-    loaded = pickle.loads(pickle.dumps(model))
-    for each in (model, copied, loaded):
+    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    for each in (model, *copies):
         each.head.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
         assert each.forward(x).dtype is torch.float32
+        assert torch.equal(each(x), model(x))
     thread = threading.Thread(target=lambda: model(x))
     thread.start()
     thread.join()
-    assert seen == [torch.bfloat16] * 4
-    assert torch.equal(copied(x), model(x))
-
-
-@pytest.mark.parametrize("opt_level", ["O1", "O2"])
-def test_compiled_models_compute_the_same(opt_level: str) -> None:
-    model, _ = set_up(opt_level, dtype=torch.bfloat16)
-    x = batches(1)[0][0]
-    model.eval()
+    assert set(seen) == {torch.bfloat16}
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend="eager")
-    assert torch.equal(compiled(x), model(x))
+    assert torch.equal(torch.compile(model, backend="eager")(x), model(x))

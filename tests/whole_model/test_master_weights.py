@@ -196,18 +196,14 @@ def test_groups_that_join_later_and_thawed_parameters_get_masters() -> None:
 
 def test_sparse_gradients_become_dense() -> None:
     """Those of repeated indices are added in float32, and to what the master holds."""
-    results = []
-    for sparse in (False, True):
-        torch.manual_seed(0)
-        table = nn.Embedding(6, 2, sparse=sparse).bfloat16()
-        optimizer = torch.optim.SGD(table.parameters(), lr=0.5)
-        masters = MasterWeights(optimizer)
-        for _ in range(2):
-            (table(torch.tensor([1, 3, 3])).float() * 4.0).sum().backward()
-            masters.take_gradients_(torch.tensor(0.25))
-        optimizer.step()
-        results.append(masters.masters()[0])
-    assert torch.equal(*results)
+    param = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    masters = MasterWeights(optimizer := torch.optim.SGD([param], lr=1.0))
+    values = torch.tensor([256.0, 1.0], dtype=torch.bfloat16)
+    for _ in range(2):
+        param.grad = torch.sparse_coo_tensor([[3, 3]], values, (4,), check_invariants=True)
+        masters.take_gradients_(torch.tensor(0.5))
+    optimizer.step()
+    assert masters.masters()[0].tolist() == [0.0, 0.0, 0.0, -257.0]
 
 
 def test_state_of_a_used_optimizer_moves_to_the_masters() -> None:
@@ -259,14 +255,14 @@ def test_what_is_refused() -> None:
     masters = MasterWeights(optimizer)
     gone = MasterWeights(torch.optim.SGD([nn.Parameter(torch.ones(2).half())], lr=0.1))
     before = [m.detach().clone() for m in masters.masters()]
-    wrong = [[*map(torch.zeros_like, before[:3]), torch.ones(9)]]
+    wrong = [*map(torch.zeros_like, before[:3]), torch.ones(9)]
     for refused, error, message in (
         (lambda: MasterWeights([]), TypeError, "MasterWeights takes a torch.optim.Optimizer, got list"),
         (lambda: MasterWeights(optimizer), RuntimeError, "SGD has master weights already; keep using the first"),
         (lambda: gone.state_dict(), ReferenceError, "no longer exists"),
         (lambda: masters.load_state_dict({"state": 1}), KeyError, r"no 'masters' in .*, which has \['state'\]"),
-        (lambda: masters.load_state_dict({"masters": [[torch.ones(1)]]}), ValueError, r"groups of \[1\]; .* of \[4\]"),
-        (lambda: masters.load_state_dict({"masters": wrong}), ValueError, r"master 3 of group 0 has shape \(9,\)"),
+        (lambda: masters.load_state_dict({"masters": [torch.ones(1)]}), ValueError, "are 1 saved .* has 4"),
+        (lambda: masters.load_state_dict({"masters": wrong}), ValueError, r"saved master 3 has shape \(9,\)"),
     ):
         with pytest.raises(error, match=message):
             refused()
@@ -358,24 +354,3 @@ def o2_under_ddp(rank: int, world: int) -> None:
 @pytest.mark.parametrize("function", [sharded_parameters, o2_under_ddp])
 def test_on_two_ranks(function: Callable[[int, int], None]) -> None:
     on_ranks(function)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", SIXTEEN_BIT, **ids)
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
-def test_on_cuda_halves_are_masters_rounded(dtype: torch.dtype, make: Callable[[Any], torch.optim.Optimizer]) -> None:
-    """Where ampkit's optimizers write them in the step's own launch, without a host read."""
-    model = model_of(dtype).cuda()
-    optimizer = make(model.parameters())
-    masters = MasterWeights(optimizer)
-    scaler = GradScaler("cuda", init_scale=2.0**8)
-    for index, x in enumerate(inputs(5)):
-        optimizer.zero_grad()
-        before = [m.detach().clone() for m in masters.masters()]
-        scaler.scale(loss_of(model, x.cuda()) * (torch.inf if index == 2 else 1.0)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        same = all(torch.equal(a, b) for a, b in zip(before, masters.masters(), strict=True))
-        assert same is (index == 2)
-        for half, master in zip(masters.model_parameters(), masters.masters(), strict=True):
-            assert torch.equal(half, master.to(dtype))

@@ -7,7 +7,6 @@ numbers; on the CPU there are none to save, so `reference` has no counterparts.
 """
 
 from .adamw import adamw_
-from .counts import nonfinite_counts
 from .float8 import quantize
 from .norm import KERNEL_NORMS, norm_and_check, norm_and_clip_factor
 from .scale import inverse_scale, tally_update_, update_scale_
@@ -16,6 +15,6 @@ from .unscale import multiply_, unscale_
 from .unscale_into import cast_, unscale_into_
 
 __all__ = [
-    "KERNEL_NORMS", "adamw_", "cast_", "inverse_scale", "multiply_", "nonfinite_counts", "norm_and_check",
+    "KERNEL_NORMS", "adamw_", "cast_", "inverse_scale", "multiply_", "norm_and_check",
     "norm_and_clip_factor", "quantize", "sgd_", "tally_update_", "unscale_", "unscale_into_", "update_scale_",
 ]

@@ -1,11 +1,10 @@
 """From lists of tensors to the tables that let one launch walk all of them.
 
-A launch needs to know, on the device: where each tensor starts (`addresses`, one column per list, one after
-another), how long it is (`numels`), and how the work is cut (`blocks`: one entry per chunk, tensor index
-in the low 32 bits, chunk index in the high 32). The cut depends on lengths alone and is made once per list
-of lengths. Addresses are compared, value by value, with those last sent, and the columns that differ are
-sent again: gradients move between iterations, parameters and moments do not. Identity of tensor objects is
-never consulted.
+A launch needs to know, on the device: where each tensor starts (`addresses`, one column per list, one after another),
+how long it is (`numels`), and how the work is cut (`blocks`: one entry per chunk, tensor index in the low 32 bits,
+chunk index in the high 32). The cut depends on lengths alone and is made once per list of lengths. Addresses are
+compared, value by value, with those last sent, and the columns that differ are sent again: gradients move between
+iterations, parameters and moments do not. Identity of tensor objects is never consulted.
 
 A table belongs to one device, stream and thread, so that what one of them sends cannot overtake what another has
 launched. What is sent goes through pinned host memory and does not block; PyTorch's allocator does not give that
@@ -31,10 +30,7 @@ from ..configs import Config, is_capturing, place
 from ..tensors import addresses_of, sizes_of
 from .launch import on_device
 
-# Each thread keeps tables up to this much memory: thousands for small lists, such as one of a parameter group each, and
-# some hundreds for the longest. OVERHEAD is what a table takes besides its numbers.
-MAX_CACHED_BYTES = 64 << 20
-OVERHEAD = 16 << 10
+MOST_TABLES = 2048      # of a thread: enough for a list of each of many parameter groups
 CHUNK_SHIFT = 32
 CHUNKS_PER_PROGRAM = 12
 GRAPH_WORDS = 1 << 19   # of a pinned buffer for captured tables: 4 MiB
@@ -138,11 +134,6 @@ class Table:
         self.columns, self.first = columns, first
         self.addresses = columns.memory[first * self.n_tensors : (first + 1) * self.n_tensors]
 
-    @property
-    def n_bytes(self) -> int:
-        """Memory that the cache counts for the table."""
-        return OVERHEAD + 8 * (3 * self.addresses.numel() + self.n_tensors + self.n_blocks)
-
 
 def table_for(lists: Sequence[Sequence[Tensor]], config: Config, *, aligned: bool = True) -> Table:
     """The table for these parallel lists, all on one device and none of them without elements.
@@ -163,8 +154,9 @@ def table_for(lists: Sequence[Sequence[Tensor]], config: Config, *, aligned: boo
         key = (*place(device), config, dtypes, aligned, tuple(sizes_of(lists[0])))
         table = _kept.tables.get(key)
         if table is None:
-            table = made_table(lists, config)
-            _kept.add(key, table)
+            table = _kept.tables[key] = made_table(lists, config)
+            if len(_kept.tables) > MOST_TABLES:
+                _kept.tables.popitem(last=False)
         else:
             _kept.tables.move_to_end(key)
             table.refresh(columns)
@@ -176,15 +168,6 @@ class _Kept(threading.local):
 
     def __init__(self) -> None:
         self.tables: OrderedDict[tuple, Table] = OrderedDict()
-        self.n_bytes = 0
-
-    def add(self, key: tuple, table: Table) -> None:
-        """Keep a table, and drop the least recently used ones beyond `MAX_CACHED_BYTES`."""
-        self.tables[key] = table
-        self.n_bytes += table.n_bytes
-        while self.n_bytes > MAX_CACHED_BYTES and len(self.tables) > 1:
-            _, oldest = self.tables.popitem(last=False)
-            self.n_bytes -= oldest.n_bytes
 
 
 _kept = _Kept()
@@ -260,28 +243,23 @@ class GraphMemory:
     """Pinned memory that CUDA graphs read at every replay: given out once, never taken back."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._buffers: list[Tensor] = []    # the last one has `_free` words left
-        self._free = 0
+        self._lock = threading.RLock()
+        self._free = torch.empty(0, dtype=torch.int64, device="cpu")
+        self._given: list[Tensor] = []
 
     def make_room(self, n: int) -> None:
         """Have room for `n` words, so that a capture that takes them allocates nothing."""
         with self._lock:
-            self._make_room(n)
+            if len(self._free) < n:
+                self._free = pinned_words(max(n, GRAPH_WORDS))
 
     def take(self, n: int) -> Tensor:
         """`n` words that nothing else is given."""
         with self._lock:
-            self._make_room(n)
-            buffer = self._buffers[-1]
-            start = len(buffer) - self._free
-            self._free -= n
-            return buffer[start : start + n]
-
-    def _make_room(self, n: int) -> None:
-        if self._free < n:
-            self._free = max(n, GRAPH_WORDS)
-            self._buffers.append(pinned_words(self._free))
+            self.make_room(n)
+            given, self._free = self._free.split((n, len(self._free) - n))
+            self._given.append(given)
+            return given
 
 
 graph_memory = GraphMemory()
