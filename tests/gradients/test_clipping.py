@@ -18,9 +18,7 @@ NORMS = [2.0, 1.0, math.inf, 3.0, 0.5]
 def torch_clips(grads: list[torch.Tensor], scale: float, max_norm, norm_type: float):
     """What unscale_ followed by torch.nn.utils.clip_grad_norm_ makes of these gradients."""
     params = with_grads(grads)
-    scaler = started(torch.amp.GradScaler, scale)
-    optimizer = torch.optim.SGD(params, lr=0.1)
-    scaler.unscale_(optimizer)
+    started(torch.amp.GradScaler, scale).unscale_(torch.optim.SGD(params, lr=0.1))
     return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type), [p.grad for p in params]
 
 
@@ -141,10 +139,8 @@ def test_float64_gradients_are_clipped_by_a_float64_factor() -> None:
 
 def test_squares_that_overflow_are_no_overflow() -> None:
     params = with_grads([torch.tensor([1e25, 1e25])])
-    optimizer = torch.optim.SGD(params, lr=0.0)
-    scaler = started(GradScaler, 1.0)
-    norm = scaler.clip_grad_norm_(optimizer, 1.0)
-    assert norm.item() == pytest.approx(math.sqrt(2) * 1e25)
+    optimizer, scaler = torch.optim.SGD(params, lr=0.0), started(GradScaler, 1.0)
+    assert scaler.clip_grad_norm_(optimizer, 1.0).item() == pytest.approx(math.sqrt(2) * 1e25)
     scaler.step(optimizer)
     assert scaler.stepped(optimizer)
 
@@ -153,14 +149,11 @@ def test_squares_that_overflow_are_no_overflow() -> None:
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_an_overflow_sets_the_flag_and_nothing_is_multiplied(bad, norm_type) -> None:
     params = with_grads([torch.tensor([8.0]), torch.tensor([bad, 4.0])])
-    optimizer = torch.optim.SGD(params, lr=0.1)
-    scaler = started(GradScaler, 4.0)
-    norm = scaler.clip_grad_norm_(optimizer, 1.0, norm_type)
-    assert not norm.isfinite()
+    optimizer, scaler = torch.optim.SGD(params, lr=0.1), started(GradScaler, 4.0)
+    assert not scaler.clip_grad_norm_(optimizer, 1.0, norm_type).isfinite()
     assert params[0].grad.item() == 8.0
-    scaler.step(optimizer)
+    iterate(scaler, optimizer)
     assert scaler.found_inf(optimizer)
-    scaler.update()
     assert scaler.get_scale() == 2.0
 
 
