@@ -79,6 +79,11 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
         assert loss(how, how, then, 12) == pytest.approx(whole, rel=1e-3)
 
 
+def test_bfloat16_weights_learn() -> None:
+    (found,) = run("optim_bfloat16", ["--steps", "8", "--only", "stochastic moments"]).values()
+    assert found[-1] < 5.8      # bits per character; 6.6 before training
+
+
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
 def test_levels_resnet(opt_level: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("levels_resnet", opt_level, epochs=3) > 0.8
