@@ -211,8 +211,8 @@ def changes_for(finding: Finding, region: Region, model: Module | None) -> Itera
 # By kind of cause: what helps, and why nothing was tried.
 _ADVICE = {
     "received": ("see the report of the rank that sent it", "what this rank sent is finite"),
-    "constant": ("where it is a mask, write a finite number, as -1e4, or leave it out of the sum; else do not write inf "
-                 "or NaN where nothing masks it out", "the code asks for it"),
+    "constant": ("where it is a mask, write a finite number, as -1e4, or leave it out of the sum; else do not write "
+                 "inf or NaN where nothing masks it out", "the code asks for it"),
     "uninitialised": ("write to the memory before it is read", "nothing fills it in"),
     "unknown": ("look at its inputs", "the operator could not be run again to see why"),
 }
