@@ -26,16 +26,19 @@ class Bytes:
         return Bytes(self.read + other.read, self.written + other.written)
 
 
+def step(state: int, weight: int = 4, state_of: int = 4, remainder: int = 0, copy: int = 0) -> Bytes:
+    """An optimizer's step with `state` tensors per weight, by bytes of their elements; gradients are like weights."""
+    kept = weight + state * state_of + remainder
+    return Bytes(kept + weight, kept + copy)
+
+
 UNSCALE = Bytes(4, 4)
 NORM = Bytes(4, 0)
 MULTIPLY = Bytes(4, 4)
 UNSCALE_INTO = Bytes(2, 4)      # from half gradients
 CAST_TO_HALF = Bytes(4, 2)
-ADAMW = Bytes(16, 12)
-ADAMW_AMSGRAD = Bytes(20, 16)
-ADAMW_WITH_HALF_COPY = Bytes(16, 14)
-SGD_MOMENTUM = Bytes(12, 8)
-SGD_PLAIN = Bytes(8, 4)
+ADAMW, ADAMW_AMSGRAD, ADAMW_WITH_HALF_COPY = step(2), step(3), step(2, copy=2)
+SGD_MOMENTUM, SGD_PLAIN = step(1), step(0)
 # Of a matrix of 16-bit elements, in two launches, two and one.
 FLOAT8_TENSOR = Bytes(2, 0) + Bytes(2, 2)
 FLOAT8_ROWS_AND_COLUMNS = Bytes(2, 1) + Bytes(2, 1)

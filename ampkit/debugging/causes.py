@@ -18,9 +18,9 @@ from ampkit.debugging.operator_facts import OperatorFacts, other_arguments, read
 from ampkit.torch_internals.operator_tracing import OpOverload
 
 __all__ = [
-    "CONSTANT", "RECEIVED", "UNINITIALISED", "UNKNOWN", "Cause", "InputSummary", "advice_for", "asks_for_nonfinite",
-    "broken_elements", "dtype_name", "extremes", "find_cause", "is_broken", "item_at_fault", "largest_finite",
-    "outputs_of", "poles", "rounded_number", "summarise",
+    "CONSTANT", "RECEIVED", "UNINITIALISED", "UNKNOWN", "Cause", "advice_for", "asks_for_nonfinite", "broken_elements",
+    "described", "dtype_name", "extremes", "find_cause", "is_broken", "item_at_fault", "largest_finite", "outputs_of",
+    "poles", "rounded_number",
 ]
 
 _LOW = (torch.float16, torch.bfloat16, torch.float32, torch.complex64)
@@ -50,44 +50,16 @@ UNINITIALISED = Cause("uninitialised", "memory was read that nothing was written
 UNKNOWN = Cause("unknown", "its inputs cannot be read")
 
 
-@dataclass(frozen=True)
-class InputSummary:
-    """One floating-point input of an operator as it was before the call. `largest` is over its finite elements."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    largest: float
-    nan: bool
-    inf: bool
-    zeros: bool
-    name: str = ""      # of a parameter or buffer, or the user's variable; "" for what operators computed
-
-    @property
-    def finite(self) -> bool:
-        """Whether all elements are."""
-        return not (self.nan or self.inf)
-
-    def __str__(self) -> str:
-        broken = " with " + " and ".join(w for w, there in (("NaN", self.nan), ("inf", self.inf)) if there)
-        return (
-            f"{self.name + ' ' if self.name else ''}{self.dtype}{list(self.shape)} "
-            f"up to {self.largest:.4g}{'' if self.finite else broken}"
-        )
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """`float16`"""
     return str(dtype).removeprefix("torch.")
 
 
-def summarise(tensor: Tensor, name: str = "") -> InputSummary:
-    """What matters of an input. Reads it several times; for the rare operator that went wrong."""
-    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    nan, inf = bool(torch.isnan(values).any()), bool(torch.isinf(values).any())
-    return InputSummary(
-        dtype_name(tensor.dtype), tuple(tensor.shape), largest_finite(values), nan, inf,
-        bool((values == 0).any()), name,
-    )
+def described(tensor: Tensor, name: str) -> str:
+    """An input of an operator: its name, dtype, shape and largest finite magnitude, and whether it has NaN or inf."""
+    broken = [what for what, there in (("NaN", tensor.isnan()), ("inf", tensor.isinf())) if bool(there.any())]
+    text = f"{dtype_name(tensor.dtype)}{list(tensor.shape)} up to {largest_finite(tensor):.4g}"
+    return (f"{name} {text}" if name else text) + (f" with {' and '.join(broken)}" if broken else "")
 
 
 def extremes(tensor: Tensor) -> tuple[float, float]:
@@ -144,18 +116,18 @@ def largest_finite(values: Tensor) -> float:
 
 def find_cause(
     func: OpOverload, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any],
-    outputs: Sequence[Tensor], inputs: Sequence[InputSummary],
+    outputs: Sequence[Tensor], *, from_inf: bool,
 ) -> Cause:
-    """The cause of the non-finite values in `outputs`, given the arguments as they were before the call."""
-    broken = [one for one in inputs if not one.finite]
-    if not inputs and any(one.is_floating_point() and not one.numel() for one in tensors_in((args, kwargs))):
+    """The cause of the non-finite values in `outputs`, given the arguments as they were before the call.
+
+    `from_inf`: there is an inf among them, and no NaN.
+    """
+    floats = [one for one in tensors_in((args, kwargs)) if one.is_floating_point()]
+    if floats and not any(one.numel() for one in floats):
         return Cause("undefined", "undefined in any precision: there are no elements to compute it of")
-    if not broken and asks_for_nonfinite((args, kwargs)):
-        return CONSTANT
-    if broken and not any(one.nan for one in broken):
+    if from_inf:
         rows = _rows_of_minus_inf(facts, args)
-        signs = [bool((one == math.inf).any()) for one in tensors_in((args, kwargs)) if one.is_floating_point()]
-        what = "inf" if any(signs) else "-inf"
+        what = "inf" if any(bool((one == math.inf).any()) for one in floats) else "-inf"
         return Cause("from inf", rows or f"{what} comes in: inf - inf, 0 * inf and inf / inf are NaN in any precision")
     integers = _integers_at_fault(func, facts, args, kwargs)
     if integers:

@@ -197,9 +197,8 @@ def changes_for(finding: Finding, region: Region, model: Module | None) -> Itera
     """What may help, the likeliest first."""
     origin, cause = finding.origin, finding.cause
     places = (origin, finding.made) if finding.made is not None else (origin,)
-    dtypes = [one.dtype for one in (*places, *finding.inputs)]
-    if cause.kind in ("arrived", "received", "constant", "uninitialised") or origin.phase == "optimizer" or not (
-        {"float16", "bfloat16"} & set(dtypes)
+    if cause.kind in ("arrived", "received", "constant", "uninitialised") or origin.phase == "optimizer" or not any(
+        low in text for low in ("float16", "bfloat16") for text in (*(one.dtype for one in places), *finding.inputs)
     ):
         return
     if region == "ampkit" and model is not None and origin.path:
@@ -253,15 +252,14 @@ def advice(finding: Finding) -> Suggestion:
 def changes_for_precision(report: PrecisionReport, region: Region, model: Module) -> Iterator[Change]:
     """What may bring a step nearer to its reference."""
     one = report.rounds()
-    if one is None or report.underflows or report.lost_updates or one.unmoved > 0.5:
+    if one is None or report.underflows or report.lost_updates:
         return
     device = next((p.device.type for p in model.parameters()), "cpu")
     if region == "ampkit" and one.path:
         yield PolicyChange(device, model, (one.path,))
     lines = line_of(one)
     if lines is not None:
-        whole = function_around(lines)
-        yield from (LineChange(device, region, (some,)) for some in (lines, whole) if some is not None)
+        yield LineChange(device, region, (lines,))
 
 
 def advice_on_precision(report: PrecisionReport) -> Suggestion:
@@ -272,11 +270,11 @@ def advice_on_precision(report: PrecisionReport) -> Suggestion:
         return Suggestion("scale the loss: scaler = ampkit.GradScaler()",
                           evidence=f"float16 ends at 6e-08, and a scale of up to {scale:g} overflows nowhere")
     if report.lost_updates:
-        return Suggestion("keep float32 masters: ampkit.FP16Optimizer(optimizer), or the model in float32 and a region",
-                          evidence="the update is less than half a unit in the last place of the parameter")
-    if one is not None and one.unmoved > 0.5:
-        return Suggestion(f"keep what {one.file}:{one.line} updates in float32, and cast a copy of it to {one.dtype}",
-                          evidence=f"{one.unmoved:.0%} of the update is less than half a unit in the last place")
+        lost = report.lost_updates[0]
+        what = f"keep what {lost.file}:{lost.line} updates in float32, and cast a copy of it to {lost.dtype}"
+        masters = "keep float32 masters: ampkit.FP16Optimizer(optimizer), or the model in float32 and a region"
+        return Suggestion(masters if lost.by_optimizer else what,
+                          evidence="the update is less than half a unit in the last place")
     if one is not None and one.op == "aten::add_.Tensor" and one.phase == "backward" and not one.backward_of:
         return Suggestion("accumulate gradients in float32, beside the parameters", evidence="not verified")
     where = "" if one is None or not one.line else f"compute {one.file}:{one.line} in float32, with .float()"

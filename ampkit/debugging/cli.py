@@ -1,4 +1,4 @@
-"""`ampkit debug`: the tools on a training script that knows nothing of them, and the reports that they wrote.
+"""`ampkit debug`: the tools on a training script that knows nothing of them.
 
 Reports go to stdout, what is said on the way to stderr. Exit codes: 0 clean, 1 something was found, 2 bad input,
 3 inconclusive, 130 interrupted.
@@ -7,30 +7,27 @@ Reports go to stdout, what is said on the way to stderr. Exit codes: 0 clean, 1 
 from __future__ import annotations
 
 import argparse
-import json
 import runpy
 import sys
 import traceback
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from ampkit.debugging.detect import detect_nonfinite, rank
 from ampkit.debugging.loop import check_loop
 from ampkit.debugging.monitor import TensorMonitor
 from ampkit.debugging.precision import PrecisionComparison
-from ampkit.debugging.report import VERSION, NonFiniteError
+from ampkit.debugging.report import NonFiniteError
 
 CLEAN, FOUND, BAD_INPUT, INCONCLUSIVE, INTERRUPTED = 0, 1, 2, 3, 130
-_CODES = {"clean": CLEAN, "found": FOUND, "inconclusive": INCONCLUSIVE}
+_INTERRUPT = "the script was interrupted"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a tool. Returns the exit code."""
     options = _parser().parse_args(argv)
-    tools = {"nonfinite": _nonfinite, "precision": _precision, "loop": _loop, "monitor": _monitor, "report": _report}
+    tools = {"nonfinite": _nonfinite, "precision": _precision, "loop": _loop, "monitor": _monitor}
     try:
         return tools[options.tool](options)
     except (OSError, ValueError) as error:
@@ -49,7 +46,6 @@ def _parser() -> argparse.ArgumentParser:
     nonfinite.add_argument("--keep-going", action="store_true", help="do not stop at the first finding")
     precision = tools.add_parser("precision", help="what one step of a training script loses to low precision")
     precision.add_argument("--at-step", type=_count, default=0, metavar="N", help="the step after N optimizer steps")
-    precision.add_argument("--reference", choices=("float32", "float64"), default="float32")
     loop = tools.add_parser("loop", help="whether scaler, gradients and optimizer are called in the right order")
     monitor = tools.add_parser("monitor", help="headroom, underflow and lost updates, on a step now and then")
     monitor.add_argument("--every", type=_count, default=100, metavar="N", help="sample every N optimizer steps")
@@ -60,87 +56,54 @@ def _parser() -> argparse.ArgumentParser:
     for tool in (nonfinite, precision, loop, monitor):
         tool.add_argument("script")
         tool.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
-    report = tools.add_parser("report", help="show reports, what was found first")
-    report.add_argument("files", nargs="+")
     return parser
 
 
 def _nonfinite(options: Any) -> int:
     detect = detect_nonfinite(on_found="record" if options.keep_going else "raise")
-    detect.recorder.first_step = options.from_step
-    ended = _run(options, detect)
-    report = detect.report
-    report.incomplete = ended.incomplete(looked=report.steps > 0, step=options.from_step)
-    return _finish(options, report, str(report), ended)
+    detect.first_step = options.from_step
+    why = _run(options, detect)
+    detect.report.incomplete = why or _too_early(options.from_step, looked=detect.report.steps > 0)
+    return _finish(options, detect.report, str(detect.report))
 
 
 def _precision(options: Any) -> int:
-    comparison = PrecisionComparison(
-        None, getattr(torch, options.reference), first_step=options.at_step, on_step=_stop
-    )
-    ended = _run(options, comparison)
+    comparison = PrecisionComparison(None, first_step=options.at_step, on_step=_stop)
+    why = _run(options, comparison)
     report = comparison.report
-    report.incomplete = ended.incomplete(looked=comparison.begun, step=options.at_step)
-    return _finish(options, report, f"{report}\n\n{report.table()}" if report.operators else str(report), ended)
+    report.incomplete = why or _too_early(options.at_step, looked=comparison.begun)
+    return _finish(options, report, f"{report}\n\n{report.table()}" if report.operators else str(report))
 
 
 def _loop(options: Any) -> int:
     check = check_loop()
-    ended = _run(options, check)
-    check.report.incomplete = ended.why
-    return _finish(options, check.report, str(check.report), ended)
+    check.report.incomplete = _run(options, check)
+    return _finish(options, check.report, str(check.report))
 
 
 def _monitor(options: Any) -> int:
     monitor = TensorMonitor(every=options.every, path=options.out.replace("{rank}", str(rank() or 0)))
     with check_loop() as loop:
-        ended = _run(options, monitor)
-    why = ended.incomplete(looked=monitor.last is not None, step=1)
+        why = _run(options, monitor)
+    why = why or _too_early(1, looked=monitor.last is not None)
     print("\n".join([*map(str, loop.findings), *([f"inconclusive: {why}"] if why else []), str(monitor)]))
-    return FOUND if loop else INTERRUPTED if ended.interrupted else INCONCLUSIVE if why else CLEAN
+    return FOUND if loop else INTERRUPTED if why == _INTERRUPT else INCONCLUSIVE if why else CLEAN
 
 
-def _report(options: Any) -> int:
-    order = ["found", "inconclusive", "clean"]
-    reports = [_read(file) for file in options.files]
-    reports.sort(key=lambda one: (order.index(one["status"]), "received from another rank" in one["text"]))
-    print("\n\n".join(one["text"] for one in reports))
-    return _CODES[reports[0]["status"]]
+def _too_early(step: int, *, looked: bool) -> str:
+    """Why a report is about nothing; "" where it is not."""
+    return "" if looked else (f"the script ended before step {step}, and nothing was looked at. Steps that a scaler "
+                              "skips do not count until then")
 
 
-def _read(file: str) -> dict[str, Any]:
-    try:
-        found: Any = json.loads(Path(file).read_text(encoding="utf-8"))
-    except ValueError:
-        found = None
-    if not isinstance(found, dict) or not str(found.get("kind")).startswith("ampkit.debugging."):
-        raise ValueError(f"{file} is no report; expected a file that ampkit debug wrote with --json")
-    if found.get("version") != VERSION:
-        raise ValueError(f"{file} has version {found.get('version')!r}; this ampkit reads {VERSION}: use the ampkit "
-                         "that wrote it")
-    return found
-
-
-def _finish(options: Any, report: Any, text: str, ended: _Ended) -> int:
+def _finish(options: Any, report: Any, text: str) -> int:
     """Show and write a report. Returns the exit code."""
     print(text)
     if options.json:
         Path(options.json.replace("{rank}", str(rank() or 0))).write_text(report.to_json(), encoding="utf-8")
-    return INTERRUPTED if ended.interrupted and report.status != "found" else _CODES[report.status]
-
-
-class _Ended(NamedTuple):
-    """How a script ended: `why` it did not run to its end, "" where it did or the tool stopped it."""
-
-    why: str = ""
-    interrupted: bool = False
-
-    def incomplete(self, *, looked: bool, step: int) -> str:
-        """Why a report is about less than was asked for; "" where it is not."""
-        if self.why or looked:
-            return self.why
-        return (f"the script ended before step {step}, and nothing was looked at. Steps that a scaler skips do not "
-                "count until then")
+    if report.status == "inconclusive":
+        return INTERRUPTED if report.incomplete == _INTERRUPT else INCONCLUSIVE
+    return FOUND if report.status == "found" else CLEAN
 
 
 class _Stopped(BaseException):
@@ -151,8 +114,11 @@ def _stop() -> None:
     raise _Stopped
 
 
-def _run(options: Any, tool: AbstractContextManager[Any]) -> _Ended:
-    """Run the user's script under a tool, as `python script.py ARGS` would run it."""
+def _run(options: Any, tool: AbstractContextManager[Any]) -> str:
+    """Run the user's script under a tool, as `python script.py ARGS` would run it.
+
+    Returns why it did not run to its end; "" where it did, or the tool stopped it.
+    """
     if not Path(options.script).is_file():
         raise FileNotFoundError(f"{options.script} is no file; expected the training script, then its own arguments")
     for name in ("json", "out"):
@@ -166,17 +132,17 @@ def _run(options: Any, tool: AbstractContextManager[Any]) -> _Ended:
         with tool:
             runpy.run_path(options.script, run_name="__main__")
     except (NonFiniteError, _Stopped):
-        return _Ended()
+        return ""
     except KeyboardInterrupt:
-        return _Ended("the script was interrupted", interrupted=True)
+        return _INTERRUPT
     except SystemExit as left:
-        return _Ended(f"the script ended with exit code {left.code}" if left.code else "")
+        return f"the script ended with exit code {left.code}" if left.code else ""
     except Exception as error:
         traceback.print_exc()       # the script's own
-        return _Ended(f"the script failed with {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}")
+        return f"the script failed with {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
     finally:
         sys.argv, sys.path[:] = argv, path
-    return _Ended()
+    return ""
 
 
 def _absolute(text: str) -> str:

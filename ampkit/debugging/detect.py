@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -25,6 +23,7 @@ from ampkit.debugging.causes import (
     advice_for,
     asks_for_nonfinite,
     broken_elements,
+    described,
     dtype_name,
     extremes,
     find_cause,
@@ -33,22 +32,21 @@ from ampkit.debugging.causes import (
     outputs_of,
     poles,
     rounded_number,
-    summarise,
 )
 from ampkit.debugging.changes import suggest
-from ampkit.debugging.loop import check_loop
-from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver, module_fields
+from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver
 from ampkit.debugging.operator_facts import readable, tensors_in
 from ampkit.debugging.report import Finding, NonFiniteError, NonFiniteReport, Operation
-from ampkit.debugging.source_lines import running_scaler
 from ampkit.debugging.storage_map import StorageMap
 from ampkit.debugging.taint import Record, Trace, trace
 from ampkit.torch_internals.operator_tracing import OpOverload
 
-__all__ = ["NonfiniteRecorder", "detect_nonfinite", "rank"]
+__all__ = ["NonfiniteDetection", "detect_nonfinite", "rank"]
 
 
-class detect_nonfinite:
+def detect_nonfinite(
+    model: Module | None = None, on_found: Literal["raise", "record"] = "raise"
+) -> NonfiniteDetection:
     """Context in which every operator's result is looked at, forward, backward and optimizer::
 
         with debugging.detect_nonfinite(model) as report:
@@ -57,9 +55,9 @@ class detect_nonfinite:
             optimizer.step()
 
     It names the first operator whose inputs were finite and whose result was not, its module and which call of it, the
-    user's line, why (the operator runs again in float64 on the same inputs), and the way to the loss, gradient,
-    parameter or result where it shows. What is absorbed on the way, such as masks of -inf, is no finding; gradients
-    that a GradScaler meets and that a smaller scale can cure are in `report.skipped`.
+    user's line, why (the operator runs again in float64 on the same inputs), and the loss, gradient, parameter or
+    result where it shows. What is absorbed on the way, such as masks of -inf, is no finding; gradients that a
+    GradScaler meets and that a smaller scale can cure are in `report.skipped`.
 
     `model`: paths count from it; None takes the outermost module that runs. `on_found`: "raise" raises
     `NonFiniteError` when the step ends, "record" only fills the report. Each result is read on the host, which waits
@@ -68,53 +66,10 @@ class detect_nonfinite:
     A step ends after `optimizer.step()`, when a scaler has skipped it, and at the end of the context. Compiled
     functions run eagerly meanwhile. Results and random numbers stay the same to the bit.
     """
-
-    def __init__(self, model: Module | None = None, on_found: Literal["raise", "record"] = "raise") -> None:
-        if on_found not in ("raise", "record"):
-            raise ValueError(f"on_found is {on_found!r}; expected 'raise' or 'record'")
-        self.report = NonFiniteReport(rank=rank())
-        self._on_found = on_found
-        self.recorder = NonfiniteRecorder(model, self._judge)
-        self._complete = True       # False: an exception ended the step, and what was not read might have been
-
-    def __enter__(self) -> NonFiniteReport:
-        self._loop = check_loop()
-        self.report.loop = self._loop.__enter__().findings
-        self.recorder.__enter__()
-        return self.report
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        recorder = self.recorder
-        recorder.__exit__(kind, error, traceback)
-        self._loop.__exit__(None, None, None)
-        self.report.compiled = recorder.compiled
-        self._complete = error is None
-        if error is not None and not isinstance(error, NonFiniteError):
-            self.report.incomplete = f"the steps ended with {type(error).__name__}"
-        self._count()
-        if error is None or (isinstance(error, Exception) and not isinstance(error, NonFiniteError)):
-            recorder.end_step()         # what the user's code raised stays as the context of what is raised here
-
-    def _judge(self, recorder: NonfiniteRecorder) -> None:
-        """Turn what a step recorded into findings, and raise for the new ones."""
-        self._count()
-        found = [(one, _finding(recorder, one)) for one in trace(recorder.records, complete=self._complete)]
-        overflows = any(finding.skipped for _, finding in found)
-        new = False
-        for one, finding in found:
-            # An inf that a smaller scale cures makes NaN of what would have been absorbed: the next step tells.
-            if finding.skipped or not (overflows and one.only_gradients):
-                new |= self.report.add(finding) and not finding.skipped
-        if new and self._on_found == "raise":
-            raise NonFiniteError(self.report)
-
-    def _count(self) -> None:
-        self.report.operators, self.report.steps = self.recorder.count, self.recorder.steps_begun
+    return NonfiniteDetection(model, on_found)
 
 
-def _finding(recorder: NonfiniteRecorder, found: Trace) -> Finding:
+def _finding(detection: NonfiniteDetection, found: Trace) -> Finding:
     """What a report says of an origin."""
     origin, symptom = found.origin, found.symptom
     finding: Finding = origin.finding
@@ -125,26 +80,26 @@ def _finding(recorder: NonfiniteRecorder, found: Trace) -> Finding:
     elif cause.kind == "constant":
         finding.cause = replace(cause, text=f"{origin.values}, which the code asks for")
     elif cause.kind == "from inf":
-        finding.made = _constant_behind(recorder, origin)
+        finding.made = _constant_behind(detection, origin)
     if cause.kind != "arrived":
         finding.parameter = symptom.finding.parameter
-    finding.symptom, finding.step, finding.scale = _symptom(symptom), recorder.step, recorder.scale
+    finding.symptom, finding.step, finding.scale = _symptom(symptom), detection.step, detection.scale
     finding.skipped = found.only_gradients and _is_cured_by_scaler(finding)
     if not finding.skipped:
-        finding.suggestion = suggest(finding, recorder.modules.region, recorder.modules.model)
+        finding.suggestion = suggest(finding, detection.modules.region, detection.modules.model)
     return finding
 
 
-def _constant_behind(recorder: NonfiniteRecorder, record: Record) -> Operation | None:
+def _constant_behind(detection: NonfiniteDetection, record: Record) -> Operation | None:
     """The constant inf that a NaN was made of."""
     known, pending = {record.index}, [record]
     while pending:
         one = pending.pop()
         if one.source == "constant" and one is not record:
             return one.finding.origin  # type: ignore[no-any-return]
-        new = [index for index in one.inputs if index in recorder.records and index not in known]
+        new = [index for index in one.inputs if index in detection.records and index not in known]
         known.update(new)
-        pending += [recorder.records[index] for index in new if recorder.records[index].finding is not None]
+        pending += [detection.records[index] for index in new if detection.records[index].finding is not None]
     return None
 
 
@@ -197,21 +152,35 @@ class _Input(NamedTuple):
     writers: tuple[int, ...] | None     # the records that wrote it; None: it was there before
 
 
-class NonfiniteRecorder(OperatorObserver):
-    """Notes which results are not finite; calls `on_step` whenever a step has ended, taken or skipped."""
+class NonfiniteDetection(OperatorObserver):
+    """The context of `detect_nonfinite`: notes which results are not finite, and reports when a step has ended."""
 
-    def __init__(self, model: Module | None, on_step: Callable[[NonfiniteRecorder], None]) -> None:
-        super().__init__(model)
+    def __init__(self, model: Module | None, on_found: Literal["raise", "record"]) -> None:
+        if on_found not in ("raise", "record"):
+            raise ValueError(f"on_found is {on_found!r}; expected 'raise' or 'record'")
+        super().__init__(model, NonFiniteReport(rank=rank()))
         self.records: dict[int, Record] = {}    # the broken ones of this step, and who read them
-        self.scale: float | None = None         # the loss scale, where a scaler takes part
-        self.on_scaler: Callable[[torch.amp.GradScaler], object] | None = None      # before it changes
         self.losses: list[float] = []           # as backward began
-        self._on_step = on_step
+        self._on_found = on_found
+        self._complete = True       # False: an exception ended the step, and what was not read might have been
         self._writers: StorageMap[_Written] = StorageMap()
         self._backwards = 0
         self._next = 0
         self._left: set[int] = set()    # what was broken in a step that a scaler skipped
         self._begun_step = False    # it computes: a loss that is printed after the last one begins none
+
+    def __enter__(self) -> NonFiniteReport:
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        error = raised[1]
+        self._complete = error is None
+        if error is not None and not isinstance(error, NonFiniteError):
+            self.report.incomplete = f"the steps ended with {type(error).__name__}"
+        self._count()
+        if error is None or (isinstance(error, Exception) and not isinstance(error, NonFiniteError)):
+            self._end_step()        # what the user's code raised stays as the context of what is raised here
 
     def observe(
         self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -228,8 +197,8 @@ class NonfiniteRecorder(OperatorObserver):
             kept = {id(tensor): tensor.clone() for tensor in (*written, *buffers)}
         writers = [] if facts.shape_only else [self._writers_of(one) for one in given]
         result = func(*args, **kwargs)
-        if facts.name == "aten::ones_like" and given[0].numel() == 1 and given[0].requires_grad:
-            self._note_loss(given[0])       # the gradient that backward starts with
+        if call.starts_backward:
+            self._note_loss(call.given[0])
         outputs = [*outputs_of(facts, result, args, kwargs), *buffers]
         read = tuple({index for some in writers for index in some or () if index in self.records})
         if not outputs:     # a comparison, an index, a number on the host
@@ -262,38 +231,44 @@ class NonfiniteRecorder(OperatorObserver):
     # --- the course of a step
 
     def step_ended(self, optimizer: Any) -> None:
-        self.end_step()
+        self._end_step()
 
-    def end_step(self, *, skipped: bool = False) -> None:
-        """Have the step judged, and forget it."""
+    def _end_step(self, *, skipped: bool = False) -> None:
+        """Judge the step, and forget it."""
         if skipped:
             self._left = {index for index, record in self.records.items() if record.broken}
         try:
             if any(record.broken for record in self.records.values()):
                 self._note_gradients()
-                self._on_step(self)
+                self._judge()
         finally:
             self.records.clear()
             self.scale = None
             self._backwards = 0
             self._begun_step = False
 
-    @property
-    def steps_begun(self) -> int:
-        """Steps that have ended, and the one that runs."""
-        return max(0, self.step - self.first_step) + self._begun_step
+    def _judge(self) -> None:
+        """Turn what a step recorded into findings, and raise for the new ones."""
+        self._count()
+        found = [(one, _finding(self, one)) for one in trace(self.records, complete=self._complete)]
+        overflows = any(finding.skipped for _, finding in found)
+        new = False
+        for one, finding in found:
+            # An inf that a smaller scale cures makes NaN of what would have been absorbed: the next step tells.
+            if finding.skipped or not (overflows and one.only_gradients):
+                new |= self.report.add(finding) and not finding.skipped
+        if new and self._on_found == "raise":
+            raise NonFiniteError(self.report)
+
+    def _count(self) -> None:
+        self.report.operators = self.count
+        self.report.steps = max(0, self.step - self.first_step) + self._begun_step
 
     def _follow_step(self, call: OperatorCall) -> None:
-        """Notice the scaler, and the end of a step that it skipped."""
+        """Notice the end of a step that a scaler skipped, and that a step has begun."""
         if self.was_skipped(call):
-            self.end_step(skipped=True)
+            self._end_step(skipped=True)
             self.next_step()
-        if call.phase == "scaler" and (self.scale is None or call.caller.scaling):
-            scaler = running_scaler()
-            if scaler is not None and scaler.is_enabled():
-                if self.scale is None and self.on_scaler is not None:
-                    self.on_scaler(scaler)
-                self.scale = scaler.get_scale()
         self._begun_step |= call.phase == "backward" or (
             call.phase == "forward" and (call.module is not None or self.step == 0)
         )
@@ -329,28 +304,23 @@ class NonfiniteRecorder(OperatorObserver):
             before = tuple(one for one in self._writers_of(tensor) or () if one in self.records)
         self._writers.set(tensor, _Written((*before, index), call))
 
-    def _keep(self, record: Record, call: OperatorCall | None, tensor: Tensor) -> Finding:
+    def _keep(self, record: Record, call: OperatorCall, tensor: Tensor) -> Finding:
         """Keep a record, with the beginning of a finding."""
-        if call is None:
-            where: dict[str, Any] = {"index": -1, "op": "", "file": "", "line": 0, "backward_of": ""}
-            where.update(module_fields(self.modules.current()))
-        else:
-            where = self.where(call)
-        where["phase"] = record.phase
-        operation = Operation(**where, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
-        micro_batch = max(1, self._backwards + (call is None or call.phase == "forward"))
+        operation = Operation(**self.where(call), dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
+        micro_batch = max(1, self._backwards + (call.phase == "forward"))
         self.records[record.index] = record
         record.finding = Finding(operation, tensor.device.type, micro_batch)
         return record.finding  # type: ignore[no-any-return]
 
-    def _arrive(self, tensor: Tensor) -> tuple[int, ...]:
-        """A record for a tensor that no operator of this step wrote; none if its values cannot be read."""
+    def _arrive(self, tensor: Tensor, call: OperatorCall) -> tuple[int, ...]:
+        """A record for a tensor that no operator of this step wrote, and a call reads; none if it cannot be read."""
         if next(readable([tensor]), None) is None:
             return ()
         record = Record(self._next, "before", source="arrived")
         self._next += 1
         self._writers.set(tensor, _Written((record.index,), None))
-        finding = self._keep(record, None, tensor)
+        finding = self._keep(record, call, tensor)
+        finding.origin = replace(finding.origin, index=-1, op="", phase="before")
         finding.parameter, finding.cause = self.name_of(tensor), Cause("arrived", "it was there before the step")
         record.mark(*extremes(tensor))
         return (record.index,)
@@ -383,14 +353,14 @@ class NonfiniteRecorder(OperatorObserver):
             if not math.isfinite(high - low):
                 nan_in |= low != low
                 inf_in |= low == low
-                record.inputs += self._owner(one, low, high, record.index)
+                record.inputs += self._owner(one, low, high, call, record.index)
             read.append((one.before, "" if one.writers else self.name_of(one.tensor)))
         if nan_in or (inf_in and not record.nan):
             return      # passed on
         record.source = "from inf" if inf_in else "made"
-        finding.inputs = tuple(summarise(value, name) for value, name in read)
+        finding.inputs = tuple(described(value, name) for value, name in read)
         args, kwargs = before
-        finding.cause = cause = find_cause(func, call.facts, args, kwargs, outputs, finding.inputs)
+        finding.cause = cause = find_cause(func, call.facts, args, kwargs, outputs, from_inf=inf_in)
         if cause.kind == "constant":
             record.source = "constant"
         elif cause.kind == "undefined":
@@ -411,7 +381,7 @@ class NonfiniteRecorder(OperatorObserver):
             if written.call.phase != "optimizer" and 0 in there:
                 finding.made = finding.made or Operation(**self.where(written.call))
 
-    def _owner(self, one: _Input, low: float, high: float, reader: int) -> tuple[int, ...]:
+    def _owner(self, one: _Input, low: float, high: float, call: OperatorCall, reader: int) -> tuple[int, ...]:
         """The record of a broken input, where none of the step says yet whose it is."""
         records = [self.records[index] for index in one.writers or () if index in self.records]
         if any(record.broken for record in records):
@@ -423,7 +393,7 @@ class NonfiniteRecorder(OperatorObserver):
                     record.source = None        # what was sent was broken: it is not another rank's
                 return (record.index,)
         latest = self._writers.get(one.tensor)
-        arrived = self._arrive(one.tensor)
+        arrived = self._arrive(one.tensor, call)
         for index in arrived:
             self.records[index].mark(low, high)
         if latest is not None and reader in latest.records:

@@ -78,13 +78,13 @@ class _Replay:
     def run(self) -> NonFiniteReport:
         """What a run finds, from the state at the beginning to which it also returns."""
         detect = detect_nonfinite(self._model, on_found="record")
-        detect.recorder.on_scaler = self._snapshot.add
+        detect.on_scaler = self._snapshot.add
         try:
             with self._snapshot, detect as report:
                 self._step()
         finally:
             self._snapshot.restore()
-        self._region = detect.recorder.modules.region
+        self._region = detect.modules.region
         return report
 
     def is_finite_as_it_is(self) -> bool:
@@ -165,7 +165,7 @@ class _Replay:
             return _Trial(why=str(error).partition("\n")[0][:100])      # dtypes that do not go together
         finally:
             self._snapshot.restore()
-        losses = detect.recorder.losses
+        losses = detect.losses
         if lasting < _LASTING:
             return _Trial(why="finite, but no parameter moves")
         if not all(map(math.isfinite, losses)) or (losses and abs(losses[-1]) > 1 + 100 * abs(losses[0])):

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,8 @@ class _Optimizer:
 class _Scaler:
     """What has been called since the last `update`."""
 
-    unscaled: dict[int, tuple[str, int]] = field(default_factory=dict)
-    stepped: dict[int, tuple[str, int]] = field(default_factory=dict)
+    unscaled: set[Optimizer] = field(default_factory=set)
+    stepped: dict[Optimizer, tuple[str, int]] = field(default_factory=dict)     # with the line
     fresh: bool = True      # a loss was scaled and ran backward
 
 
@@ -79,10 +80,8 @@ class check_loop:
 
     def __init__(self) -> None:
         self.report = LoopReport()
-        self._optimizers: dict[int, _Optimizer] = {}
-        self._scalers: dict[int, _Scaler] = {}
-        self._found_in: list[int] = []      # the last iteration with each finding
-        self._kept: list[Any] = []      # keeps ids from being reused
+        self._optimizers: dict[Optimizer, _Optimizer] = {}
+        self._scalers: defaultdict[Any, _Scaler] = defaultdict(_Scaler)
         self._pending_scale = self._last_scaled = False
         self._backwards_before: dict[tuple[str, int], int] = {}     # of optimizers that have not stepped yet
         self._divided_before = False
@@ -144,21 +143,14 @@ class check_loop:
 
     def _add(self, what: str, change: str, at: tuple[str, int] | None = None) -> None:
         file, line = at or _caller()
-        for place, one in enumerate(self.report.findings):
+        now = self.report.iterations
+        for one in self.report.findings:
             if (one.what, one.file, one.line) == (what, file, line):
-                new = self._found_in[place] != self.report.iterations
-                self.report.findings[place] = replace(one, times=one.times + new)
-                self._found_in[place] = self.report.iterations
+                one.last = now
                 return
-        self._found_in.append(self.report.iterations)
-        self.report.findings.append(LoopFinding(what, file, line, change, self.report.iterations))
+        self.report.findings.append(LoopFinding(what, file, line, change, now, now))
 
     # --- the scaler
-
-    def _scaler(self, scaler: Any) -> _Scaler:
-        if id(scaler) not in self._scalers:
-            self._kept.append(scaler)
-        return self._scalers.setdefault(id(scaler), _Scaler())
 
     def _scale(self, scaler: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         if scaler.is_enabled():
@@ -169,21 +161,21 @@ class check_loop:
         yield
 
     def _unscale(self, scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Iterator[None]:
-        known = self._scaler(scaler)
-        if id(optimizer) in known.unscaled and scaler.is_enabled() and not kwargs.get("allow_repeat"):
+        known = self._scalers[scaler]
+        if optimizer in known.unscaled and scaler.is_enabled() and not kwargs.get("allow_repeat"):
             self._add("unscale_ is called twice without an update",
                       "call scaler.update() where the step is left out, too" if self._of(optimizer).scaled else
                       "call scaler.unscale_(optimizer) once, before clipping")
-        known.unscaled[id(optimizer)] = _caller()
+        known.unscaled.add(optimizer)
         yield
         self._of(optimizer).scaled = False
 
     def _step(self, scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Iterator[None]:
-        known, one = self._scaler(scaler), self._of(optimizer)
-        if id(optimizer) in known.stepped and scaler.is_enabled():
+        known, one = self._scalers[scaler], self._of(optimizer)
+        if optimizer in known.stepped and scaler.is_enabled():
             self._add("update is not called after step: the scale never changes, and a second step is refused",
-                      "scaler.update() after scaler.step(optimizer)", known.stepped[id(optimizer)])
-        known.stepped[id(optimizer)] = _caller()
+                      "scaler.update() after scaler.step(optimizer)", known.stepped[optimizer])
+        known.stepped[optimizer] = _caller()
         one.scaled = False
         self._in_scaler_step, self._optimizer_ran = True, False
         try:
@@ -195,7 +187,7 @@ class check_loop:
             self._ended(optimizer)
 
     def _update(self, scaler: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        known = self._scaler(scaler)
+        known = self._scalers[scaler]
         if not known.fresh and scaler.is_enabled() and not args and not kwargs:
             self._add("update is called twice for one backward",
                       "call scaler.update() once, after the last scaler.step")
@@ -275,14 +267,13 @@ class check_loop:
     # --- optimizers, schedulers, regions
 
     def _of(self, optimizer: Optimizer) -> _Optimizer:
-        if id(optimizer) not in self._optimizers:
-            self._kept.append(optimizer)
+        if optimizer not in self._optimizers:
             some = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
             some = some[::-(-len(some) // _MOST_PARAMETERS) or 1]
-            self._optimizers[id(optimizer)] = _Optimizer(
+            self._optimizers[optimizer] = _Optimizer(
                 some, scaled=self._last_scaled, backwards=dict(self._backwards_before), divided=self._divided_before
             )
-        return self._optimizers[id(optimizer)]
+        return self._optimizers[optimizer]
 
     def _optimizer_starts(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         one = self._of(optimizer)
@@ -328,8 +319,7 @@ class check_loop:
         self.report.iterations += 1
 
     def _scheduler(self, scheduler: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        optimizer = getattr(scheduler, "optimizer", None)
-        one = self._optimizers.get(id(optimizer))
+        one = self._optimizers.get(getattr(scheduler, "optimizer", None))  # type: ignore[arg-type]
         if one is not None and one.skipped and one.attempts == 1:
             self._add("the scheduler steps although the scaler skipped the step",
                       "step it only where the step was taken: scale = scaler.get_scale() before update(), and "

@@ -9,7 +9,7 @@ import torch
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ampkit.policy.module_paths import module_paths
+from ampkit.policy.module_paths import path_of
 from ampkit.torch_internals.dispatcher import is_open
 from ampkit.torch_internals.operator_tracing import current_node
 
@@ -42,9 +42,7 @@ class ModuleCalls:
         self.model = model
         self._running = _Running()
         self._numbers: dict[int, int] = {}
-        self._paths: dict[int, dict[int, str]] = {}
-        self._roots: dict[int, Module] = {}     # keeps the ids of `_paths` from being reused
-        self._strays: dict[int, Module] = {}
+        self._roots: dict[int, Module] = {}
         self.region: Literal["ampkit", "torch", "none"] = "none"       # what modules were called in
         self._hooks: list[Any] = []
         accelerator = torch.accelerator.current_accelerator()
@@ -83,11 +81,12 @@ class ModuleCalls:
             self._note_region()
         stack = self._running.stack
         root = self.model if self.model is not None else (stack[0][0] if stack else module)
-        path = self._path(root, module)
+        self._roots[id(root)] = root
+        path, cls = path_of(root, module), type(module).__name__
         number = 0
         if current_node() is None:      # else a checkpoint runs it again
             number = self._numbers[id(module)] = self._numbers.get(id(module), 0) + 1
-        stack.append((module, ModuleCall(path, type(module).__name__, id(module) not in self._strays, number)))
+        stack.append((module, ModuleCall(path, cls, path != cls, number)))
 
     def _note_region(self) -> None:
         if is_open():
@@ -101,13 +100,3 @@ class ModuleCalls:
         stack = self._running.stack
         while stack and stack.pop()[0] is not module:
             pass        # those inside it that an exception ended
-
-    def _path(self, root: Module, module: Module) -> str:
-        paths = self._paths.get(id(root))
-        if paths is None or id(module) not in paths:
-            self._roots[id(root)] = root
-            paths = self._paths[id(root)] = {id(child): path for path, child in module_paths(root)}
-            if id(module) not in paths:
-                paths[id(module)] = type(module).__name__
-                self._strays[id(module)] = module
-        return paths[id(module)]

@@ -15,12 +15,11 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ampkit.debugging.causes import dtype_name
+from ampkit.debugging.causes import extremes
 from ampkit.debugging.module_calls import ModuleCalls
 from ampkit.debugging.operator_calls import no_advice_on_hooks
 from ampkit.debugging.operator_facts import readable, tensors_in
 from ampkit.debugging.report import plain
-from ampkit.policy.module_paths import module_paths
 
 __all__ = ["TensorMonitor", "before_update", "lost_share"]
 
@@ -35,14 +34,13 @@ class TensorMonitor:
             train(model, loader)
 
     A step ends with `optimizer.step()`; one that a scaler skips does not count. On a sampled step (the first one, and
-    each `every` steps after it) modules have hooks; on others nothing is there but a counter. Statistics stay on their
-    devices until the step ends. Each sample is a dict, a line of JSON in `path`, which is emptied first, and the last
-    one in `last`:
+    each `every` steps after it) modules have hooks, whose numbers are read on the host; on others nothing is there but
+    a counter. Each sample is a dict, a line of JSON in `path`, which is emptied first, and the last one in `last`:
 
     - `outputs` and `gradients`, of what modules return in float16 or bfloat16: `headroom`, the powers of two between
-      the largest magnitude and the end of the range; `underflow`, the share of elements below the smallest normal
-      number but not zero (of float16: bfloat16 has float32's range); `broken`, whether there is an inf or NaN. Of a
-      module that is called often, the worst.
+      the largest magnitude and the end of the range, 0 with an inf or NaN; `underflow`, the share of elements below the
+      smallest normal number but not zero (of float16: bfloat16 has float32's range). Of a module that is called often,
+      the worst.
     - `lost_updates`, by parameter: of the elements with a gradient (65,536 at most are looked at), the share that the
       optimizer did not move.
     - `step`, counted from 0.
@@ -61,7 +59,7 @@ class TensorMonitor:
         self._step = 0
         self._modules = ModuleCalls(model)
         self._open, self._hooks = ExitStack(), ExitStack()     # of the context, and of a sampled step
-        self._seen: list[tuple[str, str, torch.dtype, Tensor]] = []     # kind, module, statistics
+        self._worst: dict[str, dict[str, dict[str, float]]] = {}        # by kind and module
         self._before: list[tuple[Tensor, Tensor, Tensor]] = []      # parameter, its value, where it should change
 
     def __enter__(self) -> TensorMonitor:
@@ -78,12 +76,12 @@ class TensorMonitor:
         self._open.close()
 
     def _watch(self) -> None:
+        self._worst = {"outputs": {}, "gradients": {}}
         hooks = self._hooks = ExitStack()
         hooks.enter_context(no_advice_on_hooks())
         hooks.callback(register_module_forward_hook(self._look).remove)     # before `modules` leaves the module
         self._modules.start()
         hooks.callback(self._modules.stop)
-        self._modules.new_step()
 
     def _look(self, module: Module, args: Any, output: Any) -> None:
         call = None if torch.compiler.is_compiling() else self._modules.current()
@@ -95,9 +93,17 @@ class TensorMonitor:
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._note, "gradients", str(call)))
 
+    @torch.no_grad()
     def _note(self, kind: str, module: str, tensor: Tensor) -> None:
-        if tensor.numel():
-            self._seen.append((kind, module, tensor.dtype, _statistics(tensor)))
+        low, high = extremes(tensor)
+        largest, range_ = max(-low, high), torch.finfo(tensor.dtype)
+        headroom = 0.0 if not math.isfinite(high - low) else math.log2(range_.max / largest) if largest else math.inf
+        small = 0.0
+        if tensor.dtype is torch.float16:
+            small = float(((tensor.abs() < range_.tiny) & (tensor != 0)).float().mean())
+        worst = self._worst[kind].setdefault(module, {"headroom": headroom, "underflow": small})
+        worst["headroom"] = min(worst["headroom"], headroom)
+        worst["underflow"] = max(worst["underflow"], small)
 
     @torch.no_grad()
     def _optimizer_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -114,37 +120,16 @@ class TensorMonitor:
             self._watch()
 
     def _write(self) -> None:
-        """Read the statistics, with one transfer per device, and write the sample."""
-        outputs: dict[str, Any] = {}
-        gradients: dict[str, Any] = {}
-        rows = _on_host([statistics for *_, statistics in self._seen])
-        for (kind, name, dtype, _), (low, high, small) in zip(self._seen, rows, strict=True):
-            largest, limit = max(-low, high), torch.finfo(dtype).max
-            broken = not math.isfinite(high - low)
-            headroom = math.inf if largest == 0 else 0.0 if broken else math.log2(limit / largest)
-            worst = (outputs if kind == "outputs" else gradients).setdefault(
-                name, {"dtype": dtype_name(dtype), "headroom": headroom, "underflow": small, "broken": broken}
-            )
-            worst["headroom"] = min(worst["headroom"], headroom)
-            worst["underflow"] = max(worst["underflow"], small)
-            worst["broken"] |= broken
-        self.last = {"step": self._step, "outputs": outputs, "gradients": gradients, "lost_updates": self._lost()}
-        self._seen, self._before = [], []
+        names = {id(p): name for root in self._modules.roots() for name, p in root.named_parameters()}
+        lost = {
+            names.get(id(one[0]), f"parameter {place}"): float(lost_share(*one))
+            for place, one in enumerate(self._before)
+        }
+        self.last = {"step": self._step, **self._worst, "lost_updates": lost}
+        self._before = []
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(plain(self.last), allow_nan=False) + "\n")
-
-    def _lost(self) -> dict[str, float]:
-        """By parameter, of the elements that should change the share that did not."""
-        names = {
-            id(p): f"{path}.{name}" if path else name for root in self._modules.roots()
-            for path, module in module_paths(root) for name, p in module.named_parameters(recurse=False)
-        }
-        shares = _on_host([lost_share(*one).reshape(1) for one in self._before])
-        return {
-            names.get(id(p), f"parameter {place}"): share
-            for place, ((p, _, _), (share,)) in enumerate(zip(self._before, shares, strict=True))
-        }
 
     def __str__(self) -> str:
         """The last sample's worst."""
@@ -183,26 +168,6 @@ def lost_share(parameter: Tensor, before: Tensor, wanted: Tensor) -> Tensor:
     return (wanted & (_some(parameter) == before)).sum() / wanted.sum().clamp_min(1)
 
 
-@torch.no_grad()
-def _statistics(tensor: Tensor) -> Tensor:
-    """The least and the greatest value, and the share of subnormal ones; on the tensor's device."""
-    low, high = torch.aminmax(tensor.detach())
-    if tensor.dtype is not torch.float16:
-        return torch.stack([low, high, torch.zeros_like(low)]).float()
-    tiny = torch.count_nonzero(tensor.abs() >= torch.finfo(tensor.dtype).tiny)
-    return torch.stack([low.float(), high.float(), (torch.count_nonzero(tensor) - tiny) / tensor.numel()])
-
-
 def _some(tensor: Tensor) -> Tensor:
     """Evenly spaced elements."""
     return tensor.detach().flatten()[::-(-tensor.numel() // _MOST_ELEMENTS)]
-
-
-def _on_host(rows: list[Tensor]) -> list[list[float]]:
-    devices: dict[torch.device, list[int]] = {}
-    for place, row in enumerate(rows):
-        devices.setdefault(row.device, []).append(place)
-    values: dict[int, list[float]] = {}
-    for places in devices.values():
-        values.update(zip(places, torch.stack([rows[place] for place in places]).tolist(), strict=True))
-    return [values[place] for place in range(len(rows))]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -18,9 +18,11 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ampkit.debugging.loop import check_loop
 from ampkit.debugging.module_calls import ModuleCall, ModuleCalls
 from ampkit.debugging.operator_facts import OperatorFacts, facts_of, tensors_in
-from ampkit.debugging.source_lines import Caller, find_caller, variable_of
+from ampkit.debugging.report import StepReport
+from ampkit.debugging.source_lines import Caller, find_caller, running_scaler
 from ampkit.torch_internals.operator_tracing import (
     FakeTensor,
     ObserverMode,
@@ -33,7 +35,7 @@ from ampkit.torch_internals.operator_tracing import (
     without_dispatch,
 )
 
-__all__ = ["OperatorCall", "OperatorObserver", "Phase", "module_fields", "no_advice_on_hooks"]
+__all__ = ["OperatorCall", "OperatorObserver", "Phase", "no_advice_on_hooks"]
 
 Phase = Literal["forward", "backward", "recompute", "optimizer", "scaler"]
 
@@ -53,6 +55,11 @@ class OperatorCall:
     given: list[Tensor]             # the tensors among them, while it runs
 
     @property
+    def starts_backward(self) -> bool:
+        """Whether it makes the gradient that backward starts with, of the loss that is given to it."""
+        return self.op == "aten::ones_like" and self.given[0].numel() == 1 and self.given[0].requires_grad
+
+    @property
     def op(self) -> str:
         """The operator's name: "aten::addmm"."""
         return self.facts.name
@@ -66,21 +73,23 @@ class _Thread(threading.local):
 
 
 class OperatorObserver(ObserverMode):
-    """Context in which `observe` is asked to run each operator of the thread, and of backward threads.
+    """Context in which `observe` is asked to run each operator of the thread, and of backward threads; its loop is
+    checked, too.
 
     Subclasses override `observe`, which must run the operator exactly once and return its result, and `step_ended`.
     Views are run without asking. Inside both, the mode is off: what they compute is not observed.
     """
 
-    def __init__(self, model: Module | None = None) -> None:
+    def __init__(self, model: Module | None, report: StepReport) -> None:
         super().__init__()
         if model is not None and not isinstance(model, Module):
             raise TypeError(f"model is {type(model).__name__}; expected a torch.nn.Module, or None for whatever runs")
-        self.model = model
+        self.report: Any = report
         self.modules = ModuleCalls(model)
         self.first_step = 0         # the first one that is looked at; set it before entering
         self.begun = False
-        self.compiled = False       # compiled functions were called, which run eagerly meanwhile
+        self.scale: float | None = None         # the loss scale, where a scaler takes part
+        self.on_scaler: Callable[[torch.amp.GradScaler], object] | None = None      # before it changes
         self.step = 0               # steps that have ended
         self.count = 0              # operators seen
         self._optimizer: Any = None
@@ -97,10 +106,11 @@ class OperatorObserver(ObserverMode):
                 register_optimizer_step_post_hook(self._optimizer_ends),
             ):
                 stack.callback(hook.remove)
+            self.report.loop = stack.enter_context(check_loop()).findings
             if self.first_step == 0:
                 self._begin(stack)
             self._open = stack.pop_all()
-        return self
+        return self.report
 
     def __exit__(self, *error: Any) -> None:
         self._open.close()
@@ -127,7 +137,7 @@ class OperatorObserver(ObserverMode):
             return
 
         def asked(callback: Any) -> Any:
-            self.compiled |= callable(callback)
+            self.report.compiled |= callable(callback)
             return inner(callback)
 
         eval_frame._callback_from_stance = asked
@@ -161,12 +171,13 @@ class OperatorObserver(ObserverMode):
             if call.caller.outside or not line:
                 file, line = forward.caller.line()
         return {
-            "index": call.index, "op": call.op, "phase": call.phase, **module_fields(module), "file": file,
-            "line": line, "backward_of": backward_of,
+            "index": call.index, "op": call.op, "phase": call.phase, "module": "" if module is None else str(module),
+            "path": module.path if module is not None and module.known else "",
+            "call": 0 if module is None else module.number, "file": file, "line": line, "backward_of": backward_of,
         }
 
     def name_of(self, tensor: Tensor) -> str:
-        """What the user calls a tensor: its name as a parameter or buffer, else a variable; "" without either."""
+        """The name of a parameter, a buffer or a gradient; "" of other tensors."""
         key = storage_key(tensor)
         for root in self.modules.roots():
             for name, one in (*root.named_parameters(), *root.named_buffers()):
@@ -174,7 +185,7 @@ class OperatorObserver(ObserverMode):
                     return name
                 if one.grad is not None and not is_opaque(one.grad) and storage_key(one.grad) == key:
                     return f"{name}.grad"
-        return variable_of(tensor)
+        return ""
 
     def forward_of(self, call: OperatorCall) -> OperatorCall | None:
         """The forward operator that a backward operator belongs to; of a custom function, its first one."""
@@ -210,6 +221,8 @@ class OperatorObserver(ObserverMode):
             return func(*args, **kwargs)
         call.numbers = tuple([one for one in (*args, *kwargs.values()) if type(one) is float])
         call.given = given
+        if call.phase == "scaler" and (self.scale is None or call.caller.scaling):
+            self._meet_scaler()
         try:
             return self.observe(call, func, args, kwargs)
         finally:
@@ -269,6 +282,13 @@ class OperatorObserver(ObserverMode):
         if not self.begun and self.step == self.first_step:
             self._begin(self._open)
 
+    def _meet_scaler(self) -> None:
+        scaler = running_scaler()
+        if scaler is not None and scaler.is_enabled():
+            if self.scale is None and self.on_scaler is not None:
+                self.on_scaler(scaler)
+            self.scale = scaler.get_scale()
+
     def was_skipped(self, call: OperatorCall) -> bool:
         """Whether a scaler has skipped the step before this call: no optimizer says so. To be asked at each call."""
         if call.phase == "scaler":
@@ -285,24 +305,9 @@ class OperatorObserver(ObserverMode):
         self._forward_before, self._forward = self._forward, {}
 
 
-def module_fields(module: ModuleCall | None) -> dict[str, Any]:
-    """A call of a module as the fields of `report.Operation`."""
-    if module is None:
-        return {"module": "", "path": "", "call": 0}
-    return {"module": str(module), "path": module.path if module.known else "", "call": module.number}
-
-
 @contextmanager
 def no_advice_on_hooks() -> Iterator[None]:
-    """A compiled module warns that global hooks fire for its wrapper too: they do, and wrappers have no path here.
-
-    One filter is added and taken away, as `catch_warnings` would also undo what the user's own code sets meanwhile.
-    """
-    before = list(warnings.filters)
-    warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
-    added = next((one for one in warnings.filters if not any(one is other for other in before)), None)
-    try:
+    """A compiled module warns that global hooks fire for its wrapper too: they do, and wrappers have no path here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
         yield
-    finally:
-        if added in warnings.filters:
-            warnings.filters.remove(added)      # pyright: ignore[reportAttributeAccessIssue]  typeshed: Sequence

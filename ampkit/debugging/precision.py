@@ -20,14 +20,13 @@ from torch.nn import Module
 
 from ampkit.debugging.causes import dtype_name, extremes, largest_finite
 from ampkit.debugging.changes import Change, advice_on_precision, changes_for_precision
-from ampkit.debugging.loop import check_loop
 from ampkit.debugging.monitor import before_update, lost_share
 from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver
 from ampkit.debugging.operator_facts import OperatorFacts, other_arguments, readable, tensors_in
 from ampkit.debugging.reference_copies import NONE, Error, ReferenceCopies
 from ampkit.debugging.report import GradientError, LostUpdate, OperatorError, PrecisionReport, Suggestion
 from ampkit.debugging.snapshot import Snapshot
-from ampkit.debugging.source_lines import find_caller, running_scaler
+from ampkit.debugging.source_lines import find_caller
 from ampkit.debugging.storage_map import StorageMap
 from ampkit.torch_internals.float8 import WIDE_PRODUCTS
 from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque, storage_key, without_dispatch
@@ -47,7 +46,7 @@ def compare_precision(
 
     Each operator's result is compared with that of the same step in `reference` throughout (`total`) and with that of
     the same operator in `reference` on the same inputs (`local`, its own rounding): an operator that rounds much and
-    one that amplifies what others rounded are told apart. `report.gradients()` compares the gradients, which are those
+    one that amplifies what others rounded are told apart. `report.gradients` compares the gradients, which are those
     of a true step in `reference` to the bit where `report.opaque` names no operator, `report.results` what the step
     returns, and `report.error` is the largest of all; `report.recommended_scale` is the loss scale to which nothing
     overflows in backward, where float16 takes part.
@@ -93,7 +92,7 @@ def _tried(
             with contextlib.suppress(RuntimeError), change.around(), comparison as found:
                 result = step()
             found.results = comparison.errors_of(tensors_in(result))
-            if found.parameters and found.error < report.error / 2:
+            if found.gradients and found.error < report.error / 2:
                 evidence = f"verified: with it the error is {found.error:.2g} in place of {report.error:.2g}"
                 return Suggestion(change.code, "change", True, evidence, tuple(tried))
             tried.append(change.code)
@@ -129,29 +128,22 @@ class PrecisionComparison(OperatorObserver):
     ) -> None:
         if reference not in (torch.float32, torch.float64):
             raise ValueError(f"reference is {reference}; expected torch.float32 or torch.float64")
-        super().__init__(model)
+        super().__init__(model, PrecisionReport(dtype_name(reference), step=first_step))
         self.first_step = first_step
-        self.report = PrecisionReport(dtype_name(reference), step=first_step)
         self.memory = ReferenceCopies(reference)
-        self._scale: float | None = None        # of a scaler that takes part, as the step began
         self._given: StorageMap[bool] = StorageMap()        # what came in 16 bits and was noted
         self._new_gradients = False
         self._before: list[tuple[Tensor, Tensor, Tensor]] = []      # what an optimizer is about to update
         self._on_step = on_step
-        self._loop = check_loop()
 
     def __enter__(self) -> PrecisionReport:
-        self.report.loop = self._loop.__enter__().findings
-        super().__enter__()
-        return self.report
+        return super().__enter__()  # type: ignore[no-any-return]
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._loop.__exit__(None, None, None)
-        self.report.compiled = self.compiled
-        if not self.report.parameters:
+        if not self.report.gradients:
             self._collect_gradients()
-        self.report.scale = self._scale or 1.0
+        self.report.scale = self.scale or 1.0
         self.report.recommended_scale = self._recommended_scale()
 
     def errors_of(self, tensors: list[Tensor]) -> list[float]:
@@ -169,8 +161,9 @@ class PrecisionComparison(OperatorObserver):
         facts = call.facts
         if facts.literal:
             return func(*args, **kwargs)
-        if call.phase == "scaler":
-            self._meet_scaler(scaling=call.caller.scaling)
+        if call.phase == "scaler" and self._new_gradients and not call.caller.scaling:
+            self._new_gradients = False     # it may skip the step, and then no hook says that gradients are ready
+            self._collect_gradients()
         self._new_gradients |= call.phase == "backward"
         given = call.given
         if not given and not facts.uninitialised and not facts.random:
@@ -181,8 +174,8 @@ class PrecisionComparison(OperatorObserver):
         for one in given:
             if one.dtype in _LOW and not self.memory.has_copy(one):
                 self._note_given(one)
-        if facts.name == "aten::ones_like" and given[0].numel() == 1 and given[0].requires_grad:
-            scale = self._scale or 1.0      # the gradient that backward starts with
+        if call.starts_backward:
+            scale = self.scale or 1.0
             self.report.loss = float(given[0].detach()) / scale
             self.report.reference_loss = float(self.memory.read(given[0])) / scale
         written = facts.written(args, kwargs)
@@ -282,29 +275,34 @@ class PrecisionComparison(OperatorObserver):
                 lost = call.index
             self._note(
                 call, results[chosen[0]], total, local, propagated.relative, incoming,
-                max(_largest(references[i]) for i in chosen), _unmoved(results, locals_ or [], before),
+                max(_largest(references[i]) for i in chosen),
             )
+            self._note_lost_update(call, results[chosen[0]], _unmoved(results, locals_ or [], before))
         return [Error(totals[i].relative, maker, lost) if i in totals else NONE for i in range(len(results))]
 
     def _note(
         self, call: OperatorCall, result: Tensor, total: Deviation, local: Deviation, propagated: float,
-        incoming: Error, largest: float, unmoved: float = 0.0,
+        incoming: Error, largest: float,
     ) -> None:
         count = max(1, local.numel)
         self.report.operators.append(OperatorError(
             **self.where(call), dtype=dtype_name(result.dtype), shape=tuple(result.shape),
             total=total.relative, local=local.relative, propagated=propagated,
             amplification=propagated / incoming.relative if 0 < incoming.relative < math.inf else 0.0,
-            error_from=incoming.maker, lost=local.lost / count, largest=largest,
-            norm=total.norm, unmoved=unmoved,
+            error_from=incoming.maker, lost=local.lost / count, largest=largest, norm=total.norm,
         ))
+
+    def _note_lost_update(self, call: OperatorCall, result: Tensor, share: float) -> None:
+        if share > 0.5 and call.phase == "forward":
+            dtype = dtype_name(result.dtype)
+            self.report.lost_updates.append(LostUpdate(call.op, share, dtype, *call.caller.line(), by_optimizer=False))
 
     def _note_given(self, tensor: Tensor) -> None:
         """Remember a tensor in 16 bits that the step was given: what rounded it cannot be seen."""
-        if not is_opaque(tensor) and not self._given.get(tensor):
+        if tensor.numel() > 1 and not is_opaque(tensor) and not self._given.get(tensor):
             self._given.set(tensor, True)
-            if name := self.name_of(tensor):
-                self.report.given[name] = dtype_name(tensor.dtype)
+            name = self.name_of(tensor) or f"a tensor {list(tensor.shape)}"
+            self.report.given[name] = dtype_name(tensor.dtype)
 
     def passed_over(self, facts: OperatorFacts, given: list[Tensor]) -> None:
         if any(self._is_low(one) or self.memory.has_copy(one) for one in given):
@@ -329,26 +327,17 @@ class PrecisionComparison(OperatorObserver):
     def _optimizer_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self.begun:
             with without_dispatch():
-                self._note_lost_updates()
+                self._note_lost_updates_of_optimizer()
         super()._optimizer_ends(optimizer, args, kwargs)
 
-    def _note_lost_updates(self) -> None:
-        """The parameters in 16 bits of which the optimizer moves less than half of what it is to move."""
+    def _note_lost_updates_of_optimizer(self) -> None:
         file, line = find_caller(1).line()
         for one in self._before:
-            share = float(lost_share(*one))
+            share, dtype = float(lost_share(*one)), dtype_name(one[0].dtype)
             if share > 0.5:
-                self.report.lost_updates.append(LostUpdate(self.name_of(one[0]), share, file, line))
+                lost = LostUpdate(self.name_of(one[0]), share, dtype, file, line, by_optimizer=True)
+                self.report.lost_updates.append(lost)
         self._before = []
-
-    def _meet_scaler(self, *, scaling: bool) -> None:
-        """Note its scale; it may skip the step, and then no hook says that gradients are ready."""
-        scaler = running_scaler() if self._scale is None or scaling else None
-        if scaler is not None and scaler.is_enabled():
-            self._scale = scaler.get_scale()
-        if self._new_gradients and not scaling:
-            self._new_gradients = False
-            self._collect_gradients()
 
     def _collect_gradients(self) -> None:
         """Compare the gradients, which a loop may clear before it ends; scaled, and again unscaled."""
@@ -360,13 +349,12 @@ class PrecisionComparison(OperatorObserver):
             ]
         norm = math.hypot(*(one.norm for _, one in found))
         if found:
-            self.report.parameters = [
-                GradientError(
-                    name, one.relative, one.error / norm if norm else one.relative, one.lost / max(1, one.numel),
-                    one.norm,
+            self.report.gradients = {
+                name: GradientError(
+                    one.relative, one.error / norm if norm else one.relative, one.lost / max(1, one.numel), one.norm
                 )
                 for name, one in found
-            ]
+            }
 
     def _recommended_scale(self) -> float | None:
         """The largest power of two times the scale with which no float16 result of backward overflows."""

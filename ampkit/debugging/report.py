@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
-from ampkit.debugging.causes import UNKNOWN, Cause, InputSummary
+from ampkit.debugging.causes import UNKNOWN, Cause
 
 __all__ = [
-    "VERSION", "Finding", "GradientError", "LoopFinding", "LoopReport", "LostUpdate", "NonFiniteError",
-    "NonFiniteReport", "Operation", "OperatorError", "PrecisionReport", "Report", "Suggestion", "plain",
+    "Finding", "GradientError", "LoopFinding", "LoopReport", "LostUpdate", "NonFiniteError",
+    "NonFiniteReport", "Operation", "OperatorError", "PrecisionReport", "Report", "StepReport", "Suggestion", "plain",
 ]
 
 Status = Literal["clean", "found", "inconclusive"]
@@ -97,7 +97,7 @@ class Suggestion:
                 *(f"  in vain   {one}" for one in self.tried)]
 
 
-@dataclass(frozen=True)
+@dataclass
 class LoopFinding:
     """Something that a loop does wrong, the line that does it, and the change."""
 
@@ -105,13 +105,12 @@ class LoopFinding:
     file: str
     line: int
     change: str
-    iteration: int      # steps of optimizers before it, skipped ones counted
-    times: int = 1
+    first: int      # iteration, by steps of optimizers before it, skipped ones counted
+    last: int
 
     def __str__(self) -> str:
-        times = f", in {self.times} iterations" if self.times > 1 else ""
-        return (f"{self.what}, from iteration {self.iteration} on{times}\n  line      {self.file}:{self.line}\n"
-                f"  change    {self.change}")
+        when = f"iteration {self.first}" if self.first == self.last else f"iterations {self.first} to {self.last}"
+        return f"{self.what}, in {when}\n  line      {self.file}:{self.line}\n  change    {self.change}"
 
 
 @dataclass
@@ -138,7 +137,8 @@ class LoopReport(Report):
         looked = "1 iteration" if self.iterations == 1 else f"{self.iterations} iterations"
         if self.status == "inconclusive":
             return f"inconclusive: {self.incomplete or 'no optimizer stepped'}. Nothing was found until then: {looked}"
-        return f"the loop is in order: {looked}"
+        return (f"nothing found in {looked}, of what is looked at: the order of scale, backward, unscale_, clipping, "
+                "step, update, zero_grad and schedulers, and losses that are summed undivided")
 
 
 @dataclass
@@ -151,7 +151,7 @@ class Finding:
     symptom: str = ""               # "the loss is nan"
     parameter: str = ""             # whose gradient or value the symptom is, or the parameter that arrived broken
     cause: Cause = UNKNOWN
-    inputs: tuple[InputSummary, ...] = ()       # where it went wrong, as they were before the call
+    inputs: tuple[str, ...] = ()    # of the origin, as they were before the call
     step: int = 0                   # optimizer steps before it, skipped ones counted
     scale: float | None = None      # the loss scale
     skipped: bool = False           # a scaler met it and skips the step, as it should
@@ -161,7 +161,7 @@ class Finding:
     made: Operation | None = None   # what computed the 0 or inf that the origin cannot take
 
     def __str__(self) -> str:
-        shown = [str(one) for one in self.inputs[:3]] + [f"{len(self.inputs) - 3} more"] * (len(self.inputs) > 3)
+        shown = [*self.inputs[:3]] + [f"{len(self.inputs) - 3} more"] * (len(self.inputs) > 3)
         inputs = "; inputs " + ", ".join(shown) if shown else ""
         micro_batch = f", micro-batch {self.micro_batch}" if self.micro_batch > 1 else ""
         times = f", {self.times} times alike" if self.times > 1 else ""
@@ -186,8 +186,20 @@ class Finding:
             two.op, two.module, two.file, two.line, two.backward_of)
 
 
+@dataclass(kw_only=True)
+class StepReport(Report):
+    """What a tool found that looks at the operators of steps."""
+
+    compiled: bool = False      # compiled functions ran, eagerly
+    loop: list[LoopFinding] = field(default_factory=list)       # what the loop does in the wrong order
+
+    def first_lines(self) -> list[str]:
+        """What is said before anything else."""
+        return [*([COMPILED] if self.compiled else []), *map(str, self.loop)]
+
+
 @dataclass
-class NonFiniteReport(Report):
+class NonFiniteReport(StepReport):
     """What `detect_nonfinite` and `find_nonfinite` found; falsy if nothing. `str` is what the terminal shows."""
 
     kind = "nonfinite"
@@ -197,8 +209,6 @@ class NonFiniteReport(Report):
     operators: int = 0
     rank: int | None = None     # of several processes
     note: str = ""
-    compiled: bool = False      # compiled functions ran, eagerly
-    loop: list[LoopFinding] = field(default_factory=list)       # what the loop does in the wrong order
 
     @property
     def status(self) -> Status:
@@ -210,9 +220,7 @@ class NonFiniteReport(Report):
     def __str__(self) -> str:
         rank = f"rank {self.rank}: " if self.rank is not None else ""
         looked = f"{self.operators} operators in {self.steps} {'step' if self.steps == 1 else 'steps'}"
-        blocks = [COMPILED] if self.compiled else []
-        blocks += map(str, self.loop)
-        blocks += [f"{rank}{finding}" for finding in self.findings[:1]]
+        blocks = self.first_lines() + [f"{rank}{finding}" for finding in self.findings[:1]]
         blocks += [
             f"{rank}then {finding.symptom} in step {finding.step}: {finding.origin}: {finding.why()}"
             for finding in self.findings[1:]
@@ -253,9 +261,8 @@ class OperatorError(Operation):
     `total` is from the reference run; `local` from the same operator in the reference's dtype on the same inputs: its
     own rounding; `propagated` is what came in with the inputs; `amplification` that over the largest error among them,
     which was mostly made by the call with the index `error_from`, -1 without one.
-    `lost` is the share of elements that the operator itself makes zero and that would not be; `unmoved`, of an update
-    in place, the share that it was to change and did not. `largest` is the largest magnitude in the reference, `norm`
-    its 2-norm.
+    `lost` is the share of elements that the operator itself makes zero and that would not be. `largest` is the largest
+    magnitude in the reference, `norm` its 2-norm.
     """
 
     total: float
@@ -266,7 +273,6 @@ class OperatorError(Operation):
     lost: float
     largest: float
     norm: float
-    unmoved: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -276,7 +282,6 @@ class GradientError:
     A gradient that is zero in exact arithmetic is all rounding, and its `error` means nothing: `share` does.
     """
 
-    parameter: str
     error: float
     share: float
     lost: float
@@ -285,22 +290,24 @@ class GradientError:
 
 @dataclass(frozen=True)
 class LostUpdate:
-    """A parameter in 16 bits, the share of its update that an optimizer rounds away, and the line of its step."""
+    """A tensor in 16 bits of which an update changes less than half of the elements that it is to change."""
 
-    parameter: str
-    share: float
+    what: str       # the parameter by name that an optimizer updates, or the operator that updates something in place
+    share: float    # that is rounded away
+    dtype: str
     file: str
     line: int
+    by_optimizer: bool
 
 
 @dataclass
-class PrecisionReport(Report):
+class PrecisionReport(StepReport):
     """What `compare_precision` measured. `str` is what the terminal shows."""
 
     kind = "precision"
     reference: str
     operators: list[OperatorError] = field(default_factory=list)
-    parameters: list[GradientError] = field(default_factory=list)
+    gradients: dict[str, GradientError] = field(default_factory=dict)       # by parameter
     results: list[float] = field(default_factory=list)      # the errors of the tensors that the step returned
     lost_updates: list[LostUpdate] = field(default_factory=list)
     opaque: dict[str, str] = field(default_factory=dict)    # operators without a reference of their own, and why
@@ -311,8 +318,6 @@ class PrecisionReport(Report):
     loss: float | None = None
     reference_loss: float | None = None
     step: int = 0
-    compiled: bool = False      # compiled functions ran, eagerly
-    loop: list[LoopFinding] = field(default_factory=list)       # what the loop does in the wrong order
 
     @property
     def status(self) -> Status:
@@ -321,14 +326,10 @@ class PrecisionReport(Report):
             return "found"
         return "inconclusive" if self.incomplete else "clean"
 
-    def gradients(self) -> dict[str, GradientError]:
-        """By parameter."""
-        return {one.parameter: one for one in self.parameters}
-
     @property
     def gradient_error(self) -> float:
         """Of all gradients together."""
-        return math.hypot(*(one.share for one in self.parameters))
+        return math.hypot(*(one.share for one in self.gradients.values()))
 
     @property
     def error(self) -> float:
@@ -341,13 +342,13 @@ class PrecisionReport(Report):
     @property
     def is_far_off(self) -> bool:
         """Whether something should change."""
-        return bool(self.lost_updates) or self.stuck is not None or not (self.error < 0.05 or self.is_left_to_scaler)
+        return bool(self.lost_updates) or not (self.error < 0.05 or self.is_left_to_scaler)
 
     @property
     def gone(self) -> list[str]:
         """Parameters whose gradient is 0 almost everywhere, and in the reference a part of all that counts."""
-        norm = math.hypot(*(one.norm for one in self.parameters))
-        return [one.parameter for one in self.parameters if one.lost > 0.99 and one.norm > 1e-6 * norm]
+        norm = math.hypot(*(one.norm for one in self.gradients.values()))
+        return [name for name, one in self.gradients.items() if one.lost > 0.99 and one.norm > 1e-6 * norm]
 
     @property
     def is_left_to_scaler(self) -> bool:
@@ -362,12 +363,6 @@ class PrecisionReport(Report):
         )
 
     @property
-    def stuck(self) -> OperatorError | None:
-        """An update in place that mostly rounds to nothing."""
-        found = _worst(self.operators, lambda one: one.unmoved if one.phase == "forward" else 0.0)
-        return found if found is not None and found.unmoved > 0.5 else None
-
-    @property
     def amplified(self) -> OperatorError | None:
         """The operator that makes an error grow most."""
         found = _worst(filter(self.matters, self.operators), lambda one: one.amplification)
@@ -378,17 +373,17 @@ class PrecisionReport(Report):
         return next((other for other in self.operators if other.index == one.error_from), None)
 
     def rounds(self) -> OperatorError | None:
-        """Where the largest error began: an update that rounds to nothing, what is amplified later, or what rounds."""
+        """Where the largest error began: what is amplified later, or what rounds."""
         grown = None if self.amplified is None else self.maker(self.amplified)
-        return self.stuck or grown or _worst(self.operators, lambda one: one.local)
+        return grown or _worst(self.operators, lambda one: one.local)
 
     def matters(self, one: OperatorError) -> bool:
         """Whether an operator's error reaches anything. A gradient that is zero in exact arithmetic is all error."""
-        gradients = self.scale * math.hypot(*(other.norm for other in self.parameters))
+        gradients = self.scale * math.hypot(*(other.norm for other in self.gradients.values()))
         return one.propagated > 1e-3 and (one.phase != "backward" or one.total * one.norm > 1e-3 * gradients)
 
     def __str__(self) -> str:
-        return "\n".join([*([COMPILED] if self.compiled else []), *map(str, self.loop), *self._numbers()])
+        return "\n".join([*self.first_lines(), *self._numbers()])
 
     def _numbers(self) -> list[str]:
         if self.incomplete and not self.operators:
@@ -406,12 +401,11 @@ class PrecisionReport(Report):
         lost = _worst(self.operators, lambda one: one.lost)
         if lost is not None:
             lines.append(f"  to zero   {lost.lost:.2%} by {lost}, {lost.dtype}")
-        if (stuck := self.stuck) is not None:
-            lines.append(f"  unmoved   {stuck.unmoved:.0%} of an update rounds to nothing in {stuck}, {stuck.dtype}")
         if self.lost_updates:
             most = max(self.lost_updates, key=lambda one: one.share)
             more = f" and of {len(self.lost_updates) - 1} more" if len(self.lost_updates) > 1 else ""
-            lines.append(f"  unmoved   {most.share:.0%} of the update of {most.parameter}{more} is lost, "
+            update = f"{'of' if most.by_optimizer else 'by'} {most.what}{more}"
+            lines.append(f"  unmoved   {most.share:.0%} of the update {update} rounds to nothing in {most.dtype}, "
                          f"{most.file}:{most.line}")
         if self.recommended_scale is not None:
             lines.append(f"  scale     {self.scale:g}; up to {self.recommended_scale:g} nothing overflows in backward")
@@ -425,10 +419,10 @@ class PrecisionReport(Report):
     def _symptom(self) -> str:
         parts = []
         if self.gone:
-            parts.append(f"the gradients of {len(self.gone)} of {len(self.parameters)} parameters are gone: they are 0")
+            parts.append(f"the gradients of {len(self.gone)} of {len(self.gradients)} parameters are gone: they are 0")
         elif self.is_left_to_scaler:
             parts.append(f"gradients overflow at a loss scale of {self.scale:g}, and are left to the scaler")
-        elif self.parameters:
+        elif self.gradients:
             parts.append(f"gradients are {self.gradient_error:.2g} off")
         elif self.results:
             parts.append(f"results are {max(self.results):.2g} off")

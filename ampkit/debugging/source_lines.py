@@ -13,14 +13,11 @@ import sys
 import sysconfig
 from pathlib import Path
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from ampkit.torch_internals.operator_tracing import is_opaque, storage_key
-
-__all__ = ["Caller", "find_caller", "running_scaler", "shown", "variable_of"]
+__all__ = ["Caller", "find_caller", "running_scaler", "shown"]
 
 _TORCH = f"{Path(str(torch.__file__)).parent}/"
 _AMPKIT = f"{Path(__file__).resolve().parents[1]}/"
@@ -120,22 +117,6 @@ def _classify(name: str) -> _File:
     return _File.USER
 
 
-def variable_of(tensor: Tensor) -> str:
-    """The user's name for a tensor, or for what holds it, in the innermost frame that has one; "" without.
-
-    Looks into the variables of frames, so only for the rare tensor that a report is about.
-    """
-    key = storage_key(tensor)
-    frame = sys._getframe(1)
-    while frame is not None:
-        if _classify(frame.f_code.co_filename) is _File.USER:
-            for name, value in frame.f_locals.items():
-                if _holds(value, key, depth=2):
-                    return name
-        frame = frame.f_back
-    return ""
-
-
 def running_scaler() -> torch.amp.GradScaler | None:
     """The GradScaler whose method is running on this thread."""
     frame = sys._getframe(1)
@@ -146,11 +127,3 @@ def running_scaler() -> torch.amp.GradScaler | None:
                 return found
         frame = frame.f_back
     return None
-
-
-def _holds(value: Any, key: int, depth: int) -> bool:
-    if isinstance(value, Tensor):
-        return not is_opaque(value) and storage_key(value) == key
-    if depth and isinstance(value, dict):
-        value = list(value.values())
-    return depth > 0 and isinstance(value, (list, tuple)) and any(_holds(item, key, depth - 1) for item in value[:64])

@@ -3,6 +3,9 @@
 They take `torch.optim`'s constructor arguments, exchange `state_dict`s with it both ways, and read, for the
 one step during which a gradient scaler has set them, `found_inf` (skip), `grad_scale` (divide gradients by)
 and `grad_multiplier` (multiply gradients by). Gradients are only read.
+
+bfloat16 weights keep updates that rounding to nearest loses by `rounding="stochastic"` or `masters="remainder"`;
+moments have the dtype `state_dtype`. Each of the three makes the step one in float32, on the CPU too, rounded once.
 """
 
 from ampkit.optim.adamw import AdamW

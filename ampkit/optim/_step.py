@@ -14,6 +14,7 @@ from torch import Tensor
 import ampkit_kernels as kernels
 from ampkit.gradients.amp_optimizers import StepScalars
 from ampkit.gradients.transfer import host_value_or_none, moved
+from ampkit.optim._precision import Precision
 from ampkit.torch_internals.optimizers import foreach_mul
 
 Loss = TypeVar("Loss")      # that a closure returns, and `step` then
@@ -38,14 +39,16 @@ class DeviceStep(ABC):
     impl: str
     param_groups: list[dict[str, Any]]
     state: Any
+    _precision: Precision
     _copies: dict[Tensor, Tensor]           # that the user wants written
+    _seen: dict[Tensor, tuple[int, ...]]    # of each weight with a remainder, how the last step left it
     # By number of the group, whether copies are written, and `impl`.
     _caches: dict[tuple[int, bool, str], kernels.StepCache]
     _warned = False
 
     @abstractmethod
     def _names(self, group: dict[str, Any]) -> Sequence[str]:
-        """The entries of state that a kernel steps, "step" last."""
+        """The entries of state that a kernel steps beside remainders, those of one element last: "step", "stream"."""
 
     @abstractmethod
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -65,7 +68,7 @@ class DeviceStep(ABC):
     def _step_torch(self, group: dict[str, Any], device: torch.device, scalars: StepScalars) -> bool:
         """Step a group on one device by torch's functions; False where the kernels' reference is to do it."""
 
-    def _prepare(self, impl: str, cls: str, differentiable: bool, **numbers: Any) -> None:
+    def _prepare(self, impl: str, cls: str, differentiable: bool, precision: Precision, **numbers: Any) -> None:
         """Check what torch's constructor does not, before it runs."""
         if differentiable:
             raise ValueError(
@@ -80,7 +83,7 @@ class DeviceStep(ABC):
                 )
         if impl not in kernels.IMPLS:
             raise ValueError(f"unknown impl {impl!r}; expected 'auto', 'triton' or 'reference'")
-        self.impl = impl
+        self.impl, self._precision = impl, precision
         self._set_copies({})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -88,6 +91,7 @@ class DeviceStep(ABC):
 
         Raises:
             ValueError: a group that asks for what only torch's step does.
+            TypeError: with `rounding`, `masters` or `state_dtype`, a parameter that is neither bfloat16 nor float32.
         """
         for name, expected in (("differentiable", False), ("decoupled_weight_decay", True)):
             if bool(param_group.get(name, expected)) is not expected:
@@ -96,10 +100,15 @@ class DeviceStep(ABC):
                     "torch.optim for it"
                 )
         super().add_param_group(param_group)  # type: ignore[misc]  of torch's class, which stands beside this one
+        try:
+            self._precision.check(self.param_groups[-1]["params"])
+        except TypeError:
+            self.param_groups.pop()
+            raise
 
     def _set_copies(self, copies: dict[Tensor, Tensor]) -> None:
         self._copies = copies
-        self._caches = {}
+        self._caches, self._seen = {}, {}
 
     def write_copies(self, copies: Mapping[Tensor, Tensor]) -> None:
         """Have every step also write new parameter values, converted, into these tensors.
@@ -109,15 +118,13 @@ class DeviceStep(ABC):
         optimizer have copies of their own.
 
         Raises:
-            ValueError: a key is not one of the optimizer's parameters, or a copy differs in shape or device.
+            ValueError: a key is not one of the optimizer's parameters, a copy differs in shape or device, or the
+                optimizer has remainders.
         """
-        known = {param for group in self.param_groups for param in group["params"]}
+        if copies and self._precision.masters:
+            raise ValueError("write_copies got copies, the optimizer masters='remainder'; expected one of the two")
+        self._check_known("write_copies", copies)
         for param, copy in copies.items():
-            if param not in known:
-                raise ValueError(
-                    f"write_copies got a key of shape {tuple(param.shape)} that is not a parameter of this "
-                    f"optimizer; expected tensors from its param_groups"
-                )
             if copy.shape != param.shape or copy.device != param.device:
                 raise ValueError(
                     f"write_copies got a copy of shape {tuple(copy.shape)} on {copy.device} for a parameter of shape "
@@ -125,15 +132,92 @@ class DeviceStep(ABC):
                 )
         self._set_copies(dict(copies))
 
+    def _parameters(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _check_known(self, method: str, tensors: Mapping[Tensor, Tensor]) -> None:
+        known = set(self._parameters())
+        for param in tensors:
+            if param not in known:
+                raise ValueError(
+                    f"{method} got a key of shape {tuple(param.shape)} that is not a parameter of this "
+                    f"optimizer; expected tensors from its param_groups"
+                )
+
+    @torch.no_grad()
+    def masters(self) -> dict[Tensor, Tensor]:
+        """The float32 master of each bfloat16 parameter, as a new tensor: the parameter and its remainder.
+
+        Without a remainder, the parameter's own value. DTensor for DTensor. Never synchronises.
+        """
+        params = [param for param in self._parameters() if param.dtype is torch.bfloat16]
+        remainders = self._remainders([param for param in params if "remainder" in self.state.get(param, {})])
+        found = {param: param.detach().float() for param in params}
+        for param, remainder in remainders.items():
+            master = kernels.rounding.joined(local_tensor(param.detach()), local_tensor(remainder))
+            local_tensor(found[param]).copy_(master)
+        return found
+
+    @torch.no_grad()
+    def set_masters(self, masters: Mapping[Tensor, Tensor]) -> None:
+        """Set parameters, and their remainders, to these float32 values. Never synchronises.
+
+        Raises:
+            ValueError: the optimizer has no remainders, a key is not one of its bfloat16 parameters, or a value is not
+                a float32 tensor of its shape and device.
+        """
+        if not self._precision.masters:
+            raise ValueError("set_masters got an optimizer without remainders; expected one with masters='remainder'")
+        self._check_known("set_masters", masters)
+        for param, master in masters.items():
+            got = param.dtype, master.dtype, master.shape, master.device
+            if got != (torch.bfloat16, torch.float32, param.shape, param.device):
+                raise ValueError(
+                    f"set_masters got a {master.dtype} tensor of shape {tuple(master.shape)} on {master.device} for a "
+                    f"{param.dtype} parameter of shape {tuple(param.shape)} on {param.device}; expected float32 for "
+                    "bfloat16, alike otherwise"
+                )
+        for param, master in masters.items():
+            state = self.state[param]
+            self._precision.fill(state, (), param, 0)
+            weight, remainder = kernels.rounding.split(local_tensor(master))
+            local_tensor(param).copy_(weight)
+            local_tensor(state["remainder"]).copy_(remainder)
+            self._seen[param] = _mark(param)
+
+    def _remainders(self, params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+        """The remainders of bfloat16 parameters, 0 where something else than a step has written to the parameter."""
+        found = {param: self.state[param]["remainder"] for param in params if param.dtype is torch.bfloat16}
+        for param, remainder in found.items():
+            if param in self._seen and self._seen[param] != _mark(param):
+                local_tensor(remainder).zero_()
+                self._seen[param] = _mark(param)
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class or of torch's, as `torch.optim.Optimizer` does.
+
+        Remainders count for the weights that the next step finds: load the model before or after.
+        """
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+        if self._precision.is_torchs:
+            return
+        # torch has converted everything to the parameter's dtype.
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for number, param in zip(numbers, self._parameters(), strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                if name != "step" and isinstance(value, Tensor):
+                    self.state[param][name] = value.to(param.device)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickled or copied optimizer, and what `load_state_dict` of torch hands over: state and groups."""
         super().__setstate__(state)  # type: ignore[misc]
-        vars(self).setdefault("impl", "auto")
-        self._set_copies(self.__dict__.get("_copies", {}))
+        self._set_copies(self._copies)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What pickling keeps: with torch's entries `impl`, and the tensors that `write_copies` has named."""
-        return {**super().__getstate__(), "impl": self.impl, "_copies": self._copies}  # type: ignore[misc]
+        """What pickling keeps beside torch's entries."""
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[misc, assignment]
+        return {**state, "impl": self.impl, "_copies": self._copies, "_precision": self._precision}
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -167,18 +251,20 @@ class DeviceStep(ABC):
         if type(None) in set(map(type, grads)):
             params = [param for param, grad in zip(params, grads, strict=True) if grad is not None]
             grads = [grad for grad in grads if grad is not None]
-        columns = [params, grads]
-        if names:
-            state = self.state
-            states = [state[param] for param in params]
-            try:
+        columns, beside = [params, grads], self._copies
+        try:
+            if names:
+                state = self.state
+                states = [state[param] for param in params]
                 for name in names:
                     columns.append([one[name] for one in states])
-            except KeyError:
-                return False
+            if self._precision.masters:
+                beside = self._remainders(params)
+        except KeyError:
+            return False
         found = []
-        n = len(columns) - ("step" in names)
-        for rows, copies in split_by_copy(params, self._copies):
+        n = len(columns) - ("step" in names) - ("stream" in names)
+        for rows, copies in split_by_copy(params, beside):
             lists = columns if rows is None else [[column[i] for i in rows] for column in columns]
             cache = self._caches.get((number, copies is not None, self.impl))
             if cache is None or not cache.fits([*lists[:n], *([] if copies is None else [copies]), *lists[n:]]):
@@ -188,7 +274,12 @@ class DeviceStep(ABC):
             cache.launch(self._all_options(group, scalars, cache.device))
             # As any in-place operation would: what was saved for backward is stale now.
             torch.autograd.graph.increment_version(stepped)
+        if self._precision.masters:
+            self._see(beside)
         return True
+
+    def _see(self, remainders: Mapping[Tensor, Tensor]) -> None:
+        self._seen.update((param, _mark(param)) for param in remainders)
 
     def _all_options(self, group: dict[str, Any], scalars: StepScalars, device: torch.device) -> dict[str, Any]:
         found_inf, grad_scale, multiplier = scalars.on(device)
@@ -237,15 +328,34 @@ class DeviceStep(ABC):
             *([local_tensor(state[name]) for state in states] for name in names),
         ]
         plain = all(param is local for param, local in zip(params, columns[0], strict=True))
-        for rows, copies in split_by_copy(params, self._copies):
+        masters = self._precision.masters
+        beside = self._remainders(params) if masters else self._copies
+        for rows, copies in split_by_copy(params, beside):
             lists = columns if rows is None else [[column[i] for i in rows] for column in columns]
+            options = self._all_options(group, scalars, device)
+            options["remainders" if masters else "copies"] = copies
+            if "stream" in names:
+                *lists, options["streams"] = lists
             self._step_kernel(
-                group, lists, states if rows is None else [states[i] for i in rows], copies=copies, impl=self.impl,
+                group, lists, states if rows is None else [states[i] for i in rows], impl=self.impl,
                 cache=self._caches.setdefault((number, copies is not None, self.impl), kernels.StepCache())
                 if plain else None,
-                **self._all_options(group, scalars, device),
+                **options,
             )
             torch.autograd.graph.increment_version(lists[0])
+        if masters:
+            self._see(beside)
+
+    def _fill(self, params: Sequence[Tensor], names: Sequence[str]) -> list[dict[str, Any]]:
+        """The state of each parameter, with the named entries, and what the options add."""
+        self._precision.check(params)
+        states = [self.state[param] for param in params]
+        numbers: dict[Tensor, int] = {}
+        if self._precision.streams and not all("stream" in state for state in states):
+            numbers = {param: number for number, param in enumerate(self._parameters())}
+        for param, state in zip(params, states, strict=True):
+            self._precision.fill(state, names, param, numbers.get(param, 0))
+        return states
 
     def _warn_of_frozen_lr(self) -> None:
         if not self._warned:
@@ -274,6 +384,15 @@ def local_tensor(tensor: Tensor) -> Tensor:
     if type(tensor) in _ORDINARY or not hasattr(tensor, "to_local"):
         return tensor
     return tensor.to_local()  # type: ignore[attr-defined]
+
+
+def _mark(param: Tensor) -> tuple[int, ...]:
+    """What a write to a parameter changes, or an assignment to its `data`; a write through `data` changes nothing.
+
+    A write to a DTensor moves its own version, a step that of its shard.
+    """
+    local = local_tensor(param)
+    return param._version, local._version, local.untyped_storage()._cdata
 
 
 def _local_gradient(param: Any, grad: Any) -> Tensor:

@@ -11,6 +11,7 @@ from torch.optim.adamw import adamw as torch_adamw
 
 import ampkit_kernels as kernels
 from ampkit.gradients.amp_optimizers import StepScalars
+from ampkit.optim._precision import Precision
 from ampkit.optim._step import DeviceStep, multiplied, needs_float32, refuse_sparse
 from ampkit.torch_internals.optimizers import gathered
 
@@ -32,13 +33,21 @@ class AdamW(DeviceStep, torch.optim.AdamW):
     `fused` choose among torch's functions where those are used. impl: "auto", "triton" (raise where Triton
     cannot run) or "reference" (torch's functions).
 
+    rounding: "nearest", or "stochastic": bfloat16 weights and moments are rounded up or down at random, right in the
+    mean. masters: None, or "remainder": 16 more bits per bfloat16 weight, with which it is stepped as a float32 weight,
+    to the bit. state_dtype: torch.float32 or torch.bfloat16, of moments; None: the dtype of weights or of masters.
+    seed: of random rounding. With any of these the step is in float32, rounded once, and parameters are bfloat16, or
+    float32, which need neither random bits nor remainders.
+
     Raises:
-        ValueError: for values that torch.optim.AdamW refuses, an unknown `impl`, `differentiable=True`.
-        TypeError: `betas` are tensors.
+        ValueError: for values that torch.optim.AdamW refuses, an unknown `impl`, `rounding`, `masters` or
+            `state_dtype`, `differentiable=True`.
+        TypeError: `betas` are tensors; `rounding`, `masters` or `state_dtype` with a parameter of another dtype.
         RuntimeError: at `step`, a gradient is sparse.
 
-    State: `step`, `exp_avg`, `exp_avg_sq`, `max_exp_avg_sq` as in torch; a `state_dict` of either loads
-    into the other. On CUDA `step` lives on the device. DTensor parameters are updated shard by shard.
+    State: `step`, `exp_avg`, `exp_avg_sq`, `max_exp_avg_sq` as in torch; a `state_dict` of either loads into the other.
+    On CUDA `step` lives on the device. `stream`, int64, is what random numbers come from, `remainder`, int16, the lower
+    half of a float32 master. DTensor parameters are updated shard by shard.
 
     >>> import torch
     >>> model = torch.nn.Linear(2, 1)
@@ -62,26 +71,28 @@ class AdamW(DeviceStep, torch.optim.AdamW):
         differentiable: bool = False,
         fused: bool | None = None,
         impl: str = "auto",
+        rounding: str = "nearest",
+        masters: str | None = None,
+        state_dtype: torch.dtype | None = None,
+        seed: int = 0,
     ) -> None:
-        self._prepare(impl, "AdamW", differentiable, betas=betas)
+        precision = Precision(rounding, masters, state_dtype, seed)
+        self._prepare(impl, "AdamW", differentiable, precision, betas=betas)
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad,
             maximize=maximize, foreach=foreach, capturable=capturable, fused=fused,
         )
 
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return _NAMES_AMSGRAD if group["amsgrad"] else _NAMES
+        return (_NAMES_AMSGRAD if group["amsgrad"] else _NAMES) + self._precision.streams
 
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:
         beta1, beta2 = group["betas"]
         return {"beta1": beta1, "beta2": beta2, "eps": group["eps"]}
 
     def _states(self, params: Sequence[Tensor], group: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
-        states = [self.state[param] for param in params]
-        for param, state in zip(params, states, strict=True):
-            for name in self._names(group)[:-1]:
-                if name not in state:
-                    state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        states = self._fill(params, (_NAMES_AMSGRAD if group["amsgrad"] else _NAMES)[:-1])
+        for state in states:
             _count_on(state, device)
         return states
 
@@ -94,6 +105,8 @@ class AdamW(DeviceStep, torch.optim.AdamW):
         kernels.adamw_(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, amsgrad=amsgrad, **options)
 
     def _step_torch(self, group: dict[str, Any], device: torch.device, scalars: StepScalars) -> bool:
+        if not self._precision.is_torchs:
+            return False
         on_host = device.type == "cpu"
         if on_host and scalars.skips_on_host():
             return True

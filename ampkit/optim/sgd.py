@@ -11,6 +11,7 @@ from torch.optim.sgd import sgd as torch_sgd
 
 import ampkit_kernels as kernels
 from ampkit.gradients.amp_optimizers import StepScalars
+from ampkit.optim._precision import Precision
 from ampkit.optim._step import DeviceStep, multiplied, needs_float32, refuse_sparse
 from ampkit.torch_internals.optimizers import gathered
 
@@ -33,15 +34,17 @@ class SGD(DeviceStep, torch.optim.SGD):
     functions on the CPU; `fused` does not, because torch's fused SGD there (2.13) leaves 16-bit parameters of 16
     elements or more unchanged, and raises where some parameters have no momentum yet: bits are those of
     `fused=False`. impl: "auto", "triton" (raise where Triton cannot run) or
-    "reference".
+    "reference". rounding, masters, state_dtype, seed: as in `AdamW`.
 
     Raises:
-        ValueError: for values that torch.optim.SGD refuses, an unknown `impl`, `differentiable=True`.
-        TypeError: `weight_decay` is a tensor.
+        ValueError: for values that torch.optim.SGD refuses, an unknown `impl`, `rounding`, `masters` or `state_dtype`,
+            `differentiable=True`.
+        TypeError: `weight_decay` is a tensor; `rounding`, `masters` or `state_dtype` with a parameter that is neither
+            bfloat16 nor float32.
         RuntimeError: at `step`, a gradient is sparse.
 
-    State: `momentum_buffer` as in torch, and with `dampening` on CUDA also `momentum_started`; a
-    `state_dict` of either loads into the other. DTensor parameters are updated shard by shard.
+    State: `momentum_buffer` as in torch, and with `dampening` on CUDA also `momentum_started`; `stream` and `remainder`
+    as in `AdamW`; a `state_dict` of either loads into the other. DTensor parameters are updated shard by shard.
 
     >>> import torch
     >>> model = torch.nn.Linear(2, 1)
@@ -64,14 +67,19 @@ class SGD(DeviceStep, torch.optim.SGD):
         differentiable: bool = False,
         fused: bool | None = None,
         impl: str = "auto",
+        rounding: str = "nearest",
+        masters: str | None = None,
+        state_dtype: torch.dtype | None = None,
+        seed: int = 0,
     ) -> None:
-        self._prepare(impl, "SGD", differentiable, weight_decay=weight_decay)
+        precision = Precision(rounding, masters, state_dtype, seed)
+        self._prepare(impl, "SGD", differentiable, precision, weight_decay=weight_decay)
         super().__init__(
             params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, foreach=foreach, fused=fused
         )
 
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return ("momentum_buffer",) if group["momentum"] else ()
+        return (("momentum_buffer",) if group["momentum"] else ()) + self._precision.streams
 
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -82,15 +90,13 @@ class SGD(DeviceStep, torch.optim.SGD):
     def _states(self, params: Sequence[Tensor], group: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
         """With momentum: buffers, and where dampening tells a fresh zero buffer from none, the flags that do."""
         if not group["momentum"]:
-            return [{} for _ in params]
-        states = [self.state[param] for param in params]
-        for param, state in zip(params, states, strict=True):
-            fresh = state.get("momentum_buffer") is None
-            if fresh:
-                state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-            if group["dampening"]:
-                if fresh or _STARTED not in state:
-                    state[_STARTED] = torch.full((), 0.0 if fresh else 1.0, dtype=torch.float32, device=device)
+            return [{} for _ in params] if self._precision.is_torchs else self._fill(params, ())
+        fresh = [self.state[param].get("momentum_buffer") is None for param in params]
+        states = self._fill(params, ("momentum_buffer",))
+        if group["dampening"]:
+            for state, is_fresh in zip(states, fresh, strict=True):
+                if is_fresh or _STARTED not in state:
+                    state[_STARTED] = torch.full((), 0.0 if is_fresh else 1.0, dtype=torch.float32, device=device)
                 # Loading a state_dict converts the flag to the parameter's dtype.
                 state[_STARTED] = state[_STARTED].to(device, torch.float32)
         return states
@@ -103,6 +109,8 @@ class SGD(DeviceStep, torch.optim.SGD):
         kernels.sgd_(params, grads, buffers, started=flags or None, **options)
 
     def _step_torch(self, group: dict[str, Any], device: torch.device, scalars: StepScalars) -> bool:
+        if not self._precision.is_torchs:
+            return False
         if device.type != "cpu" or scalars.skips_on_host():
             return device.type == "cpu"
         if needs_float32(group, scalars):

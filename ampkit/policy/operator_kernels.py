@@ -10,21 +10,15 @@ general kernel only.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ampkit.policy.casting import dtype_overload
 from ampkit.policy.rules import Rule
 from ampkit.torch_internals.operators import OpOverload
-from ampkit.torch_internals.signatures import LIST, OPTIONAL, TENSOR, Signature, compiled, signature_of
+from ampkit.torch_internals.signatures import LIST, OPTIONAL, TENSOR, Signature, defined, signature_of
 
-__all__ = ["FREE_VARIABLES", "factory", "source"]
-
-# Of the kernels; `region.specialised` binds them.
-FREE_VARIABLES = (
-    "_general", "_operator", "_is_excluded", "_set_excluded", "_level", "_dtype_of", "_weights", "_cast_to", "_cast_up",
-    "_eligible", "_PLAIN", "_Parameter", "_float32", "_KEY", "_AUTOCAST", "_DEVICE",
-)
+__all__ = ["kernel", "source"]
 
 # The keys are set within the `try`: Ctrl-C may come right after either call.
 _KERNEL = """\
@@ -110,13 +104,7 @@ def _each(template: str, s: Signature) -> str:
     )
 
 
-@functools.cache
-def factory(op: OpOverload, rule: Rule) -> Callable[..., Callable[..., Any]] | None:
-    """Makes the kernel of `source`, given values for `FREE_VARIABLES` by name; None where there is no source."""
+def kernel(op: OpOverload, rule: Rule, variables: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """The function of `source`, given values for its free variables by name; None where there is no source."""
     text = source(op, rule)
-    if text is None:
-        return None
-    body = "".join(f"    {line}" for line in text.splitlines(keepends=True))
-    name = text.partition("(")[0].removeprefix("def ")
-    text = f"def make({', '.join(FREE_VARIABLES)}):\n{body}    return {name}\n"
-    return compiled(text, "make", f"<ampkit {op.name()} {rule.name}>")
+    return None if text is None else defined(text, f"<ampkit {op.name()} {rule.name}>", variables)

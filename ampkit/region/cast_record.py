@@ -1,4 +1,4 @@
-"""What `record_casts` noted: calls by kind, their casts and bytes, and casts that undo each other."""
+"""What `record_casts` noted: calls by kind, their casts and bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ampkit.policy.rules import Rule
 from ampkit.region.float8_record import Float8Losses, Float8Notes
 from ampkit.region.integer_casts import IntegerCasts
 
-__all__ = ["CastRecord", "RecordedCall", "RoundTrip"]
+__all__ = ["CastRecord", "RecordedCall"]
 
 T = TypeVar("T")
 
@@ -36,27 +36,7 @@ class RecordedCall(NamedTuple):
     cached: int                         # casts of weights that were there already
     nbytes: int                         # read and written by the casts made
     shapes: tuple[tuple[int, ...], ...] = ()        # of the tensors given
-    undoes: RecordedCall | None = None  # an earlier one, cast up, whose float32 result is cast down for this one
-    undoing: int = 0                    # the bytes of that cast, among `nbytes`
     float8: str = ""                    # under an FP8 rule: its name, or why the call followed LOWER
-
-
-class RoundTrip(NamedTuple):
-    """An operator computed in float32 from less, whose result the next one casts down again."""
-
-    up: str             # the operators
-    down: str
-    up_module: str
-    down_module: str
-    calls: int
-    nbytes: int         # read and written by the casts up and those of the results down
-
-    def __str__(self) -> str:
-        up, down = (f"{op} in {module or 'no module'}" for op, module in (
-            (self.up, self.up_module), (self.down, self.down_module)
-        ))
-        cost = f"{_times(self.calls)}, {self.nbytes / 1e6:.3f} MB"
-        return f"{up} is cast up, and its result down again for {down}: {cost}"
 
 
 class CastRecord:
@@ -88,19 +68,6 @@ class CastRecord:
     def nbytes(self) -> int:
         """Bytes read and written by the copies."""
         return sum(call.nbytes for call in self.calls)
-
-    def round_trips(self) -> list[RoundTrip]:
-        """Casts up right before casts down, the most bytes first: what a rule "keep" for the first operator saves."""
-        pairs = [(call.undoes, call) for call in self.calls if call.undoes is not None]
-        groups = _grouped(pairs, lambda pair: (*(call.op for call in pair), *(starred(call.module) for call in pair)))
-        trips = [
-            RoundTrip(
-                some[0][0].op, some[0][1].op, _path([up.module for up, _ in some]),
-                _path([down.module for _, down in some]), len(some), sum(up.nbytes + down.undoing for up, down in some),
-            )
-            for some in groups
-        ]
-        return sorted(trips, key=lambda trip: -trip.nbytes)
 
     def float8(self) -> Float8Losses:
         """What FP8 lost, for each module, product and operand: a tuple that prints as a table. Syncs.

@@ -1,4 +1,4 @@
-"""Running a function's body inside a region: plain functions, generators, coroutines, asynchronous generators.
+"""Running a function's body inside a region: plain functions, generators, coroutines.
 
 A generator's body runs in pieces, between which its caller runs: the region is entered for each piece and left with
 it, so neither side sees the other's autocast state.
@@ -17,18 +17,23 @@ Region = AbstractContextManager[Any]
 
 
 def in_region(region: Region, func: Callable[..., Any]) -> Callable[..., Any]:
-    """`func` with its body run inside `region`. Raises `TypeError` for a class and for what cannot be called."""
+    """`func` with its body run inside `region`.
+
+    Raises `TypeError` for a class, for an asynchronous generator function, and for what cannot be called.
+    """
     name = type(region).__name__
-    if isinstance(func, type) or not callable(func):
-        got = f"the class {func.__name__}: decorate its forward" if isinstance(func, type) else type(func).__name__
+    body = func if inspect.isroutine(func) or isinstance(func, functools.partial) else type(func).__call__
+    if isinstance(func, type) or not callable(func) or inspect.isasyncgenfunction(body):
+        got = type(func).__name__
+        if isinstance(func, type):
+            got = f"the class {func.__name__}: decorate its forward"
+        elif callable(func):
+            got = "an asynchronous generator function: decorate what it calls"
         raise TypeError(
             f"{name}()(func) takes a function or method to decorate, got {got}. "
             f"As a context manager: `with {name}(...):`"
         )
-    body = func if inspect.isroutine(func) or isinstance(func, functools.partial) else type(func).__call__
-    if inspect.isasyncgenfunction(body):
-        wrapper = _async_generator(region, func)
-    elif inspect.iscoroutinefunction(body):
+    if inspect.iscoroutinefunction(body):
         wrapper = _coroutine(region, func)
     elif inspect.isgeneratorfunction(body):
         wrapper = _generator(region, func)
@@ -63,28 +68,6 @@ def _generator(region: Region, func: Callable[..., Any]) -> Any:
 def _coroutine(region: Region, func: Callable[..., Any]) -> Any:
     async def wrapper(*args: Any, **kwargs: Any) -> Any:
         return await _awaited(region, func(*args, **kwargs))
-
-    return wrapper
-
-
-def _async_generator(region: Region, func: Callable[..., Any]) -> Any:
-    async def wrapper(*args: Any, **kwargs: Any) -> Any:
-        agen = func(*args, **kwargs)
-        step = agen.__anext__()
-        while True:
-            try:
-                item = await _awaited(region, step)
-            except StopAsyncIteration:
-                return
-            try:
-                sent = yield item
-            except GeneratorExit:
-                await _awaited(region, agen.aclose())
-                raise
-            except BaseException as error:
-                step = agen.athrow(error)
-            else:
-                step = agen.asend(sent)
 
     return wrapper
 

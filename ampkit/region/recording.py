@@ -10,8 +10,7 @@ import contextlib
 import functools
 import sys
 import threading
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -108,7 +107,6 @@ class _RecordingMode(AutocastMode):
         self.kernels = GENERAL
         self.record = record
         self.reused = _Reused()
-        self.results = _Results()
         if cache is not None:
             self.lookup = functools.partial(_look_up, cache, self.reused)
 
@@ -121,8 +119,6 @@ class _RecordingMode(AutocastMode):
                 self.record.calls.append(noted)
                 if isinstance(call[0], Product):
                     call[0].notes = functools.partial(self.record.float8_notes.note, noted.module or noted.line)
-                if _is_raised(noted):
-                    call = functools.partial(_noting_results, call[0], self.results, noted), call[1], call[2]
             else:
                 self.record.compiled = True
         self.reused.casts = []
@@ -148,16 +144,10 @@ class _RecordingMode(AutocastMode):
         elif rule in RECIPES:
             float8 = why_not(op, args, kwargs, policy.device_type)
         module, line = _call_site(sys._getframe(1))
-        undone = [
-            (maker, _nbytes(old) + _nbytes(new))
-            for old, new in made
-            if new.dtype.itemsize == 2 and (maker := self.results.maker_of(old)) is not None
-        ]
         noted = RecordedCall(
             op.name(), rule, layer, why, module, line, _dtypes(before), asked or _dtypes(after),
             len(made), len(cast) - len(made), sum(_nbytes(old) + _nbytes(new) for old, new in made),
-            tuple(map(_shape_of, before)),
-            undone[0][0] if undone else None, sum(nbytes for _, nbytes in undone), float8,
+            tuple(tuple(map(int, tensor.shape)) for tensor in before), float8,
         )
         if self.record.integers is not None:
             with Exclude(self.excluded_keys):
@@ -170,39 +160,6 @@ class _Reused(threading.local):
 
     def __init__(self) -> None:
         self.casts: list[Tensor] = []
-
-
-class _Results:
-    """Results of operators that were cast up to float32, for as long as they live, with the calls that made them."""
-
-    def __init__(self) -> None:
-        self._makers: dict[int, tuple[weakref.ref[Tensor], RecordedCall]] = {}
-
-    def note(self, tensor: Tensor, call: RecordedCall) -> None:
-        """A call has made this tensor."""
-        key = id(tensor)
-        self._makers[key] = weakref.ref(tensor, lambda _: self._makers.pop(key, None)), call
-
-    def maker_of(self, tensor: Tensor) -> RecordedCall | None:
-        """The call that made a tensor, or the one that it is a view of."""
-        for each in (tensor, tensor._base):
-            reference, call = self._makers.get(id(each), (None, None))
-            if reference is not None and reference() is each:
-                return call
-        return None
-
-
-def _is_raised(call: RecordedCall) -> bool:
-    """Whether an operator was given 16 bits and computes in float32."""
-    return torch.float32 in call.computed_in and any(dtype.itemsize == 2 for dtype in call.operands)
-
-
-def _noting_results(run: Callable[..., Any], results: _Results, call: RecordedCall, *args: Any, **kwargs: Any) -> Any:
-    """The operator itself, whose results are noted."""
-    result = run(*args, **kwargs)
-    for tensor in casting.tensors(result if isinstance(result, tuple | list) else (result,)):
-        results.note(tensor, call)
-    return result
 
 
 def _look_up(cache: WeightCache | RegionCache, reused: _Reused, leaf: Tensor, dtype: torch.dtype) -> Tensor:
@@ -231,21 +188,12 @@ def _call_site(frame: FrameType | None) -> tuple[str, str]:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements; of a sparse one's, those that it stores; at a symbolic size, of its example's."""
+    """Bytes of a tensor's elements; of a sparse one's, those that it stores."""
     if tensor.layout is torch.sparse_coo:
         tensor = tensor._values()
     elif tensor.layout in _COMPRESSED:
         tensor = tensor.values()
-    numel: Any = tensor.numel()
-    if isinstance(numel, torch.SymInt):
-        numel = numel.node.hint or 0        # asking for its value would fix the size
-    return numel * tensor.element_size()
-
-
-def _shape_of(tensor: Tensor) -> tuple[int, ...]:
-    """A tensor's shape in numbers; of a symbolic size its example, as asking for its value would fix it."""
-    sizes: tuple[Any, ...] = tuple(tensor.shape)        # tensors while TorchScript traces
-    return tuple(size.node.hint or 0 if isinstance(size, torch.SymInt) else int(size) for size in sizes)
+    return tensor.numel() * tensor.element_size()
 
 
 def _dtypes(tensors: Sequence[Tensor]) -> tuple[torch.dtype, ...]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ampkit.policy.casting import cast_to
-from ampkit.policy.operator_kernels import factory
+from ampkit.policy.operator_kernels import kernel
 from ampkit.policy.policy import RuleTable
 from ampkit.torch_internals.bindings import binding
 from ampkit.torch_internals.dispatcher import TLS_NAME, autocast_key, get_in_tls, is_excluded, set_excluded
@@ -60,12 +60,11 @@ class _Kernels(dict[str, Kernel]):
         }
 
     def __missing__(self, name: str) -> Kernel:
-        op, kernel, rule = OPERATORS[name], GENERAL[name], self.rules.get(name)
-        make = None if rule is None else factory(op, rule)
-        if make is not None:
-            kernel = dynamo_skip(make(**self.variables, _general=kernel, _operator=binding(op)))
-        self[name] = kernel
-        return kernel
+        op, general, rule = OPERATORS[name], GENERAL[name], self.rules.get(name)
+        variables = {**self.variables, "_general": general, "_operator": binding(op)}
+        own = None if rule is None else kernel(op, rule, variables)
+        self[name] = general if own is None else dynamo_skip(own)
+        return self[name]
 
 
 def _weights_on(device_type: str) -> Callable[[torch.dtype], Callable[[Tensor], Tensor]]:

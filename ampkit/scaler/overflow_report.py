@@ -133,6 +133,7 @@ class OverflowReport(tuple[NonFiniteGradient, ...]):
             lines.append(f"  behind it {len(self) - len(self.origin)} more: {shown}")
         if not self.named:
             lines.append("for names call overflow_report(model), or make the optimizer with model.named_parameters()")
+        lines.append("by registration, from the last; debugging.find_nonfinite finds where it began in any model")
         return "\n".join(lines)
 
 

@@ -29,8 +29,8 @@ from ampkit.torch_internals.dispatcher import (
 from ampkit.torch_internals.dynamo import dynamo_skip
 from ampkit.torch_internals.forks import renewed_lock
 from ampkit.torch_internals.operators import OpOverload
-from ampkit.torch_internals.signatures import compiled, signature_of
-from ampkit.torch_internals.transforms import functorch_level, is_ahead, keys_ahead
+from ampkit.torch_internals.signatures import defined, signature_of
+from ampkit.torch_internals.transforms import is_ahead, keys_ahead
 
 Kernel = Callable[..., Any]
 R = TypeVar("R")
@@ -115,10 +115,8 @@ def _prepare() -> None:
 
 
 _ENTRY = """\
-def make(get_in_tls, name):
-    def entry(_keys, {s.params}):
-        return get_in_tls({tls!r}).kernels[name](_keys, {s.call})
-    return entry
+def entry(_keys, {s.params}):
+    return _mode({tls!r}).kernels[_name](_keys, {s.call})
 """
 
 
@@ -127,12 +125,8 @@ def _entry(op: OpOverload) -> Kernel:
     signature = signature_of(op)
     if signature is None:
         return GENERAL[op.name()]       # no mode has another
-    return dynamo_skip(_maker(_ENTRY.format(s=signature, tls=TLS_NAME))(get_in_tls, op.name()))
-
-
-@functools.cache
-def _maker(text: str) -> Callable[..., Kernel]:
-    return compiled(text, "make", "<ampkit dispatch>")
+    text = _ENTRY.format(s=signature, tls=TLS_NAME)
+    return dynamo_skip(defined(text, "<ampkit dispatch>", {"_mode": get_in_tls, "_name": op.name()}))
 
 
 def _general(op: OpOverload) -> Kernel:
@@ -143,8 +137,6 @@ def _general(op: OpOverload) -> Kernel:
     @dynamo_skip
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         mode = get_in_tls(TLS_NAME)
-        if functorch_level() is not None:
-            args = _without_numbers(args, _numbers(args, slots))
         if not (mode.as_torch and is_ahead(keyset, ahead)):
             result = mode.__torch_dispatch__(op, (), args, kwargs)
             if result is not NotImplemented:
@@ -164,26 +156,6 @@ def _general(op: OpOverload) -> Kernel:
 def _numbers(args: tuple[Any, ...], slots: list[int]) -> list[int]:
     """Where a number stands in the place of a tensor."""
     return [slot for slot in slots if slot < len(args) and type(args[slot]) in _NUMBERS]
-
-
-def _without_numbers(args: tuple[Any, ...], slots: list[int]) -> tuple[Any, ...]:
-    """Arguments with tensors for the numbers at `slots`, which promote as numbers do and have their digits.
-
-    Autograd saves a number as a tensor that is marked as one. Where a transform has wrapped it, torch cannot hand it to
-    a Python kernel in backward: it reads the number, and the wrapper has no memory.
-    """
-    tensor = next((arg for arg in args if isinstance(arg, torch.Tensor) and arg.is_floating_point()), None)
-    if tensor is None:
-        return args
-    changed = list(args)
-    for slot in slots:
-        if type(args[slot]) in (int, float, bool):
-            number = torch.scalar_tensor(args[slot], dtype=torch.float64)
-            # A tensor without dimensions would be promoted; in 16 bits it takes the number if no digit is lost.
-            low = number.to(tensor.dtype) if tensor.dim() == 0 else number
-            if tensor.dtype not in (torch.float16, torch.bfloat16) or bool(low == number):
-                changed[slot] = low
-    return tuple(changed)
 
 
 def _go_before_tracer(op: OpOverload) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import keyword
 import linecache
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import CodeType
 from typing import Any, NamedTuple
 
 from ampkit.torch_internals.operators import OpOverload
 
-__all__ = ["LIST", "OPTIONAL", "TENSOR", "Signature", "compiled", "signature_of"]
+__all__ = ["LIST", "OPTIONAL", "TENSOR", "Signature", "defined", "signature_of"]
 
 TENSOR, OPTIONAL, LIST = "Tensor", "Optional[Tensor]", "List[Tensor]"
 
@@ -63,9 +64,17 @@ def signature_of(op: OpOverload) -> Signature | None:
     )
 
 
-def compiled(text: str, name: str, where: str) -> Callable[..., Any]:
-    """The function `name` that a source text defines. Tracebacks show its lines as those of the file `where`."""
+def defined(text: str, where: str, variables: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function that a source text defines, with `variables` as its globals.
+
+    Tracebacks show its lines as those of the file `where`.
+    """
+    space = dict(variables)
+    exec(_code(text, where), space)
+    return space.popitem()[1]       # what came into it last
+
+
+@functools.cache
+def _code(text: str, where: str) -> CodeType:
     linecache.cache[where] = len(text), None, text.splitlines(keepends=True), where
-    space: dict[str, Any] = {}
-    exec(compile(text, where, "exec"), space)
-    return space[name]
+    return compile(text, where, "exec")

@@ -6,7 +6,7 @@ keyword `impl`: `"auto"` (Triton on CUDA devices that can run it, PyTorch elsewh
 Importing this package does not import Triton.
 """
 
-from . import reference
+from . import reference, rounding
 from .api import adamw_, cast_, multiply_, norm_and_check, quantize, sgd_, unscale_, unscale_into_
 from .configs import is_capturing
 from .dispatch import IMPLS, TritonUnavailable, backend, uses_triton, why_not_triton
@@ -29,6 +29,7 @@ __all__ = [
     "norm_and_check",
     "quantize",
     "reference",
+    "rounding",
     "sgd_",
     "unscale_",
     "unscale_into_",

@@ -168,22 +168,26 @@ def adamw_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     copies: Sequence[Tensor] | None = None,
+    remainders: Sequence[Tensor] | None = None,
+    streams: Sequence[Tensor] | None = None,
     cache: StepCache | None = None,
     impl: str = "auto",
 ) -> None:
     """One AdamW step over lists of tensors, from gradients that may still be scaled; gradients are only read.
 
-    Each gradient is multiplied by `multiplier` (say, `inv_scale * clip_coefficient`) and divided by
-    `grad_scale` as it is read; either may be None. Where `found_inf` is set nothing changes: parameters,
-    moments, `steps`, `copies`. `steps` are one float32 element per parameter, counted up in place.
-    `max_exp_avg_sqs` is read and written with `amsgrad` only, and may be empty otherwise. `copies` receive
-    the new parameters in their own dtype (float16 or bfloat16 weights for the next forward). `lr` may be a
-    one-element tensor on the device. `cache` keeps what the step has found out, for the next one; PyTorch's operations
-    need none. Arithmetic is float32 (float64 for float64 parameters), rounded once per stored value. Never
-    synchronises. Moves 28 bytes per float32 element, 2 more with a half copy.
+    Each gradient is multiplied by `multiplier` (say, `inv_scale * clip_coefficient`) and divided by `grad_scale` as it
+    is read; either may be None. Where `found_inf` is set nothing changes. `steps` are one float32 element per
+    parameter, counted up in place. `max_exp_avg_sqs` is read and written with `amsgrad` only, and may be empty
+    otherwise. `copies` receive the new parameters in their own dtype (float16 or bfloat16 weights for the next
+    forward). `lr` may be a one-element tensor on the device. `cache` keeps what the step has found out, for the next
+    one; PyTorch's operations need none. Arithmetic is float32 (float64 for float64 parameters), rounded once per stored
+    value. Never synchronises. Moves 28 bytes per float32 element, 2 more with a half copy.
 
-    Formula and order of operations: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", as in
-    `torch.optim.AdamW`.
+    Moments may have another dtype than parameters. With `streams`, one int64 element per parameter, bfloat16 parameters
+    and moments are rounded at random; with `remainders`, int16 beside bfloat16 parameters and in place of `copies`,
+    both together are one float32 number, which is stepped: see `ampkit_kernels.rounding`.
+
+    Loshchilov and Hutter, "Decoupled Weight Decay Regularization"; operations in the order of `torch.optim.AdamW`.
 
     >>> import torch
     >>> p, g, m, v, step = (torch.ones(1), torch.ones(1), torch.zeros(1), torch.zeros(1), torch.zeros(()))
@@ -192,19 +196,17 @@ def adamw_(
     (tensor([0.9000]), tensor(1.))
     """
     op = "adamw_"
-    lists = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    if amsgrad:
-        lists["max_exp_avg_sqs"] = max_exp_avg_sqs
-    if copies is not None:
-        lists["copies"] = copies
-    lists = _step_lists(op, lists, multiplier, grad_scale, found_inf)
+    given = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
+    given |= {"max_exp_avg_sqs": max_exp_avg_sqs if amsgrad else None, "copies": copies}
+    lists = _step_lists(op, given, multiplier, grad_scale, found_inf)
+    _check_low_bits(op, lists, remainders, streams)
     _check_scalars(op, "steps", steps, len(params))
     ops = select(impl, params[0].device) if params else reference
     if ops is not reference:
         check_one_device([lists["params"][0], *steps], op)
-    parts = {"max_exp_avg_sqs": (), "copies": None, **lists}
+    parts = {"max_exp_avg_sqs": (), **lists, "steps": steps, "remainders": remainders, "streams": streams}
     ops.adamw_(
-        **parts, steps=steps, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad,
+        **parts, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad,
         maximize=maximize, multiplier=multiplier, grad_scale=grad_scale, found_inf=found_inf, cache=cache,
     )
 
@@ -226,6 +228,8 @@ def sgd_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     copies: Sequence[Tensor] | None = None,
+    remainders: Sequence[Tensor] | None = None,
+    streams: Sequence[Tensor] | None = None,
     cache: StepCache | None = None,
     impl: str = "auto",
 ) -> None:
@@ -234,8 +238,8 @@ def sgd_(
     `momentum_buffers` may be empty when `momentum` is 0. `started` are one float32 element per parameter: where it
     is 0 the buffer's contents are ignored, whatever they are, and the gradient itself becomes the first momentum, as
     in torch; a step that is not skipped sets it to 1. PyTorch's operations take such a step, and need no `cache`. None
-    means that all buffers count. `multiplier`, `grad_scale`, `found_inf`, `copies`, `lr` and `cache` as in `adamw_`.
-    Never synchronises. Moves 20 bytes per float32 element with momentum, 12 without.
+    means that all buffers count. `multiplier`, `grad_scale`, `found_inf`, `copies`, `remainders`, `streams`, `lr` and
+    `cache` as in `adamw_`. Never synchronises. Moves 20 bytes per float32 element with momentum, 12 without.
 
     >>> import torch
     >>> p, g = torch.ones(1), torch.full((1,), 4.0)
@@ -244,18 +248,18 @@ def sgd_(
     tensor([0.8000])
     """
     op = "sgd_"
-    lists = {"params": params, "grads": grads}
-    if momentum != 0:
-        lists["momentum_buffers"] = momentum_buffers
-    if copies is not None:
-        lists["copies"] = copies
-    lists = _step_lists(op, lists, multiplier, grad_scale, found_inf)
+    buffers = momentum_buffers if momentum != 0 else None
+    lists = _step_lists(
+        op, {"params": params, "grads": grads, "momentum_buffers": buffers, "copies": copies}, multiplier, grad_scale,
+        found_inf,
+    )
+    _check_low_bits(op, lists, remainders, streams)
     if started is not None:
         _check_scalars(op, "started", started, len(params))
     if nesterov and momentum <= 0:
         raise ValueError(f"{op}: nesterov needs momentum > 0, got {momentum}")
-    parts = {"momentum_buffers": (), "copies": None, **lists}
     ops = select(impl, params[0].device) if params else reference
+    parts = {"momentum_buffers": (), **lists, "remainders": remainders, "streams": streams}
     ops.sgd_(
         **parts, started=started, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay,
         nesterov=nesterov, maximize=maximize, multiplier=multiplier, grad_scale=grad_scale, found_inf=found_inf,
@@ -306,14 +310,36 @@ def _check_scalars(op: str, name: str, values: Sequence[Tensor], n: int) -> None
         check_scalar(f"an element of {name}", value, [], op)
 
 
+def _check_low_bits(
+    op: str, lists: dict[str, list[Tensor]], remainders: Sequence[Tensor] | None, streams: Sequence[Tensor] | None
+) -> None:
+    """Refuse remainders and streams that do not fit the parameters."""
+    params = lists["params"]
+    if remainders is not None:
+        if "copies" in lists:
+            raise ValueError(f"{op}: got both copies and remainders; expected one of them")
+        check_parallel(op, params=params, remainders=remainders)
+        check_one_device([*params, *remainders], op)
+        for i, (p, remainder) in enumerate(zip(params, remainders, strict=True)):
+            if (p.dtype, remainder.dtype) != (torch.bfloat16, torch.int16):
+                raise TypeError(
+                    f"{op}: params[{i}] is {p.dtype}, remainders[{i}] {remainder.dtype}; expected bfloat16 and int16"
+                )
+    if streams is not None:
+        check_one_device([*params, *streams], op)
+        if len(streams) != len(params) or any(one.dtype != torch.int64 or one.numel() != 1 for one in streams):
+            raise ValueError(f"{op}: expected streams of one int64 element, one for each of {len(params)} params")
+
+
 def _step_lists(
     op: str,
-    lists: dict[str, Sequence[Tensor]],
+    given: dict[str, Sequence[Tensor] | None],
     multiplier: Tensor | None,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> dict[str, list[Tensor]]:
-    """The lists as strided real floats, checked against each other and against the scalars."""
+    """The lists that are not None as strided real floats, checked against each other and against the scalars."""
+    lists = {name: tensors for name, tensors in given.items() if tensors is not None}
     for name, tensors in lists.items():
         if name != "grads":
             check_resolved(op, name, tensors)

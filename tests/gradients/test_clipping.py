@@ -9,7 +9,8 @@ from hypothesis import given, settings
 
 import ampkit.optim
 from ampkit.scaler.grad_scaler import GradScaler
-from tests.helpers.scaler_tools import equal_bits, iterate, started, with_grads
+from tests.helpers.op_samples import same
+from tests.helpers.scaler_tools import iterate, started, with_grads
 
 NORMS = [2.0, 1.0, math.inf, 3.0, 0.5]
 
@@ -17,9 +18,7 @@ NORMS = [2.0, 1.0, math.inf, 3.0, 0.5]
 def torch_clips(grads: list[torch.Tensor], scale: float, max_norm, norm_type: float):
     """What unscale_ followed by torch.nn.utils.clip_grad_norm_ makes of these gradients."""
     params = with_grads(grads)
-    scaler = started(torch.amp.GradScaler, scale)
-    optimizer = torch.optim.SGD(params, lr=0.1)
-    scaler.unscale_(optimizer)
+    started(torch.amp.GradScaler, scale).unscale_(torch.optim.SGD(params, lr=0.1))
     return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type), [p.grad for p in params]
 
 
@@ -46,7 +45,7 @@ def test_equal_to_torch_to_the_bit_at_powers_of_two(shapes, seed, exponent, max_
     norm, clipped = ours_clips(grads, 2.0**exponent, max_norm, norm_type)
     expected_norm, expected = torch_clips(grads, 2.0**exponent, max_norm, norm_type)
     assert torch.equal(norm, expected_norm)
-    assert all(map(equal_bits, clipped, expected))
+    assert all(map(same, clipped, expected))
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, 0.5])
@@ -65,7 +64,7 @@ def test_empty_gradients_count_in_the_order_of_summation(norm_type: float) -> No
         norm, clipped = ours_clips(grads, 1.0, 1.0, norm_type)
         expected_norm, expected = torch_clips(grads, 1.0, 1.0, norm_type)
         assert torch.equal(norm, expected_norm), sizes
-        assert all(map(equal_bits, clipped, expected)), sizes
+        assert all(map(same, clipped, expected)), sizes
 
 
 @settings(max_examples=30)
@@ -140,10 +139,8 @@ def test_float64_gradients_are_clipped_by_a_float64_factor() -> None:
 
 def test_squares_that_overflow_are_no_overflow() -> None:
     params = with_grads([torch.tensor([1e25, 1e25])])
-    optimizer = torch.optim.SGD(params, lr=0.0)
-    scaler = started(GradScaler, 1.0)
-    norm = scaler.clip_grad_norm_(optimizer, 1.0)
-    assert norm.item() == pytest.approx(math.sqrt(2) * 1e25)
+    optimizer, scaler = torch.optim.SGD(params, lr=0.0), started(GradScaler, 1.0)
+    assert scaler.clip_grad_norm_(optimizer, 1.0).item() == pytest.approx(math.sqrt(2) * 1e25)
     scaler.step(optimizer)
     assert scaler.stepped(optimizer)
 
@@ -152,14 +149,11 @@ def test_squares_that_overflow_are_no_overflow() -> None:
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_an_overflow_sets_the_flag_and_nothing_is_multiplied(bad, norm_type) -> None:
     params = with_grads([torch.tensor([8.0]), torch.tensor([bad, 4.0])])
-    optimizer = torch.optim.SGD(params, lr=0.1)
-    scaler = started(GradScaler, 4.0)
-    norm = scaler.clip_grad_norm_(optimizer, 1.0, norm_type)
-    assert not norm.isfinite()
+    optimizer, scaler = torch.optim.SGD(params, lr=0.1), started(GradScaler, 4.0)
+    assert not scaler.clip_grad_norm_(optimizer, 1.0, norm_type).isfinite()
     assert params[0].grad.item() == 8.0
-    scaler.step(optimizer)
+    iterate(scaler, optimizer)
     assert scaler.found_inf(optimizer)
-    scaler.update()
     assert scaler.get_scale() == 2.0
 
 

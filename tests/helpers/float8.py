@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ampkit import Policy, Rule, autocast
+from tests.helpers import op_samples
 
 TENSORWISE, ROWWISE, GW_HP = Rule.FLOAT8_TENSORWISE, Rule.FLOAT8_ROWWISE, Rule.FLOAT8_ROWWISE_GW_HP
 RULES = (TENSORWISE, ROWWISE, GW_HP)
@@ -42,7 +43,4 @@ def mlp(width: int = 64) -> nn.Module:
 
 def same(a: Any, b: Any) -> bool:
     """Whether two lists of tensors have the same dtypes and bits, NaN included."""
-    return len(a) == len(b) and all(
-        x.dtype == y.dtype and x.shape == y.shape and bool(((x == y) | (x.isnan() & y.isnan())).all())
-        for x, y in zip(a, b, strict=True)
-    )
+    return len(a) == len(b) and all(map(op_samples.same, a, b))

@@ -138,45 +138,6 @@ class CustomFunctionNet(nn.Module):
         return self.head(torch.tanh(self.function.apply(F.relu(self.enter(x)), self.weight, self.gate)))
 
 
-class LayerNorm2d(nn.LayerNorm):
-    """Layer norm over the channels of (N, C, H, W), by way of channels-last."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-
-
-class ConvNeXtBlock(nn.Module):
-    """Depthwise 7x7 convolution, layer norm and a channels-last perceptron, scaled per channel, plus the input."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.depthwise = nn.Conv2d(width, width, 7, padding=3, groups=width)
-        self.norm = nn.LayerNorm(width, eps=1e-6)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.scale = nn.Parameter(torch.full((width,), 0.1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
-        y = self.down(F.gelu(self.up(y))) * self.scale
-        return x + y.permute(0, 3, 1, 2)
-
-
-class ConvNeXt(nn.Module):
-    """A two-stage ConvNeXt: images (N, 3, H, W) to logits (N, classes); H and W are multiples of eight."""
-
-    def __init__(self, width: int = 8, classes: int = 4) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, width, 4, 4), LayerNorm2d(width, eps=1e-6))
-        self.stages = nn.Sequential(
-            ConvNeXtBlock(width), LayerNorm2d(width, eps=1e-6), nn.Conv2d(width, 2 * width, 2, 2),
-            ConvNeXtBlock(2 * width),
-        )
-        self.norm, self.head = nn.LayerNorm(2 * width, eps=1e-6), nn.Linear(2 * width, classes)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.norm(self.stages(self.stem(images)).mean((2, 3))))
-
-
 def _images(channels: int, size: int, count: int = 4) -> Callable[[], tuple[Tensor, Tensor]]:
     return lambda: (torch.randn(count, channels, size, size), torch.randint(4, (count,)))
 
@@ -215,5 +176,4 @@ CASES = (
         torch.amp.custom_fwd(device_type="cpu"), torch.amp.custom_bwd(device_type="cpu")
     ),
     Case("resnet", ResNet, _images(3, 32), F.cross_entropy),
-    Case("convnext", ConvNeXt, _images(3, 32), F.cross_entropy),
 )

@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit.scaler.grad_scaler import GradScaler
+from tests.helpers.op_samples import same
 
 BOTH = pytest.mark.parametrize("cls", [GradScaler, torch.amp.GradScaler], ids=["ampkit", "torch"])
 READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default}
@@ -63,17 +64,12 @@ def iterate(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> N
     scaler.update()
 
 
-def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal dtype, shape and values, NaN equal to NaN."""
-    return a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
-
-
 def alike(ours: Any, theirs: Any) -> bool:
     """Equal to the bit in nested containers; exceptions by their class."""
     if isinstance(ours, Exception) or isinstance(theirs, Exception):
         return type(ours) is type(theirs)
     if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
-        return equal_bits(ours.detach(), theirs.detach())
+        return same(ours.detach(), theirs.detach())
     if isinstance(ours, dict) and isinstance(theirs, dict):
         return ours.keys() == theirs.keys() and all(alike(ours[key], theirs[key]) for key in ours)
     if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple):

@@ -14,8 +14,6 @@ from ampkit import doctor, explain
 from ampkit.__main__ import COMMANDS, main
 from ampkit.torch_internals import self_check
 
-INSTALL = "to install a supported one: python -m pip install 'torch>=2.11,<2.16'"
-
 Run = Callable[..., str]
 
 
@@ -31,17 +29,12 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return run
 
 
-# --- doctor
-
-
 def test_doctor_reports_versions_torch_and_every_operation(run: Run) -> None:
     text = run("doctor")
     assert f"ampkit        {ampkit.__version__}\n" in text
     assert f"torch         {torch.__version__}; supported are torch 2.11 to 2.15\n  ok       autocast\n" in text
-    assert "kernels  PyTorch: CPU tensors take PyTorch's own operators" in text
     assert all(f"  ok       {operation}\n" in text for operation in doctor.CHECKS)
     assert text.endswith("\nall well\n")
-    assert "to install a supported one" not in text
 
 
 def test_doctor_notices_a_wrong_result_and_an_exception(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
@@ -51,11 +44,9 @@ def test_doctor_notices_a_wrong_result_and_an_exception(monkeypatch: pytest.Monk
     monkeypatch.setattr(ampkit_kernels, "unscale_", lambda grads, inv_scale, found_inf: None)
     monkeypatch.setattr(ampkit_kernels, "multiply_", broken)
     text = run("doctor", code=1)
-    for said in (
-        "FAIL     unscale: differs from float64 by", "FAIL     multiply: RuntimeError: no kernel image",
-        "ok       norm", "\nsomething is wrong: see above\n",
-    ):
-        assert said in text
+    assert "FAIL     unscale: differs from float64 by" in text
+    assert "FAIL     multiply: RuntimeError: no kernel image" in text
+    assert text.endswith("\nsomething is wrong: see above\n")
 
 
 def test_doctor_lets_the_self_check_decide_for_a_newer_torch(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
@@ -64,37 +55,27 @@ def test_doctor_lets_the_self_check_decide_for_a_newer_torch(monkeypatch: pytest
     monkeypatch.setattr(torch, "__version__", "2.99.0")
     text = run("doctor")
     assert "2.99.0; supported are torch 2.11 to 2.15; this one is newer and untested" in text
-    assert INSTALL in text
-
-    def refuse() -> None:
-        raise RuntimeError("it has no torch._C._gone.")
-
-    for fault, said in ((lambda: "a cast is lost", "a cast is lost"), (refuse, "it has no torch._C._gone.")):
-        monkeypatch.setattr(self_check, "fault", fault)
-        assert f"FAIL     autocast: {said}" in run("doctor", code=1)
+    assert "to install a supported one: python -m pip install 'torch>=2.11,<2.16'" in text
+    monkeypatch.setattr(self_check, "fault", lambda: "a cast is lost")
+    assert "FAIL     autocast: a cast is lost" in run("doctor", code=1)
     monkeypatch.setattr(torch, "__version__", "2.10.1")
-    text = run("doctor", code=1)
-    assert "; this one is too old" in text
-    assert INSTALL in text
+    assert "; this one is too old" in run("doctor", code=1)
 
 
-@pytest.mark.parametrize(("capability", "emulated"), [((7, 5), True), ((7, 0), True), ((8, 0), False)])
 def test_doctor_says_where_bfloat16_is_emulated_and_why_triton_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, run: Run, capability: tuple[int, int], emulated: bool
+    monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     """On a T4 or V100 `torch.cuda.is_bf16_supported()` is True, and each bfloat16 product takes many times as long."""
     monkeypatch.setattr(doctor, "devices", lambda: [torch.device("cuda", 0)])
     monkeypatch.setattr(doctor, "CHECKS", {})
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     monkeypatch.setattr(ampkit_kernels, "why_not_triton", lambda device: "too old")
-    text = run("doctor")
-    assert f"cuda:0: Some GPU, compute capability {capability[0]}.{capability[1]}\n" in text
-    assert ("bfloat16 is only emulated here and very slow: train in float16 with a GradScaler" in text) is emulated
-    assert "  kernels  PyTorch: too old\n" in text
-
-
-# --- explain
+    for capability, emulated in (((7, 5), True), ((8, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        text = run("doctor")
+        assert f"cuda:0: Some GPU, compute capability {capability[0]}.{capability[1]}\n" in text
+        assert ("bfloat16 is only emulated here and very slow" in text) is emulated
+        assert "  kernels  PyTorch: too old\n" in text
 
 
 def test_explain_an_operator(run: Run) -> None:
@@ -113,9 +94,6 @@ def test_explain_without_an_operator_prints_every_rule(run: Run) -> None:
     assert "`linear`" in rows["LOWER"][3]
     assert "`binary_cross_entropy`" in rows["FLOAT32"][4]
     assert "`binary_cross_entropy`" in rows["BANNED"][5]
-
-
-# --- the command itself
 
 
 def test_help_version_and_an_unknown_command(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

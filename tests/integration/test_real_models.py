@@ -217,10 +217,9 @@ def test_generation_of_a_wrapped_model_casts_weights_once() -> None:
         assert moved == n_megabytes
 
 
-@pytest.mark.parametrize("name", ["resnet", "convnext"])
-def test_channels_last_equals_torchs(name: str) -> None:
+def test_channels_last_equals_torchs() -> None:
     """Training, then evaluation with the running statistics it left."""
-    case = next(case for case in CASES if case.name == name)
+    case = next(case for case in CASES if case.name == "resnet")
 
     def run(region: Region) -> dict[str, Tensor]:
         torch.manual_seed(0)

@@ -88,7 +88,7 @@ def adamw_steps() -> Iterator[Case]:
         constants = {
             "PARAM": DTYPES[param], "GRAD": DTYPES[grad], "MOMENT": DTYPES[moment], "COPY_TO": DTYPES[copy or moment],
             "ACC": acc, "AMSGRAD": amsgrad, "COPY": copy is not None, "LERP_FROM_END": False, "HAS_FOUND_INF": True,
-            "ALIGNED": aligned,
+            "REMAINDER": False, "STOCHASTIC": False, "ALIGNED": aligned,
         }
         label = f"adamw {param} g={grad}{' amsgrad' * amsgrad}{f' copy={copy}' if copy else ''}"
         # Four elements per thread: 16 bytes where the list is fp32, 8 where it is half.
@@ -104,9 +104,38 @@ def adamw_steps() -> Iterator[Case]:
     for several in (False, True):
         constants = {
             "HAS_LR": several, "HAS_MULTIPLIER": several, "HAS_GRAD_SCALE": several, "HAS_FOUND_INF": several,
-            "MAXIMIZE": several, "STEPS_COLUMN": 4, "BLOCK": 128,
+            "MAXIMIZE": several, "STOCHASTIC": several, "STEPS_COLUMN": 4, "BLOCK": 128,
         }
         yield Case(f"adamw prepare {several}", adamw.prepare_kernel, constants, 4, 64)
+
+
+def steps_of_low_bits() -> Iterator[Case]:
+    """Weights and moments of 16 bits, rounded at random, with remainders, or both, by either optimizer."""
+    for param, moment, remainder, stochastic, aligned in (
+        ("bf16", "bf16", False, True, True), ("bf16", "fp32", False, True, True), ("fp32", "bf16", False, True, True),
+        ("bf16", "fp32", True, False, True), ("bf16", "bf16", True, True, True), ("bf16", "bf16", False, True, False),
+    ):
+        lists = {
+            "PARAM": DTYPES[param], "GRAD": DTYPES[param], "MOMENT": DTYPES[moment],
+            "COPY_TO": tl.int16 if remainder else DTYPES[moment], "ACC": tl.float32, "COPY": False,
+            "REMAINDER": remainder, "STOCHASTIC": stochastic, "HAS_FOUND_INF": True, "ALIGNED": aligned,
+        }
+        label = f"{param} state={moment}{' remainder' * remainder}{' stochastic' * stochastic}"
+        label += "" if aligned else " unaligned"
+        loads, stores = 2 * (param == "fp32") + 2 * (moment == "fp32"), (param == "fp32") + 2 * (moment == "fp32")
+        ceiling = 64 if aligned else 104
+        yield _case(
+            f"adamw {label}", adamw.adamw_kernel, adamw.CONFIGS[4], {**lists, "AMSGRAD": False, "LERP_FROM_END": False},
+            ceiling, loads, stores, lists_read=4 + remainder,
+        )
+        if remainder and stochastic:
+            continue
+        flags = dict.fromkeys(("HAS_LR", "HAS_MULTIPLIER", "HAS_GRAD_SCALE", "MAXIMIZE", "DECAY"), True)
+        yield _case(
+            f"sgd {label}", sgd.sgd_kernel, sgd.CONFIGS[4], {**lists, **flags, "MOMENTUM": True, "NESTEROV": False},
+            ceiling, int(aligned), int(aligned), lists_read=3 + remainder,
+        )
+    yield Case("sgd advance", sgd.advance_kernel, {"HAS_FOUND_INF": True, "COLUMN": 3, "BLOCK": 128}, 4, 32)
 
 
 def sgd_steps() -> Iterator[Case]:
@@ -123,7 +152,8 @@ def sgd_steps() -> Iterator[Case]:
         constants = {
             "PARAM": DTYPES[param], "GRAD": DTYPES[grad], "MOMENT": DTYPES[param], "COPY_TO": DTYPES[copy or param],
             "ACC": tl.float64 if param == "fp64" else tl.float32, "MOMENTUM": momentum, "NESTEROV": nesterov,
-            "DECAY": decay, "COPY": copy is not None, "ALIGNED": aligned, **dict.fromkeys(flags, several),
+            "DECAY": decay, "COPY": copy is not None, "REMAINDER": False, "STOCHASTIC": False, "ALIGNED": aligned,
+            **dict.fromkeys(flags, several),
         }
         label = f"sgd {param} g={grad}{' momentum' * momentum}{' nesterov' * nesterov}{f' copy={copy}' if copy else ''}"
         label += "" if aligned else " unaligned"
@@ -236,5 +266,6 @@ BAD = [
 def all_cases() -> list[Case]:
     """Every variant; names are unique."""
     return [
-        *gradient_passes(), *casts(), *unscales_into(), *adamw_steps(), *sgd_steps(), *small_kernels(), *float8_casts(),
+        *gradient_passes(), *casts(), *unscales_into(), *adamw_steps(), *sgd_steps(), *steps_of_low_bits(),
+        *small_kernels(), *float8_casts(),
     ]

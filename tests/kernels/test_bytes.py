@@ -17,27 +17,41 @@ NOTHING = model.Bytes(0, 0)
 
 
 def lists(dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    return [g.abs() for g in gradients(dtype, SIZES)]
+    return [g.abs().to(dtype) for g in gradients(torch.float32, SIZES)]
 
 
-def adamw(found_inf: Tensor, amsgrad: bool = False, copy: bool = False) -> Callable[..., None]:
-    """A step over parameters, gradients, moments, maxima and copies."""
+def streams() -> list[Tensor]:
+    return [torch.zeros((), dtype=torch.int64) for _ in SIZES]
+
+
+def adamw(found_inf: Tensor, amsgrad: bool = False, last: str = "", stochastic: bool = False) -> Callable[..., None]:
+    """A step over parameters, gradients, moments, maxima and, by the name of that argument, copies or remainders."""
 
     def run(*of: list[Tensor]) -> None:
         kernels.adamw_(
             *of[:5], [torch.zeros(()) for _ in SIZES], lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1,
-            amsgrad=amsgrad, multiplier=HALF, found_inf=found_inf, copies=of[5] if copy else None, impl="triton",
+            amsgrad=amsgrad, multiplier=HALF, found_inf=found_inf, impl="triton",
+            streams=streams() if stochastic else None, **({last: of[5]} if last else {}),
         )
 
     return run
 
 
-def sgd(momentum: float) -> Callable[..., None]:
-    return lambda *of: kernels.sgd_(*of, lr=0.1, momentum=momentum, impl="triton")
+def sgd(momentum: float, remainder: bool = False, stochastic: bool = False) -> Callable[..., None]:
+    """A step over parameters, gradients, momenta and remainders."""
+
+    def run(*of: list[Tensor]) -> None:
+        kernels.sgd_(
+            *of[:3], lr=0.1, momentum=momentum, impl="triton", remainders=of[3] if remainder else None,
+            streams=streams() if stochastic else None,
+        )
+
+    return run
 
 
 SINGLE = [torch.float32]
 STEP = [*[torch.float32] * 5, torch.float16]
+BF16, FLOAT = torch.bfloat16, torch.float32
 # The dtype of each list, what runs over them, the bytes per element of one.
 CASES: dict[str, tuple[list[torch.dtype], Callable[..., object], model.Bytes]] = {
     "unscale": (SINGLE, lambda g: kernels.unscale_(g, HALF, FLAG, impl="triton"), model.UNSCALE),
@@ -52,10 +66,23 @@ CASES: dict[str, tuple[list[torch.dtype], Callable[..., object], model.Bytes]] =
     "cast": ([torch.float32, torch.float16], lambda s, d: kernels.cast_(s, d, impl="triton"), model.CAST_TO_HALF),
     "adamw": (STEP, adamw(FLAG), model.ADAMW),
     "adamw, amsgrad": (STEP, adamw(FLAG, amsgrad=True), model.ADAMW_AMSGRAD),
-    "adamw, copy": (STEP, adamw(FLAG, copy=True), model.ADAMW_WITH_HALF_COPY),
-    "adamw, skipped": (STEP, adamw(SKIP, amsgrad=True, copy=True), NOTHING),
+    "adamw, copy": (STEP, adamw(FLAG, last="copies"), model.ADAMW_WITH_HALF_COPY),
+    "adamw, skipped": (STEP, adamw(SKIP, amsgrad=True, last="copies"), NOTHING),
+    "adamw, bfloat16": ([BF16] * 5, adamw(FLAG, stochastic=True), model.step(2, 2, 2)),
+    "adamw, bfloat16, wide moments": ([BF16, BF16, *[FLOAT] * 3], adamw(FLAG, stochastic=True), model.step(2, 2, 4)),
+    "adamw, narrow moments": ([FLOAT, FLOAT, *[BF16] * 3], adamw(FLAG, stochastic=True), model.step(2, 4, 2)),
+    "adamw, remainder": (
+        [BF16, BF16, *[FLOAT] * 3, torch.int16], adamw(FLAG, last="remainders"), model.step(2, 2, 4, remainder=2)
+    ),
+    "adamw, remainder, narrow moments": (
+        [*[BF16] * 5, torch.int16], adamw(FLAG, last="remainders", stochastic=True), model.step(2, 2, 2, remainder=2)
+    ),
     "sgd, momentum": ([torch.float32] * 3, sgd(0.9), model.SGD_MOMENTUM),
     "sgd": ([torch.float32] * 3, sgd(0.0), model.SGD_PLAIN),
+    "sgd, bfloat16": ([BF16] * 3, sgd(0.9, stochastic=True), model.step(1, 2, 2)),
+    "sgd, remainder": (
+        [BF16, BF16, FLOAT, torch.int16], sgd(0.9, remainder=True), model.step(1, 2, 4, remainder=2)
+    ),
 }
 
 
@@ -89,3 +116,12 @@ def test_bytes_per_element(interpreted, name: str, monkeypatch: pytest.MonkeyPat
     touched = count_accesses(monkeypatch, ranges)
     run(*tensors)
     assert (touched["load"], touched["store"]) == (want.read * sum(SIZES), want.written * sum(SIZES))
+
+
+def test_steps_add_up_to_the_figures_of_docs_optim() -> None:
+    """Read and written; weight, gradient and state of an element."""
+    rows = [
+        (4, 4, 0, 0), (4, 4, 0, 2), (2, 2, 0, 0), (2, 4, 0, 0), (2, 4, 2, 0), (2, 2, 2, 0), (4, 2, 0, 0),
+    ]
+    assert [model.step(2, *row).total for row in rows] == [28, 30, 14, 22, 26, 18, 20]
+    assert [model.step(1, *row).total for row in rows] == [20, 22, 10, 14, 18, 14, 16]

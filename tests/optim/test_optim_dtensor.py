@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ampkit.optim import SGD, AdamW
@@ -22,6 +23,54 @@ def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
         yield init_device_mesh("cpu", (1,))
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_fsdp_writes_to_no_weight_between_steps(mesh: DeviceMesh) -> None:
+    """Or each step would drop remainders."""
+    models = [torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)).bfloat16() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for layer in models[0]:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(models[0], mesh=mesh)
+    found = []
+    for model in models:
+        optimizer = AdamW(model.parameters(), lr=1e-3, masters="remainder")
+        for i in range(4):
+            model(torch.full((2, 4), i + 1.0).bfloat16()).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([getattr(master, "_local_tensor", master) for master in optimizer.masters().values()])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::RuntimeWarning")
+@pytest.mark.parametrize("impl", ["auto", "triton"])
+@pytest.mark.parametrize("cls", [AdamW, SGD])
+def test_shards_of_bfloat16_step_as_plain_weights_do(mesh: DeviceMesh, cls: type, impl: str) -> None:
+    """With remainders, stochastic state, masters given and taken, a state that is loaded and a write from outside."""
+    whole = torch.randn(6, 4)
+    weights = [distribute_tensor(whole.bfloat16(), mesh, [Shard(0)]), whole.bfloat16()]
+    options = {"rounding": "stochastic", "masters": "remainder", "state_dtype": torch.bfloat16}
+    found = []
+    for weight in weights:
+        param = torch.nn.Parameter(weight)
+        optimizer = cls([param], lr=0.1, impl=impl, **options)
+        masters = distribute_tensor(whole, mesh, [Shard(0)]) if isinstance(weight, DTensor) else whole
+        optimizer.set_masters({param: masters})
+        for i in range(6):
+            param.grad = torch.ones_like(param) * (i + 1)
+            optimizer.step()
+            if i == 1:
+                optimizer.load_state_dict(optimizer.state_dict())
+            if i == 3:
+                with torch.no_grad():
+                    param.mul_(0.5)
+        found.append([param.detach(), optimizer.masters()[param], *optimizer.state[param].values()])
+    for sharded, plain in zip(*found, strict=True):
+        sharded = sharded.full_tensor() if isinstance(sharded, DTensor) else sharded
+        assert sharded.dtype == plain.dtype
+        assert torch.equal(sharded, plain)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::RuntimeWarning")

@@ -141,21 +141,6 @@ def test_default_policy_is_as_near_to_float64_as_torchs(case: Case, dtype: torch
     assert 0 < defaults.norm() <= 1.05 * torchs.norm()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_default_policy_learns_as_float32_does(case: Case, dtype: torch.dtype) -> None:
-    torch.manual_seed(1)
-    batch = case.batch()
-    case = case._replace(batch=lambda: batch)
-    reference = train(case, contextlib.nullcontext)
-    mixed = train(case, lambda: default(dtype), scaled=dtype is torch.float16)
-    assert all(loss.dtype is torch.float32 for loss in mixed.losses)
-    assert all(g.dtype is torch.float32 for step in mixed.gradients for g in step.values())
-    gained = reference.losses[0] - reference.losses[-1]
-    assert gained > 0
-    assert mixed.losses[0] - mixed.losses[-1] > 0.9 * gained
-
-
 def flat_gradients(
     case: Case, region: Callable[[], contextlib.AbstractContextManager[Any]], dtype: torch.dtype = torch.float32
 ) -> Tensor:

@@ -3,17 +3,14 @@
 See `tests.helpers.matrix` for what is compared.
 """
 
-import contextlib
 import copy
-import pickle
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 from torch.testing._internal.two_tensor import TwoTensor
@@ -38,23 +35,6 @@ def inference_mode_first_then_training(region: Region) -> Any:
     assert evaluated.is_inference()
     out.float().sum().backward()
     return evaluated.clone(), out, gradients(model)
-
-
-@PROGRAMS.add
-def region_in_inference_mode(region: Region) -> Any:
-    model = Net()
-    with torch.inference_mode():
-        x = torch.randn(4, 6)
-        with region():
-            return model(x)
-
-
-@PROGRAMS.add
-def model_made_in_inference_mode(region: Region) -> Any:
-    with torch.inference_mode():
-        model, x = Net(), torch.randn(4, 6)
-        with region():
-            return model(x), model(x)
 
 
 @PROGRAMS.add
@@ -89,14 +69,6 @@ def forward_mode_ad(region: Region) -> Any:
         with region():
             out = model(dual)
         return list(torch.autograd.forward_ad.unpack_dual(out))
-
-
-@PROGRAMS.add
-def batched_gradients(region: Region) -> Any:
-    model, x = Net(), torch.randn(4, 6, requires_grad=True)
-    with region():
-        out = model(x).float().sum(0)
-        return torch.autograd.grad(out, x, torch.eye(3), is_grads_batched=True)
 
 
 @PROGRAMS.add
@@ -135,21 +107,6 @@ def hooks_of_every_kind(region: Region) -> Any:
 
 
 @PROGRAMS.add
-def saved_tensor_hooks(region: Region) -> Any:
-    """What autograd saves is packed by the user, in whatever dtype the casts have given it."""
-    model, x, packed = Net(), torch.randn(4, 6), []
-
-    def pack(value: Tensor) -> Tensor:
-        packed.append(value.detach().clone())
-        return value.clone()
-
-    with saved_tensors_hooks(pack, lambda value: value), region():
-        out = model(x)
-    out.float().sum().backward()
-    return out, packed, gradients(model)
-
-
-@PROGRAMS.add
 def parameters_and_casts_with_own_hooks(region: Region) -> Any:
     """A hook on the weight fires once, with the gradient of both uses of its cached cast."""
     model, x, seen = nn.Linear(6, 6), torch.randn(4, 6), []
@@ -181,47 +138,6 @@ def parametrizations(region: Region) -> Any:
 
 
 @PROGRAMS.add
-def cached_parametrizations(region: Region) -> Any:
-    """The weight is computed once and is no leaf: it is cast at each use, never taken from the cache."""
-    model, x = nn.Sequential(*[nn.Linear(6, 6)] * 2), torch.randn(4, 6)
-    parametrize.register_parametrization(model[0], "weight", Doubled())
-    with region(), parametrize.cached():
-        out = model(x)
-    out.float().sum().backward()
-    return out, gradients(model)
-
-
-@PROGRAMS.add
-def copied_in_the_region(region: Region) -> Any:
-    """A copy made while its original's casts are cached has weights, and casts, of its own."""
-    model, x = Net(), torch.randn(4, 6)
-    with region():
-        first = model(x)
-        copied = copy.deepcopy(model)
-        with torch.no_grad():
-            for p in copied.parameters():
-                p.mul_(2)
-        second = copied(x)
-        third = pickle.loads(pickle.dumps(model))(x)
-    (first + second).float().sum().backward()
-    return first, second, third, gradients(model), gradients(copied)
-
-
-@PROGRAMS.add
-def optimizer_step_in_the_region(region: Region) -> Any:
-    model, x = Net(), torch.randn(4, 6)
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(model.enter.parameters(), foreach=True), torch.optim.Adam(model.norm.parameters()),
-        torch.optim.SGD(model.leave.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1),
-    ]
-    with region():
-        model(x).float().sum().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    return [p.detach() for p in model.parameters()], gradients(model)
-
-
-@PROGRAMS.add
 def encoder_fast_path(region: Region) -> Any:
     """Evaluation of torch's own transformer layers, where it may take a fused operator."""
     encoder = nn.TransformerEncoder(
@@ -230,35 +146,6 @@ def encoder_fast_path(region: Region) -> Any:
     attention, x = nn.MultiheadAttention(8, 2, batch_first=True).eval(), torch.randn(2, 5, 8)
     with torch.inference_mode(), region():
         return encoder(x), attention(x, x, x, need_weights=False)[0]
-
-
-@PROGRAMS.add
-def traced_module(region: Region) -> Any:
-    """`torch.jit.trace` in a region with its cache off, as torch demands; the trace has the casts."""
-    model, x = Net(), torch.randn(4, 6)
-    with region(), off_cache(), torch.no_grad():
-        traced = cast("nn.Module", torch.jit.trace(model, x, check_trace=False))
-    return traced(x)
-
-
-@contextlib.contextmanager
-def off_cache() -> Iterator[None]:
-    """Weight casts are not kept in here, whoever makes them."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
-
-
-@PROGRAMS.add
-def scripted_module(region: Region) -> Any:
-    """The result only: TorchScript's executor rounds its gradients otherwise once it has warmed up."""
-    scripted: Any = torch.jit.script(Net())
-    x = torch.randn(4, 6)
-    with region():
-        return scripted(x)
 
 
 # --- tensors that are not plain: sparse, complex, nested, subclasses, out= and in place
@@ -299,13 +186,6 @@ def complex_numbers(region: Region) -> Any:
     (product.abs().sum() + spectrum.sum()).backward()
     assert z.grad is not None
     return torch.view_as_real(product.detach()), magnitude, spectrum, torch.view_as_real(z.grad), gradients(model)
-
-
-@PROGRAMS.add
-def conjugate_and_negative_views(region: Region) -> Any:
-    z, w = torch.randn(4, 6, dtype=torch.complex64), torch.randn(3, 6)
-    with region():
-        return F.linear(z.conj().imag, w), F.linear(z.real, w)
 
 
 @PROGRAMS.add
@@ -427,44 +307,6 @@ def _add_transforms() -> None:
 
 
 _add_transforms()
-
-
-@PROGRAMS.add
-def functional_call(region: Region) -> Any:
-    model, x = Net(), torch.randn(4, 6)
-    parameters = {name: 2 * p.detach() for name, p in model.named_parameters()}
-
-    def loss(parameters: dict[str, Tensor]) -> Tensor:
-        return torch.func.functional_call(model, parameters, (x,)).float().pow(2).mean()
-
-    with region():
-        return list(torch.func.grad(loss)(parameters).values()), model(x)
-
-
-@PROGRAMS.add
-def an_autograd_function_under_vmap(region: Region) -> Any:
-    class Square(torch.autograd.Function):
-        generate_vmap_rule = True
-
-        @staticmethod
-        def forward(x: Tensor, w: Tensor) -> Tensor:
-            return (x @ w) ** 2
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            ctx.save_for_backward(*inputs)
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor) -> Any:
-            x, w = ctx.saved_tensors
-            slope = (2 * grads[0] * (x @ w)).to(w.dtype)
-            return slope @ w.T, torch.outer(x.to(w.dtype), slope)
-
-    x, w = torch.randn(4, 6), torch.randn(6, 3, requires_grad=True)
-    with region():
-        out = torch.vmap(Square.apply, (0, None))(x, w)
-    out.float().sum().backward()
-    return out, w.grad
 
 
 # --- what holds of each

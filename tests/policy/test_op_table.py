@@ -14,37 +14,6 @@ from ampkit.policy.operator_keys import resolve
 aten = torch.ops.aten
 
 
-@pytest.mark.parametrize(
-    ("name", "op"),
-    [
-        ("conv2d", aten.conv2d.default),
-        ("conv2d.padding", aten.conv2d.padding),
-        ("aten::conv2d", aten.conv2d.default),
-        ("aten::softmax.int", aten.softmax.int),
-        ("prims::add", torch.ops.prims.add.default),
-    ],
-)
-def test_resolve_reads_names_as_the_dispatcher_writes_them(name: str, op: torch._ops.OpOverload) -> None:
-    assert resolve(name) is op
-    assert resolve(op.name()) is op
-
-
-def test_resolve_names_the_nearest_operators() -> None:
-    with pytest.raises(ValueError, match=r"unknown operator 'con2d' in torch .*; nearest: \['aten::conv2d'"):
-        resolve("con2d")
-    with pytest.raises(ValueError, match=r"'aten::softmax' has no overload 'default'; expected one of \['int'"):
-        resolve("softmax")
-    with pytest.raises(ValueError, match=r"unknown operator 'nolib::f' in torch .*; nearest: none"):
-        resolve("nolib::f")
-
-
-def test_fold_gives_every_operator_its_rule() -> None:
-    groups = (Group(Rule.LOWER, "why", "mm conv2d.padding"), Group(Rule.FLOAT32, "why", "\n exp \n"))
-    assert fold(groups) == {
-        aten.mm.default: Rule.LOWER, aten.conv2d.padding: Rule.LOWER, aten.exp.default: Rule.FLOAT32,
-    }
-
-
 def test_fold_refuses_what_means_nothing() -> None:
     with pytest.raises(ValueError, match="'aten::mm' is listed twice: as LOWER and as FLOAT32"):
         fold((Group(Rule.LOWER, "why", "mm"), Group(Rule.FLOAT32, "why", "bmm mm")))
@@ -65,12 +34,6 @@ def test_fold_leaves_out_other_versions_of_torch(monkeypatch: pytest.MonkeyPatch
     for version, names in {(2, 11): {"mm", "log"}, (2, 12): {"mm", "exp"}, (2, 13): {"mm", "exp"}}.items():
         monkeypatch.setattr(op_table, "_torch_version", lambda version=version: version)
         assert {op.name().removeprefix("aten::") for op in fold(groups)} == names
-
-
-def test_version_is_read_from_releases_and_nightlies(monkeypatch: pytest.MonkeyPatch) -> None:
-    for text in ("2.13.0+cpu", "2.13.0", "2.13.0a0+git1234", "2.13.1.dev20260101"):
-        monkeypatch.setattr(torch, "__version__", text)
-        assert op_table._torch_version() == (2, 13)
 
 
 def test_both_tables_know_the_same_devices_and_say_why() -> None:

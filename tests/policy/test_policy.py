@@ -1,7 +1,6 @@
 """Policies: layers, changes, errors that name the operator, and the way to a dict and back."""
 
 import copy
-import itertools
 
 import pytest
 import torch
@@ -22,22 +21,7 @@ MODEL = Model()
 @pytest.mark.parametrize("device", DEVICES)
 def test_bases_are_their_lists(device):
     assert dict(Policy.torch(device).rules()) == fold(TORCH[device])
-    default = Policy.default(device)
-    assert dict(default.rules()) == fold(TORCH[device]) | fold(DEFAULT_EXTRA[device])
-    for op, rule in itertools.islice(default.rules().items(), 0, None, 7):
-        assert default.explain(op).rule is rule
-        assert len(default.explain(op).why) > 10
-
-
-def test_rule_of_each_kind():
-    cuda = Policy.torch("cuda")
-    assert cuda.rule_for("aten::mm") is Rule.LOWER
-    assert cuda.rule_for(aten.exp.default) is Rule.FLOAT32
-    assert cuda.rule_for("softmax.int") is Rule.FLOAT32_DTYPE_ARG
-    assert cuda.rule_for(aten.addcmul) is Rule.PROMOTE
-    assert cuda.rule_for("aten::binary_cross_entropy") is Rule.BANNED
-    assert cuda.rule_for("aten::cross_entropy_loss") is Rule.DECOMPOSE
-    assert cuda.rule_for(aten.add.Tensor) is Rule.KEEP
+    assert dict(Policy.default(device).rules()) == fold(TORCH[device]) | fold(DEFAULT_EXTRA[device])
 
 
 def test_explain_names_the_layer():
@@ -51,6 +35,7 @@ def test_explain_names_the_layer():
     assert policy.explain("aten::mm")[1:3] == (Rule.KEEP, "with_rules[0]")
     assert policy.explain("aten::gelu")[1:3] == (Rule.FLOAT32, "with_rules[1]")
     assert policy.explain("aten::relu")[1:3] == (Rule.KEEP, "unlisted")
+    assert Policy.torch("cuda").explain("aten::cross_entropy_loss")[1:3] == (Rule.DECOMPOSE, "unlisted")
     assert str(policy.explain("aten::gelu")) == "aten::gelu: FLOAT32 (set by with_rules[1]): set by the user"
 
 
@@ -75,21 +60,6 @@ def test_functions_of_torch_mean_their_operators(function):
     policy = Policy.default("cpu")
     assert policy.explain(function) == policy.explain(FUNCTIONS[function])
     assert policy.with_rules({function: Rule.KEEP}).rule_for(FUNCTIONS[function]) is Rule.KEEP
-
-
-def test_rule_of_a_norm_acts():
-    """`torch.norm` is no call of `aten::norm`."""
-    x = torch.ones(4, dtype=BF16)
-    for function in (torch.norm, torch.Tensor.norm):
-        with autocast("cpu", policy=Policy.default("cpu").with_rules({function: Rule.KEEP})):
-            assert function(x).dtype is BF16
-        with autocast("cpu", policy=Policy.torch("cpu").with_rules({function: Rule.FLOAT32})):
-            assert function(x).dtype is FP32
-
-
-def test_function_that_is_no_operator():
-    with pytest.raises(ValueError, match=r"unknown operator 'aten::interpolate'.*nearest: "):
-        Policy.default("cpu").explain(F.interpolate)
 
 
 def test_overloads_that_only_torchscript_knows_are_not_meant():
@@ -166,27 +136,20 @@ def test_policy_is_left_as_it_was():
         ({"aten::sofmax": "keep"}, ValueError, r"unknown operator 'aten::sofmax'.*nearest: .*softmax"),
         ({"aten::softmax.float": "keep"}, ValueError, r"'aten::softmax' has no overload 'float'; expected one of"),
         ({"nolib::op": "keep"}, ValueError, r"unknown operator 'nolib::op'"),
-        ({"aten::__class__": "keep"}, ValueError, r"unknown operator 'aten::__class__'"),
         ({"aten::mm.__class__": "keep"}, ValueError, r"operator 'aten::mm' has no overload '__class__'; expected one"),
-        ({"higher_order::cond": "keep"}, ValueError, r"unknown operator 'higher_order::cond'"),
-        ({"aten::\ud800": "keep"}, ValueError, r"unknown operator 'aten::\\ud800'"),
-        ({"x" * 9000: "keep"}, ValueError, r"^unknown operator 'x{5,100}\.\.\.x{5,100}' in torch"),
+        ({F.interpolate: "keep"}, ValueError, r"unknown operator 'aten::interpolate'.*nearest: "),
         ({"aten::Bool.int": "keep"}, ValueError, r"'aten::Bool.int' is TorchScript's, .*; no region sees it"),
         ({torch.ops.aten.len: "keep"}, ValueError, r"'aten::len.t' is TorchScript's"),
         ({"aten::mm": torch.ones(2)}, ValueError, r"unknown rule tensor\(.*\) for operator 'aten::mm'"),
         ({"aten::mm": "half"}, ValueError, r"unknown rule 'half' for operator 'aten::mm'; expected a Rule or one of"),
-        ({"aten::mm": torch.float32}, ValueError, r"unknown rule torch.float32 for operator 'aten::mm'"),
         ({"gelu": "keep", aten.gelu: "lower"}, ValueError, r"operator 'aten::gelu' is named twice, as KEEP and"),
         ({print: "keep"}, TypeError, r"an operator is an OpOverload, a packet, a name like 'aten::softmax.int' or a"),
-        ({torch.nn.GELU(): "keep"}, TypeError, r"or a function of torch, like torch.softmax; got GELU"),
         ({1: "keep"}, TypeError, r"or a function of torch, like torch.softmax; got 1"),
         ([("aten::mm", "keep")], TypeError, r"with_rules takes a dict of operator to Rule, got list"),
         ({"aten::mm": "float32_dtype_arg"}, ValueError, r"'aten::mm.*' cannot follow FLOAT32_DTYPE_ARG.*Rule.FLOAT32"),
         ({"aten::add_.Tensor": "float32"}, ValueError, r"'aten::add_.Tensor' writes to its arguments and cannot"),
-        ({"aten::mm.out": "lower"}, ValueError, r"'aten::mm.out' writes to its arguments and cannot follow LOWER"),
         ({"aten::batch_norm": "lower"}, ValueError, r"'aten::batch_norm' writes to its arguments"),
         ({"aten::detach": "keep"}, ValueError, r"'aten::detach' cannot have a rule: torch makes parameters"),
-        ({"aten::alias": "float32"}, ValueError, r"'aten::alias' cannot have a rule: torch makes parameters"),
     ],
 )
 def test_rules_that_mean_nothing(rules, error, message):
@@ -215,13 +178,6 @@ def test_device_that_has_no_lists(make):
 
 
 # Equality, text, dict
-
-
-def test_names_of_no_library_leave_none_behind():
-    """`torch.ops` makes a library of any name it is asked for."""
-    with pytest.raises(ValueError, match="unknown operator 'ampkit_unknown::op'"):
-        Policy.default("cpu").explain("ampkit_unknown::op")
-    assert "ampkit_unknown" not in vars(torch.ops)
 
 
 def test_equality():
@@ -261,13 +217,9 @@ def test_dict_is_plain():
     ("changes", "message"),
     [
         ({"version": 2}, r"not a policy: unknown keys \['version'\]; expected 'base'"),
-        ({"rules": [{"aten::gone": "keep"}]}, r"unknown operator 'aten::gone'"),
         ({"base": ["torch"]}, r"unknown policy base \['torch'\]"),
-        ({"device_type": {}}, r"no operator lists for device type {}; expected"),
         ({"rules": ["keep"]}, r"each of the 'rules' .* is a dict, got 'keep'"),
         ({"modules": ["ab"]}, r"a list of a module and its rule, got 'ab'"),
-        ({"modules": [[1, "float32"]]}, r"names modules by path or as .*, got 1"),
-        ({"modules": [["head", "float8"]]}, r"'float8' is no precision for module"),
         ({"modules": [["head", "float32"]] * 2}, r"module 'head' already has a rule"),
     ],
 )
@@ -300,10 +252,6 @@ def test_policies_in_policies_have_an_end():
         assert again == policy
     with pytest.raises(ValueError, match=r"policy for module '\*' holds policies that hold policies, more than 16"):
         Policy.torch("cpu").for_modules(MODEL, {"*": policy})
-    state = Policy.torch("cpu").to_dict()
-    state["modules"] = [["head", state]]       # without end
-    with pytest.raises(ValueError, match="not a policy: it holds policies that hold policies, more than 16 deep"):
-        Policy.from_dict(state)
 
 
 # register_op

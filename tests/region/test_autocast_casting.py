@@ -2,7 +2,7 @@
 
 `on_both` runs a call on the CPU in torch.amp's region and in ampkit's and compares the results to the bit; on CUDA,
 `on_fake_cuda` compares dtypes, as torch.amp's own kernels for CUDA answer to fake tensors. Every registered operator is
-walked through in `parity/test_cuda_lists.py` and `parity/test_op_db.py`; here are the cases at the edges.
+walked through in `policy/test_op_registry.py` and `parity/test_op_db.py`; here are the cases at the edges.
 """
 
 import pytest
@@ -10,12 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit import Policy, autocast
 from ampkit.policy.op_table import TORCH, fold
 from ampkit.policy.operator_keys import resolve
-from tests.helpers.op_samples import native
 from tests.helpers.regions import (
     BF16,
     FP16,
@@ -27,8 +25,6 @@ from tests.helpers.regions import (
     on_fake_cuda,
     outcome,
 )
-
-halves = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 
 
 def rand(*shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:
@@ -61,13 +57,6 @@ CPU = {
     "in place": (lambda: rand(4, 4).addmm_(rand(4, 4), rand(4, 4)), FP32),
     "in place, mixed": (lambda: rand(4, 4).addmm_(rand(4, 4, dtype=BF16), rand(4, 4)), RuntimeError),
     "meta tensors are on no device": (lambda: torch.mm(*[torch.empty(4, 4, device="meta")] * 2).dtype, FP32),
-    "binary_cross_entropy": (lambda: F.binary_cross_entropy(*[rand(4, dtype=BF16)] * 2), FP32),
-    "a number": (lambda: rand(4, dtype=BF16) * 3.5, BF16),
-    "promotion by torch itself": (lambda: rand(4, dtype=BF16) + rand(4), FP32),
-    "a comparison": (lambda: torch.lt(rand(4), rand(4, dtype=BF16)), torch.bool),
-    "unlisted": (lambda: F.gelu(rand(4, dtype=BF16)), BF16),
-    "unlisted, in place": (lambda: rand(4, dtype=BF16).add_(1), BF16),
-    "unlisted, float32": (lambda: torch.mean(rand(4)), FP32),
 }
 
 
@@ -82,54 +71,20 @@ def test_on_the_cpu(case):
         assert (result.dtype if isinstance(result, torch.Tensor) else result) is expected
 
 
-def test_fake_tensors_are_cast_and_arguments_unchanged():
-    """A fake tensor has the device that it stands for."""
-    with FakeTensorMode():
-        assert on_both(lambda: torch.mm(torch.empty(4, 4), torch.empty(4, 4)).dtype) is BF16
-    a, b = rand(4, 4), rand(4, 4)
-    before = a._version, b._version, a.dtype
-    on_both(lambda: torch.mm(a, b))
-    assert (a._version, b._version, a.dtype) == before
-
-
 # On CUDA, in a float16 region: the dtype of the result.
 CUDA = {
-    "multi_dot": (lambda: torch.linalg.multi_dot([cuda(4, 4, dtype=FP32)] * 3), FP16),
-    "einsum": (lambda: torch.einsum("ij,jk", cuda(4, 4, dtype=FP32), cuda(4, 4, dtype=FP32)), FP16),
-    "conv2d, same": (lambda: F.conv2d(cuda(1, 2, 8, 8, dtype=FP32), cuda(3, 2, 3, 3), padding="same"), FP16),
-    "prelu": (lambda: F.prelu(cuda(2, 4, dtype=FP32), cuda(1, dtype=FP32)), FP16),
-    "sdpa": (lambda: F.scaled_dot_product_attention(*[cuda(1, 2, 4, 8, dtype=FP32)] * 3), FP16),
-    "logsumexp": (lambda: torch.logsumexp(cuda(4), 0), FP32),
-    "cdist": (lambda: torch.cdist(cuda(4, 4), cuda(4, 4)), FP32),
-    "sum": (lambda: torch.sum(cuda(4)), FP32),
-    "sum over dimensions": (lambda: cuda(4, 4).sum((0, 1), keepdim=True), FP32),
-    "softmax": (lambda: torch.softmax(cuda(4), 0), FP32),
     "a dtype that is asked for stands": (lambda: torch.softmax(cuda(4), 0, dtype=FP16), FP16),
     "float64 that is asked for stands": (lambda: torch.cumsum(cuda(4), 0, dtype=FP64), FP64),
-    "prod, with a dtype": (lambda: cuda(4).prod(0, dtype=FP16), FP16),
-    "vector_norm, with a dtype": (lambda: torch.linalg.vector_norm(cuda(4), dtype=FP64), FP64),
     "softmax of float64": (lambda: torch.softmax(cuda(4, dtype=FP64), 0), FP64),
-    "sum of integers": (lambda: torch.sum(cuda(4, dtype=torch.int32)), torch.int64),
     "sum of complex numbers": (lambda: torch.sum(cuda(4, dtype=torch.complex64)), torch.complex64),
-    "norm": (lambda: torch.norm(cuda(4)), FP32),
     "norm.Scalar of float64": (lambda: torch.ops.aten.norm.Scalar(cuda(4, dtype=FP64), 2), FP64),
-    "norm with a dtype": (
-        lambda: torch.ops.aten.norm.ScalarOpt_dim_dtype(cuda(4, 4), 2, [0], False, dtype=FP16), FP16),
     "promotion": (lambda: torch.addcmul(cuda(4, dtype=FP32), cuda(4), cuda(4)), FP32),
-    "nothing to promote": (lambda: torch.addcmul(cuda(4), cuda(4), cuda(4)), FP16),
     "promotion, dot": (lambda: torch.dot(cuda(4), cuda(4, dtype=FP32)), FP32),
-    "cat": (lambda: torch.cat([cuda(4), cuda(4, dtype=FP32)]), FP32),
     "the inner softmax": (lambda: torch.ops.aten._softmax(cuda(4), 0, False), FP16),
-    "cross_entropy": (lambda: F.cross_entropy(cuda(4, 3), torch.zeros(4, dtype=torch.long, device="cuda")), FP32),
-    "batch_norm": (lambda: F.batch_norm(cuda(4, 4), None, None, training=True), FP16),
-    "gelu": (lambda: F.gelu(cuda(4)), FP16),
-    "layer_norm": (lambda: F.layer_norm(cuda(4, 4), (4,)), FP32),
     "rms_norm": (lambda: F.rms_norm(cuda(4, 4), (4,)), FP32 if resolve("rms_norm") in fold(TORCH["cuda"]) else FP16),
-    "interpolate": (lambda: F.interpolate(cuda(1, 1, 4, 4), scale_factor=2.0, mode="bilinear"), FP32),
     "a number to a power": (lambda: 2 ** cuda(4), FP32),
     "a power": (lambda: cuda(4) ** 2, FP32),
     "a power in place": (lambda: cuda(4).pow_(2), FP16),
-    "binary_cross_entropy on the CPU": (lambda: F.binary_cross_entropy(torch.ones(4), torch.ones(4)), FP32),
 }
 
 
@@ -137,26 +92,6 @@ CUDA = {
 def test_on_cuda(case):
     call, expected = CUDA[case]
     assert on_fake_cuda(call) is expected
-
-
-def test_dtype_argument_leaves_the_input_alone():
-    """What runs below autograd is the operator on half input with a dtype: no copy to float32 before it."""
-    class Log(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func.namespace == "aten":
-                log.append((func, args[0].dtype, (kwargs or {}).get("dtype")))
-            return func(*args, **(kwargs or {}))
-
-    logs = []
-    for context in (native("cuda", FP16), autocast("cuda:0", policy=Policy.torch("cuda"))):
-        logs.append(log := [])
-        with FakeTensorMode():
-            x = cuda(4, 4)
-            with Log(), context:
-                torch.sum(x)
-                torch.cumprod(x, 0)
-    assert logs[0] == logs[1]
-    assert logs[0] == [(torch.ops.aten.sum.default, FP16, FP32), (torch.ops.aten.cumprod.default, FP16, FP32)]
 
 
 def test_promotion_where_torch_raises():
@@ -200,11 +135,8 @@ def test_default_policy_adds_to_the_list_of_torch():
 
 @pytest.mark.parametrize(
     "call",
-    [lambda x: torch.softmax(x, -1), lambda x: F.layer_norm(x, (4,)), torch.exp, torch.sum, torch.norm,
-     lambda x: F.log_softmax(x, -1), lambda x: F.group_norm(x, 2), lambda x: F.rms_norm(x, (4,)),
-     lambda x: x.cumsum(0), lambda x: x.pow(3), torch.linalg.vector_norm, F.softplus],
-    ids=["softmax", "layer_norm", "exp", "sum", "norm", "log_softmax", "group_norm", "rms_norm", "cumsum", "pow",
-         "vector_norm", "softplus"],
+    [lambda x: torch.softmax(x, -1), lambda x: F.layer_norm(x, (4,)), torch.exp, torch.sum, torch.norm, F.softplus],
+    ids=["softmax", "layer_norm", "exp", "sum", "norm", "softplus"],
 )
 def test_cpu_policy_of_torch_keeps_these_and_the_default_does_not(call):
     """softmax, layer_norm, exp, sum and norm stay bfloat16 with torch.amp; the default has the dtype of CUDA."""
@@ -291,8 +223,7 @@ def test_recurrent_layers(layer, native):
 
 
 ARITHMETIC = {
-    "x + 1": lambda x: x + 1, "x * 2.5": lambda x: x * 2.5, "1 - x": lambda x: 1 - x, "x / 3": lambda x: x / 3,
-    "x + True": lambda x: x + True, "add_": lambda x: x.add_(1), "x + 1j": lambda x: x + 1j, "x // 2": lambda x: x // 2,
+    "x * 2.5": lambda x: x * 2.5, "1 - x": lambda x: 1 - x, "x + True": lambda x: x + True, "add_": lambda x: x.add_(1),
 }
 
 
@@ -304,21 +235,18 @@ def test_numbers_beside_operators_that_some_policy_names(name):
     with autocast("cpu", policy=policy):
         pass
     call = ARITHMETIC[name]
-    half = FP32 if "j" in name else BF16        # since torch 2.14 bfloat16 has a complex type, and that few kernels
-    for x in (rand(3, dtype=half), rand(3), torch.tensor(1.5, dtype=half), torch.tensor(3), rand(3, dtype=FP64)):
+    for x in (rand(3, dtype=BF16), torch.tensor(1.5, dtype=BF16), torch.tensor(3), rand(3, dtype=FP64)):
         for region in (like_torch(), autocast("cpu", enabled=False, policy=policy), autocast("cpu", policy=policy)):
             expected = call(x.clone())
             with region:
                 got = call(x.clone())
                 with torch.autocast("cpu", enabled=False):
                     inside = call(x.clone())
-            assert torch.equal(inside, expected)
             assert inside.dtype is expected.dtype
-            if region.policy == policy and region._enabled and x.dtype is BF16 and name != "add_":
-                assert got.dtype in (FP32, torch.complex64)
-            else:
-                assert torch.equal(got, expected)
-                assert got.dtype is expected.dtype
+            assert torch.equal(inside, expected)
+            named = region.policy == policy and region._enabled and x.dtype is BF16 and name != "add_"
+            assert got.dtype is (FP32 if named else expected.dtype)
+            assert named or torch.equal(got, expected)
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "rename"), reason="torch has no named tensors since 2.13")
@@ -333,27 +261,3 @@ def test_named_tensors_are_refused():
             with pytest.raises(RuntimeError, match="Named tensors are currently unsupported"):
                 call()
         assert torch.mm(x.rename(None), x.rename(None)).dtype is BF16
-
-
-# On a device
-
-
-@pytest.mark.gpu
-@halves
-@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
-def test_cudnn_layers(layer, dtype):
-    """Gradients match a cast by hand, in the region's dtype, where torch.amp always casts to float16."""
-    torch.manual_seed(0)
-    module, x = layer(16, 16, num_layers=2).cuda(), torch.randn(5, 3, 16, device="cuda")
-    with torch.autocast("cuda", dtype):
-        assert module(x)[0].dtype is FP16
-    with autocast("cuda", dtype):
-        result = module(x)[0]
-    assert result.dtype is dtype
-    result.float().sum().backward()
-    control = layer(16, 16, num_layers=2).cuda()
-    control.load_state_dict(module.state_dict())
-    control.to(dtype)(x.to(dtype))[0].float().sum().backward()
-    for mine, theirs in zip(module.parameters(), control.parameters(), strict=True):
-        assert mine.grad.dtype is FP32
-        torch.testing.assert_close(mine.grad, theirs.grad.float(), rtol=2e-2, atol=2e-2)

@@ -101,28 +101,6 @@ def test_a_region_around_export_is_recorded() -> None:
     assert wanted.dtype is torch.float16
 
 
-@pytest.mark.parametrize("pre_dispatch", [False, True])
-@pytest.mark.parametrize("around", [False, True])
-def test_make_fx(pre_dispatch: bool, around: bool) -> None:
-    weight, x = torch.randn(8, 4), torch.randn(3, 8)
-
-    def function(x: Tensor) -> tuple[Tensor, Tensor]:
-        y = x @ weight
-        return y, torch.softmax(y, -1)
-
-    def inside(x: Tensor) -> tuple[Tensor, Tensor]:
-        with autocast("cpu"):
-            return function(x)
-
-    if around:
-        with autocast("cpu"):
-            graph = make_fx(function, pre_dispatch=pre_dispatch)(x)
-    else:
-        graph = make_fx(inside, pre_dispatch=pre_dispatch)(x)
-    assert_same(graph(x), inside(x))
-    assert [t.dtype for t in graph(x)] == [torch.bfloat16, torch.float32]
-
-
 def test_pre_dispatch_tracing_outside_a_region_is_untouched() -> None:
     """The look-up that the mode goes before stays what it was where no region is open, or in a disabled region."""
     weight, x = torch.randn(8, 4), torch.randn(3, 8)
@@ -138,17 +116,3 @@ def test_pre_dispatch_tracing_outside_a_region_is_untouched() -> None:
     for function in functions:
         graph = make_fx(function, pre_dispatch=True)(x)
         assert [n.target for n in graph.graph.nodes if n.op == "call_function"] == [torch.ops.aten.matmul.default]
-
-
-def test_a_banned_operator_is_refused_while_exporting() -> None:
-    policy = TORCH.with_rules({"aten::relu": Rule.BANNED})
-
-    class Bad(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            with autocast("cpu", policy=policy):
-                return torch.relu(x)
-
-    for strict in (False, True):
-        with pytest.raises(Exception, match="unsafe under autocast"):
-            torch.export.export(Bad(), (torch.randn(3),), strict=strict)
-    assert not torch.is_autocast_enabled("cpu")

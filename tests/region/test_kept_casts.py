@@ -19,26 +19,6 @@ from tests.helpers.weights import X, uses, weight
 
 
 @pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.parametrize("frozen", [False, True])
-def test_address_that_comes_back_is_not_taken_for_the_weight(explicit, frozen):
-    """The second storage mostly lies where the first was. torch.amp goes on with the old cast of a trained weight."""
-    for _ in range(20):
-        leaf, cache = Parameter(torch.ones(64, 64), not frozen), WeightCache() if explicit else None
-        x = torch.ones(2, 64, dtype=BF16)
-        with autocast("cpu", cache=cache):
-            torch.mm(x, leaf)
-            leaf.data = leaf.data * 2
-            leaf.data = leaf.data * 2
-            assert torch.mm(x, leaf)[0, 0] == 256
-            layer = nn.Linear(64, 64, bias=False).requires_grad_(not frozen)
-            layer(x)
-            layer.half()
-            layer.weight.data.zero_()
-            layer.float()
-            assert layer(x).count_nonzero() == 0
-
-
-@pytest.mark.parametrize("explicit", [False, True])
 def test_replaced_storage_is_freed_at_once_and_its_cast_with_it(explicit):
     """As ZeRO and offloading rely on: neither the values nor the cast of a weight that is given away stay in memory."""
     leaf, cache = weight(), WeightCache() if explicit else None

@@ -63,20 +63,6 @@ def test_a_key_is_set_once():
     rules(model, {"head": FP32}).for_modules(Model(), {"head": FP16})
 
 
-def test_wrappers_of_torch_have_no_part_in_paths():
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    model = Model()
-    block = model.blocks[0]
-    model.blocks[0] = checkpoint_wrapper(block)
-    model.blocks[1].compile(backend="eager")
-    around = nn.DataParallel(model)
-    for whole, wrapped in ((around, block), (torch.compile(model, backend="eager"), model.blocks[0])):
-        found = rules(whole, {wrapped: FP32, "blocks.1.mlp": FP32, "head": FP16}).check()
-        assert [rule.modules for rule in found.rules] == [("blocks.0",), ("blocks.1.mlp",), ("head",)]
-    assert rules(around, {"head": FP32}) == rules(model, {"head": FP32})
-
-
 def test_a_shared_module_has_all_its_names():
     model = Model()
     model.head = model.blocks[0].mlp
@@ -85,18 +71,6 @@ def test_a_shared_module_has_all_its_names():
         assert dtypes(model, rules(model, {name: FP32}))["blocks.0.mlp"] is FP32
     with pytest.raises(ValueError, match=r"'(head|blocks\.0\.mlp)' matches two rules that disagree"):
         rules(model, {"head": FP32, "blocks.0.mlp": FP16})
-
-
-def test_a_module_is_a_key_by_identity():
-    class Equal(nn.Linear):
-        def __eq__(self, other):
-            return isinstance(other, Equal)
-
-        __hash__ = nn.Module.__hash__
-
-    model = nn.Sequential(Equal(4, 4), Equal(4, 4))
-    assert rules(model, {model[0]: FP32}) != rules(model, {model[1]: FP32})
-    assert dtypes(model, rules(model, {model[0]: FP32, model[1]: FP16})) == {"0": FP32, "1": FP16}
 
 
 def test_a_class_that_changes_after_binding_keeps_its_rule():

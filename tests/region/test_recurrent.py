@@ -71,15 +71,6 @@ def test_dtypes_that_torch_refuses_outside_a_region_run_inside():
             assert first(layer(x)).dtype is BF16
 
 
-@layers
-def test_weights_are_cast_once(name):
-    layer, cache = LAYERS[name](num_layers=2), WeightCache()
-    for _ in range(3):
-        with autocast("cpu", cache=cache):
-            layer(X)
-    assert cache.info()[2:] == (16, 8)
-
-
 # The layout for cuDNN, on a machine without it
 
 
@@ -118,13 +109,6 @@ def test_layout_is_asked_for_as_the_module_asks(monkeypatch, name, packed, optio
         4 if layer.bias else 2, 4, CUDNN_MODES[layer.mode], 3, 0, layer.num_layers,
         layer.batch_first and not packed, layer.bidirectional,
     )
-
-
-def test_layout_with_projection(monkeypatch):
-    layer = nn.LSTM(4, 3, proj_size=2)
-    hidden = [torch.zeros(1, 2, 2), torch.zeros(1, 2, 3)]
-    calls, _ = calls_of_flatten(monkeypatch, layer, torch.zeros(5, 2, 4), hidden, False)
-    assert calls[0][1:6] == (5, 4, 2, 3, 2)
 
 
 def test_a_wrong_dtype_in_an_island_is_refused():

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from ampkit import Policy, Rule, WeightCache, autocast
-from tests.helpers.regions import like_torch, state
+from tests.helpers.regions import like_torch
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:.*TracerWarning")
 TORCH = Policy.torch("cpu")
@@ -17,11 +17,6 @@ def product(x: Tensor, w: Tensor) -> Tensor:
 
 def with_no_region(x: Tensor, w: Tensor) -> Tensor:
     return torch.mm(x, w)
-
-
-def with_region(x: Tensor, w: Tensor) -> Tensor:
-    with torch.autocast("cpu"):
-        return torch.mm(x, w)
 
 
 @pytest.mark.parametrize("policy", [TORCH, None, TORCH.with_rules({"aten::softmax.int": Rule.FLOAT32})], ids=str)
@@ -42,18 +37,6 @@ def test_torchscript_casts_the_products_of_its_own_list_before_any_policy_sees_t
         assert (with_no_region(x, w).dtype, scripted(x, w).dtype) == (torch.float32, torch.bfloat16)
     with autocast("cpu", policy=TORCH.with_rules({"aten::mm": Rule.FLOAT32})):
         assert scripted(x, w).dtype is torch.float32
-
-
-def test_torch_regions_in_scripted_code_still_work() -> None:
-    scripted, x, w = torch.jit.script(with_region), torch.randn(3, 4), torch.randn(4, 4)
-    before = state()
-    for _ in range(3):
-        assert scripted(x, w).dtype is torch.bfloat16
-        with autocast("cpu", enabled=False):
-            assert scripted(x, w).dtype is torch.bfloat16
-        with autocast("cpu", torch.float16, policy=TORCH):
-            assert torch.mm(x, w).dtype is torch.float16
-        assert state() == before
 
 
 def test_a_decorated_function_cannot_be_scripted() -> None:

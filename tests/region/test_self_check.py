@@ -47,11 +47,9 @@ def test_the_first_region_tries_and_the_next_one_does_not(monkeypatch: pytest.Mo
     assert tries == [1]
 
 
-def answer(cast: Callable[[torch.Tensor], torch.Tensor], *, note: bool = True) -> Callable[..., Any]:
+def answer(cast: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
     """A stand-in for what the check's mode does to `mm`."""
     def __torch_dispatch__(self: Any, op: Any, types: Any, args: tuple[torch.Tensor, ...], kwargs: Any) -> Any:
-        if note:
-            self.seen.append(op)
         if op is not torch.ops.aten.mm.default:
             return NotImplemented
         with dispatcher.Exclude(self.excluded_keys):
@@ -61,9 +59,9 @@ def answer(cast: Callable[[torch.Tensor], torch.Tensor], *, note: bool = True) -
 
 
 FAULTS: dict[str, Callable[..., Any]] = {
-    "an operator with a rule does not reach the region": answer(torch.Tensor.bfloat16, note=False),
-    "an operator does not compute with what the region casts": answer(torch.Tensor.float),
+    "an operator with a rule does not compute with what the region casts": answer(torch.Tensor.float),
     "what the region casts is not differentiated": answer(lambda x: x.detach().bfloat16().requires_grad_()),
+    "ZeroDivisionError: division by zero": answer(lambda x: 1 / 0),
 }
 
 
@@ -76,28 +74,6 @@ def test_a_region_that_does_not_do_its_work_is_refused(fault: str, monkeypatch: 
         with pytest.raises(RuntimeError, match=SENTENCE.format(fault)), autocast("cpu", policy=policy):
             pytest.fail("the region was entered")
     assert not torch.is_autocast_enabled("cpu")
-
-
-@pytest.mark.usefixtures("_anew")
-def test_a_key_that_stays_behind_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = iter((False, True))
-    monkeypatch.setattr(self_check, "is_included", lambda key: next(answers))
-    with pytest.raises(RuntimeError, match=SENTENCE.format("a region that is left stays in the thread")):
-        self_check.once()
-
-
-@pytest.mark.usefixtures("_anew")
-def test_a_wrong_gradient_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "ne", lambda tensor, value: torch.ones(1))
-    with pytest.raises(RuntimeError, match=SENTENCE.format("the gradient of what the region casts is wrong")):
-        self_check.once()
-
-
-@pytest.mark.usefixtures("_anew")
-def test_whatever_goes_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(self_check, "keysets", lambda devices: 1 / 0)
-    with pytest.raises(RuntimeError, match=SENTENCE.format("ZeroDivisionError: division by zero")):
-        self_check.once()
 
 
 def test_the_callers_modes_and_threads_do_not_matter() -> None:
@@ -120,18 +96,22 @@ MISSING = """
         for name in [name for name in sys.modules if name.partition(".")[0] == "ampkit"]:
             del sys.modules[name]
 
-    def without(label, holder, names, stand_in=None):
+    def without(label, names, stand_in=None):
         # Gone while ampkit is imported: torch itself may need them for all the rest.
         forget()
-        kept = {name: getattr(holder, name) for name in names}
-        for name in names:
+        kept = []
+        for path in names:
+            holder, _, name = path.rpartition(".")
+            holder = functools.reduce(getattr, holder.split(".") if holder else (), torch)
+            kept.append((holder, name, getattr(holder, name)))
+        for holder, name, _ in kept:
             delattr(holder, name)
             if stand_in is not None:
                 setattr(holder, name, stand_in)
         import ampkit
         from ampkit import doctor
-        for name, value in kept.items():
-            setattr(holder, name, value)
+        for each in kept:
+            setattr(*each)
         assert ampkit.Policy.default("cuda").rule_for("aten::mm") is ampkit.Rule.LOWER
         weight = torch.nn.Parameter(torch.ones(2))
         scaler, optimizer = ampkit.GradScaler("cpu"), torch.optim.SGD([weight], lr=1.0)
@@ -146,17 +126,12 @@ MISSING = """
             print(label, error, sep=" | ")
         assert not torch.is_autocast_enabled("cpu")
 
-    owners = {}
-    for path in lookup.looked_up:
-        owner, _, name = f"torch.{path}".rpartition(".")
-        owners.setdefault(owner, []).append(name)
-    for owner, names in owners.items():
-        without(owner, functools.reduce(getattr, owner.split(".")[1:], torch), names)
+    without("names", list(lookup.looked_up))
 
     def unknown(name):
         raise RuntimeError("could not parse dispatch key")
 
-    without("key", torch._C, ["_dispatch_key_parse"], unknown)
+    without("key", ["_C._dispatch_key_parse"], unknown)
 """
 
 
@@ -169,9 +144,8 @@ def test_where_a_name_is_missing_all_but_regions_works() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     found = dict(line.split(" | ") for line in done.stdout.splitlines())
     assert "it has no dispatch key TESTING_ONLY_GenericMode, dispatch key " in found.pop("key")
-    for owner, sentence in found.items():
-        names = {f"torch.{path}" for path in lookup.looked_up if f"torch.{path}".rpartition(".")[0] == owner}
-        assert set(sentence.partition("it has no ")[2].partition(". Supported")[0].split(", ")) == names
+    names = found["names"].partition("it has no ")[2].partition(". Supported")[0].split(", ")
+    assert set(names) == {f"torch.{path}" for path in lookup.looked_up}
 
 
 def test_the_metadata_takes_the_versions_that_are_supported() -> None:
@@ -182,11 +156,5 @@ def test_the_metadata_takes_the_versions_that_are_supported() -> None:
 def test_the_page_of_versions_is_made_from_the_runs() -> None:
     make = runpy.run_path(str(ROOT / "docs" / "make_versions.py"))
     page = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
-    rows = [line for line in page.splitlines() if line.startswith("| 2")]
     assert make["with_row"](page) == page, "run: make matrix"
-    assert not [row for row in rows if row.split(" | ")[4] != "0"]
-    old, new = (f"| 2.9.0 | 3 | 3.11 | 5 | {failed} | 0 | 0 | 9 | 2026-01-01 |" for failed in (1, 0))
-    both = make["with_row"](make["with_row"](make["with_row"](page, old), "| 2.10.0+cpu |"), new)
-    assert new in both
-    assert old not in both
-    assert both.index("| 2.9.0") < both.index("| 2.10.0+cpu")
+    assert not [row for row in page.splitlines() if row.startswith("| 2") and row.split(" | ")[4] != "0"]

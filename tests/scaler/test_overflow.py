@@ -18,6 +18,8 @@ MAKERS = {
     "ampkit": lambda params: ampkit.optim.AdamW(params, lr=0.1),
 }
 
+BY = "by registration, from the last; debugging.find_nonfinite finds where it began in any model"
+
 
 def small_model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
@@ -48,6 +50,7 @@ def test_the_offending_parameters_are_named_and_counted_as_backward_meets_them(m
         "finite down to 2.weight; first bad: 2.bias",
         "  2.bias: 2 inf, 0 NaN of 2 (float32)",
         "  behind it 1 more: 0.weight",
+        BY,
     ]
 
 
@@ -139,7 +142,7 @@ def test_the_origin_is_where_hooks_see_the_first_bad_gradient(path: str) -> None
 
 def test_the_report_reads_from_the_origin() -> None:
     scaler, model, _optimizer, _ = exploded("3.out")
-    headline, bias, weight, behind = str(scaler.overflow_report(model)).splitlines()
+    headline, bias, weight, behind, _ = str(scaler.overflow_report(model)).splitlines()
     assert headline == "finite down to 4; first bad: 3.out"
     assert bias == "  3.out.bias: 6 inf, 0 NaN of 6 (float32)"
     assert weight.startswith("  3.out.weight: ")
@@ -158,12 +161,14 @@ def test_a_half_bad_module_is_named_by_its_parameters() -> None:
         "finite down to 1.weight; first bad: 1.bias",
         "  1.bias: 1 inf, 0 NaN of 2 (float32)",
         "  behind it 1 more: 0.weight",
+        BY,
     ]
     assert str(scaler.overflow_report()).splitlines() == [
         "no gradient was finite before group 0, parameter 3: it began there, or in the loss",
         "  group 0, parameter 3: 1 inf, 0 NaN of 2 (float32)",
         "  behind it 1 more: group 0, parameter 0",
         "for names call overflow_report(model), or make the optimizer with model.named_parameters()",
+        BY,
     ]
 
 

@@ -71,12 +71,17 @@ def test_a_stage_set_by_hand_lets_gradients_be_unscaled_again(cls, stage) -> Non
         else:
             scaler.unscale_(optimizer)
             assert param.grad.item() == 2.0
+        if repeated:
+            break
         scaler._per_optimizer_states[id(optimizer)]["stage"] = stage
         scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {}
         param.grad = torch.tensor([8.0])
-    scaler._per_optimizer_states.pop(id(optimizer))
     scaler.step(optimizer)
     assert param.item() == -1.0
+    param.grad = torch.tensor([8.0])
+    scaler._per_optimizer_states.pop(id(optimizer))
+    scaler.step(optimizer)
+    assert param.item() == -3.0
 
 
 # Private methods and attributes
@@ -165,47 +170,40 @@ def test_compiled_code_scales_and_reads_the_scale() -> None:
 # Devices that hold no numbers
 
 
-@pytest.fixture
-def meta_by_default():
-    torch.set_default_device("meta")
-    yield
-    torch.set_default_device(None)
-
-
 @pytest.mark.parametrize(
     "rule", [DynamicLossScale(hysteresis=2), StaticLossScale(8.0), NoOpLossScale()], ids=lambda rule: rule.kind
 )
-def test_every_method_works_under_a_default_device(meta_by_default, rule) -> None:
-    scaler = GradScaler("cpu", loss_scale=rule)
-    scaler.load_state_dict(scaler.state_dict())
-    scaler.stats()
-    param = torch.nn.Parameter(torch.ones(2, device="cpu"))
-    plain = torch.optim.SGD([param], lr=0.1)
-    fused = torch.optim.SGD([param], lr=0.1, fused=True, momentum=0.9)
-    uses = [scaler.unscale_, lambda each: scaler.clip_grad_norm_(each, 1.0),
-            lambda each: scaler.clip_grad_value_(each, 1.0)]
-    for factor in (1.0, INF):
-        for optimizer, use in [(plain, use) for use in uses] + [(fused, lambda _: None)]:
-            optimizer.zero_grad()
-            scaler.scale((param * factor).sum()).backward()
-            use(optimizer)
-            iterate(scaler, optimizer)
-            assert scaler.stepped(optimizer) == (factor == 1.0)
-    lbfgs = torch.optim.LBFGS([param], max_iter=2)
+def test_every_method_works_under_a_default_device(rule) -> None:
+    with torch.device("meta"):
+        scaler = GradScaler("cpu", loss_scale=rule)
+        scaler.load_state_dict(scaler.state_dict())
+        scaler.stats()
+        param = torch.nn.Parameter(torch.ones(2, device="cpu"))
+        plain, lbfgs = torch.optim.SGD([param], lr=0.1), torch.optim.LBFGS([param], max_iter=2)
+        fused = torch.optim.SGD([param], lr=0.1, fused=True, momentum=0.9)
+        uses = [(plain, scaler.unscale_), (plain, lambda each: scaler.clip_grad_norm_(each, 1.0)),
+                (plain, lambda each: scaler.clip_grad_value_(each, 1.0)), (fused, lambda _: None)]
+        for factor in (1.0, INF):
+            for optimizer, use in uses:
+                optimizer.zero_grad()
+                scaler.scale((param * factor).sum()).backward()
+                use(optimizer)
+                iterate(scaler, optimizer)
+                assert scaler.stepped(optimizer) == (factor == 1.0)
 
-    def closure():
-        lbfgs.zero_grad()
-        loss = param.square().sum()
-        scaler.scale(loss).backward()
-        return loss
+        def closure():
+            lbfgs.zero_grad()
+            loss = param.square().sum()
+            scaler.scale(loss).backward()
+            return loss
 
-    scaler.step(lbfgs, closure)
-    scaler.update(4.0)
-    assert (scaler.stats().steps, scaler.stats().skips, len(scaler.history)) == (5, 4, 9)
-    assert len(scaler.overflow_report(optimizer=fused)) == 1
-    copies = copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))
-    assert [again.state_dict() for again in copies] == [scaler.state_dict()] * 2
-    assert GradScaler("cpu", enabled=False).found_inf(lbfgs).device == CPU
+        scaler.step(lbfgs, closure)
+        scaler.update(4.0)
+        assert (scaler.stats().steps, scaler.stats().skips, len(scaler.history)) == (5, 4, 9)
+        assert len(scaler.overflow_report(optimizer=fused)) == 1
+        copies = copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))
+        assert [again.state_dict() for again in copies] == [scaler.state_dict()] * 2
+        assert GradScaler("cpu", enabled=False).found_inf(lbfgs).device == CPU
 
 
 @BOTH

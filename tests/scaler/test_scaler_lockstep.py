@@ -109,7 +109,14 @@ CALLS: dict[str, Callable[[Run, int, Any], Any]] = {
     "step": lambda run, which, _: run.scaler.step(run.optimizers[which]),
     "update": lambda run, which, _: run.scaler.update(),
     "set the scale": lambda run, which, number: run.scaler.update([2.0, 2.0**10, torch.tensor(12345.0)][number]),
-    "scale": lambda run, which, _: run.scaler.scale([torch.ones(2), (torch.ones((), dtype=torch.float16),)]),
+    "scale": lambda run, which, _: run.scaler.scale([
+        torch.ones(2), (torch.ones((), dtype=torch.float16), [torch.ones((), dtype=torch.float64)]),
+    ]),
+    "scale lazily": lambda run, which, _: list(run.scaler.scale(torch.ones(()) for _ in range(2))),
+    "scale no tensors": lambda run, which, number: run.scaler.scale([3.0, None, [1.0]][number]),
+    "set no scale": lambda run, which, number: run.scaler.update(
+        [torch.ones(2), torch.ones((), requires_grad=True), torch.ones((), device="meta")][number]
+    ),
     "set_growth_factor": lambda run, which, number: run.scaler.set_growth_factor([2.0, 3.0, 1.5][number]),
     "set_backoff_factor": lambda run, which, number: run.scaler.set_backoff_factor([0.5, 0.25, 0.75][number]),
     "set_growth_interval": lambda run, which, number: run.scaler.set_growth_interval(number + 1),

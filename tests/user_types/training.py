@@ -3,7 +3,7 @@
 A test runs it, and another has pyright check it in strict mode; `assert_type` is what pyright must have inferred.
 """
 
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, assert_type
 
 import torch
@@ -77,12 +77,6 @@ def batches(n: int) -> Iterator[tuple[Tensor, Tensor]]:
 async def served(x: Tensor) -> Tensor:
     """And a coroutine."""
     return x @ x
-
-
-@autocast("cpu")
-async def streamed(x: Tensor) -> AsyncIterator[Tensor]:
-    """And an asynchronous generator."""
-    yield x @ x
 
 
 class Double(torch.autograd.Function):
@@ -174,9 +168,7 @@ def regions() -> None:
         clear_autocast_cache()
     assert_type(loss_of(x, torch.zeros(4, dtype=torch.int64), "sum"), Tensor)
     as_given: Callable[[Tensor], Coroutine[Any, Any, Tensor]] = served
-    also: Callable[[Tensor], AsyncIterator[Tensor]] = streamed
     assert callable(as_given)
-    assert callable(also)
     wrapped = wrap_forward(nn.Linear(4, 4), "cpu", "bfloat16", policy="torch", cast_outputs="float32")
     assert_type(wrapped, nn.Linear)
     assert_type(unwrap_forward(wrapped), nn.Linear)

@@ -10,15 +10,17 @@ Contract, per tensor, with g = sign * gradient * multiplier / grad_scale:
 
 and the running maximum of v in place of v under amsgrad. params, moments: dense CUDA tensors with equal
 strides, any float dtypes; grads are only read; copies (optional) receive the new p in their own dtype; steps:
-one float32 element each, on the device. Where found_inf is set nothing is written. Arithmetic in float32
+one float32 element each, on the device. remainders (in place of copies) and streams, both optional: see
+`ampkit_kernels.rounding`. Where found_inf is set nothing is written. Arithmetic in float32
 (float64 for float64 parameters), in the order of `torch.optim.AdamW(foreach=False)`, with correctly rounded
 division and square root, and a multiply-add fused where, and only where, its CPU kernels fuse one. Does not
 synchronise.
 
-`prepare_kernel` counts the steps up and turns the hyperparameters into one row of coefficients per tensor, in
-float64 rounded once; `adamw_kernel` reads that row and nothing else from the host's world.
+`prepare_kernel` counts the steps up, advances the streams and turns the hyperparameters into one row of coefficients
+per tensor, in float64 rounded once; `adamw_kernel` reads that row and nothing else from the host's world.
 
-Bytes per element: 28 for float32 (16 read, 12 written), 36 with amsgrad, 2 more with a half copy.
+Bytes per element: 28 for float32 (16 read, 12 written), 36 with amsgrad, 2 more with a half copy. For bfloat16 weights
+and gradients 14 with bfloat16 moments, 22 with float32 ones; 4 more with remainders.
 """
 
 from collections.abc import Sequence
@@ -34,6 +36,7 @@ from ..configs import Config, resident_programs
 from ..step_cache import StepCache
 from .chunks import chunk_extent, list_pointer, load_block, store_block
 from .launch import entry, on_device
+from .rounding import advance_streams, joined, random_bits, rounded_for, split, stream_keys
 from .steps import Rows, rate_and_factor, run_step, scalars
 
 CONFIGS = {
@@ -65,7 +68,7 @@ def prepare_kernel(addresses, coefficients_ptr, n, lr_ptr, lr: tl.float64, beta1
                    beta2: tl.float64, eps: tl.float64, weight_decay: tl.float64, multiplier_ptr,
                    grad_scale_ptr, found_inf_ptr, HAS_LR: tl.constexpr, HAS_MULTIPLIER: tl.constexpr,
                    HAS_GRAD_SCALE: tl.constexpr, HAS_FOUND_INF: tl.constexpr, MAXIMIZE: tl.constexpr,
-                   STEPS_COLUMN: tl.constexpr, BLOCK: tl.constexpr):
+                   STOCHASTIC: tl.constexpr, STEPS_COLUMN: tl.constexpr, BLOCK: tl.constexpr):
     lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = lanes < n
     go = True
@@ -76,6 +79,8 @@ def prepare_kernel(addresses, coefficients_ptr, n, lr_ptr, lr: tl.float64, beta1
         step_ptr = address.to(tl.pointer_type(tl.float32))
         step = tl.load(step_ptr, mask=mask, other=0.0) + 1.0
         tl.store(step_ptr, step, mask=mask)
+        if STOCHASTIC:
+            advance_streams(addresses, n, lanes, mask, STEPS_COLUMN + 1)
         one = tl.full((BLOCK,), 1.0, tl.float64)
         count = step.to(tl.int32)
         rate, factor = rate_and_factor(
@@ -95,14 +100,17 @@ def prepare_kernel(addresses, coefficients_ptr, n, lr_ptr, lr: tl.float64, beta1
 
 @triton.jit
 def _adamw_block(pp, gp, mp, vp, xp, cp, o, mask, step_size, correction, decay, factor, weight, beta2,
-                 weight2, eps, ACC: tl.constexpr, AMSGRAD: tl.constexpr, COPY: tl.constexpr,
-                 LERP_FROM_END: tl.constexpr, MASKED: tl.constexpr):
+                 weight2, eps, keys, ACC: tl.constexpr, AMSGRAD: tl.constexpr, COPY: tl.constexpr,
+                 REMAINDER: tl.constexpr, STOCHASTIC: tl.constexpr, LERP_FROM_END: tl.constexpr,
+                 MASKED: tl.constexpr):
     # Every load before the first store: the compiler knows of no two lists that they do not overlap, so it would have
     # each load wait for the stores above it.
     g = load_block(gp, o, mask, ACC, MASKED) * factor
     m = load_block(mp, o, mask, ACC, MASKED)
     v = load_block(vp, o, mask, ACC, MASKED)
     p = load_block(pp, o, mask, ACC, MASKED)
+    if REMAINDER:
+        p = joined(p, load_block(cp, o, mask, tl.int32, MASKED))
     if AMSGRAD:
         x = load_block(xp, o, mask, ACC, MASKED)
     if LERP_FROM_END:  # torch.lerp starts from the nearer end
@@ -118,6 +126,13 @@ def _adamw_block(pp, gp, mp, vp, xp, cp, o, mask, step_size, correction, decay, 
         p = p - step_size * m / (tl.sqrt(largest) / correction + eps)
     else:
         p = p - tl.div_rn(step_size * m, tl.div_rn(tl.sqrt_rn(largest), correction) + eps)
+    if REMAINDER:
+        p, remainder = split(p)
+    if STOCHASTIC:
+        for_v, for_x = random_bits(keys, o, True)
+        v, largest = rounded_for(vp, v, for_v), rounded_for(xp, largest, for_x)
+        for_p, for_m = random_bits(keys, o, False)
+        p, m = rounded_for(pp, p, for_p), rounded_for(mp, m, for_m)
     store_block(mp, o, m, mask, MASKED)
     store_block(vp, o, v, mask, MASKED)
     if AMSGRAD:
@@ -125,14 +140,16 @@ def _adamw_block(pp, gp, mp, vp, xp, cp, o, mask, step_size, correction, decay, 
     store_block(pp, o, p, mask, MASKED)
     if COPY:
         store_block(cp, o, p.to(pp.dtype.element_ty), mask, MASKED)
+    if REMAINDER:
+        store_block(cp, o, remainder, mask, MASKED)
 
 
 @entry
 def adamw_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, n_tensors, coefficients_ptr,
                  found_inf_ptr, PARAM: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr,
                  COPY_TO: tl.constexpr, ACC: tl.constexpr, AMSGRAD: tl.constexpr, COPY: tl.constexpr,
-                 LERP_FROM_END: tl.constexpr, HAS_FOUND_INF: tl.constexpr, ALIGNED: tl.constexpr,
-                 BLOCK: tl.constexpr):
+                 REMAINDER: tl.constexpr, STOCHASTIC: tl.constexpr, LERP_FROM_END: tl.constexpr,
+                 HAS_FOUND_INF: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     go = True
     if HAS_FOUND_INF:
         go = tl.load(found_inf_ptr) == 0.0
@@ -149,25 +166,28 @@ def adamw_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, n_tensor
             if AMSGRAD:
                 xp = list_pointer(addresses, n_tensors, t, base, 4, MOMENT, ALIGNED)
             cp = pp
-            if COPY:
+            if COPY or REMAINDER:
                 cp = list_pointer(addresses, n_tensors, t, base, 4 + AMSGRAD, COPY_TO, ALIGNED)
             row = coefficients_ptr + t * 8
             step_size, correction = tl.load(row), tl.load(row + 1)
             decay, factor = tl.load(row + 2), tl.load(row + 3)
             weight, beta2 = tl.load(row + 4), tl.load(row + 5)
             weight2, eps = tl.load(row + 6), tl.load(row + 7)
+            keys = ()
+            if STOCHASTIC:
+                keys = stream_keys(addresses, n_tensors, t, base, 5 + AMSGRAD + (COPY or REMAINDER))
             n_full = length // BLOCK
             i = 0
             while i < n_full:
                 _adamw_block(pp, gp, mp, vp, xp, cp, i * BLOCK + lanes, None, step_size, correction, decay,
-                             factor, weight, beta2, weight2, eps, ACC, AMSGRAD, COPY, LERP_FROM_END,
-                             False)
+                             factor, weight, beta2, weight2, eps, keys, ACC, AMSGRAD, COPY, REMAINDER, STOCHASTIC,
+                             LERP_FROM_END, False)
                 i += 1
             if n_full * BLOCK < length:
                 o = n_full * BLOCK + lanes
                 _adamw_block(pp, gp, mp, vp, xp, cp, o, o < length, step_size, correction, decay, factor,
-                             weight, beta2, weight2, eps, ACC, AMSGRAD, COPY, LERP_FROM_END,
-                             True)
+                             weight, beta2, weight2, eps, keys, ACC, AMSGRAD, COPY, REMAINDER, STOCHASTIC,
+                             LERP_FROM_END, True)
             b += tl.num_programs(0)
 
 
@@ -181,19 +201,17 @@ def adamw_(
     *,
     amsgrad: bool = False,
     copies: Sequence[Tensor] | None = None,
+    remainders: Sequence[Tensor] | None = None,
+    streams: Sequence[Tensor] | None = None,
     cache: StepCache | None = None,
     **options: Any,
 ) -> None:
     """Launch both kernels per combination of dtypes; see the module's docstring. `options` are those of `_launch`."""
-    lists = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    if amsgrad:
-        lists["max_exp_avg_sqs"] = max_exp_avg_sqs
-    if copies is not None:
-        lists["copies"] = copies
     run_step(
-        lists, steps, partial(_launch, amsgrad=amsgrad, copy=copies is not None),
-        partial(reference.adamw_, max_exp_avg_sqs=(), amsgrad=amsgrad),
-        CONFIGS, N_COEFFICIENTS, cache, options,
+        {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs,
+         "max_exp_avg_sqs": max_exp_avg_sqs if amsgrad else None, "copies": copies, "remainders": remainders},
+        {"steps": steps, "streams": streams}, partial(_launch, amsgrad=amsgrad),
+        partial(reference.adamw_, max_exp_avg_sqs=(), amsgrad=amsgrad), CONFIGS, N_COEFFICIENTS, cache, options,
     )
 
 
@@ -201,7 +219,6 @@ def _launch(
     rows: Rows,
     *,
     amsgrad: bool,
-    copy: bool,
     lr: float | Tensor,
     beta1: float,
     beta2: float,
@@ -217,10 +234,11 @@ def _launch(
         prepare_kernel[(-(-table.n_tensors // _BLOCK),)](
             table.addresses, coefficients, table.n_tensors, beta1=beta1, beta2=beta2, eps=eps,
             weight_decay=weight_decay, **scalars(coefficients, lr, multiplier, grad_scale, found_inf),
-            MAXIMIZE=maximize, STEPS_COLUMN=rows.steps_column, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False,
+            MAXIMIZE=maximize, STOCHASTIC=rows.constants["STOCHASTIC"], STEPS_COLUMN=rows.n_wide, BLOCK=_BLOCK,
+            num_warps=4, enable_fp_fusion=False,
         )
     table.launch(
         adamw_kernel, table.n_tensors, coefficients, coefficients if found_inf is None else found_inf,
-        AMSGRAD=amsgrad, COPY=copy, LERP_FROM_END=1 - beta1 >= 0.5, HAS_FOUND_INF=found_inf is not None,
+        AMSGRAD=amsgrad, LERP_FROM_END=1 - beta1 >= 0.5, HAS_FOUND_INF=found_inf is not None,
         **rows.constants, enable_fp_fusion=False,
     )

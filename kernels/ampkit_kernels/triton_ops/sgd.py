@@ -6,12 +6,15 @@ Contract, per tensor, with g = sign * gradient * multiplier / grad_scale + weigh
     p <- p - lr * d, where d is b, or g + momentum * b under nesterov, or g without momentum
 
 params, momentum_buffers: dense CUDA tensors with equal strides, any float dtypes; grads are only read; copies
-(optional) receive the new p in their own dtype. Where found_inf is set nothing is written. Hyperparameters and scalars
-are combined in float64 and rounded once; arithmetic in float32 (float64 for float64 parameters), in the order of
-`torch.optim.SGD(foreach=False)`, with a multiply-add fused where, and only where, its CPU kernels fuse one. Does not
-synchronise. Steps with `started` flags, which only dampening needs, are left to PyTorch's operators.
+(optional) receive the new p in their own dtype. remainders (in place of copies) and streams, both optional: see
+`ampkit_kernels.rounding`; a small launch ahead advances the streams. Where found_inf is set nothing is written.
+Hyperparameters and scalars are combined in float64 and rounded once; arithmetic in float32 (float64 for float64
+parameters), in the order of `torch.optim.SGD(foreach=False)`, with a multiply-add fused where, and only where, its CPU
+kernels fuse one. Does not synchronise. Steps with `started` flags, which only dampening needs, are left to PyTorch's
+operators.
 
-Bytes per element: 20 for float32 with momentum (12 read, 8 written), 12 without; 2 more with a half copy.
+Bytes per element: 20 for float32 with momentum (12 read, 8 written), 12 without; 2 more with a half copy. For bfloat16
+weights and gradients 10 with a bfloat16 momentum, 14 with a float32 one; 4 more with remainders.
 """
 
 from collections.abc import Sequence
@@ -26,21 +29,25 @@ from .. import reference
 from ..configs import Config
 from ..step_cache import StepCache
 from .chunks import chunk_extent, list_pointer, load_block, store_block
-from .launch import entry
+from .launch import entry, on_device
+from .rounding import advance_streams, joined, random_bits, rounded_for, split, stream_keys
 from .steps import Rows, rate_and_factor, run_step, scalars
 
 CONFIGS = {
     8: Config(block=1024, chunk=32768),
     4: Config(block=2048, chunk=32768),
 }  # by bytes of the arithmetic
+_BLOCK = 128     # streams that a program advances
 
 
 @triton.jit
-def _sgd_block(pp, gp, bp, cp, o, mask, lr, momentum, weight, weight_decay, factor,
+def _sgd_block(pp, gp, bp, cp, o, mask, lr, momentum, weight, weight_decay, factor, keys,
                ACC: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, COPY: tl.constexpr,
-               DECAY: tl.constexpr, MASKED: tl.constexpr):
+               REMAINDER: tl.constexpr, STOCHASTIC: tl.constexpr, DECAY: tl.constexpr, MASKED: tl.constexpr):
     # Every load before the first store, as in adamw.
     p = load_block(pp, o, mask, ACC, MASKED)
+    if REMAINDER:
+        p = joined(p, load_block(cp, o, mask, tl.int32, MASKED))
     g = load_block(gp, o, mask, ACC, MASKED) * factor
     if MOMENTUM:
         buffer = load_block(bp, o, mask, ACC, MASKED)
@@ -53,11 +60,30 @@ def _sgd_block(pp, gp, bp, cp, o, mask, lr, momentum, weight, weight_decay, fact
         else:
             g = buffer
     p = tl.fma(g, -lr, p)
+    if REMAINDER:
+        p, remainder = split(p)
+    if STOCHASTIC:
+        for_p, for_buffer = random_bits(keys, o, False)
+        p = rounded_for(pp, p, for_p)
+        if MOMENTUM:
+            buffer = rounded_for(bp, buffer, for_buffer)
     if MOMENTUM:
         store_block(bp, o, buffer, mask, MASKED)
     store_block(pp, o, p, mask, MASKED)
     if COPY:
         store_block(cp, o, p.to(pp.dtype.element_ty), mask, MASKED)
+    if REMAINDER:
+        store_block(cp, o, remainder, mask, MASKED)
+
+
+@entry
+def advance_kernel(addresses, n, found_inf_ptr, HAS_FOUND_INF: tl.constexpr, COLUMN: tl.constexpr, BLOCK: tl.constexpr):
+    lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    go = True
+    if HAS_FOUND_INF:
+        go = tl.load(found_inf_ptr) == 0.0
+    if go:
+        advance_streams(addresses, n, lanes, lanes < n, COLUMN)
 
 
 @entry
@@ -65,7 +91,8 @@ def sgd_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, n_tensors,
                momentum: tl.float64, dampening: tl.float64, weight_decay: tl.float64, multiplier_ptr, grad_scale_ptr,
                found_inf_ptr, PARAM: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr, COPY_TO: tl.constexpr,
                ACC: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, DECAY: tl.constexpr,
-               COPY: tl.constexpr, HAS_LR: tl.constexpr, HAS_MULTIPLIER: tl.constexpr, HAS_GRAD_SCALE: tl.constexpr,
+               COPY: tl.constexpr, REMAINDER: tl.constexpr, STOCHASTIC: tl.constexpr, HAS_LR: tl.constexpr,
+               HAS_MULTIPLIER: tl.constexpr, HAS_GRAD_SCALE: tl.constexpr,
                HAS_FOUND_INF: tl.constexpr, MAXIMIZE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     go = True
     if HAS_FOUND_INF:
@@ -87,18 +114,21 @@ def sgd_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, n_tensors,
             if MOMENTUM:
                 bp = list_pointer(addresses, n_tensors, t, base, 2, MOMENT, ALIGNED)
             cp = pp
-            if COPY:
+            if COPY or REMAINDER:
                 cp = list_pointer(addresses, n_tensors, t, base, 2 + MOMENTUM, COPY_TO, ALIGNED)
+            keys = ()
+            if STOCHASTIC:
+                keys = stream_keys(addresses, n_tensors, t, base, 2 + MOMENTUM + (COPY or REMAINDER))
             n_full = length // BLOCK
             i = 0
             while i < n_full:
-                _sgd_block(pp, gp, bp, cp, i * BLOCK + lanes, None, rate, kept, weight, decay, factor, ACC, MOMENTUM,
-                           NESTEROV, COPY, DECAY, False)
+                _sgd_block(pp, gp, bp, cp, i * BLOCK + lanes, None, rate, kept, weight, decay, factor, keys, ACC,
+                           MOMENTUM, NESTEROV, COPY, REMAINDER, STOCHASTIC, DECAY, False)
                 i += 1
             if n_full * BLOCK < length:
                 o = n_full * BLOCK + lanes
-                _sgd_block(pp, gp, bp, cp, o, o < length, rate, kept, weight, decay, factor, ACC, MOMENTUM, NESTEROV,
-                           COPY, DECAY, True)
+                _sgd_block(pp, gp, bp, cp, o, o < length, rate, kept, weight, decay, factor, keys, ACC, MOMENTUM,
+                           NESTEROV, COPY, REMAINDER, STOCHASTIC, DECAY, True)
             b += tl.num_programs(0)
 
 
@@ -110,6 +140,8 @@ def sgd_(
     momentum: float = 0.0,
     started: Sequence[Tensor] | None = None,
     copies: Sequence[Tensor] | None = None,
+    remainders: Sequence[Tensor] | None = None,
+    streams: Sequence[Tensor] | None = None,
     cache: StepCache | None = None,
     **options: Any,
 ) -> None:
@@ -119,23 +151,20 @@ def sgd_(
     """
     if started is not None:
         return reference.sgd_(
-            params, grads, momentum_buffers, momentum=momentum, started=started, copies=copies, **options
+            params, grads, momentum_buffers, momentum=momentum, started=started, copies=copies, remainders=remainders,
+            streams=streams, **options
         )
-    lists = {"params": params, "grads": grads}
-    if momentum != 0:
-        lists["momentum_buffers"] = momentum_buffers
-    if copies is not None:
-        lists["copies"] = copies
+    buffers = momentum_buffers if momentum != 0 else None
     return run_step(
-        lists, (), partial(_launch, copy=copies is not None), partial(reference.sgd_, momentum_buffers=()),
-        CONFIGS, 0, cache, {"momentum": momentum, **options},
+        {"params": params, "grads": grads, "momentum_buffers": buffers, "copies": copies, "remainders": remainders},
+        {"streams": streams}, _launch, partial(reference.sgd_, momentum_buffers=()), CONFIGS, 0, cache,
+        {"momentum": momentum, **options},
     )
 
 
 def _launch(
     rows: Rows,
     *,
-    copy: bool,
     lr: float | Tensor,
     momentum: float = 0.0,
     dampening: float = 0.0,
@@ -146,8 +175,16 @@ def _launch(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    rows.table.launch(
-        sgd_kernel, rows.table.n_tensors, momentum=momentum, dampening=dampening, weight_decay=weight_decay,
-        MOMENTUM=momentum != 0, NESTEROV=nesterov, DECAY=weight_decay != 0, COPY=copy, MAXIMIZE=maximize,
-        **scalars(rows.table.numels, lr, multiplier, grad_scale, found_inf), **rows.constants, enable_fp_fusion=False,
+    table = rows.table
+    if rows.constants["STOCHASTIC"]:
+        with on_device(table.device):
+            advance_kernel[(-(-table.n_tensors // _BLOCK),)](
+                table.addresses, table.n_tensors, table.numels if found_inf is None else found_inf,
+                HAS_FOUND_INF=found_inf is not None, COLUMN=rows.n_wide, BLOCK=_BLOCK, num_warps=4,
+                enable_fp_fusion=False,
+            )
+    table.launch(
+        sgd_kernel, table.n_tensors, momentum=momentum, dampening=dampening, weight_decay=weight_decay,
+        MOMENTUM=momentum != 0, NESTEROV=nesterov, DECAY=weight_decay != 0, MAXIMIZE=maximize,
+        **scalars(table.numels, lr, multiplier, grad_scale, found_inf), **rows.constants, enable_fp_fusion=False,
     )

@@ -20,19 +20,19 @@ from .pointer_table import Table, step_table, table_for
 class Rows:
     """Rows of parallel lists that one launch steps: their table, room for coefficients of each, constants.
 
-    `steps_column` is where the table has the step counts, if it has any.
+    `n_wide` is the number of lists that a kernel walks; the table's columns behind them have one element per row.
     """
 
     table: Table
     coefficients: Tensor
     constants: dict[str, Any]
     indices: list[int]
-    steps_column: int
+    n_wide: int
 
 
 def run_step(
-    lists: Mapping[str, Sequence[Tensor]],
-    steps: Sequence[Tensor],
+    lists: Mapping[str, Sequence[Tensor] | None],
+    per_row: Mapping[str, Sequence[Tensor] | None],
     launch: Callable[..., None],
     fallback: Callable[..., None],
     configs: Mapping[int, Config],
@@ -40,40 +40,42 @@ def run_step(
     cache: StepCache | None,
     options: Mapping[str, Any],
 ) -> None:
-    """One optimizer step over parallel lists: parameters, gradients, at most three of state, copies, in this order.
+    """One optimizer step over parallel lists: parameters, gradients, state, then copies or remainders, in this order.
 
-    `launch` takes `Rows` and options, `fallback` lists by name, steps and options, for the rows that no kernel can
-    address. The cache is filled where there are none of those.
+    `per_row` are lists of one element per parameter: steps, streams. A list that is None is left out. `launch` takes
+    `Rows` and options, `fallback` lists by name and options, for the rows that no kernel can address. The cache is
+    filled where there are none of those.
     """
+    lists = {name: tensors for name, tensors in lists.items() if tensors is not None}
+    per_row = {name: tensors for name, tensors in per_row.items() if tensors is not None}
     flat, other, empty = flat_rows(*lists.values())
     rest = [*other, *empty]
     if rest:
         cache = None
-        parts = {name: pick(tensors, rest) for name, tensors in lists.items()}
-        fallback(**parts, **({"steps": pick(steps, rest)} if steps else {}), **options)
+        fallback(**{name: pick(tensors, rest) for name, tensors in {**lists, **per_row}.items()}, **options)
         if not flat:
             return
-    counted = pick(steps, flat) if steps else ()
-    found = _rows_of([pick(tensors, flat) for tensors in lists.values()], counted, configs, n_coefficients, cache)
+    writes = {"COPY": "copies" in lists, "REMAINDER": "remainders" in lists, "STOCHASTIC": "streams" in per_row}
+    wide, narrow = ([pick(tensors, flat) for tensors in part.values()] for part in (lists, per_row))
+    found = _rows_of(wide, narrow, writes, configs, n_coefficients, cache)
     for rows in found:
         launch(rows, **options)
     if cache is not None:
-        everything, n = list(lists.values()), len(flat)
         launches = [
-            Launch(rows.table, None if len(rows.indices) == n else rows.indices, partial(launch, rows))
+            Launch(rows.table, None if len(rows.indices) == len(flat) else rows.indices, partial(launch, rows))
             for rows in found
         ]
-        cache.fill([*everything, steps] if steps else everything, len(everything), launches)
+        cache.fill([*wide, *narrow], len(wide), launches)
 
 
 def _rows_of(
-    lists: Sequence[Sequence[Tensor]], steps: Sequence[Tensor], configs: Mapping[int, Config], n_coefficients: int,
-    cache: StepCache | None,
+    lists: Sequence[Sequence[Tensor]], per_row: Sequence[Sequence[Tensor]], writes: Mapping[str, bool],
+    configs: Mapping[int, Config], n_coefficients: int, cache: StepCache | None,
 ) -> list[Rows]:
     """The lists cut into launches. A cache has tables of its own; without one they are the thread's.
 
-    `steps` goes into the table as its last column, unless it is empty. The constants name the dtypes of columns 0, 1, 2
-    and the last.
+    The table's last columns are the lists of one element per row. The constants name the dtypes of columns 0, 1, 2 and
+    the last list.
     """
     found = []
     for parts, indices, aligned in groups(*lists):
@@ -81,9 +83,9 @@ def _rows_of(
         dtypes = [TRITON_DTYPES[part[0].dtype] for part in parts]
         constants = {
             "PARAM": dtypes[0], "GRAD": dtypes[1], "MOMENT": dtypes[2] if len(dtypes) > 2 else dtypes[0],
-            "COPY_TO": dtypes[-1], "ACC": acc, "ALIGNED": aligned,
+            "COPY_TO": dtypes[-1], "ACC": acc, "ALIGNED": aligned, **writes,
         }
-        columns = [*parts, pick(steps, indices)] if steps else parts
+        columns = [*parts, *(pick(tensors, indices) for tensors in per_row)]
         config = configs[8 if acc is tl.float64 else 4]
         # Every table is made before the first launch: no two of them may be one, so alignment tells them apart.
         table = table_for(columns, config, aligned=aligned) if cache is None else step_table(columns, config)

@@ -1,0 +1,72 @@
+"""What bfloat16 weights and state keep of a float32 step: how they are rounded, and what is kept beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ampkit_kernels as kernels
+
+_EXPECTED: dict[str, tuple[Any, ...]] = {
+    "rounding": ("nearest", "stochastic"), "masters": (None, "remainder"),
+    "state_dtype": (None, torch.float32, torch.bfloat16),
+}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The arguments of the same names of `ampkit.optim`'s optimizers, checked."""
+
+    rounding: str
+    masters: str | None
+    state_dtype: torch.dtype | None
+    seed: int
+
+    def __post_init__(self) -> None:
+        for name, expected in _EXPECTED.items():
+            if getattr(self, name) not in expected:
+                raise ValueError(f"unknown {name} {getattr(self, name)!r}; expected one of {expected}")
+        if not isinstance(self.seed, int):
+            raise TypeError(f"got seed {self.seed!r}; expected an int")
+
+    @cached_property
+    def is_torchs(self) -> bool:
+        """Whether nothing is asked for that torch's own functions do not do."""
+        return (self.rounding, self.masters, self.state_dtype) == ("nearest", None, None)
+
+    @cached_property
+    def streams(self) -> tuple[str, ...]:
+        """The name of the entry of state with a parameter's random numbers, if it has one."""
+        return ("stream",) if self.rounding == "stochastic" else ()
+
+    def check(self, params: Sequence[Tensor]) -> None:
+        """Refuse parameters that the arguments have no meaning for."""
+        for param in () if self.is_torchs else params:
+            if param.dtype not in (torch.bfloat16, torch.float32):
+                raise TypeError(
+                    f"rounding, masters and state_dtype got a {param.dtype} parameter of shape {tuple(param.shape)}; "
+                    "expected bfloat16 or float32: convert it, or give it an optimizer without these arguments"
+                )
+
+    def fill(self, state: dict[str, Any], names: Sequence[str], param: Tensor, number: int) -> None:
+        """Make the named entries of the state of parameter `number`, and its remainder, where they are missing.
+
+        With any of the arguments, convert what a state from elsewhere has in another dtype.
+        """
+        master = torch.float32 if self.masters else param.dtype
+        dtypes = dict.fromkeys(names, self.state_dtype or master)
+        if self.masters and param.dtype is torch.bfloat16:
+            dtypes["remainder"] = torch.int16
+        for name, dtype in dtypes.items():
+            if state.get(name) is None:
+                state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+            elif not self.is_torchs:
+                state[name] = state[name].to(dtype)
+        for name in self.streams:
+            if name not in state:
+                state[name] = kernels.rounding.stream(self.seed, number, param.device)
