@@ -87,7 +87,6 @@ class Operator(Case):
     family: str = "operators"
     seconds: float = 1.5
     sample_seconds: float = 2e-3
-    torch_list: bool = True
 
     def sides(self, device: torch.device) -> dict[str, Side]:
         torch.manual_seed(0)
@@ -125,7 +124,6 @@ class Entering(Case):
     family: str = "regions"
     seconds: float = 1.0
     sample_seconds: float = 2e-3
-    torch_list: bool = True
 
     def sides(self, device: torch.device) -> dict[str, Side]:
         kind, same = device.type, Policy.torch(device.type)
@@ -159,7 +157,6 @@ class WeightCasts(Case):
     weights: int = 10
     uses: int = 2
     family: str = "weights"
-    torch_list: bool = True
 
     def sides(self, device: torch.device) -> dict[str, Side]:
         generator = torch.Generator(device).manual_seed(0)
