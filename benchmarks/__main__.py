@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     3 if a case left the GPU unusable: a fresh process goes on behind it with `--resume`.
     """
-    options = parser().parse_args(argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options = parser().parse_args(arguments)
     began = time.perf_counter()
     try:
         cases = choose(options.device, options.patterns)

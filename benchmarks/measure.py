@@ -16,11 +16,11 @@ Row = dict[str, Any]
 
 
 def measure(case: Case, device: torch.device, *, effort: float = 1.0, clock: Clock | None = None) -> Row:
-    """The row of a case. `effort` stretches or shortens the time it may take.
+    """The row of a case; `effort` stretches or shortens the time it may take.
 
-    A row is plain data: `family`, `name`, `base`, `clock` (whose time `wall` is: "host" or "events"), `rounds`, `calls`
-    per sample, `load` (the machine's, at the end), `sides` (for each the spreads of `wall`, `host` and `cpu` seconds,
-    `ratio` and `cpu_ratio` to the base, and `facts`) and `aims` with their ratios.
+    A row is plain data: `family`, `name`, `base`, `clock` (whose time `wall` is: "host" or "events"),
+    `rounds`, `calls` per sample, `load` (the machine at the end), `sides` (for each the spreads of `wall`, `host` and
+    `cpu` seconds, `ratio` and `cpu_ratio` to the base, and `facts`) and `aims` with their ratios.
     """
     clock = clock or clock_for(device, events=case.events)
     sides = case.sides(device)

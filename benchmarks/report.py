@@ -101,18 +101,14 @@ FACTS: dict[str, Callable[[Row, str], str]] = {
 }
 
 
-def ordered(rows: Iterable[Row]) -> list[Row]:
-    """The rows that hold figures, in the order of `QUESTIONS`.
-
-    Of a case with very many sides the base and the three fastest.
-    """
-    found = []
-    for row in results.measured(rows):
+def shown(rows: Iterable[Row]) -> list[Row]:
+    """The rows that hold figures, in the order of `QUESTIONS`; with very many sides the base and the three fastest."""
+    found = [dict(row) for row in results.measured(rows)]
+    for row in found:
         sides = row["sides"]
         if len(sides) > MOST_SIDES:
             fastest = sorted(sides.keys() - {row["base"]}, key=lambda name: sides[name]["wall"]["median"])[:3]
-            row = {**row, "sides": {name: sides[name] for name in (row["base"], *fastest)}}
-        found.append(row)
+            row["sides"] = {name: sides[name] for name in (row["base"], *fastest)}
     order = list(QUESTIONS)
     return sorted(found, key=lambda row: order.index(row["family"]))
 
@@ -141,7 +137,7 @@ def tables(rows: Sequence[Row], level: str = "##") -> list[str]:
         f"{level} Python calls of the code that runs in every step", "Functions of ampkit and torch.amp, and all.",
         "\n".join(["| job | ampkit | torch |", "| --- | --- | --- |", *calls]),
     ]
-    for family, members in groupby(ordered(rows), key=lambda row: row["family"]):
+    for family, members in groupby(shown(rows), key=lambda row: row["family"]):
         parts += [f"{level} {QUESTIONS[family]}", table(list(members), _times)]
     return parts
 
@@ -151,7 +147,7 @@ def aims(rows: Sequence[Row]) -> str:
     lines = [
         f"| {row['family']}/{row['name']} | {aim['side']} | {aim['base']} | {aim['limit']:.2f} | "
         f"{spread(aim['ratio'])} | {'reached' if aim['ratio']['median'] <= aim['limit'] else '**missed**'} |"
-        for row in ordered(rows) for aim in row["aims"]
+        for row in shown(rows) for aim in row["aims"]
     ]
     head = ["## Aims", "", "| case | side | beside | at most | found | |", "| --- | --- | --- | --- | --- | --- |"]
     return "\n".join([*head, *lines]) if lines else ""
@@ -160,7 +156,7 @@ def aims(rows: Sequence[Row]) -> str:
 def markdown(rows: Sequence[Row]) -> str:
     """The report: the tables of times, the aims, tables of what is not a time, what was not measured."""
     parts = [f"# ampkit beside torch.amp\n\nTests first: {rows[0]['environment']['gate']}", *tables(rows), aims(rows)]
-    for family, members in groupby(ordered(rows), key=lambda row: row["family"]):
+    for family, members in groupby(shown(rows), key=lambda row: row["family"]):
         same = list(members)
         for title, cell in FACTS.items():
             if found := table(same, cell):

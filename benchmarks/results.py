@@ -15,7 +15,7 @@ _NEEDED = ("family", "name", "environment")
 
 
 def key(row: Row) -> tuple[str, str]:
-    """What identifies a case in a file."""
+    """What identifies a row in a file."""
     return row["family"], row["name"]
 
 

@@ -138,7 +138,7 @@ class LoopReport(Report):
         if self.status == "inconclusive":
             return f"inconclusive: {self.incomplete or 'no optimizer stepped'}. Nothing was found until then: {looked}"
         return (f"nothing found in {looked}, of what is looked at: the order of scale, backward, unscale_, clipping, "
-                "step, update, zero_grad and schedulers, and losses that are summed undivided")
+                "steps, update, clearing and schedulers, and losses that are summed undivided")
 
 
 @dataclass

@@ -27,7 +27,7 @@ def test_results_come_back_from_a_file_and_other_files_are_refused(tmp_path: Pat
 
 
 def test_a_report_has_a_table_for_each_question(tmp_path: Path):
-    """Aims, losses and failures shown; a page gets the tables of times."""
+    """A line for each case; aims, losses and failures shown; a page gets the tables of times."""
     rows = [sample_row("fast", 0.8), sample_row("slow", 1.2), sample_row("small", 1.1, family="small")]
     rows[0]["sides"][SAME_LIST] = sample_row("", 0.9)["sides"][AMPKIT]
     rows.append({name: rows[0][name] for name in results._NEEDED} | {"name": "broken", "error": "no"})
@@ -63,7 +63,7 @@ def test_units_and_sides_that_are_shown():
     row = sample_row("", 1.0, clock="events")
     side = {**row["sides"][AMPKIT], "facts": {"bytes_moved": 4e6}}
     row["sides"] = {TORCH: side} | {f"s{n}": {**side, "wall": {"median": 1.0 - n / 99}} for n in range(20)}
-    (shown,) = report.ordered([row])
+    (shown,) = report.shown([row])
     assert list(shown["sides"]) == [TORCH, "s19", "s18", "s17"]
     assert "| 2 |  |" not in report.table([shown], report.FACTS["GB/s"])
     assert report.table([shown], report.FACTS["GB/s"]).splitlines()[2].startswith("|  | 2 | 0.00495")
