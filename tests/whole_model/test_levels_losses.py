@@ -20,7 +20,7 @@ from ampkit.amp import (
 from ampkit.containers import SIXTEEN_BIT
 from ampkit.optim import SGD
 from ampkit.scaler.grad_scaler import GradScaler
-from ampkit.scaler.loss_scale import StaticLossScale
+from ampkit.scaler.loss_scale import DynamicLossScale, StaticLossScale
 from tests.helpers.levels import (
     backward,
     batches,
