@@ -40,8 +40,7 @@ HYPERPARAMETERS: dict[str, list[dict[str, Any]]] = {
     "AdamW": [{"lr": 0.5}, {"weight_decay": 0.5}, {"maximize": True}, {"amsgrad": True}, {"amsgrad": False},
               {"betas": (0.3, 0.5)}, {"eps": 0.1}],
     "SGD": [{"lr": 0.5}, {"weight_decay": 0.0}, {"maximize": True}, {"momentum": 0.0}, {"momentum": 0.5},
-            {"momentum": 0.5, "nesterov": True, "dampening": 0.0}, {"momentum": 0.5, "nesterov": False,
-                                                                     "dampening": 0.5}],
+            {"momentum": 0.5, "nesterov": True}],
 }
 
 
