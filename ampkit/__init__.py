@@ -12,6 +12,7 @@ from ampkit.region.recording import record_casts
 from ampkit.region.weight_cache import WeightCache
 from ampkit.scaler.grad_scaler import GradScaler
 from ampkit.scaler.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
+from ampkit.scaler.norm_limit import TimesMedian
 from ampkit.whole_model.check_half import check_half
 from ampkit.whole_model.fp16_optimizer import FP16Optimizer
 from ampkit.whole_model.half import half
@@ -31,6 +32,7 @@ __all__ = [
     "Policy",
     "Rule",
     "StaticLossScale",
+    "TimesMedian",
     "WeightCache",
     "amp",
     "autocast",

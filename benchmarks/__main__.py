@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -36,7 +35,6 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--minutes", type=float, help="begin no case after this long")
     found.add_argument("--threads", type=int, default=1, help="torch threads on the CPU (default: 1)")
     found.add_argument("--resume", action="store_true", help="go on where a run into the same folder was cut off")
-    found.add_argument("--alone", action="store_true", help="only torch's list: what a run starts a process for")
     found.add_argument("--out", type=Path, default=Path("build/benchmarks"), help="folder for results and report")
     return found
 
@@ -65,22 +63,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     status = int(any(_failed(row) for row in earlier))
     done = {results.key(row) for row in earlier}
-    now = [case for case in cases if not options.alone or case.torch_list]
     try:
-        for number, case in enumerate(now, 1):
-            if (case.family, case.name, options.alone) in done:
+        for number, case in enumerate(cases, 1):
+            if (case.family, case.name) in done:
                 continue
             if options.minutes is not None and time.perf_counter() - began > options.minutes * 60:
-                print(f"out of time: {len(now) - number + 1} cases were not measured", flush=True)
+                print(f"out of time: {len(cases) - number + 1} cases were not measured", flush=True)
                 break
             row = _measured(case, options, environment)
-            print(f"[{number}/{len(now)}] {report.one_line(row)}", flush=True)
+            print(f"[{number}/{len(cases)}] {report.one_line(row)}", flush=True)
             status = max(status, int(_failed(row)))
             if "error" in row and options.device == "cuda":
                 must_answer(torch.device("cuda"))
                 torch.cuda.empty_cache()
-        if not options.alone and any(case.torch_list for case in cases):
-            status = max(status, _torch_list_alone(arguments, options, began))
     except KeyboardInterrupt:
         print("interrupted; reporting what there is", flush=True)
         status = 130
@@ -88,18 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         status = LOST
     path = options.out / RESULTS
-    if path.exists() and not options.alone:
+    if path.exists():
         print(f"\n{report.write(path)}\n{time.perf_counter() - began:.0f} s in all", flush=True)
     return status
-
-
-def _torch_list_alone(arguments: Sequence[str], options: argparse.Namespace, began: float) -> int:
-    """Time the sides of `case.ALONE` in a process of their own: an operator that a list has named stays slower."""
-    more = ["--alone", "--resume"]
-    if options.minutes is not None:
-        more += ["--minutes", str(options.minutes - (time.perf_counter() - began) / 60)]
-    print("torch's list, in a process of its own", flush=True)
-    return subprocess.run([sys.executable, "-m", "benchmarks", *arguments, *more], check=False).returncode
 
 
 def _prepared(options: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
@@ -143,11 +129,11 @@ def _prepared(options: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
 
 def _measured(case: Case, options: argparse.Namespace, environment: dict[str, Any]) -> Row:
     """The row of a case, written to the results, or what went wrong: one failure must not cost the others."""
-    running, name = options.out / RUNNING, {"family": case.family, "name": case.name, "alone": options.alone}
+    running, name = options.out / RUNNING, {"family": case.family, "name": case.name}
     running.write_text(json.dumps(name), encoding="utf-8")
     row = {**name, "device": options.device}
     try:
-        row = measure(case, torch.device(options.device), alone=options.alone, effort=options.effort)
+        row = measure(case, torch.device(options.device), effort=options.effort)
     except UnavailableError as error:
         row |= {"error": str(error), "skipped": True}
     except Exception as error:

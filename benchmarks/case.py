@@ -17,7 +17,6 @@ AMPKIT = "ampkit"
 SAME_LIST = "ampkit, torch's list"      # ampkit with `Policy.torch`: the same casts as torch.amp
 KEPT = "ampkit, WeightCache"            # the same with a cache that outlives regions
 OWN_OPTIMIZER = "ampkit, ampkit.optim"
-ALONE = (SAME_LIST, KEPT)       # measured in a process in which no region has had another list
 
 
 @dataclass
@@ -49,8 +48,7 @@ class Case(ABC):
 
     `aims` are the project's targets. `devices` are the device types it runs on; `everyday` says whether the
     default run includes it; `seconds` bounds its timing; `sample_seconds` is how long a sample lasts at least (0: one
-    call is one sample). `torch_list` says that it has sides of `ALONE`, which a second process times beside the base.
-    `sides` may raise `UnavailableError`.
+    call is one sample). `sides` may raise `UnavailableError`.
     """
 
     family: str
@@ -62,7 +60,6 @@ class Case(ABC):
     seconds: float = 2.0
     sample_seconds: float = 0.0
     events: bool = False            # whether a GPU's own clock takes the times
-    torch_list: bool = False
 
     @abstractmethod
     def sides(self, device: torch.device) -> dict[str, Side]:

@@ -8,29 +8,24 @@ from typing import Any
 
 import torch
 
-from benchmarks.case import ALONE, Aim, Case
+from benchmarks.case import Aim, Case
 from benchmarks.environment import load
 from benchmarks.timing import Clock, EventClock, Sample, Spread, calls_for, clock_for, in_turns, ratios
 
 Row = dict[str, Any]
 
 
-def measure(
-    case: Case, device: torch.device, *, alone: bool = False, effort: float = 1.0, clock: Clock | None = None
-) -> Row:
-    """The row of a case: of its base and, with `alone`, of the sides of `ALONE`, otherwise of the others.
+def measure(case: Case, device: torch.device, *, effort: float = 1.0, clock: Clock | None = None) -> Row:
+    """The row of a case; `effort` stretches or shortens the time it may take.
 
-    `effort` stretches or shortens the time it may take.
-
-    A row is plain data: `family`, `name`, `alone`, `base`, `clock` (whose time `wall` is: "host" or "events"),
+    A row is plain data: `family`, `name`, `base`, `clock` (whose time `wall` is: "host" or "events"),
     `rounds`, `calls` per sample, `load` (the machine at the end), `sides` (for each the spreads of `wall`, `host` and
     `cpu` seconds, `ratio` and `cpu_ratio` to the base, and `facts`) and `aims` with their ratios.
     """
     clock = clock or clock_for(device, events=case.events)
-    every = case.sides(device)
-    if case.base not in every:
-        raise ValueError(f"case {case.name!r} is compared with {case.base!r}, which is none of {', '.join(every)}")
-    sides = {name: side for name, side in every.items() if name == case.base or (name in ALONE) == alone}
+    sides = case.sides(device)
+    if case.base not in sides:
+        raise ValueError(f"case {case.name!r} is compared with {case.base!r}, which is none of {', '.join(sides)}")
     case.check(sides)
     before = {name: side.before for name, side in sides.items() if side.before is not None}
     runs = {name: side.run for name, side in sides.items()}
@@ -41,13 +36,12 @@ def measure(
     calls = 1
     if case.sample_seconds:
         calls = calls_for(runs[case.base], case.sample_seconds * min(1.0, effort), clock)
-    seconds = case.seconds * effort * len(sides) / len(every)
     rounds = (3, 10) if effort < 1 else (5, 400)
-    samples = in_turns(runs, clock, calls=calls, seconds=seconds, rounds=rounds, before=before)
+    samples = in_turns(runs, clock, calls=calls, seconds=case.seconds * effort, rounds=rounds, before=before)
     # Other programs disturb processor time less; on a GPU it is not what a user waits for.
     aimed = "cpu" if device.type == "cpu" else "wall"
     row: Row = {
-        "family": case.family, "name": case.name, "alone": alone, "base": case.base, "device": device.type,
+        "family": case.family, "name": case.name, "base": case.base, "device": device.type,
         "clock": "events" if isinstance(clock, EventClock) else "host",
         "rounds": len(samples[case.base]), "calls": calls,
         "load": load(),
@@ -57,7 +51,7 @@ def measure(
         },
         "aims": [_outcome(aim, samples, aimed) for aim in case.aims if {aim.side, aim.base} <= sides.keys()],
     }
-    del every, sides, runs, before
+    del sides, runs, before
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -74,20 +74,24 @@ CALLS: dict[str, tuple[torch.dtype, int, Callable[..., object]]] = {
     "mm, two casts": (torch.float32, 2, torch.mm),
     "mse_loss, to float32": (torch.bfloat16, 1, lambda a: functional.mse_loss(a, a)),
     "cat, promote": (torch.float32, 2, lambda a, b: torch.cat((a, b))),
+    "layer_norm, not on torch's list": (torch.float32, 1, lambda a: functional.layer_norm(a, (8,))),
 }
 LINEAR = "linear, cached weight"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operator(Case):
-    """Calls of one operator inside an open region. One call is one operator."""
+    """Calls of one operator inside an open region; `disabled`: inside torch's own, disabled, in that one.
+
+    One call is one operator.
+    """
 
     operator: str = ""
     grad: bool = False
+    disabled: bool = False
     family: str = "operators"
     seconds: float = 1.5
     sample_seconds: float = 2e-3
-    torch_list: bool = True
 
     def sides(self, device: torch.device) -> dict[str, Side]:
         torch.manual_seed(0)
@@ -106,7 +110,8 @@ class Operator(Case):
             call = lambda: function(*inputs)  # noqa: E731
 
         def run(calls: int) -> None:
-            with torch.set_grad_enabled(self.grad), region():
+            inner = torch.autocast(device.type, enabled=False) if self.disabled else contextlib.nullcontext()
+            with torch.set_grad_enabled(self.grad), region(), inner:
                 call()      # weights are in the cache from here on
                 for _ in range(calls):
                     call()
@@ -125,7 +130,6 @@ class Entering(Case):
     family: str = "regions"
     seconds: float = 1.0
     sample_seconds: float = 2e-3
-    torch_list: bool = True
 
     def sides(self, device: torch.device) -> dict[str, Side]:
         kind, same = device.type, Policy.torch(device.type)
@@ -159,7 +163,6 @@ class WeightCasts(Case):
     weights: int = 10
     uses: int = 2
     family: str = "weights"
-    torch_list: bool = True
 
     def sides(self, device: torch.device) -> dict[str, Side]:
         generator = torch.Generator(device).manual_seed(0)
@@ -190,6 +193,7 @@ def cases() -> list[Case]:
     ]
     found += [
         Operator(name=f"{LINEAR}, with autograd", operator=LINEAR, grad=True),
+        Operator(name="mm, disabled inside", operator="mm, nothing to cast", disabled=True),
         Entering(name="make, enter and leave"), Entering(name="disabled, inside another", nested=True),
     ]
     return found + [WeightCasts(name=f"{count} weights", weights=count) for count in (10, 100, 1000)]

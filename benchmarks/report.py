@@ -101,23 +101,16 @@ FACTS: dict[str, Callable[[Row, str], str]] = {
 }
 
 
-def joined(rows: Iterable[Row]) -> list[Row]:
-    """The rows that hold figures, in the order of `QUESTIONS`, with the sides of both processes in one.
-
-    Of a case with very many sides the base and the three fastest.
-    """
-    found: dict[tuple[str, str], Row] = {}
-    for row in results.measured(rows):
-        whole = found.setdefault(results.key(row)[:2], {**row, "sides": {}, "aims": []})
-        whole["sides"] |= {name: side for name, side in row["sides"].items() if name not in whole["sides"]}
-        whole["aims"] = whole["aims"] + row["aims"]
-    for row in found.values():
+def shown(rows: Iterable[Row]) -> list[Row]:
+    """The rows that hold figures, in the order of `QUESTIONS`; with very many sides the base and the three fastest."""
+    found = [dict(row) for row in results.measured(rows)]
+    for row in found:
         sides = row["sides"]
         if len(sides) > MOST_SIDES:
             fastest = sorted(sides.keys() - {row["base"]}, key=lambda name: sides[name]["wall"]["median"])[:3]
             row["sides"] = {name: sides[name] for name in (row["base"], *fastest)}
     order = list(QUESTIONS)
-    return sorted(found.values(), key=lambda row: order.index(row["family"]))
+    return sorted(found, key=lambda row: order.index(row["family"]))
 
 
 def table(rows: Sequence[Row], cell: Callable[[Row, str], str]) -> str:
@@ -138,13 +131,14 @@ def tables(rows: Sequence[Row], level: str = "##") -> list[str]:
     calls = [f"| {job} | {ours} | {theirs} |" for job, (ours, theirs) in e["python_calls"].items()]
     parts = [
         f"{e['device']}, {e['date']}; torch {e['torch']}{triton}, Python {e['python']}, {e['threads']} thread(s) of "
-        f"{e['cores']} cores ({e['instructions']}), load {e['load_at_start']} before the start; ampkit at {commit}.",
+        f"{e['cores']} cores ({e['instructions']}), load {e['load_at_start']} before the start, "
+        f"effort {e['effort']:g}; ampkit at {commit}.",
         "The base has its times, processor time first, then wall time; every other side the same two over the base's: "
         "the median over rounds, with 20 % and 80 % quantiles of the first. On a GPU's own clock there is one.",
         f"{level} Python calls of the code that runs in every step", "Functions of ampkit and torch.amp, and all.",
         "\n".join(["| job | ampkit | torch |", "| --- | --- | --- |", *calls]),
     ]
-    for family, members in groupby(joined(rows), key=lambda row: row["family"]):
+    for family, members in groupby(shown(rows), key=lambda row: row["family"]):
         parts += [f"{level} {QUESTIONS[family]}", table(list(members), _times)]
     return parts
 
@@ -154,7 +148,7 @@ def aims(rows: Sequence[Row]) -> str:
     lines = [
         f"| {row['family']}/{row['name']} | {aim['side']} | {aim['base']} | {aim['limit']:.2f} | "
         f"{spread(aim['ratio'])} | {'reached' if aim['ratio']['median'] <= aim['limit'] else '**missed**'} |"
-        for row in joined(rows) for aim in row["aims"]
+        for row in shown(rows) for aim in row["aims"]
     ]
     head = ["## Aims", "", "| case | side | beside | at most | found | |", "| --- | --- | --- | --- | --- | --- |"]
     return "\n".join([*head, *lines]) if lines else ""
@@ -163,7 +157,7 @@ def aims(rows: Sequence[Row]) -> str:
 def markdown(rows: Sequence[Row]) -> str:
     """The report: the tables of times, the aims, tables of what is not a time, what was not measured."""
     parts = [f"# ampkit beside torch.amp\n\nTests first: {rows[0]['environment']['gate']}", *tables(rows), aims(rows)]
-    for family, members in groupby(joined(rows), key=lambda row: row["family"]):
+    for family, members in groupby(shown(rows), key=lambda row: row["family"]):
         same = list(members)
         for title, cell in FACTS.items():
             if found := table(same, cell):

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-_NEEDED = ("family", "name", "alone", "environment")
+_NEEDED = ("family", "name", "environment")
 
 
-def key(row: Row) -> tuple[str, str, bool]:
+def key(row: Row) -> tuple[str, str]:
     """What identifies a row in a file."""
-    return row["family"], row["name"], row["alone"]
+    return row["family"], row["name"]
 
 
 def append(path: Path, row: Row) -> None:

@@ -24,7 +24,6 @@ class Training(Case):
     variant: Variant = field(default_factory=Variant)
     family: str = "training"
     seconds: float = 3.5
-    torch_list: bool = True
 
     def sides(self, device: torch.device) -> dict[str, Side]:
         workload = _drawn_once(self.workload())

@@ -58,7 +58,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 def described(tensor: Tensor, name: str) -> str:
     """An input of an operator: its name, dtype, shape and largest finite magnitude, and whether it has NaN or inf."""
     broken = [what for what, there in (("NaN", tensor.isnan()), ("inf", tensor.isinf())) if bool(there.any())]
-    text = f"{dtype_name(tensor.dtype)}{list(tensor.shape)} up to {largest_finite(tensor):.4g}"
+    values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    text = f"{dtype_name(tensor.dtype)}{list(tensor.shape)} up to {largest_finite(values):.4g}"
     return (f"{name} {text}" if name else text) + (f" with {' and '.join(broken)}" if broken else "")
 
 

@@ -49,7 +49,8 @@ def refusal_of_flat_shards() -> RuntimeError:
     """The error for norms of FSDP1 gradients."""
     return RuntimeError(
         "clip_grad_norm_ got shards of FullyShardedDataParallel, which do not say whose norms to add up; expected "
-        "process_group=model.process_group, or unscale_(optimizer) and model.clip_grad_norm_(max_norm)"
+        "process_group=model.process_group (of the scaler, under skip_above), or unscale_(optimizer) and "
+        "model.clip_grad_norm_(max_norm)"
     )
 
 

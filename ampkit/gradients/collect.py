@@ -43,10 +43,6 @@ class Gradients:
     duplicated: list[Tensor] = field(default_factory=list)
     originals: list[Tensor] = field(default_factory=list)
 
-    def __bool__(self) -> bool:
-        """Whether there is any gradient."""
-        return bool(self.by_device)
-
     def add(self, tensor: Tensor) -> None:
         """List a plain tensor under its device."""
         self.by_device.setdefault(tensor.device, []).append(tensor)

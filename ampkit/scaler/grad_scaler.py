@@ -9,6 +9,7 @@ optimizer is a plain dict that other code may hold, change or replace; what this
 from __future__ import annotations
 
 import copy
+import math
 import numbers
 import weakref
 from collections import defaultdict
@@ -28,9 +29,10 @@ from ampkit.gradients.collect import Gradients, check_finite, collect, parameter
 from ampkit.gradients.masters import take_master_gradients
 from ampkit.gradients.transfer import host_value_or_none, moved
 from ampkit.scaler import loss_scale as scales
-from ampkit.scaler import saved_state
+from ampkit.scaler import norm_limit, saved_state
 from ampkit.scaler.history import COUNTS, History, ScalerStats
 from ampkit.scaler.loss_scale import DynamicLossScale, LossScale, ScaleState
+from ampkit.scaler.norm_limit import TimesMedian
 from ampkit.scaler.overflow_report import Counts, OverflowReport, count_nonfinite, report
 from ampkit.scaler.records import MARK, LastStep, Notes, ready, refuse_claimed
 from ampkit.scaler.saved_state import Loadable
@@ -71,9 +73,13 @@ class GradScaler(torch.amp.GradScaler):
         on_stuck: when gradients overflow at a scale that can hardly fall further (`DynamicLossScale.stuck_scale`):
             "warn" once, "raise" `LossScaleStuckError`, or call a function with `ScalerStats`.
         history_size: updates kept for `history`.
+        skip_above: skip steps whose gradient norm, over all parameters of the optimizer and before clipping, is above
+            a number or a multiple of the running median (`TimesMedian`), without an effect on the scale. The norm is
+            that of `clip_grad_norm_`; without clipping, `unscale_` and `step` read the gradients once more for it.
 
     Raises:
         AssertionError: growth_factor <= 1 or backoff_factor >= 1, as torch.
+        TypeError: a `skip_above` that is neither.
         ValueError: another number out of range, or both a strategy and its numbers.
 
     Host synchronisation: `step` of an ordinary optimizer reads one number; amp-aware ones (`fused=True`,
@@ -105,6 +111,7 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool = False,
         on_stuck: OnStuck = "warn",
         history_size: int = 1000,
+        skip_above: float | TimesMedian | None = None,
     ) -> None:
         self._device = _device_type(device)
         self._enabled = enabled and _can_scale_on(self._device)
@@ -117,6 +124,7 @@ class GradScaler(torch.amp.GradScaler):
         self.process_group = process_group
         self.allow_fp16 = allow_fp16
         self.on_stuck = on_stuck
+        self.skip_above = norm_limit.checked(skip_above)
         self._history_size = history_size
         self._warned: set[str] = set()
         self._stuck_check_due = False
@@ -124,6 +132,7 @@ class GradScaler(torch.amp.GradScaler):
         self._init_growth_tracker = 0
         self._init_counters: dict[str, int] = {}
         self._init_totals: dict[str, int] = {}
+        self._init_norms: list[list[float]] = []
         self._start()
 
     def _start(self) -> None:
@@ -132,6 +141,7 @@ class GradScaler(torch.amp.GradScaler):
         self._growth_tracker: Tensor | None = None
         self._counters: tuple[Tensor, ...] = ()     # of the strategy, beside these two
         self._history: History | None = None
+        self._norms: list[Tensor] = []      # the last ones of each optimizer, in the order of their first
         self._last_steps: weakref.WeakKeyDictionary[Any, LastStep] = weakref.WeakKeyDictionary()
         self._begin_iteration()
 
@@ -140,6 +150,7 @@ class GradScaler(torch.amp.GradScaler):
         self._notes: dict[int, Notes] = {}
         self._scale_calls = 0
         self._largest_norm: Tensor | None = None
+        self._outlier: Tensor | None = None     # of any optimizer
         self._used_scale: Tensor | None = None      # a copy
 
     @property
@@ -279,6 +290,10 @@ class GradScaler(torch.amp.GradScaler):
                 "once per micro-batch), or pass allow_repeat=True."
             )
         notes.clip_factor = None        # left where other code made the optimizer READY again
+        if self.skip_above is not None:
+            self.clip_grad_norm_(optimizer, math.inf, process_group=self.process_group)
+            self._apply_clip_factor_(notes)
+            return
         inv_scale, flag = self._inverse_scale()
         state["found_inf_per_device"] = self._unscale_grads_(optimizer, inv_scale, flag, self.allow_fp16)
         state["stage"] = OptState.UNSCALED
@@ -405,6 +420,8 @@ class GradScaler(torch.amp.GradScaler):
         if notes.state["stage"] is OptState.READY and norm_type not in clipping.HOMOGENEOUS_ORDERS:
             self.unscale_(optimizer)
         norm = self._clip_norm_(notes, max_norm, norm_type, () if process_group is None else (process_group,))
+        if self.skip_above is not None and notes.outlier is None and notes.state["found_inf_per_device"]:
+            self._judge(notes, norm)
         largest = self._largest_norm
         self._largest_norm = norm if largest is None else torch.maximum(largest, norm.to(largest))
         return norm
@@ -435,6 +452,21 @@ class GradScaler(torch.amp.GradScaler):
             else:
                 clipping.multiply_(gradients, factor, found)
         return norm
+
+    def _judge(self, notes: Notes, norm: Tensor) -> None:
+        """Note whether the norm of an iteration is above `skip_above`, on any of the ranks that skip together."""
+        limit: Any = self.skip_above
+        last = notes.last_step
+        if isinstance(limit, TimesMedian):
+            if last.norms is None:
+                last.norms = limit.init(norm.device, *self._init_norms[len(self._norms) :][:1])
+                self._norms.append(last.norms)
+            outlier = limit.judge_(last.norms, norm)
+        else:
+            outlier = norm_limit.is_outlier(norm, limit)
+        ranks.agree({outlier.device: outlier}, notes.groups, outlier.device)
+        notes.outlier = outlier
+        self._outlier = outlier if self._outlier is None else torch.maximum(self._outlier, outlier)
 
     def _apply_clip_factor_(self, notes: Notes) -> None:
         """Apply now the factor that clipping had left for the optimizer's `step`."""
@@ -480,10 +512,13 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             AssertionError: nothing has been scaled yet.
             RuntimeError: called before in this iteration.
+            ValueError: a closure, where the scaler has `skip_above`.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         closure = closures.extract(args, kwargs) if args or kwargs else None
+        if closure is not None and self.skip_above is not None:
+            raise ValueError("step got a closure, which skip_above does not judge; expected a scaler without it")
         if closure is None and (self._scale is None or self._history is None):
             self._check_scale_growth_tracker("step")
         notes = self._notes_of(optimizer)
@@ -517,7 +552,8 @@ class GradScaler(torch.amp.GradScaler):
         skip = found_inf.item() != 0
         if skip:
             self._count(notes, found_inf, skipped=True)
-        result = None if skip else optimizer.step(*args, **kwargs)
+        is_outlier = notes.outlier is not None and notes.outlier.item() != 0
+        result = None if skip or is_outlier else optimizer.step(*args, **kwargs)
         self._note_step(notes, found_inf, skipped=skip)
         return result
 
@@ -535,7 +571,9 @@ class GradScaler(torch.amp.GradScaler):
             result = optimizer.step(*args, **{**kwargs, "grad_scaler": self})
             state["stage"] = OptState.STEPPED
             return result
-        if state["stage"] is OptState.READY:
+        if state["stage"] is OptState.READY and self.skip_above is not None:
+            self.clip_grad_norm_(optimizer, math.inf, process_group=self.process_group)
+        elif state["stage"] is OptState.READY:
             self._check_inf_per_device(optimizer)
         if not state["found_inf_per_device"]:
             return self._note_no_gradients(notes)
@@ -546,7 +584,8 @@ class GradScaler(torch.amp.GradScaler):
             grad_scale = scale if grad_scale is None else scale * grad_scale
         skipped = self._count(notes, found_inf, skipped=None)
         run = amp_optimizers.run if not is_compiling() else amp_optimizers.run_uncompiled
-        result = run(optimizer, args, kwargs, found_inf, grad_scale, notes.clip_factor)
+        flag = found_inf if notes.outlier is None else torch.maximum(found_inf, notes.outlier)
+        result = run(optimizer, args, kwargs, flag, grad_scale, notes.clip_factor)
         notes.clip_factor = None
         state["stage"] = OptState.STEPPED
         self._note_step(notes, found_inf, skipped=skipped)
@@ -619,12 +658,13 @@ class GradScaler(torch.amp.GradScaler):
     def _note_step(self, notes: Notes, found_inf: Tensor, *, skipped: bool | None) -> None:
         """Remember how a step ended; `skipped` None when only the device knows. Calls `on_stuck` if that is due."""
         if self._history is not None:  # else another scaler scales these gradients; its steps are not counted here
-            self._history.note_step(found_inf)
+            self._history.note_step(found_inf, notes.outlier)
         last = notes.last_step
-        last.found_inf, last.skipped, last.idle_steps = found_inf, skipped, -1
+        last.found_inf, last.skipped, last.idle_steps, last.outlier = found_inf, skipped, -1, notes.outlier
         self._stuck_check_due = skipped is None
-        if skipped:
+        if skipped or notes.outlier is not None:
             amp_optimizers.mark_step_called(notes.optimizer)
+        if skipped:
             self._check_stuck(float(self._scale_on(found_inf.device)))
 
     def _note_no_gradients(self, notes: Notes) -> None:
@@ -723,7 +763,8 @@ class GradScaler(torch.amp.GradScaler):
         history: Any = self._history
         scale: Any = self._scale
         tracker: Any = self._growth_tracker
-        is_due = history.note_update(scale.clone() if used is None else used, found_inf, self._largest_norm)
+        used = scale.clone() if used is None else used
+        is_due = history.note_update(used, found_inf, self._largest_norm, self._outlier)
         if history.triton is not None and isinstance(rule, DynamicLossScale):
             history.triton.update_scale_(
                 scale, tracker, None if rule.is_plain else self._counters, found_inf,
@@ -821,7 +862,8 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return True
         last = self._last_step_taken_of(optimizer)
-        return not (bool(last.found_inf != 0) if last.skipped is None else last.skipped)
+        is_outlier = last.outlier is not None and bool(last.outlier != 0)
+        return not (is_outlier or (bool(last.found_inf != 0) if last.skipped is None else last.skipped))
 
     def stats(self) -> ScalerStats:
         """Counts of steps, skips, growths and more, with the scale; calls `on_stuck` if that is due. One host read."""
@@ -838,7 +880,10 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The last updates as plain dicts, oldest first: `update`, `scale`, `overflow`, `grad_norm`. One host read."""
+        """The last updates as plain dicts, oldest first: `update`, `scale`, `overflow`, `grad_norm`, `outlier`.
+
+        One host read.
+        """
         return [] if self._scale is None or self._history is None else self._history.rows(self._scale)
 
     def overflow_report(
@@ -858,7 +903,7 @@ class GradScaler(torch.amp.GradScaler):
                 continue
             if last.counts is not None:
                 found.append(last.counts)
-            elif not self.stepped(each):
+            elif bool(last.found_inf != 0):
                 found.append(count_nonfinite(each))
         return report(found, model)
 
@@ -917,6 +962,10 @@ class GradScaler(torch.amp.GradScaler):
                 "loss_scale": scales.to_dict(self._rule),
                 "counters": dict(zip(saved_state.COUNTERS, map(int, counters), strict=True)),
                 "totals": totals,
+                "norms": [
+                    *([norm for norm in norms.tolist() if norm < math.inf] for norms in self._norms),
+                    *self._init_norms[len(self._norms) :],
+                ],
             },
         }
 
@@ -941,7 +990,10 @@ class GradScaler(torch.amp.GradScaler):
         """Continue from a saved state; tensors keep their addresses."""
         self._rule, self._init_scale = new.rule, new.scale
         self._init_growth_tracker, self._init_counters = new.growth_tracker, new.counters
-        self._init_totals = new.totals
+        self._init_totals, self._init_norms = new.totals, new.norms
+        for i, norms in enumerate(self._norms):     # there are some under `TimesMedian` alone
+            rule: Any = self.skip_above
+            norms.copy_(rule.init(norms.device, *new.norms[i : i + 1]))
         if self._scale is not None and self._growth_tracker is not None:
             parts = [*self._check_scale_growth_tracker("load_state_dict"), *self._counters]
             fresh = new.rule.init(
@@ -970,6 +1022,7 @@ class GradScaler(torch.amp.GradScaler):
             "_init_growth_tracker": saved["_growth_tracker"],
             "_init_counters": own["counters"],
             "_init_totals": own["totals"],
+            "_init_norms": own["norms"],
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -26,9 +26,10 @@ _BLOCK = 256
 class ScalerStats:
     """Counts since the scaler was made (or since the checkpoint that it loaded was begun).
 
-    `steps` and `skips` count optimizer steps taken and skipped for inf or NaN, over all optimizers; `no_gradients`
-    those that found nothing to do. The rest count `update()` calls: `overflows` with a non-finite gradient,
-    `consecutive_skips` the overflows since the last clean one, `growths` and `backoffs` changes of the scale.
+    `steps` and `skips` count optimizer steps taken and skipped for inf or NaN, over all optimizers, `outliers` those
+    skipped for a norm above `skip_above`, `no_gradients` those that found nothing to do. The rest count `update()`
+    calls: `overflows` with a non-finite gradient, `consecutive_skips` the overflows since the last clean one, `growths`
+    and `backoffs` changes of the scale.
     """
 
     scale: float
@@ -40,21 +41,22 @@ class ScalerStats:
     consecutive_skips: int = 0
     growths: int = 0
     backoffs: int = 0
+    outliers: int = 0
 
     def as_dict(self) -> dict[str, float]:
         """Plain numbers, for TensorBoard's add_scalar or wandb.log."""
         return {f.name: getattr(self, f.name) + 0 for f in fields(self)}
 
 
-_COUNTED = ("updates", "overflows", "consecutive_skips", "growths", "backoffs", "attempts", "skips")
+_COUNTED = ("updates", "overflows", "consecutive_skips", "growths", "backoffs", "attempts", "skips", "outliers")
 _dtype_of = attrgetter("dtype")
 _AT = {name: i for i, name in enumerate(_COUNTED)}
 COUNTS = frozenset({*_COUNTED, "no_gradients"})
 """The names under which `History.to_dict` saves its counts."""
 
 
-_Update = tuple[Tensor, Tensor, Tensor | None]
-"""The scale that an iteration used, its flag, and its gradient norm if known."""
+_Update = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""The scale that an iteration used, its flag, its gradient norm if known, whether that was above `skip_above`."""
 
 
 class _Notes:
@@ -97,17 +99,21 @@ class History:
         self._has_updates = False
         self._rows: deque[_Update] = deque(maxlen=size)
 
-    def note_step(self, found_inf: Tensor) -> None:
-        """Note an optimizer step, skipped where the 0-d flag is set."""
+    def note_step(self, found_inf: Tensor, outlier: Tensor | None = None) -> None:
+        """Note an optimizer step, skipped where a 0-d flag is set: for inf or NaN, or only for the norm."""
+        if outlier is not None:
+            self._totals[_AT["outliers"]].add_((outlier != 0) & (found_inf == 0))
         (self._captured if ampkit_kernels.is_capturing(self._device) else self._notes).steps.append(found_inf)
 
-    def note_update(self, scale: Tensor, found_inf: Tensor, norm: Tensor | None) -> bool:
-        """Note an update: a copy of the scale that the iteration used, its flag, its gradient norm if known.
+    def note_update(
+        self, scale: Tensor, found_inf: Tensor, norm: Tensor | None, outlier: Tensor | None = None
+    ) -> bool:
+        """Note an update: a copy of the scale that the iteration used, and what else `_Update` has.
 
         Returns whether to `fold` once the scale has moved: when a block is full, always under CUDA graph capture and
         after it, and at once where a kernel does it, which has to be loaded before a capture.
         """
-        notes, update = self._notes, (scale, found_inf, norm)
+        notes, update = self._notes, (scale, found_inf, norm, outlier)
         if ampkit_kernels.is_capturing(self._device):
             notes, self._has_graph = self._captured, True
         else:
@@ -132,7 +138,7 @@ class History:
 
     def _tally(self, notes: _Notes, scale: Tensor) -> bool:
         """Add one update to the totals, in one launch; False, with nothing done, where there is no kernel for that."""
-        used, flag, _ = notes.updates[0]
+        used, flag, *_ = notes.updates[0]
         if self.triton is None or any(
             each.dtype is not torch.float32 or each.device != scale.device for each in (scale, used, flag, *notes.steps)
         ):
@@ -158,8 +164,8 @@ class History:
         self.fold(scale)
         *counts, value = torch.cat((self._totals.double(), scale.detach().double().reshape(1))).tolist()
         known = {name: int(count) for name, count in zip(_COUNTED, counts, strict=True)}
-        attempts = known.pop("attempts")
-        return ScalerStats(scale=value, steps=attempts - known["skips"], no_gradients=self.no_gradients, **known)
+        steps = known.pop("attempts") - known["skips"] - known["outliers"]
+        return ScalerStats(scale=value, steps=steps, no_gradients=self.no_gradients, **known)
 
     def to_dict(self, scale: Tensor) -> dict[str, int]:
         """The counts as plain integers for a checkpoint; rows are not kept. One host read."""
@@ -170,31 +176,33 @@ class History:
     def rows(self, scale: Tensor) -> list[dict[str, Any]]:
         """The last updates, oldest first, as plain dicts. One host read.
 
-        Keys: `update` (counted from 1), `scale` (the one the iteration used), `overflow`, and `grad_norm`, None where
-        the iteration did not clip.
+        Keys: `update` (counted from 1), `scale` (the one the iteration used), `overflow`, `grad_norm`, None where the
+        iteration took no norm, and `outlier`: a step was skipped for its norm alone.
         """
         self.fold(scale)
         if not self._rows:
             return []
         before, overflow = _stacked(self._rows)
-        norms = torch.stack([before[0] if norm is None else norm.to(before) for _, _, norm in self._rows])
-        table = torch.stack((before, overflow, norms), dim=1).double()
+        norms = torch.stack([before[0] if norm is None else norm.to(before) for _, _, norm, _ in self._rows])
+        outliers = torch.stack([before[0] * 0 if flag is None else flag.to(before) for *_, flag in self._rows])
+        table = torch.stack((before, overflow, norms, outliers.bool() & ~overflow), dim=1).double()
         *values, last = torch.cat((table.flatten(), self._totals[_AT["updates"]].double().reshape(1))).tolist()
         first = int(last) - len(self._rows) + 1
         return [
             {
                 "update": first + i,
-                "scale": values[3 * i],
-                "overflow": bool(values[3 * i + 1]),
-                "grad_norm": None if norm is None else values[3 * i + 2],
+                "scale": values[4 * i],
+                "overflow": bool(values[4 * i + 1]),
+                "grad_norm": None if norm is None else values[4 * i + 2],
+                "outlier": bool(values[4 * i + 3]),
             }
-            for i, (_, _, norm) in enumerate(self._rows)
+            for i, (_, _, norm, _) in enumerate(self._rows)
         ]
 
 
 def _stacked(updates: Sequence[_Update]) -> tuple[Tensor, Tensor]:
     """The scales that updates used, in float32, and whether each overflowed."""
-    scales, flags, _ = zip(*updates, strict=True)
+    scales, flags, *_ = zip(*updates, strict=True)
     # copies come as float32 or float64; one conversion of the block is cheaper than one of each
     alike = len(set(map(_dtype_of, scales))) == 1
     before = torch.stack(scales if alike else [used.float() for used in scales]).float()

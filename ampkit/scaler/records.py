@@ -40,6 +40,8 @@ class LastStep:
         counts: inf and NaN in its gradients, None where they were not counted.
         idle_steps: steps without gradients so far; -1 once a step has found some.
         takes_scaler: whether the optimizer's `step` takes the scaler itself; None: not looked at yet.
+        outlier: the flag of a norm above `skip_above`, which skips a step too, 0-d; None without that.
+        norms: the last ones, for `TimesMedian`.
     """
 
     holds_shards: bool
@@ -48,6 +50,8 @@ class LastStep:
     counts: Counts | None = None
     idle_steps: int = 0
     takes_scaler: bool | None = None
+    outlier: Tensor | None = None
+    norms: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -60,6 +64,7 @@ class Notes:
         last_step: what lasts beyond the iteration.
         groups: process groups whose ranks must skip together.
         clip_factor: what `step` has still to multiply gradients by, to unscale and clip them.
+        outlier: whether the norm is above `skip_above`, 0-d, the same on the ranks of `groups`; None: not known.
         mark: set on the gradients that this optimizer has unscaled.
     """
 
@@ -68,6 +73,7 @@ class Notes:
     last_step: LastStep
     groups: Sequence[Any] = ()
     clip_factor: Tensor | None = None
+    outlier: Tensor | None = None
     mark: int = field(default_factory=_marks.__next__)
 
 

@@ -31,6 +31,7 @@ class Loadable:
     growth_tracker: int
     counters: dict[str, int]
     totals: dict[str, int]
+    norms: list[list[float]]
 
 
 def loadable(state_dict: Any, rule: LossScale) -> Loadable:
@@ -52,7 +53,7 @@ def loadable(state_dict: Any, rule: LossScale) -> Loadable:
     missing = [key for key in TORCH_KEYS if key not in given]
     if missing:
         raise KeyError(f"the scaler's state dict has no {', '.join(map(repr, missing))}; expected {list(TORCH_KEYS)}")
-    own = _mapping(given.get(OWN_KEY, {}), OWN_KEY, ("version", "loss_scale", "counters", "totals"))
+    own = _mapping(given.get(OWN_KEY, {}), OWN_KEY, ("version", "loss_scale", "counters", "totals", "norms"))
     version = own.get("version", _VERSION)
     if type(version) is not int or version != _VERSION:
         raise ValueError(f"the saved 'version' is {version!r}; expected {_VERSION}: a newer ampkit may have written it")
@@ -64,6 +65,7 @@ def loadable(state_dict: Any, rule: LossScale) -> Loadable:
     tracker = _whole(given["_growth_tracker"], "_growth_tracker", _MOST_IN_A_ROW)
     counters = _counts(own.get("counters", {}), "counters", COUNTERS, _MOST_IN_A_ROW)
     totals = _counts(own.get("totals", {}), "totals", COUNTS, _MOST_IN_TOTAL)
+    norms = _norms(own.get("norms", []))
     unknown = sorted(set(map(str, given)) - {*TORCH_KEYS, OWN_KEY})
     if unknown:
         warn_user(f"ignored unknown entries in the scaler's state dict: {unknown}")
@@ -76,7 +78,7 @@ def loadable(state_dict: Any, rule: LossScale) -> Loadable:
     scale = rule.init_scale
     if isinstance(rule, DynamicLossScale):
         scale = min(max(saved_scale, rule.min_scale), rule.max_scale)
-    return Loadable(rule, scale, tracker, counters, totals)
+    return Loadable(rule, scale, tracker, counters, totals, norms)
 
 
 def usable_scale(value: Any, name: str) -> float:
@@ -96,6 +98,15 @@ def _whole(value: Any, name: str, most: int) -> int:
 
 def _counts(saved: Any, what: str, known: Collection[str], most: int) -> dict[str, int]:
     return {name: _whole(value, f"{name} of {what!r}", most) for name, value in _mapping(saved, what, known).items()}
+
+
+def _norms(saved: Any) -> list[list[float]]:
+    """The norms of each optimizer that `TimesMedian` goes on from."""
+    if not isinstance(saved, list) or not all(isinstance(each, list) for each in saved):
+        raise TypeError(f"the saved 'norms' are a {type(saved).__name__}; expected a list of norms for each optimizer")
+    if not all(0.0 <= scales.number(norm, "a saved norm") <= scales.LARGEST_SCALE for each in saved for norm in each):
+        raise ValueError("the saved 'norms' have one that is negative, inf or NaN; expected finite ones of 0 or more")
+    return [[float(norm) for norm in each] for each in saved]
 
 
 def _mapping(value: Any, name: str, known: Collection[str] | None = None) -> Mapping[Any, Any]:

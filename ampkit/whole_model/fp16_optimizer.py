@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampkit.gradients.collect import parameters
 from ampkit.scaler.loss_scale import LARGEST_SCALE, DynamicLossScale, LossScale, StaticLossScale
 from ampkit.whole_model.master_weights import MasterWeights
 from ampkit.whole_model.scaled_gradients import LossScaler, ScaledGradients, scaled_backward
@@ -69,26 +70,12 @@ class FP16Optimizer(torch.optim.Optimizer):
         if dynamic_loss_args and not dynamic:
             raise ValueError("dynamic_loss_args were given for a static scale; pass dynamic_loss_scale=True with them")
         rule: LossScale = _dynamic(dynamic_loss_args or {}) if dynamic else StaticLossScale(float(static_loss_scale))
-        # The constructor of Optimizer is not run: groups, state and defaults are the wrapped optimizer's.
+        # The constructor of Optimizer is not run: `__getattr__` finds groups, state and defaults in the wrapped one.
         self.optimizer = optimizer
-        self.scaler = LossScaler(_device_type(optimizer), loss_scale=rule, allow_fp16=True)
+        devices = [param.device.type for param in parameters(optimizer)]
+        self.scaler = LossScaler(devices[0] if devices else "cpu", loss_scale=rule, allow_fp16=True)
         self._gradients = ScaledGradients(optimizer, "optimizer.backward(loss), not loss.backward()", verbose=verbose)
         self.masters = self._gradients.masters = MasterWeights(optimizer)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The wrapped optimizer's parameter groups, with masters in the place of 16-bit parameters."""
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The wrapped optimizer's state."""
-        return self.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The wrapped optimizer's defaults."""
-        return self.optimizer.defaults
 
     @property
     def loss_scale(self) -> float:
@@ -105,7 +92,7 @@ class FP16Optimizer(torch.optim.Optimizer):
         return f"FP16Optimizer({self.optimizer!r}, {self.scaler.loss_scale})"
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else, hooks included, is the wrapped optimizer's."""
+        """Everything else, parameter groups, state and hooks included, is the wrapped optimizer's."""
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
@@ -146,7 +133,7 @@ class FP16Optimizer(torch.optim.Optimizer):
         """
         if not self._gradients.unscaled:
             raise RuntimeError("clip_master_grads() without a backward since the last step")
-        return torch.nn.utils.clip_grad_norm_(self._gradients.params(), max_norm, norm_type)
+        return torch.nn.utils.clip_grad_norm_(parameters(self.optimizer), max_norm, norm_type)
 
     def step(self) -> Any:  # type: ignore[override]
         """Step the masters and write the model's 16-bit weights, unless a gradient was not finite.
@@ -189,10 +176,3 @@ def _dynamic(args: Mapping[str, Any]) -> DynamicLossScale:
     # Apex's defaults: the first scale is too large on purpose, and falls in the first steps.
     known = {"init_scale": 2.0**32, "growth_interval": 1000, "max_scale": LARGEST_SCALE}
     return DynamicLossScale(**{**known, **{_DYNAMIC_NAMES.get(name, name): value for name, value in args.items()}})
-
-
-def _device_type(optimizer: torch.optim.Optimizer) -> str:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            return param.device.type
-    return "cpu"

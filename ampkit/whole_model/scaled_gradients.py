@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from ampkit.gradients import amp_optimizers, closures, ranks
-from ampkit.gradients.collect import collect, unscale_
+from ampkit.gradients.collect import collect, parameters, unscale_
 from ampkit.scaler import saved_state
 from ampkit.scaler.grad_scaler import GradScaler
 from ampkit.scaler.records import Notes
@@ -60,14 +60,10 @@ class ScaledGradients:
         """The optimizer."""
         return self._optimizer()
 
-    def params(self) -> list[Tensor]:
-        """Every tensor in the optimizer's groups: masters where there are any."""
-        return [param for group in self.optimizer.param_groups for param in group["params"]]
-
     def backward_params(self) -> list[Tensor]:
         """The parameters whose `.grad` backward fills: the model's own in the place of masters."""
         if self.masters is None:
-            return self.params()
+            return parameters(self.optimizer)
         return [*self._without_masters(self.masters), *self.masters.model_parameters()]
 
     def still_scaled(self) -> bool:
@@ -98,9 +94,10 @@ class ScaledGradients:
         if self.still_scaled():
             return
         self.delayed = None
-        if not self.unscaled or not (self.has_gradients() or any(param.grad is not None for param in self.params())):
+        held = [*self.backward_params(), *parameters(self.optimizer)]
+        if not self.unscaled or all(param.grad is None for param in held):
             self.found_inf = None       # of gradients that a step has used, or that were dropped
-        for param in self.params() if self.masters is None else self._without_masters(self.masters):
+        for param in parameters(self.optimizer) if self.masters is None else self._without_masters(self.masters):
             grad = param.grad
             if grad is not None:
                 # A view is DDP's gradient_as_bucket_view: the next backward writes to that memory.
@@ -127,7 +124,7 @@ class ScaledGradients:
         """
         found: dict[torch.device, Tensor] = {}
         groups: list[Any] = []
-        params = self.params()
+        params = parameters(self.optimizer)
         if self.masters is not None:
             self.masters.take_gradients_(inv_scale, found)
             groups += collect(self.masters.masters()).groups
@@ -145,7 +142,7 @@ class ScaledGradients:
 
     def _without_masters(self, masters: MasterWeights) -> list[Tensor]:
         of_masters = {id(master) for master in masters.masters()}
-        return [param for param in self.params() if id(param) not in of_masters]
+        return [param for param in parameters(self.optimizer) if id(param) not in of_masters]
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Raise for a step that cannot be right, and set gradients to None if one is not finite."""
@@ -164,7 +161,7 @@ class ScaledGradients:
         skip = bool(found_inf != 0)
         scaler.note_step(optimizer, found_inf, skipped=skip)
         if skip:
-            for param in self.params():
+            for param in parameters(self.optimizer):
                 param.grad = None
             if self._verbose:
                 print(f"ampkit: gradients overflowed, step skipped; the loss scale is {scaler.get_scale():g} now")

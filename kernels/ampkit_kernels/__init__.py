@@ -3,28 +3,26 @@
 Every function takes lists of tensors on one device, device scalars as one-element float32 tensors, and a
 keyword `impl`: `"auto"` (Triton on CUDA devices that can run it, PyTorch elsewhere), `"triton"` (raises
 `TritonUnavailable` with the reason where it cannot run) or `"reference"` (PyTorch). Lists may be empty.
-Importing this package does not import Triton.
+Importing this package does not import Triton. Names outside `__all__` are what `ampkit` needs to save host time.
 """
 
 from . import reference, rounding
 from .api import adamw_, cast_, multiply_, norm_and_check, quantize, sgd_, unscale_, unscale_into_
-from .configs import is_capturing
-from .dispatch import IMPLS, TritonUnavailable, backend, uses_triton, why_not_triton
+from .configs import is_capturing as is_capturing
+from .dispatch import IMPLS as IMPLS
+from .dispatch import TritonUnavailable, backend, why_not_triton
+from .dispatch import uses_triton as uses_triton
 from .float8 import Quantized, Scaling
-from .step_cache import StepCache
-from .tensors import FlatList
+from .step_cache import StepCache as StepCache
+from .tensors import FlatList as FlatList
 
 __all__ = [
-    "IMPLS",
-    "FlatList",
     "Quantized",
     "Scaling",
-    "StepCache",
     "TritonUnavailable",
     "adamw_",
     "backend",
     "cast_",
-    "is_capturing",
     "multiply_",
     "norm_and_check",
     "quantize",
@@ -33,6 +31,5 @@ __all__ = [
     "sgd_",
     "unscale_",
     "unscale_into_",
-    "uses_triton",
     "why_not_triton",
 ]

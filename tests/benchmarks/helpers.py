@@ -70,7 +70,7 @@ def sample_row(name: str, ratio: float, width: float = 0.01, **more: Any) -> dic
 
     facts = {"final_loss": 0.25, "peak_bytes": 3 << 20, "copies": 7, "launches": None}
     row = {
-        "family": "training", "name": name, "alone": False, "base": TORCH, "device": "cpu", "clock": "host",
+        "family": "training", "name": name, "base": TORCH, "device": "cpu", "clock": "host",
         "rounds": 9, "calls": 1, "load": 0.5, "sides": {TORCH: side(1.0, facts), AMPKIT: side(ratio, facts)},
         "aims": [{"side": AMPKIT, "base": TORCH, "limit": 1.0, "ratio": side(ratio, {})["ratio"]}],
         "environment": {

@@ -9,7 +9,7 @@ import torch
 
 from ampkit_kernels.configs import Config
 from benchmarks import float8, kernels, parameter_lists, registry, report, trainer, training, tuning
-from benchmarks.case import ALONE, AMPKIT, TORCH_OPERATORS, Case, WrongAnswerError
+from benchmarks.case import AMPKIT, TORCH_OPERATORS, Case, WrongAnswerError
 from benchmarks.host import Host
 from benchmarks.measure import measure
 from benchmarks.regions import Operator, WeightCasts
@@ -42,7 +42,6 @@ def test_aims_are_between_sides_that_the_case_has():
             names = sides_of(case, torch.device(device))
             assert case.base in names, case.name
             assert all({aim.side, aim.base} <= {*names} for aim in case.aims), case.name
-            assert case.torch_list == bool({*names} & {*ALONE}), case.name
     assert torch._C._len_torch_dispatch_stack() == 0
     assert not torch.is_autocast_enabled("cpu")
 

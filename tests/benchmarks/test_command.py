@@ -106,27 +106,3 @@ def test_a_run_goes_on_where_the_process_ended(measured, tmp_path: Path):
     assert "sides" in rows["sleepy"]
     assert rows["deadly"]["error"] == "the process ended while this was measured"
     assert not (tmp_path / "running.json").exists()
-
-
-def test_torchs_list_is_measured_in_a_process_that_goes_on_with_the_results(
-    measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Started once, with the same arguments; its exit code counts, and the first process writes the report."""
-    started = []
-
-    def run(arguments: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        if arguments[1:3] == ["-m", "benchmarks"]:      # not git
-            started.append(arguments[3:])
-            assert not (tmp_path / "report.md").exists()
-        return subprocess.CompletedProcess(arguments, 1)
-
-    monkeypatch.setattr(command.subprocess, "run", run)
-    case, _ = sleepy_case(torch_list=True)
-    assert measured([case])[0] == 1
-    (arguments,) = started
-    assert arguments == ["--no-gate", "--effort", "0.01", "--out", str(tmp_path), "--alone", "--resume"]
-    (tmp_path / "report.md").unlink()
-    status, rows = measured([case, sleepy_case()[0]], "--alone", "--resume")
-    assert (status, len(rows), len(started)) == (0, 1, 1)
-    assert [row["alone"] for row in results.load(tmp_path / "results.jsonl")] == [False, True]
-    assert not (tmp_path / "report.md").exists()

@@ -97,14 +97,6 @@ def test_copies_and_peaks_are_counted():
     assert {name: side.facts()["casts"] for name, side in sides.items()} == {TORCH: 3, AMPKIT: 3, SAME_LIST: 3, KEPT: 0}
 
 
-def test_torchs_list_is_measured_apart():
-    """In the first process without its sides, in the second with the base and them."""
-    case = regions.Entering(name="", seconds=0.0)
-    for alone, others in ((False, [AMPKIT]), (True, [SAME_LIST])):
-        row = measure.measure(case, CPU, alone=alone, effort=0.01)
-        assert (row["alone"], list(row["sides"])) == (alone, [TORCH, *others])
-
-
 @pytest.mark.parametrize("job", ["unscale", "clip", "AdamW", "clip + AdamW", "python"])
 def test_scalers_agree_and_disagreement_is_seen(job: str):
     case = Scaling(name="tiny", job=job, tensors=3, elements=50)

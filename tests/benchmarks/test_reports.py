@@ -14,7 +14,7 @@ def test_results_come_back_from_a_file_and_other_files_are_refused(tmp_path: Pat
     path = write_rows(tmp_path / "results.jsonl", [sample_row("a", 0.123456789), sample_row("b", 1.0)])
     first, second = results.load(path)
     assert first["sides"][AMPKIT]["ratio"]["median"] == 0.123457
-    assert results.key(second) == ("training", "b", False)
+    assert results.key(second) == ("training", "b")
     whole = path.read_text()
     path.write_text(whole + whole[:20])     # a process that ended while it wrote
     assert len(results.load(path)) == 2
@@ -27,10 +27,9 @@ def test_results_come_back_from_a_file_and_other_files_are_refused(tmp_path: Pat
 
 
 def test_a_report_has_a_table_for_each_question(tmp_path: Path):
-    """Sides of both processes in one line; aims, losses and failures shown; a page gets the tables of times."""
+    """A line for each case; aims, losses and failures shown; a page gets the tables of times."""
     rows = [sample_row("fast", 0.8), sample_row("slow", 1.2), sample_row("small", 1.1, family="small")]
-    apart = sample_row("fast", 0.9, alone=True, aims=[])
-    rows += [{**apart, "sides": {TORCH: apart["sides"][TORCH], SAME_LIST: apart["sides"][AMPKIT]}}]
+    rows[0]["sides"][SAME_LIST] = sample_row("", 0.9)["sides"][AMPKIT]
     rows.append({name: rows[0][name] for name in results._NEEDED} | {"name": "broken", "error": "no"})
     path, page = write_rows(tmp_path / "results.jsonl", rows), tmp_path / "page.md"
     page.write_text(f"before\n\n{report.BEGIN}old{report.END}\n\nafter\n")
@@ -64,7 +63,7 @@ def test_units_and_sides_that_are_shown():
     row = sample_row("", 1.0, clock="events")
     side = {**row["sides"][AMPKIT], "facts": {"bytes_moved": 4e6}}
     row["sides"] = {TORCH: side} | {f"s{n}": {**side, "wall": {"median": 1.0 - n / 99}} for n in range(20)}
-    (shown,) = report.joined([row])
+    (shown,) = report.shown([row])
     assert list(shown["sides"]) == [TORCH, "s19", "s18", "s17"]
     assert "| 2 |  |" not in report.table([shown], report.FACTS["GB/s"])
     assert report.table([shown], report.FACTS["GB/s"]).splitlines()[2].startswith("|  | 2 | 0.00495")

@@ -101,7 +101,7 @@ def gpt_with_our_optimizer_trains_alike(device: torch.device) -> None:
 
 @check
 def a_captured_iteration_replays(device: torch.device) -> None:
-    from ampkit import GradScaler
+    from ampkit import GradScaler, TimesMedian
     from ampkit.optim import AdamW
 
     region = functools.partial(torch.autocast, device.type, torch.float16, cache_enabled=False)
@@ -109,7 +109,8 @@ def a_captured_iteration_replays(device: torch.device) -> None:
     def build() -> tuple[list[Batch], Any]:
         torch.manual_seed(0)
         model, batches = gpt(device)
-        parts = model, AdamW(model.parameters(), lr=1e-3), GradScaler(device.type, init_scale=2.0**10), region
+        scaler = GradScaler(device.type, init_scale=2.0**10, skip_above=TimesMedian(1e6, window=8))
+        parts = model, AdamW(model.parameters(), lr=1e-3), scaler, region
         return batches, functools.partial(iteration, *parts)
 
     batches, eager = build()

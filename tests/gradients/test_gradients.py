@@ -88,7 +88,7 @@ def test_each_gradient_is_listed_once_in_order() -> None:
     a, b = with_grad(shared), torch.nn.Parameter(torch.zeros(2))
     b.grad = shared
     assert len(listed(a, b)) == len(listed(a, a)) == 1
-    assert not collect([torch.nn.Parameter(torch.ones(1))])
+    assert not collect([torch.nn.Parameter(torch.ones(1))]).by_device
     params = [with_grad(KINDS[kind]()) for kind in ("float32", "bfloat16", "complex64", "sparse")]
     dtypes = [tensor.dtype for tensor in listed(*params)]
     assert dtypes == [torch.float32, torch.bfloat16, torch.float32, torch.float32]

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from ampkit import Policy, Rule, WeightCache, autocast
+from ampkit import Policy, WeightCache, autocast
 from benchmarks.workloads import Decoder, DecoderBlock
 from tests.helpers.models import CASES
 from tests.helpers.ranks import on_ranks
@@ -207,26 +207,6 @@ def assert_parallel_is_right(sequence: bool) -> None:
 def tensor_and_sequence_parallel_have_torchs_bits() -> None:
     for sequence in (False, True):
         assert_parallel_is_right(sequence)
-
-
-@check
-def dtensor_operators_follow_the_policy() -> None:
-    """Casts of a DTensor stay DTensors with the same placement, and the user's rules reach them."""
-    mesh = init_device_mesh("cpu", (WORLD,))
-    x = distribute_tensor(torch.randn(4, 8), mesh, [Shard(0)])
-    weight = nn.Parameter(distribute_tensor(torch.randn(8, 8), mesh, [Replicate()]))
-    with autocast("cpu"):
-        product = x @ weight
-        probabilities = product.softmax(-1)
-    assert isinstance(product, DTensor)
-    assert (product.dtype, product.placements) == (torch.bfloat16, (Shard(0),))
-    assert probabilities.dtype is torch.float32
-    kept = Policy.default("cpu").with_rules({"aten::matmul": Rule.FLOAT32})
-    with autocast("cpu", policy=kept):
-        assert (x @ weight).dtype is torch.float32
-    product.to_local().float().sum().backward()
-    assert isinstance(weight.grad, DTensor)
-    assert weight.grad.dtype is torch.float32
 
 
 def run_check(rank: int, world: int, name: str) -> None:

@@ -36,7 +36,7 @@ def test_counts_and_rows_equal_a_plain_account(flags, reads, size, block) -> Non
             before = scaler.get_scale()
             scaler.update()
             after = scaler.get_scale()
-            rows.append({"update": i + 1, "scale": before, "overflow": bad, "grad_norm": norm})
+            rows.append({"update": i + 1, "scale": before, "overflow": bad, "grad_norm": norm, "outlier": False})
             run = run + 1 if bad else 0
             growths += after > before
             backoffs += after < before

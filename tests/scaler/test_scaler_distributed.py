@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import ampkit.optim
 from ampkit.scaler.grad_scaler import GradScaler
+from ampkit.scaler.norm_limit import TimesMedian
 from tests.helpers.faults import plant_nonfinite, spoil_grad
 from tests.helpers.ranks import on_ranks
 
@@ -308,3 +309,32 @@ def test_on_two_ranks(check: Callable[..., None]) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_stages_clip_by_one_norm(world: int) -> None:
     on_ranks(norm_over_stages, world=world)
+
+
+def outlier_on_one_rank(rank: int, world: int, which: str, sharded: bool) -> None:
+    """The last rank alone has a large gradient in one step."""
+    model = nn.Linear(4, 2 * world, bias=False)
+    if sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    optimizer = OPTIMIZERS[which](model.parameters())
+    group = None if sharded else dist.group.WORLD
+    scaler = GradScaler("cpu", 8.0, process_group=group, skip_above=TimesMedian(3.0, window=16))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+        grad: Any = model.weight.grad
+        (grad.to_local() if isinstance(grad, DTensor) else grad).mul_(10.0 if step == INF_AT and rank else 1.0)
+        before = full(model.weight)
+        if not sharded:
+            scaler.clip_grad_norm_(optimizer, 1e9)      # by the norm of each rank alone
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(before, full(model.weight)) is (step == INF_AT) is not scaler.stepped(optimizer)
+    assert (scaler.stats().outliers, scaler.stats().skips, scaler.get_scale()) == (1, 0, 8.0)
+
+
+@pytest.mark.parametrize("which", ["foreach", "fused", "ampkit"])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_norm_above_the_limit_on_one_rank_skips_on_all(which: str, sharded: bool) -> None:
+    """FSDP2, whose norm is that of all shards, and parameters that only a process group joins."""
+    on_ranks(outlier_on_one_rank, which, sharded)

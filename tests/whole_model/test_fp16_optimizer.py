@@ -84,24 +84,6 @@ def test_it_is_a_scaler_and_masters_to_the_bit(
     assert {row.name for row in report} == {name for name, _ in model.named_parameters()}
 
 
-@pytest.mark.parametrize("loss_scale", [0.0, 128.0])
-def test_scripts_with_a_loss_scale_option(loss_scale: float) -> None:
-    """`--loss_scale 0` is dynamic, as BERT's scripts have it; 2**32, the first scale, is too large, and falls."""
-    model = model_of()
-    optimizer = FP16Optimizer(torch.optim.AdamW(model.parameters(), lr=5e-2), static_loss_scale=loss_scale)
-    losses = []
-    (x, y), = batches(1)
-    for _ in range(60):
-        losses.append(loss_of(model, x, y))
-        optimizer.backward(losses[-1])
-        optimizer.step()
-        optimizer.zero_grad()
-    assert losses[-1] < losses[0] / 3
-    skips = optimizer.scaler.stats().skips
-    assert optimizer.loss_scale == (128.0 if skips == 0 else 2.0 ** (32 - skips))
-    assert (skips > 5) is (loss_scale == 0.0)
-
-
 @pytest.mark.parametrize("update", [True, False])
 def test_backwards_add_up(update: bool) -> None:
     """Two losses, each taken at once or both at the end; the float32 parameters beside the masters too."""

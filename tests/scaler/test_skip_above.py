@@ -1,0 +1,127 @@
+"""`GradScaler(skip_above=...)`: steps of an outlying gradient norm are not taken, and the scale knows nothing of it.
+
+Ranks are in `test_scaler_distributed`.
+"""
+
+import copy
+import math
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import ampkit.optim
+from ampkit import GradScaler, NoOpLossScale, TimesMedian
+from tests.helpers.scaler_tools import count_reads, one_parameter, started
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "ordinary": lambda params: torch.optim.SGD(params, lr=0.1),
+    "fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+    "ampkit": lambda params: ampkit.optim.AdamW(params, lr=0.1),
+}
+BEFORE: dict[str, Callable[[GradScaler, Any], Any]] = {
+    "nothing": lambda scaler, optimizer: None,
+    "clipping": lambda scaler, optimizer: scaler.clip_grad_norm_(optimizer, 0.5),
+    "torch's clipping": lambda scaler, optimizer: (
+        scaler.unscale_(optimizer), torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.5)
+    ),
+}
+NORMS = (1.0, 1.0, 1.0, 10.0, 1.0, math.inf, 1.0)
+
+
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("which", OPTIMIZERS)
+@pytest.mark.parametrize(("limit", "scaled"), [(5.0, True), (TimesMedian(5.0, window=16), True), (5.0, False)])
+def test_an_outlier_is_skipped_and_counted_apart(which: str, before: str, limit: Any, scaled: bool) -> None:
+    """The norm is the one before clipping; overflow stays overflow; fused optimizers wait for no device."""
+    param = torch.nn.Parameter(torch.zeros(4, dtype=torch.float32 if scaled else torch.bfloat16))
+    optimizer = OPTIMIZERS[which]([param])
+    options: Any = {"init_scale": 8.0} if scaled else {"loss_scale": NoOpLossScale()}
+    scaler = GradScaler("cpu", skip_above=limit, **options)
+    for norm in NORMS:
+        scaler.scale(torch.ones((), requires_grad=True))
+        param.grad = torch.full_like(param, norm / 2 * scaler.get_scale())
+        was = param.detach().clone()
+        with count_reads() as reads:
+            BEFORE[before](scaler, optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.stepped(optimizer) is not torch.equal(was, param) is (norm != 1.0)
+        assert bool(scaler.found_inf(optimizer)) is math.isinf(norm)
+        assert which != "fused" or norm == math.inf or reads == []
+    stats = scaler.stats()
+    assert (stats.steps, stats.skips, stats.outliers, stats.overflows, stats.updates) == (5, 1, 1, 1, 7)
+    assert stats.scale == (4.0 if scaled else 1.0)
+    assert [row["outlier"] for row in scaler.history] == [norm == 10.0 for norm in NORMS]
+    assert [row["grad_norm"] for row in scaler.history] == list(NORMS)
+
+
+@pytest.mark.parametrize("which", OPTIMIZERS)
+def test_unscaled_gradients_are_those_of_any_scaler(which: str) -> None:
+    found = []
+    for options in ({}, {"skip_above": 1e9}):
+        param, _ = one_parameter(grad=3.0)
+        scaler: Any = started(GradScaler, 3.0, **options)
+        scaler.unscale_(OPTIMIZERS[which]([param]))
+        found.append(param.grad)
+    assert torch.equal(*found)
+
+
+def test_the_median_is_that_of_the_last_finite_norms() -> None:
+    """Beside a plain account; saved and loaded on the way."""
+    draw, rule, device = torch.Generator().manual_seed(0), TimesMedian(2.0, window=17), torch.device("cpu")
+    norms, seen = rule.init(device), list[float]()
+    for step in range(200):
+        value = float(torch.rand((), generator=draw)) * (4.0 if step % 7 == 0 else 1.0 if step > 9 else 0.0)
+        norm = torch.tensor((math.inf, math.nan)[step % 2] if step % 11 == 5 else value)
+        median = statistics.median_low(seen) if seen else 0.0
+        limit = 2.0 * median if len(seen) >= 2 and median > 0 else math.inf
+        assert bool(rule.judge_(norms, norm)) is not (math.isfinite(norm) and float(norm) <= limit)
+        seen = [*seen, *([float(norm)] if math.isfinite(norm) else [])][-17:]
+        assert norms.tolist() == [math.inf] * (17 - len(seen)) + seen
+        norms = rule.init(device, seen) if step % 13 == 12 else norms
+
+
+def test_each_optimizer_has_its_own_median_and_a_resumed_run_goes_on_with_it() -> None:
+    """Also after a copy and in a scaler that is in use; an optimizer without gradients has none."""
+    def train(scaler: GradScaler, *sizes: float) -> list[bool]:
+        for optimizer, size in zip(optimizers, sizes, strict=True):
+            scaler.scale(torch.ones((), requires_grad=True))
+            optimizer.param_groups[0]["params"][0].grad = torch.tensor([size])
+            scaler.step(optimizer)
+        scaler.step(one_parameter()[1])
+        scaler.update()
+        return [scaler.stepped(optimizer) for optimizer in optimizers]
+
+    optimizers = [one_parameter()[1], one_parameter()[1]]
+    scaler, used, fresh = (GradScaler("cpu", 1.0, skip_above=TimesMedian(3.0, window=16)) for _ in range(3))
+    assert [train(scaler, 1.0, 100.0) for _ in range(3)] == [[True, True]] * 3
+    state = scaler.state_dict()
+    assert state["ampkit"]["norms"] == [[1.0] * 3, [100.0] * 3]
+    train(used, 5.0, 5.0)
+    for each in (used, fresh):
+        each.load_state_dict(state)
+        assert each.state_dict()["ampkit"]["norms"] == state["ampkit"]["norms"]
+    for each in (scaler, used, fresh, copy.deepcopy(scaler)):
+        assert train(each, 4.0, 100.0) == [False, True]
+        assert train(each, 2.0, 301.0) == [True, False]
+    for norms in ("1", [1.0], [["1"]], [[-1.0]], [[math.nan]], [[1e39]]):
+        with pytest.raises((TypeError, ValueError), match="saved"):
+            fresh.load_state_dict({**state, "ampkit": {**state["ampkit"], "norms": norms}})
+
+
+def test_refusals() -> None:
+    for limit, error, message in (
+        (0.0, ValueError, "skip_above is 0.0; expected a positive"), (math.nan, ValueError, "skip_above is nan"),
+        (True, TypeError, "skip_above is True; expected a number"), ("10x", TypeError, "skip_above is '10x'"),
+    ):
+        with pytest.raises(error, match=message):
+            GradScaler("cpu", skip_above=limit)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"factor is 1.0; expected a number above 1"):
+        TimesMedian(1.0)
+    with pytest.raises(ValueError, match=r"window is 7; expected 8 to 65536 norms"):
+        TimesMedian(2.0, window=7)
+    with pytest.raises(ValueError, match="a closure, which skip_above does not judge"):
+        started(GradScaler, skip_above=5.0).step(one_parameter(grad=1.0)[1], lambda: 0.0)
