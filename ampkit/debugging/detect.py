@@ -72,7 +72,7 @@ def detect_nonfinite(
 def _finding(detection: NonfiniteDetection, found: Trace) -> Finding:
     """What a report says of an origin."""
     origin, symptom = found.origin, found.symptom
-    finding: Finding = origin.finding
+    finding: Finding = replace(origin.finding)
     cause = finding.cause
     if cause.kind == "undefined" and finding.origin.backward_of:
         text = advice_for(finding.origin.op, finding.origin.backward_of)[0] or cause.text
@@ -80,7 +80,7 @@ def _finding(detection: NonfiniteDetection, found: Trace) -> Finding:
     elif cause.kind == "constant":
         finding.cause = replace(cause, text=f"{origin.values}, which the code asks for")
     elif cause.kind == "from inf":
-        finding.made = _constant_behind(detection, origin)
+        finding.made = found.constant.finding.origin if found.constant is not None else None
     if cause.kind != "arrived":
         finding.parameter = symptom.finding.parameter
     finding.symptom, finding.step, finding.scale = _symptom(symptom), detection.step, detection.scale
@@ -88,19 +88,6 @@ def _finding(detection: NonfiniteDetection, found: Trace) -> Finding:
     if not finding.skipped:
         finding.suggestion = suggest(finding, detection.modules.region, detection.modules.model)
     return finding
-
-
-def _constant_behind(detection: NonfiniteDetection, record: Record) -> Operation | None:
-    """The constant inf that a NaN was made of."""
-    known, pending = {record.index}, [record]
-    while pending:
-        one = pending.pop()
-        if one.source == "constant" and one is not record:
-            return one.finding.origin  # type: ignore[no-any-return]
-        new = [index for index in one.inputs if index in detection.records and index not in known]
-        known.update(new)
-        pending += [detection.records[index] for index in new if detection.records[index].finding is not None]
-    return None
 
 
 def _is_cured_by_scaler(finding: Finding) -> bool:

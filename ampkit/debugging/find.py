@@ -109,13 +109,7 @@ class _Replay:
         finally:
             self._snapshot.restore()
         made = run.made()
-        if made is None or not (made.error.lost or made.error.dtype in ("float16", "bfloat16")):
-            return finding      # what float32 rounds, without underflow, is exact enough
-        text = rounded_number(made.numbers, made.dtype)
-        if text is None:
-            how = "it underflows" if made.error.lost and run.value == 0 else "what it is made of is rounded"
-            text = f"{run.value:g} in {made.error.dtype}, and not in exact arithmetic: {how}"
-        return replace(finding, cause=Cause("rounded", text), made=made.error)
+        return finding if made is None else replace(finding, made=made[0], cause=Cause("rounded", made[1]))
 
     def with_suggestion(self, finding: Finding, *, loop_is_wrong: bool) -> Finding:
         """A finding with what was tried for it: the first change that lasts, or advice."""
@@ -179,14 +173,6 @@ def _course(losses: list[float], updated: bool) -> str:
     return f", the loss goes from {losses[0]:.4g} to {losses[-1]:.4g}" if len(losses) > 1 else ""
 
 
-class _Made(NamedTuple):
-    """The call that rounded an input, with the Python numbers among its arguments."""
-
-    error: OperatorError
-    numbers: tuple[float, ...]
-    dtype: torch.dtype
-
-
 class _OriginRun(PrecisionComparison):
     """A step beside itself in float64, to see what the inputs of an operator that failed were made of."""
 
@@ -210,12 +196,14 @@ class _OriginRun(PrecisionComparison):
             self._numbers[call.index] = call.numbers, result.dtype
         return result
 
-    def made(self) -> _Made | None:
-        """The call that rounded an input to 0, or to an end of what the operator takes."""
+    def made(self) -> tuple[OperatorError, str] | None:
+        """The call that rounded an input to 0, or to an end of what the operator takes, and how."""
         error = next((one for one in self.report.operators if one.index == self._maker), None)
-        if error is None:
-            return None
-        return _Made(error, *self._numbers.get(error.index, ((), getattr(torch, error.dtype))))
+        if error is None or not (error.lost or error.dtype in ("float16", "bfloat16")):
+            return None     # what float32 rounds, without underflow, is exact enough
+        how = "it underflows" if error.lost and self.value == 0 else "what it is made of is rounded"
+        text = f"{self.value:g} in {error.dtype}, and not in exact arithmetic: {how}"
+        return error, rounded_number(*self._numbers.get(error.index, ((), torch.float32))) or text
 
     def _rounded(self, tensor: Tensor, reference: Tensor) -> float | None:
         """Of the values that the operator cannot take, one that is in a tensor and another one in the reference."""

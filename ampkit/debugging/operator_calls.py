@@ -73,11 +73,11 @@ class _Thread(threading.local):
 
 
 class OperatorObserver(ObserverMode):
-    """Context in which `observe` is asked to run each operator of the thread, and of backward threads; its loop is
-    checked, too.
+    """Context in which `observe` is asked to run each operator of the thread, and of backward threads.
 
-    Subclasses override `observe`, which must run the operator exactly once and return its result, and `step_ended`.
-    Views are run without asking. Inside both, the mode is off: what they compute is not observed.
+    The loop is checked, too; the report has what it does wrong, and whether compiled functions ran. Subclasses override
+    `observe`, which must run the operator exactly once and return its result, and `step_ended`. Views are run without
+    asking. Inside both, the mode is off: what they compute is not observed.
     """
 
     def __init__(self, model: Module | None, report: StepReport) -> None:
@@ -118,7 +118,7 @@ class OperatorObserver(ObserverMode):
     def _begin(self, stack: ExitStack) -> None:
         """Look from here on; until then only optimizer steps are counted."""
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(self._noting_compiled())
+        self._note_compiled(stack)
         stack.enter_context(no_advice_on_hooks())
         self.modules.start()
         stack.callback(self.modules.stop)
@@ -127,13 +127,11 @@ class OperatorObserver(ObserverMode):
         stack.callback(super().__exit__, None, None, None)
         self.begun = True
 
-    @contextmanager
-    def _noting_compiled(self) -> Iterator[None]:
-        """Note calls of compiled functions: what torch's frame evaluation asks about the stance, each of them does."""
+    def _note_compiled(self, stack: ExitStack) -> None:
+        """Note calls of compiled functions: each of them asks torch's frame evaluation about the stance."""
         eval_frame: Any = sys.modules["torch._dynamo.eval_frame"]
         inner = getattr(eval_frame, "_callback_from_stance", None)
         if inner is None:
-            yield
             return
 
         def asked(callback: Any) -> Any:
@@ -141,10 +139,7 @@ class OperatorObserver(ObserverMode):
             return inner(callback)
 
         eval_frame._callback_from_stance = asked
-        try:
-            yield
-        finally:
-            eval_frame._callback_from_stance = inner
+        stack.callback(setattr, eval_frame, "_callback_from_stance", inner)
 
     def observe(
         self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -189,7 +184,8 @@ class OperatorObserver(ObserverMode):
 
     def forward_of(self, call: OperatorCall) -> OperatorCall | None:
         """The forward operator that a backward operator belongs to; of a custom function, its first one."""
-        return None if call.backward_number is None else self._forward_at(call.backward_number)
+        number: Any = call.backward_number
+        return self._forward.get(number) or self._forward_before.get(number)
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -201,19 +197,23 @@ class OperatorObserver(ObserverMode):
             return NotImplemented       # a tensor subclass takes itself apart, and its parts come by
         facts = facts_of(func)
         if facts.composite:     # in inference mode no key above decomposes them
-            with self._again():
+            super().__enter__()     # or the operators inside it would not be seen
+            try:
                 return func.decompose(*args, **kwargs)
+            finally:
+                super().__exit__(None, None, None)
         number = next_sequence_number() - 1
         moved = number != self._thread.number
-        if facts.is_view:
-            if moved:
-                self._note_forward(number, self._describe(facts, 3))
+        if facts.is_view and not moved:
             return func(*args, **kwargs)
         call = self._describe(facts, 3)
         if call.caller.printing:
             return func(*args, **kwargs)
         if moved:
-            self._note_forward(number, call)
+            self._thread.number = number
+            self._forward[number] = call
+        if facts.is_view:
+            return func(*args, **kwargs)
         self.count += 1
         given = tensors_in((args, kwargs) if kwargs else args)
         if any(map(is_opaque, given)):
@@ -227,15 +227,6 @@ class OperatorObserver(ObserverMode):
             return self.observe(call, func, args, kwargs)
         finally:
             call.given = []
-
-    @contextmanager
-    def _again(self) -> Iterator[None]:
-        """Look at operators inside this one's call too."""
-        super().__enter__()
-        try:
-            yield
-        finally:
-            super().__exit__(None, None, None)
 
     def _describe(self, facts: OperatorFacts, depth: int) -> OperatorCall:
         call = OperatorCall()
@@ -262,13 +253,6 @@ class OperatorObserver(ObserverMode):
             if call.caller.code is None:
                 call.caller = forward.caller    # the stack leads to backward(), not to who called the checkpoint
         return call
-
-    def _note_forward(self, number: int, call: OperatorCall) -> None:
-        self._thread.number = number
-        self._forward[number] = call
-
-    def _forward_at(self, number: int) -> OperatorCall | None:
-        return self._forward.get(number) or self._forward_before.get(number)
 
     def _optimizer_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._optimizer = optimizer

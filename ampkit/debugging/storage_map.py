@@ -50,10 +50,3 @@ class StorageMap(Generic[T]):
     def values(self) -> Iterator[T]:
         """All values that are remembered."""
         return (value for _, value in self._entries.values())
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._entries.clear()
-
-    def __len__(self) -> int:
-        return len(self._entries)

@@ -56,11 +56,12 @@ class Record:
 
 @dataclass(frozen=True)
 class Trace:
-    """An origin, and the first symptom; `only_gradients`: it is in no loss and in no parameter."""
+    """An origin, and the first symptom; `only_gradients`: it is in no loss and in no parameter. `constant`: its inf."""
 
     origin: Record
     symptom: Record
     only_gradients: bool
+    constant: Record | None
 
 
 def trace(records: Mapping[int, Record], *, complete: bool = True) -> list[Trace]:
@@ -83,22 +84,21 @@ def trace(records: Mapping[int, Record], *, complete: bool = True) -> list[Trace
     for record in sorted(broken.values(), key=lambda one: (one.source == "constant", one.index)):
         if record.source in (None, "skipped") or (record.source == "constant" and traces):
             continue
-        if record.source == "from inf" and not _only_constants(record, broken):
+        behind = _behind(record, broken) if record.source == "from inf" else []
+        if not all(map(_is_constant, behind)):
             continue        # the inf has an origin of its own
-        reached, soft = _reached(record, readers), complete and not _harmless_inf(record)
+        # An inf that came with the data shows only where it does harm: it may be a bound, or a mask.
+        soft = complete and (record.source != "arrived" or record.nan)
+        reached = _reached(record, readers)
         symptoms = [
             one for one in reached if _is_hard(one) or (record.source != "constant" and _shows(one, read, soft))
         ]
         if symptoms:
             only_gradients = not any(one.is_loss or one.writes for one in reached)
             symptom = min(symptoms, key=lambda one: (not one.is_loss, one.index))
-            traces.append(Trace(record, symptom, only_gradients))
+            constant = next((one for one in behind if one.source == "constant"), None)
+            traces.append(Trace(record, symptom, only_gradients, constant))
     return traces
-
-
-def _harmless_inf(record: Record) -> bool:
-    """An inf that came with the data shows only where it does harm: it may be a bound, or a mask."""
-    return record.source == "arrived" and not record.nan
 
 
 def _is_hard(record: Record) -> bool:
@@ -124,18 +124,19 @@ def _reached(origin: Record, readers: Mapping[int, list[Record]]) -> list[Record
     return list(reached.values())
 
 
-def _only_constants(record: Record, broken: Mapping[int, Record]) -> bool:
-    """Whether every inf behind a record was put there by a constant, or is a mask that came with the data."""
-    seen, pending = {record.index}, [record]
+def _behind(record: Record, broken: Mapping[int, Record]) -> list[Record]:
+    """The broken records that one was computed from."""
+    found: dict[int, Record] = {}
+    pending = [record]
     while pending:
-        one = pending.pop()
-        for index in one.inputs:
-            if index in seen or index not in broken:
-                continue
-            seen.add(index)
-            source = broken[index]
-            masked = source.source == "arrived" and not source.nan and not source.posinf
-            if source.source not in (None, "constant", "from inf") and not masked:
-                return False
-            pending.append(source)
-    return True
+        for index in pending.pop().inputs:
+            if index in broken and index not in found and index != record.index:
+                found[index] = broken[index]
+                pending.append(broken[index])
+    return list(found.values())
+
+
+def _is_constant(record: Record) -> bool:
+    """Whether an inf was put there by a constant or passed on, or is a mask that came with the data."""
+    masked = record.source == "arrived" and not record.nan and not record.posinf
+    return masked or record.source in (None, "constant", "from inf")

@@ -100,20 +100,6 @@ def is_eligible(value: Any, device_type: str) -> bool:
     return isinstance(value, Tensor) and value.dtype in _ELIGIBLE and value.device.type == device_type
 
 
-def common_dtype(*values: Any) -> torch.dtype | None:
-    """The dtype that plain tensors share; None if they have several, or if a value is not a plain tensor."""
-    found = None
-    for value in values:
-        kind = type(value)
-        if kind is not Tensor and kind is not Parameter:
-            return None
-        if found is None:
-            found = value.dtype
-        elif value.dtype is not found:
-            return None
-    return found
-
-
 def tensors(args: Iterable[Any]) -> Iterator[Tensor]:
     """Every tensor among arguments, lists and tuples looked into."""
     for value in args:

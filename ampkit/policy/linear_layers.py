@@ -47,7 +47,7 @@ def _layers(policy: Any, dtype: torch.dtype, path: str, module: Module, seen: se
     if isinstance(value, torch.dtype):
         dtype = value
     elif value is not None:
-        policy, dtype = value, torch.bfloat16
+        policy, dtype = policy.inside(value), torch.bfloat16
     if isinstance(module, Linear):
         yield _layer(policy, dtype, path, module)
     for name, child in module.named_children():

@@ -208,9 +208,9 @@ class ModuleRules:
                 request_kwargs(module_of(bound.module))
         return extended
 
-    def check(self) -> ModuleCheck:
+    def check(self) -> tuple[BoundRule, ...]:
         """What each rule binds now."""
-        return ModuleCheck(tuple(map(_checked, self.rules)))
+        return tuple(map(_checked, self.rules))
 
     def describe(self) -> str:
         """As in code, for `repr`; a model is shown with its address."""

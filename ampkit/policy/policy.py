@@ -154,11 +154,11 @@ class Policy:
         Keys are resolved now: wrappers put around modules later change nothing, copies of modules follow the rules of
         their originals, and what replaces modules has to come first. No module is kept alive. A module or its path
         beats a pattern with stars, that beats a class, a nearer base class beats a farther one; of modules inside each
-        other the innermost with a rule wins.
+        other the innermost with a rule wins, inside one with a policy too.
 
         Raises:
-            ValueError: a key that matches no module or is set already, an unknown name of a dtype, or two patterns that
-                disagree about a module.
+            ValueError: a key that matches no module or is set already, an unknown name of a dtype, a policy with rules
+                for modules, or two patterns that disagree about a module.
             TypeError: something that is no key, or no precision or policy.
 
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
@@ -206,19 +206,13 @@ class Policy:
     def check(self, model: Module | None = None) -> module_rules.ModuleCheck:
         """Which modules each rule of `for_modules` binds, by their paths, and which of them are gone.
 
-        The rules of a policy that is given as a value come after the rule that has it.
         `str()` of it is a line for each rule; `.gone` holds the rules with modules that were freed, or that their model
         no longer contains. Such a module has to be bound again: `for_modules` after whatever replaced it.
 
         With a model, `.layers` says of each of its `nn.Linear` which rule it follows under this policy and its rules
         for modules, and why one with an FP8 rule does not run in FP8. Nothing is run.
         """
-        found: list[module_rules.BoundRule] = []
-        for rule, checked in zip(self.modules.rules, self.modules.check().rules, strict=True):
-            found.append(checked)
-            if isinstance(rule.value, Policy):
-                found += rule.value.check().rules
-        return module_rules.ModuleCheck(tuple(found), () if model is None else linear_layers(self, model))
+        return module_rules.ModuleCheck(self.modules.check(), () if model is None else linear_layers(self, model))
 
     def _precision(self, key: Any, value: Any) -> torch.dtype | Policy:
         """The checked value of a rule of `for_modules`; `ValueError` naming the key if a module cannot follow it."""
@@ -228,10 +222,10 @@ class Policy:
                     f"the policy for module {module_rules.describe(key)} is for {value.device_type!r}, "
                     f"not {self.device_type!r}"
                 )
-            if value._depth() >= written.MOST_NESTED:
+            if value.modules:
                 raise ValueError(
-                    f"the policy for module {module_rules.describe(key)} holds policies that hold policies, more than "
-                    f"{written.MOST_NESTED} deep; give modules inside others a rule by their path instead"
+                    f"the policy for module {module_rules.describe(key)} has rules for modules itself; give those to "
+                    "the policy around it, where they hold inside that module too"
                 )
             return value
         dtype = as_dtype(value)
@@ -242,10 +236,9 @@ class Policy:
             )
         return dtype
 
-    def _depth(self) -> int:
-        """How many policies are nested here, this one included."""
-        values = (rule.value for rule in self.modules.rules)
-        return 1 + max((value._depth() for value in values if isinstance(value, Policy)), default=0)
+    def inside(self, value: Policy) -> Policy:
+        """The policy of a module whose rule is a policy: the operators' rules of that one, and these for modules."""
+        return _inside(self, value)
 
     def rule_for(self, op: Operator) -> Rule:
         """The rule `op` follows. DECOMPOSE for an unlisted composite, KEEP for any other unlisted operator."""
@@ -289,7 +282,7 @@ class Policy:
         Raises:
             ValueError: rules of several models, which one call of `from_dict` cannot bind.
         """
-        if len(self._models()) > 1:
+        if len({rule.model for rule in self.modules.rules}) > 1:
             raise ValueError(
                 "this policy has rules for modules of several models, and from_dict binds to one; write one policy for "
                 "each of them"
@@ -325,11 +318,6 @@ class Policy:
             raise TypeError(f"from_dict binds module rules to a module; got {type(model).__name__}")
         written.check(state)
         return _restored(state, None if model is None else module_rules.NamedModules(model))
-
-    def _models(self) -> set[str]:
-        """The identities of the models that module rules are bound to, those of policies for modules included."""
-        found = {rule.model for rule in self.modules.rules}
-        return found.union(*(rule.value._models() for rule in self.modules.rules if isinstance(rule.value, Policy)))
 
     def _layers(self) -> tuple[_Layer, ...]:
         return (
@@ -410,7 +398,7 @@ def _restored(state: Mapping[str, Any], modules: module_rules.NamedModules | Non
             "Policy.from_dict(state, model)"
         )
     return policy._with_modules(modules, (
-        (key, value if isinstance(value, str) else _restored(value, modules)) for key, value in rules
+        (key, value if isinstance(value, str) else _restored(value, None)) for key, value in rules
     ))
 
 
@@ -434,6 +422,11 @@ def _checked_layer(rules: Any) -> tuple[tuple[OpOverload, Rule], ...]:
                 raise ValueError(f"operator '{op.name()}' is named twice, as {layer[op].name} and as {rule.name}")
             layer[op] = rule
     return tuple(sorted(layer.items(), key=lambda item: item[0].name()))
+
+
+@functools.lru_cache(maxsize=64)
+def _inside(policy: Policy, value: Policy) -> Policy:
+    return Policy(value.base, value.device_type, value.overrides, policy.modules)
 
 
 @functools.lru_cache(maxsize=64)

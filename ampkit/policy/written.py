@@ -17,7 +17,6 @@ from ampkit.policy.rules import Rule
 from ampkit.policy.values import short
 from ampkit.torch_internals.operators import OpOverload
 
-MOST_NESTED = 16        # policies within policies: reading one recurses, and so do its methods
 MOST_RULES = 20_000     # in all: policies may share their parts, so that a short pickle says endlessly many
 WIDE = 100              # what a rule for a class of modules or a pattern with stars counts: it meets every module
 _KEYS = {"base", "device_type", "rules", "modules"}
@@ -28,7 +27,7 @@ def layer_dict(layer: Sequence[tuple[OpOverload, Rule]]) -> dict[str, str]:
     return {key_name(op): rule.value for op, rule in layer}
 
 
-def check(state: Any, depth: int = 1, found: int = 0) -> int:
+def check(state: Any, found: int = 0, *, of_module: bool = False) -> int:
     """`TypeError` or `ValueError` for a policy, or one in it, of a form or a size that `Policy.to_dict` does not write.
 
     Returns how many rules it holds, layers of rules included, and `found` more. Names and values are for `Policy` to
@@ -43,12 +42,12 @@ def check(state: Any, depth: int = 1, found: int = 0) -> int:
             f"not a policy: {missing}{f'unknown keys {short(unknown)}; ' if unknown else ''}expected 'base' and, with "
             "defaults, 'device_type', 'rules' and 'modules'"
         )
-    if depth > MOST_NESTED:
-        raise ValueError(f"not a policy: it holds policies that hold policies, more than {MOST_NESTED} deep")
     layers, modules = state.get("rules", ()), state.get("modules", ())
     for key, value in (("rules", layers), ("modules", modules)):
         if not isinstance(value, (list, tuple)):
             raise TypeError(f"{key!r} of a written policy is a list, got {short(value)}")
+    if of_module and modules:
+        raise ValueError("not a policy: a policy for a module has rules for modules itself")
     for layer in layers:
         if not isinstance(layer, Mapping):
             raise TypeError(f"each of the 'rules' of a written policy is a dict, got {short(layer)}")
@@ -61,7 +60,7 @@ def check(state: Any, depth: int = 1, found: int = 0) -> int:
             raise TypeError(f"a written policy names modules by path or as 'class module:name', got {short(key)}")
         found = _counted(found + WIDE * ("*" in key or key.startswith(CLASS)))
         if not isinstance(value, str):
-            found = check(value, depth + 1, found)
+            found = check(value, found, of_module=True)
     return found
 
 

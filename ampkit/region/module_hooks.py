@@ -81,7 +81,7 @@ class ModuleRuleHooks:
         self.rules.ran |= self.ran
         if not self.ran:
             if first or self.called_another or self.rules.are_gone():
-                _warn(self.rules, self.rules.check().rules, (
+                _warn(self.rules, self.rules.check(), (
                     "none of the modules that this policy's rules bind ({}) ran in this region: the rules have no "
                     "effect on what did"
                 ))
@@ -196,7 +196,7 @@ def _cast_inputs(args: Any, kwargs: Any, device_type: str) -> tuple[Any, Any]:
 def _region(policy: Policy, value: Any) -> RegionSpec:
     """The region that a rule asks for: another policy, float32 without autocast, or a dtype under the same policy."""
     if isinstance(value, Policy):
-        return checked_spec(policy.device_type, policy=value, of_module=True)
+        return checked_spec(policy.device_type, policy=policy.inside(value), of_module=True)
     if value is torch.float32:
         return checked_spec(policy.device_type, None, False, policy=policy, of_module=True)
     return checked_spec(policy.device_type, value, policy=policy, of_module=True)
@@ -284,7 +284,9 @@ def _rules_in_trace(module_id: int) -> str | None:
     for policy, value in found:
         policy.modules.ran = True
         if _is_followed(policy.device_type):
-            inner, dtype = (value, "") if isinstance(value, Policy) else (policy, str(value).removeprefix("torch."))
+            inner, dtype = policy, str(value).removeprefix("torch.")
+            if isinstance(value, Policy):
+                inner, dtype = policy.inside(value), ""
             thread.announced.append((inner, True))
             lines.append(f"{policy.device_type}|{dtype}|{inner.text}")
     return "\n".join(lines)

@@ -173,18 +173,6 @@ def may_overlap(t: Tensor) -> bool:
     return False
 
 
-def is_dense(t: Tensor) -> bool:
-    """Whether the elements fill one gapless stretch of memory, each once, in any order of dimensions."""
-    if t.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted((st, s) for s, st in zip(t.shape, t.stride(), strict=True) if s != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 def check_scalar(name: str, value: Tensor, tensors: Sequence[Tensor], op: str) -> None:
     """Refuse a device scalar that is not one fp32 element on the tensors' device."""
     if value.dtype != torch.float32 or value.numel() != 1:

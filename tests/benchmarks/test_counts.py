@@ -25,15 +25,3 @@ def test_hot_code_calls_no_more_functions_than_it_did() -> None:
     assert found.keys() == BOUNDS.keys() == counts.JOBS.keys()
     assert {name: count for name, count in found.items() if count > BOUNDS[name]} == {}
     assert all(count > 0 for count in found.values())
-
-
-def test_every_function_of_python_is_counted_once_warm() -> None:
-    """And not what prepares the job."""
-    prepared = []
-
-    def inner() -> None:
-        return None
-
-    found = counts.trace(counts.Counted(lambda: (inner(), inner()), lambda: prepared.append(1)))
-    assert [line.rpartition(".")[2] for line in found] == ["<lambda>", "inner", "inner"]
-    assert len(prepared) == 5

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks import trainer, workloads
+from benchmarks import trainer
 from benchmarks.case import AMPKIT, KEPT, SAME_LIST, TORCH, WrongAnswerError
 from tests.benchmarks.helpers import CPU, TINY, tiny_case
 from tests.helpers.regions import needs_16_bit_lstm
@@ -58,19 +58,6 @@ def test_compiled_training_gives_eager_losses(monkeypatch: pytest.MonkeyPatch):
         one.step()
         losses.append(one.loss.item())
     assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-2)
-
-
-def test_accumulated_gradients_are_the_mean_over_micro_batches():
-    """Beside one backward over all of the step's samples at once."""
-    one = trainer.Trainer(TINY["gpt"](), trainer.Variant(accumulation=4), trainer.FP32, CPU)
-    one.optimizer.step = lambda: None
-    one.step()
-    found = [param.grad.clone() for param in one.model.parameters() if param.grad is not None]
-    inputs, targets = (torch.cat(parts) for parts in zip(*one.batches[:4], strict=True))
-    one.model.zero_grad()
-    workloads.loss_of(one.model(inputs), targets).backward()
-    for mine, param in zip(found, one.model.parameters(), strict=True):
-        torch.testing.assert_close(mine, param.grad)
 
 
 @pytest.mark.gpu

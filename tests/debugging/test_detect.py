@@ -49,8 +49,8 @@ def test_five_lines() -> None:
     assert finding.cause.limit == 65504
 
 
-def test_find_nonfinite_verifies_the_smallest_change() -> None:
-    """Two layers overflow: both are named, and neither can be left out; a finite step is left alone."""
+def test_find_nonfinite_verifies_a_change_of_two_rules() -> None:
+    """Two layers overflow, and both are named; a finite step is left alone."""
     model = overflowing()
     x = torch.full((4, 8), 8.0)
     before = [value.clone() for value in model.state_dict().values()]
@@ -89,20 +89,6 @@ def test_find_nonfinite_leaves_scaler_and_optimizer_as_they_were() -> None:
     assert report.skipped[0].scale == 2.0**20
     with pytest.raises(TypeError, match="state holds int, which cannot be put back; expected state_dict and load"):
         debugging.find_nonfinite(step, model, state=[3])
-
-
-def test_a_step_in_torch_autocast_is_given_torch_code() -> None:
-    """Which was tried: the policy of an enclosing region would change nothing."""
-    model = overflowing()
-
-    def step() -> None:
-        with torch.autocast("cpu", torch.float16):
-            model(torch.full((4, 8), 8.0)).sum()
-
-    suggestion = debugging.find_nonfinite(step, model).findings[0].suggestion
-    assert suggestion is not None
-    assert suggestion.verified
-    assert suggestion.code.startswith('with torch.autocast("cpu", enabled=False): around tests/debugging/test_detect.')
 
 
 @pytest.mark.parametrize("kind", ["none", "torch", "ampkit"])
@@ -164,16 +150,6 @@ def test_what_arrives_broken() -> None:
         model(torch.full((4, 8), 8.0)).sum().backward()
     assert report.findings[0].parameter == "1.weight"
     assert report.findings[0].symptom == "the loss is nan"
-
-
-def test_a_batch_from_workers() -> None:
-    """No operator of this process wrote it."""
-    data = torch.utils.data.TensorDataset(torch.full((4, 8), math.inf))
-    model = nn.Linear(8, 1)
-    with debugging.detect_nonfinite(model, on_found="record") as report:
-        for (rows,) in torch.utils.data.DataLoader(data, batch_size=4):
-            model(rows).sum().backward()
-    assert report.findings[0].cause.kind == "arrived"
 
 
 def test_numbers_that_something_masks_out_are_no_finding() -> None:
@@ -279,5 +255,3 @@ def test_a_cause_leaves_random_numbers_alone() -> None:
     torch.native_dropout(x, 0.5, True)
     assert torch.equal(after, torch.get_rng_state())
     assert report.findings[0].origin.op == "aten::native_dropout"
-
-

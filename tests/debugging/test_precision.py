@@ -117,12 +117,8 @@ def test_local_propagated_and_amplified_errors_are_what_arithmetic_says() -> Non
     assert f"amplified {after / rounding:.3g} times" in str(compare_precision(step))
 
 
-def test_what_is_lost_to_zero_is_counted() -> None:
-    cast = errors_of(lambda: torch.tensor([1.0, 1e-9, 0.0, 2.0]).half())["aten::_to_copy"]
-    assert cast.lost == 0.25
-
-
-def test_an_overflow_is_infinitely_wrong() -> None:
+def test_what_is_lost_to_zero_is_counted_and_an_overflow_is_infinitely_wrong() -> None:
+    assert errors_of(lambda: torch.tensor([1.0, 1e-9, 0.0, 2.0]).half())["aten::_to_copy"].lost == 0.25
     report = compare_precision(lambda: torch.tensor([1e5, 1.0, 1.0, 1.0]).half())
     cast = report.operators[0]
     assert (cast.total, cast.local, cast.largest) == (math.inf, math.inf, 1e5)
@@ -332,16 +328,6 @@ def test_gradients_are_taken_before_the_loop_clears_them(cls: Any, scale: float)
         assert report.gradient_error == math.inf
 
 
-def test_modules_are_told_apart() -> None:
-    model, batch = make("mlp")
-    model[2].weight.data *= 1e-7        # type: ignore[operator, index]
-    report = compare_precision(lambda: one_step(model, batch, torch.float16), model)
-    worst = max((one for one in report.operators if one.phase == "forward"), key=lambda one: one.local)
-    assert worst.module == worst.path == "2"
-    assert worst.lost > 0
-    assert report.table(3).count("\n") == 3
-
-
 def test_results_are_compared_without_any_gradient() -> None:
     x = torch.linspace(0.1, 1, 8)
     assert 0 < compare_precision(lambda: [x.half() * 3]).error < 1e-3
@@ -353,5 +339,3 @@ def test_results_are_compared_without_any_gradient() -> None:
 def test_bad_input() -> None:
     with pytest.raises(ValueError, match=r"reference is torch.float16; expected torch.float32 or torch.float64"):
         compare_precision(lambda: None, None, torch.float16)
-    with pytest.raises(TypeError, match=r"model is str; expected a torch\.nn\.Module"):
-        compare_precision(lambda: None, "model")        # type: ignore[arg-type]

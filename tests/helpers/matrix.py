@@ -2,7 +2,7 @@
 
 A program is a function of a region that returns tensors. It runs under torch.autocast and under ampkit with torch's
 list, which must agree to the bit; and under ampkit's default policy, which must be as near to float32 as bfloat16
-allows. Where torch.autocast itself fails, the program says so, and only the second comparison is made.
+allows.
 """
 
 import contextlib
@@ -64,11 +64,10 @@ def weights() -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Program(NamedTuple):
-    """One program. `torch_fails`: what torch.autocast raises there, as a pattern; None if it works."""
+    """One program."""
 
     name: str
     function: Callable[[Region], Any]
-    torch_fails: str | None = None
 
     def run(self, region: Region) -> list[Tensor]:
         """Every tensor in the program's answer, from the same seed."""
@@ -79,10 +78,6 @@ class Program(NamedTuple):
 
     def check_bits(self) -> None:
         """Under torch's list the program has torch.autocast's bits."""
-        if self.torch_fails is not None:
-            with pytest.raises(Exception, match=self.torch_fails):
-                self.run(native)
-            return
         expected, got = self.run(native), self.run(ours)
         assert [value.dtype for value in got] == [value.dtype for value in expected]
         different = [index for index, pair in enumerate(zip(got, expected, strict=True)) if not torch.equal(*pair)]
@@ -104,15 +99,6 @@ class Programs(list[Program]):
     """The programs of a file; `add` is a decorator."""
 
     def add(self, function: Callable[[Region], Any]) -> Callable[[Region], Any]:
-        """Add a function that torch.autocast can run."""
+        """Add a function."""
         self.append(Program(function.__name__, function))
         return function
-
-    def add_where_torch_fails(self, pattern: str) -> Callable[[Callable[[Region], Any]], Callable[[Region], Any]]:
-        """Add a function that torch.autocast fails in, with a message that matches the pattern."""
-
-        def add(function: Callable[[Region], Any]) -> Callable[[Region], Any]:
-            self.append(Program(function.__name__, function, pattern))
-            return function
-
-        return add

@@ -3,7 +3,6 @@
 import torch
 from torch.nn import Parameter
 
-from ampkit import autocast
 from tests.helpers.regions import BF16
 
 X = torch.ones(2, 4, dtype=BF16)
@@ -30,32 +29,10 @@ def uses(region, leaf, times: int = 3, **kwargs) -> int:
     return copies(run)
 
 
-def orders_of_arrival(model, cache, after=lambda: None) -> list[list[str]]:
-    """In which order backward reaches layers and their weights' gradients: of torch.autocast's region, then of three of
-    ours with this cache. `after` is called behind each backward."""
-    arrived, orders = [], []
-    for n, layer in enumerate(model):
-        layer.weight.register_post_accumulate_grad_hook(lambda _, n=n: arrived.append(f"weight {n}"))
-        layer.register_full_backward_hook(lambda *_, n=n: arrived.append(f"layer {n}"))
-    for region in (lambda: torch.autocast("cpu"), *[lambda: autocast("cpu", cache=cache)] * 3):
-        with region():
-            loss = model(torch.ones(2, 4, requires_grad=True)).sum()
-        arrived.clear()
-        loss.backward()
-        orders.append(list(arrived))
-        after()
-    return orders
-
-
 WRITES = {
     "in place": lambda p: p.detach().fill_(2.0),
-    "no_grad": lambda p: torch.no_grad()(lambda: p.fill_(2.0))(),
-    "inference_mode": lambda p: torch.inference_mode()(lambda: p.fill_(2.0))(),
-    "copy_": lambda p: torch.no_grad()(lambda: p.copy_(torch.full((4, 4), 2.0)))(),
     "data =": lambda p: setattr(p, "data", torch.full((4, 4), 2.0)),
     "data =, and the old values live on": lambda p: (p.data, setattr(p, "data", torch.full((4, 4), 2.0))),
-    "set_": lambda p: torch.no_grad()(lambda: p.set_(torch.full((4, 4), 2.0)))(),
-    "through a view": lambda p: p.detach().view(-1)[:].fill_(2.0),
 }
 
 

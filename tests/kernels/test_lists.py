@@ -12,7 +12,6 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampkit_kernels as kernels
-from ampkit_kernels import tensors as kernel_tensors
 from tests.gpu_checks.operations import NONFINITE, ORDERS
 from tests.gpu_checks.tools import Guarded, close, gradients, same, scalar
 from tests.kernels.launches import noted_launches
@@ -147,22 +146,6 @@ def test_any_list(sizes: list[int], dtypes: list, planted: list, exponent: int, 
         found.append([norm, *flags, *mine])
     torch.testing.assert_close(found[1][0], found[0][0], rtol=4e-6, atol=0, equal_nan=True)
     same(found[1][1:], found[0][1:])
-
-
-@given(
-    st.lists(st.integers(1, 5), min_size=1, max_size=4).flatmap(
-        lambda shape: st.tuples(st.just(shape), st.permutations(range(len(shape))), st.booleans())
-    )
-)
-def test_density_is_pytorchs(case: tuple) -> None:
-    shape, order, sliced = case
-    tensor = torch.zeros(shape).permute(order)
-    if sliced:
-        tensor = tensor[..., ::2]
-    assert kernel_tensors.is_dense(tensor) == torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
-    assert not kernel_tensors.may_overlap(tensor)
-    assert kernel_tensors.may_overlap(torch.zeros(20).as_strided((4, 3), (2, 1)))
-    assert not kernel_tensors.may_overlap(torch.zeros(20).as_strided((4, 2), (4, 1)))
 
 
 # --- refusals

@@ -33,10 +33,6 @@ def ours(dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
     return ampkit.autocast("cpu", dtype, policy=Policy.torch("cpu"))
 
 
-def default(dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
-    return ampkit.autocast("cpu", dtype)
-
-
 def train(
     case: Case,
     region: Callable[[], contextlib.AbstractContextManager[Any]],
@@ -127,38 +123,3 @@ def test_own_custom_function_decorators_have_torchs_bits(dtype: torch.dtype) -> 
     case = custom_function_case(ampkit.custom_fwd(device_type="cpu"), ampkit.custom_bwd(device_type="cpu"))
     expected = train(BY_NAME["custom_function"], lambda: native(dtype))
     assert_same_bits(train(case, lambda: ours(dtype)), expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_default_policy_is_as_near_to_float64_as_torchs(case: Case, dtype: torch.dtype) -> None:
-    """Distance of one step's gradients from float64's, beside that of torch.amp's."""
-    if case.name == "encoder":
-        case = case._replace(build=lambda: without_dropout(BY_NAME["encoder"].build()))
-    exact = flat_gradients(case, contextlib.nullcontext, torch.float64)
-    torchs = flat_gradients(case, lambda: native(dtype)) - exact
-    defaults = flat_gradients(case, lambda: default(dtype)) - exact
-    assert 0 < defaults.norm() <= 1.05 * torchs.norm()
-
-
-def flat_gradients(
-    case: Case, region: Callable[[], contextlib.AbstractContextManager[Any]], dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """All gradients of one step as a float64 vector, with parameters and inputs of `dtype`."""
-    torch.manual_seed(0)
-    model = case.build().to(dtype)
-    inputs, targets = (value.to(dtype) if value.is_floating_point() else value for value in case.batch())
-    with region():
-        loss = case.loss(model(inputs), targets)
-    loss.backward()
-    return torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
-
-
-def without_dropout(model: torch.nn.Module) -> torch.nn.Module:
-    """The model with its dropout at zero: masks drawn in float64 are not those drawn in bfloat16."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if isinstance(module, torch.nn.MultiheadAttention):
-            module.dropout = 0.0
-    return model

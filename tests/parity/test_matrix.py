@@ -61,16 +61,6 @@ def gradient_penalty(region: Region) -> Any:
     return loss, gradients(model)
 
 
-@PROGRAMS.add_where_torch_fails("expected m1 and m2 to have the same dtype")
-def forward_mode_ad(region: Region) -> Any:
-    model, x = Net(), torch.randn(4, 6)
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
-        with region():
-            out = model(dual)
-        return list(torch.autograd.forward_ad.unpack_dual(out))
-
-
 @PROGRAMS.add
 def partly_frozen(region: Region) -> Any:
     model, x = Net(), torch.randn(4, 6)
@@ -103,18 +93,6 @@ def hooks_of_every_kind(region: Region) -> Any:
     assert out.grad_fn is not None
     out.grad_fn.register_prehook(lambda grads: keep(grads))
     hidden.sum().backward()
-    return out, seen, gradients(model)
-
-
-@PROGRAMS.add
-def parameters_and_casts_with_own_hooks(region: Region) -> Any:
-    """A hook on the weight fires once, with the gradient of both uses of its cached cast."""
-    model, x, seen = nn.Linear(6, 6), torch.randn(4, 6), []
-    model.weight.register_hook(lambda grad: seen.append(grad.clone()))
-    with region():
-        out = model(model(x))
-    out.float().sum().backward()
-    assert len(seen) == 1
     return out, seen, gradients(model)
 
 
@@ -163,18 +141,6 @@ def sparse_embedding_gradients(region: Region) -> Any:
 
 
 @PROGRAMS.add
-def sparse_coo_times_dense_in_an_island(region: Region) -> Any:
-    """Sparse products have no bfloat16 kernel; people step out of the region for them, and back in."""
-    matrix, dense, head = torch.eye(6).to_sparse(), torch.randn(6, 4, requires_grad=True), nn.Linear(4, 3)
-    with region():
-        with torch.autocast("cpu", enabled=False):
-            product = torch.sparse.mm(matrix, dense)
-        out = head(product)
-    out.float().sum().backward()
-    return product, out, dense.grad
-
-
-@PROGRAMS.add
 def complex_numbers(region: Region) -> Any:
     """Complex tensors are not autocast's; the real ones beside them are."""
     z = torch.randn(4, 6, dtype=torch.complex64, requires_grad=True)
@@ -197,17 +163,6 @@ def jagged_nested_tensors(region: Region) -> Any:
         out = model(ragged)
     out.values().float().sum().backward()
     return out.values(), [row.grad for row in rows], gradients(model)
-
-
-@PROGRAMS.add
-def jagged_attention(region: Region) -> Any:
-    rows = [torch.randn(length, 2, 4) for length in (3, 5)]
-    ragged = torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=True)
-    with region():
-        heads = ragged.transpose(1, 2)
-        out = F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2)
-    out.values().float().sum().backward()
-    return out.values()
 
 
 @PROGRAMS.add

@@ -9,13 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-import ampkit
-from ampkit import Policy
 from tests.helpers.matrix import QUIET, Region, default, native, ours, weights
 
 pytestmark = QUIET
@@ -86,38 +83,6 @@ def test_function_modes_see_the_call_and_not_the_casts() -> None:
     assert out.dtype is torch.bfloat16
     assert names.count("linear") == 1
     assert "to" not in names
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("outside", [True, False])
-def test_fake_tensors_get_the_dtypes(device: str, outside: bool) -> None:
-    """Shapes and dtypes of a step without memory, also of a device that is not there."""
-
-    def step(region: Region) -> list[tuple[torch.dtype, torch.Size, str]]:
-        fake = FakeTensorMode()
-        with contextlib.ExitStack() as stack:
-            for context in (fake, region()) if outside else (region(), fake):
-                stack.enter_context(context)
-            x = torch.empty(4, 6, device=device)
-            trained = device == "cpu"       # with a gradient for an absent device, autograd ends the process
-            w, v = (torch.empty(size, device=device, requires_grad=trained) for size in ((8, 6), (3, 8)))
-            hidden = F.linear(x, w)
-            normed = F.layer_norm(hidden, (8,))
-            values = [hidden, normed, F.linear(normed, v), F.linear(normed, v).softmax(-1)]
-            if trained:
-                values += torch.autograd.grad(values[-1].pow(2).sum(), [w, v])
-        return [(value.dtype, value.shape, value.device.type) for value in values]
-
-    def ampkits(policy: Callable[[str], Policy]) -> Region:
-        return lambda: ampkit.autocast(f"{device}:0", torch.bfloat16, policy=policy(device))
-
-    expected = step(lambda: torch.autocast(f"{device}:0", torch.bfloat16))
-    assert step(ampkits(Policy.torch)) == expected
-    got = step(ampkits(Policy.default))
-    low, full = torch.bfloat16, torch.float32
-    assert [dtype for dtype, _, _ in got][:4] == [low, full, low, full]
-    assert {dtype for dtype, _, _ in got[4:]} == ({full} if device == "cpu" else set())
-    assert {where for _, _, where in got} == {device}
 
 
 @pytest.mark.parametrize("pre_dispatch", [False, True])

@@ -52,23 +52,6 @@ def test_linear_algebra_takes_half_precision(name: str, dtype: torch.dtype) -> N
         torch.testing.assert_close(ours, exact)
 
 
-def test_mixed_dtypes_meet_in_the_widest() -> None:
-    wide, narrow, index = torch.zeros(4), torch.ones(4, dtype=BF16), torch.arange(4)
-    calls: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
-        lambda a, b: a.index_add(0, index, b),
-        lambda a, b: a.scatter(0, index, b),
-        lambda a, b: a.scatter_reduce(0, index, b, "sum"),
-        lambda a, b: a.masked_scatter(index > 0, b),
-        lambda a, b: a.lerp(b, 0.5),
-        lambda a, b: torch.dot(a, b),
-        lambda a, b: torch.cat([b, a]),
-    ]
-    for call in calls:
-        for a, b in ((wide, narrow), (narrow, wide)):
-            with default():
-                assert call(a, b).dtype is torch.float32
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_the_encoder_s_inference_path_takes_a_padding_mask() -> None:
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()

@@ -9,7 +9,6 @@ import torch
 from ampkit import explain
 from ampkit.policy import op_table
 from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, Group, Rule, fold
-from ampkit.policy.operator_keys import resolve
 
 aten = torch.ops.aten
 
@@ -41,42 +40,6 @@ def test_both_tables_know_the_same_devices_and_say_why() -> None:
     for group in (group for lists in (TORCH, DEFAULT_EXTRA) for groups in lists.values() for group in groups):
         assert len(group.why) > 10, group
         assert group.ops.split(), group
-
-
-# Where a device keeps to a rule of torch's own for it, or has no such kernel.
-APART = {
-    "cpu": {"grid_sampler", "prod", "prod.dim_int", "binary_cross_entropy"},
-    "mps": {
-        "conv_transpose3d.input", "binary_cross_entropy", "prod", "prod.dim_int", "softmax.int", "log_softmax.int",
-        "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum",
-        "sum.dim_IntList",
-    },
-    "hpu": {"binary_cross_entropy"}, "ipu": {"binary_cross_entropy"}, "xla": {"binary_cross_entropy"},
-    "privateuseone": {"binary_cross_entropy"},
-}
-# Before torch 2.13 CUDA's default has another rule for it than torch's list; MPS has that one anyway.
-CUMPROD_AS_BEFORE = {"mps", "hpu", "ipu", "xla", "privateuseone"}
-# Fused kernels that the dense operators of other devices stand for.
-ONLY_CUDA = {
-    "cudnn_convolution", "cudnn_convolution_transpose", "_cudnn_rnn", "miopen_rnn", "_thnn_fused_gru_cell",
-    "_thnn_fused_lstm_cell", "_scaled_dot_product_flash_attention",
-}
-
-
-@pytest.mark.parametrize("device", TORCH)
-def test_default_adds_to_torchs_list_and_does_on_every_device_what_it_does_on_cuda(device: str) -> None:
-    ours, theirs = fold(DEFAULT_EXTRA[device]), fold(TORCH[device])
-    assert not [op.name() for op, rule in ours.items() if theirs.get(op) is rule or rule is Rule.BANNED]
-    cuda = fold(TORCH["cuda"]) | fold(DEFAULT_EXTRA["cuda"])
-    here = theirs | ours
-    apart = {
-        op.name().removeprefix("aten::") for op, rule in cuda.items()
-        if here.get(op) is not rule and "name" not in op._overloadname.lower()  # no region takes named tensors
-    } - ONLY_CUDA
-    wanted = APART.get(device, set())
-    if device in CUMPROD_AS_BEFORE and cuda[resolve("cumprod")] is Rule.FLOAT32:
-        wanted = wanted ^ {"cumprod"}
-    assert apart == wanted
 
 
 def test_the_document_says_what_the_table_says() -> None:

@@ -12,14 +12,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampkit import WeightCache, autocast, clear_autocast_cache
 from ampkit.region.weight_cache import CacheInfo
 from tests.helpers.regions import BF16, FP16, both
-from tests.helpers.weights import X, orders_of_arrival, weight
+from tests.helpers.weights import X, weight
 
 
 def test_gradients_arrive_as_backward_passes_the_layers_in_every_micro_batch():
     """DDP sends them while backward goes on, and memory is freed. A cast's place in backward is that of its making."""
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    cache = WeightCache()
-    orders = orders_of_arrival(model, cache)
+    model, cache = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), WeightCache()
+    arrived, orders = [], []
+    for n, layer in enumerate(model):
+        layer.weight.register_post_accumulate_grad_hook(lambda _, n=n: arrived.append(f"weight {n}"))
+        layer.register_full_backward_hook(lambda *_, n=n: arrived.append(f"layer {n}"))
+    for region in (torch.autocast("cpu"), *[autocast("cpu", cache=cache)] * 3):
+        with region:
+            loss = model(torch.ones(2, 4, requires_grad=True)).sum()
+        arrived.clear()
+        loss.backward()
+        orders.append(list(arrived))
     assert orders[0].index("weight 2") < orders[0].index("layer 1") < orders[0].index("weight 0")
     assert orders[1:] == [orders[0]] * 3
     assert cache.info().misses == 6

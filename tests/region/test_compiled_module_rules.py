@@ -50,13 +50,11 @@ def test_a_compiled_function_called_with_another_model() -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_module_that_was_replaced_and_bound_again_compiles_again(backend: str, nested: bool) -> None:
+def test_a_module_that_was_replaced_and_bound_again_compiles_again(backend: str) -> None:
     net, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4)
 
     def bound() -> Policy:
-        policy = TORCH.for_modules(net, {nn.Linear: "float32"})
-        return TORCH.for_modules(net, {"": policy}) if nested else policy
+        return TORCH.for_modules(net, {nn.Linear: "float32"})
 
     first = bound()
     net[1] = nn.Linear(4, 4)
@@ -100,10 +98,7 @@ class Outer(nn.Module):
 LAST = {"last": torch.float16}
 NESTED: dict[str, Callable[[nn.Module], Policy]] = {
     "a rule": lambda net: TORCH.for_modules(net, LAST),
-    "a policy without rules": lambda net: TORCH.for_modules(net, {"inner": RULES, "inner.a": torch.float16, **LAST}),
-    "a policy with rules": lambda net: TORCH.for_modules(
-        net, {"inner": RULES.for_modules(net, {"inner.a": "float16"}), **LAST}
-    ),
+    "a policy": lambda net: TORCH.for_modules(net, {"inner": RULES, "inner.a": torch.float16, **LAST}),
     "a dtype": lambda net: TORCH.for_modules(net, {"inner": "float32", "inner.a": torch.float16, **LAST}),
 }
 INNER_REGIONS: dict[str, Callable[[], Any]] = {

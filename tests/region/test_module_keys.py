@@ -30,6 +30,7 @@ from tests.helpers.regions import BF16, FP16, FP32
         ({"head": "half"}, ValueError, "'half' is no precision for module 'head'; expected .* a name among float32, "),
         ({nn.Linear: None}, ValueError, "None is no precision for module torch.nn.modules.linear.Linear"),
         ({"head": Policy.torch("cuda")}, ValueError, "the policy for module 'head' is for 'cuda', not 'cpu'"),
+        ({"head": rules(model := Model(), {model: FP32})}, ValueError, "module .head. has rules for modules itself"),
         ({"haed": FP32}, ValueError, r"pattern 'haed' of for_modules matches no module of Model; nearest: head\. "),
         ({"net.head": FP32}, ValueError, "'net.head' of for_modules matches no module of Model; nearest: head"),
         ({"zzz.**": FP32}, ValueError, r"matches no module of Model; nearest: blocks, blocks\.0, blocks\.0\.attn"),
@@ -115,21 +116,12 @@ def test_check_lists_what_is_bound_and_what_is_gone():
     assert str(Policy.default("cpu").check()) == "this policy has no rules for modules"
 
 
-def test_check_looks_into_policies_that_are_values():
-    model = Model()
-    policy = rules(model, {"blocks.0": rules(model, {"blocks.0": rules(model, {"blocks.0.attn": FP32})})})
-    assert policy.check().gone == ()
-    model.blocks[0].attn = nn.Identity()
-    assert [rule.key for rule in policy.check().gone] == ["'blocks.0.attn'"]
-    assert len(policy.check().rules) == 3
-
-
 # Written down and read
 
 
 def test_a_policy_is_bound_again_by_what_was_written():
     model, other = Model(), Model()
-    inner = Policy.torch("cpu").with_rules({"gelu": "keep"}).for_modules(model, {"blocks.0.mlp": "bf16"})
+    inner = Policy.torch("cpu").with_rules({"gelu": "keep"})
     policy = rules(model, {"blocks.*": inner, nn.LayerNorm: "16-mixed", model.head: "fp32"})
     state = json.loads(json.dumps(policy.to_dict()))
     assert state["modules"] == [
@@ -155,10 +147,10 @@ def test_what_cannot_be_bound_or_written():
     with pytest.raises(ValueError, match=r"bound to its model and cannot be pickled; save policy\.to_dict"):
         pickle.dumps(rules(model, {"head": FP32}))
     several = rules(model, {"head": FP32}).for_modules(Model(), {"head": FP32})
-    nested = rules(model, {"head": rules(Model(), {"head": FP32})})
-    for policy in (several, nested):
-        with pytest.raises(ValueError, match="modules of several models, and from_dict binds to one; write one policy"):
-            policy.to_dict()
+    with pytest.raises(ValueError, match="modules of several models, and from_dict binds to one; write one policy"):
+        several.to_dict()
+    with pytest.raises(ValueError, match="not a policy: a policy for a module has rules for modules itself"):
+        Policy.from_dict({**state, "modules": [["head", state]]}, model)
 
 
 def test_a_class_is_looked_up_in_the_model():

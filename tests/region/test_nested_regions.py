@@ -16,23 +16,6 @@ from tests.helpers.regions import BF16, FP16, FP32, both, product, state
 # State
 
 
-@both
-def test_entering_gives_the_region_and_leaving_restores(region):
-    """Enabled, dtype and the cache flag."""
-    torch.set_autocast_dtype("cpu", FP16)
-    torch.set_autocast_cache_enabled(False)
-    try:
-        before = state()
-        made = region("cpu", BF16, cache_enabled=True)
-        with made as entered:
-            assert entered is made
-            assert state() != before
-        assert state() == before
-    finally:
-        torch.set_autocast_dtype("cpu", BF16)
-        torch.set_autocast_cache_enabled(True)
-
-
 @pytest.mark.parametrize("error", [GeneratorExit, asyncio.CancelledError])
 def test_end_of_a_generator_leaves_no_region_that_somebody_else_may_still_be_in(error):
     """A generator or task that ends is no reason to close what was opened since, perhaps by another."""

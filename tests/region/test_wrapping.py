@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampkit import Policy, WeightCache, autocast, unwrap_forward, wrap_forward
+from ampkit import Policy, autocast, unwrap_forward, wrap_forward
 from tests.helpers.regions import BF16, FP16, FP32, state
 
 
@@ -66,28 +66,6 @@ def test_copies_and_pickles_are_wrapped():
         assert torch.equal(other(X), model(X))
     with pytest.raises(RuntimeError, match="this Plain is wrapped already; a second region would only repeat"):
         wrap_forward(others[0], "cpu")
-
-
-def test_copy_of_one_with_a_cache_has_a_cache_of_its_own():
-    cache = WeightCache()
-    model = wrap_forward(Plain(), "cpu", cache=cache)
-    model(X)
-    misses = cache.info().misses
-    copy.deepcopy(model)(X)
-    assert cache.info().misses == misses
-    model(X)
-    assert cache.info().hits == 4
-
-
-def test_a_copy_follows_the_rules_for_its_own_modules():
-    """Also where the policy names the wrapped module, whose region is opened too late for a rule about it."""
-    model = Plain()
-    policy = Policy.default("cpu").for_modules(model, {model: FP16, model.head: FP32})
-    twin = copy.deepcopy(wrap_forward(model, "cpu", policy=policy))
-    for one in (model, twin, copy.deepcopy(twin)):
-        assert one(X).dtype is FP32
-        assert one(X, head=False).dtype is BF16
-        assert isinstance(one, Plain)
 
 
 def test_lazy_module_stays_wrapped_when_it_has_its_weights():

@@ -70,28 +70,6 @@ def test_the_report_stays_when_gradients_are_gone_and_training_goes_on() -> None
     assert [c.name for c in scaler.overflow_report(model, optimizer=optimizer)] == ["0.bias"]
 
 
-def test_every_kind_of_gradient_is_counted() -> None:
-    nan, inf = math.nan, math.inf
-    params = with_grads(
-        [
-            torch.tensor([complex(nan, inf), 1j]),
-            torch.tensor([inf, 1.0], dtype=torch.bfloat16),
-            torch.tensor([nan], dtype=torch.float64),
-        ]
-    )
-    table = torch.nn.Parameter(torch.ones(4))
-    table.grad = torch.sparse_coo_tensor([[2]], torch.tensor([nan]), (4,), check_invariants=True)
-    scaler = started(GradScaler)
-    scaler.step(torch.optim.SGD([*params, table], lr=0.1))
-    report = {c.name[-1]: (c.inf, c.nan, c.dtype) for c in scaler.overflow_report()}
-    assert report == {
-        "0": (1, 1, torch.complex64),
-        "1": (1, 0, torch.bfloat16),
-        "2": (0, 1, torch.float64),
-        "3": (0, 1, torch.float32),
-    }
-
-
 # Where an overflow began, beside what hooks see while backward runs
 
 

@@ -137,24 +137,3 @@ def test_marks_on_gradients_keep_nothing_alive_and_may_be_saved(kind, tmp_path) 
     assert gone() is None
     torch.save(param.grad, tmp_path / "gradient.pt")
     assert torch.load(tmp_path / "gradient.pt", weights_only=True).tolist() == [2.0]
-
-
-@pytest.mark.parametrize("make", [torch.optim.SGD, AdamW])
-@pytest.mark.parametrize("use", ["unscale_", "clip_grad_norm_", "step"])
-@pytest.mark.parametrize(
-    "lazy",
-    [lambda: torch._neg_view(torch.tensor([-2.0, 4.0])), lambda: torch.tensor([1 + 2j, 2 - 4j]).conj().imag],
-    ids=["contiguous", "strided"],
-)
-def test_lazily_negated_gradients(lazy, use, make) -> None:
-    """As the backward of `torch.complex(a, b).conj()` gives one to `b`; torch's scaler raises."""
-    scaler, results = GradScaler("cpu", 4.0), []
-    for grad in (lazy(), lazy().resolve_neg().clone()):
-        param = torch.nn.Parameter(torch.ones(2))
-        optimizer = make([param], lr=0.5)
-        scaler.scale(param.sum())
-        param.grad = grad
-        getattr(scaler, use)(optimizer, *([1.0] if use == "clip_grad_norm_" else []))
-        scaler.update()
-        results.append((param.detach(), param.grad * 1.0))
-    assert all(map(torch.equal, *results))

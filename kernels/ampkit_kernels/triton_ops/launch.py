@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..tensors import FlatList, all_aligned, is_dense
+from ..tensors import FlatList, all_aligned
 
 TRITON_DTYPES = {
     torch.float32: tl.float32,
@@ -23,6 +23,7 @@ TRITON_DTYPES = {
 }
 _DTYPE = attrgetter("dtype")
 _NOTHING = contextlib.nullcontext()
+_is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 
 
 def entry(function: Callable[..., None]) -> Any:
@@ -93,7 +94,7 @@ def flat_rows(*lists: Sequence[Tensor]) -> tuple[Sequence[int], list[int], list[
         if first.numel() == 0:
             empty.append(i)
         elif all(t.is_contiguous() for t in row) or (
-            is_dense(first) and all(t.stride() == first.stride() for t in row)
+            _is_dense(first) and all(t.stride() == first.stride() for t in row)
         ):
             flat.append(i)
         else:
