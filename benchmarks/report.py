@@ -131,7 +131,8 @@ def tables(rows: Sequence[Row], level: str = "##") -> list[str]:
     calls = [f"| {job} | {ours} | {theirs} |" for job, (ours, theirs) in e["python_calls"].items()]
     parts = [
         f"{e['device']}, {e['date']}; torch {e['torch']}{triton}, Python {e['python']}, {e['threads']} thread(s) of "
-        f"{e['cores']} cores ({e['instructions']}), load {e['load_at_start']} before the start; ampkit at {commit}.",
+        f"{e['cores']} cores ({e['instructions']}), load {e['load_at_start']} before the start, "
+        f"effort {e['effort']:g}; ampkit at {commit}.",
         "The base has its times, processor time first, then wall time; every other side the same two over the base's: "
         "the median over rounds, with 20 % and 80 % quantiles of the first. On a GPU's own clock there is one.",
         f"{level} Python calls of the code that runs in every step", "Functions of ampkit and torch.amp, and all.",

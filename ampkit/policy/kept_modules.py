@@ -1,8 +1,8 @@
 """Modules that a model itself wants in float32: `_keep_in_fp32_modules` of transformers' models.
 
 transformers looks for these patterns in the names of parameters when it loads a model in 16 bits. Under autocast
-parameters are float32 anyway, and it is the products that have to be kept out of 16 bits: so a pattern means the
-modules whose names, or whose parameters' names, it matches.
+parameters are float32 anyway, and it is operators that are to be kept out of 16 bits, so patterns mean modules here:
+those of which they match every parameter and buffer. `sinks`, one of an attention layer's, means none.
 """
 
 from __future__ import annotations
@@ -24,15 +24,27 @@ def kept_modules(model: Module, dtype: torch.dtype, rules: ModuleRules) -> list[
     Left out are modules that `rules` bind, and those with 16-bit parameters, which float32 inputs do not fit.
     """
     modules = dict(named_paths(model))
-    found = [
-        path
-        for path in _matched(modules, dtype)
-        if rules.find(modules[path]) is None
-        and all(each.dtype.itemsize >= 4 for each in modules[path].parameters() if each.is_floating_point())
-    ]
+    patterns = {
+        path and f"{path}.": pattern for path, module in modules.items() if (pattern := _pattern(module, dtype))
+    }
+    if not patterns:
+        return []
+    matched, others = set[str](), set[str]()        # modules with such tensors
+    for path, module in modules.items():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                full = f"{path}.{name}".removeprefix(".")
+                wanted = any(
+                    full.startswith(root) and pattern.search(full, len(root)) for root, pattern in patterns.items()
+                )
+                (matched if wanted else others).update(_upwards(path))
+    whole = matched - others
     keys: dict[str, list[str]] = {}
-    for path in found:
-        keys.setdefault(starred(path), []).append(path)
+    for path, module in modules.items():
+        fits = all(each.dtype.itemsize >= 4 for each in module.parameters() if each.is_floating_point())
+        is_outermost = path in whole and (path == "" or path.rpartition(".")[0] not in whole)
+        if is_outermost and fits and rules.find(module) is None:
+            keys.setdefault(starred(path), []).append(path)
     return [
         key
         for pattern, paths in keys.items()
@@ -40,33 +52,9 @@ def kept_modules(model: Module, dtype: torch.dtype, rules: ModuleRules) -> list[
     ]
 
 
-def _matched(modules: dict[str, Module], dtype: torch.dtype) -> list[str]:
-    """Paths of the modules that a pattern means, in the model's order.
-
-    A pattern that ends in the name of a module means that module. One that ends in the name of a parameter or buffer
-    means its owner, if it matches everything in it: `sinks` of an attention layer do not keep all of that in float32.
-    """
-    tensors = [
-        f"{path}.{name}".removeprefix(".")
-        for path, module in modules.items()
-        for name in (*module._parameters, *module._buffers)
-    ]
-    named, owned = set[str](), set[str]()
-    for root, module in modules.items():
-        pattern = _pattern(module, dtype)
-        if pattern is None:
-            continue
-        prefix = f"{root}." if root else ""
-        for name in tensors:
-            match = pattern.search(name, len(prefix)) if name.startswith(prefix) else None
-            if match is not None:
-                end = name.find(".", match.end())
-                (owned if end < 0 else named).add(name if end < 0 else name[:end])
-    for owner in {name.rpartition(".")[0] for name in owned}:
-        prefix = f"{owner}." if owner else ""
-        if all(name in owned for name in tensors if name.startswith(prefix)):
-            named.add(owner)
-    return [path for path in modules if path in named]
+def _upwards(path: str) -> list[str]:
+    """The paths of a module and of all that it is in, the model's "" included."""
+    return [path, *(path[:i] for i, char in enumerate(path) if char == "."), ""]
 
 
 def _pattern(module: Module, dtype: torch.dtype) -> re.Pattern[str] | None:

@@ -7,11 +7,11 @@ from itertools import groupby
 from typing import NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from ampkit.policy.module_paths import starred
 from ampkit.policy.rules import Rule
 from ampkit.region.float8_record import Float8Losses, Float8Notes
-from ampkit.region.integer_casts import IntegerCasts
 
 __all__ = ["CastRecord", "RecordedCall"]
 
@@ -47,10 +47,10 @@ class CastRecord:
     integers equal, known when the record has ended.
     """
 
-    def __init__(self, *, check_integers: bool = False) -> None:
+    def __init__(self) -> None:
         self.calls: list[RecordedCall] = []
         self.compiled = False
-        self.integers = IntegerCasts() if check_integers else None
+        self.integers: list[tuple[RecordedCall, Tensor]] | None = None      # calls, and whether a cast merges integers
         self.merged: list[RecordedCall] = []
         self.float8_notes = Float8Notes()
 
@@ -89,13 +89,12 @@ class CastRecord:
 
     def merged_lines(self) -> list[str]:
         """A line for each place whose casts made distinct integers equal."""
-        groups = _grouped(self.merged, lambda call: (call.op, starred(call.module) or call.line, call.computed_in))
-        return [
-            f"distinct integers became equal: {some[0].op} in "
-            f"{_path([call.module for call in some]) or some[0].line or 'no module'}, {_times(len(some))}, "
-            f"{_named(some[0].operands)} cast to {_named(some[0].computed_in)}"
-            for some in groups
-        ]
+        lines = (
+            f"distinct integers became equal: {call.op} in {starred(call.module) or call.line}, "
+            f"{_named(call.operands)} cast to {_named(call.computed_in)}"
+            for call in self.merged
+        )
+        return [*dict.fromkeys(lines)]
 
     def _table(self) -> list[str]:
         rows = [_HEADER, *(_row(calls) for calls in _alike(self.calls))]

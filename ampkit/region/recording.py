@@ -26,6 +26,7 @@ from ampkit.policy.op_table import Rule
 from ampkit.policy.policy import Policy
 from ampkit.region.cast_record import CastRecord, RecordedCall
 from ampkit.region.float8 import Product, why_not
+from ampkit.region.integer_casts import merges_integers
 from ampkit.region.mode import AutocastMode
 from ampkit.region.weight_cache import RegionCache, WeightCache
 from ampkit.torch_internals.dispatcher import Exclude
@@ -58,8 +59,8 @@ class record_casts(contextlib.ContextDecorator):
     record takes the regions for itself.
 
     Warns where a cast made distinct integers equal, as bfloat16 does to positions above 256 that are kept as floats:
-    such a tensor belongs into float32. The first 16,384 elements of each cast tensor without a gradient are looked at,
-    on the device; the answers are read when the record ends, which syncs once for each device.
+    such a tensor belongs into float32. The first 16,384 elements of each tensor without a gradient are looked at, on
+    the device; the answers are read when the record ends, which syncs.
 
     Args:
         check_integers: False leaves that check out. Then a record never syncs.
@@ -69,7 +70,8 @@ class record_casts(contextlib.ContextDecorator):
         self.check_integers = check_integers
 
     def __enter__(self) -> CastRecord:
-        self.taken = CastRecord(check_integers=self.check_integers)
+        self.taken = CastRecord()
+        self.taken.integers = [] if self.check_integers else None
         records.append(self.taken)
         return self.taken
 
@@ -77,14 +79,13 @@ class record_casts(contextlib.ContextDecorator):
         records[:] = [record for record in records if record is not self.taken]     # not always the last: threads
         if not self.taken.calls:
             self.taken.compiled = self.taken.compiled or has_compiled()
-        if self.taken.integers is not None and not any(exc):
-            self.taken.merged = self.taken.integers.merged()
-            if self.taken.merged:
-                warn_user(
-                    "; ".join(self.taken.merged_lines()) + ". Compute there in float32, by a rule for the module or in "
-                    "`with autocast(enabled=False)`; record_casts(check_integers=False) does not look",
-                    ("torch.", "contextlib"),
-                )
+        self.taken.merged = [] if any(exc) else [call for call, merges in self.taken.integers or () if merges]
+        if self.taken.merged:
+            warn_user(
+                "; ".join(self.taken.merged_lines()) + ". Compute there in float32, by a rule for the module or in "
+                "`with autocast(enabled=False)`; record_casts(check_integers=False) does not look",
+                ("torch.", "contextlib"),
+            )
 
 
 records: list[CastRecord] = []      # that are being taken; regions note in the one begun last
@@ -151,7 +152,8 @@ class _RecordingMode(AutocastMode):
         )
         if self.record.integers is not None:
             with Exclude(self.excluded_keys):
-                self.record.integers.note(noted, made)
+                answers = [merges_integers(old, new.dtype) for old, new in made]
+            self.record.integers += [(noted, merges) for merges in answers if merges is not None]
         return noted
 
 

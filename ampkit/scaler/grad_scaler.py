@@ -32,7 +32,7 @@ from ampkit.scaler import loss_scale as scales
 from ampkit.scaler import norm_limit, saved_state
 from ampkit.scaler.history import COUNTS, History, ScalerStats
 from ampkit.scaler.loss_scale import DynamicLossScale, LossScale, ScaleState
-from ampkit.scaler.norm_limit import RecentNorms, TimesMedian
+from ampkit.scaler.norm_limit import TimesMedian
 from ampkit.scaler.overflow_report import Counts, OverflowReport, count_nonfinite, report
 from ampkit.scaler.records import MARK, LastStep, Notes, ready, refuse_claimed
 from ampkit.scaler.saved_state import Loadable
@@ -141,7 +141,7 @@ class GradScaler(torch.amp.GradScaler):
         self._growth_tracker: Tensor | None = None
         self._counters: tuple[Tensor, ...] = ()     # of the strategy, beside these two
         self._history: History | None = None
-        self._recent_norms: list[RecentNorms] = []      # of optimizers, in the order in which they had a norm first
+        self._norms: list[Tensor] = []      # the last ones of each optimizer, in the order of their first
         self._last_steps: weakref.WeakKeyDictionary[Any, LastStep] = weakref.WeakKeyDictionary()
         self._begin_iteration()
 
@@ -455,15 +455,15 @@ class GradScaler(torch.amp.GradScaler):
 
     def _judge(self, notes: Notes, norm: Tensor) -> None:
         """Note whether the norm of an iteration is above `skip_above`, on any of the ranks that skip together."""
-        limit, last = self.skip_above, notes.last_step
+        limit: Any = self.skip_above
+        last = notes.last_step
         if isinstance(limit, TimesMedian):
             if last.norms is None:
-                saved = self._init_norms[len(self._recent_norms) :]
-                last.norms = RecentNorms(limit, norm.device, saved[0] if saved else ())
-                self._recent_norms.append(last.norms)
-            outlier = last.norms.judge(norm)
+                last.norms = limit.init(norm.device, *self._init_norms[len(self._norms) :][:1])
+                self._norms.append(last.norms)
+            outlier = limit.judge_(last.norms, norm)
         else:
-            outlier = norm_limit.is_outlier(norm, math.inf if limit is None else limit)
+            outlier = norm_limit.is_outlier(norm, limit)
         ranks.agree({outlier.device: outlier}, notes.groups, outlier.device)
         notes.outlier = outlier
         self._outlier = outlier if self._outlier is None else torch.maximum(self._outlier, outlier)
@@ -963,7 +963,8 @@ class GradScaler(torch.amp.GradScaler):
                 "counters": dict(zip(saved_state.COUNTERS, map(int, counters), strict=True)),
                 "totals": totals,
                 "norms": [
-                    *(each.norms() for each in self._recent_norms), *self._init_norms[len(self._recent_norms) :]
+                    *([norm for norm in norms.tolist() if norm < math.inf] for norms in self._norms),
+                    *self._init_norms[len(self._norms) :],
                 ],
             },
         }
@@ -990,8 +991,9 @@ class GradScaler(torch.amp.GradScaler):
         self._rule, self._init_scale = new.rule, new.scale
         self._init_growth_tracker, self._init_counters = new.growth_tracker, new.counters
         self._init_totals, self._init_norms = new.totals, new.norms
-        for i, norms in enumerate(self._recent_norms):
-            norms.load(new.norms[i] if i < len(new.norms) else ())
+        for i, norms in enumerate(self._norms):     # there are some under `TimesMedian` alone
+            rule: Any = self.skip_above
+            norms.copy_(rule.init(norms.device, *new.norms[i : i + 1]))
         if self._scale is not None and self._growth_tracker is not None:
             parts = [*self._check_scale_growth_tracker("load_state_dict"), *self._counters]
             fresh = new.rule.init(

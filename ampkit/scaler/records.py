@@ -15,7 +15,6 @@ from typing import Any
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from ampkit.scaler.norm_limit import RecentNorms
 from ampkit.scaler.overflow_report import Counts
 
 MARK = "_ampkit_unscaled_for"
@@ -42,7 +41,7 @@ class LastStep:
         idle_steps: steps without gradients so far; -1 once a step has found some.
         takes_scaler: whether the optimizer's `step` takes the scaler itself; None: not looked at yet.
         outlier: the flag of a norm above `skip_above`, which skips a step too, 0-d; None without that.
-        norms: what `TimesMedian` compares norms with.
+        norms: the last ones, for `TimesMedian`.
     """
 
     holds_shards: bool
@@ -52,7 +51,7 @@ class LastStep:
     idle_steps: int = 0
     takes_scaler: bool | None = None
     outlier: Tensor | None = None
-    norms: RecentNorms | None = None
+    norms: Tensor | None = None
 
 
 @dataclass(eq=False)

@@ -104,10 +104,9 @@ def _norms(saved: Any) -> list[list[float]]:
     """The norms of each optimizer that `TimesMedian` goes on from."""
     if not isinstance(saved, list) or not all(isinstance(each, list) for each in saved):
         raise TypeError(f"the saved 'norms' are a {type(saved).__name__}; expected a list of norms for each optimizer")
-    norms = [[scales.number(norm, "a saved norm") for norm in each] for each in saved]
-    if not all(0.0 <= norm <= scales.LARGEST_SCALE for each in norms for norm in each):
+    if not all(0.0 <= scales.number(norm, "a saved norm") <= scales.LARGEST_SCALE for each in saved for norm in each):
         raise ValueError("the saved 'norms' have one that is negative, inf or NaN; expected finite ones of 0 or more")
-    return [[float(norm) for norm in each] for each in norms]
+    return [[float(norm) for norm in each] for each in saved]
 
 
 def _mapping(value: Any, name: str, known: Collection[str] | None = None) -> Mapping[Any, Any]:

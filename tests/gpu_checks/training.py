@@ -109,7 +109,7 @@ def a_captured_iteration_replays(device: torch.device) -> None:
     def build() -> tuple[list[Batch], Any]:
         torch.manual_seed(0)
         model, batches = gpt(device)
-        scaler = GradScaler(device.type, init_scale=2.0**10, skip_above=TimesMedian(1e6, warmup=1))
+        scaler = GradScaler(device.type, init_scale=2.0**10, skip_above=TimesMedian(1e6, window=8))
         parts = model, AdamW(model.parameters(), lr=1e-3), scaler, region
         return batches, functools.partial(iteration, *parts)
 

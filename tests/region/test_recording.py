@@ -220,15 +220,12 @@ POSITIONS = torch.arange(300.0)
 INTEGERS = {
     "positions": (POSITIONS, BF16, True),
     "float16's are exact up to 2048": (POSITIONS, torch.float16, False),
-    "unordered, with repetitions": (torch.tensor([9.0, 4097.0, -3.0, 9.0, 4098.0]), torch.float16, True),
-    "exact": (POSITIONS[:257], BF16, False),
+    "unordered": (torch.tensor([9.0, 4097.0, -3.0, 9.0, 4098.0]), torch.float16, True),
     "equal before": (torch.full((300,), 257.0), BF16, False),
     "no integers": (POSITIONS + 0.5, BF16, False),
     "a mask": (torch.tensor([0.0, -torch.inf, torch.finfo(FP32).min]), BF16, False),
     "with a gradient": (POSITIONS.clone().requires_grad_(), BF16, False),
-    "16 bits before": (POSITIONS.bfloat16(), BF16, False),
     "meta": (POSITIONS.to("meta"), BF16, False),
-    "of no elements": (POSITIONS[:0], BF16, False),
 }
 
 
@@ -240,7 +237,7 @@ class Rope(nn.Module):
 @pytest.mark.parametrize("what", INTEGERS)
 def test_a_record_warns_of_integers_that_became_equal(what):
     positions, dtype, merged = INTEGERS[what]
-    line = f"distinct integers became equal: aten::matmul in rope.*, 2 calls, float32 x2 cast to {str(dtype)[6:]} x2"
+    line = f"distinct integers became equal: aten::matmul in rope.*, float32 x2 cast to {str(dtype)[6:]} x2"
     model = nn.ModuleDict({"rope": nn.ModuleList([Rope(), Rope()])})
     model.forward = lambda given: [layer(given) for layer in model["rope"]]
     with warnings.catch_warnings(record=True) as seen, record_casts() as record, autocast("cpu", dtype):

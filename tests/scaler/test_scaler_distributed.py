@@ -318,7 +318,7 @@ def outlier_on_one_rank(rank: int, world: int, which: str, sharded: bool) -> Non
         fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
     optimizer = OPTIMIZERS[which](model.parameters())
     group = None if sharded else dist.group.WORLD
-    scaler = GradScaler("cpu", 8.0, process_group=group, skip_above=TimesMedian(3.0, warmup=2))
+    scaler = GradScaler("cpu", 8.0, process_group=group, skip_above=TimesMedian(3.0, window=16))
     for step in range(STEPS):
         optimizer.zero_grad()
         scaler.scale(model(torch.ones(1, 4)).sum()).backward()
