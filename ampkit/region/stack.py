@@ -109,6 +109,7 @@ class Entry:
         self.key = key = mode.key
         self.included = is_included(key)
         self.excluded = is_excluded(key)    # inside a disabled region, or inside an operator
+        # The enclosing region's key, where it is another one.
         self.muted = None if outer is None or outer.key is key or is_excluded(outer.key) else outer.key
         self.hooks = None
         active = spec.enabled or recomputes
