@@ -208,21 +208,25 @@ def changes_for(finding: Finding, region: Region, model: Module | None) -> Itera
         yield LineChange(finding.device, region, (place,))
 
 
+# By kind of cause: what helps, and why nothing was tried.
+_ADVICE = {
+    "received": ("see the report of the rank that sent it", "what this rank sent is finite"),
+    "constant": ("where it is a mask, write a finite number, as -1e4, or leave it out of the sum; else do not write "
+                 "inf or NaN where nothing masks it out", "the code asks for it"),
+    "uninitialised": ("write to the memory before it is read", "nothing fills it in"),
+    "unknown": ("look at its inputs", "the operator could not be run again to see why"),
+}
+
+
 def advice(finding: Finding) -> Suggestion:
     """What helps where no change does, as far as it is known."""
     origin, cause = finding.origin, finding.cause
     if cause.kind == "arrived":
         what = f"{finding.parameter!r}" if finding.parameter else "the data"
         return Suggestion(f"look at what wrote {what} before this step", evidence="it is broken before it is used")
-    if cause.kind == "received":
-        return Suggestion("see the report of the rank that sent it", evidence="what this rank sent is finite")
-    if cause.kind == "constant":
-        return Suggestion("where it is a mask, write a finite number, as -1e4, or leave it out of the sum; else do not "
-                          "write inf or NaN where nothing masks it out", evidence="the code asks for it")
-    if cause.kind == "uninitialised":
-        return Suggestion("write to the memory before it is read", evidence=f"{origin.op} fills nothing in")
-    if cause.kind == "unknown":
-        return Suggestion("look at its inputs", evidence="the operator could not be run again to see why")
+    if cause.kind in _ADVICE:
+        code, evidence = _ADVICE[cause.kind]
+        return Suggestion(code, evidence=evidence)
     if cause.kind == "overflow" and origin.op == "aten::_to_copy":
         return Suggestion("keep it in float32, or clamp it before the cast: x.clamp(-m, m) with m = "
                           f"torch.finfo(torch.{origin.dtype}).max", evidence="the value does not fit the dtype")

@@ -57,7 +57,7 @@ class OperatorCall:
     @property
     def starts_backward(self) -> bool:
         """Whether it makes the gradient that backward starts with, of the loss that is given to it."""
-        return self.op == "aten::ones_like" and self.given[0].numel() == 1 and self.given[0].requires_grad
+        return self.facts.name == "aten::ones_like" and self.given[0].numel() == 1 and self.given[0].requires_grad
 
     @property
     def op(self) -> str:

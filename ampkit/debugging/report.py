@@ -73,7 +73,7 @@ class Operation:
 
     def where(self) -> str:
         """The module, its call and the line, as far as they are known."""
-        number = f" ({_ordinal(self.call)} call)" if self.call > 1 else ""
+        number = f" (call {self.call})" if self.call > 1 else ""
         module = f", {self.module}{number}" if self.module else ""
         return module + (f", {self.file}:{self.line}" if self.file else "")
 
@@ -454,8 +454,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _ordinal(number: int) -> str:
-    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number}{ending}"

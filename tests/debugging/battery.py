@@ -489,7 +489,7 @@ def a_checkpoint(x: Tensor) -> Tensor:
     return checkpoint(lambda y: (y * 0).sqrt() + y, x, use_reentrant=False)     # type: ignore[return-value]  # here
 
 
-@whole("nonfinite", "overflow", FLOAT, "aten::mul.Tensor", "1 (2nd call)")
+@whole("nonfinite", "overflow", FLOAT, "aten::mul.Tensor", "1 (call 2)")
 def the_second_call_of_a_module() -> tuple[nn.Module, Step]:
     def grow(x: Tensor) -> Tensor:
         return x * 300      # here
