@@ -38,11 +38,6 @@ def starred(path: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
-def module_paths(root: Module) -> list[tuple[str, Module]]:
-    """Every module below `root`, itself included, with the first of its names, wrappers left out."""
-    return [(_without_wrappers(root, name), module) for name, module in root.named_modules()]
-
-
 def path_of(root: Module, module: Module) -> str:
     """The module's name in `root.named_modules()`; its class's name if it is not below `root`.
 

@@ -93,16 +93,6 @@ class autocast:
         return self.spec.dtype
 
     @property
-    def policy(self) -> Policy | None:
-        """The policy that was given."""
-        return self.spec.policy
-
-    @property
-    def cache(self) -> WeightCache | None:
-        """The cache that was given."""
-        return self.spec.cache
-
-    @property
     def _enabled(self) -> bool:         # torch's names
         return self.spec.enabled
 

@@ -65,7 +65,6 @@ class AutocastMode(TorchDispatchMode):
     """
 
     record: Any = None      # where calls are recorded, if they are; see `recording`
-    hooks: Any = None       # that a recompute of a checkpoint needs for module rules; see `stack`
 
     def __init__(self, policies: tuple[tuple[str, Policy], ...], cache: WeightCache | RegionCache | None) -> None:
         super().__init__()

@@ -104,11 +104,12 @@ class Entry:
             mode is None or outer is not None or mode.policy is not (spec.policy or _DEFAULT[kind])
             or mode.changes != register_changes() or mode.record is not None or records or not spec.cache_enabled
         ):
-            mode = _mode(outer, kind, spec.policy, cache if spec.cache_enabled else None, hooks)
+            mode = _mode(outer, kind, spec.policy, cache if spec.cache_enabled else None)
         self.mode = mode
         self.key = key = mode.key
         self.included = is_included(key)
         self.excluded = is_excluded(key)    # inside a disabled region, or inside an operator
+        # The enclosing region's key, where it is another one.
         self.muted = None if outer is None or outer.key is key or is_excluded(outer.key) else outer.key
         self.hooks = None
         active = spec.enabled or recomputes
@@ -163,7 +164,6 @@ def _mode(
     device_type: str,
     policy: Policy | None,
     cache: WeightCache | RegionCache | None,
-    hooks: Callable[[Policy], Hooks] | None,
 ) -> AutocastMode:
     """The mode of a region: its policy for its device type, the enclosing mode's for the others.
 
@@ -181,7 +181,6 @@ def _mode(
         if len(modes) >= 16:
             modes.clear()
         mode = modes[policies] = new_mode(policies, cache)
-        mode.hooks = hooks
     if cache is not None:
         cache.latest = mode
     return mode
@@ -300,7 +299,8 @@ def _recomputing(function: Callable[..., Any]) -> Callable[..., Any]:
     mode = current()
     if mode is None:
         return function
-    policies, cached, hooks = mode.policies, mode.cache is not None, mode.hooks
+    policies, cached = mode.policies, mode.cache is not None
+    hooks = next((type(entry.hooks) for entry in thread.regions if entry.hooks is not None), None)
     of_module = bool(thread.regions) and thread.regions[-1].spec.of_module
 
     def recompute(*args: Any, **kwargs: Any) -> Any:

@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ampkit import Policy, Rule, autocast, doctor, record_casts
+from ampkit import Policy, Rule, autocast, record_casts
 from ampkit.torch_internals import float8 as torch_float8
 from tests.helpers.float8 import GW_HP, OPERATORS, ROWWISE, RULES, TENSORWISE, fp8, mlp, policy
 
@@ -71,14 +70,10 @@ def test_a_fallback_is_lower_and_recorded(reason):
 COMPUTED_OR_REFUSED = {
     "nested": lambda: linear(torch.nested.nested_tensor([X[:3], X[3:]]), W).to_padded_tensor(0.0),
     "float8 weight": lambda: linear(X, W.to(torch.float8_e4m3fn)),
-    "float8 input": lambda: linear(X.to(torch.float8_e5m2), W),
     "float64 bias": lambda: linear(X, W, torch.ones(48).double()),
-    "int64 bias": lambda: linear(X, W, torch.ones(48, dtype=torch.int64)),
     "mm of 3 dimensions": lambda: torch.mm(X.expand(2, 8, 64), W.t()),
-    "mm of 1 dimension": lambda: torch.mm(X[0], W.t()),
     "addmm of 3 dimensions": lambda: torch.addmm(torch.ones(48), X.expand(2, 8, 64), W.t()),
     "more rows added": lambda: torch.addmm(torch.ones(5, 48), X[:1], W.t()),
-    "more dimensions added": lambda: torch.addmm(torch.ones(2, 8, 48), X, W.t()),
     "more rows of bias": lambda: linear(X[:1], W, torch.ones(5, 48)),
     "another K": lambda: linear(X[:, :32], W),
 }
@@ -96,15 +91,6 @@ def test_what_has_no_fp8_form_does_as_lower_does(what):
             except RuntimeError as error:
                 found.append(str(error))
     assert torch.equal(*found) if isinstance(found[0], torch.Tensor) else found[0] == found[1]
-
-
-def test_gradients_through_transforms_and_empty_inputs():
-    weight = W.clone().requires_grad_()
-    with fp8(ROWWISE):
-        torch.func.grad(lambda w: linear(X, w).float().sum())(W)
-        linear(X[:0], weight).sum().backward()
-    assert weight.grad is not None
-    assert not weight.grad.any()
 
 
 def test_a_device_without_fp8_falls_back(monkeypatch):
@@ -189,18 +175,3 @@ def test_calls_of_a_module_add_up_and_a_region_without_a_record_notes_nothing():
     with record_casts() as record, autocast("cpu"):
         model(torch.ones(16, 64))
     assert str(record.float8()) == "no product of FP8 was computed eagerly while recording"
-
-
-def test_doctor_says_what_is_emulated(capsys):
-    assert doctor.main([]) == 0
-    said = capsys.readouterr().out
-    assert "FP8      emulated by PyTorch's CPU operators" in said
-    assert "ok       FP8 product" in said
-
-
-def test_attention_in_a_region_is_untouched():
-    """The math backend decomposes into products of batches, which have no FP8 form."""
-    q = torch.randn(2, 3, 16, 16)
-    with record_casts() as record, fp8(ROWWISE, *OPERATORS), sdpa_kernel(SDPBackend.MATH):
-        F.scaled_dot_product_attention(q, q, q)
-    assert {call.float8 for call in record.calls} <= {"", "no product with a matrix"}

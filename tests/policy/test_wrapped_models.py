@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import io
 import pickle
 import re
 import warnings
@@ -35,13 +34,6 @@ def lora(model):
 def quantized(model):
     model.head = nn.Linear(4, 4)
     return model
-
-
-def saved(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 def loads(model, state_dict):
@@ -92,7 +84,6 @@ HERE = {
     "deep copy": copy.deepcopy,
     "moving average": AveragedModel,
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-    "saved and loaded": saved,
     "a checkpoint loaded": lambda model: loads(model, Model().state_dict()),
     "a checkpoint loaded by another": lambda model: loads(Model(), model.state_dict()),
     "peft": lora,

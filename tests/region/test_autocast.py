@@ -121,8 +121,8 @@ def test_cuda_region_in_float64():
 def test_dtypes_and_policies_by_name_are_the_objects():
     """A named policy is one object, so that entering such a region again finds the mode that it had."""
     named, given = autocast("cpu", "float16", policy="torch"), autocast("cpu", FP16, policy=Policy.torch("cpu"))
-    assert (named.fast_dtype, named.policy, repr(named)) == (given.fast_dtype, given.policy, repr(given))
-    assert named.policy is autocast("cpu", policy="torch").policy
+    assert (named.fast_dtype, named.spec.policy, repr(named)) == (given.fast_dtype, given.spec.policy, repr(given))
+    assert named.spec.policy is autocast("cpu", policy="torch").spec.policy
     assert torch.compile(lambda x: autocast("cpu", "float16", policy="torch")(torch.mm)(x, x), backend="eager")(
         torch.ones(2, 2)).dtype is FP16
     assert repr(autocast("cpu", FP16)) == "autocast('cpu', torch.float16, enabled=True)"

@@ -244,7 +244,7 @@ def test_numbers_beside_operators_that_some_policy_names(name):
                     inside = call(x.clone())
             assert inside.dtype is expected.dtype
             assert torch.equal(inside, expected)
-            named = region.policy == policy and region._enabled and x.dtype is BF16 and name != "add_"
+            named = region.spec.policy == policy and region._enabled and x.dtype is BF16 and name != "add_"
             assert got.dtype is (FP32 if named else expected.dtype)
             assert named or torch.equal(got, expected)
 

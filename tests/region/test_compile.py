@@ -170,19 +170,14 @@ def test_an_operator_that_fails_in_compiled_code_leaves_nothing_open() -> None:
         with autocast("cpu", torch.float16, policy=RULES, cache_enabled=False):
             return (x @ x.T)[index]
 
-    def fail() -> None:
-        with pytest.raises(IndexError):
-            compiled(x, torch.tensor([7]))
-
     compiled, x = torch.compile(function, backend="eager", fullgraph=True), torch.randn(3, 8)
     compiled(x, torch.tensor([1]))
     before = state()
-    fail()
-    fail()
     with autocast("cpu"):
-        assert torch.softmax((x @ x.T), -1).dtype is torch.float32      # RULES say: bfloat16
         inside = state()
-        fail()
+        for _ in range(2):
+            with pytest.raises(IndexError):
+                compiled(x, torch.tensor([7]))
         with autocast("cpu"):
             assert state()[:-1] == inside[:-1]
             assert (x @ x.T).dtype is torch.bfloat16
@@ -202,16 +197,6 @@ def test_a_trace_that_fails_in_a_region_leaves_nothing_open(backend: str) -> Non
         torch.compile(function, backend=backend, fullgraph=True)(Net(), torch.randn(5, 8))
     assert not torch.is_autocast_enabled("cpu")
     assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
-
-
-def test_state_asked_for_in_compiled_code_is_the_eager_one() -> None:
-    def function(x: Tensor) -> tuple[Tensor, bool, torch.dtype, bool]:
-        with autocast("cpu", torch.float16):
-            inside = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-        return x + 1, *inside, torch.is_autocast_enabled("cpu")
-
-    x = torch.randn(2)
-    assert torch.compile(function, backend="eager", fullgraph=True)(x)[1:] == function(x)[1:]
 
 
 def test_compiled_code_does_not_fill_the_weight_cache() -> None:

@@ -91,17 +91,6 @@ def test_a_cache_in_nested_regions(which):
     assert cache.info() == (CacheInfo(2, 64, 1, 2) if which == "outer" else CacheInfo(1, 32, 1, 1))
 
 
-def test_cache_switched_off_by_a_region_of_torch_inside():
-    leaf, cache = weight(), WeightCache()
-    with autocast("cpu", cache=cache):
-        torch.mm(X, leaf)
-        with torch.autocast("cpu", cache_enabled=False):
-            leaf.data.fill_(2.0)
-            assert torch.mm(X, leaf)[0, 0] == 8
-            torch.mm(X, weight())
-        assert cache.info() == CacheInfo(1, 32, 0, 1)
-
-
 def kept_across(leaf) -> bool:
     """Whether the cast of a weight made in one region is used in the next."""
     cache = WeightCache()

@@ -48,13 +48,6 @@ def test_rules_that_are_refused(modules, error, message):
     assert not any(module._forward_pre_hooks_with_kwargs for module in model.modules())
 
 
-def test_what_is_no_model():
-    with pytest.raises(TypeError, match=r"as in for_modules\(model, \{'head': torch.float32\}\); got dict and dict"):
-        rules({}, {"head": FP32})
-    with pytest.raises(TypeError, match="from_dict binds module rules to a module; got str"):
-        Policy.from_dict({"base": "torch"}, "model")
-
-
 def test_a_key_is_set_once():
     model = Model()
     for key, name in (("head", "'head'"), (nn.Linear, "torch.nn.modules.linear.Linear"), (model.head, "<Linear at 0x"),
@@ -144,6 +137,8 @@ def test_what_cannot_be_bound_or_written():
         Policy.from_dict(state, nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"pattern 'head\.0' of for_modules matches no module of Model"):
         Policy.from_dict({**state, "modules": [["head.0", "float32"]]}, model)
+    with pytest.raises(TypeError, match="from_dict binds module rules to a module; got str"):
+        Policy.from_dict(state, "model")
     with pytest.raises(ValueError, match=r"bound to its model and cannot be pickled; save policy\.to_dict"):
         pickle.dumps(rules(model, {"head": FP32}))
     several = rules(model, {"head": FP32}).for_modules(Model(), {"head": FP32})

@@ -170,6 +170,28 @@ def test_a_recompute_follows_the_rules_of_its_forward(whole, reentrant):
     assert state() == before
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("compiled_first", [False, True])
+def test_a_recompute_inside_a_module_with_a_policy(reentrant, compiled_first):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.l = nn.Linear(4, 4)
+            self.l.register_forward_pre_hook(lambda *_: on.append(torch.is_autocast_enabled("cpu")))
+
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(self.l, x, use_reentrant=reentrant)
+
+    on, model, x = [], nn.Sequential(Checkpointed()), X.clone().requires_grad_()
+    policy = rules(model, {"0": WIDENS, "0.l": FP32})
+    if compiled_first:
+        torch.compile(lambda x: autocast("cpu", BF16, policy=policy)(torch.neg)(x), backend="eager")(x)
+    with autocast("cpu", BF16, policy=policy):
+        loss = model(x).sum()
+    loss.backward()
+    assert on == [False, False]
+
+
 class Fails(nn.Module):
     def __init__(self, error):
         super().__init__()

@@ -20,6 +20,7 @@ from ampkit import (
     Policy,
     Rule,
     StaticLossScale,
+    TimesMedian,
     WeightCache,
     amp,
     autocast,
@@ -118,7 +119,8 @@ def train() -> GradScaler:
     cache = WeightCache()
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
-    scaler = GradScaler("cpu", loss_scale=DynamicLossScale(init_scale=2.0**8), on_stuck="raise")
+    rule, limit = DynamicLossScale(init_scale=2.0**8), TimesMedian(10.0)
+    scaler = GradScaler("cpu", loss_scale=rule, on_stuck="raise", skip_above=limit)
     policy = policies(model)
     x = torch.ones(())
     try:
