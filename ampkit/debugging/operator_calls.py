@@ -207,8 +207,6 @@ class OperatorObserver(ObserverMode):
         if facts.is_view and not moved:
             return func(*args, **kwargs)
         call = self._describe(facts, 3)
-        if call.caller.printing:
-            return func(*args, **kwargs)
         if moved:
             self._thread.number = number
             self._forward[number] = call

@@ -31,14 +31,12 @@ class _File(enum.Enum):
     SCALER = enum.auto()        # torch.amp.GradScaler, or ampkit's
     RECOMPUTE = enum.auto()     # torch.utils.checkpoint
     BACKWARD = enum.auto()      # above it is who called backward
-    PRINTING = enum.auto()      # looking at a tensor computes on it, and is no part of a step
 
 
 _SPECIAL = {
     f"{_TORCH}amp/grad_scaler.py": _File.SCALER,
     f"{_TORCH}utils/checkpoint.py": _File.RECOMPUTE,
     f"{_TORCH}autograd/graph.py": _File.BACKWARD,
-    f"{_TORCH}_tensor_str.py": _File.PRINTING,
 }
 _files: dict[str, _File] = {}
 
@@ -58,7 +56,6 @@ class Caller(NamedTuple):
 
     code: CodeType | None       # None: no code of the user's is on this thread's stack
     instruction: int
-    printing: bool
     scaler: bool
     scaling: bool               # it is a loss that the scaler scales, and no gradient that it looks at
     recompute: bool
@@ -76,7 +73,7 @@ def find_caller(depth: int, *, recompute: bool = False) -> Caller:
     """The innermost user frame, from `depth` frames up; with `recompute`, also whether a checkpoint runs it again."""
     frame = sys._getframe(depth)
     code, instruction = None, 0
-    printing = scaler = scaling = outside = False
+    scaler = scaling = outside = False
     while frame is not None:
         name = frame.f_code.co_filename
         kind = _files.get(name)
@@ -92,17 +89,15 @@ def find_caller(depth: int, *, recompute: bool = False) -> Caller:
         elif code is None and kind is _File.SCALER:
             scaler = True
             scaling |= frame.f_code.co_name == "scale"
-        elif code is None and kind is _File.PRINTING:
-            printing = True
         elif recompute and kind is _File.RECOMPUTE:
-            return Caller(code, instruction, printing, scaler, scaling, recompute=True, outside=outside)
+            return Caller(code, instruction, scaler, scaling, recompute=True, outside=outside)
         elif kind is _File.BACKWARD:
             recompute = False
             if code is not None:
                 break
             outside = True
         frame = frame.f_back
-    return Caller(code, instruction, printing, scaler, scaling, recompute=False, outside=outside)
+    return Caller(code, instruction, scaler, scaling, recompute=False, outside=outside)
 
 
 def _classify(name: str) -> _File:

@@ -152,6 +152,14 @@ def test_what_arrives_broken() -> None:
     assert report.findings[0].symptom == "the loss is nan"
 
 
+def test_a_loss_that_the_loop_looks_at_is_not_absorbed() -> None:
+    with debugging.detect_nonfinite(on_found="record") as report:
+        loss = torch.zeros(2).log().sum()
+        assert not loss.isnan()
+        assert loss.isinf()
+    assert report
+
+
 def test_numbers_that_something_masks_out_are_no_finding() -> None:
     x = torch.randn(4, 4, requires_grad=True)
     mask = torch.tensor([0.0] * 2 + [-math.inf] * 2)
