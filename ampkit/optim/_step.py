@@ -59,9 +59,7 @@ class DeviceStep(ABC):
         """The state of each parameter, made where there is none, as the kernels take it."""
 
     @abstractmethod
-    def _step_kernel(
-        self, group: dict[str, Any], lists: list[list[Tensor]], states: list[dict[str, Any]], **options: Any
-    ) -> None:
+    def _step_kernel(self, group: dict[str, Any], lists: list[list[Tensor]], **options: Any) -> None:
         """Step parameters, gradients and the entries that `_names` names, all local."""
 
     @abstractmethod
@@ -93,18 +91,21 @@ class DeviceStep(ABC):
             ValueError: a group that asks for what only torch's step does.
             TypeError: with `rounding`, `masters` or `state_dtype`, a parameter that is neither bfloat16 nor float32.
         """
-        for name, expected in (("differentiable", False), ("decoupled_weight_decay", True)):
-            if bool(param_group.get(name, expected)) is not expected:
-                raise ValueError(
-                    f"a parameter group has {name}={param_group[name]}; ampkit.optim steps with {expected} alone: use "
-                    "torch.optim for it"
-                )
         super().add_param_group(param_group)  # type: ignore[misc]  of torch's class, which stands beside this one
         try:
-            self._precision.check(self.param_groups[-1]["params"])
-        except TypeError:
+            self._check_group(self.param_groups[-1])
+        except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        for name, expected in (("differentiable", False), ("decoupled_weight_decay", True), ("dampening", 0)):
+            if group.get(name, expected) != expected:
+                raise ValueError(
+                    f"a parameter group has {name}={group[name]}; ampkit.optim steps with {expected} alone: use "
+                    "torch.optim for it"
+                )
+        self._precision.check(group["params"])
 
     def _set_copies(self, copies: dict[Tensor, Tensor]) -> None:
         self._copies = copies
@@ -244,8 +245,6 @@ class DeviceStep(ABC):
 
     def _step_again(self, number: int, group: dict[str, Any], scalars: StepScalars) -> bool:
         """Step a group by the caches of its last step; False, with nothing done, where they do not fit."""
-        if group.get("dampening"):      # SGD's flags of momenta that have not begun are in no cache
-            return False
         params, names = group["params"], self._names(group)
         grads = [param.grad for param in params]
         if type(None) in set(map(type, grads)):
@@ -337,7 +336,7 @@ class DeviceStep(ABC):
             if "stream" in names:
                 *lists, options["streams"] = lists
             self._step_kernel(
-                group, lists, states if rows is None else [states[i] for i in rows], impl=self.impl,
+                group, lists, impl=self.impl,
                 cache=self._caches.setdefault((number, copies is not None, self.impl), kernels.StepCache())
                 if plain else None,
                 **options,

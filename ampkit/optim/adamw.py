@@ -96,9 +96,7 @@ class AdamW(DeviceStep, torch.optim.AdamW):
             _count_on(state, device)
         return states
 
-    def _step_kernel(
-        self, group: dict[str, Any], lists: list[list[Tensor]], states: list[dict[str, Any]], **options: Any
-    ) -> None:
+    def _step_kernel(self, group: dict[str, Any], lists: list[list[Tensor]], **options: Any) -> None:
         params, grads, exp_avgs, exp_avg_sqs, *largest, steps = lists
         max_exp_avg_sqs = largest[0] if largest else []
         amsgrad = group["amsgrad"]

@@ -15,9 +15,6 @@ from ampkit.optim._precision import Precision
 from ampkit.optim._step import DeviceStep, multiplied, needs_float32, refuse_sparse
 from ampkit.torch_internals.optimizers import gathered
 
-# Extra state, kept only with dampening: whether the buffer holds a momentum yet, as 0.0 or 1.0 on the device.
-_STARTED = "momentum_started"
-
 
 class SGD(DeviceStep, torch.optim.SGD):
     """`torch.optim.SGD` whose step unscales, clips and skips on the device while it updates.
@@ -27,24 +24,23 @@ class SGD(DeviceStep, torch.optim.SGD):
     `found_inf` makes it return at once. A first step that is skipped leaves no trace: the next one starts
     the momentum, as torch's would have. The step never synchronises and can be captured in a CUDA graph. On
     the CPU `torch.optim`'s own functions do the arithmetic, with results equal to `torch.optim.SGD` with
-    the same arguments; on a CUDA device where Triton cannot run, and with `dampening`, plain tensor operations do.
+    the same arguments; on a CUDA device where Triton cannot run, plain tensor operations do.
 
-    Args: params, lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, fused: as in
-    `torch.optim.SGD`. `lr` may be a one-element tensor, `weight_decay` is a float. `foreach` chooses among torch's
-    functions on the CPU; `fused` does not, because torch's fused SGD there (2.13) leaves 16-bit parameters of 16
-    elements or more unchanged, and raises where some parameters have no momentum yet: bits are those of
-    `fused=False`. impl: "auto", "triton" (raise where Triton cannot run) or
-    "reference". rounding, masters, state_dtype, seed: as in `AdamW`.
+    Args: params, lr, momentum, weight_decay, nesterov, maximize, foreach, fused: as in `torch.optim.SGD`. `lr` may be a
+    one-element tensor, `weight_decay` is a float, `dampening` is 0. `foreach` chooses among torch's functions on the
+    CPU; `fused` does not, because torch's fused SGD there (2.13) leaves 16-bit parameters of 16 elements or more
+    unchanged, and raises where some parameters have no momentum yet: bits are those of `fused=False`. impl: "auto",
+    "triton" (raise where Triton cannot run) or "reference". rounding, masters, state_dtype, seed: as in `AdamW`.
 
     Raises:
         ValueError: for values that torch.optim.SGD refuses, an unknown `impl`, `rounding`, `masters` or `state_dtype`,
-            `differentiable=True`.
+            `differentiable=True`, `dampening` that is not 0, also one that a group has got since.
         TypeError: `weight_decay` is a tensor; `rounding`, `masters` or `state_dtype` with a parameter that is neither
             bfloat16 nor float32.
         RuntimeError: at `step`, a gradient is sparse.
 
-    State: `momentum_buffer` as in torch, and with `dampening` on CUDA also `momentum_started`; `stream` and `remainder`
-    as in `AdamW`; a `state_dict` of either loads into the other. DTensor parameters are updated shard by shard.
+    State: `momentum_buffer` as in torch, `stream` and `remainder` as in `AdamW`; a `state_dict` of either loads into
+    the other. DTensor parameters are updated shard by shard.
 
     >>> import torch
     >>> model = torch.nn.Linear(2, 1)
@@ -82,31 +78,17 @@ class SGD(DeviceStep, torch.optim.SGD):
         return (("momentum_buffer",) if group["momentum"] else ()) + self._precision.streams
 
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "momentum": group["momentum"], "dampening": group["dampening"],
-            "nesterov": bool(group["nesterov"] and group["momentum"]),
-        }
+        self._check_group(group)
+        return {"momentum": group["momentum"], "nesterov": bool(group["nesterov"] and group["momentum"])}
 
     def _states(self, params: Sequence[Tensor], group: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
-        """With momentum: buffers, and where dampening tells a fresh zero buffer from none, the flags that do."""
-        if not group["momentum"]:
-            return [{} for _ in params] if self._precision.is_torchs else self._fill(params, ())
-        fresh = [self.state[param].get("momentum_buffer") is None for param in params]
-        states = self._fill(params, ("momentum_buffer",))
-        if group["dampening"]:
-            for state, is_fresh in zip(states, fresh, strict=True):
-                if is_fresh or _STARTED not in state:
-                    state[_STARTED] = torch.full((), 0.0 if is_fresh else 1.0, dtype=torch.float32, device=device)
-                # Loading a state_dict converts the flag to the parameter's dtype.
-                state[_STARTED] = state[_STARTED].to(device, torch.float32)
-        return states
+        if not group["momentum"] and self._precision.is_torchs:
+            return [{} for _ in params]
+        return self._fill(params, ("momentum_buffer",) if group["momentum"] else ())
 
-    def _step_kernel(
-        self, group: dict[str, Any], lists: list[list[Tensor]], states: list[dict[str, Any]], **options: Any
-    ) -> None:
+    def _step_kernel(self, group: dict[str, Any], lists: list[list[Tensor]], **options: Any) -> None:
         params, grads, buffers = [*lists, []][:3]
-        flags = [state[_STARTED] for state in states] if group["momentum"] and group["dampening"] else []
-        kernels.sgd_(params, grads, buffers, started=flags or None, **options)
+        kernels.sgd_(params, grads, buffers, **options)
 
     def _step_torch(self, group: dict[str, Any], device: torch.device, scalars: StepScalars) -> bool:
         if not self._precision.is_torchs:
@@ -121,7 +103,7 @@ class SGD(DeviceStep, torch.optim.SGD):
             params, multiplied(grads, scalars), buffers or [None] * len(params), foreach=group["foreach"],
             fused=False,    # torch's leaves 16-bit parameters of a vector's length as they were, among others
             lr=group["lr"], weight_decay=group["weight_decay"], maximize=group["maximize"],
-            **{**self._options(group), "nesterov": group["nesterov"]},
+            dampening=0, **{**self._options(group), "nesterov": group["nesterov"]},
         )
         for param, buffer in zip(params, buffers, strict=bool(buffers)):
             self.state[param]["momentum_buffer"] = buffer

@@ -219,11 +219,9 @@ def sgd_(
     *,
     lr: float | Tensor,
     momentum: float = 0.0,
-    dampening: float = 0.0,
     weight_decay: float = 0.0,
     nesterov: bool = False,
     maximize: bool = False,
-    started: Sequence[Tensor] | None = None,
     multiplier: Tensor | None = None,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
@@ -235,11 +233,9 @@ def sgd_(
 ) -> None:
     """One SGD step over lists of tensors, from gradients that may still be scaled; gradients are only read.
 
-    `momentum_buffers` may be empty when `momentum` is 0. `started` are one float32 element per parameter: where it
-    is 0 the buffer's contents are ignored, whatever they are, and the gradient itself becomes the first momentum, as
-    in torch; a step that is not skipped sets it to 1. PyTorch's operations take such a step, and need no `cache`. None
-    means that all buffers count. `multiplier`, `grad_scale`, `found_inf`, `copies`, `remainders`, `streams`, `lr` and
-    `cache` as in `adamw_`. Never synchronises. Moves 20 bytes per float32 element with momentum, 12 without.
+    `momentum_buffers` may be empty when `momentum` is 0; one that has not begun holds zeros. `multiplier`,
+    `grad_scale`, `found_inf`, `copies`, `remainders`, `streams`, `lr` and `cache` as in `adamw_`. Never synchronises.
+    Moves 20 bytes per float32 element with momentum, 12 without.
 
     >>> import torch
     >>> p, g = torch.ones(1), torch.full((1,), 4.0)
@@ -254,16 +250,13 @@ def sgd_(
         found_inf,
     )
     _check_low_bits(op, lists, remainders, streams)
-    if started is not None:
-        _check_scalars(op, "started", started, len(params))
     if nesterov and momentum <= 0:
         raise ValueError(f"{op}: nesterov needs momentum > 0, got {momentum}")
     ops = select(impl, params[0].device) if params else reference
     parts = {"momentum_buffers": (), **lists, "remainders": remainders, "streams": streams}
     ops.sgd_(
-        **parts, started=started, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay,
-        nesterov=nesterov, maximize=maximize, multiplier=multiplier, grad_scale=grad_scale, found_inf=found_inf,
-        cache=cache,
+        **parts, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov, maximize=maximize,
+        multiplier=multiplier, grad_scale=grad_scale, found_inf=found_inf, cache=cache,
     )
 
 

@@ -257,11 +257,9 @@ def sgd_(
     *,
     lr: float | Tensor,
     momentum: float = 0.0,
-    dampening: float = 0.0,
     weight_decay: float = 0.0,
     nesterov: bool = False,
     maximize: bool = False,
-    started: Sequence[Tensor] | None = None,
     multiplier: Tensor | None = None,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
@@ -286,9 +284,7 @@ def sgd_(
         state = []
         if momentum != 0:
             buffer = momentum_buffers[i]
-            new_buffer = torch.add(buffer.to(acc) * momentum, g, alpha=1 - dampening)
-            if started is not None:
-                new_buffer = torch.where(started[i] != 0, new_buffer, g)
+            new_buffer = buffer.to(acc) * momentum + g
             state.append((buffer, new_buffer))
             g = torch.add(g, new_buffer, alpha=momentum) if nesterov else new_buffer
         if isinstance(lr, Tensor):
@@ -296,8 +292,6 @@ def sgd_(
         else:
             new_p = torch.add(old_p, g, alpha=-lr)
         _store([(p, new_p), *state], [], skip, copies, remainders, streams, i)
-    for flag in started or ():
-        flag.copy_(torch.ones_like(flag) if skip is None else torch.where(skip, flag, 1))
 
 
 def _skips_on_host(found_inf: Tensor | None) -> bool:

@@ -202,22 +202,20 @@ ADAMW: list[dict[str, Any]] = [
 SGD: list[dict[str, Any]] = [
     {}, {"weight_decay": 0.1, "grads": torch.float16}, {"momentum": 0.9, "nesterov": True, "maximize": True},
     {"momentum": 0.9, "weight_decay": 0.1, "lr": torch.tensor(0.1)}, {"momentum": 0.9, "dtype": torch.float64},
-    {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1},
 ]
 
 
 class State:
-    """An optimizer's lists, at any address: parameters, two of momenta, maxima; counts or flags; copies."""
+    """An optimizer's lists, at any address: parameters, two of momenta, maxima; counts; copies."""
 
     def __init__(self, params: Sequence[Tensor], device: torch.device, **options: Any) -> None:
-        def zeros(value: float = 0.0) -> list[Tensor]:
+        def zeros() -> list[Tensor]:
             wide = torch.promote_types(params[0].dtype, torch.float32)
-            return Guarded([torch.full_like(p, value, dtype=wide, device=device) for p in params], (0, 0, 1)).views
+            return Guarded([torch.zeros_like(p, dtype=wide, device=device) for p in params], (0, 0, 1)).views
 
         self.adamw = "beta1" in options
         self.params = Guarded([p.to(device) for p in params]).views
-        # What SGD's buffers hold before a first step that has flags must not matter.
-        self.moments = [zeros(float("nan") if options.get("dampening") else 0.0), zeros()]
+        self.moments = [zeros(), zeros()]
         self.maxima = zeros() if options.get("amsgrad") else []
         self.counts = [torch.zeros((), device=device) for _ in params]
         self.copies = [torch.zeros_like(p, dtype=torch.float16, device=device) for p in params]
@@ -231,8 +229,7 @@ class State:
         if self.adamw:
             kernels.adamw_(self.params, grads, *self.moments, self.maxima, self.counts, **options)
         else:
-            flags = self.counts if options.get("dampening") else None
-            kernels.sgd_(self.params, grads, self.moments[0], started=flags, **options)
+            kernels.sgd_(self.params, grads, self.moments[0], **options)
 
 
 def steps_within_an_ulp(device: torch.device, impl: str, options: dict[str, Any]) -> None:

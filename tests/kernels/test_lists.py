@@ -170,7 +170,6 @@ REFUSED: list[tuple[Callable[..., Any], tuple, dict[str, Any], str]] = [
     (kernels.sgd_, (ONE, ONE, []), {"lr": 0.1, "momentum": 0.9}, "got 0 momentum_buffers for 1 params"),
     (kernels.sgd_, (ONE, ONE, []), {"lr": 0.1, "nesterov": True}, "nesterov needs momentum > 0, got 0"),
     (kernels.sgd_, ([torch._neg_view(ONE[0])], ONE, []), {"lr": 0.1}, r"params\[0\] is a lazily negated or conjugated"),
-    (kernels.sgd_, (ONE, ONE, ONE), {"lr": 0.1, "momentum": 0.9, "started": [HALF.double()]}, "started is a torch.fl"),
     (kernels.sgd_, (ONE, ONE, []), {"lr": 0.1, "multiplier": HALF.double()}, "multiplier is a torch.float64"),
 ]
 
@@ -197,8 +196,7 @@ def all_operations(impl: str, lists: list[list[Tensor]], mixed: list[Tensor]) ->
     for accumulate in (False, True):
         kernels.unscale_into_(halves, lists[0], scale, flag, accumulate=accumulate, impl=impl)
     kernels.adamw_(*lists, [], steps, impl=impl, **ADAMW, **scalars)
-    for started in (None, steps):
-        kernels.sgd_(*lists[:3], lr=0.1, momentum=0.9, started=started, impl=impl, **scalars)
+    kernels.sgd_(*lists[:3], lr=0.1, momentum=0.9, impl=impl, **scalars)
     norms = [kernels.norm_and_check(mixed, scale, flag, order, impl=impl) for order in (2.0, 3.0)]
     return [flag, *norms]
 

@@ -135,10 +135,14 @@ def test_kernels_round_as_the_reference(interpreted: Any, kind: str) -> None:
 def test_kernels_step_remainders_as_float32(interpreted: Any, kind: str) -> None:
     exact = stepped(kind, torch.float32, torch.float32)
     remainders = [torch.zeros_like(t, dtype=torch.int16) for t in lists(torch.bfloat16)]
-    streams = [rounding.stream(3, i, CPU) for i in range(6)]
-    found = stepped(kind, torch.bfloat16, torch.float32, remainders=remainders, streams=streams)
+    found = stepped(kind, torch.bfloat16, torch.float32, remainders=remainders)
     same(found[0] + remainders, [part for i in (0, 1) for part in (rounding.split(w)[i] for w in exact[0])], "weights")
     same(found[1], exact[1], "momenta")
+    narrow = []
+    for weight, given in ((torch.float32, None), (torch.bfloat16, [torch.zeros_like(t) for t in remainders])):
+        streams = [rounding.stream(3, i, CPU) for i in range(6)]
+        narrow.append(stepped(kind, weight, torch.bfloat16, remainders=given, streams=streams)[1])
+    same(*narrow, "stochastic momenta beside remainders")
     skipped = [t.clone() for t in remainders]
     stepped(kind, torch.bfloat16, torch.float32, remainders=remainders, found_inf=scalar(1.0))
     same(remainders, skipped, "a skipped step")

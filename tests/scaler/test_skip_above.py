@@ -75,7 +75,7 @@ def test_the_median_is_that_of_the_last_finite_norms() -> None:
     norms, seen = rule.init(device), list[float]()
     for step in range(200):
         value = float(torch.rand((), generator=draw)) * (4.0 if step % 7 == 0 else 1.0 if step > 9 else 0.0)
-        norm = torch.tensor((math.inf, math.nan)[step % 2] if step % 11 == 5 else value)
+        norm = torch.tensor((math.nan, math.inf)[step % 2] if step % 11 == 5 else value)
         median = statistics.median_low(seen) if seen else 0.0
         limit = 2.0 * median if len(seen) >= 2 and median > 0 else math.inf
         assert bool(rule.judge_(norms, norm)) is not (math.isfinite(norm) and float(norm) <= limit)

@@ -2,7 +2,7 @@
 
 Contract, per tensor, with g = sign * gradient * multiplier / grad_scale + weight_decay * p:
 
-    b <- momentum * b + (1 - dampening) * g
+    b <- momentum * b + g
     p <- p - lr * d, where d is b, or g + momentum * b under nesterov, or g without momentum
 
 params, momentum_buffers: dense CUDA tensors with equal strides, any float dtypes; grads are only read; copies
@@ -10,8 +10,7 @@ params, momentum_buffers: dense CUDA tensors with equal strides, any float dtype
 `ampkit_kernels.rounding`; a small launch ahead advances the streams. Where found_inf is set nothing is written.
 Hyperparameters and scalars are combined in float64 and rounded once; arithmetic in float32 (float64 for float64
 parameters), in the order of `torch.optim.SGD(foreach=False)`, with a multiply-add fused where, and only where, its CPU
-kernels fuse one. Does not synchronise. Steps with `started` flags, which only dampening needs, are left to PyTorch's
-operators.
+kernels fuse one. Does not synchronise.
 
 Bytes per element: 20 for float32 with momentum (12 read, 8 written), 12 without; 2 more with a half copy. For bfloat16
 weights and gradients 10 with a bfloat16 momentum, 14 with a float32 one; 4 more with remainders.
@@ -41,7 +40,7 @@ _BLOCK = 128     # streams that a program advances
 
 
 @triton.jit
-def _sgd_block(pp, gp, bp, cp, o, mask, lr, momentum, weight, weight_decay, factor, keys,
+def _sgd_block(pp, gp, bp, cp, o, mask, lr, momentum, weight_decay, factor, keys,
                ACC: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, COPY: tl.constexpr,
                REMAINDER: tl.constexpr, STOCHASTIC: tl.constexpr, DECAY: tl.constexpr, MASKED: tl.constexpr):
     # Every load before the first store, as in adamw.
@@ -54,7 +53,7 @@ def _sgd_block(pp, gp, bp, cp, o, mask, lr, momentum, weight, weight_decay, fact
     if DECAY:
         g = tl.fma(p, weight_decay, g)
     if MOMENTUM:
-        buffer = tl.fma(g, weight, buffer * momentum)
+        buffer = buffer * momentum + g
         if NESTEROV:
             g = tl.fma(buffer, momentum, g)
         else:
@@ -65,11 +64,11 @@ def _sgd_block(pp, gp, bp, cp, o, mask, lr, momentum, weight, weight_decay, fact
     if STOCHASTIC:
         for_p, for_buffer = random_bits(keys, o, False)
         p = rounded_for(pp, p, for_p)
-        if MOMENTUM:
-            buffer = rounded_for(bp, buffer, for_buffer)
-    if MOMENTUM:
-        store_block(bp, o, buffer, mask, MASKED)
     store_block(pp, o, p, mask, MASKED)
+    if MOMENTUM:
+        if STOCHASTIC:      # no sooner: both at once take more registers
+            buffer = rounded_for(bp, buffer, for_buffer)
+        store_block(bp, o, buffer, mask, MASKED)
     if COPY:
         store_block(cp, o, p.to(pp.dtype.element_ty), mask, MASKED)
     if REMAINDER:
@@ -88,8 +87,8 @@ def advance_kernel(addresses, n, found_inf_ptr, HAS_FOUND_INF: tl.constexpr, COL
 
 @entry
 def sgd_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, n_tensors, lr_ptr, lr: tl.float64,
-               momentum: tl.float64, dampening: tl.float64, weight_decay: tl.float64, multiplier_ptr, grad_scale_ptr,
-               found_inf_ptr, PARAM: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr, COPY_TO: tl.constexpr,
+               momentum: tl.float64, weight_decay: tl.float64, multiplier_ptr, grad_scale_ptr, found_inf_ptr,
+               PARAM: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr, COPY_TO: tl.constexpr,
                ACC: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, DECAY: tl.constexpr,
                COPY: tl.constexpr, REMAINDER: tl.constexpr, STOCHASTIC: tl.constexpr, HAS_LR: tl.constexpr,
                HAS_MULTIPLIER: tl.constexpr, HAS_GRAD_SCALE: tl.constexpr,
@@ -103,7 +102,7 @@ def sgd_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, n_tensors,
             one, lr_ptr, lr, multiplier_ptr, grad_scale_ptr, HAS_LR, HAS_MULTIPLIER, HAS_GRAD_SCALE, MAXIMIZE
         )
         rate, factor = rate.to(ACC), factor.to(ACC)
-        kept, weight, decay = (one * momentum).to(ACC), (1.0 - one * dampening).to(ACC), (one * weight_decay).to(ACC)
+        kept, decay = (one * momentum).to(ACC), (one * weight_decay).to(ACC)
         lanes = tl.arange(0, BLOCK)
         b = tl.program_id(0)
         while b < n_blocks:
@@ -122,12 +121,12 @@ def sgd_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, n_tensors,
             n_full = length // BLOCK
             i = 0
             while i < n_full:
-                _sgd_block(pp, gp, bp, cp, i * BLOCK + lanes, None, rate, kept, weight, decay, factor, keys, ACC,
+                _sgd_block(pp, gp, bp, cp, i * BLOCK + lanes, None, rate, kept, decay, factor, keys, ACC,
                            MOMENTUM, NESTEROV, COPY, REMAINDER, STOCHASTIC, DECAY, False)
                 i += 1
             if n_full * BLOCK < length:
                 o = n_full * BLOCK + lanes
-                _sgd_block(pp, gp, bp, cp, o, o < length, rate, kept, weight, decay, factor, keys, ACC, MOMENTUM,
+                _sgd_block(pp, gp, bp, cp, o, o < length, rate, kept, decay, factor, keys, ACC, MOMENTUM,
                            NESTEROV, COPY, REMAINDER, STOCHASTIC, DECAY, True)
             b += tl.num_programs(0)
 
@@ -138,7 +137,6 @@ def sgd_(
     momentum_buffers: Sequence[Tensor],
     *,
     momentum: float = 0.0,
-    started: Sequence[Tensor] | None = None,
     copies: Sequence[Tensor] | None = None,
     remainders: Sequence[Tensor] | None = None,
     streams: Sequence[Tensor] | None = None,
@@ -149,13 +147,8 @@ def sgd_(
 
     `options` are those of `_launch`.
     """
-    if started is not None:
-        return reference.sgd_(
-            params, grads, momentum_buffers, momentum=momentum, started=started, copies=copies, remainders=remainders,
-            streams=streams, **options
-        )
     buffers = momentum_buffers if momentum != 0 else None
-    return run_step(
+    run_step(
         {"params": params, "grads": grads, "momentum_buffers": buffers, "copies": copies, "remainders": remainders},
         {"streams": streams}, _launch, partial(reference.sgd_, momentum_buffers=()), CONFIGS, 0, cache,
         {"momentum": momentum, **options},
@@ -167,7 +160,6 @@ def _launch(
     *,
     lr: float | Tensor,
     momentum: float = 0.0,
-    dampening: float = 0.0,
     weight_decay: float = 0.0,
     nesterov: bool = False,
     maximize: bool = False,
@@ -184,7 +176,7 @@ def _launch(
                 enable_fp_fusion=False,
             )
     table.launch(
-        sgd_kernel, table.n_tensors, momentum=momentum, dampening=dampening, weight_decay=weight_decay,
+        sgd_kernel, table.n_tensors, momentum=momentum, weight_decay=weight_decay,
         MOMENTUM=momentum != 0, NESTEROV=nesterov, DECAY=weight_decay != 0, MAXIMIZE=maximize,
         **scalars(table.numels, lr, multiplier, grad_scale, found_inf), **rows.constants, enable_fp_fusion=False,
     )
