@@ -36,10 +36,10 @@ def find_nonfinite(
     `step` takes no arguments and does the same each time: forward, backward and optimizer, on one batch. It runs once;
     where an operator met a 0 that it cannot take, once more beside itself in a wider dtype, to tell a 0 that was
     rounded from one that is exact. With `verify`, changes are tried: a policy for steps in ampkit's regions, lines in
-    float32 for others, another loss scale. A change is verified when four steps in a row with it are finite and update
-    the parameters, and the loss does not grow a hundredfold; a change that failed is not suggested. Then everything is
-    put back: parameters, buffers, gradients, optimizers, scalers, random number generators and the objects in `state`,
-    which have `state_dict` and `load_state_dict`.
+    float32 for all. A change is verified when four steps in a row with it are finite and update the parameters, and the
+    loss does not grow a hundredfold; a change that failed is not suggested. Then everything is put back: parameters,
+    buffers, gradients, optimizers, scalers, random number generators and the objects in `state`, which have
+    `state_dict` and `load_state_dict`.
 
     A step that uses `torch.compile` runs eagerly here. Where it is finite as it is, compiled, that is the answer: the
     report has a note in place of findings.

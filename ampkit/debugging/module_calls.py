@@ -19,9 +19,8 @@ __all__ = ["ModuleCall", "ModuleCalls"]
 class ModuleCall(NamedTuple):
     """One call of a module: its path from the model ("" for the model itself), and which call since the step began."""
 
-    path: str
+    path: str                       # its class, where it is not below the model
     cls: str
-    known: bool                     # False: it is not below the model, and the path is its class
     number: int                     # 1 is the first; 0 in a recompute, which cannot tell
 
     def __str__(self) -> str:
@@ -86,7 +85,7 @@ class ModuleCalls:
         number = 0
         if current_node() is None:      # else a checkpoint runs it again
             number = self._numbers[id(module)] = self._numbers.get(id(module), 0) + 1
-        stack.append((module, ModuleCall(path, cls, path != cls, number)))
+        stack.append((module, ModuleCall(path, cls, number)))
 
     def _note_region(self) -> None:
         if is_open():

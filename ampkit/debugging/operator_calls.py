@@ -167,7 +167,7 @@ class OperatorObserver(ObserverMode):
                 file, line = forward.caller.line()
         return {
             "index": call.index, "op": call.op, "phase": call.phase, "module": "" if module is None else str(module),
-            "path": module.path if module is not None and module.known else "",
+            "path": module.path if module is not None and module.path != module.cls else "",
             "call": 0 if module is None else module.number, "file": file, "line": line, "backward_of": backward_of,
         }
 
