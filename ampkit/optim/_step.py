@@ -81,7 +81,7 @@ class DeviceStep(ABC):
                 )
         if impl not in kernels.IMPLS:
             raise ValueError(f"unknown impl {impl!r}; expected 'auto', 'triton' or 'reference'")
-        self.impl, self._precision = impl, precision
+        self.impl, self._precision, self._seen = impl, precision, {}
         self._set_copies({})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -100,7 +100,7 @@ class DeviceStep(ABC):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         for name, expected in (("differentiable", False), ("decoupled_weight_decay", True), ("dampening", 0)):
-            if group.get(name, expected) != expected:
+            if bool(group.get(name, expected)) != expected:
                 raise ValueError(
                     f"a parameter group has {name}={group[name]}; ampkit.optim steps with {expected} alone: use "
                     "torch.optim for it"
@@ -109,7 +109,7 @@ class DeviceStep(ABC):
 
     def _set_copies(self, copies: dict[Tensor, Tensor]) -> None:
         self._copies = copies
-        self._caches, self._seen = {}, {}
+        self._caches = {}
 
     def write_copies(self, copies: Mapping[Tensor, Tensor]) -> None:
         """Have every step also write new parameter values, converted, into these tensors.
@@ -213,6 +213,7 @@ class DeviceStep(ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickled or copied optimizer, and what `load_state_dict` of torch hands over: state and groups."""
         super().__setstate__(state)  # type: ignore[misc]
+        self._seen = {}
         self._set_copies(self._copies)
 
     def __getstate__(self) -> dict[str, Any]:

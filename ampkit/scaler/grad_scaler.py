@@ -34,7 +34,7 @@ from ampkit.scaler.history import COUNTS, History, ScalerStats
 from ampkit.scaler.loss_scale import DynamicLossScale, LossScale, ScaleState
 from ampkit.scaler.norm_limit import TimesMedian
 from ampkit.scaler.overflow_report import Counts, OverflowReport, count_nonfinite, report
-from ampkit.scaler.records import MARK, LastStep, Notes, ready, refuse_claimed
+from ampkit.scaler.records import MARK, LastStep, Notes, note_backward, ready, refuse_claimed
 from ampkit.scaler.saved_state import Loadable
 from ampkit.torch_internals.fsdp import is_flat
 from ampkit.torch_internals.optimizers import update_scale_
@@ -196,6 +196,8 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return outputs
         self._scale_calls += 1
+        if self._notes:
+            note_backward(self._notes.values())
         copies: dict[torch.device, Tensor] = {}
         if isinstance(outputs, Tensor):
             return self._scale_one(outputs, copies)
@@ -350,8 +352,9 @@ class GradScaler(torch.amp.GradScaler):
             refuse_claimed(gradients.originals, notes, [
                 other for other, state in zip(self._notes.values(), records, strict=True) if other.state is state
             ])
+        mark = notes.mark, -1
         for grad in gradients.originals:
-            setattr(grad, MARK, notes.mark)
+            setattr(grad, MARK, mark)
 
     def _agree(self, optimizer: Any, found: Flags, groups: Sequence[Any]) -> None:
         """Make flags the same on all ranks that must skip together."""

@@ -10,7 +10,7 @@ from tests.helpers.processes import fresh_python
 BOUNDS = {
     "region": 13,                                           # 4
     "region, torch's list": 11,
-    "x @ weight": 6,                                        # 0: it is C++
+    "x @ weight": 4,                                        # 0: it is C++
     "scaler.step, torch's AdamW": 33,                       # 20
     "scaler.update": 7,                                     # 3
     "unscale, check and clip": 34,                          # 9

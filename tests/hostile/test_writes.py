@@ -1,4 +1,4 @@
-"""Weights written in every way that torch has, at every place in random programs of regions: no use is stale.
+"""Weights written as docs/weight-cache.md lists it, at every place in random programs of regions: no use is stale.
 
 The oracle is a cast made on the spot. What a cache cannot see is listed in `UNSEEN`: programs call `clear()` after such
 a write, as `WeightCache` says.

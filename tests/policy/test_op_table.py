@@ -42,6 +42,27 @@ def test_both_tables_know_the_same_devices_and_say_why() -> None:
         assert group.ops.split(), group
 
 
+# Fused kernels that the dense operators of other devices stand for.
+ONLY_CUDA = {
+    "cudnn_convolution", "cudnn_convolution_transpose", "_cudnn_rnn", "miopen_rnn", "_thnn_fused_gru_cell",
+    "_thnn_fused_lstm_cell", "_scaled_dot_product_flash_attention",
+}
+
+
+@pytest.mark.parametrize("device", TORCH)
+def test_default_does_on_every_device_what_it_does_on_cuda(device: str) -> None:
+    """But for rules of torch's own for that device."""
+    ours, theirs = fold(DEFAULT_EXTRA[device]), fold(TORCH[device])
+    assert not [op.name() for op, rule in ours.items() if theirs.get(op) is rule or rule is Rule.BANNED]
+    cuda = fold(TORCH["cuda"]) | fold(DEFAULT_EXTRA["cuda"])
+    apart = {
+        op.name().removeprefix("aten::") for op, rule in cuda.items()
+        if (theirs | ours).get(op) is not rule and (op in ours or op not in theirs) and rule is not Rule.BANNED
+        and "name" not in op._overloadname.lower()      # no region takes named tensors
+    }
+    assert apart <= ONLY_CUDA | {"cumprod"}     # whose rule torch changed in 2.13
+
+
 def test_the_document_says_what_the_table_says() -> None:
     docs = Path(__file__).resolve().parents[2] / "docs"
     module = runpy.run_path(str(docs / "make_operators.py"))

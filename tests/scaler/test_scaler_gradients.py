@@ -85,17 +85,23 @@ def test_the_check_looks_once_and_leaves_version_counters_alone(cls) -> None:
 
 @BOTH
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("scaled", ["between", "ahead", "together"])
+@pytest.mark.parametrize("scaled", ["between", "zeroed", "kept", "ahead", "together"])
 def test_gradients_computed_again_between_two_steps_are_unscaled_again(cls, scaled, fused) -> None:
-    """A GAN without an update between its phases: the second optimizer's gradients are new, though shared."""
+    """A GAN without an update between its phases: the second optimizer's gradients are new, though shared.
+
+    Also where they are written to the same tensor: one that is zeroed, or one that DDP keeps for its bucket.
+    """
     shared = torch.nn.Parameter(torch.ones(2))
     optimizers = [torch.optim.SGD([shared], lr=0.5, fused=fused) for _ in range(2)]
     scaler = cls("cpu", 2.0**8)
-    losses = [shared.sum(), shared.sum()] if scaled != "between" else []
+    losses = [shared.sum(), shared.sum()] if scaled in ("ahead", "together") else []
+    kept = torch.zeros(2)
     losses = scaler.scale(losses) if scaled == "together" else [scaler.scale(loss) for loss in losses]
     for i, optimizer in enumerate(optimizers):
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=scaled != "zeroed")
         (losses[i] if losses else scaler.scale(shared.sum())).backward()
+        if scaled == "kept":
+            shared.grad = kept.copy_(shared.grad)
         scaler.step(optimizer)
     scaler.update()
     assert shared.tolist() == [0.0, 0.0]
