@@ -30,7 +30,7 @@ from ampkit.torch_internals.dynamo import dynamo_skip
 from ampkit.torch_internals.forks import renewed_lock
 from ampkit.torch_internals.operators import OpOverload
 from ampkit.torch_internals.signatures import defined, signature_of
-from ampkit.torch_internals.transforms import is_ahead, keys_ahead
+from ampkit.torch_internals.transforms import functorch_level, is_ahead, keys_ahead
 
 Kernel = Callable[..., Any]
 R = TypeVar("R")
@@ -137,6 +137,8 @@ def _general(op: OpOverload) -> Kernel:
     @dynamo_skip
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         mode = get_in_tls(TLS_NAME)
+        if functorch_level() is not None:
+            args = _without_numbers(args, _numbers(args, slots))
         if not (mode.as_torch and is_ahead(keyset, ahead)):
             result = mode.__torch_dispatch__(op, (), args, kwargs)
             if result is not NotImplemented:
@@ -156,6 +158,27 @@ def _general(op: OpOverload) -> Kernel:
 def _numbers(args: tuple[Any, ...], slots: list[int]) -> list[int]:
     """Where a number stands in the place of a tensor."""
     return [slot for slot in slots if slot < len(args) and type(args[slot]) in _NUMBERS]
+
+
+def _without_numbers(args: tuple[Any, ...], slots: list[int]) -> tuple[Any, ...]:
+    """Arguments with tensors for the numbers at `slots`, which promote as numbers do and have their digits.
+
+    Autograd saves a number as a tensor that is marked as one. Where a transform has wrapped it, torch cannot hand it to
+    a Python kernel in backward: it reads the number, and the wrapper has no memory. Any region of the process would
+    meet that once one policy has a rule for `mul`.
+    """
+    tensor = next((arg for arg in args if isinstance(arg, torch.Tensor) and arg.is_floating_point()), None)
+    if tensor is None:
+        return args
+    changed = list(args)
+    for slot in slots:
+        if type(args[slot]) in (int, float, bool):
+            number = torch.scalar_tensor(args[slot], dtype=torch.float64)
+            # A tensor without dimensions would be promoted; in 16 bits it takes the number if no digit is lost.
+            low = number.to(tensor.dtype) if tensor.dim() == 0 else number
+            if tensor.dtype not in (torch.float16, torch.bfloat16) or bool(low == number):
+                changed[slot] = low
+    return tuple(changed)
 
 
 def _go_before_tracer(op: OpOverload) -> None:

@@ -167,6 +167,18 @@ def test_custom_operators(product: Any) -> None:
         assert_same(one, found[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("function", [lambda x: x / 3.1, lambda x: 3.1 / x, lambda x: (x * 3.1).sum() * 0.5])
+def test_numbers_that_autograd_saves_under_a_transform(function: Any, dtype: torch.dtype) -> None:
+    """Once a policy of the process names the operator, in regions of others too."""
+    named = Policy.torch("cpu").with_rules({"aten::div": "keep", "aten::mul": "keep"})
+    x, results = torch.linspace(0.5, 2.0, 6).to(dtype), []
+    for region in (torch.autocast("cpu"), autocast("cpu", policy=named), autocast("cpu", policy=Policy.torch("cpu"))):
+        with region:
+            results.append(torch.func.grad(lambda x: function(x).sum())(x))
+    assert all(torch.equal(result, results[0]) for result in results[1:])
+
+
 def test_a_tensor_by_keyword_behind_a_number_under_a_transform() -> None:
     library = torch.library.Library("ampkit_by_keyword", "DEF")
     library.define("scaled(Tensor x, float by, *, Tensor bias) -> Tensor")
