@@ -65,6 +65,7 @@ class AutocastMode(TorchDispatchMode):
     """
 
     record: Any = None      # where calls are recorded, if they are; see `recording`
+    closed_copy: AutocastMode | None = None
 
     def __init__(self, policies: tuple[tuple[str, Policy], ...], cache: WeightCache | RegionCache | None) -> None:
         super().__init__()
@@ -88,14 +89,14 @@ class AutocastMode(TorchDispatchMode):
                 install(table, self.key)
                 _installed[id(table), self.key] = table
 
-    @functools.cached_property
-    def closed_copy(self) -> AutocastMode:
-        """The mode that stays in TLS after the outermost region is left.
+    def closed(self) -> AutocastMode:
+        """The mode that stays in TLS after the outermost region is left, made once.
 
         Backward of `torch.cond` and other higher-order operators recomputes the forward under the dispatch keys that
         it saw, the mode's key among them, wherever backward is called.
         """
-        mode = AutocastMode(self.policies, None)
+        # No `cached_property`: in Python 3.11 all instances share its lock, which a forked child may inherit locked.
+        self.closed_copy = mode = AutocastMode(self.policies, None)
         mode.open = False
         return mode
 

@@ -142,7 +142,7 @@ class Entry:
             set_excluded(self.muted, False)
         if again or thread.mark is not self.mark:
             policy_guard.write(self.mark, again=again)
-        put_in_tls(TLS_NAME, self.outer or self.mode.closed_copy)
+        put_in_tls(TLS_NAME, self.outer or self.mode.closed_copy or self.mode.closed())
         if self.own_cache is not None:
             self.own_cache.leave()
         elif last and spec.cache is None:
