@@ -15,7 +15,7 @@ import ampkit_kernels as kernels
 from ampkit.gradients.amp_optimizers import StepScalars
 from ampkit.gradients.transfer import host_value_or_none, moved
 from ampkit.optim._precision import Precision
-from ampkit.torch_internals.optimizers import foreach_mul
+from ampkit.torch_internals.optimizers import foreach_mul, foreach_mul_
 
 Loss = TypeVar("Loss")      # that a closure returns, and `step` then
 # Neither has a local part of its own; by type, because a failing attribute lookup costs more than the rest.
@@ -409,12 +409,20 @@ def needs_float32(group: dict[str, Any], scalars: StepScalars) -> bool:
 
 
 def multiplied(grads: list[Tensor], scalars: StepScalars) -> list[Tensor]:
-    """The gradients times what the scalars, on their device, say; the gradients themselves are left alone."""
+    """The gradients times what the scalars, on their device, say.
+
+    On a CPU in place, as torch's fused steps do: memory for as many again costs more than the rest of the step.
+    """
     if not grads:
         return grads
     if grads[0].is_cpu:
         factor = scalars.factor_on_host()
-        return grads if factor == 1.0 else list(foreach_mul(grads, factor))
+        if factor == 1.0:
+            return grads
+        if not all(map(Tensor.is_contiguous, grads)):      # an expanded one cannot be written to
+            return list(foreach_mul(grads, factor))
+        foreach_mul_(grads, factor)
+        return grads
     for factor in (scalars.grad_multiplier, scalars.inverse_scale()):
         if factor is not None:
             grads = list(foreach_mul(grads, factor))
