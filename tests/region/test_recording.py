@@ -116,6 +116,7 @@ def test_recording_changes_no_bit(net):
     assert all(map(torch.equal, found, wanted))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 def test_nested_tensors_are_recorded_without_a_shape(layout):
     nested = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=layout)
