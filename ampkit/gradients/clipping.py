@@ -86,11 +86,13 @@ def norm_and_factor(
     if grads is not None and len(gradients.by_device) == 1 and not gradients.shards and not across:
         ops, flag = ampkit_kernels.backend(inv_scale), found_inf[inv_scale.device]
         is_flat_list = type(grads) is ampkit_kernels.FlatList   # where Triton runs
-        if is_flat_list and isinstance(max_norm, float | int) and norm_type in ops.KERNEL_NORMS:
+        if is_flat_list and isinstance(max_norm, float | int) and norm_type in ops.KERNEL_NORMS and max_norm < math.inf:
             return ops.norm_and_clip_factor(grads, inv_scale, flag, norm_type, max_norm)
         norm = ops.norm_and_check(grads, inv_scale, flag, norm_type)
     else:
         norm = _norm_of_parts(gradients, inv_scale, found_inf, norm_type, across)
+    if isinstance(max_norm, float) and max_norm == math.inf:    # inf / inf would be NaN
+        return norm, inv_scale
     return norm, inv_scale * coefficient(norm, max_norm)
 
 

@@ -12,7 +12,7 @@ import re
 import torch
 from torch.nn import Module
 
-from ampkit.policy.module_paths import named_paths, starred
+from ampkit.policy.module_paths import is_container, named_paths, starred
 from ampkit.policy.module_rules import ModuleRules, matches
 
 __all__ = ["kept_modules"]
@@ -38,11 +38,11 @@ def kept_modules(model: Module, dtype: torch.dtype, rules: ModuleRules) -> list[
                     full.startswith(root) and pattern.search(full, len(root)) for root, pattern in patterns.items()
                 )
                 (matched if wanted else others).update(_upwards(path))
-    whole = matched - others
+    whole = {path for path in matched - others if not is_container(modules[path])}
     keys: dict[str, list[str]] = {}
     for path, module in modules.items():
         fits = all(each.dtype.itemsize >= 4 for each in module.parameters() if each.is_floating_point())
-        is_outermost = path in whole and (path == "" or path.rpartition(".")[0] not in whole)
+        is_outermost = path in whole and (path == "" or whole.isdisjoint(_upwards(path)[1:]))
         if is_outermost and fits and rules.find(module) is None:
             keys.setdefault(starred(path), []).append(path)
     return [

@@ -33,6 +33,11 @@ def named_paths(model: Module, path: str = "", above: tuple[int, ...] = ()) -> I
             yield from named_paths(child, f"{path}.{name}" if path else name, (*above, id(model)))
 
 
+def is_container(module: Module) -> bool:
+    """Whether a module has others and no `forward` of its own, as `ModuleList`: it is they that are called."""
+    return type(module).forward is Module.forward and "forward" not in vars(module) and any(module.children())
+
+
 def starred(path: str) -> str:
     """A module's path with a star for every number."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)

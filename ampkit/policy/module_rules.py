@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch.nn import Module
 
 from ampkit.policy.linear_layers import LinearLayer
-from ampkit.policy.module_paths import named_paths, unwrapped
+from ampkit.policy.module_paths import is_container, named_paths, unwrapped
 from ampkit.policy.values import short
 from ampkit.torch_internals.forks import renewed_lock
 from ampkit.torch_internals.modules import request_kwargs
@@ -30,6 +30,7 @@ __all__ = [
 
 CLASS = "class "    # begins a key that names a module class, as written policies do: "class package.module:Name"
 _LONGEST = 1000     # characters of a pattern, which is compared with every path of a model
+_IN_CONTAINER = 1000    # added to the rank of a rule, more than any has
 _IDENTITIES = "_ampkit_identities"
 _modules: weakref.WeakValueDictionary[str, Module] = weakref.WeakValueDictionary()      # by their own identities
 _lock = renewed_lock(__name__, "_lock")
@@ -95,16 +96,27 @@ class NamedModules:
         return path
 
     def matching(self, key: str | type[Module]) -> tuple[Bound, ...]:
-        """Each module that a key matches, once; `ValueError` with the nearest names if there is none."""
-        if isinstance(key, type):
-            found = [(path, module) for path, module in self.pairs if key in type(module).__mro__]
-        elif "*" in key:
-            found = [(path, module) for path, module in self.pairs if matches(key, path)]
-        else:
-            found = [(key, self.by_path[key])] if key in self.by_path else []
+        """Each module that a key matches, once; `ValueError` with the nearest names if there is none.
+
+        In place of a container, which is never called, its modules: their own rules are nearer to them than this one.
+        """
+        found = list[tuple[str, Module, int]]()
+        ranks = dict[str, int]()    # of what containers hold, by the containers' paths
+        for path, module in self.pairs:
+            if isinstance(key, type):
+                is_match = key in type(module).__mro__
+            else:
+                is_match = matches(key, path) if "*" in key else key == path
+            rank = _rank(key, module) if is_match else ranks.get(path.rpartition(".")[0])
+            if rank is None:
+                continue
+            if is_container(module):
+                ranks[path] = rank + _IN_CONTAINER
+            else:
+                found.append((path, module, rank))
         if not found:
             raise ValueError(self._unmatched(key))
-        once = {id(module): Bound(path, identity(module), _rank(key, module)) for path, module in reversed(found)}
+        once = {id(module): Bound(path, identity(module), rank) for path, module, rank in reversed(found)}
         return tuple(reversed(once.values()))
 
     def _unmatched(self, key: str | type[Module]) -> str:

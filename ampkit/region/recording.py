@@ -148,7 +148,7 @@ class _RecordingMode(AutocastMode):
         noted = RecordedCall(
             op.name(), rule, layer, why, module, line, _dtypes(before), asked or _dtypes(after),
             len(made), len(cast) - len(made), sum(_nbytes(old) + _nbytes(new) for old, new in made),
-            tuple(tuple(map(int, tensor.shape)) for tensor in before), float8,
+            tuple(() if tensor.is_nested else tuple(map(int, tensor.shape)) for tensor in before), float8,
         )
         if self.record.integers is not None:
             with Exclude(self.excluded_keys):

@@ -80,7 +80,7 @@ class Notes:
 
 
 def note_backward(everyone: Iterable[Notes]) -> None:
-    """Mark again the gradients that parameters still have, with their versions: a backward pass may follow.
+    """Mark again the gradients that parameters still have, with their versions: a backward pass may follow this call.
 
     It may write other gradients to tensors that had a mark: to these, after `zero_grad(set_to_none=False)`; to those
     that DDP keeps, with `gradient_as_bucket_view`.
@@ -89,7 +89,7 @@ def note_backward(everyone: Iterable[Notes]) -> None:
         old, notes.mark = notes.mark, next(_marks)
         for param in parameters(notes.optimizer):
             grad = param.grad
-            if grad is not None and getattr(grad, MARK, _UNMARKED)[0] == old:
+            if grad is not None and getattr(grad, MARK, _UNMARKED) in ((old, -1), (old, grad._version)):
                 setattr(grad, MARK, (notes.mark, grad._version))
 
 

@@ -143,14 +143,15 @@ def _general(op: OpOverload) -> Kernel:
             result = mode.__torch_dispatch__(op, (), args, kwargs)
             if result is not NotImplemented:
                 return result
+        # Where no list of the mode has `op`, torch's key must stay: its library may have an autocast kernel for it, and
+        # without the key autocast counts as disabled for its parts.
+        listed = any(op in table for _, table in mode.tables)
+        excluded, below = (mode.excluded_keys, mode.redispatch_keys) if listed else keysets(())
         if _numbers(args, slots):
-            # The dispatcher passes numbers in the place of tensors (`x + 1`), which redispatch does not accept. Where
-            # no list has `op`, torch has no autocast kernel for it either, and torch's key must stay: without it,
-            # autocast counts as disabled for its parts.
-            listed = any(op in table for _, table in mode.tables)
-            with Exclude(mode.excluded_keys if listed else keysets(())[0]):
+            # The dispatcher passes numbers in the place of tensors (`x + 1`), which redispatch does not accept.
+            with Exclude(excluded):
                 return op._op(*args, **kwargs)
-        return op.redispatch(keyset & mode.redispatch_keys, *args, **kwargs)
+        return op.redispatch(keyset & below, *args, **kwargs)
 
     return kernel
 

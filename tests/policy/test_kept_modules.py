@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampkit import Policy
+from ampkit import Policy, autocast
 
 PLAIN = Policy.default("cpu")
 
@@ -34,7 +34,8 @@ def found(model: nn.Module, dtype: Any) -> list[str]:
     ({"gate.weight"}, ["gate"]),
     (["q.weight"], []),                         # and `q.bias` is not wanted
     (["sinks"], []),                            # of a module that has others
-    (["layers.1"], ["layers.1"]),
+    (["layers.1"], ["layers.1.q", "layers.1.wo", "layers.1.norm"]),     # a ModuleDict is never called
+    (["layers"], [f"layers.{i}.{name}" for name in ("q", "wo", "norm") for i in range(2)]),
     (["layers.*.norm"], ["layers.0.norm", "layers.1.norm"]),
     (["nor", "gate"], ["layers.0.norm", "layers.1.norm", "gate"]),
     (["absent"], []), ([], []), (None, []),
@@ -65,6 +66,36 @@ def test_rules_of_the_policy_and_modules_of_16_bits_stay() -> None:
     assert [(rule.key, rule.value) for rule in kept.check().rules] == [
         ("'layers.0.wo'", torch.bfloat16), ("'layers.1.wo'", torch.float32)
     ]
+
+
+class Experts(nn.Module):
+    _keep_in_fp32_modules = ("experts",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        x = self.gate(x)
+        return [expert(x) for expert in self.experts]
+
+
+def test_a_rule_for_a_container_is_one_for_its_modules() -> None:
+    """Which have nearer ones of their own."""
+    model = Experts()
+    for policy in (
+        PLAIN.keep_in_fp32(model, "fp16"), PLAIN.for_modules(model, {"experts": "fp32"}),
+        PLAIN.for_modules(model, {nn.ModuleList: "fp32", "experts.1": torch.float32}),
+    ):
+        with autocast("cpu", torch.float16, policy=policy):
+            assert [y.dtype for y in model(torch.ones(1, 4))] == [torch.float32] * 2
+    policy = PLAIN.for_modules(model, {"experts": "bf16", nn.Sequential: "fp32"})
+    assert policy.check().rules[0].modules == ("experts.0", "experts.1")
+    with autocast("cpu", torch.float16, policy=policy):
+        assert model(torch.ones(1, 4))[0].dtype is torch.float32
+    bound = PLAIN.for_modules(model, {"experts": "bf16"})
+    assert bound.keep_in_fp32(model, "fp16") is bound
 
 
 def test_refusals() -> None:

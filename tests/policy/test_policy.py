@@ -291,6 +291,23 @@ def test_operator_of_a_library(scaled, registered):
     assert kept.rule_for("ampkit_tests::scaled") is Rule.KEEP
 
 
+@pytest.mark.parametrize("policy", [Policy.default("cpu"), Policy.torch("cpu")], ids=["default", "torch"])
+def test_a_librarys_own_autocast_holds_where_no_rule_names_the_operator(policy):
+    """Also once another policy of the process has named it."""
+    name = f"ampkit_tests::low_{policy.base}"
+
+    @torch.library.custom_op(name, mutates_args=())
+    def low(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    torch.library.register_autocast(name, "cpu", BF16)
+    found = []
+    for each in (policy, policy.with_rules({name: "float32"}), policy):
+        with autocast("cpu", policy=each):
+            found.append(low(torch.ones(2)).dtype)
+    assert found == [BF16, FP32, BF16]
+
+
 def test_keyword_only_tensors_follow_the_rule(registered):
     torch.library.define("ampkit_tests::blend", "(Tensor x, *, Tensor other) -> Tensor")
     torch.library.impl("ampkit_tests::blend", "cpu", lambda x, *, other: torch.stack([x, other.to(x.dtype)]))

@@ -34,7 +34,7 @@ def _nothing_left():
     [
         ("head", {"head"}),
         ("blocks.*.attn", {"blocks.0.attn", "blocks.1.attn"}),
-        ("*", {"head"}),        # and `blocks`, a list that is never called
+        ("*", ALL),             # of `blocks`, a list that is never called, its modules
         (Block, ALL - {"head"}),
         (nn.Module, ALL),
     ],

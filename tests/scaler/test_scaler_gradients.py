@@ -102,6 +102,8 @@ def test_gradients_computed_again_between_two_steps_are_unscaled_again(cls, scal
         (losses[i] if losses else scaler.scale(shared.sum())).backward()
         if scaled == "kept":
             shared.grad = kept.copy_(shared.grad)
+        if not losses:
+            scaler.scale(torch.ones(()))        # another loss, which does not reach it
         scaler.step(optimizer)
     scaler.update()
     assert shared.tolist() == [0.0, 0.0]

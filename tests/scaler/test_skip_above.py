@@ -69,6 +69,20 @@ def test_unscaled_gradients_are_those_of_any_scaler(which: str) -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("which", OPTIMIZERS)
+def test_a_norm_that_overflows_is_an_outlier_and_leaves_the_gradients_finite(which: str) -> None:
+    param = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    optimizer = OPTIMIZERS[which]([param])
+    scaler = started(GradScaler, 8.0, skip_above=5.0)
+    param.grad = torch.full_like(param, 8e200)
+    scaler.unscale_(optimizer)
+    assert torch.equal(param.grad, torch.full_like(param, 1e200))
+    scaler.step(optimizer)
+    scaler.update()
+    stats = scaler.stats()
+    assert (stats.outliers, stats.skips, stats.scale, param.abs().max()) == (1, 0, 8.0, 0.0)
+
+
 def test_the_median_is_that_of_the_last_finite_norms() -> None:
     """Beside a plain account; saved and loaded on the way."""
     draw, rule, device = torch.Generator().manual_seed(0), TimesMedian(2.0, window=17), torch.device("cpu")
