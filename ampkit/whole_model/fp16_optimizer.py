@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ampkit.gradients.collect import parameters
 from ampkit.scaler.loss_scale import LARGEST_SCALE, DynamicLossScale, LossScale, StaticLossScale
-from ampkit.whole_model.master_weights import MasterWeights
+from ampkit.whole_model.master_weights import MasterWeights, refuse_other_masters
 from ampkit.whole_model.scaled_gradients import LossScaler, ScaledGradients, scaled_backward
 
 __all__ = ["FP16Optimizer"]
@@ -66,6 +66,7 @@ class FP16Optimizer(torch.optim.Optimizer):
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, FP16Optimizer):
             raise TypeError(f"FP16Optimizer wraps a plain torch.optim.Optimizer, got {type(optimizer).__name__}")
+        refuse_other_masters(optimizer)
         dynamic = dynamic_loss_scale or static_loss_scale == 0
         if dynamic_loss_args and not dynamic:
             raise ValueError("dynamic_loss_args were given for a static scale; pass dynamic_loss_scale=True with them")

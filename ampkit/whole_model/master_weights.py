@@ -76,12 +76,7 @@ class MasterWeights:
     def __init__(self, optimizer: torch.optim.Optimizer, *, values: Mapping[Tensor, Tensor] | None = None) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"MasterWeights takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        if masters_of(optimizer) is not None:
-            raise RuntimeError(
-                f"this {type(optimizer).__name__} has master weights already; keep using the first MasterWeights, "
-                f"FP16Optimizer or initialize"
-            )
-        refuse_remainders(optimizer)
+        refuse_other_masters(optimizer)
         _check_values(values or {})
         self.optimizer = weakref.proxy(optimizer)       # whose hooks keep this alive
         self._pairs: dict[int, _Pair] = {}
@@ -306,8 +301,13 @@ def _check_device(pair: _Pair) -> None:
         )
 
 
-def refuse_remainders(optimizer: Any) -> None:
-    """Raise `ValueError` for an optimizer whose 16-bit weights have masters in its state."""
+def refuse_other_masters(optimizer: Any) -> None:
+    """Raise for an optimizer that has masters: `RuntimeError` for these here, `ValueError` for remainders."""
+    if masters_of(optimizer) is not None:
+        raise RuntimeError(
+            f"this {type(optimizer).__name__} has master weights already; keep using the first MasterWeights, "
+            f"FP16Optimizer or initialize"
+        )
     if getattr(optimizer, "has_remainders", False):
         raise ValueError(
             f"this {type(optimizer).__name__} has masters='remainder', which makes float32 masters of bfloat16 weights "

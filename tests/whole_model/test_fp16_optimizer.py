@@ -185,10 +185,12 @@ def test_what_is_refused() -> None:
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = FP16Optimizer(inner, static_loss_scale=128.0)
     fresh = torch.optim.SGD(model_of().parameters(), lr=0.1)
+    remainders = optim.AdamW(model_of().bfloat16().parameters(), masters="remainder")
     for refused, error, message in (
         (lambda: FP16Optimizer(model), TypeError, "wraps a plain torch.optim.Optimizer, got Sequential"),
         (lambda: FP16Optimizer(optimizer), TypeError, "got FP16Optimizer"),
         (lambda: FP16Optimizer(inner), RuntimeError, "SGD has master weights already"),
+        (lambda: FP16Optimizer(remainders), ValueError, "AdamW has masters='remainder', which makes float32 masters"),
         (lambda: FP16Optimizer(fresh, -1.0), ValueError, "scale is -1.0; expected a number from"),
         (lambda: FP16Optimizer(fresh, 2.0, dynamic_loss_args={"scale_window": 2}), ValueError, "for a static scale"),
         (lambda: FP16Optimizer(fresh, 0, dynamic_loss_args={"window": 2}), TypeError, "argument 'window'"),
@@ -202,6 +204,7 @@ def test_what_is_refused() -> None:
     ):
         with pytest.raises(error, match=message):
             refused()
+    assert not remainders._optimizer_step_pre_hooks     # of a wrapper that was never made
     loss_of(model, *batches(1)[0]).backward()
     with pytest.raises(RuntimeError, match=r"on gradients of another backward; call optimizer.backward"):
         optimizer.step()
