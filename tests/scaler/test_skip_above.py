@@ -135,15 +135,16 @@ def test_each_optimizer_has_its_own_median_and_a_resumed_run_goes_on_with_it() -
 def test_a_flag_is_that_of_one_iteration() -> None:
     """Also where other code says that an optimizer is READY again, and where `update` gets a scale."""
     param, optimizer = one_parameter(grad=10.0)
+    grad: Any = param.grad
     scaler: Any = started(GradScaler, 1.0, skip_above=5.0)
     scaler.unscale_(optimizer)
     scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.READY
-    param.grad.fill_(1.0)
+    grad.fill_(1.0)
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
     assert scaler.stepped(optimizer)
     scaler.update()
-    param.grad.fill_(10.0)
+    grad.fill_(10.0)
     scaler.step(optimizer)
     scaler.update(2.0)
     assert scaler.stats().outliers == 1
