@@ -34,7 +34,7 @@ from ampkit.whole_model.function_casts import (
     register_promote_function,
 )
 from ampkit.whole_model.half import BATCH_NORMS, HalfPlan
-from ampkit.whole_model.master_weights import MasterWeights
+from ampkit.whole_model.master_weights import MasterWeights, refuse_remainders
 from ampkit.whole_model.scaled_gradients import LossScaler, ScaledGradients, scaled_backward
 
 __all__ = [
@@ -154,6 +154,8 @@ def _set_up(
     for model in models:
         levels.check_model(model, casts_model=level.casts_model)
     levels.check_optimizers(models, optimizers, is_scaled=options.loss_scale is not None)
+    for optimizer in optimizers if options.master_weights else ():
+        refuse_remainders(optimizer)
     keep = BATCH_NORMS if options.keep_batchnorm_fp32 else ()
     plans = [HalfPlan(model, options.dtype, keep) for model in models] if level.casts_model else []
     for plan in plans:

@@ -53,6 +53,15 @@ class Precision:
                     "expected bfloat16 or float32: convert it, or give it an optimizer without these arguments"
                 )
 
+    def continues(self, name: str, value: Any) -> bool:
+        """Whether the next step can go on from an entry of a state that is loaded.
+
+        A remainder or a stream that these arguments do not step, or that torch has converted, is behind its weight.
+        """
+        if name == "remainder":
+            return self.masters is not None and value.dtype is kernels.rounding.REMAINDER
+        return name != "stream" or (bool(self.streams) and value.dtype is torch.int64)
+
     def fill(self, state: dict[str, Any], names: Sequence[str], param: Tensor, number: int) -> None:
         """Make the named entries of the state of parameter `number`, and its remainder, where they are missing.
 
@@ -61,7 +70,7 @@ class Precision:
         master = torch.float32 if self.masters else param.dtype
         dtypes = dict.fromkeys(names, self.state_dtype or master)
         if self.masters and param.dtype is torch.bfloat16:
-            dtypes["remainder"] = torch.int16
+            dtypes["remainder"] = kernels.rounding.REMAINDER
         for name, dtype in dtypes.items():
             if state.get(name) is None:
                 state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)

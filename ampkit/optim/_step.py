@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, TypeVar, overload
 
@@ -15,6 +15,7 @@ import ampkit_kernels as kernels
 from ampkit.gradients.amp_optimizers import StepScalars
 from ampkit.gradients.transfer import host_value_or_none, moved
 from ampkit.optim._precision import Precision
+from ampkit.torch_internals.operator_tracing import StorageWeakRef
 from ampkit.torch_internals.optimizers import foreach_mul, foreach_mul_
 
 Loss = TypeVar("Loss")      # that a closure returns, and `step` then
@@ -22,6 +23,7 @@ Loss = TypeVar("Loss")      # that a closure returns, and `step` then
 _ORDINARY = frozenset({Tensor, torch.nn.Parameter})
 _dtype_of, _layout_of, _is_cpu = attrgetter("dtype"), attrgetter("layout"), attrgetter("is_cpu")
 _CPU = torch.device("cpu")
+_OF_THE_OPTIMIZER = ("impl", "rounding", "masters", "state_dtype", "seed")      # arguments that no group overrides
 
 
 class DeviceStep(ABC):
@@ -41,7 +43,7 @@ class DeviceStep(ABC):
     state: Any
     _precision: Precision
     _copies: dict[Tensor, Tensor]           # that the user wants written
-    _seen: dict[Tensor, tuple[int, ...]]    # of each weight with a remainder, how the last step left it
+    _seen: dict[Tensor, tuple[Any, ...]]    # of each weight with a remainder, how the last step left it
     # By number of the group, whether copies are written, and `impl`.
     _caches: dict[tuple[int, bool, str], kernels.StepCache]
     _warned = False
@@ -55,7 +57,7 @@ class DeviceStep(ABC):
         """What this optimizer's kernel takes beside lists and what every kernel takes."""
 
     @abstractmethod
-    def _states(self, params: Sequence[Tensor], group: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
+    def _states(self, params: Sequence[Tensor], group: dict[str, Any]) -> list[dict[str, Any]]:
         """The state of each parameter, made where there is none, as the kernels take it."""
 
     @abstractmethod
@@ -88,7 +90,7 @@ class DeviceStep(ABC):
         """Add a group, as `torch.optim.Optimizer` does.
 
         Raises:
-            ValueError: a group that asks for what only torch's step does.
+            ValueError: a group that asks for what only torch's step does, or has an argument of the optimizer's alone.
             TypeError: with `rounding`, `masters` or `state_dtype`, a parameter that is neither bfloat16 nor float32.
         """
         super().add_param_group(param_group)  # type: ignore[misc]  of torch's class, which stands beside this one
@@ -99,6 +101,12 @@ class DeviceStep(ABC):
             raise
 
     def _check_group(self, group: dict[str, Any]) -> None:
+        for name in _OF_THE_OPTIMIZER:
+            if name in group:
+                raise ValueError(
+                    f"a parameter group has {name}={group[name]!r}; expected it as an argument of the optimizer, for "
+                    "all groups: give this one an optimizer of its own"
+                )
         for name, expected in (("differentiable", False), ("decoupled_weight_decay", True), ("dampening", 0)):
             if bool(group.get(name, expected)) != expected:
                 raise ValueError(
@@ -122,7 +130,7 @@ class DeviceStep(ABC):
             ValueError: a key is not one of the optimizer's parameters, a copy differs in shape or device, or the
                 optimizer has remainders.
         """
-        if copies and self._precision.masters:
+        if copies and self.has_remainders:
             raise ValueError("write_copies got copies, the optimizer masters='remainder'; expected one of the two")
         self._check_known("write_copies", copies)
         for param, copy in copies.items():
@@ -133,6 +141,11 @@ class DeviceStep(ABC):
                 )
         self._set_copies(dict(copies))
 
+    @property
+    def has_remainders(self) -> bool:
+        """Whether bfloat16 weights have remainders, and are their own masters then: `masters="remainder"`."""
+        return self._precision.masters is not None
+
     def _parameters(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
@@ -141,8 +154,8 @@ class DeviceStep(ABC):
         for param in tensors:
             if param not in known:
                 raise ValueError(
-                    f"{method} got a key of shape {tuple(param.shape)} that is not a parameter of this "
-                    f"optimizer; expected tensors from its param_groups"
+                    f"{method} got a key that is not a parameter of this optimizer, {_described(param)}; expected "
+                    "tensors from its param_groups"
                 )
 
     @torch.no_grad()
@@ -151,10 +164,8 @@ class DeviceStep(ABC):
 
         Without a remainder, the parameter's own value. DTensor for DTensor. Never synchronises.
         """
-        params = [param for param in self._parameters() if param.dtype is torch.bfloat16]
-        remainders = self._remainders([param for param in params if "remainder" in self.state.get(param, {})])
-        found = {param: param.detach().float() for param in params}
-        for param, remainder in remainders.items():
+        found = {param: param.detach().float() for param in self._parameters() if param.dtype is torch.bfloat16}
+        for param, remainder in self._all_remainders().items():
             master = kernels.rounding.joined(local_tensor(param.detach()), local_tensor(remainder))
             local_tensor(found[param]).copy_(master)
         return found
@@ -165,26 +176,25 @@ class DeviceStep(ABC):
 
         Raises:
             ValueError: the optimizer has no remainders, a key is not one of its bfloat16 parameters, or a value is not
-                a float32 tensor of its shape and device.
+                a float32 tensor of its shape, device and placements. Nothing has changed then.
         """
-        if not self._precision.masters:
+        if not self.has_remainders:
             raise ValueError("set_masters got an optimizer without remainders; expected one with masters='remainder'")
         self._check_known("set_masters", masters)
         for param, master in masters.items():
-            got = param.dtype, master.dtype, master.shape, master.device
-            if got != (torch.bfloat16, torch.float32, param.shape, param.device):
+            dtypes = param.dtype, getattr(master, "dtype", None)
+            if dtypes != (torch.bfloat16, torch.float32) or _place(master) != _place(param):
                 raise ValueError(
-                    f"set_masters got a {master.dtype} tensor of shape {tuple(master.shape)} on {master.device} for a "
-                    f"{param.dtype} parameter of shape {tuple(param.shape)} on {param.device}; expected float32 for "
+                    f"set_masters got {_described(master)} for a parameter, {_described(param)}; expected float32 for "
                     "bfloat16, alike otherwise"
                 )
+        for group in self.param_groups:
+            self._states([param for param in group["params"] if param in masters], group)
         for param, master in masters.items():
-            state = self.state[param]
-            self._precision.fill(state, (), param, 0)
             weight, remainder = kernels.rounding.split(local_tensor(master))
             local_tensor(param).copy_(weight)
-            local_tensor(state["remainder"]).copy_(remainder)
-            self._seen[param] = _mark(param)
+            local_tensor(self.state[param]["remainder"]).copy_(remainder)
+        self._see(masters)
 
     def _remainders(self, params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
         """The remainders of bfloat16 parameters, 0 where something else than a step has written to the parameter."""
@@ -195,19 +205,38 @@ class DeviceStep(ABC):
                 self._seen[param] = _mark(param)
         return found
 
+    def _all_remainders(self) -> dict[Tensor, Tensor]:
+        return self._remainders([param for param in self._parameters() if "remainder" in self.state.get(param, {})])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as `torch.optim.Optimizer` gives it, remainders of weights that were written to at 0."""
+        self._all_remainders()
+        return super().state_dict()  # type: ignore[misc]
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of torch's, as `torch.optim.Optimizer` does.
 
         Remainders count for the weights that the next step finds: load the model before or after.
         """
-        super().load_state_dict(state_dict)  # type: ignore[misc]
-        if self._precision.is_torchs:
-            return
-        # torch has converted everything to the parameter's dtype.
+        given: list[dict[str, Any]] = []        # what the user's hooks have made of it
+        before = self.register_load_state_dict_pre_hook(lambda _, final: given.append(final))  # type: ignore
+        after = self.register_load_state_dict_post_hook(  # type: ignore
+            lambda _: self._keep_entries(given[0]), prepend=True
+        )
+        try:
+            super().load_state_dict(state_dict)  # type: ignore[misc]
+        finally:
+            before.remove()
+            after.remove()
+
+    def _keep_entries(self, state_dict: dict[str, Any]) -> None:
+        """Give entries that torch has converted their dtype again; leave out what no step goes on from."""
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, param in zip(numbers, self._parameters(), strict=True):
             for name, value in state_dict["state"].get(number, {}).items():
-                if name != "step" and isinstance(value, Tensor):
+                if not self._precision.continues(name, value):
+                    del self.state[param][name]
+                elif name != "step" and isinstance(value, Tensor) and not self._precision.is_torchs:
                     self.state[param][name] = value.to(param.device)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -218,6 +247,7 @@ class DeviceStep(ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """What pickling keeps beside torch's entries."""
+        self._all_remainders()
         state: dict[str, Any] = super().__getstate__()  # type: ignore[misc, assignment]
         return {**state, "impl": self.impl, "_copies": self._copies, "_precision": self._precision}
 
@@ -258,7 +288,7 @@ class DeviceStep(ABC):
                 states = [state[param] for param in params]
                 for name in names:
                     columns.append([one[name] for one in states])
-            if self._precision.masters:
+            if self.has_remainders:
                 beside = self._remainders(params)
         except KeyError:
             return False
@@ -274,12 +304,12 @@ class DeviceStep(ABC):
             cache.launch(self._all_options(group, scalars, cache.device))
             # As any in-place operation would: what was saved for backward is stale now.
             torch.autograd.graph.increment_version(stepped)
-        if self._precision.masters:
+        if self.has_remainders:
             self._see(beside)
         return True
 
-    def _see(self, remainders: Mapping[Tensor, Tensor]) -> None:
-        self._seen.update((param, _mark(param)) for param in remainders)
+    def _see(self, params: Iterable[Tensor]) -> None:
+        self._seen.update((param, _mark(param)) for param in params)
 
     def _all_options(self, group: dict[str, Any], scalars: StepScalars, device: torch.device) -> dict[str, Any]:
         found_inf, grad_scale, multiplier = scalars.on(device)
@@ -322,13 +352,13 @@ class DeviceStep(ABC):
         lr_on_host = not isinstance(group["lr"], Tensor) or (group["lr"].is_cpu and device.type != "cpu")
         if lr_on_host and kernels.is_capturing(device):
             self._warn_of_frozen_lr()
-        names, states = self._names(group), self._states(params, group, device)
+        names, states = self._names(group), self._states(params, group)
         columns = [
             list(map(local_tensor, params)), [_local_gradient(param, param.grad) for param in params],
             *([local_tensor(state[name]) for state in states] for name in names),
         ]
         plain = all(param is local for param, local in zip(params, columns[0], strict=True))
-        masters = self._precision.masters
+        masters = self.has_remainders
         beside = self._remainders(params) if masters else self._copies
         for rows, copies in split_by_copy(params, beside):
             lists = columns if rows is None else [[column[i] for i in rows] for column in columns]
@@ -386,13 +416,26 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local()  # type: ignore[attr-defined]
 
 
-def _mark(param: Tensor) -> tuple[int, ...]:
+def _mark(param: Tensor) -> tuple[Any, ...]:
     """What a write to a parameter changes, or an assignment to its `data`; a write through `data` changes nothing.
 
-    A write to a DTensor moves its own version, a step that of its shard.
+    A write to a DTensor moves its own version, a step that of its shard. A weak reference keeps a storage's identity
+    from being taken by another, not its memory.
     """
     local = local_tensor(param)
-    return param._version, local._version, local.untyped_storage()._cdata
+    return param._version, local._version, local.storage_offset(), StorageWeakRef(local.untyped_storage())
+
+
+def _place(tensor: Any) -> tuple[Any, ...]:
+    """Where the elements of a tensor are, also on other ranks; two tensors with the same can be copied by shards."""
+    return tuple(getattr(tensor, name, None) for name in ("shape", "device", "device_mesh", "placements"))
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    placements = f" with placements {placed}" if (placed := getattr(value, "placements", None)) else ""
+    return f"a {value.dtype} tensor of shape {tuple(value.shape)} on {value.device}{placements}"
 
 
 def _local_gradient(param: Any, grad: Any) -> Tensor:

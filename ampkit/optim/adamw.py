@@ -46,8 +46,8 @@ class AdamW(DeviceStep, torch.optim.AdamW):
         RuntimeError: at `step`, a gradient is sparse.
 
     State: `step`, `exp_avg`, `exp_avg_sq`, `max_exp_avg_sq` as in torch; a `state_dict` of either loads into the other.
-    On CUDA `step` lives on the device. `stream`, int64, is what random numbers come from, `remainder`, int16, the lower
-    half of a float32 master. DTensor parameters are updated shard by shard.
+    On CUDA `step` lives on the device. `stream`, int64, is what random numbers come from, `remainder` the
+    lower half of a float32 master, 16 bits held as float16. DTensor parameters are updated shard by shard.
 
     >>> import torch
     >>> model = torch.nn.Linear(2, 1)
@@ -90,10 +90,10 @@ class AdamW(DeviceStep, torch.optim.AdamW):
         beta1, beta2 = group["betas"]
         return {"beta1": beta1, "beta2": beta2, "eps": group["eps"]}
 
-    def _states(self, params: Sequence[Tensor], group: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
+    def _states(self, params: Sequence[Tensor], group: dict[str, Any]) -> list[dict[str, Any]]:
         states = self._fill(params, (_NAMES_AMSGRAD if group["amsgrad"] else _NAMES)[:-1])
-        for state in states:
-            _count_on(state, device)
+        for param, state in zip(params, states, strict=True):
+            _count_on(state, param.device)
         return states
 
     def _step_kernel(self, group: dict[str, Any], lists: list[list[Tensor]], **options: Any) -> None:

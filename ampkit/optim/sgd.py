@@ -81,7 +81,7 @@ class SGD(DeviceStep, torch.optim.SGD):
         self._check_group(group)
         return {"momentum": group["momentum"], "nesterov": bool(group["nesterov"] and group["momentum"])}
 
-    def _states(self, params: Sequence[Tensor], group: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
+    def _states(self, params: Sequence[Tensor], group: dict[str, Any]) -> list[dict[str, Any]]:
         if not group["momentum"] and self._precision.is_torchs:
             return [{} for _ in params]
         return self._fill(params, ("momentum_buffer",) if group["momentum"] else ())

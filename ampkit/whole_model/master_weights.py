@@ -58,7 +58,8 @@ class MasterWeights:
     Raises:
         TypeError: not an optimizer.
         RuntimeError: the optimizer has masters already.
-        ValueError: a value of another shape, dtype or device than its parameter needs.
+        ValueError: it has remainders, which are masters, or a value is of another shape, dtype or device than its
+            parameter needs.
 
     Never syncs. Memory per 16-bit parameter: 4 bytes for the master, and 4 for its gradient between `take_gradients_`
     and the end of `step`.
@@ -80,6 +81,7 @@ class MasterWeights:
                 f"this {type(optimizer).__name__} has master weights already; keep using the first MasterWeights, "
                 f"FP16Optimizer or initialize"
             )
+        refuse_remainders(optimizer)
         _check_values(values or {})
         self.optimizer = weakref.proxy(optimizer)       # whose hooks keep this alive
         self._pairs: dict[int, _Pair] = {}
@@ -301,6 +303,16 @@ def _check_device(pair: _Pair) -> None:
         raise RuntimeError(
             f"a parameter of shape {tuple(pair.param.shape)} is on {pair.param.device}, its float32 master on "
             f"{pair.master.device}; move the model before the optimizer gets master weights, not after"
+        )
+
+
+def refuse_remainders(optimizer: Any) -> None:
+    """Raise `ValueError` for an optimizer whose 16-bit weights have masters in its state."""
+    if getattr(optimizer, "has_remainders", False):
+        raise ValueError(
+            f"this {type(optimizer).__name__} has masters='remainder', which makes float32 masters of bfloat16 weights "
+            "and their remainders; expected one kind of masters: leave out that argument, or use the optimizer alone, "
+            "as at level O3"
         )
 
 

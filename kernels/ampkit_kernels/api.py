@@ -12,6 +12,7 @@ from torch import Tensor
 from . import reference
 from .dispatch import select
 from .float8 import Quantized, Scaling
+from .rounding import REMAINDER
 from .step_cache import StepCache
 from .tensors import check_one_device, check_parallel, check_resolved, check_scalar, resolved, strided_floats
 
@@ -184,8 +185,8 @@ def adamw_(
     value. Never synchronises. Moves 28 bytes per float32 element, 2 more with a half copy.
 
     Moments may have another dtype than parameters. With `streams`, one int64 element per parameter, bfloat16 parameters
-    and moments are rounded at random; with `remainders`, int16 beside bfloat16 parameters and in place of `copies`,
-    both together are one float32 number, which is stepped: see `ampkit_kernels.rounding`.
+    and moments are rounded at random; with `remainders`, held as float16 beside bfloat16 parameters and in place of
+    `copies`, both together are one float32 number, which is stepped: see `ampkit_kernels.rounding`.
 
     Loshchilov and Hutter, "Decoupled Weight Decay Regularization"; operations in the order of `torch.optim.AdamW`.
 
@@ -314,9 +315,9 @@ def _check_low_bits(
         check_parallel(op, params=params, remainders=remainders)
         check_one_device([*params, *remainders], op)
         for i, (p, remainder) in enumerate(zip(params, remainders, strict=True)):
-            if (p.dtype, remainder.dtype) != (torch.bfloat16, torch.int16):
+            if (p.dtype, remainder.dtype) != (torch.bfloat16, REMAINDER):
                 raise TypeError(
-                    f"{op}: params[{i}] is {p.dtype}, remainders[{i}] {remainder.dtype}; expected bfloat16 and int16"
+                    f"{op}: params[{i}] is {p.dtype}, remainders[{i}] {remainder.dtype}; expected bfloat16 and float16"
                 )
     if streams is not None:
         check_one_device([*params, *streams], op)

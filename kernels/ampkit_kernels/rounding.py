@@ -12,7 +12,8 @@ float32's own conversion would not make inf. inf and NaN stay.
 int16: `pattern = (weight << 16) + remainder`, for every float32 but a NaN, whose remainder is 0. With ties to even the
 two would not determine the pattern: a remainder of 0x8000 has two signs. So a weight differs from `master.bfloat16()`
 at every other tie: one pattern in 131,072. 0 with a negative remainder, which only a write to the weight can leave,
-counts as 0.
+counts as 0. Tensors hold these 16 bits as float16, which no weight beside them is: gloo and NCCL have no collectives of
+int16, and a remainder that `torch.optim` has converted to the weight's dtype can be told from one that it has not.
 
 Random numbers are a function of a *stream*, one int64 element per parameter, and the element's number in memory. Every
 step that is not skipped adds an odd constant to the stream. Its halves, mixed, are keys of a 32-bit mixing function
@@ -29,6 +30,7 @@ from torch import Tensor
 
 STEP = 0x9E3779B97F4A7C15 - 2**64   # of a stream: 2**64 over the golden ratio, as a signed number
 HALF = 0x8000
+REMAINDER = torch.float16            # the dtype of tensors that hold remainders
 _UINT32 = 2**32 - 1
 
 
@@ -67,12 +69,13 @@ def rounded(x: Tensor, bits: Tensor | int) -> Tensor:
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """The bfloat16 weight of a float32 master, and the int16 remainder."""
+    """The bfloat16 weight of a float32 master, and the remainder, as float16."""
     weight = rounded(master, HALF)
-    return weight.bfloat16(), (master.view(torch.int32) - weight.view(torch.int32)).to(torch.int16)
+    return weight.bfloat16(), (master.view(torch.int32) - weight.view(torch.int32)).to(torch.int16).view(REMAINDER)
 
 
 def joined(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The float32 master of a bfloat16 weight and its int16 remainder."""
+    """The float32 master of a bfloat16 weight and its remainder."""
+    remainder = remainder.view(torch.int16)
     remainder = torch.where(weight == 0, remainder.clamp(min=0), remainder)
     return (weight.float().view(torch.int32) + remainder).view(torch.float32)

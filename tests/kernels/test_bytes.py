@@ -72,16 +72,16 @@ CASES: dict[str, tuple[list[torch.dtype], Callable[..., object], model.Bytes]] =
     "adamw, bfloat16, wide moments": ([BF16, BF16, *[FLOAT] * 3], adamw(FLAG, stochastic=True), model.step(2, 2, 4)),
     "adamw, narrow moments": ([FLOAT, FLOAT, *[BF16] * 3], adamw(FLAG, stochastic=True), model.step(2, 4, 2)),
     "adamw, remainder": (
-        [BF16, BF16, *[FLOAT] * 3, torch.int16], adamw(FLAG, last="remainders"), model.step(2, 2, 4, remainder=2)
+        [BF16, BF16, *[FLOAT] * 3, torch.float16], adamw(FLAG, last="remainders"), model.step(2, 2, 4, remainder=2)
     ),
     "adamw, remainder, narrow moments": (
-        [*[BF16] * 5, torch.int16], adamw(FLAG, last="remainders", stochastic=True), model.step(2, 2, 2, remainder=2)
+        [*[BF16] * 5, torch.float16], adamw(FLAG, last="remainders", stochastic=True), model.step(2, 2, 2, remainder=2)
     ),
     "sgd, momentum": ([torch.float32] * 3, sgd(0.9), model.SGD_MOMENTUM),
     "sgd": ([torch.float32] * 3, sgd(0.0), model.SGD_PLAIN),
     "sgd, bfloat16": ([BF16] * 3, sgd(0.9, stochastic=True), model.step(1, 2, 2)),
     "sgd, remainder": (
-        [BF16, BF16, FLOAT, torch.int16], sgd(0.9, remainder=True), model.step(1, 2, 4, remainder=2)
+        [BF16, BF16, FLOAT, torch.float16], sgd(0.9, remainder=True), model.step(1, 2, 4, remainder=2)
     ),
 }
 

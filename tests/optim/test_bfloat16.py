@@ -4,6 +4,7 @@ import copy
 import os
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -44,8 +45,13 @@ def train(optimizer: Any, params: list[torch.nn.Parameter], steps: range, skippe
 
 
 def everything(optimizer: Any, params: list[torch.nn.Parameter]) -> list[Tensor]:
-    """Parameters and state, as values."""
-    return [*(p.detach().clone() for p in params), *(v.clone() for p in params for v in optimizer.state[p].values())]
+    """Parameters and state, as values; remainders, of which some are patterns of NaN, as numbers."""
+    state = [v.clone() for p in params for v in optimizer.state[p].values()]
+    return [*(p.detach().clone() for p in params), *(bits(v) if v.dtype is rounding.REMAINDER else v for v in state)]
+
+
+def bits(remainder: Tensor) -> Tensor:
+    return remainder.view(torch.int16)
 
 
 def assert_equal(found: list[Tensor], wanted: list[Tensor]) -> None:
@@ -160,6 +166,20 @@ def test_equal_seeds_round_alike_and_parameters_apart() -> None:
     assert not torch.equal(runs[0][0], runs[2][0])
 
 
+@pytest.mark.parametrize("given", [STOCHASTIC, BOTH], ids=str)
+def test_masters_before_the_first_step_leave_what_a_first_step_would_have_made(given: dict[str, Any]) -> None:
+    """Streams of their own above all."""
+    for name in ("AdamW amsgrad", "SGD momentum"):
+        cls, _, options = CASES[name]
+        params, twins = parameters(), parameters()
+        optimizer, other = (cls(one, **options, **{**given, **REMAINDER}) for one in (params, twins))
+        optimizer.set_masters({p: p.detach().float() for p in params})
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for one, its in ((optimizer, params), (other, twins)):
+            train(one, its, range(3))
+        assert_equal(everything(optimizer, params), everything(other, twins))
+
+
 def by_copy(param: torch.nn.Parameter, value: Tensor) -> None:
     with torch.no_grad():
         param.copy_(value)
@@ -197,6 +217,70 @@ def test_a_weight_that_is_written_from_outside_loses_its_remainder(write: Callab
     assert not torch.equal(before[3], before[3].bfloat16().float())
 
 
+def test_every_assignment_of_data_is_noticed() -> None:
+    """Also where the storage lies where the old one lay, or is the old one."""
+    for n_assignments in range(1, 6):
+        params = parameters()
+        optimizer = AdamW(params, lr=1e-3, **REMAINDER)
+        train(optimizer, params, range(2))
+        for _ in range(n_assignments):
+            params[3].data = torch.full((40, 6), 0.5).bfloat16()
+        assert torch.equal(optimizer.masters()[params[3]], torch.full((40, 6), 0.5))
+    flat = torch.ones(20).bfloat16()
+    param = torch.nn.Parameter(flat[:10])
+    optimizer = AdamW([param], lr=1e-3, **REMAINDER)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    param.data = flat[10:]
+    assert torch.equal(optimizer.masters()[param], torch.ones(10))
+
+
+@pytest.mark.parametrize("way", ["state_dict", "pickle", "deepcopy"])
+def test_copies_of_an_optimizer_drop_remainders_of_weights_written_to(way: str) -> None:
+    params = parameters()
+    optimizer = AdamW(params, lr=1e-3, **REMAINDER)
+    train(optimizer, params, range(2))
+    by_copy(params[0], torch.ones(5, 3).bfloat16())
+    if way == "state_dict":
+        copied, copies = AdamW(params, **REMAINDER), params
+        copied.load_state_dict(optimizer.state_dict())
+    else:
+        copied, copies = (
+            pickle.loads(pickle.dumps((optimizer, params))) if way == "pickle" else copy.deepcopy((optimizer, params))
+        )
+    assert torch.equal(copied.masters()[copies[0]], torch.ones(5, 3))
+
+
+def test_what_another_optimizer_has_stepped_leaves_no_remainder_and_streams_begin() -> None:
+    for other in (torch.optim.AdamW, AdamW, partial(AdamW, **STOCHASTIC), partial(AdamW, state_dtype=torch.float32)):
+        params = parameters()
+        optimizer = AdamW(params, **BOTH)
+        train(optimizer, params, range(2))
+        between = other(params)
+        between.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train(between, params, range(2, 4))
+        optimizer.load_state_dict(copy.deepcopy(between.state_dict()))
+        assert torch.equal(optimizer.masters()[params[3]], params[3].float())
+        train(optimizer, params, range(4, 5))
+        assert optimizer.state[params[0]]["stream"].dtype is torch.int64
+
+
+def test_hooks_have_the_last_word_on_a_state_that_is_loaded() -> None:
+    params = parameters()
+    optimizer = AdamW(params, **BOTH)
+    train(optimizer, params, range(1))
+    saved = copy.deepcopy(optimizer.state_dict())
+
+    def change(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+        return {**given, "state": {n: {**one, "exp_avg": one["exp_avg"] + 1} for n, one in given["state"].items()}}
+
+    optimizer.register_load_state_dict_pre_hook(change)
+    optimizer.register_load_state_dict_post_hook(lambda loaded: loaded.state[params[0]]["step"].fill_(7))
+    optimizer.load_state_dict(saved)
+    assert torch.equal(optimizer.state[params[0]]["exp_avg"], saved["state"][0]["exp_avg"] + 1)
+    assert optimizer.state[params[0]]["step"] == 7
+
+
 def test_a_write_that_no_counter_shows_leaves_masters_within_half_a_spacing() -> None:
     """Through `data`, as of old; zeros, whose pattern is the smallest, become no NaN."""
     params = parameters()
@@ -218,11 +302,15 @@ def test_masters_are_given_and_taken() -> None:
     assert_equal(list(optimizer.masters().values()), [w.detach() for w in wide])
     optimizer.load_state_dict(AdamW(params, **REMAINDER).state_dict())
     assert_equal(list(optimizer.masters().values()), [p.detach().float() for p in params[:4]])
-    with pytest.raises(ValueError, match=r"got a torch.bfloat16 tensor of shape \(1,\) on cpu for a torch.b"):
+    with pytest.raises(ValueError, match=r"got a torch.bfloat16 tensor of shape \(1,\) on cpu for a parameter, a "):
         optimizer.set_masters({params[0]: wide[0], params[1]: params[1].detach()})
     assert_equal([params[0].detach()], [parameters()[0].detach()])
-    with pytest.raises(ValueError, match="set_masters got a key of shape"):
-        optimizer.set_masters({wide[0]: wide[0]})
+    with pytest.raises(ValueError, match=r"set_masters got 1\.0 for a parameter, a torch.bfloat16 tensor"):
+        optimizer.set_masters({params[0]: wide[0], params[1]: 1.0})  # type: ignore[dict-item]
+    assert_equal([params[0].detach()], [parameters()[0].detach()])
+    for key in (wide[0], "weight"):
+        with pytest.raises(ValueError, match="set_masters got a key that is not a parameter of this optimizer, "):
+            optimizer.set_masters({key: wide[0]})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="expected one with masters='remainder'"):
         SGD(params).set_masters({})
     with pytest.raises(ValueError, match="write_copies got copies, the optimizer masters='remainder'"):
@@ -272,6 +360,15 @@ def test_tensors_without_values() -> None:
 def test_unknown_arguments_are_refused(cls: Any, given: dict[str, Any], text: str) -> None:
     with pytest.raises((TypeError, ValueError), match=text):
         cls(parameters(), **given)
+
+
+@pytest.mark.parametrize("cls", [AdamW, SGD])
+def test_arguments_of_the_optimizer_are_refused_in_a_group(cls: Any) -> None:
+    optimizer = cls(parameters())
+    for name in ("impl", "rounding", "masters", "state_dtype", "seed"):
+        with pytest.raises(ValueError, match=f"a parameter group has {name}=None; expected it as an argument of the o"):
+            optimizer.add_param_group({"params": parameters(), name: None})
+    assert len(optimizer.param_groups) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.complex64])

@@ -6,11 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ampkit.optim import SGD, AdamW
+from tests.helpers.ranks import on_ranks
 
 
 @pytest.fixture
@@ -44,6 +50,37 @@ def test_fsdp_writes_to_no_weight_between_steps(mesh: DeviceMesh) -> None:
     assert all(map(torch.equal, *found))
 
 
+def fsdp_checkpoint(rank: int, world: int, full: bool) -> None:
+    """A state that leaves one optimizer and enters another, with every remainder and stream."""
+    mesh = init_device_mesh("cpu", (world,))
+    model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 3)).bfloat16()
+    fully_shard(model, mesh=mesh)
+    optimizers = [
+        AdamW(model.parameters(), masters="remainder", rounding="stochastic", seed=seed, lr=0.0, weight_decay=0.0)
+        for seed in (0, 1)
+    ]
+    wide = [torch.randn(param.shape) for param in model.parameters()]
+    optimizers[0].set_masters({
+        param: distribute_tensor(value, mesh, param.placements)
+        for param, value in zip(model.parameters(), wide, strict=True)
+    })
+    options = StateDictOptions(full_state_dict=full)
+    state = get_optimizer_state_dict(model, optimizers[0], options=options)
+    set_optimizer_state_dict(model, optimizers[1], state, options=options)
+    for param, value in zip(model.parameters(), wide, strict=True):
+        assert torch.equal(optimizers[1].masters()[param].full_tensor(), value)
+        assert torch.equal(*(optimizer.state[param]["stream"] for optimizer in optimizers))
+    model(torch.ones(2, 5).bfloat16()).sum().backward()
+    optimizers[1].step()
+    masters = optimizers[1].masters()
+    assert all(torch.equal(masters[p].full_tensor(), value) for p, value in zip(model.parameters(), wide, strict=True))
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_checkpoints_of_fsdp_have_remainders_and_streams(full: bool) -> None:
+    on_ranks(fsdp_checkpoint, full)
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::RuntimeWarning")
 @pytest.mark.parametrize("impl", ["auto", "triton"])
 @pytest.mark.parametrize("cls", [AdamW, SGD])
@@ -52,10 +89,11 @@ def test_shards_of_bfloat16_step_as_plain_weights_do(mesh: DeviceMesh, cls: type
     whole = torch.randn(6, 4)
     weights = [distribute_tensor(whole.bfloat16(), mesh, [Shard(0)]), whole.bfloat16()]
     options = {"rounding": "stochastic", "masters": "remainder", "state_dtype": torch.bfloat16}
-    found = []
+    found, optimizers = [], []
     for weight in weights:
         param = torch.nn.Parameter(weight)
         optimizer = cls([param], lr=0.1, impl=impl, **options)
+        optimizers.append(optimizer)
         masters = distribute_tensor(whole, mesh, [Shard(0)]) if isinstance(weight, DTensor) else whole
         optimizer.set_masters({param: masters})
         for i in range(6):
@@ -67,9 +105,13 @@ def test_shards_of_bfloat16_step_as_plain_weights_do(mesh: DeviceMesh, cls: type
                 with torch.no_grad():
                     param.mul_(0.5)
         found.append([param.detach(), optimizer.masters()[param], *optimizer.state[param].values()])
+    with pytest.raises(ValueError, match=r"set_masters got a torch.float32 tensor of shape \(6, 4\) on cpu for a"):
+        optimizers[0].set_masters({optimizers[0].param_groups[0]["params"][0]: whole})
     for sharded, plain in zip(*found, strict=True):
         sharded = sharded.full_tensor() if isinstance(sharded, DTensor) else sharded
         assert sharded.dtype == plain.dtype
+        if plain.dtype is torch.float16:        # remainders, some of which are patterns of NaN
+            sharded, plain = sharded.view(torch.int16), plain.view(torch.int16)
         assert torch.equal(sharded, plain)
 
 

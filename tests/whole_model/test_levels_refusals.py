@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ampkit import Policy, amp
+from ampkit import Policy, amp, optim
 from ampkit.amp import (
     initialize,
     loss_scalers,
@@ -92,7 +92,7 @@ def test_models_and_optimizers_that_are_refused() -> None:
     MasterWeights(with_masters)
     larc = Larc(sgd(model))
     larc.optim = None       # type: ignore[assignment]
-    shared = [sgd(model), sgd(model)]
+    shared, remainders = [sgd(model), sgd(model)], optim.AdamW(model.parameters(), masters="remainder")
     for arguments, error, message in (
         (("resnet50",), TypeError, "models holds a str; expected a torch.nn.Module, or a list of them"),
         ((make().half(),), RuntimeError, "parameter conv.weight is torch.float16; expected a float32 model.*half"),
@@ -108,6 +108,7 @@ def test_models_and_optimizers_that_are_refused() -> None:
         ((other, bare), RuntimeError, "SGD holds no parameter of the models given; make the optimizer from the"),
         ((other, wrapped), RuntimeError, "has master weights already; pass initialize a bare optimizer"),
         ((other, with_masters), RuntimeError, "has master weights already"),
+        ((model, remainders, "O2"), ValueError, "AdamW has masters='remainder', which makes float32 masters of"),
         ((model, shared, "O1"), RuntimeError, "parameter conv.weight is in two optimizers; give it to one"),
     ):
         with pytest.raises(error, match=message):

@@ -254,11 +254,13 @@ def test_what_is_refused() -> None:
         MasterWeights(optimizer, values={model[0].weight: torch.ones(2)})
     masters = MasterWeights(optimizer)
     gone = MasterWeights(torch.optim.SGD([nn.Parameter(torch.ones(2).half())], lr=0.1))
+    remainders = optim.AdamW(model_of(torch.bfloat16).parameters(), masters="remainder")
     before = [m.detach().clone() for m in masters.masters()]
     wrong = [*map(torch.zeros_like, before[:3]), torch.ones(9)]
     for refused, error, message in (
         (lambda: MasterWeights([]), TypeError, "MasterWeights takes a torch.optim.Optimizer, got list"),
         (lambda: MasterWeights(optimizer), RuntimeError, "SGD has master weights already; keep using the first"),
+        (lambda: MasterWeights(remainders), ValueError, "AdamW has masters='remainder', which makes float32 masters"),
         (lambda: gone.state_dict(), ReferenceError, "no longer exists"),
         (lambda: masters.load_state_dict({"state": 1}), KeyError, r"no 'masters' in .*, which has \['state'\]"),
         (lambda: masters.load_state_dict({"masters": [torch.ones(1)]}), ValueError, "are 1 saved .* has 4"),
@@ -267,6 +269,7 @@ def test_what_is_refused() -> None:
         with pytest.raises(error, match=message):
             refused()
     assert all(map(torch.equal, before, masters.masters()))
+    assert {param.dtype for param in remainders.param_groups[0]["params"]} == {torch.bfloat16}
     loss_of(model, inputs(1)[0]).backward()
     first, *_, last = masters._pairs.values()
     last.master = nn.Parameter(last.master.detach().to("meta"))     # as if that part of the model had been moved

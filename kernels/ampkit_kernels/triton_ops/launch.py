@@ -19,7 +19,6 @@ TRITON_DTYPES = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
     torch.float64: tl.float64,
-    torch.int16: tl.int16,      # remainders
 }
 _DTYPE = attrgetter("dtype")
 _NOTHING = contextlib.nullcontext()

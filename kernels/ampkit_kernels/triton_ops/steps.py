@@ -83,7 +83,7 @@ def _rows_of(
         dtypes = [TRITON_DTYPES[part[0].dtype] for part in parts]
         constants = {
             "PARAM": dtypes[0], "GRAD": dtypes[1], "MOMENT": dtypes[2] if len(dtypes) > 2 else dtypes[0],
-            "COPY_TO": dtypes[-1], "ACC": acc, "ALIGNED": aligned, **writes,
+            "COPY_TO": tl.int16 if writes["REMAINDER"] else dtypes[-1], "ACC": acc, "ALIGNED": aligned, **writes,
         }
         columns = [*parts, *(pick(tensors, indices) for tensors in per_row)]
         config = configs[8 if acc is tl.float64 else 4]
