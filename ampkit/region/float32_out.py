@@ -18,17 +18,20 @@ from ampkit.torch_internals.dispatcher import Exclude, keysets
 from ampkit.torch_internals.operators import OpOverload
 from ampkit.torch_internals.transforms import functorch_level, in_forward_ad
 
-__all__ = ["product"]
+__all__ = ["expands", "product"]
+
+_DIMS = {"mm": 2, "addmm": 2, "bmm": 3, "baddbmm": 3}       # that both operands must have
 
 
-def product(op: OpOverload, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Tensor:
-    """`op` on arguments that LOWER has cast to `dtype`, its result in float32.
+def product(op: OpOverload, cast: casting.Cast, *args: Any, **kwargs: Any) -> Tensor:
+    """`op` on arguments that LOWER has cast, its result in float32.
 
     What is not a product of two matrices, or of two batches of them, is the operator on float32 copies of the rounded
-    operands, backward included: vectors, broadcast batches, `alpha` and `beta`, transforms of `torch.func`.
+    operands, backward included: vectors, broadcast batches, `alpha` and `beta`, transforms of `torch.func`. So are
+    shapes that do not fit, at which the operator raises.
     """
     given = list(casting.tensors((*args, *kwargs.values())))
-    if any(each.dtype is not dtype for each in given) or dtype.itemsize != 2:
+    if any(each.dtype is not cast.dtype or not cast.on_device(each) for each in given) or cast.dtype.itemsize != 2:
         return op._op(*args, **kwargs)
     name = op.overloadpacket.__name__
     operands: Any = args if len(args) > 2 else (*args, None)
@@ -37,14 +40,27 @@ def product(op: OpOverload, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Te
         added, left, right = operands
     elif name == "linear":
         right = right.t()
-    fits = right.dim() == 2 <= left.dim() or (right.dim() == left.dim() == 3 and right.shape[0] == left.shape[0])
+    shape = *left.shape[:-1], *right.shape[-1:]
+    fits = right.dim() == 2 <= left.dim() or (right.dim() > 2 and left.shape[:-2] == right.shape[:-2])
+    fits = fits and _DIMS.get(name, left.dim()) == left.dim() and right.dim() == _DIMS.get(name, right.dim())
+    fits = fits and (added is None or expands(added.shape, shape))
     dense = all(each.layout is torch.strided and not each.is_nested for each in given)
     if kwargs or not fits or not dense or functorch_level() is not None or in_forward_ad():
-        args, kwargs = casting.cast_to(left.device.type, torch.float32).args(args), kwargs
-        return op._op(*args, **kwargs)
-    rows = left.flatten(0, -2) if right.dim() == 2 else left
-    result = _Product.apply(rows, right).view(*left.shape[:-1], right.shape[-1])
+        return op._op(*casting.cast_to(cast.device_type, torch.float32).args(args), **kwargs)
+    if right.dim() > 3:
+        right = right.flatten(0, -3)
+    if left.dim() > right.dim():
+        left = left.flatten(0, -right.dim())
+    result = _Product.apply(left, right)
+    if len(shape) > result.dim():
+        result = torch.ops.aten._unsafe_view(result, shape)     # a view could not be written in place like LOWER's
     return result if added is None else result + added
+
+
+def expands(shape: torch.Size, target: tuple[int, ...]) -> bool:
+    """Whether a tensor of this shape can be added in place to one of the other."""
+    end = target[len(target) - len(shape):]
+    return len(shape) <= len(target) and all(a in (1, b) for a, b in zip(shape, end, strict=True))
 
 
 class _Product(torch.autograd.Function):

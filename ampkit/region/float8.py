@@ -17,6 +17,7 @@ from torch.nn import functional
 from ampkit.policy.casting import cast_to, is_eligible
 from ampkit.policy.float8_recipes import DTYPES, PRODUCTS, RECIPES, wrong_size
 from ampkit.policy.rules import Rule
+from ampkit.region.float32_out import expands
 from ampkit.region.weight_cache import RegionCache
 from ampkit.torch_internals.dispatcher import Exclude, keysets
 from ampkit.torch_internals.float8 import is_eager, lacks_float8, product
@@ -49,15 +50,9 @@ def why_not(op: OpOverload, args: tuple[Any, ...], kwargs: Any, device_type: str
         return "an empty operand"
     k, n = weight.shape if at.is_kn else reversed(weight.shape)
     added = args[at.added] if at.added is not None and at.added < len(args) else None
-    if x.shape[-1] != k or (added is not None and not _expands(added.shape, (*x.shape[:-1], n))):
+    if x.shape[-1] != k or (added is not None and not expands(added.shape, (*x.shape[:-1], n))):
         return "shapes that do not fit"
     return wrong_size(k, n) or lacks_float8(x.device)
-
-
-def _expands(shape: torch.Size, target: tuple[int, ...]) -> bool:
-    """Whether a tensor of this shape can be added in place to one of the other."""
-    end = target[len(target) - len(shape):]
-    return len(shape) <= len(target) and all(a in (1, b) for a, b in zip(shape, end, strict=True))
 
 
 class WeightForm(NamedTuple):

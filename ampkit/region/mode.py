@@ -154,7 +154,7 @@ class AutocastMode(TorchDispatchMode):
             if op in recurrent.LAYERS:
                 recurrent.flatten_weights(op, args)
             if rule is not _LOWER:
-                return functools.partial(float32_out.product, op, cast.dtype), args, kwargs
+                return functools.partial(float32_out.product, op, cast), args, kwargs
         elif rule is Rule.FLOAT32:
             cast = casting.cast_to(device, torch.float32)
             kwargs, args = cast.kwargs(kwargs), cast.args(args)

@@ -75,7 +75,8 @@ class GradScaler(torch.amp.GradScaler):
         history_size: updates kept for `history`.
         skip_above: skip steps whose gradient norm, over all parameters of the optimizer and before clipping, is above
             a number or a multiple of the running median (`TimesMedian`), without an effect on the scale. The norm is
-            that of `clip_grad_norm_`; without clipping, `unscale_` and `step` read the gradients once more for it.
+            that of `clip_grad_norm_` of order 0, 1, 2 or inf, else the 2-norm; without clipping, `unscale_` and `step`
+            read the gradients once more for it.
 
     Raises:
         AssertionError: growth_factor <= 1 or backoff_factor >= 1, as torch.
@@ -124,7 +125,7 @@ class GradScaler(torch.amp.GradScaler):
         self.process_group = process_group
         self.allow_fp16 = allow_fp16
         self.on_stuck = on_stuck
-        self.skip_above = norm_limit.checked(skip_above)
+        self._skip_above = norm_limit.checked(skip_above)
         self._history_size = history_size
         self._warned: set[str] = set()
         self._stuck_check_due = False
@@ -141,7 +142,6 @@ class GradScaler(torch.amp.GradScaler):
         self._growth_tracker: Tensor | None = None
         self._counters: tuple[Tensor, ...] = ()     # of the strategy, beside these two
         self._history: History | None = None
-        self._norms: list[Tensor] = []      # the last ones of each optimizer, in the order of their first
         self._last_steps: weakref.WeakKeyDictionary[Any, LastStep] = weakref.WeakKeyDictionary()
         self._begin_iteration()
 
@@ -176,8 +176,15 @@ class GradScaler(torch.amp.GradScaler):
     def _last_step_of(self, optimizer: Any) -> LastStep:
         found = self._last_steps.get(optimizer)
         if found is None:
-            found = self._last_steps[optimizer] = LastStep(any(map(is_flat, parameters(optimizer))))
+            holds_shards = any(map(is_flat, parameters(optimizer)))
+            found = self._last_steps[optimizer] = LastStep(holds_shards, norms=self._first_norms())
         return found
+
+    def _first_norms(self) -> Tensor | None:
+        """What `TimesMedian` begins with for one more optimizer: the next norms of a saved state, if any are left."""
+        if not isinstance(self._skip_above, TimesMedian):
+            return None
+        return self._skip_above.init(self._init_norms.pop(0) if self._init_norms else ())
 
     # Scaling
 
@@ -292,7 +299,7 @@ class GradScaler(torch.amp.GradScaler):
                 "once per micro-batch), or pass allow_repeat=True."
             )
         notes.clip_factor = None        # left where other code made the optimizer READY again
-        if self.skip_above is not None:
+        if self._skip_above is not None:
             self.clip_grad_norm_(optimizer, math.inf, process_group=self.process_group)
             self._apply_clip_factor_(notes)
             return
@@ -420,10 +427,12 @@ class GradScaler(torch.amp.GradScaler):
             raise _too_late("clip_grad_norm_")
         if process_group is None and notes.last_step.holds_shards and ranks.several():
             raise clipping.refusal_of_flat_shards()
-        if notes.state["stage"] is OptState.READY and norm_type not in clipping.HOMOGENEOUS_ORDERS:
-            self.unscale_(optimizer)
+        if notes.state["stage"] is OptState.READY:
+            notes.outlier = None        # left where other code made the optimizer READY again
+            if norm_type not in clipping.HOMOGENEOUS_ORDERS:
+                self.unscale_(optimizer)
         norm = self._clip_norm_(notes, max_norm, norm_type, () if process_group is None else (process_group,))
-        if self.skip_above is not None and notes.outlier is None and notes.state["found_inf_per_device"]:
+        if self._skip_above is not None and notes.outlier is None and notes.state["found_inf_per_device"]:
             self._judge(notes, norm)
         largest = self._largest_norm
         self._largest_norm = norm if largest is None else torch.maximum(largest, norm.to(largest))
@@ -458,18 +467,17 @@ class GradScaler(torch.amp.GradScaler):
 
     def _judge(self, notes: Notes, norm: Tensor) -> None:
         """Note whether the norm of an iteration is above `skip_above`, on any of the ranks that skip together."""
-        limit: Any = self.skip_above
+        limit: Any = self._skip_above
         last = notes.last_step
         if isinstance(limit, TimesMedian):
-            if last.norms is None:
-                last.norms = limit.init(norm.device, *self._init_norms[len(self._norms) :][:1])
-                self._norms.append(last.norms)
-            outlier = limit.judge_(last.norms, norm)
+            norms: Any = last.norms
+            if norms.device != norm.device:
+                last.norms = norms = norms.to(norm.device)
+            outlier = limit.judge_(norms, norm)
         else:
             outlier = norm_limit.is_outlier(norm, limit)
         ranks.agree({outlier.device: outlier}, notes.groups, outlier.device)
         notes.outlier = outlier
-        self._outlier = outlier if self._outlier is None else torch.maximum(self._outlier, outlier)
 
     def _apply_clip_factor_(self, notes: Notes) -> None:
         """Apply now the factor that clipping had left for the optimizer's `step`."""
@@ -515,12 +523,12 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             AssertionError: nothing has been scaled yet.
             RuntimeError: called before in this iteration.
-            ValueError: a closure, where the scaler has `skip_above`.
+            ValueError: a closure, or an optimizer that takes the scaler itself, where this one has `skip_above`.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         closure = closures.extract(args, kwargs) if args or kwargs else None
-        if closure is not None and self.skip_above is not None:
+        if closure is not None and self._skip_above is not None:
             raise ValueError("step got a closure, which skip_above does not judge; expected a scaler without it")
         if closure is None and (self._scale is None or self._history is None):
             self._check_scale_growth_tracker("step")
@@ -566,6 +574,11 @@ class GradScaler(torch.amp.GradScaler):
         if notes.last_step.takes_scaler is None:
             notes.last_step.takes_scaler = amp_optimizers.takes_grad_scaler_argument(optimizer)
         if notes.last_step.takes_scaler:
+            if self._skip_above is not None:
+                raise ValueError(
+                    f"step of {type(optimizer).__name__} takes grad_scaler, which skip_above does not judge; expected "
+                    "an optimizer that reads found_inf, or a scaler without skip_above"
+                )
             warn_user(
                 "passing the scaler to step() as grad_scaler is deprecated by torch: read the tensors "
                 "optimizer.grad_scale and optimizer.found_inf instead.",
@@ -574,7 +587,7 @@ class GradScaler(torch.amp.GradScaler):
             result = optimizer.step(*args, **{**kwargs, "grad_scaler": self})
             state["stage"] = OptState.STEPPED
             return result
-        if state["stage"] is OptState.READY and self.skip_above is not None:
+        if state["stage"] is OptState.READY and self._skip_above is not None:
             self.clip_grad_norm_(optimizer, math.inf, process_group=self.process_group)
         elif state["stage"] is OptState.READY:
             self._check_inf_per_device(optimizer)
@@ -660,8 +673,11 @@ class GradScaler(torch.amp.GradScaler):
 
     def _note_step(self, notes: Notes, found_inf: Tensor, *, skipped: bool | None) -> None:
         """Remember how a step ended; `skipped` None when only the device knows. Calls `on_stuck` if that is due."""
+        outlier = None if notes.outlier is None else (notes.outlier != 0) & (found_inf == 0)    # and nothing else
+        if outlier is not None:
+            self._outlier = outlier if self._outlier is None else self._outlier | outlier
         if self._history is not None:  # else another scaler scales these gradients; its steps are not counted here
-            self._history.note_step(found_inf, notes.outlier)
+            self._history.note_step(found_inf, outlier)
         last = notes.last_step
         last.found_inf, last.skipped, last.idle_steps, last.outlier = found_inf, skipped, -1, notes.outlier
         self._stuck_check_due = skipped is None
@@ -805,7 +821,7 @@ class GradScaler(torch.amp.GradScaler):
         else:
             raise AssertionError(_bad_scale(type(new_scale).__name__))
         # The history must not count this change as growth or backoff.
-        history.note_update(scale.clone(), torch.zeros_like(scale), None)
+        history.note_update(scale.clone(), torch.zeros_like(scale), self._largest_norm, self._outlier)
         history.fold(scale)
         scale.copy_(wanted)
 
@@ -813,6 +829,11 @@ class GradScaler(torch.amp.GradScaler):
     def loss_scale(self) -> LossScale:
         """The active strategy."""
         return self._rule
+
+    @property
+    def skip_above(self) -> float | TimesMedian | None:
+        """The limit for gradient norms, as given."""
+        return self._skip_above
 
     def _change_rule(self, name: str, value: Any) -> None:
         if not isinstance(self._rule, DynamicLossScale):
@@ -966,8 +987,11 @@ class GradScaler(torch.amp.GradScaler):
                 "counters": dict(zip(saved_state.COUNTERS, map(int, counters), strict=True)),
                 "totals": totals,
                 "norms": [
-                    *([norm for norm in norms.tolist() if norm < math.inf] for norms in self._norms),
-                    *self._init_norms[len(self._norms) :],
+                    *(
+                        [norm for norm in last.norms.tolist() if norm < math.inf]
+                        for last in self._last_steps.values() if last.norms is not None
+                    ),
+                    *self._init_norms,
                 ],
             },
         }
@@ -994,9 +1018,10 @@ class GradScaler(torch.amp.GradScaler):
         self._rule, self._init_scale = new.rule, new.scale
         self._init_growth_tracker, self._init_counters = new.growth_tracker, new.counters
         self._init_totals, self._init_norms = new.totals, new.norms
-        for i, norms in enumerate(self._norms):     # there are some under `TimesMedian` alone
-            rule: Any = self.skip_above
-            norms.copy_(rule.init(norms.device, *new.norms[i : i + 1]))
+        for last in self._last_steps.values():
+            norms = self._first_norms()
+            if last.norms is not None and norms is not None:
+                last.norms.copy_(norms)
         if self._scale is not None and self._growth_tracker is not None:
             parts = [*self._check_scale_growth_tracker("load_state_dict"), *self._counters]
             fresh = new.rule.init(

@@ -56,7 +56,7 @@ COUNTS = frozenset({*_COUNTED, "no_gradients"})
 
 
 _Update = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-"""The scale that an iteration used, its flag, its gradient norm if known, whether that was above `skip_above`."""
+"""The scale that an iteration used, its flag, its gradient norm if known, whether a step was skipped for that alone."""
 
 
 class _Notes:
@@ -100,9 +100,9 @@ class History:
         self._rows: deque[_Update] = deque(maxlen=size)
 
     def note_step(self, found_inf: Tensor, outlier: Tensor | None = None) -> None:
-        """Note an optimizer step, skipped where a 0-d flag is set: for inf or NaN, or only for the norm."""
+        """Note an optimizer step, skipped where a 0-d flag is set: for inf or NaN, or, a bool, only for the norm."""
         if outlier is not None:
-            self._totals[_AT["outliers"]].add_((outlier != 0) & (found_inf == 0))
+            self._totals[_AT["outliers"]].add_(outlier)
         (self._captured if ampkit_kernels.is_capturing(self._device) else self._notes).steps.append(found_inf)
 
     def note_update(
@@ -185,7 +185,7 @@ class History:
         before, overflow = _stacked(self._rows)
         norms = torch.stack([before[0] if norm is None else norm.to(before) for _, _, norm, _ in self._rows])
         outliers = torch.stack([before[0] * 0 if flag is None else flag.to(before) for *_, flag in self._rows])
-        table = torch.stack((before, overflow, norms, outliers.bool() & ~overflow), dim=1).double()
+        table = torch.stack((before, overflow, norms, outliers), dim=1).double()
         *values, last = torch.cat((table.flatten(), self._totals[_AT["updates"]].double().reshape(1))).tolist()
         first = int(last) - len(self._rows) + 1
         return [

@@ -51,8 +51,9 @@ def number(given: Any, name: str, *, whole: bool = False) -> float:
     return plain if isinstance(plain, int | float) else int(plain) if whole else float(plain)
 
 
-def _to_python_numbers(strategy: DynamicLossScale | StaticLossScale) -> None:
-    """Convert the fields to Python numbers; `TypeError` for one that is no number, or no integer where one is due."""
+def to_python_numbers(strategy: Any) -> None:
+    """Convert a dataclass's fields to Python numbers; `TypeError` for one that is none, or no integer where one is due.
+    """
     for each in fields(strategy):
         if each.type != "str":
             value = number(getattr(strategy, each.name), each.name, whole=each.type == "int")
@@ -102,7 +103,7 @@ class DynamicLossScale:
     scales_losses: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _to_python_numbers(self)
+        to_python_numbers(self)
         if not 1.0 <= self.growth_factor <= sys.float_info.max:
             raise ValueError(f"growth_factor is {self.growth_factor}; expected a finite number of 1 or more")
         if not 0.0 < self.backoff_factor <= 1.0:
@@ -203,7 +204,7 @@ class StaticLossScale:
     is_plain: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _to_python_numbers(self)
+        to_python_numbers(self)
         if not SMALLEST_SCALE <= self.scale <= LARGEST_SCALE:
             raise ValueError(
                 f"scale is {self.scale}; expected a number from {SMALLEST_SCALE:.3g} to {LARGEST_SCALE:.3g}"
@@ -240,7 +241,7 @@ class NoOpLossScale(StaticLossScale):
     scales_losses: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        _to_python_numbers(self)
+        to_python_numbers(self)
         if self.scale != 1.0:
             raise ValueError(f"scale is {self.scale}; expected 1.0: use StaticLossScale({self.scale}) to scale")
 

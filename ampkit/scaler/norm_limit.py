@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampkit.scaler.loss_scale import number
+from ampkit.scaler.loss_scale import number, to_python_numbers
 
 __all__ = ["TimesMedian", "checked", "is_outlier"]
 
@@ -37,18 +37,16 @@ class TimesMedian:
     window: int = 128
 
     def __post_init__(self) -> None:
-        if not 1.0 < number(self.factor, "factor") < math.inf:
+        to_python_numbers(self)
+        if not 1.0 < self.factor < math.inf:
             raise ValueError(f"factor is {self.factor}; expected a number above 1")
-        if not 8 <= number(self.window, "window", whole=True) <= 2**16:
+        if not 8 <= self.window <= 2**16:
             raise ValueError(f"window is {self.window}; expected 8 to {2**16} norms")
 
-    def init(self, device: torch.device, saved: Sequence[float] = ()) -> Tensor:
-        """The last norms, oldest first, on `device`; inf where there is none yet. `saved` are those of another run."""
-        norms = torch.full((self.window,), math.inf, device=device)
+    def init(self, saved: Sequence[float] = ()) -> Tensor:
+        """The last norms, oldest first, on the CPU; inf where there is none yet. `saved` are those of another run."""
         kept = saved[-self.window :]
-        if kept:
-            norms[-len(kept) :] = torch.tensor(kept, device="cpu")
-        return norms
+        return torch.tensor([math.inf] * (self.window - len(kept)) + [*kept], dtype=torch.float32, device="cpu")
 
     def judge_(self, norms: Tensor, norm: Tensor) -> Tensor:
         """`is_outlier` of a norm beside the last ones, to which it is added if it is finite. Never syncs."""
@@ -68,6 +66,9 @@ def is_outlier(norm: Tensor, limit: float | Tensor) -> Tensor:
 
 def checked(limit: Any) -> float | TimesMedian | None:
     """A limit as `GradScaler(skip_above=...)` takes it; raises `TypeError` or `ValueError` for anything else."""
-    if limit is not None and not isinstance(limit, TimesMedian) and not 0.0 < number(limit, "skip_above") < math.inf:
-        raise ValueError(f"skip_above is {limit}; expected a positive finite number, the norm above which to skip")
-    return limit
+    if limit is None or isinstance(limit, TimesMedian):
+        return limit
+    plain = number(limit, "skip_above")
+    if not 0.0 < plain < math.inf:
+        raise ValueError(f"skip_above is {plain}; expected a positive finite number, the norm above which to skip")
+    return plain

@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ampkit import Policy, Rule, autocast, record_casts
+from ampkit.policy.casting import cast_to
 from ampkit.region.float32_out import product
 from tests.helpers.float8 import step
 
@@ -32,6 +33,7 @@ PRODUCTS: dict[str, tuple[Call, bool]] = {
     "addmm with alpha": (lambda x, w, b: torch.addmm(b, x[0], w.t(), alpha=0.5, beta=0), False),
     "matmul with a matrix": (lambda x, w, b: x @ w.t(), True),
     "matmul of broadcast batches": (lambda x, w, b: x[None] @ x.mT, False),
+    "matmul of many batches": (lambda x, w, b: x[None, None] @ x.mT[None, None], True),
     "bmm": (lambda x, w, b: torch.bmm(x, x.mT), True),
     "baddbmm": (lambda x, w, b: torch.baddbmm(b[:5], x, x.mT), True),
     "vmap": (lambda x, w, b: torch.vmap(lambda row: F.linear(row, w, b))(x), False),
@@ -65,6 +67,38 @@ def test_what_is_not_lowered_is_left_alone_and_other_operators_refuse() -> None:
         assert torch.func.jvp(lambda x: F.linear(x, W), (X,), (X,))[1].dtype is torch.float32
     with pytest.raises(ValueError, match=r"'aten::softmax.int' cannot follow LOWER_FLOAT32_OUT: it has no form with"):
         POLICY.with_rules({"aten::softmax.int": Rule.LOWER_FLOAT32_OUT})
+
+
+SHAPES: dict[str, tuple[Call, list[tuple[int, ...]]]] = {
+    "mm of batches": (lambda x, y, z: torch.mm(x, y), [(2, 3, 4), (4, 3)]),
+    "bmm with a matrix": (lambda x, y, z: torch.bmm(x, y), [(2, 3, 4), (4, 3)]),
+    "mm of other sizes": (lambda x, y, z: torch.mm(x, y), [(3, 5), (4, 3)]),
+    "addmm to one row": (lambda x, y, z: torch.addmm(z, x, y), [(1, 4), (4, 3), (6, 3)]),
+    "addmm to batches": (lambda x, y, z: torch.addmm(z, x, y), [(5, 4), (4, 3), (2, 5, 3)]),
+    "baddbmm": (lambda x, y, z: torch.baddbmm(z, x, y), [(2, 5, 4), (2, 4, 3), (1, 2, 5, 3)]),
+    "linear of one row": (lambda x, y, z: F.linear(x, y, z), [(1, 4), (3, 4), (5, 3)]),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_that_lower_refuses_raise(name: str) -> None:
+    call, shapes = SHAPES[name]
+    x, y, z = (torch.ones(shape) for shape in (*shapes, (1,))[:3])
+    for policy in (POLICY, LOWER):
+        with autocast("cpu", BF16, policy=policy), pytest.raises(RuntimeError):
+            call(x, y, z)
+
+
+def test_results_can_be_written_in_place_and_other_devices_are_left_alone() -> None:
+    factor = torch.ones(6, requires_grad=True)
+    for name in ("linear", "mm", "bmm", "matmul of many batches"):
+        with autocast("cpu", BF16, policy=POLICY):
+            PRODUCTS[name][0](X, W.clone().requires_grad_(), B).detach_()
+            with torch.no_grad():
+                y = PRODUCTS[name][0](X, W, B)
+            y.mul_(factor[:1])
+    with autocast("xpu", BF16, policy=Policy.default("xpu").with_rules({"aten::mm": Rule.LOWER_FLOAT32_OUT})):
+        assert torch.mm(X[0].to(BF16), W.t().to(BF16)).dtype is BF16
 
 
 class Tied(nn.Module):
@@ -117,7 +151,8 @@ def test_backward_in_a_region_and_of_itself() -> None:
 def test_cuda_multiplies_16_bit_matrices() -> None:
     """As a graph has it that is made without a GPU."""
     def both(x: Tensor, w: Tensor, batches: Tensor) -> tuple[Tensor, Tensor]:
-        return product(torch.ops.aten.linear.default, BF16, x, w), product(torch.ops.aten.bmm.default, BF16, x, batches)
+        cast = cast_to("cuda", BF16)
+        return product(torch.ops.aten.linear.default, cast, x, w), product(torch.ops.aten.bmm.default, cast, x, batches)
 
     with torch.no_grad(), FakeTensorMode():
         operands = [torch.empty(shape, dtype=BF16, device="cuda") for shape in ((2, 3, 8), (4, 8), (2, 8, 4))]

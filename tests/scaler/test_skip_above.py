@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.amp.grad_scaler import OptState
 
 import ampkit.optim
 from ampkit import GradScaler, NoOpLossScale, TimesMedian
@@ -85,8 +86,8 @@ def test_a_norm_that_overflows_is_an_outlier_and_leaves_the_gradients_finite(whi
 
 def test_the_median_is_that_of_the_last_finite_norms() -> None:
     """Beside a plain account; saved and loaded on the way."""
-    draw, rule, device = torch.Generator().manual_seed(0), TimesMedian(2.0, window=17), torch.device("cpu")
-    norms, seen = rule.init(device), list[float]()
+    draw, rule = torch.Generator().manual_seed(0), TimesMedian(2.0, window=17)
+    norms, seen = rule.init(), list[float]()
     for step in range(200):
         value = float(torch.rand((), generator=draw)) * (4.0 if step % 7 == 0 else 1.0 if step > 9 else 0.0)
         norm = torch.tensor((math.nan, math.inf)[step % 2] if step % 11 == 5 else value)
@@ -95,21 +96,26 @@ def test_the_median_is_that_of_the_last_finite_norms() -> None:
         assert bool(rule.judge_(norms, norm)) is not (math.isfinite(norm) and float(norm) <= limit)
         seen = [*seen, *([float(norm)] if math.isfinite(norm) else [])][-17:]
         assert norms.tolist() == [math.inf] * (17 - len(seen)) + seen
-        norms = rule.init(device, seen) if step % 13 == 12 else norms
+        norms = rule.init(seen) if step % 13 == 12 else norms
 
 
 def test_each_optimizer_has_its_own_median_and_a_resumed_run_goes_on_with_it() -> None:
-    """Also after a copy and in a scaler that is in use; an optimizer without gradients has none."""
+    """Also after a copy, in a scaler that is in use, and without gradients; optimizers that are gone have none."""
     def train(scaler: GradScaler, *sizes: float) -> list[bool]:
         for optimizer, size in zip(optimizers, sizes, strict=True):
             scaler.scale(torch.ones((), requires_grad=True))
-            optimizer.param_groups[0]["params"][0].grad = torch.tensor([size])
+            optimizer.param_groups[0]["params"][0].grad = torch.tensor([size]) if size else None
             scaler.step(optimizer)
         scaler.step(one_parameter()[1])
+        scaler.step(one_parameter(grad=7.0)[1])
         scaler.update()
         return [scaler.stepped(optimizer) for optimizer in optimizers]
 
     optimizers = [one_parameter()[1], one_parameter()[1]]
+    late = started(GradScaler, 1.0, skip_above=TimesMedian(3.0))
+    assert train(late, 0.0, 100.0) == train(late, 0.0, 100.0) == [False, True]
+    train(late, 1.0, 0.0)
+    assert late.state_dict()["ampkit"]["norms"] == [[1.0], [100.0, 100.0]]
     scaler, used, fresh = (GradScaler("cpu", 1.0, skip_above=TimesMedian(3.0, window=16)) for _ in range(3))
     assert [train(scaler, 1.0, 100.0) for _ in range(3)] == [[True, True]] * 3
     state = scaler.state_dict()
@@ -126,6 +132,32 @@ def test_each_optimizer_has_its_own_median_and_a_resumed_run_goes_on_with_it() -
             fresh.load_state_dict({**state, "ampkit": {**state["ampkit"], "norms": norms}})
 
 
+def test_a_flag_is_that_of_one_iteration() -> None:
+    """Also where other code says that an optimizer is READY again, and where `update` gets a scale."""
+    param, optimizer = one_parameter(grad=10.0)
+    grad: Any = param.grad
+    scaler: Any = started(GradScaler, 1.0, skip_above=5.0)
+    scaler.unscale_(optimizer)
+    scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.READY
+    grad.fill_(1.0)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert scaler.stepped(optimizer)
+    scaler.update()
+    grad.fill_(10.0)
+    scaler.step(optimizer)
+    scaler.update(2.0)
+    assert scaler.stats().outliers == 1
+    assert [(row["grad_norm"], row["outlier"]) for row in scaler.history] == [(10.0, False), (10.0, True)]
+
+
+class TakesScaler(torch.optim.SGD):
+    _step_supports_amp_scaling = True
+
+    def step(self, grad_scaler: Any = None) -> None:    # pyright: ignore[reportIncompatibleMethodOverride]
+        raise AssertionError
+
+
 def test_refusals() -> None:
     for limit, error, message in (
         (0.0, ValueError, "skip_above is 0.0; expected a positive"), (math.nan, ValueError, "skip_above is nan"),
@@ -137,5 +169,11 @@ def test_refusals() -> None:
         TimesMedian(1.0)
     with pytest.raises(ValueError, match=r"window is 7; expected 8 to 65536 norms"):
         TimesMedian(2.0, window=7)
+    with pytest.raises(ValueError, match="TakesScaler takes grad_scaler, which skip_above does not judge"):
+        started(GradScaler, skip_above=5.0).step(TakesScaler([one_parameter(grad=1.0)[0]], lr=0.1))
+    with pytest.raises(AttributeError):
+        GradScaler("cpu").skip_above = 5.0  # pyright: ignore[reportAttributeAccessIssue]
+    given: Any = torch.tensor(3.0)      # a number, as it is for a loss scale
+    assert repr((GradScaler("cpu", skip_above=given).skip_above, TimesMedian(given).factor)) == "(3.0, 3.0)"
     with pytest.raises(ValueError, match="a closure, which skip_above does not judge"):
         started(GradScaler, skip_above=5.0).step(one_parameter(grad=1.0)[1], lambda: 0.0)
