@@ -123,7 +123,7 @@ def test_dtypes_and_policies_by_name_are_the_objects():
     named, given = autocast("cpu", "float16", policy="torch"), autocast("cpu", FP16, policy=Policy.torch("cpu"))
     assert (named.fast_dtype, named.spec.policy, repr(named)) == (given.fast_dtype, given.spec.policy, repr(given))
     assert named.spec.policy is autocast("cpu", policy="torch").spec.policy
-    assert torch.compile(lambda x: autocast("cpu", "float16", policy="torch")(torch.mm)(x, x), backend="eager")(
+    assert torch.compile(lambda x: autocast("cpu", "float16", policy="torch")(lambda x: x @ x)(x), backend="eager")(
         torch.ones(2, 2)).dtype is FP16
     assert repr(autocast("cpu", FP16)) == "autocast('cpu', torch.float16, enabled=True)"
     assert repr(like_torch()).endswith(", policy=Policy.torch('cpu'))")

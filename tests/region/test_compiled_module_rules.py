@@ -114,6 +114,8 @@ INNER_REGIONS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("rules", NESTED)
 def test_module_rules_hold_in_compiled_code_where_they_hold_in_eager_code(rules: str, inside: str) -> None:
     """Inside a module whose rule is a policy, and inside regions within the region, rules are no longer the outer."""
+    if rules == "a dtype" and torch.__version__.startswith("2.11."):
+        pytest.skip("Dynamo of torch 2.11 cannot compare dictionaries by identity")
     net, x = Outer(INNER_REGIONS[inside]), torch.randn(3, 8)
     policy = NESTED[rules](net)
 

@@ -185,7 +185,7 @@ def test_a_recompute_inside_a_module_with_a_policy(reentrant, compiled_first):
     on, model, x = [], nn.Sequential(Checkpointed()), X.clone().requires_grad_()
     policy = rules(model, {"0": WIDENS, "0.l": FP32})
     if compiled_first:
-        torch.compile(lambda x: autocast("cpu", BF16, policy=policy)(torch.neg)(x), backend="eager")(x)
+        torch.compile(lambda x: autocast("cpu", BF16, policy=policy)(lambda x: -x)(x), backend="eager")(x)
     with autocast("cpu", BF16, policy=policy):
         loss = model(x).sum()
     loss.backward()
