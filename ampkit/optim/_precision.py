@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,14 +17,21 @@ _EXPECTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Precision:
-    """The arguments of the same names of `ampkit.optim`'s optimizers, checked."""
+    """The arguments of the same names of `ampkit.optim`'s optimizers, checked.
+
+    Attributes:
+        is_torchs: whether nothing is asked for that torch's own functions do not do.
+        streams: the name of the entry of state with a parameter's random numbers, if it has one.
+    """
 
     rounding: str
     masters: str | None
     state_dtype: torch.dtype | None
     seed: int
+    is_torchs: bool = field(init=False)
+    streams: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         for name, expected in _EXPECTED.items():
@@ -33,16 +39,8 @@ class Precision:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}; expected one of {expected}")
         if not isinstance(self.seed, int):
             raise TypeError(f"got seed {self.seed!r}; expected an int")
-
-    @cached_property
-    def is_torchs(self) -> bool:
-        """Whether nothing is asked for that torch's own functions do not do."""
-        return (self.rounding, self.masters, self.state_dtype) == ("nearest", None, None)
-
-    @cached_property
-    def streams(self) -> tuple[str, ...]:
-        """The name of the entry of state with a parameter's random numbers, if it has one."""
-        return ("stream",) if self.rounding == "stochastic" else ()
+        self.is_torchs = (self.rounding, self.masters, self.state_dtype) == ("nearest", None, None)
+        self.streams = ("stream",) if self.rounding == "stochastic" else ()
 
     def check(self, params: Sequence[Tensor]) -> None:
         """Refuse parameters that the arguments have no meaning for."""

@@ -1,4 +1,4 @@
-"""AdamW, reading scaled gradients once and writing none."""
+"""AdamW, reading scaled gradients once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SGD with momentum, reading scaled gradients once and writing none."""
+"""SGD with momentum, reading scaled gradients once."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ class SGD(DeviceStep, torch.optim.SGD):
         return (("momentum_buffer",) if group["momentum"] else ()) + self._precision.streams
 
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:
-        self._check_group(group)
+        if group["dampening"] or group["differentiable"]:     # set since the group was added
+            self._check_group(group)
         return {"momentum": group["momentum"], "nesterov": bool(group["nesterov"] and group["momentum"])}
 
     def _states(self, params: Sequence[Tensor], group: dict[str, Any]) -> list[dict[str, Any]]:

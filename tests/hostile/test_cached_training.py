@@ -79,7 +79,7 @@ class Program:
         """All that `n` events compute, and the parameters at the end."""
         for _ in range(n):
             self.rng.choice([
-                self.train, self.train, self.train, self.evaluate, self.replace, self.load, self.freeze, self.twin,
+                self.train, self.train, self.train, self.evaluate, self.replace, self.load, self.freeze, self.deepcopy,
             ])()
         return [*self.seen, *self.copied(self.model.parameters())]
 
@@ -151,7 +151,7 @@ class Program:
         self.model.zero_grad()
         param.requires_grad_(not param.requires_grad)
 
-    def twin(self) -> None:
+    def deepcopy(self) -> None:
         with self.region():
             self.seen += self.copied([copy.deepcopy(self.model)(self.batch())])
 

@@ -171,13 +171,13 @@ def test_masters_before_the_first_step_leave_what_a_first_step_would_have_made(g
     """Streams of their own above all."""
     for name in ("AdamW amsgrad", "SGD momentum"):
         cls, _, options = CASES[name]
-        params, twins = parameters(), parameters()
-        optimizer, other = (cls(one, **options, **{**given, **REMAINDER}) for one in (params, twins))
+        params, copies = parameters(), parameters()
+        optimizer, other = (cls(one, **options, **{**given, **REMAINDER}) for one in (params, copies))
         optimizer.set_masters({p: p.detach().float() for p in params})
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        for one, its in ((optimizer, params), (other, twins)):
+        for one, its in ((optimizer, params), (other, copies)):
             train(one, its, range(3))
-        assert_equal(everything(optimizer, params), everything(other, twins))
+        assert_equal(everything(optimizer, params), everything(other, copies))
 
 
 def by_copy(param: torch.nn.Parameter, value: Tensor) -> None:
@@ -202,15 +202,15 @@ def test_a_weight_that_is_written_from_outside_loses_its_remainder(write: Callab
     params = parameters()
     optimizer = AdamW(params, lr=1e-3, impl=impl, **REMAINDER)
     train(optimizer, params, range(2))
-    twin, twins = copy.deepcopy((optimizer, params))
+    copied, copies = copy.deepcopy((optimizer, params))
     before = [m.clone() for m in optimizer.masters().values()]
     optimizer.write_copies({})      # ends nothing here, and forgets no step
     write(params[0], torch.full((5, 3), 0.5).bfloat16())
-    for one, its, read in ((optimizer, params, False), (twin, twins, True)):
+    for one, its, read in ((optimizer, params, False), (copied, copies, True)):
         if read:
             one.set_masters({its[0]: params[0].detach().float()})
         train(one, its, range(2, 3))
-    assert_equal(everything(optimizer, params), everything(twin, twins))
+    assert_equal(everything(optimizer, params), everything(copied, copies))
     write(params[0], torch.full((5, 3), 0.25).bfloat16())
     masters = list(optimizer.masters().values())
     assert torch.equal(masters[0], torch.full((5, 3), 0.25))

@@ -32,7 +32,7 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((5, 3), (1,), (0,), (4, 6))]
 
 
-def twins(params: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+def copies_of(params: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(p.detach().clone()) for p in params]
 
 
@@ -49,7 +49,7 @@ def test_scaled_steps_equal_torchs_unscaled_ones(pair: str, dtype: torch.dtype, 
         pytest.skip("torch's fused optimizers take no complex parameters")
     ours, theirs, options = PAIRS[pair]
     params = parameters(dtype)
-    others = twins(params)
+    others = copies_of(params)
     # never torch's fused SGD on a CPU, which leaves whole vectors of 16-bit parameters as they were
     same_form = {} if ours is SGD and form == "fused" else FORMS[form]
     mine, reference = ours(params, **options, **FORMS[form]), theirs(others, **options, **same_form)
@@ -73,7 +73,7 @@ def test_scaled_steps_equal_torchs_unscaled_ones(pair: str, dtype: torch.dtype, 
 def test_kernel_path_over_many_steps(pair: str) -> None:
     ours, theirs, options = PAIRS[pair]
     params = parameters()
-    others = twins(params)
+    others = copies_of(params)
     mine, reference = ours(params, impl="triton", **options), theirs(others, **options)
     for i in range(25):
         for p, q in zip(params, others, strict=True):
@@ -98,7 +98,7 @@ def test_kernel_path_over_many_steps(pair: str) -> None:
 def test_state_dicts_go_both_ways(pair: str, impl: str) -> None:
     ours, theirs, options = PAIRS[pair]
     params = parameters()
-    others = twins(params)
+    others = copies_of(params)
     mine, reference = ours(params, impl=impl, **options), theirs(others, **options)
 
     def step() -> None:
@@ -209,12 +209,12 @@ def test_pickle_and_deepcopy() -> None:
         p.grad = torch.ones_like(p)
     optimizer.step()
     optimizer.write_copies({params[0]: params[0].detach().half()})
-    for twin in (pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
-        assert twin.impl == "reference"
-        (param, written), = twin._copies.items()
-        assert param is twin.param_groups[0]["params"][0]
+    for copied in (pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
+        assert copied.impl == "reference"
+        (param, written), = copied._copies.items()
+        assert param is copied.param_groups[0]["params"][0]
         param.grad = torch.ones_like(param)
-        twin.step()
+        copied.step()
         assert torch.equal(written, param.half())
         assert not torch.equal(written, optimizer._copies[params[0]])
 
