@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 
 START = 200      # seconds in which a process has to start
-CONNECT = 20     # seconds in which ranks have to find each other; gloo now and then fails to, and is asked again
+CONNECT = 20     # seconds in which ranks have to find each other
 _pools: dict[int, _Pool] = {}
 
 
@@ -87,9 +87,7 @@ class _Pool:
         for rank in range(world):       # importing torch is not the first function's time
             self._answer(rank, time.monotonic() + START)
 
-    def run(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], timeout: float, tries: int = 2
-    ) -> list[Any]:
+    def run(self, function: Callable[..., Any], arguments: tuple[Any, ...], timeout: float) -> list[Any]:
         self.calls += 1
         call = pickle.dumps((self.calls, timeout, list(sys.path), pickle.dumps((function, arguments))))
         for rank, connection in enumerate(self.connections):
@@ -100,8 +98,8 @@ class _Pool:
         until = time.monotonic() + timeout
         answers = [self._answer(rank, until) for rank in range(len(self.connections))]
         errors = [f"rank {rank}:\n{value}" for rank, (good, value) in enumerate(answers) if not good]
-        if tries > 1 and any("connectFullMesh" in error for error in errors):
-            return self.run(function, arguments, timeout, tries - 1)
+        if any("init_process_group" in error for error in errors):
+            raise _Lost("\n".join(errors))      # ranks count their groups, and do not count alike any more
         if errors:
             raise RankError("\n".join(errors))
         return [value for _, value in answers]
@@ -154,7 +152,11 @@ def _serve(rank: int, world: int, folder: Path, connection: Connection) -> None:
 
 
 def _run(rank: int, world: int, meeting: str, timeout: float, call: bytes) -> Any:
-    """Run one function in a process group of its own. Leaving the group ends what other ranks wait for."""
+    """Run one function in a process group of its own. Leaving the group ends what other ranks wait for.
+
+    The barrier is for functions that do not communicate: a rank that left at once would close connections that
+    another one is still making.
+    """
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -162,6 +164,7 @@ def _run(rank: int, world: int, meeting: str, timeout: float, call: bytes) -> An
         "gloo", init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=min(timeout, CONNECT))
     )
     try:
+        dist.barrier()
         function, arguments = pickle.loads(call)
         return function(rank, world, *arguments)
     finally:
