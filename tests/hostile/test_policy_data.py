@@ -75,7 +75,7 @@ def traces() -> tuple[Any, ...]:
     return set(sys.modules), set(vars(torch.ops)), dict(registered())
 
 
-def holds(read: Callable[[Any], Policy], value: Any) -> Policy | None:
+def holds(read: Callable[[Any], Any], value: Any) -> Policy | None:
     """The policy that was read; None after a refusal in one sentence. Neither leaves a trace."""
     before = traces()
     policy = refusal = None

@@ -31,7 +31,7 @@ class Through(torch.optim.Optimizer):
         super().__init__([p], {})
         self.p, self.values, self.interrupted = p, values, interrupted
 
-    def step(self, closure=None):
+    def step(self, closure: Any = None) -> Any:
         self.p.data.copy_(self.values)
         if self.interrupted:
             raise KeyboardInterrupt
@@ -90,7 +90,7 @@ SEEN: dict[str, Write] = {          # wherever the weight is cached
     "out": lambda p, v: torch.add(v, 0.0, out=p),
     # The second storage may lie where the weight's own was.
     "data offloaded": lambda p, v: (setattr(p, "data", torch.empty(0)), setattr(p, "data", v.clone())),
-    "set_": lambda p, v: p.set_(v.clone()),
+    "set_": lambda p, v: p.set_(v.clone()),  # pyright: ignore[reportArgumentType]  its stubs know storages only
     "converted and loaded": converted_and_loaded,
     "optimizer through data": lambda p, v: Through(p, v).step(),
     "optimizer interrupted": optimizer_interrupted,
