@@ -17,7 +17,7 @@ from torch import Tensor
 
 import ampkit
 import ampkit_kernels as kernels
-from ampkit.torch_internals import self_check
+from ampkit.region import self_check
 from ampkit.torch_internals.float8 import lacks_float8
 from ampkit.torch_internals.versions import INSTALL, NEWEST, OLDEST, SUPPORTED, parsed
 
