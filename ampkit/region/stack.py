@@ -15,14 +15,13 @@ from typing import Any, Protocol
 import torch
 
 from ampkit.policy.policy import Policy, register_changes
-from ampkit.region import policy_guard
+from ampkit.region import policy_guard, self_check
 from ampkit.region.arguments import NAMED_POLICIES
 from ampkit.region.mode import AutocastMode
 from ampkit.region.recording import new_mode, records
 from ampkit.region.spec import RegionSpec
 from ampkit.region.thread_state import thread
 from ampkit.region.weight_cache import RegionCache, WeightCache
-from ampkit.torch_internals import self_check
 from ampkit.torch_internals.checkpoint import follow
 from ampkit.torch_internals.dispatcher import (
     TLS_NAME,
@@ -125,7 +124,6 @@ class Entry:
 
     def leave(self, *, last: bool) -> None:
         """Restore the state found on entry; `last`: no other entry is open in this thread. May be repeated."""
-        again = self.ended          # an interrupt may have cut it short anywhere
         self.ended = True
         if self.hooks is not None:
             self.hooks.remove()
@@ -145,8 +143,8 @@ class Entry:
             set_excluded(self.key, self.excluded)
         if self.muted is not None:
             set_excluded(self.muted, False)
-        if again or thread.mark is not self.mark:
-            policy_guard.write(self.mark, again=again)
+        if self.mark is not (self.mode.mark if active else ()):
+            policy_guard.write(self.mark)
         put_in_tls(TLS_NAME, self.outer or self.mode.closed_copy or self.mode.closed())
         if self.own_cache is not None:
             self.own_cache.leave()
@@ -333,5 +331,5 @@ def _out_of_order(spec: RegionSpec, innermost: RegionSpec | None) -> str:
     return (
         f"{spec} is being left while {innermost}, entered after it, is still open, and stays open until that one is "
         "left; leave regions in the reverse of the order they were entered. A generator or coroutine that is suspended "
-        "inside `with autocast():` does this: decorate its function with autocast instead"
+        "inside `with autocast():` does this: leave the region before it yields or awaits"
     )
