@@ -28,7 +28,6 @@ from ampkit.torch_internals.dispatcher import (
     current,
     get_in_tls,
     is_excluded,
-    is_in_tls,
     is_included,
     put_in_tls,
     set_excluded,
