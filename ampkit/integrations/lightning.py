@@ -40,6 +40,8 @@ class MixedPrecision(OwnRegions, LightningMixedPrecision):
     >>> trainer = Trainer(plugins=[plugin], accelerator="cpu", logger=False, enable_checkpointing=False)
     """
 
+    scaler: GradScaler | None  # pyright: ignore[reportIncompatibleVariableOverride]  a subclass of torch's
+
     def autocast_context_manager(self) -> Any:
         """The region of a step. It keeps its casts: ampkit's are sound under `torch.no_grad`."""
         return self.region()
