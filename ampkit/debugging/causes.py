@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampkit.debugging.operator_facts import OperatorFacts, other_arguments, readable, tensors_in
+from ampkit.debugging.operator_facts import OperatorFacts, other_arguments, tensors_in
 from ampkit.torch_internals.operator_tracing import OpOverload
 
 __all__ = [
     "CONSTANT", "RECEIVED", "UNINITIALISED", "UNKNOWN", "Cause", "advice_for", "asks_for_nonfinite", "broken_elements",
-    "described", "dtype_name", "extremes", "find_cause", "is_broken", "item_at_fault", "largest_finite", "outputs_of",
+    "described", "dtype_name", "extremes", "find_cause", "is_broken", "item_at_fault", "largest_finite",
     "poles", "rounded_number",
 ]
 
@@ -117,8 +117,11 @@ def rounded_number(
 
 def largest_finite(values: Tensor) -> float:
     """The largest magnitude among finite elements, 0.0 without any."""
+    low, high = extremes(values) if values.numel() else (0.0, 0.0)
+    if math.isfinite(high - low):
+        return max(abs(low), abs(high))
     wide = values.double()
-    return float(torch.where(torch.isfinite(wide), wide, 0.0).abs().max()) if wide.numel() else 0.0
+    return float(torch.where(torch.isfinite(wide), wide, 0.0).abs().max())
 
 
 def find_cause(
@@ -160,8 +163,8 @@ def run_in_float64(
     devices = {tensor.device for tensor in tensors_in((args, kwargs)) if tensor.device.type == "cuda"}
     with torch.no_grad(), torch.random.fork_rng(list(devices), enabled=facts.random):
         result = func(*wide_args, **wide_kwargs)
-    written = facts.written(wide_args, wide_kwargs) if facts.mutable else facts.buffers(wide_args, wide_kwargs)
-    return [one for one in _distinct([*tensors_in(result), *written]) if one.is_floating_point() or one.is_complex()]
+    outputs = [*facts.outputs(result, wide_args, wide_kwargs), *facts.buffers(wide_args, wide_kwargs)]
+    return [one for one in outputs if one.is_floating_point() or one.is_complex()]
 
 
 def _compare(op: str, args: tuple[Any, ...], outputs: Sequence[Tensor], exact: Sequence[Tensor]) -> Cause:
@@ -204,18 +207,6 @@ def asks_for_nonfinite(value: Any) -> bool:
     if isinstance(value, dict):
         return asks_for_nonfinite(list(value.values()))
     return isinstance(value, float) and not math.isfinite(value)
-
-
-def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return list({id(tensor): tensor for tensor in tensors}.values())
-
-
-def outputs_of(facts: OperatorFacts, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """What a call computed: what it returned and what it wrote to, each once."""
-    found = tensors_in(result)
-    if facts.mutable:
-        found = _distinct([*found, *facts.written(args, kwargs)])
-    return list(readable(found))
 
 
 # --- what an operator cannot take, and what to do about it in the user's own code

@@ -86,9 +86,9 @@ class TensorMonitor:
             return
         for tensor in readable(tensors_in(output)):
             if tensor.dtype in _LOW:
-                self._note("outputs", str(call), tensor)
+                self._note("outputs", call.name, tensor)
                 if tensor.requires_grad:
-                    tensor.register_hook(partial(self._note, "gradients", str(call)))
+                    tensor.register_hook(partial(self._note, "gradients", call.name))
 
     @torch.no_grad()
     def _note(self, kind: str, module: str, tensor: Tensor) -> None:

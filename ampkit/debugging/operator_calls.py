@@ -60,11 +60,6 @@ class OperatorCall:
         """Whether it makes the gradient that backward starts with, of the loss that is given to it."""
         return self.facts.name == "aten::ones_like" and self.given[0].numel() == 1 and self.given[0].requires_grad
 
-    @property
-    def op(self) -> str:
-        """The operator's name: "aten::addmm"."""
-        return self.facts.name
-
 
 class _Thread(threading.local):
     """The last sequence number that a thread was seen at."""
@@ -158,13 +153,13 @@ class OperatorObserver(ObserverMode, Generic[R]):
         module, (file, line), backward_of = call.module, call.caller.line(), ""
         forward = self.forward_of(call) if call.phase == "backward" else None
         if forward is not None:
-            module, backward_of = forward.module, forward.op
+            module, backward_of = forward.module, forward.facts.name
             if call.caller.outside or not line:
                 file, line = forward.caller.line()
         return {
-            "index": call.index, "op": call.op, "phase": call.phase, "module": "" if module is None else str(module),
-            "path": module.path if module is not None and module.path != module.cls else "",
-            "call": 0 if module is None else module.number, "file": file, "line": line, "backward_of": backward_of,
+            "index": call.index, "op": call.facts.name, "phase": call.phase, "file": file, "line": line,
+            "module": "" if module is None else module.name, "call": 0 if module is None else module.number,
+            "backward_of": backward_of,
         }
 
     def name_of(self, tensor: Tensor) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from ampkit.debugging.causes import dtype_name, extremes, largest_finite
+from ampkit.debugging.causes import dtype_name, largest_finite
 from ampkit.debugging.changes import Change, advice_on_precision, changes_for_precision, suggestion
 from ampkit.debugging.monitor import before_update, lost_share
 from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver
@@ -184,42 +184,42 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
             off = deviation(result, wide, count_lost=True)
             if off.error or off.broken:
                 self.memory.write(result, wide, Error(off.relative, call.index, call.index), own=True)
-                self._note(call, result, off, off, 0.0, NONE, _largest(wide))
+                self._note(call, result, off, off, 0.0, NONE, largest_finite(wide))
         return result
 
     def _run_three(
         self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any],
         low: bool, written: list[Tensor],
     ) -> Any:
-        memory = self.memory
+        memory, facts = self.memory, call.facts
         errors_in = [memory.error(one) for one in call.given]
         incoming = max(errors_in, default=NONE)._replace(lost=max((one.lost for one in errors_in), default=-1))
         for one in written:
             memory.make_writable(one)
         changes = {id(one) for one in written}
-        updated = not call.facts.overwrites and call.phase != "recompute"
+        updated = not facts.overwrites and call.phase != "recompute"
         before = {id(one): one.clone() for one in written if updated and one.dtype in _LOW}
 
         def widened(tensor: Tensor) -> Tensor:
             return tensor.detach().to(memory.wide(tensor.dtype), copy=id(tensor) in changes)
 
-        cast = call.op == "aten::_to_copy" and args[0].is_floating_point()
+        cast = facts.name == "aten::_to_copy" and args[0].is_floating_point()
         wider = other_arguments(func, args, kwargs, memory.read, memory.wide)
         own = other_arguments(func, args, kwargs, widened, memory.wide) if low else None
         result = func(*args, **kwargs)
-        results = _results(call.facts, result, args, kwargs)
-        again: Any = WIDE_PRODUCTS.get(call.op, func)
+        results = facts.outputs(result, args, kwargs)
+        again: Any = WIDE_PRODUCTS.get(facts.name, func)
         with torch.no_grad():
             try:
                 locals_ = None
                 if own is not None:     # what a cast is given is what it would return in the wider dtype
-                    locals_ = [own[0][0]] if cast else _results(call.facts, again(*own[0], **own[1]), *own)
+                    locals_ = [own[0][0]] if cast else facts.outputs(again(*own[0], **own[1]), *own)
                 own = None      # what is held from here on is the most that a step needs
-                references = _results(call.facts, again(*wider[0], **wider[1]), *wider)
+                references = facts.outputs(again(*wider[0], **wider[1]), *wider)
                 if [one.shape for one in results] != [one.shape for one in references]:
                     raise ValueError("the reference has another shape: it depends on values")
             except Exception as error:      # kernels say in many ways that they do not take a wider dtype
-                self.report.opaque[call.op] = str(error).splitlines()[0][:100]
+                self.report.opaque[facts.name] = str(error).splitlines()[0][:100]
                 for one in results:
                     memory.forget(one)
                 return result
@@ -258,7 +258,7 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
                 lost = call.index
             self._note(
                 call, results[chosen[0]], total, local, propagated.relative, incoming,
-                max(_largest(references[i]) for i in chosen),
+                max(largest_finite(references[i]) for i in chosen),
             )
             self._note_lost_update(call, results[chosen[0]], _unmoved(results, locals_ or [], before))
         return [Error(totals[i].relative, maker, lost) if i in totals else NONE for i in range(len(results))]
@@ -278,7 +278,7 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
     def _note_lost_update(self, call: OperatorCall, result: Tensor, share: float) -> None:
         if share > 0.5 and call.phase == "forward":
             dtype = dtype_name(result.dtype)
-            self.report.lost_updates.append(LostUpdate(call.op, share, dtype, *call.caller.line(), by_optimizer=False))
+            self.report.lost_updates.append(LostUpdate(call.facts.name, share, dtype, *call.caller.line(), by_optimizer=False))
 
     def _note_given(self, tensor: Tensor) -> None:
         """Remember a tensor in 16 bits that the step was given: what rounded it cannot be seen."""
@@ -375,12 +375,6 @@ def _why_not(
     return ""
 
 
-def _results(facts: OperatorFacts, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """What a call returned and what it wrote, each once."""
-    found = tensors_in(result) + (facts.written(args, kwargs) if facts.mutable else [])
-    return [one for one in {id(one): one for one in found}.values() if not is_opaque(one)]
-
-
 def _unmoved(results: list[Tensor], locals_: list[Tensor], before: dict[int, Tensor]) -> float:
     """Of the elements that an update in place changes in the wider dtype, the share that stay what they were."""
     wanted = stayed = 0
@@ -413,11 +407,6 @@ def deviation(value: Tensor, reference: Tensor, *, count_lost: bool = False) -> 
     fits &= torch.isfinite(value)
     error = float(torch.where(fits, value.double() - reference, 0.0).norm())
     return Deviation(error, float(torch.where(fits, reference, 0.0).double().norm()), lost, broken, count)
-
-
-def _largest(tensor: Tensor) -> float:
-    low, high = extremes(tensor)
-    return max(-low, high) if math.isfinite(high - low) else largest_finite(tensor)
 
 
 def _sum(some: Iterable[Deviation]) -> Deviation:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from ampkit.debugging.causes import UNKNOWN, Cause
@@ -52,7 +52,6 @@ class Operation:
     op: str
     phase: str              # "forward", "backward", "recompute", "optimizer", "scaler" or "before"
     module: str             # path from the model; a class for what has none, as the model itself; "" outside any
-    path: str               # the same where `Policy.for_modules` knows it by that, else ""
     call: int               # which call of the module in the step, from 1; 0 if not known
     file: str
     line: int
@@ -174,9 +173,8 @@ class Finding:
 
     def is_like(self, other: Finding) -> bool:
         """Whether another one is of the same operator, place and kind."""
-        one, two = self.origin, other.origin
-        return self.cause.kind == other.cause.kind and (one.op, one.module, one.file, one.line, one.backward_of) == (
-            two.op, two.module, two.file, two.line, two.backward_of)
+        one, two = (replace(it.origin, index=0, phase="", call=0, dtype="", shape=()) for it in (self, other))
+        return one == two and self.cause.kind == other.cause.kind
 
 
 @dataclass(kw_only=True)
