@@ -27,8 +27,6 @@ from ampkit.policy.module_paths import named_paths
 from ampkit.policy.policy import Policy
 from ampkit.region.autocast import autocast
 
-__all__ = ["Change", "Region", "advice", "advice_on_precision", "changes_for", "changes_for_precision", "suggestion"]
-
 Region = Literal["ampkit", "torch", "none"]     # what the user's step computes in
 _LOW = (torch.float16, torch.bfloat16)
 _AS_THEY_ARE = frozenset({
@@ -284,9 +282,7 @@ def advice_on_precision(report: PrecisionReport) -> Suggestion:
     """What helps where no change was tried, or none helped."""
     one = report.rounds()
     if report.underflows:
-        scale = report.recommended_scale or 65536
-        return Suggestion("scale the loss: scaler = ampkit.GradScaler()",
-                          evidence=f"float16 ends at 6e-08, and a scale of up to {scale:g} overflows nowhere")
+        return Suggestion("scale the loss: scaler = ampkit.GradScaler()", evidence="float16 ends at 6e-08")
     if report.lost_updates:
         lost = report.lost_updates[0]
         what = f"keep what {lost.file}:{lost.line} updates in float32, and cast a copy of it to {lost.dtype}"

@@ -40,8 +40,6 @@ from ampkit.debugging.storage_map import StorageMap
 from ampkit.debugging.taint import Record, Trace, trace
 from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque
 
-__all__ = ["detect_nonfinite", "rank"]
-
 
 def _is_cured_by_scaler(finding: Finding) -> bool:
     """Whether a smaller loss scale helps, as in the warm-up of a scaler."""

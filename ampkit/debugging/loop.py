@@ -26,8 +26,6 @@ from ampkit.debugging.report import LoopFinding, LoopReport
 from ampkit.debugging.source_lines import find_caller
 from ampkit.region.autocast import autocast
 
-__all__ = ["check_loop"]
-
 _LEVELS = tuple(str(Path(__file__).resolve().parents[1] / name) for name in ("whole_model", "amp.py"))
 _MOST_PARAMETERS = 64       # of an optimizer whose gradients are followed
 
@@ -73,6 +71,7 @@ class check_loop:
 
     def __init__(self) -> None:
         self.report = LoopReport()
+        self.scaler: torch.amp.GradScaler | None = None     # the last one that was called
         self._optimizers: dict[Optimizer, _Optimizer] = {}
         self._new = _Optimizer()    # one that has not stepped yet
         self._updated: set[Any] = set()         # the scalers that were, since the last backward of a scaled loss
@@ -120,6 +119,8 @@ class check_loop:
 
         @functools.wraps(inner)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if args and isinstance(args[0], torch.amp.GradScaler):
+                self.scaler = args[0]
             if self._depth or sys._getframe(1).f_code.co_filename.startswith(_LEVELS):
                 return inner(*args, **kwargs)       # called by another one of them, or by a loop of ampkit's own
             self._depth += 1
@@ -138,11 +139,11 @@ class check_loop:
     def _add(self, what: str, change: str, at: tuple[str, int] | None = None) -> None:
         file, line = at or _caller()
         now = self.report.iterations
-        for one in self.report.findings:
+        for one in self.report.loop:
             if (one.what, one.file, one.line) == (what, file, line):
                 one.last = now
                 return
-        self.report.findings.append(LoopFinding(what, file, line, change, now, now))
+        self.report.loop.append(LoopFinding(what, file, line, change, now, now))
 
     # --- the scaler
 

@@ -16,8 +16,6 @@ from ampkit.policy.module_paths import path_of
 from ampkit.torch_internals.dispatcher import is_open
 from ampkit.torch_internals.operator_tracing import current_node
 
-__all__ = ["ModuleCall", "ModuleCalls"]
-
 
 class ModuleCall(NamedTuple):
     """One call of a module: its path from the model, and which call since the step began."""
