@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 import ampkit
 import ampkit_kernels as kernels
-from ampkit.torch_internals import self_check
+from ampkit.region import self_check
 from ampkit.torch_internals.float8 import lacks_float8
 from ampkit.torch_internals.versions import INSTALL, NEWEST, OLDEST, SUPPORTED, parsed
 

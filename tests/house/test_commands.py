@@ -12,7 +12,7 @@ import ampkit
 import ampkit_kernels
 from ampkit import doctor
 from ampkit.__main__ import COMMANDS, main
-from ampkit.torch_internals import self_check
+from ampkit.region import self_check
 
 Run = Callable[..., str]
 

@@ -224,29 +224,6 @@ def test_parameters_die_with_their_model(explicit):
     assert cache is None or cache.info()[:2] == (0, 0)
 
 
-@pytest.mark.parametrize("how", ["leave", "step", "clear"])
-def test_weights_that_nothing_but_their_casts_keep_alive(how):
-    """They die while the cache goes through its casts."""
-    cache, other = WeightCache(), Parameter(torch.zeros(1))
-    gc.disable()
-    try:
-        with autocast("cpu", cache=cache):
-            model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-            model(X)
-            alive = [weakref.ref(p) for p in model.parameters()]
-            del model
-            assert None not in [ref() for ref in alive]
-            if how == "step":
-                other.grad = torch.zeros(1)
-                torch.optim.SGD([other]).step()
-            elif how == "clear":
-                clear_autocast_cache()
-        assert [ref() for ref in alive] == [None] * 6
-    finally:
-        gc.enable()
-    assert cache.info()[:2] == (0, 0)
-
-
 # Where it stands aside
 
 

@@ -3,7 +3,7 @@
 A test runs it, and another has pyright check it in strict mode; `assert_type` is what pyright must have inferred.
 """
 
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, assert_type
 
 import torch
@@ -72,12 +72,6 @@ def batches(n: int) -> Iterator[tuple[Tensor, Tensor]]:
     """And so does a generator."""
     for _ in range(n):
         yield torch.randn(16, 4), torch.randint(2, (16,))
-
-
-@autocast("cpu")
-async def served(x: Tensor) -> Tensor:
-    """And a coroutine."""
-    return x @ x
 
 
 class Double(torch.autograd.Function):
@@ -169,7 +163,7 @@ def regions() -> None:
         assert_type(mixed(x, times=3), Tensor)
         clear_autocast_cache()
     assert_type(loss_of(x, torch.zeros(4, dtype=torch.int64), "sum"), Tensor)
-    as_given: Callable[[Tensor], Coroutine[Any, Any, Tensor]] = served
+    as_given: Callable[[int], Iterator[tuple[Tensor, Tensor]]] = batches
     assert callable(as_given)
     wrapped = wrap_forward(nn.Linear(4, 4), "cpu", "bfloat16", policy="torch", cast_outputs="float32")
     assert_type(wrapped, nn.Linear)
