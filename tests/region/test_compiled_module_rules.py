@@ -49,21 +49,6 @@ def test_a_compiled_function_called_with_another_model() -> None:
             assert compiled(other, x).dtype is torch.float32
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_module_that_was_replaced_and_bound_again_compiles_again(backend: str) -> None:
-    net, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4)
-
-    def bound() -> Policy:
-        return TORCH.for_modules(net, {nn.Linear: "float32"})
-
-    first = bound()
-    net[1] = nn.Linear(4, 4)
-    compiled = torch.compile(lambda x: net(x), backend=backend)
-    for policy, dtype in (first, torch.bfloat16), (bound(), torch.float32), (first, torch.bfloat16):
-        with autocast("cpu", policy=policy):
-            assert compiled(x).dtype is net(x).dtype is dtype
-
-
 def test_a_wrapped_module_compiles() -> None:
     net, x = Net(), torch.randn(5, 8)
     ampkit.wrap_forward(net, "cpu", policy=module_rules(net))
@@ -151,14 +136,6 @@ def test_a_module_that_raises_in_compiled_code_takes_its_region_along() -> None:
 
     assert torch.compile(function, backend="eager")(x).dtype is function(x).dtype is torch.bfloat16
     assert not torch.is_autocast_enabled("cpu")
-
-
-def test_rules_without_effect_are_reported_around_compiled_code_too() -> None:
-    net, other, x = Net(), Net(), torch.randn(5, 8)
-    other.compile(backend="eager")
-    with pytest.warns(UserWarning, match="none of the modules that this policy's rules bind"):
-        with autocast("cpu", policy=module_rules(net)):
-            nn.Sequential(other)(x)
 
 
 def test_module_rules_made_in_compiled_code() -> None:

@@ -216,14 +216,6 @@ def test_setup_context(region, fwd, bwd):
     assert seen["forward"] == seen["backward"] == (False, BF16, FP32)
 
 
-def test_setup_context_under_functorch():
-    function, seen = with_setup_context(*AMPKIT[1:])
-    with autocast("cpu", FP16):
-        for transformed in (torch.func.grad, lambda f: torch.func.vmap(torch.func.grad(f))):
-            transformed(lambda x: function.apply(x, 2.0).float().sum())(torch.ones(3, 2))
-            assert seen.pop("backward") == (True, FP16, FP16)
-
-
 class Product(torch.autograd.Function):
     """Its backward multiplies as its forward did, by the rules of the region."""
 
