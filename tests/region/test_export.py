@@ -67,33 +67,6 @@ def test_export_records_the_region(name: str, strict: bool) -> None:
     assert_same(program.run_decompositions().module()(x), net(x))
 
 
-def exported(region: Callable[[], Any]) -> tuple[set[str], Callable[..., Tensor]]:
-    """What a product and its loss, computed in a region, are once exported, and the program to run."""
-    class InRegion(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            with region():
-                return torch.nn.functional.mse_loss(x @ x, x)
-
-    program = torch.export.export(InRegion(), (torch.ones(4, 4),))
-    return {str(node.target) for node in program.graph.nodes if node.op == "call_function"}, program.module()
-
-
-def test_only_a_region_of_torch_stays_an_operator() -> None:
-    """A program with our casts in it has no region of its own: one of another dtype around it changes what they get."""
-    ours, our_program = exported(lambda: autocast("cpu", policy=TORCH))
-    theirs, their_program = exported(lambda: torch.autocast("cpu"))
-    assert "wrap_with_autocast" in theirs
-    assert "wrap_with_autocast" not in ours
-    assert "aten.to.dtype" in ours
-    x = torch.ones(4, 4)
-    with autocast("cpu", enabled=False):
-        assert torch.equal(our_program(x), their_program(x))
-    with autocast("cpu", torch.float16):
-        assert their_program(x).dtype is torch.float32
-        with pytest.raises(RuntimeError, match="Tensor dtype mismatch"):
-            our_program(x)
-
-
 def test_a_region_around_export_is_recorded() -> None:
     lin, x = nn.Linear(8, 4), torch.randn(3, 8)
     with autocast("cpu", torch.float16, policy=TORCH):
