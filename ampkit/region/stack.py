@@ -28,7 +28,6 @@ from ampkit.torch_internals.dispatcher import (
     current,
     get_in_tls,
     is_excluded,
-    is_in_tls,
     is_included,
     put_in_tls,
     set_excluded,
@@ -80,7 +79,10 @@ class Entry:
     ) -> None:
         """Record the state; changes nothing."""
         kind = spec.device_type
-        outer = get_in_tls(TLS_NAME) if is_in_tls(TLS_NAME) else None
+        try:
+            outer = get_in_tls(TLS_NAME)
+        except RuntimeError:        # the first region of the thread
+            outer = None
         self.outer = outer = outer if outer is not None and outer.open else None
         self.spec = spec
         self.frame = frame          # of the compiled graph that enters it; an exception may end that call
@@ -115,7 +117,9 @@ class Entry:
         if mode.has_module_rules and hooks is not None and active:
             policy = dict(mode.policies)[kind]
             self.hooks = hooks(policy) if policy.modules else None
-        self.active = active or True in [_is_enabled(other) for other, _ in mode.policies if other != kind]
+        self.active = active or (
+            mode.policy is None and True in [_is_enabled(other) for other, _ in mode.policies if other != kind]
+        )
 
     def leave(self, *, last: bool) -> None:
         """Restore the state found on entry; `last`: no other entry is open in this thread. May be repeated."""
