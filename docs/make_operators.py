@@ -1,30 +1,23 @@
-"""Write operators.md, and the table of policy.md, from the operator lists. Run: python docs/make_operators.py"""
+"""Write operators.md from the operator lists. Run: python docs/make_operators.py"""
 
 from collections.abc import Iterable
 from pathlib import Path
 
-from ampkit import explain
 from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, Group
 
 TARGET = Path(__file__).with_name("operators.md")
-POLICY = Path(__file__).with_name("policy.md")
-BEGIN, END = "<!-- written by docs/make_operators.py -->", "<!-- end of what it writes -->"
 
 INTRO = """# What a region does to each operator
 
 Written by `docs/make_operators.py` from `ampkit/policy/op_table.py`; a test compares the two. A region asks its
-policy about every operator that is called inside it:
+policy about every operator that is called inside it; [policies](policy.md#rules-for-operators) has what each rule does.
 
-{rules}
-
-Only floating-point tensors on the region's device are cast, float64 excepted. An unlisted operator runs on
-its arguments as they came, and so do in-place and `out=` overloads: the caller chose the dtype of what they write to.
-`ampkit explain softmax` and `Policy.explain(op)` give an operator's rule and the reason; `record_casts()` shows the
-operators of a module; `Policy.with_rules({{op: rule}})` changes a rule.
+An unlisted operator runs on its arguments as they came, and so do in-place and `out=` overloads: the caller chose the
+dtype of what they write to. `Policy.explain(op)` gives an operator's rule and the reason; `record_casts()` shows the
+operators of a module; `Policy.with_rules({op: rule})` changes a rule.
 
 `Policy.torch(device)` is torch.amp's own list for the device. `Policy.default(device)` lays ampkit's additions on top.
-Names are ATen's, with the overload after the dot where it is not the default one. [The default policy](policy.md)
-is the same in one table, for CPU and CUDA.
+Names are ATen's, with the overload after the dot where it is not the default one.
 
 <div class="filter" data-filter></div>
 """
@@ -44,8 +37,7 @@ names the outer operator and so keeps casts out of it.
 
 def render() -> str:
     """The whole document."""
-    rules = "\n".join(f"- **{rule.name}**: {meaning}." for rule, meaning in explain.MEANINGS.items())
-    parts = [INTRO.format(rules=rules), "## torch.amp's lists\n"]
+    parts = [INTRO, "## torch.amp's lists\n"]
     for devices, groups in _shared(TORCH):
         parts.append(f"### {devices}\n\n{_table(groups)}\n")
     parts.append("## What the default policy adds\n")
@@ -53,15 +45,6 @@ def render() -> str:
         parts.append(f"### {devices}\n\n{_table(groups)}\n")
     parts.append(COMPOSITES)
     return "\n".join(parts)
-
-
-def with_table(page: str) -> str:
-    """policy.md with a fresh table between its markers. Raises `ValueError` if it has none."""
-    head, begin, rest = page.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"no place for the table: expected a line {BEGIN!r} and after it a line {END!r}")
-    return f"{head}{BEGIN}\n{explain.table()}\n{END}{tail}"
 
 
 def _shared(lists: dict[str, tuple[Group, ...]]) -> list[tuple[str, tuple[Group, ...]]]:
@@ -98,5 +81,4 @@ def _sentence(why: str, since: tuple[int, int], until: tuple[int, int]) -> str:
 
 if __name__ == "__main__":
     TARGET.write_text(render(), encoding="utf-8")
-    POLICY.write_text(with_table(POLICY.read_text(encoding="utf-8")), encoding="utf-8")
-    print(f"wrote {TARGET} and {POLICY}")
+    print(f"wrote {TARGET}")

@@ -1,6 +1,6 @@
 """Deploying a trained model in half precision: look first, convert, compare.
 
-`check_half` says what conversion does to each module; `half` converts and keeps in float32 what has to be. The
+`check_half` says which modules to keep in float32; `half` converts and keeps in float32 what has to be. The
 deployed model is called with the same float32 inputs as before.
 
     python examples/half_deployment.py

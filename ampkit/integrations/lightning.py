@@ -1,31 +1,54 @@
-"""Lightning's `Trainer`: precision plugins, and a callback that logs the loss scale."""
+"""Lightning's `Trainer`: a precision plugin, and a callback that logs the loss scale."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins import FSDPPrecision as LightningFSDPPrecision
 from lightning.pytorch.plugins import MixedPrecision as LightningMixedPrecision
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
 
-from ampkit.integrations._precision import OwnRegions, checked, dtype_of, policy_for
-from ampkit.policy.policy import Policy
-from ampkit.region.arguments import autocast_device_type
-from ampkit.region.autocast import autocast
+from ampkit.integrations._precision import OwnRegions
 from ampkit.scaler.grad_scaler import GradScaler
 
-__all__ = ["FSDPPrecision", "MixedPrecision", "ScaleMonitor"]
+__all__ = ["MixedPrecision", "ScaleMonitor"]
 
 
-class _Steps(Precision):
-    """How both plugins step and clip."""
+class MixedPrecision(OwnRegions, LightningMixedPrecision):
+    """Lightning's plugin of this name with ampkit's regions and scaler.
 
-    scaler: GradScaler | None
+    Hooks and clipping see unscaled gradients whatever the optimizer, so that `gradient_clip_val` works with
+    `fused=True` and `ampkit.optim`, in manual optimization too. Checkpoints resume both ways with Lightning's own
+    plugin, whose name and state these are.
+
+    Args:
+        precision: "16-mixed" or "bf16-mixed".
+        device: the device type, as "cuda".
+        scaler: for "16-mixed"; None: `GradScaler(device)`.
+        policy: what the regions cast; None: the default for the device.
+        cache: a `WeightCache` that keeps casts between batches.
+
+    Raises as Lightning's; TypeError for a scaler of torch's, ValueError for the name of no policy, RuntimeError where
+    this machine has no such device.
+
+    >>> from lightning import Trainer
+    >>> plugin = MixedPrecision("bf16-mixed", "cpu")
+    >>> trainer = Trainer(plugins=[plugin], accelerator="cpu", logger=False, enable_checkpointing=False)
+    """
+
+    scaler: GradScaler | None  # pyright: ignore[reportIncompatibleVariableOverride]  a subclass of torch's
+
+    def autocast_context_manager(self) -> Any:
+        """The region of a step. It keeps its casts: ampkit's are sound under `torch.no_grad`."""
+        return self.region()
+
+    def forward_context(self) -> Any:
+        """The same, for every kind of step."""
+        return self.autocast_context_manager()
 
     def convert_module(self, module: Any) -> Any:
         """As Lightning's; raises `TypeError` for a module that Fabric sets up, whose plugins are others."""
@@ -69,86 +92,7 @@ class _Steps(Precision):
         elif gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             self.scaler.clip_grad_value_(optimizer, clip_val)
         else:
-            self._clip_norm(optimizer, clip_val)
-
-    def _clip_norm(self, optimizer: Any, clip_val: int | float) -> None:
-        if self.scaler is not None:
             self.scaler.clip_grad_norm_(optimizer, clip_val)
-
-
-class MixedPrecision(_Steps, OwnRegions, LightningMixedPrecision):
-    """Lightning's plugin of this name with ampkit's regions and scaler.
-
-    Hooks and clipping see unscaled gradients whatever the optimizer, so that `gradient_clip_val` works with
-    `fused=True` and `ampkit.optim`, in manual optimization too. Checkpoints resume both ways with Lightning's own
-    plugin, whose name and state these are.
-
-    Args:
-        precision: "16-mixed" or "bf16-mixed".
-        device: the device type, as "cuda".
-        scaler: for "16-mixed"; None: `GradScaler(device)`.
-        policy: what the regions cast; None: the default for the device.
-        cache: a `WeightCache` that keeps casts between batches.
-
-    Raises as Lightning's; TypeError for a scaler of torch's, ValueError for the name of no policy, RuntimeError where
-    this machine has no such device.
-
-    >>> from lightning import Trainer
-    >>> plugin = MixedPrecision("bf16-mixed", "cpu")
-    >>> trainer = Trainer(plugins=[plugin], accelerator="cpu", logger=False, enable_checkpointing=False)
-    """
-
-    def autocast_context_manager(self) -> Any:
-        """The region of a step. It keeps its casts: ampkit's are sound under `torch.no_grad`."""
-        return self.region()
-
-    def forward_context(self) -> Any:
-        """The same, for every kind of step."""
-        return self.autocast_context_manager()
-
-
-class FSDPPrecision(_Steps, LightningFSDPPrecision):
-    """Lightning's plugin of this name, for `FSDPStrategy(precision_plugin=...)`, with ampkit's regions and scaler.
-
-    Ranks skip together, with fused optimizers too. Values can be clipped; norms Lightning refuses under this strategy.
-
-    Args:
-        precision: "16-mixed" or "bf16-mixed".
-        scaler: for "16-mixed"; None: `GradScaler(device)`.
-        policy: what the regions cast; None: the default for the device.
-        device: the device type; None: the accelerator of this machine, or the CPU.
-
-    Raises:
-        ValueError: another precision, a scaler for "bf16-mixed", or the name of no policy.
-        RuntimeError: this machine has no such device.
-        TypeError: a scaler of torch's.
-    """
-
-    def __init__(
-        self,
-        precision: Literal["16-mixed", "bf16-mixed"],
-        scaler: GradScaler | None = None,
-        *,
-        policy: Policy | str | None = None,
-        device: str | None = None,
-    ) -> None:
-        if precision not in ("16-mixed", "bf16-mixed"):
-            raise ValueError(f"precision is {precision!r}; expected '16-mixed' or 'bf16-mixed': others cast nothing")
-        if scaler is not None and precision == "bf16-mixed":
-            raise ValueError("precision='bf16-mixed' does not use a scaler; leave it out, or train in '16-mixed'")
-        self.device = autocast_device_type(device)
-        self.policy = policy_for(policy, self.device)
-        ours = GradScaler(self.device) if precision == "16-mixed" and scaler is None else checked(scaler)
-        super().__init__("bf16-mixed")      # which makes no scaler; nothing else depends on it
-        self.precision = precision
-        self.scaler = ours
-
-    def forward_context(self) -> Any:
-        """The region of a step."""
-        return autocast(self.device, dtype_of(self.precision), policy=self.policy)
-
-    def _clip_norm(self, optimizer: Any, clip_val: int | float) -> None:
-        self.clip_grad_by_norm(optimizer, clip_val)     # which says why not
 
 
 class ScaleMonitor(Callback):

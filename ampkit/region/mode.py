@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -61,7 +61,7 @@ class AutocastMode(TorchDispatchMode):
 
     Immutable, so regions with the same policies and cache share one. Whether a device's autocast is enabled, and its
     dtype, are read from torch at every operator, so a `torch.autocast` region inside, of any library, is respected.
-    `stack` puts it at its key; `with` raises, since it would put the mode below autograd.
+    `stack` puts it at its key, not `with`, which would put it below autograd.
     """
 
     record: Any = None      # where calls are recorded, if they are; see `recording`
@@ -103,11 +103,6 @@ class AutocastMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False        # torch would wrap `__torch_dispatch__` in a call of its own; the kernels are marked instead
-
-    def __enter__(self) -> NoReturn:
-        raise RuntimeError(
-            "AutocastMode cannot be pushed as an ordinary mode: its casts would escape autograd. Use ampkit.autocast"
-        )
 
     @dynamo_skip
     def __torch_dispatch__(

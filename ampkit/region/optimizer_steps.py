@@ -7,9 +7,7 @@ hook, and casts made amid a step, in a closure, are invalid after it.
 
 from __future__ import annotations
 
-import functools
-import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -27,14 +25,7 @@ class _Steps:
     watched = False
 
 
-class Cache(Protocol):
-    """What holds casts."""
-
-    def clear(self) -> None: ...
-
-
 steps = _Steps()
-_caches: dict[int, weakref.ref[Cache]] = {}     # a `WeakSet` cannot be listed while another thread adds to it
 
 
 def period() -> object:
@@ -44,11 +35,8 @@ def period() -> object:
     return steps.period
 
 
-def watch_steps(cache: Cache) -> None:
-    """See the steps from now on, and clear a cache at each, as long as it lives."""
-    key = id(cache)
-    # No Python in the callback, in which an interrupt would be lost. The dead reference is `pop`'s default.
-    _caches[key] = weakref.ref(cache, functools.partial(_caches.pop, key))
+def watch_steps() -> None:
+    """See the steps from now on."""
     if not steps.watched:
         steps.watched = True
         register_optimizer_step_pre_hook(_ends_period)
@@ -58,11 +46,5 @@ def watch_steps(cache: Cache) -> None:
 def _ends_period(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Dynamo traces this into compiled steps; it reads nothing that it writes, or each step would be compiled again."""
     steps.period = None
-    if torch.compiler.is_compiling():
-        return      # what a compiled step invalidates is freed when a region casts again
-    for ref in list(_caches.values()):
-        cache = ref()
-        if cache is not None:
-            cache.clear()
-    if is_capturing():
+    if not torch.compiler.is_compiling() and is_capturing():
         steps.captured = True

@@ -4,7 +4,7 @@ A function that is compiled, and called inside a region, is traced with the regi
 dtype of torch's autocast for each device type. Two regions that differ in policy alone would look the same to these
 guards, and to AOTAutograd's cache on disk. So a region whose policy is not torch.amp's list encodes its policy as the
 autocast dtype of device types that torch still lists and that no build of torch can run, one dtype per digit. Nothing
-is cast by that; torch's guards check it in C++. Entering a region costs two calls more.
+is cast by that; torch's guards check it in C++. Entering a region costs four calls more.
 
 There are about two thousand marks, so the cache on disk, which other processes share, is also given the full policy,
 through `torch.compiler.config.cache_key_tag`, while Dynamo compiles.
@@ -25,15 +25,13 @@ from ampkit.policy.policy import Policy, register_changes, registered
 from ampkit.region.thread_state import thread
 from ampkit.torch_internals.dynamo import DYNAMO_CALLBACKS, compile_callbacks, forget_compiled
 from ampkit.torch_internals.forks import renewed_lock
-from ampkit.torch_internals.operators import autocast_device_types
 
-_set_enabled = torch.set_autocast_enabled
+_set_enabled, _set_dtype = torch.set_autocast_enabled, torch.set_autocast_dtype
 
 _DEVICES = ("ipu", "maia")
 _DIGITS = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 
 Mark = tuple[tuple[str, torch.dtype], ...]
-_EVERY: Mark = tuple((device, torch.float32) for device in _DEVICES)
 
 _marking_lock = renewed_lock(__name__, "_marking_lock")
 _marks: dict[str, Mark] = {}
@@ -56,14 +54,14 @@ def mark_of(policies: tuple[tuple[str, Policy], ...]) -> Mark:
 @functools.lru_cache(maxsize=64)     # every recompute of a checkpoint asks, and a policy's text may be long
 def _mark_of(policies: tuple[tuple[str, Policy], ...], changes: int) -> Mark:
     """The mark after so many `register_op` calls."""
+    if not registered() and all(policy == Policy.torch(kind) for kind, policy in policies):
+        return ()
     text = repr([(device_type, _text_of(policy)) for device_type, policy in policies])
     if registered():
         text += repr(sorted((op.name(), rule.value) for op, rule in registered().items()))
     with _marking_lock:
         if text not in _marks:
-            mark = _short_mark(policies)
-            if mark is None:
-                mark = _free_mark(text)
+            mark = _free_mark(text)
             _texts[mark], _marks[text] = text, mark     # in this order, should an interrupt come between
         return _marks[text]
 
@@ -77,21 +75,10 @@ def _text_of(policy: Policy) -> str:
             _numbers[policy.modules] = next(_counter)
         number = _numbers[policy.modules]
     rules = [
-        (rule.key_text(), rule.value.text if isinstance(rule.value, Policy) else str(rule.value))
+        (rule.key, rule.value.text if isinstance(rule.value, Policy) else str(rule.value))
         for rule in policy.modules.rules
     ]
     return repr((policy.text, number, rules))
-
-
-def _short_mark(policies: tuple[tuple[str, Policy], ...]) -> Mark | None:
-    """No digit for torch.amp's list or none, one for ampkit's default; None for a policy that needs two."""
-    if not policies:
-        return ()
-    device_type, policy = policies[0]
-    if registered() or len(policies) > 1 or policy.modules or policy.overrides:
-        return None
-    device_types = autocast_device_types()
-    return () if policy.base == "torch" else ((_DEVICES[0], _DIGITS[device_types.index(device_type)]),)
 
 
 def _free_mark(text: str) -> Mark:
@@ -112,22 +99,15 @@ def _free_mark(text: str) -> Mark:
         number += 1
 
 
-def write(mark: Mark, *, again: bool = False) -> None:
-    """Set this thread's mark; `again` if an interrupt may have cut a write of it short."""
-    before = thread.mark
-    if again or mark != before:
-        thread.mark = mark
-        digits = thread.digits
-        if again:
-            before = _EVERY
-            digits.clear()
-        for device, _ in before:
+def write(mark: Mark) -> None:
+    """Set this thread's mark."""
+    thread.mark = mark      # first: a signal handler may enter and leave a region of its own amid the rest
+    if not mark:
+        for device in _DEVICES:
             _set_enabled(device, False)
-        for device, digit in mark:
-            if digits.get(device) is not digit:     # torch keeps a disabled device's
-                torch.set_autocast_dtype(device, digit)
-                digits[device] = digit
-            _set_enabled(device, True)
+    for device, digit in mark:
+        _set_dtype(device, digit)
+        _set_enabled(device, True)
     if mark and DYNAMO_CALLBACKS in sys.modules:
         _watch()
 

@@ -39,7 +39,6 @@ from ampkit.user_warnings import warn_user
 __all__ = ["CastRecord", "RecordedCall", "record_casts"]
 
 _LIBRARIES = tuple(f"{Path(str(package.__file__)).parent}/" for package in (torch, sys.modules["ampkit"]))
-_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 class record_casts(contextlib.ContextDecorator):
@@ -190,11 +189,7 @@ def _call_site(frame: FrameType | None) -> tuple[str, str]:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements; of a sparse one's, those that it stores."""
-    if tensor.layout is torch.sparse_coo:
-        tensor = tensor._values()
-    elif tensor.layout in _COMPRESSED:
-        tensor = tensor.values()
+    """Bytes of a tensor's elements, those that a sparse one does not store too."""
     return tensor.numel() * tensor.element_size()
 
 

@@ -15,21 +15,19 @@ from typing import Any, Protocol
 import torch
 
 from ampkit.policy.policy import Policy, register_changes
-from ampkit.region import policy_guard
+from ampkit.region import policy_guard, self_check
 from ampkit.region.arguments import NAMED_POLICIES
 from ampkit.region.mode import AutocastMode
 from ampkit.region.recording import new_mode, records
 from ampkit.region.spec import RegionSpec
 from ampkit.region.thread_state import thread
 from ampkit.region.weight_cache import RegionCache, WeightCache
-from ampkit.torch_internals import self_check
 from ampkit.torch_internals.checkpoint import follow
 from ampkit.torch_internals.dispatcher import (
     TLS_NAME,
     current,
     get_in_tls,
     is_excluded,
-    is_in_tls,
     is_included,
     put_in_tls,
     set_excluded,
@@ -81,7 +79,10 @@ class Entry:
     ) -> None:
         """Record the state; changes nothing."""
         kind = spec.device_type
-        outer = get_in_tls(TLS_NAME) if is_in_tls(TLS_NAME) else None
+        try:
+            outer = get_in_tls(TLS_NAME)
+        except RuntimeError:        # the first region of the thread
+            outer = None
         self.outer = outer = outer if outer is not None and outer.open else None
         self.spec = spec
         self.frame = frame          # of the compiled graph that enters it; an exception may end that call
@@ -116,11 +117,12 @@ class Entry:
         if mode.has_module_rules and hooks is not None and active:
             policy = dict(mode.policies)[kind]
             self.hooks = hooks(policy) if policy.modules else None
-        self.active = active or True in [_is_enabled(other) for other, _ in mode.policies if other != kind]
+        self.active = active or (
+            mode.policy is None and True in [_is_enabled(other) for other, _ in mode.policies if other != kind]
+        )
 
     def leave(self, *, last: bool) -> None:
         """Restore the state found on entry; `last`: no other entry is open in this thread. May be repeated."""
-        again = self.ended          # an interrupt may have cut it short anywhere
         self.ended = True
         if self.hooks is not None:
             self.hooks.remove()
@@ -140,8 +142,8 @@ class Entry:
             set_excluded(self.key, self.excluded)
         if self.muted is not None:
             set_excluded(self.muted, False)
-        if again or thread.mark is not self.mark:
-            policy_guard.write(self.mark, again=again)
+        if self.mark is not (self.mode.mark if active else ()):
+            policy_guard.write(self.mark)
         put_in_tls(TLS_NAME, self.outer or self.mode.closed_copy or self.mode.closed())
         if self.own_cache is not None:
             self.own_cache.leave()
@@ -328,5 +330,5 @@ def _out_of_order(spec: RegionSpec, innermost: RegionSpec | None) -> str:
     return (
         f"{spec} is being left while {innermost}, entered after it, is still open, and stays open until that one is "
         "left; leave regions in the reverse of the order they were entered. A generator or coroutine that is suspended "
-        "inside `with autocast():` does this: decorate its function with autocast instead"
+        "inside `with autocast():` does this: leave the region before it yields or awaits"
     )

@@ -15,7 +15,6 @@ class ThreadState(threading.local):
         self.regions: list[Any] = []        # the entries of the open ones, outermost first; see `stack`
         self.cache: Any = None              # of regions that were given none; empty while none is open
         self.mark: tuple[tuple[str, torch.dtype], ...] = ()     # in torch's autocast state; see `policy_guard`
-        self.digits: dict[str, torch.dtype] = {}    # last written of a mark, open or closed
         self.module_hooks: Any = None       # of the innermost region with module rules; see `module_hooks`
         self.modules: list[Any] = []        # the bound modules that run, each with the regions entered for it
         self.announced: list[Any] = []      # policies of the regions that a trace enters next, and whether of a module

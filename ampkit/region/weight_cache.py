@@ -6,10 +6,10 @@ the next, also those of frozen parameters and in inference mode.
 
 A cached cast is used only
 
-- for the very tensor that it was made from: a weak reference, whose death removes the entry;
+- for the very tensor that it was made from: a weak reference;
 - at the same version counter, which every write that autograd knows of bumps;
 - at the same address in the same memory. An address alone comes back as soon as `p.data = ...` has freed it, so the
-  entry holds a weak reference to the storage too and goes when that dies;
+  entry has a weak reference to the storage too;
 - until an optimizer steps, whatever it writes: see `optimizer_steps`.
 
 Between regions a weight can be written in ways that change none of these. A `WeightCache` therefore uses a cast in
@@ -63,13 +63,6 @@ class CacheInfo(NamedTuple):
     misses: int     # casts made, each of which read and wrote the weight once
 
 
-class _Ref(weakref.ref[Any]):
-    """A weak reference to a weight, or to its storage, that knows the `id` of the weight."""
-
-    __slots__ = ("key",)
-    key: int
-
-
 class _Entry:
     """A cast, and what the weight was when the cast was made."""
 
@@ -85,12 +78,10 @@ class _Entry:
         self.version = weight._version
         self.region = casts.region
         self.address = self.storage = self.layout = self.collectives = None
-        self.weight = _Ref(weight, casts.forget)
-        self.weight.key = id(weight)
+        self.weight = weakref.ref(weight)
         if (type(weight) is Parameter or type(weight) is Tensor) and not is_wrapped(weight):
             self.address = weight.data_ptr()
-            self.storage = _Ref(weight.untyped_storage(), casts.forget)
-            self.storage.key = id(weight)
+            self.storage = weakref.ref(weight.untyped_storage())
         if casts.kept:
             self.layout, self.collectives = _layout(weight), n_collectives()
 
@@ -108,7 +99,7 @@ class _Entry:
 class _Casts(dict[int, _Entry]):
     """The casts of weights on one device type to one dtype, by the `id` of the weight."""
 
-    __slots__ = ("__weakref__", "convert", "forget", "hits", "kept", "misses", "plain", "region")
+    __slots__ = ("convert", "hits", "kept", "misses", "plain", "region")
     dtypes = frozenset({torch.float32})     # of weights
 
     def __init__(self, plain: Any, *, kept: bool) -> None:
@@ -116,7 +107,6 @@ class _Casts(dict[int, _Entry]):
         super().__init__()
         self.plain = plain
         self.convert = plain.convert
-        self.forget = _forgetting(self)
         self.kept = kept
         self.region = 0         # how many regions were entered: the first use of an entry in each revalidates it
         self.hits = self.misses = 0
@@ -128,7 +118,7 @@ class _Casts(dict[int, _Entry]):
             entry is not None
             and entry.weight() is weight
             and entry.version == weight._version
-            and (entry.address is None or entry.address == weight.data_ptr())
+            and (entry.storage is None or (entry.address == weight.data_ptr() and entry.storage() is not None))
             and entry.period is steps.period
             and (entry.region == self.region or self._revalidate(entry, weight))
         ):
@@ -188,11 +178,19 @@ class _Casts(dict[int, _Entry]):
         self[id(weight)] = entry
         return entry.cast
 
+    def prune(self) -> list[tuple[int, _Entry]]:
+        """Drop casts from before an optimizer's step, and those of weights that are gone; returns the others."""
+        for key, entry in list(self.items()):
+            gone = entry.weight() is None or (entry.storage is not None and entry.storage() is None)
+            if gone or entry.period is not steps.period:
+                self.pop(key, None)
+        return list(self.items())
+
     def settle(self) -> None:
         """Keep the values of casts that another region may use, without their history, and drop the others."""
-        for key, entry in list(self.items()):
+        for key, entry in self.prune():
             weight = entry.weight()
-            if weight is None or entry.period is not steps.period or not entry.may_be_kept(weight):
+            if weight is None or not entry.may_be_kept(weight):
                 self.pop(key, None)
             elif entry.cast.requires_grad:
                 entry.cast = entry.cast.detach()
@@ -218,7 +216,7 @@ class RegionCache:
         self.last_input: Any = None         # FP8 forms of the activation that was quantized last; see `float8`
         self.latest: Any = None             # of the modes, the one that a region had last
         self.modes: dict[Any, Any] = {}     # the dispatch modes that cast for this cache, by policies; see `stack`
-        watch_steps(self)
+        watch_steps()
 
     @property
     def hits(self) -> int:
@@ -289,9 +287,9 @@ class WeightCache(RegionCache):
         return f"WeightCache(): {self.info()}"
 
     def info(self) -> CacheInfo:
-        """What is held and valid, and how often it was used."""
+        """What is held, and how often it was used."""
         every = tuple(self._casts.values())
-        sizes = [entry.cast.nbytes for casts in every for entry in list(casts.values()) if entry.period is steps.period]
+        sizes = [entry.cast.nbytes for casts in every for _, entry in casts.prune()]
         return CacheInfo(len(sizes), sum(sizes), self.hits, sum(casts.misses for casts in every))
 
     def enter(self) -> None:
@@ -309,19 +307,6 @@ class WeightCache(RegionCache):
 def _plain(device_type: str, dtype: Any) -> Any:
     """What casts a weight to a dtype, or makes an FP8 form of it, without a cache."""
     return cast_to(device_type, dtype) if type(dtype) is torch.dtype else dtype
-
-
-def _forgetting(casts: _Casts) -> Callable[[Any], None]:
-    """What the weak references of entries call when a weight or its storage dies; does not keep the casts alive."""
-    this = weakref.ref(casts)
-
-    def forget(dead: _Ref) -> None:
-        casts = this()
-        entry = None if casts is None else casts.get(dead.key)
-        if casts is not None and entry is not None and (entry.weight is dead or entry.storage is dead):
-            casts.pop(dead.key, None)
-
-    return forget
 
 
 def _layout(weight: Tensor) -> tuple[Any, Any]:

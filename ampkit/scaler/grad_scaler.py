@@ -13,7 +13,7 @@ import math
 import numbers
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, Literal, TypeVar, overload
@@ -33,15 +33,14 @@ from ampkit.scaler import norm_limit, saved_state
 from ampkit.scaler.history import COUNTS, History, ScalerStats
 from ampkit.scaler.loss_scale import DynamicLossScale, LossScale, ScaleState
 from ampkit.scaler.norm_limit import TimesMedian
-from ampkit.scaler.overflow_report import Counts, OverflowReport, count_nonfinite, report
-from ampkit.scaler.records import MARK, LastStep, Notes, note_backward, ready, refuse_claimed
+from ampkit.scaler.overflow_report import Counted, OverflowReport, count_nonfinite, report
+from ampkit.scaler.records import MARK, LastStep, Notes, forget_marks, ready, refuse_claimed
 from ampkit.scaler.saved_state import Loadable
 from ampkit.torch_internals.fsdp import is_flat
 from ampkit.torch_internals.optimizers import update_scale_
 from ampkit.user_warnings import warn_user
 
 Outputs = TypeVar("Outputs", bound=Iterable[Any])
-OnStuck = Literal["warn", "raise"] | Callable[[ScalerStats], None]
 Flags = dict[torch.device, Tensor]
 """For each device that holds gradients 0.0, or nonzero where one is not finite."""
 
@@ -65,14 +64,13 @@ class GradScaler(torch.amp.GradScaler):
         backoff_factor: multiplies the scale after an overflow; below 1.
         growth_interval: updates in a row without overflow before growth.
         enabled: False turns every method into a pass-through.
-        loss_scale: a strategy in place of the four numbers above: `DynamicLossScale` with bounds, hysteresis or
-            tolerance, `StaticLossScale`, `NoOpLossScale`.
+        loss_scale: a strategy in place of the four numbers above: `DynamicLossScale` with bounds or hysteresis,
+            `StaticLossScale`, `NoOpLossScale`.
         process_group: ranks that must skip together although each has other gradients (sharded by hand, pipelined).
             DDP and DTensor gradients (FSDP2, tensor parallel) need nothing.
         allow_fp16: unscale float16 gradients too, for optimizers that keep float32 master weights.
         on_stuck: when gradients overflow at a scale that can hardly fall further (`DynamicLossScale.stuck_scale`):
-            "warn" once, "raise" `LossScaleStuckError`, or call a function with `ScalerStats`.
-        history_size: updates kept for `history`.
+            "warn" once or "raise" `LossScaleStuckError`.
         skip_above: skip steps whose gradient norm, over all parameters of the optimizer and before clipping, is above
             a number or a multiple of the running median (`TimesMedian`), without an effect on the scale. The norm is
             that of `clip_grad_norm_` of order 0, 1, 2 or inf, else the 2-norm; without clipping, `unscale_` and `step`
@@ -110,38 +108,35 @@ class GradScaler(torch.amp.GradScaler):
         loss_scale: LossScale | None = None,
         process_group: Any = None,
         allow_fp16: bool = False,
-        on_stuck: OnStuck = "warn",
-        history_size: int = 1000,
+        on_stuck: Literal["warn", "raise"] = "warn",
         skip_above: float | TimesMedian | None = None,
     ) -> None:
         self._device = _device_type(device)
         self._enabled = enabled and _can_scale_on(self._device)
         plain = (init_scale, growth_factor, backoff_factor, growth_interval)
-        self._rule = scales.from_numbers(loss_scale, plain, validate=self._enabled)
-        if history_size < 0:
-            raise ValueError(f"history_size is {history_size}; expected 0 (keep none) or more")
-        if on_stuck not in ("warn", "raise") and not callable(on_stuck):
-            raise ValueError(f"on_stuck is {on_stuck!r}; expected 'warn', 'raise' or a function of ScalerStats")
+        # torch checks nothing when disabled
+        self._rule = scales.from_numbers(loss_scale, plain) if self._enabled else loss_scale or DynamicLossScale()
+        if on_stuck not in ("warn", "raise"):
+            raise ValueError(f"on_stuck is {on_stuck!r}; expected 'warn' or 'raise'")
         self.process_group = process_group
         self.allow_fp16 = allow_fp16
         self.on_stuck = on_stuck
         self._skip_above = norm_limit.checked(skip_above)
-        self._history_size = history_size
         self._warned: set[str] = set()
         self._stuck_check_due = False
         self._init_scale = self._rule.init_scale
         self._init_growth_tracker = 0
-        self._init_counters: dict[str, int] = {}
+        self._init_hysteresis_left: int | None = None
         self._init_totals: dict[str, int] = {}
         self._init_norms: list[list[float]] = []
         self._start()
 
     def _start(self) -> None:
         """Create the attributes that are not pickled: no scale on a device, no optimizer seen, no iteration begun."""
-        self._scale: Tensor | None = None
-        self._growth_tracker: Tensor | None = None
-        self._counters: tuple[Tensor, ...] = ()     # of the strategy, beside these two
-        self._history: History | None = None
+        self._scale: Any = None
+        self._growth_tracker: Any = None
+        self._hysteresis_left: Any = None
+        self._history: Any = None       # made with the last of these three
         self._last_steps: weakref.WeakKeyDictionary[Any, LastStep] = weakref.WeakKeyDictionary()
         self._begin_iteration()
 
@@ -204,7 +199,7 @@ class GradScaler(torch.amp.GradScaler):
             return outputs
         self._scale_calls += 1
         if self._notes:
-            note_backward(self._notes.values())
+            forget_marks(self._notes.values())
         copies: dict[torch.device, Tensor] = {}
         if isinstance(outputs, Tensor):
             return self._scale_one(outputs, copies)
@@ -231,20 +226,20 @@ class GradScaler(torch.amp.GradScaler):
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         if self._growth_tracker is not None:
             raise AssertionError("_growth_tracker initialized before _scale")
-        scale, tracker, *counters = self._rule.init(
-            dev, scale=self._init_scale, growth_tracker=self._init_growth_tracker, **self._init_counters
+        self._scale, self._growth_tracker, self._hysteresis_left = self._first_state(dev)
+        self._history = History(dev, self._init_totals)
+
+    def _first_state(self, device: torch.device) -> ScaleState:
+        return self._rule.init(
+            device, scale=self._init_scale, growth_tracker=self._init_growth_tracker,
+            hysteresis_left=self._init_hysteresis_left,
         )
-        self._scale, self._growth_tracker, self._counters = scale, tracker, tuple(counters)
-        self._history = History(scale.device, self._history_size, self._init_totals)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        scale: Tensor | None = self._scale
-        tracker: Tensor | None = self._growth_tracker
-        if scale is None or tracker is None:
-            return super()._check_scale_growth_tracker(funcname)  # which raises
+        scale, tracker = super()._check_scale_growth_tracker(funcname)
         if self._history is None:   # other code has set the two
-            self._counters = self._rule.init(scale.device, **self._init_counters)[2:]
-            self._history = History(scale.device, self._history_size, self._init_totals)
+            self._hysteresis_left = self._rule.init(scale.device).hysteresis_left
+            self._history = History(scale.device, self._init_totals)
         return scale, tracker
 
     def _inverse_scale(self) -> tuple[Tensor, Tensor]:
@@ -252,10 +247,9 @@ class GradScaler(torch.amp.GradScaler):
 
         1 for a strategy that does not scale losses, whatever the scale.
         """
-        scale: Any = self._scale
-        triton = self._history.triton if self._history is not None else None
-        if self._rule.scales_losses and triton is not None:
-            inv_scale, flag, self._used_scale = triton.inverse_scale(scale)
+        scale = self._scale
+        if self._rule.scales_losses and self._history.triton is not None:
+            inv_scale, flag, self._used_scale = self._history.triton.inverse_scale(scale)
             return inv_scale, flag
         if not self._rule.scales_losses:
             inv_scale = torch.ones_like(scale)
@@ -283,7 +277,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        if self._scale is None or self._history is None:
+        if self._history is None:
             self._check_scale_growth_tracker("unscale_")
         notes = self._notes_of(optimizer)
         state = notes.state
@@ -314,11 +308,7 @@ class GradScaler(torch.amp.GradScaler):
 
         Works without a record, as in torch.
         """
-        take_master_gradients(optimizer)
-        gradients = collect(parameters(optimizer), None if allow_fp16 else optimizer)
-        notes = self._notes.get(id(optimizer))
-        if notes is not None:
-            self._claim(notes, gradients)
+        gradients = self._gradients(optimizer, allow_fp16)
         found: Flags = {}
         for device in gradients.by_device:      # a comprehension would be a call
             found[device] = found_inf if device == found_inf.device else moved(found_inf, device)
@@ -332,36 +322,32 @@ class GradScaler(torch.amp.GradScaler):
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
         """Check gradients that stay scaled for inf and NaN; the flags are those that `unscale_` would set."""
-        if self._scale is None or self._history is None:
+        if self._history is None:
             self._check_scale_growth_tracker("_check_inf_per_device")
         notes = self._notes_of(optimizer)
-        notes.state["found_inf_per_device"] = found = self._check_finite(notes, *self._inverse_scale())
-        return found
-
-    def _check_finite(self, notes: Notes, inv_scale: Tensor, flag: Tensor) -> Flags:
-        """Flags by device for gradients that would be multiplied by `inv_scale`; none of their values changes.
-
-        `flag` is a clear one on the device of `inv_scale`.
-        """
-        take_master_gradients(notes.optimizer)
-        gradients = collect(parameters(notes.optimizer))
-        self._claim(notes, gradients)
-        found = {device: moved(flag, device) for device in gradients.by_device}
+        inv_scale, flag = self._inverse_scale()
+        gradients = self._gradients(optimizer)
+        notes.state["found_inf_per_device"] = found = {device: moved(flag, device) for device in gradients.by_device}
         with torch.set_grad_enabled(False):
             check_finite(gradients, inv_scale, found)
-        self._agree(notes.optimizer, found, gradients.groups)
+        self._agree(optimizer, found, gradients.groups)
         return found
 
-    def _claim(self, notes: Notes, gradients: Gradients) -> None:
-        """Mark gradients as this optimizer's; raises for one that was unscaled for another in this iteration."""
-        if len(self._notes) > 1:
-            records = [self._states.get(key) for key in self._notes]
-            refuse_claimed(gradients.originals, notes, [
-                other for other, state in zip(self._notes.values(), records, strict=True) if other.state is state
-            ])
-        mark = notes.mark, -1
-        for grad in gradients.originals:
-            setattr(grad, MARK, mark)
+    def _gradients(self, optimizer: Any, allow_fp16: bool = True, *, coalesce: bool = False) -> Gradients:
+        """The optimizer's gradients, marked as its own; those that arrived at 16-bit parameters go to its masters.
+
+        Raises for one that was unscaled for another optimizer in this iteration.
+        """
+        take_master_gradients(optimizer)
+        gradients = collect(parameters(optimizer), None if allow_fp16 else optimizer, coalesce=coalesce)
+        notes = self._notes.get(id(optimizer))
+        if notes is not None:
+            if len(self._notes) > 1:
+                refuse_claimed(gradients.originals, notes, self._notes.values())
+            mark = notes.mark
+            for grad in gradients.originals:
+                setattr(grad, MARK, mark)
+        return gradients
 
     def _agree(self, optimizer: Any, found: Flags, groups: Sequence[Any]) -> None:
         """Make flags the same on all ranks that must skip together."""
@@ -369,7 +355,7 @@ class GradScaler(torch.amp.GradScaler):
         last = self._last_step_of(optimizer) if notes is None else notes.last_step
         also = self.process_group
         if also is None and last.holds_shards and ranks.several():
-            also = ranks.everyone()     # shards of FSDP1 do not say which ranks have the other parts
+            also = torch.distributed.group.WORLD    # shards of FSDP1 do not say which ranks have the other parts
         if not groups and also is None:
             return
         everyone = [*dict.fromkeys(groups)]
@@ -417,10 +403,10 @@ class GradScaler(torch.amp.GradScaler):
                 `process_group`.
         """
         norm_type = float(norm_type)
-        take_master_gradients(optimizer)
         if not self._enabled:
+            take_master_gradients(optimizer)
             return clipping.clip_plain(parameters(optimizer), max_norm, norm_type, process_group)
-        if self._scale is None or self._history is None:
+        if self._history is None:
             self._check_scale_growth_tracker("clip_grad_norm_")
         notes = self._notes_of(optimizer)
         if notes.state["stage"] is OptState.STEPPED:
@@ -450,8 +436,7 @@ class GradScaler(torch.amp.GradScaler):
             found = state["found_inf_per_device"]
             inv_scale = torch.ones_like(self._scale_on(torch.device("cpu")))
             flag = torch.zeros_like(inv_scale)
-        gradients = collect(parameters(optimizer), None if self.allow_fp16 else optimizer, coalesce=True)
-        self._claim(notes, gradients)
+        gradients = self._gradients(optimizer, self.allow_fp16, coalesce=True)
         for device in gradients.by_device:
             if device not in found:
                 found[device] = flag if device == flag.device else moved(flag, device)
@@ -484,8 +469,7 @@ class GradScaler(torch.amp.GradScaler):
         factor, notes.clip_factor = notes.clip_factor, None
         if factor is None:
             return
-        take_master_gradients(notes.optimizer)
-        gradients = collect(parameters(notes.optimizer))
+        gradients = self._gradients(notes.optimizer)
         with torch.set_grad_enabled(False):
             clipping.multiply_(gradients, factor, notes.state["found_inf_per_device"])
 
@@ -502,8 +486,7 @@ class GradScaler(torch.amp.GradScaler):
             if notes.state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
             self._apply_clip_factor_(notes)
-        take_master_gradients(optimizer)
-        clipping.clamp_(collect(parameters(optimizer)), float(clip_value))
+        clipping.clamp_(self._gradients(optimizer), float(clip_value))
 
     # Steps
 
@@ -530,7 +513,7 @@ class GradScaler(torch.amp.GradScaler):
         closure = closures.extract(args, kwargs) if args or kwargs else None
         if closure is not None and self._skip_above is not None:
             raise ValueError("step got a closure, which skip_above does not judge; expected a scaler without it")
-        if closure is None and (self._scale is None or self._history is None):
+        if closure is None and self._history is None:
             self._check_scale_growth_tracker("step")
         notes = self._notes_of(optimizer)
         state = notes.state
@@ -593,11 +576,10 @@ class GradScaler(torch.amp.GradScaler):
             self._check_inf_per_device(optimizer)
         if not state["found_inf_per_device"]:
             return self._note_no_gradients(notes)
-        scale: Any = self._scale
         found_inf = self._found_inf(notes)
         grad_scale = getattr(optimizer, "grad_scale", None)
         if state["stage"] is OptState.READY and self._rule.scales_losses:
-            grad_scale = scale if grad_scale is None else scale * grad_scale
+            grad_scale = self._scale if grad_scale is None else self._scale * grad_scale
         skipped = self._count(notes, found_inf, skipped=None)
         run = amp_optimizers.run if not is_compiling() else amp_optimizers.run_uncompiled
         flag = found_inf if notes.outlier is None else torch.maximum(found_inf, notes.outlier)
@@ -629,7 +611,7 @@ class GradScaler(torch.amp.GradScaler):
                 state["stage"] = OptState.READY
                 self.unscale_(optimizer)
             else:  # the closure did not scale: nothing to unscale, still to be checked
-                found = self._check_finite(notes, torch.ones_like(scale), torch.zeros_like(scale))
+                found = self._unscale_grads_(optimizer, torch.ones_like(scale), torch.zeros_like(scale))
                 state.update(stage=OptState.UNSCALED, found_inf_per_device=found)
             # the loss of this rank counts on every rank that must agree
             verdict = {scale.device: torch.full_like(scale, 0.0 if closures.is_finite(loss) else 1.0)}
@@ -722,9 +704,6 @@ class GradScaler(torch.amp.GradScaler):
         rule = self._rule
         if not isinstance(rule, DynamicLossScale) or scale > rule.stuck_scale:
             return
-        if callable(self.on_stuck):
-            self.on_stuck(self.stats())
-            return
         message = (
             f"the loss scale has fallen to {scale:.3g} and gradients still overflow: no scale will help. The "
             f"values are inf or NaN for another reason; scaler.overflow_report() names the parameters, "
@@ -755,7 +734,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        if self._scale is None or self._history is None:
+        if self._history is None:
             self._check_scale_growth_tracker("update")
         if new_scale is not None:
             self._set_scale(new_scale)
@@ -767,8 +746,7 @@ class GradScaler(torch.amp.GradScaler):
             flags += state["found_inf_per_device"].values()
             idle = idle and state.get("stage", OptState.READY) is OptState.READY
         if flags:
-            scale: Any = self._scale
-            self._advance(ranks.combined(flags, scale.device))
+            self._advance(ranks.combined(flags, self._scale.device))
         elif idle:
             raise AssertionError(
                 "No inf checks were recorded prior to update. Call scaler.step(optimizer), or scaler.unscale_, in "
@@ -778,25 +756,23 @@ class GradScaler(torch.amp.GradScaler):
 
     def _advance(self, found_inf: Tensor) -> None:
         """Apply the strategy's rule for one update, in place and without a sync, and note it in the history."""
-        rule, used = self._rule, self._used_scale
-        history: Any = self._history
-        scale: Any = self._scale
-        tracker: Any = self._growth_tracker
-        used = scale.clone() if used is None else used
+        rule, scale, history = self._rule, self._scale, self._history
+        used = scale.clone() if self._used_scale is None else self._used_scale
         is_due = history.note_update(used, found_inf, self._largest_norm, self._outlier)
         if history.triton is not None and isinstance(rule, DynamicLossScale):
             history.triton.update_scale_(
-                scale, tracker, None if rule.is_plain else self._counters, found_inf,
+                scale, self._growth_tracker, self._hysteresis_left, found_inf,
                 growth_factor=rule.growth_factor, backoff_factor=rule.backoff_factor,
                 growth_interval=rule.growth_interval, min_scale=rule.min_scale, max_scale=rule.max_scale,
                 hysteresis=rule.hysteresis, refills_when_clean=rule.hysteresis_refill == "clean",
-                tolerance=rule.tolerance,
             )
         elif rule.is_plain:
-            update_scale_(scale, tracker, found_inf, rule.growth_factor, rule.backoff_factor, rule.growth_interval)
+            update_scale_(
+                scale, self._growth_tracker, found_inf, rule.growth_factor, rule.backoff_factor, rule.growth_interval
+            )
             scale.clamp_(rule.min_scale, rule.max_scale)
         else:
-            state = ScaleState(scale, tracker, *self._counters)
+            state = ScaleState(scale, self._growth_tracker, self._hysteresis_left)
             for old, new in zip(state, rule.next_state(state, found_inf), strict=True):
                 old.copy_(new)
         if is_due:
@@ -804,14 +780,11 @@ class GradScaler(torch.amp.GradScaler):
 
     def _set_scale(self, new_scale: Any) -> None:
         """Set the scale, kept within the strategy's bounds; a tensor that holds no usable scale changes nothing."""
-        rule = self._rule
-        history: Any = self._history
-        scale: Any = self._scale
-        if isinstance(new_scale, Tensor):
-            if new_scale.device.type not in (self._device, scale.device.type):
-                raise AssertionError(_bad_scale(f"one on {new_scale.device}"))
-            if new_scale.numel() != 1 or new_scale.requires_grad:
-                raise AssertionError(_bad_scale(f"shape {tuple(new_scale.shape)}, {new_scale.requires_grad=}"))
+        rule, scale, history = self._rule, self._scale, self._history
+        if isinstance(new_scale, Tensor) and (
+            new_scale.device.type in (self._device, scale.device.type)
+            and new_scale.numel() == 1 and not new_scale.requires_grad
+        ):
             wanted = new_scale.reshape(()).to(scale)
             usable = torch.isfinite(wanted) & (wanted > 0)
             wanted = torch.where(usable, wanted.clamp(rule.min_scale, rule.max_scale), scale)
@@ -819,7 +792,10 @@ class GradScaler(torch.amp.GradScaler):
             value = saved_state.usable_scale(new_scale, "new_scale")
             wanted = torch.full_like(scale, min(max(value, rule.min_scale), rule.max_scale))
         else:
-            raise AssertionError(_bad_scale(type(new_scale).__name__))
+            raise AssertionError(
+                "new_scale should be a number or a 1-element tensor on the scaler's device with requires_grad=False; "
+                f"got {new_scale!r}"
+            )
         # The history must not count this change as growth or backoff.
         history.note_update(scale.clone(), torch.zeros_like(scale), self._largest_norm, self._outlier)
         history.fold(scale)
@@ -893,9 +869,9 @@ class GradScaler(torch.amp.GradScaler):
         """Counts of steps, skips, growths and more, with the scale; calls `on_stuck` if that is due. One host read."""
         if not self._enabled:
             return ScalerStats(scale=1.0)
-        if self._scale is None or self._history is None:    # the counts are those of a checkpoint, if any
+        if self._history is None:    # the counts are those of a checkpoint, if any
             cpu = torch.device("cpu")
-            return History(cpu, 0, self._init_totals).totals(self._scale_on(cpu))
+            return History(cpu, self._init_totals).totals(self._scale_on(cpu))
         stats = self._history.totals(self._scale)
         if self._stuck_check_due and stats.consecutive_skips:
             self._stuck_check_due = False
@@ -904,11 +880,11 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The last updates as plain dicts, oldest first: `update`, `scale`, `overflow`, `grad_norm`, `outlier`.
+        """The last 1,000 updates as plain dicts, oldest first: `update`, `scale`, `overflow`, `grad_norm`, `outlier`.
 
-        One host read.
+        Waits for the device.
         """
-        return [] if self._scale is None or self._history is None else self._history.rows(self._scale)
+        return [] if self._history is None else self._history.rows(self._scale)
 
     def overflow_report(
         self, model: torch.nn.Module | None = None, *, optimizer: torch.optim.Optimizer | None = None
@@ -921,14 +897,14 @@ class GradScaler(torch.amp.GradScaler):
         `model` names parameters; without it the optimizer's own names are used, where it was made with
         `named_parameters()`, else group and position. `optimizer` says whose step; by default of every optimizer.
         """
-        found: list[Counts] = []
+        found: list[Counted] = []
         for each, last in list(self._last_steps.items()):
             if last.found_inf is None or (optimizer is not None and optimizer is not each):
                 continue
             if last.counts is not None:
-                found.append(last.counts)
+                found += last.counts
             elif bool(last.found_inf != 0):
-                found.append(count_nonfinite(each))
+                found += count_nonfinite(each)
         return report(found, model)
 
     def check_ranks(self, process_group: Any = None) -> None:
@@ -965,26 +941,22 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return {}
-        if self._scale is None or self._growth_tracker is None:
-            # All entries even before first use: torch.distributed.checkpoint loads only entries that it finds here.
-            scale, tracker = self._init_scale, self._init_growth_tracker
-            counters = self._rule.init(torch.device("cpu"), **self._init_counters)[2:]
+        # All entries even before first use: torch.distributed.checkpoint loads only entries that it finds here.
+        if self._history is None:
+            left = self._init_hysteresis_left
+            left = self._rule.hysteresis if left is None else left
             totals = {**dict.fromkeys(COUNTS, 0), **self._init_totals}
         else:
-            parts = [*self._check_scale_growth_tracker("state_dict"), *self._counters]
-            history: Any = self._history
-            totals = history.to_dict(parts[0])
-            scale, tracker, *counters = torch.stack([part.double() for part in parts]).tolist()
+            left, totals = int(self._hysteresis_left), self._history.to_dict(self._scale)
         return {
-            "scale": scale,
+            "scale": self.get_scale(),
             "growth_factor": self._rule.growth_factor,
             "backoff_factor": self._rule.backoff_factor,
             "growth_interval": self._rule.growth_interval,
-            "_growth_tracker": int(tracker),
+            "_growth_tracker": self._get_growth_tracker(),
             saved_state.OWN_KEY: {
-                "version": 1,
                 "loss_scale": scales.to_dict(self._rule),
-                "counters": dict(zip(saved_state.COUNTERS, map(int, counters), strict=True)),
+                "hysteresis_left": left,
                 "totals": totals,
                 "norms": [
                     *(
@@ -1016,20 +988,18 @@ class GradScaler(torch.amp.GradScaler):
     def _take_over(self, new: Loadable) -> None:
         """Continue from a saved state; tensors keep their addresses."""
         self._rule, self._init_scale = new.rule, new.scale
-        self._init_growth_tracker, self._init_counters = new.growth_tracker, new.counters
+        self._init_growth_tracker, self._init_hysteresis_left = new.growth_tracker, new.hysteresis_left
         self._init_totals, self._init_norms = new.totals, new.norms
         for last in self._last_steps.values():
             norms = self._first_norms()
             if last.norms is not None and norms is not None:
                 last.norms.copy_(norms)
         if self._scale is not None and self._growth_tracker is not None:
-            parts = [*self._check_scale_growth_tracker("load_state_dict"), *self._counters]
-            fresh = new.rule.init(
-                self._scale.device, scale=new.scale, growth_tracker=new.growth_tracker, **new.counters
-            )
-            for old, value in zip(parts, fresh, strict=True):
+            self._check_scale_growth_tracker("load_state_dict")
+            live = self._scale, self._growth_tracker, self._hysteresis_left
+            for old, value in zip(live, self._first_state(self._scale.device), strict=True):
                 old.copy_(value)
-            self._history = History(self._scale.device, self._history_size, new.totals)
+            self._history = History(self._scale.device, new.totals)
 
     def __getstate__(self) -> dict[str, Any]:
         """What lasts: settings, and the state as numbers. Reads the device."""
@@ -1048,7 +1018,7 @@ class GradScaler(torch.amp.GradScaler):
         return state | {
             "_init_scale": saved["scale"],
             "_init_growth_tracker": saved["_growth_tracker"],
-            "_init_counters": own["counters"],
+            "_init_hysteresis_left": own["hysteresis_left"],
             "_init_totals": own["totals"],
             "_init_norms": own["norms"],
         }
@@ -1069,12 +1039,6 @@ def _too_late(name: str) -> RuntimeError:
     return RuntimeError(
         f"{name}() is being called after step(). Call it between backward() and step(), and update() once all "
         "optimizers have stepped."
-    )
-
-
-def _bad_scale(got: str) -> str:
-    return (
-        f"new_scale should be a number or a 1-element tensor on the scaler's device with requires_grad=False; got {got}"
     )
 
 

@@ -5,7 +5,7 @@ one state to the next without reading a value, so nothing here waits for a devic
 the next one into the same tensors, which keeps their addresses fixed (CUDA graphs replay them).
 
 The dynamic rule is Micikevicius et al. 2018, section 3.2, as torch implements it; hysteresis follows Megatron-LM
-(refill on growth) and DeepSpeed (refill on every clean update); the tolerated overflow rate follows fairseq.
+(refill on growth) and Apex (refill on every clean update).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import numbers
 import sys
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -24,22 +24,19 @@ SMALLEST_SCALE = 2.0**-126
 
 LARGEST_SCALE = torch.finfo(torch.float32).max
 
-_NEVER_GROWS = 2**31 - 1
+_RANGE = f"a number from {SMALLEST_SCALE:.3g} to {LARGEST_SCALE:.3g}: a scale of 0 or inf destroys gradients"
 
 
 class ScaleState(NamedTuple):
     """What a strategy remembers between updates; 0-d tensors on one device.
 
     `scale` is float32, the rest int32. `growth_tracker` counts finite updates since the last overflow or growth,
-    `hysteresis_left` the overflows up to the one that backs off, `window_updates` and `window_overflows` the updates
-    and overflows since the scale last changed.
+    `hysteresis_left` the overflows up to the one that backs off.
     """
 
     scale: Tensor
     growth_tracker: Tensor
     hysteresis_left: Tensor
-    window_updates: Tensor
-    window_overflows: Tensor
 
 
 def number(given: Any, name: str, *, whole: bool = False) -> float:
@@ -60,8 +57,26 @@ def to_python_numbers(strategy: Any) -> None:
             object.__setattr__(strategy, each.name, value)  # frozen to others
 
 
+class _LossScale:
+    def init(
+        self: Any,
+        device: torch.device | str,
+        *,
+        scale: float | None = None,
+        growth_tracker: int = 0,
+        hysteresis_left: int | None = None,
+    ) -> ScaleState:
+        """A state on `device`, fresh unless the arguments say otherwise."""
+        left = self.hysteresis if hysteresis_left is None else hysteresis_left
+        return ScaleState(
+            torch.full((), self.init_scale if scale is None else scale, dtype=torch.float32, device=device),
+            torch.full((), growth_tracker, dtype=torch.int32, device=device),
+            torch.full((), left, dtype=torch.int32, device=device),
+        )
+
+
 @dataclass(frozen=True)
-class DynamicLossScale:
+class DynamicLossScale(_LossScale):
     """Shrink on overflow, grow after a run of finite updates.
 
     Args:
@@ -71,11 +86,10 @@ class DynamicLossScale:
         growth_interval: finite updates in a row before growth. 0 never grows, as in torch.
         min_scale: the scale stops here on its way down; defaults to the least scale with a finite reciprocal.
         max_scale: the scale stops here on its way up. A growth that would reach inf is never taken.
-        hysteresis: the scale backs off on this many-th overflow; 1 backs off at once.
+        hysteresis: the scale backs off on this many-th overflow; 1 backs off at once. The steps are skipped all the
+            same.
         hysteresis_refill: when forgiven overflows are given back: "growth" of the scale (Megatron-LM) or any "clean"
-            update, so that only overflows in a row count (DeepSpeed's consecutive hysteresis).
-        tolerance: the scale backs off only when at least this share (0 to 1) of the updates since its last change
-            overflowed (fairseq's overflow tolerance). The step itself is skipped all the same.
+            update, so that only overflows in a row count (Apex, DeepSpeed's consecutive hysteresis).
 
     Raises:
         TypeError: a field that is no number, or no whole one.
@@ -97,35 +111,25 @@ class DynamicLossScale:
     max_scale: float = LARGEST_SCALE
     hysteresis: int = 1
     hysteresis_refill: str = "growth"
-    tolerance: float = 0.0
 
     kind: ClassVar[str] = "dynamic"
     scales_losses: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         to_python_numbers(self)
-        if not 1.0 <= self.growth_factor <= sys.float_info.max:
-            raise ValueError(f"growth_factor is {self.growth_factor}; expected a finite number of 1 or more")
-        if not 0.0 < self.backoff_factor <= 1.0:
-            raise ValueError(f"backoff_factor is {self.backoff_factor}; expected a number above 0, at most 1")
-        if not SMALLEST_SCALE <= self.min_scale <= self.max_scale <= LARGEST_SCALE:
-            raise ValueError(
-                f"min_scale is {self.min_scale} and max_scale {self.max_scale}; expected {SMALLEST_SCALE:.3g} <= "
-                f"min_scale <= max_scale <= {LARGEST_SCALE:.3g}: a scale of 0 or inf destroys gradients"
-            )
-        if not self.min_scale <= self.init_scale <= self.max_scale:
-            raise ValueError(
-                f"init_scale is {self.init_scale}; expected a number from min_scale ({self.min_scale}) to max_scale "
-                f"({self.max_scale})"
-            )
-        if not -(2**63) <= self.growth_interval < 2**63:
-            raise ValueError(f"growth_interval is {self.growth_interval}; expected a number that fits 64 bits")
-        if not 1 <= self.hysteresis <= 2**30:
-            raise ValueError(f"hysteresis is {self.hysteresis}; expected 1 (back off at once) or more, at most 2**30")
-        if self.hysteresis_refill not in ("growth", "clean"):
-            raise ValueError(f"hysteresis_refill is {self.hysteresis_refill!r}; expected 'growth' or 'clean'")
-        if not 0.0 <= self.tolerance < 1.0:
-            raise ValueError(f"tolerance is {self.tolerance}; expected a share from 0 up to, not including, 1")
+        low, high = self.min_scale, self.max_scale
+        for name, is_right, expected in (
+            ("growth_factor", 1.0 <= self.growth_factor <= sys.float_info.max, "a finite number of 1 or more"),
+            ("backoff_factor", 0.0 < self.backoff_factor <= 1.0, "a number above 0, at most 1"),
+            ("growth_interval", -(2**63) <= self.growth_interval < 2**63, "a number that fits 64 bits"),
+            ("min_scale", SMALLEST_SCALE <= low <= LARGEST_SCALE, _RANGE),
+            ("max_scale", low <= high <= LARGEST_SCALE, f"a number from min_scale ({low}) to {LARGEST_SCALE:.3g}"),
+            ("init_scale", low <= self.init_scale <= high, f"a number from min_scale ({low}) to max_scale ({high})"),
+            ("hysteresis", 1 <= self.hysteresis <= 2**30, "1 (back off at once) or more, at most 2**30"),
+            ("hysteresis_refill", self.hysteresis_refill in ("growth", "clean"), "'growth' or 'clean'"),
+        ):
+            if not is_right:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected {expected}")
 
     @property
     def stuck_scale(self) -> float:
@@ -134,49 +138,31 @@ class DynamicLossScale:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the rule is torch's own, bounds aside: no hysteresis, no tolerance."""
-        return self.hysteresis == 1 and self.tolerance == 0.0
-
-    def init(self, device: torch.device | str, *, scale: float | None = None, **counters: int) -> ScaleState:
-        """A state on `device`, fresh unless `scale` and counters by their field names say otherwise."""
-        first = self.init_scale if scale is None else scale
-        start = {"hysteresis_left": self.hysteresis, **counters}
-        return ScaleState(
-            torch.full((), first, dtype=torch.float32, device=device),
-            *(torch.full((), start.get(name, 0), dtype=torch.int32, device=device) for name in ScaleState._fields[1:]),
-        )
+        """Whether the rule is torch's own, bounds aside."""
+        return self.hysteresis == 1
 
     def next_state(self, state: ScaleState, found_inf: Tensor) -> ScaleState:
         """The state after an update that did (`found_inf` nonzero, NaN included) or did not overflow. Never syncs."""
         overflow = found_inf != 0
-        updates = state.window_updates + 1
-        overflows = state.window_overflows + overflow
-        forgiven = overflow & (overflows.float() < self.tolerance * updates.float())
-        counted = overflow & ~forgiven
-        backs_off = counted & (state.hysteresis_left <= 1)
-        left = torch.where(counted, torch.clamp(state.hysteresis_left - 1, min=1), state.hysteresis_left)
-
+        backs_off = overflow & (state.hysteresis_left <= 1)
+        left = torch.where(overflow, torch.clamp(state.hysteresis_left - 1, min=1), state.hysteresis_left)
         finite_run = state.growth_tracker + 1
         grows = ~overflow & (finite_run == self.growth_interval)
         # Growth to inf keeps the scale and restarts the count, as in torch.
         grown = _times(state.scale, self.growth_factor)
-        grown = torch.where(torch.isfinite(grown), torch.clamp(grown, max=self.max_scale), state.scale)
-        shrunk = torch.clamp(_times(state.scale, self.backoff_factor), min=self.min_scale)
+        grown = torch.where(torch.isfinite(grown), grown, state.scale)
+        shrunk = _times(state.scale, self.backoff_factor)
         scale = torch.where(backs_off, shrunk, torch.where(grows, grown, state.scale))
-
         refill = grows if self.hysteresis_refill == "growth" else ~overflow
-        rescaled = backs_off | grows
         return ScaleState(
-            scale,
+            scale.clamp(self.min_scale, self.max_scale),
             torch.where(overflow | grows, 0, finite_run).to(torch.int32),
             torch.where(refill, self.hysteresis, left).to(torch.int32),
-            torch.where(rescaled, 0, updates).to(torch.int32),
-            torch.where(rescaled, 0, overflows).to(torch.int32),
         )
 
 
 @dataclass(frozen=True)
-class StaticLossScale:
+class StaticLossScale(_LossScale):
     """A constant scale; overflowing steps are still skipped.
 
     Args:
@@ -198,26 +184,21 @@ class StaticLossScale:
     # keeps the scale too.
     growth_factor: ClassVar[float] = 1.0
     backoff_factor: ClassVar[float] = 1.0
-    growth_interval: ClassVar[int] = _NEVER_GROWS
+    growth_interval: ClassVar[int] = 2**31 - 1
     min_scale: ClassVar[float] = SMALLEST_SCALE
     max_scale: ClassVar[float] = LARGEST_SCALE
+    hysteresis: ClassVar[int] = 1
     is_plain: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         to_python_numbers(self)
         if not SMALLEST_SCALE <= self.scale <= LARGEST_SCALE:
-            raise ValueError(
-                f"scale is {self.scale}; expected a number from {SMALLEST_SCALE:.3g} to {LARGEST_SCALE:.3g}"
-            )
+            raise ValueError(f"scale is {self.scale}; expected {_RANGE}")
 
     @property
     def init_scale(self) -> float:
         """The scale, under the dynamic rule's name."""
         return self.scale
-
-    def init(self, device: torch.device | str, *, scale: float | None = None, **counters: int) -> ScaleState:
-        """A state on `device` with this scale."""
-        return DynamicLossScale.init(_FRESH, device, scale=self.scale if scale is None else scale, **counters)
 
     def next_state(self, state: ScaleState, found_inf: Tensor) -> ScaleState:
         """The same scale; `growth_tracker` still counts finite updates in a row. Never syncs."""
@@ -235,41 +216,30 @@ class NoOpLossScale(StaticLossScale):
     1.0
     """
 
-    scale: float = 1.0
+    scale: float = field(default=1.0, init=False, repr=False)
 
     kind: ClassVar[str] = "noop"
     scales_losses: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        to_python_numbers(self)
-        if self.scale != 1.0:
-            raise ValueError(f"scale is {self.scale}; expected 1.0: use StaticLossScale({self.scale}) to scale")
-
 
 LossScale = DynamicLossScale | StaticLossScale
-_KINDS: dict[str, type[DynamicLossScale] | type[StaticLossScale]] = {
-    cls.kind: cls for cls in (DynamicLossScale, StaticLossScale, NoOpLossScale)
-}
-_FRESH = DynamicLossScale()
+_KINDS: dict[str, type[LossScale]] = {cls.kind: cls for cls in (DynamicLossScale, StaticLossScale, NoOpLossScale)}
 
 
-def from_numbers(
-    strategy: LossScale | None, plain: tuple[float, float, float, int], *, validate: bool = True
-) -> LossScale:
-    """The strategy that a scaler was made with, given as such or as torch's four numbers, checked if `validate`.
+def from_numbers(strategy: LossScale | None, plain: tuple[float, float, float, int]) -> LossScale:
+    """The strategy that a scaler was made with, given as such or as torch's four numbers.
 
     Raises:
         ValueError: both, or a number out of range. AssertionError: growth_factor <= 1 or backoff_factor >= 1, as torch.
     """
     if strategy is not None:
-        if plain != (_FRESH.init_scale, _FRESH.growth_factor, _FRESH.backoff_factor, _FRESH.growth_interval):
+        fresh = DynamicLossScale()
+        if plain != (fresh.init_scale, fresh.growth_factor, fresh.backoff_factor, fresh.growth_interval):
             raise ValueError(
                 f"got loss_scale={strategy} together with init_scale, growth_factor, backoff_factor or "
                 f"growth_interval; expected one or the other: set the numbers on the strategy"
             )
         return strategy
-    if not validate:  # torch checks nothing when disabled
-        return DynamicLossScale()
     _, growth_factor, backoff_factor, _ = plain
     # AssertionError as in torch, so that code that catches it keeps working
     if not growth_factor > 1.0:
@@ -279,9 +249,13 @@ def from_numbers(
     return DynamicLossScale(*plain)
 
 
+def _saved(cls: type[LossScale]) -> list[str]:
+    return [each.name for each in fields(cls) if each.init]
+
+
 def to_dict(strategy: LossScale) -> dict[str, Any]:
     """A strategy as plain Python values, for a checkpoint."""
-    return {"kind": strategy.kind, **asdict(strategy)}
+    return {"kind": strategy.kind, **{name: getattr(strategy, name) for name in _saved(type(strategy))}}
 
 
 def from_dict(saved: Mapping[str, Any]) -> LossScale:
@@ -293,11 +267,11 @@ def from_dict(saved: Mapping[str, Any]) -> LossScale:
     """
     values = dict(saved)
     kind = values.pop("kind", None)
-    if not isinstance(kind, str) or kind not in _KINDS:
+    cls = _KINDS.get(kind) if isinstance(kind, str) else None
+    if cls is None:
         raise ValueError(f"the saved loss scale is of kind {kind!r}; expected one of {sorted(_KINDS)}")
-    cls = _KINDS[kind]
-    expected = [field.name for field in fields(cls)]
-    if not set(expected) >= set(values) >= {field.name for field in fields(cls) if field.default is MISSING}:
+    expected = _saved(cls)
+    if set(values) != set(expected):
         raise ValueError(
             f"the saved loss scale ({kind}) has the fields {sorted(map(str, values))}; expected {expected}: it may "
             "come from a newer ampkit"

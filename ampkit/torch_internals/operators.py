@@ -7,7 +7,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 __all__ = [
-    "FakeTensorMode", "OpOverload", "OpOverloadPacket", "autocast_device_types", "canonical", "has_any_kernel",
+    "FakeTensorMode", "OpOverload", "OpOverloadPacket", "canonical", "has_any_kernel",
     "is_composite", "is_dispatched", "operator_names", "privateuse1_name",
 ]
 
@@ -50,10 +50,6 @@ def is_dispatched(op: OpOverload) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def autocast_device_types() -> list[str]:
-    return torch._C._autocast_supported_devices()
 
 
 def privateuse1_name() -> str:

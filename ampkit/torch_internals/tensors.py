@@ -16,11 +16,8 @@ from ampkit.torch_internals.lookup import private
 
 n_dispatch_modes: Callable[[], int] = private("_C._len_torch_dispatch_stack")
 tracing_state: Callable[[], Any] = private("_C._get_tracing_state")
-_push_mode: Callable[[Any], None] = private("_C._push_on_torch_dispatch_stack")
-_pop_mode: Callable[[Any], Any] = private("_C._pop_torch_dispatch_stack")
 _use_count: Callable[[int], int] = private("_C._storage_Use_Count")
 _c10d: Any = dist.distributed_c10d if dist.is_available() else None
-_COPY = torch.ops.aten._to_copy.default
 
 
 def is_capturing() -> bool:
@@ -59,32 +56,25 @@ def n_collectives() -> list[Any] | None:
         return None
 
 
-class _Answer:
-    """Stands among the dispatch modes, below autograd, and answers the one copy with values that exist already."""
+class _Cast(torch.autograd.Function):
+    """Records in autograd what a cast records, and copies nothing."""
 
-    __slots__ = ("values",)
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, values: Tensor) -> Tensor:
+        ctx.dtype = weight.dtype
+        return values.detach()
 
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.values if func is _COPY else func(*args, **(kwargs or {}))
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:    # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad.to(ctx.dtype), None
 
 
 def connected(weight: Tensor, values: Tensor) -> Tensor:
-    """`values` as the cast of `weight`, differentiable: autograd records the cast, nothing is copied.
+    """`values` as the cast of `weight`, differentiable where autograd records: nothing is copied.
 
-    For use where autograd records. It has the version counter of `values`: where they are written later, every graph
-    that has saved it is stale.
+    It has the version counter of `values`: where they are written later, every graph that has saved it is stale.
     """
-    answer = _Answer(values.detach())       # here, above autograd: what is detached below it counts for itself
-    depth = n_dispatch_modes()
-    try:        # a mode's own `with` would take half of the time
-        _push_mode(answer)
-        return weight.to(values.dtype)
-    finally:
-        while n_dispatch_modes() > depth:
-            _pop_mode(None)
+    return _Cast.apply(weight, values)
 
 
 def flatten_rnn_weights(*args: Any) -> None:

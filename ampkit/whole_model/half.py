@@ -8,7 +8,7 @@ casts around them, and parameters that do not fit are found before anything chan
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 from ampkit.containers import REAL_FLOATS, SIXTEEN_BIT, cast
+from ampkit.policy.module_paths import is_container
 from ampkit.policy.module_rules import matches
 from ampkit.policy.values import as_dtype
 from ampkit.torch_internals.module_classes import BatchNorm, InstanceNorm
@@ -124,10 +125,11 @@ class HalfPlan:
         for path, module in model.named_modules():
             matching = [index for index, key in enumerate(keep) if _matches(key, module, path)]
             used.update(matching)
-            if matching and module not in self.kept:
-                refuse_patched(module)
-                self.outermost.append(module)
-                self.kept.update((inner, name) for name, inner in module.named_modules(prefix=path))
+            for called_path, called in _called(path, module) if matching else ():
+                if called not in self.kept:
+                    refuse_patched(called)
+                    self.outermost.append(called)
+                    self.kept.update((inner, name) for name, inner in called.named_modules(prefix=called_path))
         for index, key in enumerate(keep):
             if index not in used and not isinstance(key, type):
                 raise ValueError(_unused(model, key))
@@ -175,6 +177,15 @@ class HalfPlan:
         # Only what overflowed in the conversion is clamped: an infinity that was there stays.
         grew = torch.isinf(converted) & torch.isfinite(tensor)
         return torch.where(grew, torch.sign(converted) * torch.finfo(self.dtype).max, converted)
+
+
+def _called(path: str, module: Module) -> Iterator[tuple[str, Module]]:
+    """A module with its path; in place of a container, which is never called, its modules."""
+    if not is_container(module):
+        yield path, module
+        return
+    for name, child in module.named_children():
+        yield from _called(f"{path}.{name}" if path else name, child)
 
 
 def _matches(key: Any, module: Module, path: str) -> bool:

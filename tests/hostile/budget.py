@@ -1,9 +1,11 @@
-"""How long a harness runs and with which seed: the same rounds in every run of the tests, as long as told in a soak."""
+"""What the harnesses share: rounds, the same in every run of the tests and as many as told in a soak, and damage."""
 
+import copy
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
 
 
 def rounds(name: str, n: int) -> Iterator[random.Random]:
@@ -18,3 +20,30 @@ def rounds(name: str, n: int) -> Iterator[random.Random]:
     while time.monotonic() < end if seconds else done < n:
         yield random.Random(f"{seed} {name} {done}")
         done += 1
+
+
+def damage(state: Any, draw: random.Random, strange: Sequence[Any]) -> None:
+    """Change one to three entries of nested dicts and lists: dropped, added, swapped for another, or for `strange`."""
+    for _ in range(draw.choice((1, 1, 2, 3))):
+        entries = list(_entries(state))
+        if not entries:
+            return
+        (holder, key), (other, elsewhere), value = draw.choice(entries), draw.choice(entries), draw.choice(strange)
+        match draw.randrange(6):
+            case 0:
+                del holder[key]
+            case 1 if isinstance(holder, list):
+                holder.insert(key, value)
+            case 1:
+                holder[draw.choice([name for name in strange if isinstance(name, Hashable)])] = value
+            case 2:
+                holder[key] = copy.deepcopy(other[elsewhere])
+            case _:
+                holder[key] = value
+
+
+def _entries(state: Any) -> Iterator[tuple[Any, Any]]:
+    for key in list(state) if isinstance(state, dict) else range(len(state)):
+        yield state, key
+        if isinstance(state[key], dict | list):
+            yield from _entries(state[key])

@@ -6,13 +6,13 @@ some in oneDNN, which no child gets back if another thread holds them.
 
 import faulthandler
 import os
-import signal
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -22,7 +22,10 @@ from ampkit import Policy, Rule, WeightCache, autocast
 from tests.helpers.regions import like_torch
 from tests.hostile.budget import rounds
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning"),
+]
 CACHE = WeightCache()
 TURN = 0
 
@@ -57,57 +60,39 @@ def train() -> None:
     torch.optim.SGD(net.parameters(), lr=0.0).step()
 
 
-def in_a_child(call: Callable[[], None], seconds: float = 20.0) -> str:
-    """Call in a forked child; "" if it returned, else how the child ended."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)     # of forking a process with threads, which is the point
-        pid = os.fork()
-    if pid == 0:
-        faulthandler.dump_traceback_later(seconds * 0.7, file=2)     # where it hangs
-        try:
-            call()
-        except BaseException as error:
-            os.write(2, f"in the child: {error!r}\n".encode())
-            os._exit(1)
-        os._exit(0)
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
-            return "" if status == 0 else f"status {status}"
-        time.sleep(0.001)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return f"still running after {seconds} s"
+def in_a_child(call: Callable[[], None], seconds: float = 20.0) -> int | None:
+    """Call in a forked child; 0 if it returned, None if it hung, and then it has written where."""
+
+    def run() -> None:
+        faulthandler.dump_traceback_later(seconds * 0.7, file=2)
+        call()
+        os._exit(0)     # what ends with an interpreter would wait for threads
+
+    child = get_context("fork").Process(target=run)
+    child.start()
+    child.join(seconds)
+    code = child.exitcode
+    child.kill()
+    child.join()
+    return code
 
 
 @contextmanager
 def threads_that(call: Callable[[], object], n: int) -> Iterator[None]:
     """Threads that call over and over, and that have raised nothing."""
-    stop, errors = threading.Event(), []
+    stop = threading.Event()
 
     def loop() -> None:
+        while not stop.is_set():
+            call()
+
+    with ThreadPoolExecutor(n) as pool:
+        loops = [pool.submit(loop) for _ in range(n)]
         try:
-            while not stop.is_set():
-                call()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=loop) for _ in range(n)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    assert not errors
-
-
-def enter() -> None:
-    with autocast("cpu", policy=Policy.torch("cpu")):
-        pass
+            yield
+        finally:
+            stop.set()
+    assert [each.result() for each in loops] == [None] * n
 
 
 def test_a_child_forked_amid_regions_can_train() -> None:
@@ -119,7 +104,7 @@ def test_a_child_forked_amid_regions_can_train() -> None:
         with threads_that(regions, 2):
             for rng in rounds("forks", 40):
                 time.sleep(rng.random() * 0.01)
-                assert not in_a_child(train)
+                assert in_a_child(train) == 0
     finally:
         sys.setswitchinterval(before)
 
@@ -133,12 +118,16 @@ def test_no_child_is_forked_while_torchs_cache_is_cleared(monkeypatch: pytest.Mo
             inside.set()
             time.sleep(0.02)
 
+    def enter() -> None:
+        with like_torch():
+            pass
+
     monkeypatch.setattr(torch, "clear_autocast_cache", clear)
     with threads_that(enter, 1):
         for _ in range(5):
             inside.clear()
             assert inside.wait(10)
-            assert not in_a_child(clear, seconds=5.0)
+            assert in_a_child(clear, seconds=5.0) == 0
 
 
 class Products(torch.utils.data.Dataset[torch.Tensor]):
@@ -151,7 +140,6 @@ class Products(torch.utils.data.Dataset[torch.Tensor]):
         return torch.full((2, 2), 1 / 3) @ torch.full((2, 2), float(index)), torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
 def test_a_forked_worker_has_the_region_of_the_thread_that_forked_it() -> None:
     """As with torch.autocast."""
     for region in (torch.autocast("cpu"), like_torch()):

@@ -1,12 +1,10 @@
 """Regions entered, nested, left and left wrongly."""
 
-import asyncio
 import threading
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit import Policy, autocast
 from ampkit.torch_internals import dispatcher, kernels
@@ -243,24 +241,8 @@ def test_generator_that_yields_inside_a_region_is_told():
     generator = leaks()
     next(generator)
     with autocast("cpu", FP16):
-        with pytest.raises(RuntimeError, match="decorate its function with autocast instead"):
+        with pytest.raises(RuntimeError, match="leave the region before it yields or awaits"):
             generator.close()
-    assert state() == before
-
-
-def test_coroutines_that_take_turns_inside_their_regions_are_told():
-    before = state()
-
-    async def work(dtype):
-        with autocast("cpu", dtype):
-            await asyncio.sleep(0)
-
-    async def main():
-        return await asyncio.gather(work(BF16), work(FP16), return_exceptions=True)
-
-    first, second = asyncio.run(main())
-    assert "decorate its function with autocast instead" in str(first)
-    assert second is None
     assert state() == before
 
 
@@ -269,12 +251,3 @@ def test_second_copy_of_ampkit_is_told():
         pass
     with pytest.raises(RuntimeError, match="another copy of ampkit"):
         kernels._prepare()
-
-
-def test_open_mode_is_a_dispatch_mode_that_cannot_be_pushed_below_autograd():
-    with autocast("cpu"):
-        mode = dispatcher.current()
-    assert isinstance(mode, TorchDispatchMode)
-    assert mode.__torch_dispatch__(torch.ops.aten.relu.default, (), (torch.ones(2),)) is NotImplemented
-    with pytest.raises(RuntimeError, match=r"its casts would escape autograd. Use ampkit.autocast"), mode:
-        pass

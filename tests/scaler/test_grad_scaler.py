@@ -60,8 +60,7 @@ def test_factors_are_checked_unless_disabled(cls) -> None:
     ("make", "error", "message"),
     [
         (lambda: GradScaler("cpu", init_scale=0.0), ValueError, "init_scale is 0"),
-        (lambda: GradScaler("cpu", history_size=-1), ValueError, "history_size is -1"),
-        (lambda: GradScaler("cpu", on_stuck="scream"), ValueError, "on_stuck is 'scream'; expected 'warn', 'raise'"),
+        (lambda: GradScaler("cpu", on_stuck="scream"), ValueError, "on_stuck is 'scream'; expected 'warn' or 'raise'"),
         (lambda: GradScaler(["cuda"]), TypeError, r"device is \['cuda'\]; expected None, a torch.device, or a device"),
         # torch.cuda.amp.GradScaler took `init_scale` first
         (lambda: GradScaler(2.0**16), TypeError, "device is 65536.0; expected .* init_scale=65536.0: it comes second"),
@@ -129,7 +128,7 @@ def test_new_scales_that_torch_mishandles() -> None:
     assert scaler.get_scale() == 16.0
     scaler.update(torch.tensor([32.0]))
     assert scaler.get_scale() == 32.0
-    with pytest.raises(AssertionError, match="got bool"):
+    with pytest.raises(AssertionError, match="got True"):
         scaler.update(True)
     for bad in (0.0, -1.0, INF, NAN):
         with pytest.raises(ValueError, match=r"new_scale is .*; expected a positive finite number"):

@@ -188,6 +188,23 @@ def test_kept_modules_compute_in_float32(keep: Any, dtype: torch.dtype, in_regio
         half(model, keep_fp32="1")
 
 
+class Listed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.ModuleList([Noted(3, 3)]), Noted(3, 3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.layers[0][0](x))  # type: ignore[index]
+
+
+@pytest.mark.parametrize("in_region", [False, True])
+@pytest.mark.parametrize("keep", ["layers", (nn.ModuleList,)], ids=str)
+def test_in_place_of_a_container_its_modules_are_kept(keep: Any, in_region: bool) -> None:
+    """It is never called itself."""
+    assert half(Listed(), keep_fp32=keep, in_region=in_region)(torch.ones(2, 3)).dtype is torch.float16
+    assert Noted.seen == (torch.float32,) * 3
+
+
 def test_ties_stay() -> None:
     model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 4, bias=False))
     model[1].weight = model[0].weight

@@ -1,13 +1,11 @@
-"""What a gradient scaler computes with single numbers, in one launch each: inverse scale, next scale, counts.
+"""What a gradient scaler computes with single numbers, in one launch each: inverse scale and next scale.
 
-Contract. scale: one float32 element; growth_tracker and counters: one int32 element each; found_inf: one float32
+Contract. scale: one float32 element; growth_tracker and hysteresis_left: one int32 element each; found_inf: one float32
 element; all on one CUDA device. `inverse_scale` reads the scale and returns new memory. `update_scale_` writes the
 state in place, as torch's `_amp_update_scale_` does: products with the scale are taken in float64 and rounded once, a
-growth that would reach inf is dropped. `tally_update_` adds one update to int64 totals. None synchronises. torch takes
-four operators for the first, with hysteresis about fifty for the second, and some thirty for the third.
+growth that would reach inf is dropped. Neither synchronises. torch takes four operators for the first, and with
+hysteresis about thirty for the second.
 """
-
-from collections.abc import Sequence
 
 import torch
 import triton.language as tl
@@ -25,57 +23,25 @@ def inverse_kernel(scale_ptr, result_ptr):
 
 
 @entry
-def update_kernel(scale_ptr, tracker_ptr, left_ptr, updates_ptr, overflows_ptr, found_inf_ptr,
-                  growth_factor: tl.float64, backoff_factor: tl.float64, growth_interval: tl.int64,
-                  min_scale: tl.float64, max_scale: tl.float64, hysteresis: tl.int32, tolerance: tl.float64,
-                  COUNTS: tl.constexpr, REFILLS_WHEN_CLEAN: tl.constexpr):
-    scale, tracker = tl.load(scale_ptr), tl.load(tracker_ptr)
+def update_kernel(scale_ptr, tracker_ptr, left_ptr, found_inf_ptr, growth_factor: tl.float64,
+                  backoff_factor: tl.float64, growth_interval: tl.int64, min_scale: tl.float64, max_scale: tl.float64,
+                  hysteresis: tl.int32, REFILLS_WHEN_CLEAN: tl.constexpr):
+    scale, tracker, left = tl.load(scale_ptr), tl.load(tracker_ptr), tl.load(left_ptr)
     overflow = tl.load(found_inf_ptr) != 0.0
-    lowest, highest = tl.full((), min_scale, tl.float32), tl.full((), max_scale, tl.float32)
     grown = (scale.to(tl.float64) * tl.full((), growth_factor, tl.float64)).to(tl.float32)
-    grown = tl.where(grown - grown == 0.0, tl.minimum(grown, highest), scale)
-    shrunk = tl.maximum((scale.to(tl.float64) * tl.full((), backoff_factor, tl.float64)).to(tl.float32), lowest)
+    grown = tl.where(grown - grown == 0.0, grown, scale)
+    shrunk = (scale.to(tl.float64) * tl.full((), backoff_factor, tl.float64)).to(tl.float32)
     finite_run = tracker + 1
     grows = (overflow == 0) & (finite_run.to(tl.int64) == tl.full((), growth_interval, tl.int64))
-    backs_off = overflow
-    if COUNTS:
-        left, updates = tl.load(left_ptr), tl.load(updates_ptr) + 1
-        overflows = tl.load(overflows_ptr) + overflow.to(tl.int32)
-        forgiven = overflows.to(tl.float32) < tl.full((), tolerance, tl.float32) * updates.to(tl.float32)
-        counted = overflow & (forgiven == 0)
-        backs_off = counted & (left <= 1)
-        left = tl.where(counted, tl.maximum(left - 1, 1), left)
-        refill = grows
-        if REFILLS_WHEN_CLEAN:
-            refill = overflow == 0
-        rescaled = backs_off | grows
-        tl.store(left_ptr, tl.where(refill, tl.full((), hysteresis, tl.int32), left))
-        tl.store(updates_ptr, tl.where(rescaled, 0, updates))
-        tl.store(overflows_ptr, tl.where(rescaled, 0, overflows))
-        scale = tl.where(backs_off, shrunk, tl.where(grows, grown, scale))
-    else:
-        scale = tl.where(backs_off, shrunk, tl.where(grows, grown, scale))
-        scale = tl.minimum(tl.maximum(scale, lowest), highest)  # it may have been set out of bounds
+    scale = tl.where(overflow & (left <= 1), shrunk, tl.where(grows, grown, scale))
+    scale = tl.minimum(tl.maximum(scale, tl.full((), min_scale, tl.float32)), tl.full((), max_scale, tl.float32))
+    left = tl.where(overflow, tl.maximum(left - 1, 1), left)
+    refill = grows
+    if REFILLS_WHEN_CLEAN:
+        refill = overflow == 0
     tl.store(scale_ptr, scale)
     tl.store(tracker_ptr, tl.where(overflow | grows, 0, finite_run))
-
-
-@entry
-def tally_kernel(totals_ptr, used_ptr, scale_ptr, found_inf_ptr, steps_ptr, n_steps):
-    used, scale = tl.load(used_ptr), tl.load(scale_ptr)
-    overflow = (tl.load(found_inf_ptr) != 0.0).to(tl.int64)
-    run, skips = tl.load(totals_ptr + 2), tl.load(totals_ptr + 6)
-    step = 0
-    while step < n_steps:
-        skips += (tl.load(steps_ptr + step) != 0.0).to(tl.int64)
-        step += 1
-    tl.store(totals_ptr, tl.load(totals_ptr) + 1)
-    tl.store(totals_ptr + 1, tl.load(totals_ptr + 1) + overflow)
-    tl.store(totals_ptr + 2, tl.where(overflow != 0, run + 1, 0))
-    tl.store(totals_ptr + 3, tl.load(totals_ptr + 3) + (scale > used).to(tl.int64))
-    tl.store(totals_ptr + 4, tl.load(totals_ptr + 4) + (scale < used).to(tl.int64))
-    tl.store(totals_ptr + 5, tl.load(totals_ptr + 5) + n_steps)
-    tl.store(totals_ptr + 6, skips)
+    tl.store(left_ptr, tl.where(refill, tl.full((), hysteresis, tl.int32), left))
 
 
 def inverse_scale(scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,7 +56,7 @@ def inverse_scale(scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def update_scale_(
     scale: Tensor,
     growth_tracker: Tensor,
-    counters: tuple[Tensor, Tensor, Tensor] | None,
+    hysteresis_left: Tensor,
     found_inf: Tensor,
     *,
     growth_factor: float,
@@ -98,30 +64,13 @@ def update_scale_(
     growth_interval: int,
     min_scale: float,
     max_scale: float,
-    hysteresis: int = 1,
-    refills_when_clean: bool = False,
-    tolerance: float = 0.0,
+    hysteresis: int,
+    refills_when_clean: bool,
 ) -> None:
-    """Update the scale by `DynamicLossScale`'s rule. `counters` are `hysteresis_left`, `window_updates` and
-    `window_overflows` of its `ScaleState`; None where the rule is torch's, with bounds.
-    """
-    left, updates, overflows = (growth_tracker,) * 3 if counters is None else counters
+    """Update the scale by `DynamicLossScale`'s rule; the first three are its `ScaleState`."""
     with on_device(scale.device):
         update_kernel[(1,)](
-            scale, growth_tracker, left, updates, overflows, found_inf, growth_factor, backoff_factor, growth_interval,
-            min_scale, max_scale, hysteresis, tolerance, COUNTS=counters is not None,
-            REFILLS_WHEN_CLEAN=refills_when_clean, num_warps=1, enable_fp_fusion=False,
-        )
-
-
-def tally_update_(totals: Tensor, used: Tensor, scale: Tensor, found_inf: Tensor, steps: Sequence[Tensor]) -> None:
-    """Add one update to `totals`, which begin with updates, overflows, overflows since the last clean update, growths,
-    backoffs, steps tried, steps skipped.
-
-    `used` and `scale` are the scale before and after it, `steps` the flags of its steps, one float32 element each.
-    """
-    flags = torch.stack(list(steps)) if len(steps) > 1 else steps[0] if steps else found_inf
-    with on_device(totals.device):
-        tally_kernel[(1,)](
-            totals, used, scale, found_inf, flags, len(steps), num_warps=1, enable_fp_fusion=False,
+            scale, growth_tracker, hysteresis_left, found_inf, growth_factor, backoff_factor, growth_interval,
+            min_scale, max_scale, hysteresis, REFILLS_WHEN_CLEAN=refills_when_clean, num_warps=1,
+            enable_fp_fusion=False,
         )
