@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from ampkit import Policy, autocast
+from ampkit.policy.module_paths import path_of
 from tests.helpers.module_rules import Block, Model, X
 from tests.helpers.ranks import on_ranks
 from tests.helpers.regions import BF16, FP32
@@ -143,3 +144,13 @@ def test_rules_hold_or_are_reported(kind, when):
         message = None      # looked for in the first region only; `check` has it
     assert len(told) == (message is not None)
     assert message is None or message in told[0]
+
+
+def test_wrappers_have_no_part_in_the_paths_of_records() -> None:
+    model, head = checkpointed(Model()), nn.Linear(4, 4)
+    wrapper = model.blocks[1]
+    for root in (model, nn.DataParallel(model)):
+        paths = [path_of(root, each) for each in (root, wrapper, *wrapper.children(), model.head, head)]
+        assert paths == ["", "blocks.1", "blocks.1", "head", "Linear"]
+    model.head = head
+    assert path_of(model, head) == "head"
