@@ -1,8 +1,6 @@
 """Levels with several losses, accumulation, overflows and clipping."""
 
 import copy
-import pickle
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -198,23 +196,3 @@ def test_backward_reads_nothing_and_an_ordinary_step_one_flag() -> None:
             backward(F.cross_entropy(model(x), y), optimizer)
             optimizer.step()
         assert reads.count("aten._local_scalar_dense.default") == expected
-
-
-@pytest.mark.parametrize("opt_level", ["O1", "O2"])
-def test_forward_called_directly_in_threads_and_in_copies(opt_level: str) -> None:
-    """And compiled."""
-    model, _ = set_up(opt_level, dtype=torch.bfloat16)
-    model.eval()
-    seen: list[torch.dtype] = []
-    x = batches(1)[0][0]
-    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-    for each in (model, *copies):
-        each.head.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
-        assert each.forward(x).dtype is torch.float32
-        assert torch.equal(each(x), model(x))
-    thread = threading.Thread(target=lambda: model(x))
-    thread.start()
-    thread.join()
-    assert set(seen) == {torch.bfloat16}
-    torch._dynamo.reset()
-    assert torch.equal(torch.compile(model, backend="eager")(x), model(x))
