@@ -47,13 +47,9 @@ FLOAT = torch.ones(1)
 FIXED = (*(torch.ones(1, dtype=dtype) for dtype in (torch.int64, torch.bool, torch.complex64)), "text", None, 1.5)
 TREES: tuple[Callable[[Any], Any], ...] = (     # a container of what it is given, at several depths
     lambda x: x,
-    lambda x: [x, [x, *FIXED]],
-    lambda x: (x, ()),
-    lambda x: Point(x, [x]),
-    lambda x: {"a": x, "b": {"c": (x,), "d": FIXED}},
-    lambda x: collections.OrderedDict(a=[x], b=None),
-    lambda x: Batch(x, {"labels": Point(FIXED[0], x)}),
-    lambda x: [Batch(None), Batch((x, Batch(x)))],
+    lambda x: [x, (x, ()), Point(x, [x, *FIXED])],
+    lambda x: {"a": x, "b": collections.OrderedDict(c=(x,), d=FIXED)},
+    lambda x: [Batch(None), Batch((x, Batch(x)), {"labels": Point(FIXED[0], x)})],
 )
 
 

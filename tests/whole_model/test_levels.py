@@ -137,7 +137,9 @@ def test_memory_per_parameter(opt_level: str) -> None:
     n = model.weight.numel()
     optimizer: torch.optim.Optimizer = AdamW(model.parameters())
     low = {} if opt_level == "O0" else {"dtype": torch.bfloat16}
+    address = model.weight.data_ptr()
     model, optimizer = initialize(model, optimizer, opt_level, verbosity=0, **low)
+    assert opt_level == "O3" or next(master_params(optimizer)).data_ptr() == address      # nothing is copied
 
     def held() -> int:
         tensors = {model.weight, model.weight.grad, *master_params(optimizer)}
@@ -153,17 +155,6 @@ def test_memory_per_parameter(opt_level: str) -> None:
     after = held()
     expected = {"O0": (16, 16), "O1": (16, 16), "O2": (18, 14), "O3": (8, 8)}
     assert (at_step / n, after / n) == expected[opt_level]
-
-
-def test_masters_start_from_the_float32_weights_themselves() -> None:
-    model = make()
-    start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
-    model, optimizer = set_up("O2", model)
-    for (name, param), master in zip(model.named_parameters(), master_params(optimizer), strict=True):
-        assert torch.equal(master, start[name])
-        assert master.data_ptr() == addresses[name]     # its storage, so that nothing is copied
-        assert torch.equal(param, start[name].to(param.dtype))
 
 
 @pytest.mark.gpu
