@@ -156,8 +156,11 @@ def adamw_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, n_tensor
     if go:
         lanes = tl.arange(0, BLOCK)
         b = tl.program_id(0)
+        chunk = tl.load(blocks + b)
         while b < n_blocks:
-            t, base, length = chunk_extent(numels, blocks, b, blocks_per_chunk, BLOCK)
+            if not ALIGNED:
+                chunk = tl.load(blocks + b)
+            t, base, length = chunk_extent(numels, chunk, blocks_per_chunk, BLOCK)
             pp = list_pointer(addresses, n_tensors, t, base, 0, PARAM, ALIGNED)
             gp = list_pointer(addresses, n_tensors, t, base, 1, GRAD, ALIGNED)
             mp = list_pointer(addresses, n_tensors, t, base, 2, MOMENT, ALIGNED)
@@ -177,6 +180,8 @@ def adamw_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, n_tensor
             if STOCHASTIC:
                 keys = stream_keys(addresses, n_tensors, t, base, 5 + AMSGRAD + (COPY or REMAINDER))
             n_full = length // BLOCK
+            if ALIGNED:     # as in sgd; word by word, there are no registers to spare
+                chunk = tl.load(blocks + tl.minimum(b + tl.num_programs(0), n_blocks - 1))
             i = 0
             while i < n_full:
                 _adamw_block(pp, gp, mp, vp, xp, cp, i * BLOCK + lanes, None, step_size, correction, decay,

@@ -105,8 +105,9 @@ def sgd_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, n_tensors,
         kept, decay = (one * momentum).to(ACC), (one * weight_decay).to(ACC)
         lanes = tl.arange(0, BLOCK)
         b = tl.program_id(0)
+        chunk = tl.load(blocks + b)
         while b < n_blocks:
-            t, base, length = chunk_extent(numels, blocks, b, blocks_per_chunk, BLOCK)
+            t, base, length = chunk_extent(numels, chunk, blocks_per_chunk, BLOCK)
             pp = list_pointer(addresses, n_tensors, t, base, 0, PARAM, ALIGNED)
             gp = list_pointer(addresses, n_tensors, t, base, 1, GRAD, ALIGNED)
             bp = pp
@@ -119,6 +120,8 @@ def sgd_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, n_tensors,
             if STOCHASTIC:
                 keys = stream_keys(addresses, n_tensors, t, base, 2 + MOMENTUM + (COPY or REMAINDER))
             n_full = length // BLOCK
+            # The next chunk's, ahead of the arithmetic: addresses wait for it, and elements for addresses.
+            chunk = tl.load(blocks + tl.minimum(b + tl.num_programs(0), n_blocks - 1))
             i = 0
             while i < n_full:
                 _sgd_block(pp, gp, bp, cp, i * BLOCK + lanes, None, rate, kept, decay, factor, keys, ACC,
