@@ -7,7 +7,7 @@ talk to other processes or that need memory in a form of their own are not run a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,11 +31,11 @@ class Cause:
     """Why a result is not finite.
 
     `kind`: "overflow" (the exact result is finite, `value` its largest magnitude, `limit` what the dtype can hold),
-    "intermediate" (the exact result would fit; the kernel overflowed on the way), "too large" (beyond float64 too),
-    "undefined" (NaN or a pole for these inputs, in any precision), "rounded" (the same, of a 0 or inf that is one only
-    in its dtype), "from inf" (an inf came in, and a NaN of it comes out), "constant" (it was asked for), "arrived" (it
-    was in the tensor before the step), "received" (from another rank), "uninitialised" (`torch.empty` was read), or
-    "unknown" (the operator could not be run again).
+    "intermediate" (the exact result would fit; the kernel overflowed on the way), "undefined" (NaN or inf for these
+    inputs in any precision), "rounded" (the same, of a 0 or inf that is one only in its dtype), "from inf" (an inf came
+    in, and a NaN of it comes out), "constant" (it was asked for), "arrived" (it was in the tensor before the step),
+    "received" (from another rank), "uninitialised" (`torch.empty` was read), or "unknown" (the operator could not be
+    run again).
     """
 
     kind: str
@@ -56,11 +56,17 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def described(tensor: Tensor, name: str) -> str:
-    """An input of an operator: its name, dtype, shape and largest finite magnitude, and whether it has NaN or inf."""
+    """An input of an operator: its name, dtype, shape and largest finite magnitude, and whether it has NaN or inf.
+
+    Of integers, which may be labels or lengths, their range.
+    """
+    text = f"{name} {dtype_name(tensor.dtype)}{list(tensor.shape)}".lstrip()
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        low, high = (int(one) for one in torch.aminmax(tensor))
+        return f"{text} all {low}" if low == high else f"{text} from {low} to {high}"
     broken = [what for what, there in (("NaN", tensor.isnan()), ("inf", tensor.isinf())) if bool(there.any())]
     values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    text = f"{dtype_name(tensor.dtype)}{list(tensor.shape)} up to {largest_finite(values):.4g}"
-    return (f"{name} {text}" if name else text) + (f" with {' and '.join(broken)}" if broken else "")
+    return f"{text} up to {largest_finite(values):.4g}" + (f" with {' and '.join(broken)}" if broken else "")
 
 
 def extremes(tensor: Tensor) -> tuple[float, float]:
@@ -130,28 +136,23 @@ def find_cause(
         rows = _rows_of_minus_inf(facts, args)
         what = "inf" if any(bool((one == math.inf).any()) for one in floats) else "-inf"
         return Cause("from inf", rows or f"{what} comes in: inf - inf, 0 * inf and inf / inf are NaN in any precision")
-    integers = _integers_at_fault(func, facts, args, kwargs)
-    if integers:
-        return Cause("undefined", integers)
     if facts.communicates or facts.opaque_state:
         return Cause("unknown", f"{facts.name} cannot be run again to compare with float64")
     try:
         exact = run_in_float64(func, facts, args, kwargs)
     except Exception as error:      # kernels say in many ways that they have no float64
         return Cause("unknown", f"{facts.name} does not run in float64: {str(error).splitlines()[0][:100]}")
-    return _compare(func, facts, args, kwargs, outputs, exact)
+    return _compare(facts.name, args, outputs, exact)
 
 
 def run_in_float64(
-    func: OpOverload, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any],
-    change: Callable[[Tensor], Tensor] = lambda wide: wide,
+    func: OpOverload, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Tensor]:
-    """The results of an operator on float64 copies of its inputs, changed by `change`."""
+    """The results of an operator on float64 copies of its inputs."""
     def widened(value: Tensor) -> Tensor:
         if value.dtype not in _LOW and not value.is_floating_point():
             return value.clone()
-        wide = value.detach().to(torch.complex128 if value.is_complex() else torch.float64, copy=True)
-        return change(wide)
+        return value.detach().to(torch.complex128 if value.is_complex() else torch.float64, copy=True)
 
     wide_args, wide_kwargs = other_arguments(
         func, args, kwargs, widened, lambda dtype: torch.float64 if dtype in _LOW else dtype
@@ -163,10 +164,7 @@ def run_in_float64(
     return [one for one in _distinct([*tensors_in(result), *written]) if one.is_floating_point() or one.is_complex()]
 
 
-def _compare(
-    func: OpOverload, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any],
-    outputs: Sequence[Tensor], exact: Sequence[Tensor],
-) -> Cause:
+def _compare(op: str, args: tuple[Any, ...], outputs: Sequence[Tensor], exact: Sequence[Tensor]) -> Cause:
     """Tell overflow from what no precision can help with, output by output."""
     for got, want in zip(outputs, exact, strict=False):
         if got.shape != want.shape:
@@ -186,11 +184,9 @@ def _compare(
                 return Cause("overflow", text, value, limit)
             text = f"overflow inside the operator: the result would be {value:.4g}, within {name}'s {limit:.4g}"
             return Cause("intermediate", text, value, limit)
-        if bool(torch.isnan(there).all()) or _is_pole(func, facts, args, kwargs):
-            what = "NaN" if bool(torch.isnan(there).any()) else "inf"
-            return Cause("undefined", f"{why_undefined(facts.name, args)}: float64 gives {what} of the same inputs too")
-        return Cause("too large", "overflow: the result is beyond float64 too", math.inf, limit)
-    return Cause("unknown", f"{facts.name} is finite when run again on the same inputs")
+        what = "NaN" if bool(torch.isnan(there).any()) else "inf"
+        return Cause("undefined", f"{why_undefined(op, args, what)}: float64 gives {what} of the same inputs too")
+    return Cause("unknown", f"{op} is finite when run again on the same inputs")
 
 
 def _rows_of_minus_inf(facts: OperatorFacts, args: tuple[Any, ...]) -> str:
@@ -199,42 +195,6 @@ def _rows_of_minus_inf(facts: OperatorFacts, args: tuple[Any, ...]) -> str:
         return ""
     rows = (args[0] == -math.inf).all(args[1])
     return f"{int(rows.sum())} of {rows.numel()} rows are -inf throughout: nothing is left after the mask"
-
-
-def _integers_at_fault(func: OpOverload, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """What integers among the inputs of a loss do to it, in words; "" if nothing."""
-    names = [argument.name for argument in func._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if facts.name.startswith("aten::nll_loss"):
-        target, weight, ignored = given["target"], given.get("weight"), given.get("ignore_index", -100)
-        kept = target[target != ignored]
-        if not kept.numel():
-            return f"{target.numel()} of {target.numel()} targets are {ignored}, which is ignore_index"
-        if weight is not None and not bool(weight[kept].any()):
-            return f"the class weight of all {kept.numel()} targets is 0"
-    if facts.name.startswith("aten::_ctc_loss"):
-        inputs, targets = (torch.as_tensor(given[name]) for name in ("input_lengths", "target_lengths"))
-        longer = int((targets + 1 > inputs).sum())
-        if longer:
-            return (f"{longer} of {targets.numel()} targets are about as long as their input, or longer than it: with "
-                    "repeated labels no alignment exists")
-    return ""
-
-
-def _is_pole(func: OpOverload, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an exact value makes the result infinite (1/0, log 0, atanh 1) rather than its size (exp 1000).
-
-    Values that are a little off are none of a pole's; values that are almost zero are not large.
-    """
-    def is_finite(change: Callable[[Tensor], Tensor]) -> bool:
-        return all(bool(torch.isfinite(one).all()) for one in run_in_float64(func, facts, args, kwargs, change))
-
-    try:
-        return is_finite(lambda wide: wide.mul_(1 - 1e-6).masked_fill_(wide == 0, 1e-150)) or not is_finite(
-            lambda wide: wide.mul_(1e-40)
-        )
-    except Exception:
-        return False
 
 
 def asks_for_nonfinite(value: Any) -> bool:
@@ -266,7 +226,8 @@ _ARC = ("the derivative of {op} is inf at 1 and at -1", "{op}(x.clamp(-1 + 1e-6,
 _ZERO = ("division by 0", "clamp the divisor: y.clamp_min(1) for counts, y.clamp_min(eps) with an eps that the dtype "
          "holds")
 _LOG = ("{op} of 0", "clamp before it: x.clamp_min(1e-6).log(); of probabilities use log_softmax, logsigmoid")
-_LARGE = ("{op} grows beyond any dtype", "clamp before it, or subtract the maximum: logsumexp, log_softmax, softplus")
+_LARGE = ("an overflow beyond float64 too, or a pole of {op}",
+          "clamp before it, or subtract the maximum: logsumexp, log_softmax, softplus")
 
 # By base name: why its result, or in backward its derivative, has no value, and what helps.
 _FORWARD: dict[str, tuple[str, str]] = {
@@ -282,8 +243,8 @@ _FORWARD: dict[str, tuple[str, str]] = {
     "acosh": ("acosh of less than 1", "acosh(x.clamp_min(1))"),
     "std": ("a deviation of 1 element, with the correction of 1", "std(correction=0), or more than one element"),
     "mean": ("a mean of no elements", "leave it out where it is empty: x.mean() if x.numel() else x.sum()"),
-    "nll_loss_forward": ("a mean over no target", "skip a batch whose targets are all ignore_index, or divide "
-                         "reduction='sum' by the number of targets that count, at least 1; look at weight"),
+    "nll_loss_forward": ("every target is ignore_index, or its class weight is 0", "skip a batch whose targets are all "
+                         "ignore_index, or divide reduction='sum' by the number of targets that count, at least 1"),
     "native_batch_norm": ("a variance that its dtype cannot hold", "keep BatchNorm in float32: module.float()"),
     "_ctc_loss": ("no alignment of targets and inputs", "F.ctc_loss(..., zero_infinity=True)"),
     "_weight_norm_interface": ("the norm of a row of the direction is 0: 0 / 0", "initialize what is normalized "
@@ -317,8 +278,8 @@ def poles(op: str, backward_of: str) -> tuple[float, ...]:
     return (0.0, 1.0, -1.0) if _base(backward_of or op) in _UNTIL_ONE else (0.0,)
 
 
-def why_undefined(op: str, args: tuple[Any, ...] = ()) -> str:
-    """Why an operator has no value for its inputs, in words."""
+def why_undefined(op: str, args: tuple[Any, ...], what: str) -> str:
+    """Why an operator has no value, or inf, for its inputs in any precision, in words."""
     base = _base(op)
     if args and isinstance(args[0], Tensor):
         if base == "div" and not args[0].any():
@@ -327,7 +288,8 @@ def why_undefined(op: str, args: tuple[Any, ...] = ()) -> str:
             return f"logit of {int(bool((args[0] == 1).any()))}"
         if base in ("log", "log2", "log10", "xlogy") and bool((args[base == "xlogy"] < 0).any()):
             return f"{base} of a negative number"
-    return _FORWARD.get(base, ("undefined in any precision", ""))[0].format(op=base)
+    general = _LARGE if what == "inf" else ("undefined in any precision", "")
+    return _FORWARD.get(base, general)[0].format(op=base)
 
 
 def advice_for(op: str, backward_of: str) -> tuple[str, str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from ampkit.debugging.source_lines import find_caller
 from ampkit.policy.policy import Policy
 from ampkit.region.autocast import autocast
 
-__all__ = ["Change", "Region", "advice", "advice_on_precision", "changes_for", "changes_for_precision", "suggest"]
+__all__ = ["Change", "Region", "advice", "advice_on_precision", "changes_for", "changes_for_precision", "suggestion"]
 
 Region = Literal["ampkit", "torch", "none"]     # what the user's step computes in
 _LOW = (torch.float16, torch.bfloat16)
@@ -55,9 +55,9 @@ class PolicyChange:
         policy = Policy.default(self.device).for_modules(self.model, dict.fromkeys(self.modules, torch.float32))
         return autocast(self.device, enabled=False, policy=policy)
 
-    def extended(self, places: Sequence[Operation]) -> PolicyChange | None:
-        """With the module of the last place, or the one around it; None if nothing is left."""
-        path = places[-1].path
+    def extended(self, left: Finding) -> PolicyChange | None:
+        """With the module of what is not finite with it, or the one around that; None if nothing is left."""
+        path = left.origin.path
         while path in self.modules:
             path = path.rpartition(".")[0]
         return replace(self, modules=(*self.modules, path)) if path else None
@@ -84,9 +84,9 @@ class LineChange:
         """A context in which the step runs as if the code were there."""
         return _FloatLines(self)
 
-    def extended(self, places: Sequence[Operation]) -> LineChange | None:
-        """With the line of the first place that is not in it, else with its function; None if nothing is left."""
-        new = [place for one in places if (place := line_of(one))]
+    def extended(self, left: Finding) -> LineChange | None:
+        """With a line of what is not finite with it, else with its function; None if nothing is left."""
+        new = [place for one in (left.made, left.origin) if one is not None and (place := line_of(one))]
         new += [whole for place in new[::-1] if (whole := function_around(place)) is not None]
         more = next((place for place in new if not any(one.covers(place) for one in self.lines)), None)
         if more is None:
@@ -185,12 +185,23 @@ def _widened(value: Any) -> Any:
 # --- which of them, for a cause
 
 
-def suggest(finding: Finding, region: Region, model: Module | None) -> Suggestion:
-    """The first change that a finding asks for, untried; advice where there is none."""
-    first = next(changes_for(finding, region, model), None)
-    if first is None:
-        return advice(finding)
-    return Suggestion(first.code, "change", evidence="not verified: find_nonfinite(step, model) tries it")
+def suggestion(
+    changes: Iterable[Change], advice: Suggestion, attempt: Callable[[Change], tuple[Change, bool, str]] | None = None
+) -> Suggestion:
+    """The first change that helps, or advice.
+
+    `attempt` tries a change, to which it may add, and returns it, whether it helps, and how one sees that. Without it
+    the first change is suggested as one that is not verified.
+    """
+    tried = []
+    for change in changes:
+        if attempt is None:
+            return Suggestion(change.code, "change", evidence="not verified: find_nonfinite(step, model) tries it")
+        change, helps, evidence = attempt(change)
+        if helps:
+            return Suggestion(change.code, "change", True, f"verified: {evidence}", tuple(tried))
+        tried.append(f"{change.code} ({evidence})")
+    return replace(advice, tried=tuple(tried))
 
 
 def changes_for(finding: Finding, region: Region, model: Module | None) -> Iterator[Change]:
@@ -201,11 +212,15 @@ def changes_for(finding: Finding, region: Region, model: Module | None) -> Itera
         low in text for low in ("float16", "bfloat16") for text in (*(one.dtype for one in places), *finding.inputs)
     ):
         return
-    if region == "ampkit" and model is not None and origin.path:
-        yield PolicyChange(finding.device, model, (origin.path,))
-    place = (finding.made and line_of(finding.made)) or line_of(origin)
-    if place is not None:
-        yield LineChange(finding.device, region, (place,))
+    line = (finding.made and line_of(finding.made)) or line_of(origin)
+    yield from _changes(origin.path, line, finding.device, region, model)
+
+
+def _changes(path: str, line: Lines | None, device: str, region: Region, model: Module | None) -> Iterator[Change]:
+    if region == "ampkit" and model is not None and path:
+        yield PolicyChange(device, model, (path,))
+    if line is not None:
+        yield LineChange(device, region, (line,))
 
 
 # By kind of cause: what helps, and why nothing was tried.
@@ -245,9 +260,8 @@ def advice(finding: Finding) -> Suggestion:
                           evidence="not verified")
     if cause.kind == "overflow" and not finding.inputs:
         return Suggestion("make these numbers in float32", evidence=f"beyond {origin.dtype}")
-    evidence = {
-        "too large": "beyond float64 too", "overflow": f"beyond {origin.dtype}", "rounded": "another value in float64",
-    }.get(cause.kind, "float64 has no value for these inputs either")
+    evidence = {"overflow": f"beyond {origin.dtype}", "rounded": "another value in float64"}.get(
+        cause.kind, "float64 has no finite value for these inputs either")
     if cause.kind == "from inf" and finding.made is not None and "softmax" not in origin.op:
         return Suggestion("write torch.finfo(dtype).min in place of -inf", evidence=evidence)
     return Suggestion(what, evidence=evidence)
@@ -256,14 +270,9 @@ def advice(finding: Finding) -> Suggestion:
 def changes_for_precision(report: PrecisionReport, region: Region, model: Module) -> Iterator[Change]:
     """What may bring a step nearer to its reference."""
     one = report.rounds()
-    if one is None or report.underflows or report.lost_updates:
-        return
-    device = next((p.device.type for p in model.parameters()), "cpu")
-    if region == "ampkit" and one.path:
-        yield PolicyChange(device, model, (one.path,))
-    lines = line_of(one)
-    if lines is not None:
-        yield LineChange(device, region, (lines,))
+    if one is not None and not report.underflows and not report.lost_updates:
+        device = next((p.device.type for p in model.parameters()), "cpu")
+        yield from _changes(one.path, line_of(one), device, region, model)
 
 
 def advice_on_precision(report: PrecisionReport) -> Suggestion:
@@ -281,6 +290,5 @@ def advice_on_precision(report: PrecisionReport) -> Suggestion:
                           evidence="the update is less than half a unit in the last place")
     if one is not None and one.op == "aten::add_.Tensor" and one.phase == "backward" and not one.backward_of:
         return Suggestion("accumulate gradients in float32, beside the parameters", evidence="not verified")
-    where = "" if one is None or not one.line else f"compute {one.file}:{one.line} in float32, with .float()"
-    return Suggestion(where or "keep more of the model in float32", evidence="not verified")
+    return Suggestion("keep more of the model in float32", evidence="not verified")
 

@@ -18,7 +18,7 @@ from ampkit.debugging.detect import detect_nonfinite, rank
 from ampkit.debugging.loop import check_loop
 from ampkit.debugging.monitor import TensorMonitor
 from ampkit.debugging.precision import PrecisionComparison
-from ampkit.debugging.report import NonFiniteError
+from ampkit.debugging.report import NonFiniteError, Report
 
 CLEAN, FOUND, BAD_INPUT, INCONCLUSIVE, INTERRUPTED = 0, 1, 2, 3, 130
 _INTERRUPT = "the script was interrupted"
@@ -29,13 +29,19 @@ def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     tools = {"nonfinite": _nonfinite, "precision": _precision, "loop": _loop, "monitor": _monitor}
     try:
-        return tools[options.tool](options)
+        report, text = tools[options.tool](options)
+        print(text)
+        if options.json:
+            Path(options.json.replace("{rank}", str(rank() or 0))).write_text(report.to_json(), encoding="utf-8")
     except (OSError, ValueError) as error:
         print(f"ampkit debug: {error}", file=sys.stderr)
         return BAD_INPUT
     except Exception:
         traceback.print_exc()       # 1 would say that something was found
         return INCONCLUSIVE
+    if report.status == "inconclusive":
+        return INTERRUPTED if report.incomplete == _INTERRUPT else INCONCLUSIVE
+    return FOUND if report else CLEAN
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -51,59 +57,49 @@ def _parser() -> argparse.ArgumentParser:
     monitor.add_argument("--every", type=_count, default=100, metavar="N", help="sample every N optimizer steps")
     monitor.add_argument("--out", type=_absolute, default="ampkit-monitor.jsonl", metavar="F",
                          help="a line of JSON per sample; a file that is there is replaced")
-    for tool in (nonfinite, precision, loop):
-        tool.add_argument("--json", type=_absolute, metavar="F", help="write the report; {rank} is the rank")
     for tool in (nonfinite, precision, loop, monitor):
+        tool.add_argument("--json", type=_absolute, metavar="F", help="write the report; {rank} is the rank")
         tool.add_argument("script")
         tool.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
     return parser
 
 
-def _nonfinite(options: Any) -> int:
+# The tools: each runs the script, and returns its report and what to print.
+
+
+def _nonfinite(options: Any) -> tuple[Report, str]:
     detect = detect_nonfinite(on_found="record" if options.keep_going else "raise")
     detect.first_step = options.from_step
-    why = _run(options, detect)
-    detect.report.incomplete = why or _too_early(options.from_step, looked=detect.report.steps > 0)
-    return _finish(options, detect.report, str(detect.report))
+    report = detect.report
+    report.incomplete = _run(options, detect) or _too_early(options.from_step, looked=report.steps > 0)
+    return report, str(report)
 
 
-def _precision(options: Any) -> int:
+def _precision(options: Any) -> tuple[Report, str]:
     comparison = PrecisionComparison(None, first_step=options.at_step, on_step=_stop)
-    why = _run(options, comparison)
     report = comparison.report
-    report.incomplete = why or _too_early(options.at_step, looked=comparison.begun)
-    return _finish(options, report, f"{report}\n\n{report.table()}" if report.operators else str(report))
+    report.incomplete = _run(options, comparison) or _too_early(options.at_step, looked=comparison.begun)
+    return report, f"{report}\n\n{report.table()}" if report.operators else str(report)
 
 
-def _loop(options: Any) -> int:
+def _loop(options: Any) -> tuple[Report, str]:
     check = check_loop()
-    check.report.incomplete = _run(options, check)
-    return _finish(options, check.report, str(check.report))
+    check.report.incomplete = _run(options, check) or check.report.incomplete
+    return check.report, str(check.report)
 
 
-def _monitor(options: Any) -> int:
+def _monitor(options: Any) -> tuple[Report, str]:
     monitor = TensorMonitor(every=options.every, path=options.out.replace("{rank}", str(rank() or 0)))
-    with check_loop() as loop:
+    with check_loop() as report:
         why = _run(options, monitor)
-    why = why or _too_early(1, looked=monitor.last is not None)
-    print("\n".join([*map(str, loop.findings), *([f"inconclusive: {why}"] if why else []), str(monitor)]))
-    return FOUND if loop else INTERRUPTED if why == _INTERRUPT else INCONCLUSIVE if why else CLEAN
+    report.incomplete = why or report.incomplete
+    return report, f"{report}\n{monitor}"
 
 
 def _too_early(step: int, *, looked: bool) -> str:
     """Why a report is about nothing; "" where it is not."""
     return "" if looked else (f"the script ended before step {step}, and nothing was looked at. Steps that a scaler "
                               "skips do not count until then")
-
-
-def _finish(options: Any, report: Any, text: str) -> int:
-    """Show and write a report. Returns the exit code."""
-    print(text)
-    if options.json:
-        Path(options.json.replace("{rank}", str(rank() or 0))).write_text(report.to_json(), encoding="utf-8")
-    if report.status == "inconclusive":
-        return INTERRUPTED if report.incomplete == _INTERRUPT else INCONCLUSIVE
-    return FOUND if report.status == "found" else CLEAN
 
 
 class _Stopped(BaseException):

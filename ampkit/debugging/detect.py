@@ -33,61 +33,15 @@ from ampkit.debugging.causes import (
     poles,
     rounded_number,
 )
-from ampkit.debugging.changes import suggest
+from ampkit.debugging.changes import advice, changes_for, suggestion
 from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver
 from ampkit.debugging.operator_facts import readable, tensors_in
 from ampkit.debugging.report import Finding, NonFiniteError, NonFiniteReport, Operation
 from ampkit.debugging.storage_map import StorageMap
 from ampkit.debugging.taint import Record, Trace, trace
-from ampkit.torch_internals.operator_tracing import OpOverload
+from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque
 
-__all__ = ["NonfiniteDetection", "detect_nonfinite", "rank"]
-
-
-def detect_nonfinite(
-    model: Module | None = None, on_found: Literal["raise", "record"] = "raise"
-) -> NonfiniteDetection:
-    """Context in which every operator's result is looked at, forward, backward and optimizer::
-
-        with debugging.detect_nonfinite(model) as report:
-            loss = model(x).mean()
-            loss.backward()
-            optimizer.step()
-
-    It names the first operator whose inputs were finite and whose result was not, its module and which call of it, the
-    user's line, why (the operator runs again in float64 on the same inputs), and the loss, gradient, parameter or
-    result where it shows. What is absorbed on the way, such as masks of -inf, is no finding; gradients that a
-    GradScaler meets and that a smaller scale can cure are in `report.skipped`.
-
-    `model`: paths count from it; None takes the outermost module that runs. `on_found`: "raise" raises
-    `NonFiniteError` when the step ends, "record" only fills the report. Each result is read on the host, which waits
-    for an accelerator at each operator.
-
-    A step ends after `optimizer.step()`, when a scaler has skipped it, and at the end of the context. Compiled
-    functions run eagerly meanwhile. Results and random numbers stay the same to the bit.
-    """
-    return NonfiniteDetection(model, on_found)
-
-
-def _finding(detection: NonfiniteDetection, found: Trace) -> Finding:
-    """What a report says of an origin."""
-    origin, symptom = found.origin, found.symptom
-    finding: Finding = replace(origin.finding)
-    cause = finding.cause
-    if cause.kind == "undefined" and finding.origin.backward_of:
-        text = advice_for(finding.origin.op, finding.origin.backward_of)[0] or cause.text
-        finding.cause = replace(cause, text=text)
-    elif cause.kind == "constant":
-        finding.cause = replace(cause, text=f"{origin.values}, which the code asks for")
-    elif cause.kind == "from inf":
-        finding.made = found.constant.finding.origin if found.constant is not None else None
-    if cause.kind != "arrived":
-        finding.parameter = symptom.finding.parameter
-    finding.symptom, finding.step, finding.scale = _symptom(symptom), detection.step, detection.scale
-    finding.skipped = found.only_gradients and _is_cured_by_scaler(finding)
-    if not finding.skipped:
-        finding.suggestion = suggest(finding, detection.modules.region, detection.modules.model)
-    return finding
+__all__ = ["detect_nonfinite", "rank"]
 
 
 def _is_cured_by_scaler(finding: Finding) -> bool:
@@ -103,11 +57,11 @@ def _is_cured_by_scaler(finding: Finding) -> bool:
 def _symptom(last: Record) -> str:
     """What a user sees."""
     name = last.finding.parameter
-    if last.is_loss:
+    if last.shows == "loss":
         what = "the loss"
-    elif last.writes:
-        what = f"{last.writes} {name or '?'}"
-    elif last.is_gradient or last.phase in ("backward", "scaler"):
+    elif last.shows in ("parameter", "buffer"):
+        what = f"{last.shows} {name or '?'}"
+    elif last.shows == "gradient" or last.phase in ("backward", "scaler"):
         what = f"the gradient of {name or 'an input'}"
     else:
         what = "a result" if last.scalar else "a tensor that nothing absorbs"
@@ -139,15 +93,33 @@ class _Input(NamedTuple):
     writers: tuple[int, ...] | None     # the records that wrote it; None: it was there before
 
 
-class NonfiniteDetection(OperatorObserver):
-    """The context of `detect_nonfinite`: notes which results are not finite, and reports when a step has ended."""
+class detect_nonfinite(OperatorObserver[NonFiniteReport]):
+    """Context in which every operator's result is looked at, forward, backward and optimizer::
 
-    def __init__(self, model: Module | None, on_found: Literal["raise", "record"]) -> None:
+        with debugging.detect_nonfinite(model) as report:
+            loss = model(x).mean()
+            loss.backward()
+            optimizer.step()
+
+    It names the first operator whose inputs were finite and whose result was not, its module and which call of it, the
+    user's line, why (the operator runs again in float64 on the same inputs), and the loss, gradient, parameter or
+    result where it shows. What is absorbed on the way, such as masks of -inf, is no finding; gradients that a
+    GradScaler meets and that a smaller scale can cure are in `report.skipped`.
+
+    `model`: paths count from it; None takes the outermost module that runs. `on_found`: "raise" raises
+    `NonFiniteError` when the step ends, "record" only fills the report. Each result is read on the host, which waits
+    for an accelerator at each operator.
+
+    A step ends after `optimizer.step()`, when a scaler has skipped it, and at the end of the context. Compiled
+    functions run eagerly meanwhile. Results and random numbers stay the same to the bit.
+    """
+
+    def __init__(self, model: Module | None = None, on_found: Literal["raise", "record"] = "raise") -> None:
         if on_found not in ("raise", "record"):
             raise ValueError(f"on_found is {on_found!r}; expected 'raise' or 'record'")
         super().__init__(model, NonFiniteReport(rank=rank()))
-        self.records: dict[int, Record] = {}    # the broken ones of this step, and who read them
         self.losses: list[float] = []           # as backward began
+        self._records: dict[int, Record] = {}   # the broken ones of this step, and who read them
         self._on_found = on_found
         self._complete = True       # False: an exception ended the step, and what was not read might have been
         self._writers: StorageMap[_Written] = StorageMap()
@@ -155,9 +127,6 @@ class NonfiniteDetection(OperatorObserver):
         self._next = 0
         self._left: set[int] = set()    # what was broken in a step that a scaler skipped
         self._begun_step = False    # it computes: a loss that is printed after the last one begins none
-
-    def __enter__(self) -> NonFiniteReport:
-        return super().__enter__()  # type: ignore[no-any-return]
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
@@ -167,13 +136,15 @@ class NonfiniteDetection(OperatorObserver):
             self.report.incomplete = f"the steps ended with {type(error).__name__}"
         self._count()
         if error is None or (isinstance(error, Exception) and not isinstance(error, NonFiniteError)):
-            self._end_step()        # what the user's code raised stays as the context of what is raised here
+            self.step_ended()       # what the user's code raised stays as the context of what is raised here
 
     def observe(
         self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         facts = call.facts
-        self._follow_step(call)
+        self._begun_step |= call.phase == "backward" or (
+            call.phase == "forward" and (call.module is not None or self.step == 0)
+        )
         given = call.given
         written = facts.written(args, kwargs)
         if written and facts.overwrites:
@@ -187,11 +158,11 @@ class NonfiniteDetection(OperatorObserver):
         if call.starts_backward:
             self._note_loss(call.given[0])
         outputs = [*outputs_of(facts, result, args, kwargs), *buffers]
-        read = tuple({index for some in writers for index in some or () if index in self.records})
+        read = tuple({index for some in writers for index in some or () if index in self._records})
         if not outputs:     # a comparison, an index, a number on the host
-            read = tuple(index for index in read if not self.records[index].scalar)     # a loss is looked at by loops
+            read = tuple(index for index in read if not self._records[index].scalar)     # a loss is looked at by loops
             if read and isinstance(result, Tensor) and result.dtype is torch.bool:
-                self.records[self._next] = Record(self._next, call.phase, read)
+                self._records[self._next] = Record(self._next, call.phase, read)
                 self._next += 1
             return result
         record = Record(self._next, call.phase, read, scalar=all(one.numel() == 1 for one in outputs))
@@ -212,24 +183,20 @@ class NonfiniteDetection(OperatorObserver):
             inputs = [_Input(kept.get(id(one), one), one, some) for one, some in zip(given, writers, strict=False)]
             self._explain(record, call, func, before, inputs, outputs)
         elif read:
-            self.records[record.index] = record     # it absorbs something
+            self._records[record.index] = record     # it absorbs something
         return result
 
     # --- the course of a step
 
-    def step_ended(self, optimizer: Any) -> None:
-        self._end_step()
-
-    def _end_step(self, *, skipped: bool = False) -> None:
-        """Judge the step, and forget it."""
+    def step_ended(self, *, skipped: bool = False) -> None:
         if skipped:
-            self._left = {index for index, record in self.records.items() if record.broken}
+            self._left = {index for index, record in self._records.items() if record.broken}
         try:
-            if any(record.broken for record in self.records.values()):
+            if any(record.broken for record in self._records.values()):
                 self._note_gradients()
                 self._judge()
         finally:
-            self.records.clear()
+            self._records.clear()
             self.scale = None
             self._backwards = 0
             self._begun_step = False
@@ -237,7 +204,7 @@ class NonfiniteDetection(OperatorObserver):
     def _judge(self) -> None:
         """Turn what a step recorded into findings, and raise for the new ones."""
         self._count()
-        found = [(one, _finding(self, one)) for one in trace(self.records, complete=self._complete)]
+        found = [(one, self._finding(one)) for one in trace(self._records, complete=self._complete)]
         overflows = any(finding.skipped for _, finding in found)
         new = False
         for one, finding in found:
@@ -247,34 +214,46 @@ class NonfiniteDetection(OperatorObserver):
         if new and self._on_found == "raise":
             raise NonFiniteError(self.report)
 
+    def _finding(self, found: Trace) -> Finding:
+        """What a report says of an origin."""
+        origin, symptom = found.origin, found.symptom
+        finding: Finding = replace(origin.finding)
+        cause = finding.cause
+        if cause.kind == "undefined" and finding.origin.backward_of:
+            text = advice_for(finding.origin.op, finding.origin.backward_of)[0] or cause.text
+            finding.cause = replace(cause, text=text)
+        elif cause.kind == "constant":
+            finding.cause = replace(cause, text=f"{origin.values}, which the code asks for")
+        elif cause.kind == "from inf":
+            finding.made = found.constant.finding.origin if found.constant is not None else None
+        if cause.kind != "arrived":
+            finding.parameter = symptom.finding.parameter
+        finding.symptom, finding.step, finding.scale = _symptom(symptom), self.step, self.scale
+        finding.skipped = found.only_gradients and _is_cured_by_scaler(finding)
+        if not finding.skipped:
+            changes = changes_for(finding, self.modules.region, self.modules.model)
+            finding.suggestion = suggestion(changes, advice(finding))
+        return finding
+
     def _count(self) -> None:
         self.report.operators = self.count
         self.report.steps = max(0, self.step - self.first_step) + self._begun_step
-
-    def _follow_step(self, call: OperatorCall) -> None:
-        """Notice the end of a step that a scaler skipped, and that a step has begun."""
-        if self.was_skipped(call):
-            self._end_step(skipped=True)
-            self.next_step()
-        self._begun_step |= call.phase == "backward" or (
-            call.phase == "forward" and (call.module is not None or self.step == 0)
-        )
 
     def _note_loss(self, loss: Tensor) -> None:
         self._backwards += 1
         self.losses.append(float(loss.detach()) / (self.scale or 1.0))
         for index in self._writers_of(loss) or ():
-            if index in self.records:
-                self.records[index].is_loss = True
+            if index in self._records:
+                self._records[index].shows = "loss"
 
     def _note_gradients(self) -> None:
         """Which records are what parameters hold as gradients, whoever has read them since."""
         named = [pair for root in self.modules.roots() for pair in root.named_parameters()]
         for name, parameter in named:
             for index in self._writers_of(parameter.grad) or () if parameter.grad is not None else ():
-                record = self.records.get(index)
+                record = self._records.get(index)
                 if record is not None and record.broken:
-                    record.is_gradient = True
+                    record.shows = record.shows or "gradient"
                     record.finding.parameter = record.finding.parameter or name
 
     # --- who wrote what
@@ -288,14 +267,14 @@ class NonfiniteDetection(OperatorObserver):
         """A write to a part of some memory leaves what others wrote there."""
         before: tuple[int, ...] = ()
         if call.facts.mutable and tensor.nbytes < tensor.untyped_storage().nbytes():
-            before = tuple(one for one in self._writers_of(tensor) or () if one in self.records)
+            before = tuple(one for one in self._writers_of(tensor) or () if one in self._records)
         self._writers.set(tensor, _Written((*before, index), call))
 
     def _keep(self, record: Record, call: OperatorCall, tensor: Tensor) -> Finding:
         """Keep a record, with the beginning of a finding."""
         operation = Operation(**self.where(call), dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
         micro_batch = max(1, self._backwards + (call.phase == "forward"))
-        self.records[record.index] = record
+        self._records[record.index] = record
         record.finding = Finding(operation, tensor.device.type, micro_batch)
         return record.finding  # type: ignore[no-any-return]
 
@@ -332,7 +311,6 @@ class NonfiniteDetection(OperatorObserver):
         mine = {id(value) for value in tensors_in(before)}
         given = [one for one in given if id(one.before) in mine]
         nan_in = inf_in = False
-        read = []
         for one in given:
             if next(readable([one.before]), None) is None:
                 continue
@@ -341,11 +319,13 @@ class NonfiniteDetection(OperatorObserver):
                 nan_in |= low != low
                 inf_in |= low == low
                 record.inputs += self._owner(one, low, high, call, record.index)
-            read.append((one.before, "" if one.writers else self.name_of(one.tensor)))
-        if nan_in or (inf_in and not record.nan):
+        if nan_in or (inf_in and "nan" not in record.broken):
             return      # passed on
         record.source = "from inf" if inf_in else "made"
-        finding.inputs = tuple(described(value, name) for value, name in read)
+        finding.inputs = tuple(
+            described(one.before, "" if one.writers else self.name_of(one.tensor)) for one in given
+            if one.before.numel() and not is_opaque(one.before) and one.before.dtype is not torch.bool
+        )
         args, kwargs = before
         finding.cause = cause = find_cause(func, call.facts, args, kwargs, outputs, from_inf=inf_in)
         if cause.kind == "constant":
@@ -370,19 +350,19 @@ class NonfiniteDetection(OperatorObserver):
 
     def _owner(self, one: _Input, low: float, high: float, call: OperatorCall, reader: int) -> tuple[int, ...]:
         """The record of a broken input, where none of the step says yet whose it is."""
-        records = [self.records[index] for index in one.writers or () if index in self.records]
+        records = [self._records[index] for index in one.writers or () if index in self._records]
         if any(record.broken for record in records):
             return ()
         for record in records:
             if record.source in ("uninitialised", "received"):
                 record.mark(low, high)
-                if any(index in self.records and self.records[index].broken for index in record.inputs):
+                if any(index in self._records and self._records[index].broken for index in record.inputs):
                     record.source = None        # what was sent was broken: it is not another rank's
                 return (record.index,)
         latest = self._writers.get(one.tensor)
         arrived = self._arrive(one.tensor, call)
         for index in arrived:
-            self.records[index].mark(low, high)
+            self._records[index].mark(low, high)
         if latest is not None and reader in latest.records:
             self._writers.set(one.tensor, latest)   # the call wrote it in place: what is there now is the call's
         return arrived
@@ -397,6 +377,6 @@ class NonfiniteDetection(OperatorObserver):
                 record.finding.parameter = self.name_of(one).removesuffix(".grad")
                 return
             if one.is_leaf and (one.requires_grad if call.facts.mutable else id(one) in buffers):
-                record.writes = "parameter" if call.facts.mutable else "buffer"
+                record.shows = "parameter" if call.facts.mutable else "buffer"
                 record.finding.parameter = self.name_of(one)
                 return

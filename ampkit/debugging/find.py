@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
 from ampkit.debugging.causes import Cause, poles, rounded_number
-from ampkit.debugging.changes import Change, advice, changes_for
+from ampkit.debugging.changes import Change, advice, changes_for, suggestion
 from ampkit.debugging.detect import detect_nonfinite
 from ampkit.debugging.operator_calls import OperatorCall
 from ampkit.debugging.operator_facts import tensors_in
@@ -28,16 +28,14 @@ _LASTING = 4            # steps in a row that a change must keep finite
 _MOST_STEPS = 30        # until then: a loss scale settles first
 
 
-def find_nonfinite(
-    step: Callable[[], Any], model: Module, *, state: Iterable[Any] = (), verify: bool = True
-) -> NonFiniteReport:
+def find_nonfinite(step: Callable[[], Any], model: Module, *, state: Iterable[Any] = ()) -> NonFiniteReport:
     """Where a step's inf and NaN come from, why, and a change that was tried.
 
     `step` takes no arguments and does the same each time: forward, backward and optimizer, on one batch. It runs once;
     where an operator met a 0 that it cannot take, once more beside itself in a wider dtype, to tell a 0 that was
-    rounded from one that is exact. With `verify`, changes are tried: a policy for steps in ampkit's regions, lines in
-    float32 for all. A change is verified when four steps in a row with it are finite and update the parameters, and the
-    loss does not grow a hundredfold; a change that failed is not suggested. Then everything is put back: parameters,
+    rounded from one that is exact. Then changes are tried: a policy for steps in ampkit's regions, lines in float32 for
+    all. A change is verified when four steps in a row with it are finite and update the parameters, and the loss does
+    not grow a hundredfold; a change that failed is not suggested. In the end everything is put back: parameters,
     buffers, gradients, optimizers, scalers, random number generators and the objects in `state`, which have
     `state_dict` and `load_state_dict`.
 
@@ -48,22 +46,21 @@ def find_nonfinite(
     """
     replay = _Replay(step, model, Snapshot(model, state))
     report = replay.run()
-    if report and report.compiled and replay.is_finite_as_it_is():
+    if not report.findings:
+        return report
+    if report.compiled and replay.is_finite_as_it_is():
         report.note = f"as it is, compiled, the step is finite; run eagerly: {report.findings[0]}"
         report.findings = []
-    if report:
-        report.findings[0] = replay.with_cause(report.findings[0])
-        if verify:
-            report.findings[0] = replay.with_suggestion(report.findings[0], loop_is_wrong=bool(report.loop))
+        return report
+    finding = report.findings[0] = replay.with_cause(report.findings[0])
+    if report.loop and finding.scale is not None:
+        finding.suggestion = Suggestion(
+            "put the loop right first, as said above", evidence="it mishandles scaled gradients"
+        )
+    else:
+        changes = changes_for(finding, replay.region, model)
+        finding.suggestion = suggestion(changes, advice(finding), replay.attempt)
     return report
-
-
-class _Trial(NamedTuple):
-    """What steps with a change did."""
-
-    evidence: str = ""              # "" where it does not help
-    why: str = ""                   # it does not
-    left: Finding | None = None     # what is not finite with it
 
 
 class _Replay:
@@ -73,74 +70,47 @@ class _Replay:
         self._step = step
         self._model = model
         self._snapshot = snapshot
-        self._region: Any = "none"
+        self.region: Any = "none"
 
     def run(self) -> NonFiniteReport:
-        """What a run finds, from the state at the beginning to which it also returns."""
+        """What a run finds."""
         detect = detect_nonfinite(self._model, on_found="record")
-        detect.on_scaler = self._snapshot.add
-        try:
-            with self._snapshot, detect as report:
-                self._step()
-        finally:
-            self._snapshot.restore()
-        self._region = detect.modules.region
+        detect.on_state = self._snapshot.add
+        with self._snapshot, detect as report:
+            self._step()
+        self.region = detect.modules.region
         return report
 
     def is_finite_as_it_is(self) -> bool:
         """Whether what the step returns and leaves behind is finite without any tool."""
-        try:
-            with self._snapshot:
-                result = self._step()
-            tensors = [*tensors_in(result), *self._model.parameters()]
+        with self._snapshot:
+            tensors = [*tensors_in(self._step()), *self._model.parameters()]
             tensors += [one.grad for one in self._model.parameters() if one.grad is not None]
             return all(bool(torch.isfinite(one).all()) for one in tensors)
-        finally:
-            self._snapshot.restore()
 
     def with_cause(self, finding: Finding) -> Finding:
         """A finding whose 0, 1 or inf is followed back to the operator that rounded it, if one did."""
         if finding.cause.kind not in ("undefined", "from inf") or not finding.inputs:
             return finding
         run = _OriginRun(self._model, finding)
-        try:
-            with self._snapshot, run:
-                self._step()
-        finally:
-            self._snapshot.restore()
+        with self._snapshot, run:
+            self._step()
         made = run.made()
         return finding if made is None else replace(finding, made=made[0], cause=Cause("rounded", made[1]))
 
-    def with_suggestion(self, finding: Finding, *, loop_is_wrong: bool) -> Finding:
-        """A finding with what was tried for it: the first change that lasts, or advice."""
-        if loop_is_wrong and finding.scale is not None:
-            first = "put the loop right first, as said above"
-            return replace(finding, suggestion=Suggestion(first, evidence="it mishandles scaled gradients"))
-        tried = []
-        for change in changes_for(finding, self._region, self._model):
-            trial, change = self._extended(change)
-            if trial.evidence:
-                suggestion = Suggestion(change.code, "change", True, f"verified: {trial.evidence}", tuple(tried))
-                return replace(finding, suggestion=suggestion)
-            tried.append(f"{change.code} ({trial.why})")
-        return replace(finding, suggestion=replace(advice(finding), tried=tuple(tried)))
-
-    def _extended(self, change: Change) -> tuple[_Trial, Change]:
-        """A change, rule after rule, until steps stay finite or nothing is left to add."""
-        trial = self._lasts(change)
+    def attempt(self, change: Change) -> tuple[Change, bool, str]:
+        """Try a change, rule after rule, until steps stay finite or nothing is left to add."""
+        helps, evidence, left = self._lasts(change)
         for _ in range(_MOST_RULES - 1):
-            if trial.left is None:
-                break
-            left = self.with_cause(trial.left)
-            more = change.extended([one for one in (left.made, left.origin) if one is not None])
+            more = None if left is None else change.extended(self.with_cause(left))
             if more is None:
                 break
             change = more
-            trial = self._lasts(change)
-        return trial, change
+            helps, evidence, left = self._lasts(change)
+        return change, helps, evidence
 
-    def _lasts(self, change: Change) -> _Trial:
-        """Whether steps with a change stay finite and update parameters."""
+    def _lasts(self, change: Change) -> tuple[bool, str, Finding | None]:
+        """Whether steps with a change stay finite and update parameters, how one sees that, and what is not finite."""
         detect = detect_nonfinite(self._model, on_found="raise")
         steps = lasting = 0
         try:
@@ -154,24 +124,16 @@ class _Replay:
                     moved = not all(map(torch.equal, before, self._model.parameters()))
                     lasting = lasting + 1 if moved or not self._snapshot.optimizers else 0
         except NonFiniteError as error:
-            return _Trial(why="still not finite", left=error.report.findings[0])
-        except RuntimeError as error:
-            return _Trial(why=str(error).partition("\n")[0][:100])      # dtypes that do not go together
-        finally:
-            self._snapshot.restore()
-        losses = detect.losses
+            return False, "still not finite", error.report.findings[0]
+        except RuntimeError as error:       # dtypes that do not go together
+            return False, str(error).partition("\n")[0][:100], None
+        losses, updated = detect.losses, bool(self._snapshot.optimizers)
         if lasting < _LASTING:
-            return _Trial(why="finite, but no parameter moves")
+            return False, "finite, but no parameter moves", None
         if not all(map(math.isfinite, losses)) or (losses and abs(losses[-1]) > 1 + 100 * abs(losses[0])):
-            return _Trial(why="finite, but the loss runs away")
-        return _Trial(f"{steps} steps with it are finite{_course(losses, bool(self._snapshot.optimizers))}")
-
-
-def _course(losses: list[float], updated: bool) -> str:
-    if not updated:
-        return " (it has no optimizer)"
-    return f", the loss goes from {losses[0]:.4g} to {losses[-1]:.4g}" if len(losses) > 1 else ""
-
+            return False, "finite, but the loss runs away", None
+        course = f", the loss goes from {losses[0]:.4g} to {losses[-1]:.4g}" if len(losses) > 1 else ""
+        return True, f"{steps} steps with it are finite{course if updated else ' (it has no optimizer)'}", None
 
 class _OriginRun(PrecisionComparison):
     """A step beside itself in float64, to see what the inputs of an operator that failed were made of."""

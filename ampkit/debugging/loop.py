@@ -110,8 +110,8 @@ class check_loop:
                     self._wrap(stack, cls, "step", self._scheduler)
             for cls in (torch.autocast, autocast):
                 self._wrap(stack, cls, "__enter__", self._region)
-            stack.callback(register_optimizer_step_pre_hook(self._optimizer_starts).remove)
-            stack.callback(register_optimizer_step_post_hook(self._optimizer_ends).remove)
+            stack.enter_context(register_optimizer_step_pre_hook(self._optimizer_starts))
+            stack.enter_context(register_optimizer_step_post_hook(self._optimizer_ends))
             self._open = stack.pop_all()
         return self.report
 
@@ -119,6 +119,8 @@ class check_loop:
         self._open.close()
         if error is not None:
             self.report.incomplete = f"the loop ended with {type(error).__name__}"
+        elif not self.report.iterations:
+            self.report.incomplete = "no optimizer stepped"
 
     def _wrap(self, stack: ExitStack, owner: Any, name: str, watch: Callable[..., Any]) -> None:
         """Have `watch`, a generator, run until its `yield` before a function, and from there after it."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -43,22 +46,20 @@ class ModuleCalls:
         self._numbers: dict[int, int] = {}
         self._roots: dict[int, Module] = {}
         self.region: Literal["ampkit", "torch", "none"] = "none"       # what modules were called in
-        self._hooks: list[Any] = []
         accelerator = torch.accelerator.current_accelerator()
         self._device_types = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
-    def start(self) -> None:
-        """Install the hooks."""
-        self._hooks = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
-        ]
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Context with the hooks.
 
-    def stop(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        A compiled module warns that they fire for its wrapper too: they do, and wrappers have no path here.
+        """
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
+            with register_module_forward_pre_hook(self._enter):
+                with register_module_forward_hook(self._leave, always_call=True):
+                    yield
 
     def current(self) -> ModuleCall | None:
         """The innermost call that this thread is in."""

@@ -17,7 +17,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ampkit.debugging.causes import extremes
 from ampkit.debugging.module_calls import ModuleCalls
-from ampkit.debugging.operator_calls import no_advice_on_hooks
 from ampkit.debugging.operator_facts import readable, tensors_in
 from ampkit.debugging.report import plain
 
@@ -66,8 +65,8 @@ class TensorMonitor:
         if self._path is not None:
             self._path.write_text("", encoding="utf-8")     # lines of a former run are none of this one's
         # Torch does not let a hook of optimizers remove one: they stay between samples.
-        self._open.callback(register_optimizer_step_pre_hook(self._optimizer_starts).remove)
-        self._open.callback(register_optimizer_step_post_hook(self._optimizer_ends).remove)
+        self._open.enter_context(register_optimizer_step_pre_hook(self._optimizer_starts))
+        self._open.enter_context(register_optimizer_step_post_hook(self._optimizer_ends))
         self._watch()
         return self
 
@@ -78,10 +77,8 @@ class TensorMonitor:
     def _watch(self) -> None:
         self._worst = {"outputs": {}, "gradients": {}}
         hooks = self._hooks = ExitStack()
-        hooks.enter_context(no_advice_on_hooks())
-        hooks.callback(register_module_forward_hook(self._look).remove)     # before `modules` leaves the module
-        self._modules.start()
-        hooks.callback(self._modules.stop)
+        hooks.enter_context(register_module_forward_hook(self._look))   # before `modules` leaves the module
+        hooks.enter_context(self._modules.followed())
 
     def _look(self, module: Module, args: Any, output: Any) -> None:
         call = None if torch.compiler.is_compiling() else self._modules.current()

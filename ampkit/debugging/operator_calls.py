@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import sys
 import threading
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any, Literal
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,7 +34,9 @@ from ampkit.torch_internals.operator_tracing import (
     without_dispatch,
 )
 
-__all__ = ["OperatorCall", "OperatorObserver", "Phase", "no_advice_on_hooks"]
+__all__ = ["OperatorCall", "OperatorObserver", "Phase"]
+
+R = TypeVar("R", bound=StepReport)
 
 Phase = Literal["forward", "backward", "recompute", "optimizer", "scaler"]
 
@@ -72,7 +73,7 @@ class _Thread(threading.local):
         self.number = next_sequence_number() - 1
 
 
-class OperatorObserver(ObserverMode):
+class OperatorObserver(ObserverMode, Generic[R]):
     """Context in which `observe` is asked to run each operator of the thread, and of backward threads.
 
     The loop is checked, too; the report has what it does wrong, and whether compiled functions ran. Subclasses override
@@ -80,16 +81,16 @@ class OperatorObserver(ObserverMode):
     asking. Inside both, the mode is off: what they compute is not observed.
     """
 
-    def __init__(self, model: Module | None, report: StepReport) -> None:
+    def __init__(self, model: Module | None, report: R) -> None:
         super().__init__()
         if model is not None and not isinstance(model, Module):
             raise TypeError(f"model is {type(model).__name__}; expected a torch.nn.Module, or None for whatever runs")
-        self.report: Any = report
+        self.report = report
         self.modules = ModuleCalls(model)
         self.first_step = 0         # the first one that is looked at; set it before entering
         self.begun = False
         self.scale: float | None = None         # the loss scale, where a scaler takes part
-        self.on_scaler: Callable[[torch.amp.GradScaler], object] | None = None      # before it changes
+        self.on_state: Callable[[Any], object] = lambda one: None   # asked before an optimizer or a scaler changes
         self.step = 0               # steps that have ended
         self.count = 0              # operators seen
         self._optimizer: Any = None
@@ -99,13 +100,10 @@ class OperatorObserver(ObserverMode):
         self._thread = _Thread()
         self._open = ExitStack()
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> R:     # type: ignore[override]
         with ExitStack() as stack:
-            for hook in (
-                register_optimizer_step_pre_hook(self._optimizer_starts),
-                register_optimizer_step_post_hook(self._optimizer_ends),
-            ):
-                stack.callback(hook.remove)
+            stack.enter_context(register_optimizer_step_pre_hook(self._optimizer_starts))
+            stack.enter_context(register_optimizer_step_post_hook(self._optimizer_ends))
             self.report.loop = stack.enter_context(check_loop()).findings
             if self.first_step == 0:
                 self._begin(stack)
@@ -119,9 +117,7 @@ class OperatorObserver(ObserverMode):
         """Look from here on; until then only optimizer steps are counted."""
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         self._note_compiled(stack)
-        stack.enter_context(no_advice_on_hooks())
-        self.modules.start()
-        stack.callback(self.modules.stop)
+        stack.enter_context(self.modules.followed())
         self._thread = _Thread()
         super().__enter__()
         stack.callback(super().__exit__, None, None, None)
@@ -150,8 +146,8 @@ class OperatorObserver(ObserverMode):
     def passed_over(self, facts: OperatorFacts, given: list[Tensor]) -> None:
         """An operator is run that takes tensors whose values cannot be read."""
 
-    def step_ended(self, optimizer: Any) -> None:
-        """An optimizer has stepped."""
+    def step_ended(self, *, skipped: bool = False) -> None:
+        """An optimizer has stepped, or a scaler has skipped the step."""
 
     def where(self, call: OperatorCall) -> dict[str, Any]:
         """A call as the fields of `report.Operation`, without those of its result.
@@ -221,6 +217,9 @@ class OperatorObserver(ObserverMode):
         call.given = given
         if call.phase == "scaler" and (self.scale is None or call.caller.scaling):
             self._meet_scaler()
+        if self._was_skipped(call):
+            self.step_ended(skipped=True)
+            self._next_step()
         try:
             return self.observe(call, func, args, kwargs)
         finally:
@@ -253,43 +252,36 @@ class OperatorObserver(ObserverMode):
         return call
 
     def _optimizer_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.on_state(optimizer)
         self._optimizer = optimizer
 
     def _optimizer_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._optimizer = None
         if self.begun:
             with without_dispatch():    # what the tool computes is no operator of the step
-                self.step_ended(optimizer)
-        self.next_step()
+                self.step_ended()
+        self._next_step()
         if not self.begun and self.step == self.first_step:
             self._begin(self._open)
 
     def _meet_scaler(self) -> None:
         scaler = running_scaler()
         if scaler is not None and scaler.is_enabled():
-            if self.scale is None and self.on_scaler is not None:
-                self.on_scaler(scaler)
+            if self.scale is None:
+                self.on_state(scaler)
             self.scale = scaler.get_scale()
 
-    def was_skipped(self, call: OperatorCall) -> bool:
-        """Whether a scaler has skipped the step before this call: no optimizer says so. To be asked at each call."""
+    def _was_skipped(self, call: OperatorCall) -> bool:
+        """Whether a scaler has skipped the step before this call: no optimizer says so."""
         if call.phase == "scaler":
             self._unscaled |= self._backward_seen and not call.caller.scaling
         elif call.phase == "backward":
             self._backward_seen = True
         return self._unscaled and call.phase == "forward" and call.module is not None
 
-    def next_step(self) -> None:
+    def _next_step(self) -> None:
         """Count from 0 again; the operators of the step before last are forgotten."""
         self.step += 1
         self._backward_seen = self._unscaled = False
         self.modules.new_step()
         self._forward_before, self._forward = self._forward, {}
-
-
-@contextmanager
-def no_advice_on_hooks() -> Iterator[None]:
-    """A compiled module warns that global hooks fire for its wrapper too: they do, and wrappers have no path here."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
-        yield

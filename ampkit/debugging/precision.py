@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +17,12 @@ from torch import Tensor
 from torch.nn import Module
 
 from ampkit.debugging.causes import dtype_name, extremes, largest_finite
-from ampkit.debugging.changes import Change, advice_on_precision, changes_for_precision
+from ampkit.debugging.changes import Change, advice_on_precision, changes_for_precision, suggestion
 from ampkit.debugging.monitor import before_update, lost_share
 from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver
 from ampkit.debugging.operator_facts import OperatorFacts, other_arguments, readable, tensors_in
 from ampkit.debugging.reference_copies import NONE, Error, ReferenceCopies
-from ampkit.debugging.report import GradientError, LostUpdate, OperatorError, PrecisionReport, Suggestion
+from ampkit.debugging.report import GradientError, LostUpdate, OperatorError, PrecisionReport
 from ampkit.debugging.snapshot import Snapshot
 from ampkit.debugging.source_lines import find_caller
 from ampkit.debugging.storage_map import StorageMap
@@ -39,8 +37,7 @@ _OPTIMIZER, _RANDOM, _UNREAD = "the optimizer", "it draws random numbers", "it r
 
 
 def compare_precision(
-    step: Callable[[], Any], model: Module | None = None, reference: torch.dtype = torch.float32, *,
-    verify: bool = True,
+    step: Callable[[], Any], model: Module | None = None, reference: torch.dtype = torch.float32
 ) -> PrecisionReport:
     """Run a step once, each operator also in `reference` (float32 or float64), forward and backward.
 
@@ -55,9 +52,9 @@ def compare_precision(
     bits (`arange`, `full`) are made in `reference` beside; what came in 16 bits counts as it is, and is listed in
     `report.given`. What the optimizer computes is not compared. Reads each result on the host.
 
-    Where gradients are 5 % off or more, or an update rounds to nothing, `report.suggestion` has a change. With `verify`
-    and a `model`, the step runs again with it from the state in which it began (it must do the same each time), and
-    the change is only suggested if it halves the error; then everything is as the first run left it.
+    Where gradients are 5 % off or more, or an update rounds to nothing, `report.suggestion` has a change or advice. A
+    change needs a `model`: the step runs again with it from the state in which it began (it must do the same each
+    time), and it is only suggested if it halves the error; then everything is as the first run left it.
 
     >>> model = torch.nn.Linear(8, 1)
     >>> report = compare_precision(lambda: model(torch.ones(2, 8)).sum().backward(), model)
@@ -65,41 +62,29 @@ def compare_precision(
     []
     """
     comparison = PrecisionComparison(model, reference)
-    before = Snapshot(model) if verify and model is not None else None
-    with before or nullcontext(), comparison as report:
-        result = step()
-    report.results = comparison.errors_of(tensors_in(result))
-    if report.is_far_off:
-        report.suggestion = advice_on_precision(report)
-        if before is not None and model is not None:
-            report.suggestion = _tried(
-                step, model, report, before, changes_for_precision(report, comparison.modules.region, model)
-            )
+    if model is None:
+        report = comparison.run(step)
+        report.suggestion = advice_on_precision(report) if report.is_far_off else None
+        return report
+    before = Snapshot(model)
+    comparison.on_state = before.add
+    report = comparison.run(step)
+    if not report.is_far_off:
+        return report
+
+    def attempt(change: Change) -> tuple[Change, bool, str]:
+        before.restore()
+        again = PrecisionComparison(model, reference)
+        with contextlib.suppress(RuntimeError), change.around():
+            again.run(step)
+        found = again.report
+        evidence = f"with it the error is {found.error:.2g} in place of {report.error:.2g}"
+        return change, bool(found.gradients) and found.error < report.error / 2, evidence
+
+    changes = changes_for_precision(report, comparison.modules.region, model)
+    with Snapshot(model, before.met):
+        report.suggestion = suggestion(changes, advice_on_precision(report), attempt)
     return report
-
-
-def _tried(
-    step: Callable[[], Any], model: Module, report: PrecisionReport, before: Snapshot, changes: Iterable[Change]
-) -> Suggestion | None:
-    """The first change that halves the error, or advice; the model is left as it is."""
-    after = Snapshot(model, before.optimizers)
-    tried = []
-    try:
-        for change in changes:
-            before.restore()
-            comparison = PrecisionComparison(model, getattr(torch, report.reference))
-            result = None
-            with contextlib.suppress(RuntimeError), change.around(), comparison as found:
-                result = step()
-            found.results = comparison.errors_of(tensors_in(result))
-            if found.gradients and found.error < report.error / 2:
-                evidence = f"verified: with it the error is {found.error:.2g} in place of {report.error:.2g}"
-                return Suggestion(change.code, "change", True, evidence, tuple(tried))
-            tried.append(change.code)
-    finally:
-        after.restore()
-    advice = advice_on_precision(report)
-    return None if advice.code in tried else replace(advice, tried=tuple(tried))
 
 
 class Deviation(NamedTuple):
@@ -119,7 +104,7 @@ class Deviation(NamedTuple):
         return self.error / self.norm if self.norm else (math.inf if self.error else 0.0)
 
 
-class PrecisionComparison(OperatorObserver):
+class PrecisionComparison(OperatorObserver[PrecisionReport]):
     """Context in which one step is compared; `report` has the gradients when an optimizer steps, or it is left."""
 
     def __init__(
@@ -136,9 +121,6 @@ class PrecisionComparison(OperatorObserver):
         self._before: list[tuple[Tensor, Tensor, Tensor]] = []      # what an optimizer is about to update
         self._on_step = on_step
 
-    def __enter__(self) -> PrecisionReport:
-        return super().__enter__()  # type: ignore[no-any-return]
-
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         if not self.report.gradients:
@@ -146,18 +128,19 @@ class PrecisionComparison(OperatorObserver):
         self.report.scale = self.scale or 1.0
         self.report.recommended_scale = self._recommended_scale()
 
-    def errors_of(self, tensors: list[Tensor]) -> list[float]:
-        """How far tensors are from their reference copies, relatively."""
+    def run(self, step: Callable[[], Any]) -> PrecisionReport:
+        """Compare a step, and what it returns."""
+        with self as report:
+            result = step()
         with torch.no_grad():
-            return [deviation(one.detach(), self.memory.read(one)).relative for one in readable(tensors)]
+            report.results = [
+                deviation(one.detach(), self.memory.read(one)).relative for one in readable(tensors_in(result))
+            ]
+        return report
 
     def observe(
         self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if self.was_skipped(call):
-            self.memory = ReferenceCopies(self.memory.reference)       # its own scale would not have been halved
-            self.step_ended(None)
-            self.next_step()
         facts = call.facts
         if facts.literal:
             return func(*args, **kwargs)
@@ -313,7 +296,9 @@ class PrecisionComparison(OperatorObserver):
         kept = result[1] / (1 - p) if train is not False and p < 1 else result[1]
         self.memory.write(result[0], self.memory.read(given) * kept, self.memory.error(given), own=True)
 
-    def step_ended(self, optimizer: Any) -> None:
+    def step_ended(self, *, skipped: bool = False) -> None:
+        if skipped:
+            self.memory = ReferenceCopies(self.memory.reference)       # its own scale would not have been halved
         self._on_step()
 
     def _optimizer_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -27,7 +27,7 @@ COMPILED = ("compiled functions run eagerly here: where the loss of your own run
 
 @dataclass(kw_only=True)
 class Report:
-    """What a tool found. `str` is what the terminal shows."""
+    """What a tool found; falsy if nothing. `str` is what the terminal shows."""
 
     kind: ClassVar[str]
     incomplete: str = ""        # why the steps did not run to their end
@@ -35,7 +35,7 @@ class Report:
     @property
     def status(self) -> Status:
         """"found"; "inconclusive" where nothing was, and the steps did not run to their end; or "clean"."""
-        raise NotImplementedError
+        return "found" if self else "inconclusive" if self.incomplete else "clean"
 
     def to_json(self) -> str:
         """All of it as JSON text."""
@@ -115,18 +115,11 @@ class LoopFinding:
 
 @dataclass
 class LoopReport(Report):
-    """What `check_loop` found; falsy if nothing. `str` is what the terminal shows."""
+    """What `check_loop` found."""
 
     kind = "loop"
     findings: list[LoopFinding] = field(default_factory=list)
     iterations: int = 0
-
-    @property
-    def status(self) -> Status:
-        """Whether something was found; "inconclusive" where nothing was and there was no step, or no end."""
-        if self.findings:
-            return "found"
-        return "inconclusive" if self.incomplete or not self.iterations else "clean"
 
     def __bool__(self) -> bool:
         return bool(self.findings)
@@ -136,7 +129,7 @@ class LoopReport(Report):
             return "\n".join(map(str, self.findings))
         looked = "1 iteration" if self.iterations == 1 else f"{self.iterations} iterations"
         if self.status == "inconclusive":
-            return f"inconclusive: {self.incomplete or 'no optimizer stepped'}. Nothing was found until then: {looked}"
+            return f"inconclusive: {self.incomplete}. Nothing was found until then: {looked}"
         return (f"nothing found in {looked}, of what is looked at: the order of scale, backward, unscale_, clipping, "
                 "steps, update, clearing and schedulers, and losses that are summed undivided")
 
@@ -200,7 +193,7 @@ class StepReport(Report):
 
 @dataclass
 class NonFiniteReport(StepReport):
-    """What `detect_nonfinite` and `find_nonfinite` found; falsy if nothing. `str` is what the terminal shows."""
+    """What `detect_nonfinite` and `find_nonfinite` found."""
 
     kind = "nonfinite"
     findings: list[Finding] = field(default_factory=list)
@@ -210,12 +203,8 @@ class NonFiniteReport(StepReport):
     rank: int | None = None     # of several processes
     note: str = ""
 
-    @property
-    def status(self) -> Status:
-        return "found" if self.findings or self.loop else "inconclusive" if self.incomplete else "clean"
-
     def __bool__(self) -> bool:
-        return bool(self.findings)
+        return bool(self.findings or self.loop)
 
     def __str__(self) -> str:
         rank = f"rank {self.rank}: " if self.rank is not None else ""
@@ -302,7 +291,7 @@ class LostUpdate:
 
 @dataclass
 class PrecisionReport(StepReport):
-    """What `compare_precision` measured. `str` is what the terminal shows."""
+    """What `compare_precision` measured; found are gradients that overflowed or are gone, and what the loop does."""
 
     kind = "precision"
     reference: str
@@ -319,12 +308,9 @@ class PrecisionReport(StepReport):
     reference_loss: float | None = None
     step: int = 0
 
-    @property
-    def status(self) -> Status:
-        """"found" where gradients overflowed or are gone; "inconclusive" where the step did not run to its end."""
-        if self.loop or self.gone or not (math.isfinite(self.gradient_error) or self.is_left_to_scaler):
-            return "found"
-        return "inconclusive" if self.incomplete else "clean"
+    def __bool__(self) -> bool:
+        overflowed = not (math.isfinite(self.gradient_error) or self.is_left_to_scaler)
+        return bool(self.loop or self.gone or overflowed)
 
     @property
     def gradient_error(self) -> float:

@@ -20,8 +20,9 @@ __all__ = ["Snapshot"]
 class Snapshot:
     """Parameters, buffers, gradients, random number generators, optimizers and scalers, as they were.
 
-    Optimizers are met when they step (inside `with snapshot:`) and scalers are handed to `add`, both before they
-    change. What else a step changes goes into `others`: objects with `state_dict` and `load_state_dict`.
+    Optimizers and scalers are handed to `add` before they change. What else a step changes goes into `others`: objects
+    with `state_dict` and `load_state_dict`. The end of `with snapshot:`, which also meets optimizers that step in it,
+    puts everything back.
     """
 
     def __init__(self, model: Module, others: Iterable[Any] = ()) -> None:
@@ -40,6 +41,7 @@ class Snapshot:
 
     def __exit__(self, *error: Any) -> None:
         self._hook.remove()
+        self.restore()
 
     def add(self, one: Any) -> None:
         """Keep the state of an optimizer, a scaler or another object, unless it is kept already."""
@@ -63,6 +65,11 @@ class Snapshot:
     def optimizers(self) -> list[Optimizer]:
         """Those that have stepped."""
         return list(self._optimizers)
+
+    @property
+    def met(self) -> list[Any]:
+        """Optimizers and other objects whose state is kept."""
+        return [*self._optimizers, *(one for one, _ in self._others.values())]
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 __all__ = ["Record", "Trace", "trace"]
 
@@ -25,37 +25,25 @@ class Record:
     index: int
     phase: str
     inputs: tuple[int, ...] = ()    # the records whose values it read
-    nan: bool = False
-    posinf: bool = False
-    neginf: bool = False
+    broken: frozenset[str] = frozenset()    # what its result has of "nan", "inf" and "-inf"
     source: Source | None = None    # set where the broken value did not come from a broken input
-    is_loss: bool = False           # backward started here
-    is_gradient: bool = False       # it is what a parameter's `.grad` holds
-    writes: Literal["", "parameter", "buffer"] = ""     # in place
+    shows: Literal["", "loss", "gradient", "parameter", "buffer"] = ""      # what its result is
     scalar: bool = False
     finding: Any = None             # what a report says of a broken one; nothing here looks at it
 
     def mark(self, low: float, high: float) -> None:
         """Note what the least and the greatest value of its result say."""
         if not math.isfinite(high - low):       # of float16, too: these are Python's
-            self.nan |= low != low
-            self.posinf |= high == math.inf
-            self.neginf |= low == -math.inf
+            found = {"nan": low != low, "inf": high == math.inf, "-inf": low == -math.inf}
+            self.broken |= {name for name, there in found.items() if there}
 
     @property
     def values(self) -> str:
         """What is broken about its result, in words."""
-        named = (("nan", self.nan), ("inf", self.posinf), ("-inf", self.neginf))
-        return " and ".join(name for name, there in named if there)
-
-    @property
-    def broken(self) -> bool:
-        """Whether a value of its result is inf or NaN."""
-        return self.nan or self.posinf or self.neginf
+        return " and ".join(name for name in ("nan", "inf", "-inf") if name in self.broken)
 
 
-@dataclass(frozen=True)
-class Trace:
+class Trace(NamedTuple):
     """An origin, and the first symptom; `only_gradients`: it is in no loss and in no parameter. `constant`: its inf."""
 
     origin: Record
@@ -88,28 +76,24 @@ def trace(records: Mapping[int, Record], *, complete: bool = True) -> list[Trace
         if not all(map(_is_constant, behind)):
             continue        # the inf has an origin of its own
         # An inf that came with the data shows only where it does harm: it may be a bound, or a mask.
-        soft = complete and (record.source != "arrived" or record.nan)
+        soft = complete and (record.source != "arrived" or "nan" in record.broken)
         reached = _reached(record, readers)
         symptoms = [
-            one for one in reached if _is_hard(one) or (record.source != "constant" and _shows(one, read, soft))
+            one for one in reached if one.shows or (record.source != "constant" and _is_left(one, read, soft))
         ]
         if symptoms:
-            only_gradients = not any(one.is_loss or one.writes for one in reached)
-            symptom = min(symptoms, key=lambda one: (not one.is_loss, one.index))
+            only_gradients = all(one.shows in ("", "gradient") for one in reached)
+            symptom = min(symptoms, key=lambda one: (one.shows != "loss", one.index))
             constant = next((one for one in behind if one.source == "constant"), None)
             traces.append(Trace(record, symptom, only_gradients, constant))
     return traces
 
 
-def _is_hard(record: Record) -> bool:
-    return record.is_loss or record.is_gradient or bool(record.writes)
-
-
-def _shows(record: Record, read: set[int], soft: bool) -> bool:
+def _is_left(record: Record, read: set[int], soft: bool) -> bool:
     """Whether a broken result is a symptom though it is no loss, gradient or parameter: nothing reads it."""
     if record.index in read or record.phase == "recompute":
         return False        # a recompute stops where backward has what it needs
-    return soft or record.nan or record.scalar or record.phase in ("backward", "scaler")
+    return soft or "nan" in record.broken or record.scalar or record.phase in ("backward", "scaler")
 
 
 def _reached(origin: Record, readers: Mapping[int, list[Record]]) -> list[Record]:
@@ -138,5 +122,5 @@ def _behind(record: Record, broken: Mapping[int, Record]) -> list[Record]:
 
 def _is_constant(record: Record) -> bool:
     """Whether an inf was put there by a constant or passed on, or is a mask that came with the data."""
-    masked = record.source == "arrived" and not record.nan and not record.posinf
+    masked = record.source == "arrived" and record.broken == {"-inf"}
     return masked or record.source in (None, "constant", "from inf")

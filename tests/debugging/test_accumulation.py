@@ -29,7 +29,7 @@ class Training:
         for _ in range(steps):
             for _ in range(micro):
                 with autocast("cpu", dtype=torch.float16):
-                    loss = self.model(self.batch).float().square().mean()
+                    loss = self.model(self.batch).float().square().mean() / micro
                 self.scaler.scale(loss).backward()
             if unscale:
                 self.scaler.unscale_(self.optimizer)
@@ -54,15 +54,15 @@ def test_steps_are_counted(cls: Any, micro: int, unscale: bool) -> None:
 @pytest.mark.parametrize("micro", [1, 2, 4])
 @pytest.mark.parametrize("cls", SCALERS)
 def test_what_a_scaler_skips_is_no_finding(cls: Any, micro: int, unscale: bool) -> None:
-    training = Training(cls, 2.0**22)
+    training = Training(cls, 2.0**24)
     with detect_nonfinite(training.model, on_found="record") as report:
         training.run(12, micro, unscale)
-    skips = 22 - math.log2(training.scaler.get_scale())
+    skips = 24 - math.log2(training.scaler.get_scale())
     assert skips > 1
     assert not report, str(report)
     assert report.skipped[0].step == 0
     assert max(one.step for one in report.skipped) < skips
-    assert report.skipped[0].scale == 2.0**22
+    assert report.skipped[0].scale == 2.0**24
     assert report.steps == 12
 
 
@@ -70,9 +70,9 @@ def test_what_a_scaler_skips_is_no_finding(cls: Any, micro: int, unscale: bool) 
 @pytest.mark.parametrize("cls", SCALERS)
 def test_after_a_skipped_step_the_reference_has_the_users_scale(cls: Any, micro: int) -> None:
     """The reference overflows nowhere, and its own scale would not have been halved."""
-    training = Training(cls, 2.0**22)
+    training = Training(cls, 2.0**24)
     report = compare_precision(lambda: training.run(8, micro), training.model)
-    assert training.scaler.get_scale() < 2.0**22, "nothing was skipped"
+    assert training.scaler.get_scale() < 2.0**24, "nothing was skipped"
     assert report.loss == pytest.approx(report.reference_loss, rel=1e-2)
     assert report.gradient_error < 1e-2
     assert report.scale == training.scaler.get_scale()      # of the last step
