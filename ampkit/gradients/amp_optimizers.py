@@ -107,36 +107,23 @@ def attributes(optimizer: Any, **values: Tensor | None) -> Iterator[None]:
 
 @contextmanager
 def sound_first_momentum(optimizer: Any, found_inf: Tensor) -> Iterator[None]:
-    """Keep fused SGD's momentum valid when its very first step is skipped.
+    """Zero the momentum that fused SGD allocates in a step that it skips, on the device.
 
-    torch allocates the buffers uninitialised, the kernel returns early, and the next step reads garbage as momentum.
-    Buffers allocated in a skipped step are zeroed on the device; with dampening, where a zero buffer differs from none,
-    they are removed again, at the cost of one host read in that step.
+    torch leaves it uninitialised, and the next step would read it. ampkit.optim.SGD needs no help.
     """
-    newborn = list(_without_momentum(optimizer))
+    newborn = [
+        param
+        for group in optimizer.param_groups
+        if isinstance(optimizer, torch.optim.SGD) and group.get("fused") and group["momentum"]
+        for param in group["params"]
+        if param.grad is not None and optimizer.state.get(param, {}).get("momentum_buffer") is None
+    ]
     yield
-    if not newborn:
-        return
     with torch.no_grad():
-        if any(group["dampening"] != 0 for group, _ in newborn) and bool(found_inf != 0):
-            for _, param in newborn:
-                optimizer.state[param]["momentum_buffer"] = None
-            return
-        for _, param in newborn:
+        for param in newborn:
             buffer = optimizer.state[param]["momentum_buffer"]
             local = buffer.to_local() if hasattr(buffer, "to_local") else buffer
             local.masked_fill_(moved(found_inf != 0, local.device), 0.0)
-
-
-def _without_momentum(optimizer: Any) -> Iterator[tuple[dict[str, Any], Tensor]]:
-    if not isinstance(optimizer, torch.optim.SGD) or takes_multiplier(optimizer):
-        return  # ampkit.optim.SGD needs no help
-    for group in optimizer.param_groups:
-        if not group.get("fused") or not group["momentum"]:
-            continue
-        for param in group["params"]:
-            if param.grad is not None and optimizer.state.get(param, {}).get("momentum_buffer") is None:
-                yield group, param
 
 
 @dynamo_skip        # after a graph break it would be compiled by itself

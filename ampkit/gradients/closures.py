@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampkit.gradients.collect import parameters
 from ampkit.gradients.masters import masters_of
 
 Closure = Callable[[], Any]
@@ -47,29 +48,18 @@ def is_finite(loss: Any) -> bool:
 
 
 class Snapshot:
-    """Parameters and state of an optimizer, restored when a later evaluation is not finite.
-
-    Optimizers of torch.optim except LBFGS evaluate once, before they change anything: nothing is copied. For others it
-    holds a copy of the parameters and of the tensors in their state during the step.
-    """
+    """A copy of an optimizer's parameters and state, restored when an evaluation is not finite."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self._copied = not _evaluates_first(optimizer)
-        if not self._copied:
-            return
-        with torch.no_grad():
-            self._params = [(param, param.clone()) for group in optimizer.param_groups for param in group["params"]]
-            self._state = {
-                param: {name: _copied(value) for name, value in state.items()}
-                for param, state in optimizer.state.items()
-            }
+        self._params = [(param, param.detach().clone()) for param in parameters(optimizer)]
+        self._state = {
+            param: {name: _copied(value) for name, value in state.items()} for param, state in optimizer.state.items()
+        }
 
     @torch.no_grad()
     def restore(self) -> None:
         """Undo whatever the step has done so far."""
-        if not self._copied:
-            return
         for param, before in self._params:
             param.copy_(before)
         self._optimizer.state.clear()
@@ -79,15 +69,8 @@ class Snapshot:
             masters.write_back_()
 
 
-def _evaluates_first(optimizer: Any) -> bool:
-    cls = type(optimizer)
-    return cls.__module__.startswith(("torch.optim.", "ampkit.optim")) and cls is not torch.optim.LBFGS
-
-
 def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.clone()
-    if isinstance(value, list):
-        # LBFGS extends and shortens its lists but never writes into the tensors that they hold
-        return list(value)
-    return value
+    # LBFGS extends and shortens its lists but never writes into the tensors that they hold
+    return list(value) if isinstance(value, list) else value

@@ -145,15 +145,9 @@ def _are_dense(grads: Sequence[Tensor]) -> bool:
 
 def _note_mesh(found: Gradients, tensor: Tensor) -> None:
     mesh = getattr(tensor, "device_mesh", None)
-    if mesh is None:
-        return
-    for group in _mesh_groups(mesh):
-        if group not in found.groups:
-            found.groups.append(group)
-
-
-def _mesh_groups(mesh: Any) -> list[Any]:
-    return [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+    if mesh is not None:
+        groups = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+        found.groups += [group for group in groups if group not in found.groups]
 
 
 def _collect_one(found: Gradients, param: Tensor, grad: Tensor, coalesce: bool) -> None:

@@ -17,11 +17,6 @@ def several() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def everyone() -> Any:
-    """The group of all ranks."""
-    return dist.group.WORLD
-
-
 def combined(flags: Sequence[Tensor], device: torch.device) -> Tensor:
     """One 0-d flag on `device` that is exactly 0.0 or 1.0: set when any of `flags` is nonzero, NaN included."""
     if len(flags) == 1 and flags[0].ndim == 0 and flags[0].device == device:

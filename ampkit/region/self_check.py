@@ -9,6 +9,7 @@ It runs in a thread of its own: the first region may be made in a trace or under
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
@@ -55,7 +56,8 @@ def _tried(mode: AutocastMode) -> str | None:
         return "an operator without a rule does not fall through the region"
     if product.dtype is not torch.bfloat16:
         return "an operator with a rule does not compute with what the region casts"
-    cast = product.grad_fn.next_functions[1][0] if product.grad_fn else None
-    if not cast or not cast.next_functions or cast.next_functions[0][0].variable is not weight:
+    node: Any = product.grad_fn
+    cast = node.next_functions[1][0]
+    if not cast.next_functions or cast.next_functions[0][0].variable is not weight:
         return "what the region casts is not differentiated"
     return None

@@ -33,8 +33,8 @@ from ampkit.scaler import norm_limit, saved_state
 from ampkit.scaler.history import COUNTS, History, ScalerStats
 from ampkit.scaler.loss_scale import DynamicLossScale, LossScale, ScaleState
 from ampkit.scaler.norm_limit import TimesMedian
-from ampkit.scaler.overflow_report import Counts, OverflowReport, count_nonfinite, report
-from ampkit.scaler.records import MARK, LastStep, Notes, note_backward, ready, refuse_claimed
+from ampkit.scaler.overflow_report import Counted, OverflowReport, count_nonfinite, report
+from ampkit.scaler.records import MARK, LastStep, Notes, forget_marks, ready, refuse_claimed
 from ampkit.scaler.saved_state import Loadable
 from ampkit.torch_internals.fsdp import is_flat
 from ampkit.torch_internals.optimizers import update_scale_
@@ -199,7 +199,7 @@ class GradScaler(torch.amp.GradScaler):
             return outputs
         self._scale_calls += 1
         if self._notes:
-            note_backward(self._notes.values())
+            forget_marks(self._notes.values())
         copies: dict[torch.device, Tensor] = {}
         if isinstance(outputs, Tensor):
             return self._scale_one(outputs, copies)
@@ -308,11 +308,7 @@ class GradScaler(torch.amp.GradScaler):
 
         Works without a record, as in torch.
         """
-        take_master_gradients(optimizer)
-        gradients = collect(parameters(optimizer), None if allow_fp16 else optimizer)
-        notes = self._notes.get(id(optimizer))
-        if notes is not None:
-            self._claim(notes, gradients)
+        gradients = self._gradients(optimizer, allow_fp16)
         found: Flags = {}
         for device in gradients.by_device:      # a comprehension would be a call
             found[device] = found_inf if device == found_inf.device else moved(found_inf, device)
@@ -329,33 +325,29 @@ class GradScaler(torch.amp.GradScaler):
         if self._history is None:
             self._check_scale_growth_tracker("_check_inf_per_device")
         notes = self._notes_of(optimizer)
-        notes.state["found_inf_per_device"] = found = self._check_finite(notes, *self._inverse_scale())
-        return found
-
-    def _check_finite(self, notes: Notes, inv_scale: Tensor, flag: Tensor) -> Flags:
-        """Flags by device for gradients that would be multiplied by `inv_scale`; none of their values changes.
-
-        `flag` is a clear one on the device of `inv_scale`.
-        """
-        take_master_gradients(notes.optimizer)
-        gradients = collect(parameters(notes.optimizer))
-        self._claim(notes, gradients)
-        found = {device: moved(flag, device) for device in gradients.by_device}
+        inv_scale, flag = self._inverse_scale()
+        gradients = self._gradients(optimizer)
+        notes.state["found_inf_per_device"] = found = {device: moved(flag, device) for device in gradients.by_device}
         with torch.set_grad_enabled(False):
             check_finite(gradients, inv_scale, found)
-        self._agree(notes.optimizer, found, gradients.groups)
+        self._agree(optimizer, found, gradients.groups)
         return found
 
-    def _claim(self, notes: Notes, gradients: Gradients) -> None:
-        """Mark gradients as this optimizer's; raises for one that was unscaled for another in this iteration."""
-        if len(self._notes) > 1:
-            records = [self._states.get(key) for key in self._notes]
-            refuse_claimed(gradients.originals, notes, [
-                other for other, state in zip(self._notes.values(), records, strict=True) if other.state is state
-            ])
-        mark = notes.mark, -1
-        for grad in gradients.originals:
-            setattr(grad, MARK, mark)
+    def _gradients(self, optimizer: Any, allow_fp16: bool = True, *, coalesce: bool = False) -> Gradients:
+        """The optimizer's gradients, marked as its own; those that arrived at 16-bit parameters go to its masters.
+
+        Raises for one that was unscaled for another optimizer in this iteration.
+        """
+        take_master_gradients(optimizer)
+        gradients = collect(parameters(optimizer), None if allow_fp16 else optimizer, coalesce=coalesce)
+        notes = self._notes.get(id(optimizer))
+        if notes is not None:
+            if len(self._notes) > 1:
+                refuse_claimed(gradients.originals, notes, self._notes.values())
+            mark = notes.mark
+            for grad in gradients.originals:
+                setattr(grad, MARK, mark)
+        return gradients
 
     def _agree(self, optimizer: Any, found: Flags, groups: Sequence[Any]) -> None:
         """Make flags the same on all ranks that must skip together."""
@@ -363,7 +355,7 @@ class GradScaler(torch.amp.GradScaler):
         last = self._last_step_of(optimizer) if notes is None else notes.last_step
         also = self.process_group
         if also is None and last.holds_shards and ranks.several():
-            also = ranks.everyone()     # shards of FSDP1 do not say which ranks have the other parts
+            also = torch.distributed.group.WORLD    # shards of FSDP1 do not say which ranks have the other parts
         if not groups and also is None:
             return
         everyone = [*dict.fromkeys(groups)]
@@ -411,8 +403,8 @@ class GradScaler(torch.amp.GradScaler):
                 `process_group`.
         """
         norm_type = float(norm_type)
-        take_master_gradients(optimizer)
         if not self._enabled:
+            take_master_gradients(optimizer)
             return clipping.clip_plain(parameters(optimizer), max_norm, norm_type, process_group)
         if self._history is None:
             self._check_scale_growth_tracker("clip_grad_norm_")
@@ -444,8 +436,7 @@ class GradScaler(torch.amp.GradScaler):
             found = state["found_inf_per_device"]
             inv_scale = torch.ones_like(self._scale_on(torch.device("cpu")))
             flag = torch.zeros_like(inv_scale)
-        gradients = collect(parameters(optimizer), None if self.allow_fp16 else optimizer, coalesce=True)
-        self._claim(notes, gradients)
+        gradients = self._gradients(optimizer, self.allow_fp16, coalesce=True)
         for device in gradients.by_device:
             if device not in found:
                 found[device] = flag if device == flag.device else moved(flag, device)
@@ -478,8 +469,7 @@ class GradScaler(torch.amp.GradScaler):
         factor, notes.clip_factor = notes.clip_factor, None
         if factor is None:
             return
-        take_master_gradients(notes.optimizer)
-        gradients = collect(parameters(notes.optimizer))
+        gradients = self._gradients(notes.optimizer)
         with torch.set_grad_enabled(False):
             clipping.multiply_(gradients, factor, notes.state["found_inf_per_device"])
 
@@ -496,8 +486,7 @@ class GradScaler(torch.amp.GradScaler):
             if notes.state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
             self._apply_clip_factor_(notes)
-        take_master_gradients(optimizer)
-        clipping.clamp_(collect(parameters(optimizer)), float(clip_value))
+        clipping.clamp_(self._gradients(optimizer), float(clip_value))
 
     # Steps
 
@@ -622,7 +611,7 @@ class GradScaler(torch.amp.GradScaler):
                 state["stage"] = OptState.READY
                 self.unscale_(optimizer)
             else:  # the closure did not scale: nothing to unscale, still to be checked
-                found = self._check_finite(notes, torch.ones_like(scale), torch.zeros_like(scale))
+                found = self._unscale_grads_(optimizer, torch.ones_like(scale), torch.zeros_like(scale))
                 state.update(stage=OptState.UNSCALED, found_inf_per_device=found)
             # the loss of this rank counts on every rank that must agree
             verdict = {scale.device: torch.full_like(scale, 0.0 if closures.is_finite(loss) else 1.0)}
@@ -908,14 +897,14 @@ class GradScaler(torch.amp.GradScaler):
         `model` names parameters; without it the optimizer's own names are used, where it was made with
         `named_parameters()`, else group and position. `optimizer` says whose step; by default of every optimizer.
         """
-        found: list[Counts] = []
+        found: list[Counted] = []
         for each, last in list(self._last_steps.items()):
             if last.found_inf is None or (optimizer is not None and optimizer is not each):
                 continue
             if last.counts is not None:
-                found.append(last.counts)
+                found += last.counts
             elif bool(last.found_inf != 0):
-                found.append(count_nonfinite(each))
+                found += count_nonfinite(each)
         return report(found, model)
 
     def check_ranks(self, process_group: Any = None) -> None:

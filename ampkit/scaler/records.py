@@ -1,7 +1,7 @@
 """What a scaler knows about optimizers: how the last step ended, and whose gradients are unscaled.
 
-Two optimizers that hold one parameter would each divide its gradient. Gradients are known by a mark on them, two
-integers: it keeps nothing alive, refers to no parameter, and `torch.load` takes a saved gradient that has one.
+Two optimizers that hold one parameter would each divide its gradient. Gradients are known by a mark on them, an
+integer: it keeps nothing alive, refers to no parameter, and `torch.load` takes a saved gradient that has one.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from typing import Any
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from ampkit.gradients.collect import parameters
-from ampkit.scaler.overflow_report import Counts
+from ampkit.scaler.overflow_report import Counted
 
 MARK = "_ampkit_unscaled_for"
-"""The attribute of a gradient that holds the `Notes.mark` of the optimizer that unscaled it, and a version or -1."""
-_UNMARKED = -1, -1
+"""The attribute of a gradient that holds the `Notes.mark` of the optimizer that unscaled it."""
 
 # Begins anywhere: a gradient that was loaded from a file bears the mark of another process, which must mean nothing.
 _marks = itertools.count(secrets.randbits(62))
@@ -49,7 +47,7 @@ class LastStep:
     holds_shards: bool
     found_inf: Tensor | None = None
     skipped: bool | None = None
-    counts: Counts | None = None
+    counts: list[Counted] | None = None
     idle_steps: int = 0
     takes_scaler: bool | None = None
     outlier: Tensor | None = None
@@ -79,36 +77,25 @@ class Notes:
     mark: int = field(default_factory=_marks.__next__)
 
 
-def note_backward(everyone: Iterable[Notes]) -> None:
-    """Mark again the gradients that parameters still have, with their versions: a backward pass may follow this call.
-
-    It may write other gradients to tensors that had a mark: to these, after `zero_grad(set_to_none=False)`; to those
-    that DDP keeps, with `gradient_as_bucket_view`.
-    """
+def forget_marks(everyone: Iterable[Notes]) -> None:
+    """Let no gradient be known by its mark: a backward pass may follow, which may write others to the same tensors."""
     for notes in everyone:
-        old, notes.mark = notes.mark, next(_marks)
-        for param in parameters(notes.optimizer):
-            grad = param.grad
-            if grad is not None and getattr(grad, MARK, _UNMARKED) in ((old, -1), (old, grad._version)):
-                setattr(grad, MARK, (notes.mark, grad._version))
+        notes.mark = next(_marks)
 
 
-def refuse_claimed(grads: Sequence[Tensor], notes: Notes, everyone: Sequence[Notes]) -> None:
-    """Raise `RuntimeError` for a gradient that bears the mark of another optimizer of the same iteration.
-
-    One that has been written to since `note_backward` is another gradient.
-    """
+def refuse_claimed(grads: Sequence[Tensor], notes: Notes, everyone: Iterable[Notes]) -> None:
+    """Raise `RuntimeError` for a gradient that bears the mark of another optimizer of the same iteration."""
     owners = {
         each.mark: each.optimizer
         for each in everyone
-        if each.optimizer is not notes.optimizer and each.state["stage"] is not OptState.READY
+        if each is not notes and each.state["stage"] is not OptState.READY
     }
     for grad in grads:
-        mark, version = getattr(grad, MARK, _UNMARKED)
-        if mark in owners and version in (-1, grad._version):
+        owner = owners.get(getattr(grad, MARK, -1))
+        if owner is not None:
             raise RuntimeError(
-                f"a gradient of shape {tuple(grad.shape)} belongs to a {type(owners[mark]).__name__} too, for which it "
-                f"was unscaled or used since the last update(): dividing it twice would ruin it. Give each parameter "
-                f"to one optimizer, pass the same object everywhere (a wrapper or what it wraps), or call "
+                f"a gradient of shape {tuple(grad.shape)} belongs to a {type(owner).__name__} too, for which it was "
+                f"unscaled or used since the last update(): dividing it twice would ruin it. Give each parameter to "
+                f"one optimizer, pass the same object everywhere (a wrapper or what it wraps), or call "
                 f"zero_grad(set_to_none=True) before the backward of each optimizer"
             )

@@ -74,7 +74,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
         return float(match[1])
 
     whole = loss("ddp", "whole", 1, 12)
-    for how, first, then in (("ddp", 2, 1), ("fsdp", 2, 1), ("tensor", 1, 2)):
+    for how, first, then in (("fsdp", 2, 1), ("tensor", 1, 2)):
         assert loss(how, how, first, 6) > 1.3 * whole, "half of the steps"
         assert loss(how, how, then, 12) == pytest.approx(whole, rel=1e-3)
 
@@ -84,32 +84,21 @@ def test_bfloat16_weights_learn() -> None:
     assert found[-1] < 5.8      # bits per character; 6.6 before training
 
 
-@pytest.mark.parametrize("opt_level", ["O1", "O2"])
-def test_levels_resnet(opt_level: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("levels_resnet", opt_level, epochs=3) > 0.8
-    printed = capsys.readouterr().out
-    weights = "torch.float32" if opt_level == "O1" else "torch.bfloat16"
-    assert f"checkpoint in torch.float32, weights in {weights}" in printed
-
-
-def test_levels_reach_their_accuracy() -> None:
-    assert run("levels_accumulation", False, epochs=2) > 0.94
+def test_levels_reach_their_accuracy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("levels_resnet", "O2", epochs=3) > 0.8
+    assert "checkpoint in torch.float32, weights in torch.bfloat16" in capsys.readouterr().out
     assert run("levels_accumulation", True, epochs=2) > 0.94
-    assert run("levels_several", steps=400) < 0.7
-    rows = run("levels_compare", "bf16", epochs=2)
+    assert run("levels_several", steps=200) < 0.9
+    rows = run("levels_compare", "bf16", epochs=1)
     assert all(row["accuracy"] > 0.9 and row["ms"] > 0 for row in rows.values())
     held = {level: round(row["bytes"], 1) for level, row in rows.items()}
     assert held == {"O0": 12.0, "O1": 12.0, "O2": 14.0, "O3": 6.0}
 
 
-@pytest.mark.parametrize(
-    "arguments", [(), ("--fp16",), ("--fp16", "--loss_scale", "128")], ids=["fp32", "dynamic", "static"]
-)
-def test_fp16_optimizer_bert(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("fp16_optimizer_bert", [*arguments, "--device", "cpu", "--num_train_epochs", "4"]) > 0.8
-    printed = capsys.readouterr().out
-    assert ("torch.float16, loss scale" in printed) is bool(arguments)
-    assert ("loss scale 128" in printed) is ("128" in arguments)
+def test_fp16_optimizer_bert(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ((), ("--fp16", "--loss_scale", "128")):
+        assert run("fp16_optimizer_bert", [*arguments, "--device", "cpu", "--num_train_epochs", "4"]) > 0.8
+        assert ("torch.float16, loss scale 128" in capsys.readouterr().out) is bool(arguments)
 
 
 def test_data_parallel() -> None:

@@ -42,7 +42,6 @@ def test_form() -> None:
         *undocumented(ampkit),
         *without_docstring(packages),
         *long_functions(sources),
-        *same_names(sources),
         *circles(graph),
         *circles(TOOLS["room_graph"](graph)),
         *upward_imports(graph),
@@ -85,15 +84,6 @@ def long_functions(texts: Mapping[str, str]) -> list[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (lines := (node.end_lineno or 0) - node.lineno + 1) > MOST_LINES
     ]
-
-
-def same_names(names: Iterable[str]) -> list[str]:
-    """Test files of one name, which pytest cannot collect together."""
-    found: dict[str, list[str]] = {}
-    for name in names:
-        if name.startswith("tests/") and (base := name.rpartition("/")[2]).startswith("test_"):
-            found.setdefault(base, []).append(name)
-    return [f"test files of one name: {', '.join(paths)}" for paths in found.values() if len(paths) > 1]
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[str]:

@@ -86,21 +86,13 @@ def test_the_wheel_works_in_an_empty_environment(built: Path, tmp_path: Path) ->
     steps, file = run(python, "-W", "error", "train.py", cwd=tmp_path, env={}).split()
     assert steps == "20"
     assert Path(file).is_relative_to(packages)
-    assert "FLOAT32" in run(python.parent / "ampkit", "explain", "softmax", cwd=tmp_path, env={})
+    assert "ok       autocast" in run(python.parent / "ampkit", "doctor", cwd=tmp_path, env={})
 
 
-@pytest.mark.slow
-def test_the_source_archive_holds_what_the_repository_holds(built: Path, tmp_path: Path) -> None:
-    """Tests and documentation included; one test that looks at files, and those of the operator lists, run from it."""
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="an unpacked archive")
+def test_the_source_archive_holds_what_the_repository_holds(built: Path) -> None:
+    """Tests and documentation included."""
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
-        archive.extractall(tmp_path, filter="data")
-    unpacked = next(tmp_path.iterdir())
-    if (ROOT / ".git").exists():
-        listed = run("git", "ls-files", "-z", cwd=ROOT).split("\0")
-        tracked = {name for name in listed if name and (ROOT / name).is_file()}
-        shipped = {path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*") if path.is_file()}
-        assert tracked - shipped <= {".gitignore"}
-    chosen = ["tests/house/test_workflows.py", "tests/policy/test_op_table.py"]
-    options = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
-    said = run(sys.executable, "-m", "pytest", *options, *chosen, cwd=unpacked, env={**os.environ, "PYTHONPATH": ""})
-    assert " passed" in said
+        shipped = {name.partition("/")[2] for name in archive.getnames()}
+    tracked = {name for name in run("git", "ls-files", "-z", cwd=ROOT).split("\0") if name and (ROOT / name).is_file()}
+    assert tracked - shipped <= {".gitignore"}

@@ -46,9 +46,9 @@ def test_cpu_gradients_equal_torch_amp_to_the_bit(inside: bool) -> None:
     assert seen > 900
 
 
-@pytest.mark.parametrize("device", ["cuda", "mps", "xpu"])
-def test_absent_devices_give_the_dtypes_torch_amp_gives(device: str) -> None:
-    policy, seen, wrong = Policy.torch(device), 0, []
+def test_cuda_gives_the_dtypes_torch_amp_gives() -> None:
+    """On fake tensors. Other absent devices differ in their lists alone, which policy/test_op_registry.py compares."""
+    device, policy, seen, wrong = "cuda", Policy.torch("cuda"), 0, []
     for given in (torch.float32, torch.float16):
         for call in op_db_calls(given, limit=1):
             want = run_fake(call, device, native(device, torch.float16))
@@ -60,8 +60,7 @@ def test_absent_devices_give_the_dtypes_torch_amp_gives(device: str) -> None:
     assert seen > 1000
 
 
-@pytest.mark.parametrize("dtype", LOWER, ids=str)
-@pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
+@pytest.mark.parametrize(("dtype", "inside"), [(torch.bfloat16, False), (torch.float16, True)], ids=str)
 def test_the_default_policy_runs_whatever_torch_amp_runs(dtype: torch.dtype, inside: bool) -> None:
     """Rules on top of torch's must not send an operator, or its derivative, to a dtype it has no kernel for."""
     policy, seen, wrong = Policy.default("cpu"), 0, []

@@ -94,13 +94,6 @@ def test_on_cuda(case):
     assert on_fake_cuda(call) is expected
 
 
-def test_promotion_where_torch_raises():
-    """float16 beside bfloat16 on CUDA."""
-    with pytest.raises(AssertionError, match=r"ampkit gives torch\.float32") as caught:
-        on_fake_cuda(lambda: torch.addcmul(cuda(4, dtype=BF16), cuda(4, dtype=FP32), cuda(4, dtype=FP32)))
-    assert isinstance(caught.value.__cause__, RuntimeError)
-
-
 def test_banned():
     """binary_cross_entropy on CUDA tensors; each remedy that the message names works."""
     with pytest.raises(RuntimeError, match=r"(?s)binary_cross_entropy.*unsafe under autocast") as caught:

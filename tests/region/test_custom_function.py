@@ -1,4 +1,4 @@
-"""custom_fwd and custom_bwd, classic and with setup_context. Numbers are those of the conformance list."""
+"""Where backward looks for its state: in the region of its caller, under custom_fwd and custom_bwd in the forward's."""
 
 import contextlib
 import threading
@@ -7,14 +7,102 @@ from types import MappingProxyType
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import ampkit
 from ampkit import Policy, autocast
-from tests.helpers.regions import BF16, FP16, FP32, state
+from tests.helpers.regions import BF16, FP16, FP32, both, like_torch, state
+
+
+def gradients(region, backward_region=None):
+    """Gradients of two layers, backward outside or in another region."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    with region:
+        loss = F.mse_loss(model(torch.randn(8, 16)), torch.zeros(8, 4))
+    with backward_region or contextlib.nullcontext():
+        loss.backward()
+    return [p.grad for p in model.parameters()]
+
+
+class Probe(torch.autograd.Function):
+    """Notes the autocast state and the dtype of a product in backward."""
+
+    seen: list[object] = []
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        product = torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+        Probe.seen.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), product))
+        return gradient
+
+
+def backward_state(region, forward, backward):
+    Probe.seen.clear()
+    x = torch.ones(2, requires_grad=True)
+    with region("cpu", **forward):
+        y = Probe.apply(x)
+    with region("cpu", **backward):
+        y.sum().backward()
+    return Probe.seen[-1]
+
+
+@both
+def test_backward_sees_the_state_of_its_caller(region):
+    """Not that of the forward."""
+    assert backward_state(region, {}, {"enabled": False}) == (False, BF16, FP32)
+    assert backward_state(region, {"enabled": False}, {}) == (True, BF16, BF16)
+    assert backward_state(region, {"dtype": BF16}, {"dtype": FP16}) == (True, FP16, FP16)
+
+
+def test_backward_sees_the_policy_of_its_caller():
+    keeps = Policy.default("cpu").with_rules({"aten::mm": "keep"})
+    assert backward_state(autocast, {}, {"policy": keeps}) == (True, BF16, FP32)
+    assert backward_state(autocast, {"policy": keeps}, {}) == (True, BF16, BF16)
+
+
+def test_float32_forward_and_backward_in_a_region():
+    """float32 in dtype, low in accuracy. Backward's own products are cast, as with torch.amp: call backward outside."""
+    exact = gradients(torch.autocast("cpu", enabled=False))
+    theirs = gradients(torch.autocast("cpu", enabled=False), torch.autocast("cpu"))
+    ours = gradients(autocast("cpu", enabled=False), like_torch())
+    assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
+    assert all(g.dtype is FP32 for g in ours)
+    assert not all(torch.equal(a, b) for a, b in zip(exact, ours, strict=True))
+
+
+@pytest.mark.gpu
+def test_backward_threads_see_the_policy_of_their_caller():
+    """On CUDA backward runs in a thread of its own."""
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append((torch.mm(ones, ones).dtype, threading.current_thread() is threading.main_thread()))
+            return gradient
+
+    seen, ones = [], torch.ones(2, 2, device="cuda")
+    keeps = Policy.default("cuda").with_rules({"aten::mm": "keep"})
+    for policy, expected in ((None, BF16), (keeps, FP32)):
+        x = torch.ones(2, 2, device="cuda", requires_grad=True)
+        with autocast("cuda", BF16, policy=policy):
+            Product.apply(x).sum().backward()
+        assert seen.pop() == (expected, False)
+
+
+# custom_fwd and custom_bwd
+
 
 TORCH = (torch.autocast, torch.amp.custom_fwd, torch.amp.custom_bwd)
 AMPKIT = (autocast, ampkit.custom_fwd, ampkit.custom_bwd)
-both = pytest.mark.parametrize(("region", "fwd", "bwd"), [TORCH, AMPKIT], ids=["torch", "ampkit"])
+decorators = pytest.mark.parametrize(("region", "fwd", "bwd"), [TORCH, AMPKIT], ids=["torch", "ampkit"])
 
 
 def here() -> tuple[bool, torch.dtype, torch.dtype]:
@@ -73,7 +161,7 @@ def with_setup_context(fwd, bwd, cast_inputs=None):
     return Function, seen
 
 
-@both
+@decorators
 def test_forward_sees_the_region_and_backward_goes_back_to_it(region, fwd, bwd):
     """Without cast_inputs; enabled and dtype are replayed."""
     function, seen = classic(fwd, bwd)
@@ -112,7 +200,7 @@ def test_backward_goes_back_to_the_policy():
     assert seen["backward"] == (True, BF16, FP32)
 
 
-@both
+@decorators
 def test_cast_inputs(region, fwd, bwd):
     """In a region eligible arguments are cast, and autocast is off inside, forward and backward; outside nothing is."""
     function, seen = classic(fwd, bwd, FP32)
@@ -154,7 +242,7 @@ def test_containers_that_torch_loses():
     assert cast_by(*AMPKIT[:2], {1, 2}) == {1, 2}
 
 
-@both
+@decorators
 def test_backward_without_forward(region, fwd, bwd):
     class Function(torch.autograd.Function):
         @staticmethod
@@ -194,7 +282,7 @@ def test_device_type_may_be_left_out():
     assert seen == [True]
 
 
-@both
+@decorators
 def test_setup_context(region, fwd, bwd):
     """It is decorated too: only it gets the `ctx` that backward has."""
     function, seen = with_setup_context(fwd, bwd)
@@ -214,14 +302,6 @@ def test_setup_context(region, fwd, bwd):
         function.apply(x.detach().bfloat16().requires_grad_(), 3.0).sum().backward()
     assert seen["input"] is FP32
     assert seen["forward"] == seen["backward"] == (False, BF16, FP32)
-
-
-def test_setup_context_under_functorch():
-    function, seen = with_setup_context(*AMPKIT[1:])
-    with autocast("cpu", FP16):
-        for transformed in (torch.func.grad, lambda f: torch.func.vmap(torch.func.grad(f))):
-            transformed(lambda x: function.apply(x, 2.0).float().sum())(torch.ones(3, 2))
-            assert seen.pop("backward") == (True, FP16, FP16)
 
 
 class Product(torch.autograd.Function):

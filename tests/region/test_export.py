@@ -1,4 +1,4 @@
-"""Regions and graph capture ahead of time: torch.export and make_fx record the casts of the region's policy."""
+"""Graph capture ahead of time: torch.export, make_fx and torch.jit.trace record the casts; scripts obey the region."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ampkit import Policy, Rule, autocast
+from ampkit import Policy, Rule, WeightCache, autocast
+from tests.helpers.regions import like_torch
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`torch.jit",
+    "ignore:.*TracerWarning",
     "ignore:.isinstance.treespec:FutureWarning",
     "ignore:While compiling, we found certain side effects:UserWarning",     # strict, with module rules: their hooks
 )
@@ -65,33 +67,6 @@ def test_export_records_the_region(name: str, strict: bool) -> None:
     assert_same(program.run_decompositions().module()(x), net(x))
 
 
-def exported(region: Callable[[], Any]) -> tuple[set[str], Callable[..., Tensor]]:
-    """What a product and its loss, computed in a region, are once exported, and the program to run."""
-    class InRegion(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            with region():
-                return torch.nn.functional.mse_loss(x @ x, x)
-
-    program = torch.export.export(InRegion(), (torch.ones(4, 4),))
-    return {str(node.target) for node in program.graph.nodes if node.op == "call_function"}, program.module()
-
-
-def test_only_a_region_of_torch_stays_an_operator() -> None:
-    """A program with our casts in it has no region of its own: one of another dtype around it changes what they get."""
-    ours, our_program = exported(lambda: autocast("cpu", policy=TORCH))
-    theirs, their_program = exported(lambda: torch.autocast("cpu"))
-    assert "wrap_with_autocast" in theirs
-    assert "wrap_with_autocast" not in ours
-    assert "aten.to.dtype" in ours
-    x = torch.ones(4, 4)
-    with autocast("cpu", enabled=False):
-        assert torch.equal(our_program(x), their_program(x))
-    with autocast("cpu", torch.float16):
-        assert their_program(x).dtype is torch.float32
-        with pytest.raises(RuntimeError, match="Tensor dtype mismatch"):
-            our_program(x)
-
-
 def test_a_region_around_export_is_recorded() -> None:
     lin, x = nn.Linear(8, 4), torch.randn(3, 8)
     with autocast("cpu", torch.float16, policy=TORCH):
@@ -116,3 +91,37 @@ def test_pre_dispatch_tracing_outside_a_region_is_untouched() -> None:
     for function in functions:
         graph = make_fx(function, pre_dispatch=True)(x)
         assert [n.target for n in graph.graph.nodes if n.op == "call_function"] == [torch.ops.aten.matmul.default]
+
+
+def product(x: Tensor, w: Tensor) -> Tensor:
+    return torch.softmax(torch.mm(x, w), -1)
+
+
+@pytest.mark.parametrize("policy", [TORCH, None, TORCH.with_rules({"aten::softmax.int": Rule.FLOAT32})], ids=str)
+def test_a_scripted_function_obeys_the_region(policy: Policy | None) -> None:
+    """Also after the executor has specialised it, and outside again."""
+    scripted, x, w = torch.jit.script(product), torch.randn(3, 4), torch.randn(4, 4)
+    for _ in range(4):
+        with autocast("cpu", policy=policy):
+            assert torch.equal(scripted(x, w), product(x, w))
+            assert scripted(x, w).dtype is product(x, w).dtype
+        assert torch.equal(scripted(x, w), product(x, w))
+
+
+def test_trace_inside_a_region() -> None:
+    """With its cache on, torch.amp cannot trace a module twice used; ours steps aside while tracing."""
+    layer, x = nn.Linear(4, 4), torch.randn(3, 4)
+    twice = nn.Sequential(layer, layer)
+    with torch.autocast("cpu"):
+        layer(x)
+        with pytest.raises(RuntimeError, match="Tensor that requires grad as a constant"):
+            torch.jit.trace(twice, x, check_trace=False)
+    for options in ({"cache_enabled": False}, {}, {"cache": WeightCache()}):
+        with like_torch(**options):
+            wanted = twice(x)
+            traced = torch.jit.trace(twice, x)
+        assert torch.equal(traced(x), wanted)
+        assert traced(x).dtype is torch.bfloat16
+        with torch.no_grad():
+            layer.weight.mul_(0.5)
+        assert not torch.equal(traced(x), wanted), "a cast weight was baked into the trace"

@@ -1,4 +1,4 @@
-"""Higher-order operators, checkpointing, custom operators and autograd functions in regions, eager and compiled.
+"""Higher-order operators in regions, eager and compiled.
 
 The oracle is torch.autocast around the same call: equal dtypes and equal values, of outputs and of gradients.
 """
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops import associative_scan, scan, while_loop
 from torch.nn.attention.flex_attention import flex_attention
-from torch.utils.checkpoint import checkpoint
 
 from ampkit import Policy, autocast
 
@@ -51,12 +50,8 @@ def summed(x: Tensor, w: Tensor) -> Tensor:
     return associative_scan(lambda a, b: a + b, x @ w, 0, combine_mode="generic")
 
 
-def checkpointed(x: Tensor, w: Tensor) -> Tensor:
-    return checkpoint(lambda a: torch.softmax(a @ w, -1), x, use_reentrant=False)
-
-
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "cond": branches, "while_loop": loop, "scan": scanned, "associative_scan": summed, "checkpoint": checkpointed,
+    "cond": branches, "while_loop": loop, "scan": scanned, "associative_scan": summed,
 }
 
 
@@ -125,48 +120,6 @@ def test_flex_attention(policy: Policy) -> None:
         assert compiled(q, q, q).dtype is torch.bfloat16
 
 
-@pytest.fixture
-def product() -> Iterator[Any]:
-    """A custom operator with a gradient, unknown to every list and made of unlisted operators."""
-    with torch.library._scoped_library("ampkit_test_hop", "FRAGMENT"):
-
-        @torch.library.custom_op("ampkit_test_hop::product", mutates_args=())
-        def product(a: Tensor, b: Tensor) -> Tensor:
-            return (a.unsqueeze(-1) * b).sum(1)
-
-        product.register_fake(lambda a, b: a.new_empty(a.shape[0], b.shape[1]))
-
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-            a, b = ctx.saved_tensors
-            return (grad.unsqueeze(1) * b).sum(-1), (a.unsqueeze(-1) * grad.unsqueeze(1)).sum(0)
-
-        product.register_autograd(backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
-        yield product
-
-
-def run_everywhere(op: Any) -> list[list[Tensor]]:
-    def inside(x: Tensor, w: Tensor) -> Tensor:
-        with autocast("cpu", policy=TORCH):
-            return op(x, w)
-
-    return [
-        gradients(inside),
-        gradients(torch.compile(inside, backend="aot_eager", fullgraph=True)),
-        gradients(torch.compile(op, backend="aot_eager", fullgraph=True), inside=autocast("cpu", policy=TORCH)),
-    ]
-
-
-def test_custom_operators(product: Any) -> None:
-    """Without a rule they get what comes in; `register_autocast` is a rule."""
-    assert [found[0].dtype for found in run_everywhere(product)] == [torch.float32] * 3
-    torch._dynamo.reset()
-    product.register_autocast("cpu", torch.bfloat16)
-    found = run_everywhere(product)
-    assert [one[0].dtype for one in found] == [torch.bfloat16] * 3
-    for one in found[1:]:
-        assert_same(one, found[0])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("function", [lambda x: x / 3.1, lambda x: 3.1 / x, lambda x: (x * 3.1).sum() * 0.5])
 def test_numbers_that_autograd_saves_under_a_transform(function: Any, dtype: torch.dtype) -> None:
@@ -177,13 +130,3 @@ def test_numbers_that_autograd_saves_under_a_transform(function: Any, dtype: tor
         with region:
             results.append(torch.func.grad(lambda x: function(x).sum())(x))
     assert all(torch.equal(result, results[0]) for result in results[1:])
-
-
-def test_a_tensor_by_keyword_behind_a_number_under_a_transform() -> None:
-    library = torch.library.Library("ampkit_by_keyword", "DEF")
-    library.define("scaled(Tensor x, float by, *, Tensor bias) -> Tensor")
-    library.impl("scaled", lambda x, by, *, bias: x * by + bias, "CompositeImplicitAutograd")
-    scaled = torch.ops.ampkit_by_keyword.scaled
-    with autocast("cpu", policy=Policy.torch("cpu").with_rules({"ampkit_by_keyword::scaled": "keep"})):
-        found = torch.func.grad(lambda x: scaled(x, 2.0, bias=x).sum())(torch.ones(3))
-    assert found.tolist() == [3.0] * 3

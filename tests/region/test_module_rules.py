@@ -113,38 +113,6 @@ def test_rules_add_up():
     assert dtypes(other, policy) == only(*ALL - {"head"})
 
 
-def shared_weights(model):
-    model.blocks[1].mlp.weight = model.head.weight
-    return model
-
-
-class Looped(Model):
-    """Runs its blocks twice, and its head inside itself."""
-
-    def forward(self, x, depth=1):
-        if depth:
-            return self(x, depth - 1)
-        return self.head(super().forward(super().forward(x)))
-
-
-@pytest.mark.parametrize(("make", "around"), [
-    (Model, lambda model: model._replicate_for_data_parallel()),
-    (Model, lambda model: lambda x: wrap_forward(nn.Sequential(model), "cpu", BF16)(x)),
-    (lambda: shared_weights(Model()), lambda model: model),
-    (Looped, lambda model: model),
-])
-def test_what_is_around_the_model_changes_nothing(make, around):
-    model = make()
-    policy = rules(model, {"head": FP32, "blocks.1": FP32})
-    assert dtypes(model, policy, around(model)) == only("head", "blocks.1.attn", "blocks.1.mlp")
-    loss = 0
-    for _ in range(2):      # the cast of a weight that is shared is not taken where its rule is float32
-        with autocast("cpu", BF16, policy=policy):
-            loss = loss + around(model)(X).float().sum()
-    loss.backward()
-    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_recompute_follows_the_rules_of_its_forward(whole, reentrant):
@@ -302,7 +270,6 @@ def test_a_policy_keeps_no_model_alive():
     assert policy != other
     assert hash(policy) == hash(copy.copy(policy))
     assert str(policy.check()) == "'head': torch.float32: head; gone: head"
-    assert "<a module that is gone>" in repr(policy)
     assert policy.to_dict()["modules"] == [["head", "float32"]]
     model = Model()
     assert dtypes(model, policy.for_modules(model, {"head": FP32})) == only("head")
@@ -321,9 +288,9 @@ def test_rules_without_effect_are_reported_once_where_the_region_is_left():
     (warning,) = caught
     assert warning.filename == __file__
     assert str(warning.message) == (
-        "none of the modules that this policy's rules bind ('head', torch.nn.modules.normalization.LayerNorm) ran in "
-        "this region: the rules have no effect on what did. Bind the model that runs, after whatever replaces its "
-        "modules: policy.for_modules(model, {...}); policy.check() says which modules are gone"
+        "none of the modules that this policy's rules bind ('head', 'class torch.nn.modules.normalization:LayerNorm') "
+        "ran in this region: the rules have no effect on what did. Bind the model that runs, after whatever replaces "
+        "its modules: policy.for_modules(model, {...}); policy.check() says which modules are gone"
     )
     with autocast("cpu", BF16, policy=rules(model, {nn.LayerNorm: FP32, "head": FP32})):    # the same rules
         other(X)
@@ -337,23 +304,6 @@ def test_rules_that_may_have_an_effect_are_silent(run):
     model = Model()
     with autocast("cpu", BF16, policy=rules(model, {"head": FP32})):
         run(model)
-
-
-@pytest.mark.parametrize("kind", ["another of its class", "layers replaced", "one layer replaced at first"])
-def test_rules_that_had_an_effect_and_have_no_more(kind):
-    model = Model()
-    policy = rules(model, {"head": FP32} | ({"blocks.1": FP32} if "first" in kind else {}))
-    if "first" not in kind:
-        assert dtypes(model, policy) == only("head")
-        assert dtypes(nn.Sequential(nn.Linear(4, 4)), policy) == {"0": BF16}
-    if kind == "another of its class":
-        model = Model()
-    else:
-        model.head = nn.Linear(4, 4)        # as quantization replaces layers
-    said = "rules of the policy bind are no longer in the model: 'head'" if "first" in kind else "none of the modules"
-    with pytest.warns(UserWarning, match=said):
-        found = dtypes(model, policy)
-    assert found == dtypes(model, policy) == (only("blocks.1.attn", "blocks.1.mlp") if "first" in kind else only())
 
 
 def test_where_warnings_are_errors_the_region_is_left_all_the_same():

@@ -116,15 +116,6 @@ def test_recording_changes_no_bit(net):
     assert all(map(torch.equal, found, wanted))
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
-def test_nested_tensors_are_recorded_without_a_shape(layout):
-    nested = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=layout)
-    with record_casts() as record, autocast("cpu"):
-        torch.nn.functional.linear(nested, torch.randn(3, 4))
-    assert [call.shapes for call in record.calls] == [((), (3, 4))]
-
-
 def test_table(net):
     with record_casts() as record, autocast("cpu"):
         net(torch.ones(1000, 8))

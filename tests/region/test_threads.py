@@ -62,16 +62,7 @@ def replicas_give(model):
             return replica(torch.ones(2, 4)).dtype
         return run
 
-    replicas = []
-    for _ in range(4):
-        memo = {module: module._replicate_for_data_parallel() for module in model.modules()}
-        for module, replica in memo.items():
-            for name, child in module._modules.items():
-                replica._modules[name] = memo[child]
-            for name, parameter in module._parameters.items():
-                replica._parameters[name] = parameter
-        replicas.append(memo[model])
-    return in_threads([call(replica) for replica in replicas])
+    return in_threads([call(model._replicate_for_data_parallel()) for _ in range(4)])
 
 
 def test_a_wrapped_and_a_decorated_forward_in_threads_of_parallel_apply():

@@ -1,23 +1,73 @@
-"""The weight cache: what is kept, for how long, and that it is never stale. Numbers are the conformance list's.
+"""The weight caches: what is kept, for how long, and that it is never stale.
 
 Copies are counted by the profiler, with a low-precision input so that only the weight needs one; a dispatch mode that
 counted them would keep the cache from being used.
 """
 
+import copy
 import gc
+import pickle
 import threading
 import weakref
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import ampkit.optim
 from ampkit import WeightCache, autocast, clear_autocast_cache
+from ampkit.region import optimizer_steps
 from ampkit.region.weight_cache import CacheInfo
-from tests.helpers.regions import BF16, FP16, REGIONS, both
-from tests.helpers.weights import WRITES, X, copies, uses, weight
+from tests.helpers.regions import BF16, FP16, REGIONS, both, like_torch
+
+X = torch.ones(2, 4, dtype=BF16)
+
+
+def weight(requires_grad: bool = True) -> Parameter:
+    return Parameter(torch.ones(4, 4), requires_grad)
+
+
+def copies(call) -> int:
+    """How many copies a call makes."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        call()
+    return sum(event.count for event in profile.key_averages() if event.key == "aten::copy_")
+
+
+def uses(region, leaf, times: int = 3, **kwargs) -> int:
+    """How many copies it takes to use a leaf so often in one region."""
+    def run():
+        with region("cpu", **kwargs):
+            for _ in range(times):
+                torch.mm(X, leaf)
+
+    return copies(run)
+
+
+WRITES = {
+    "in place": lambda p: p.detach().fill_(2.0),
+    "data =": lambda p: setattr(p, "data", torch.full((4, 4), 2.0)),
+    "data =, and the old values live on": lambda p: (p.data, setattr(p, "data", torch.full((4, 4), 2.0))),
+}
+
+
+class WritesThroughData(torch.optim.Optimizer):
+    """As many optimizers outside torch do it: no version counter moves, no address changes."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.sub_(p.grad)
+
 
 # What is kept
 
@@ -286,3 +336,236 @@ def test_graphed_callables(region):
     with region("cuda", FP16, cache_enabled=False):
         graphed = torch.cuda.make_graphed_callables(layer, (x,))
         assert graphed(x).dtype is FP16
+
+
+# Kept from region to region
+
+
+def test_replaced_storage_is_freed_at_once():
+    """As ZeRO and offloading rely on: the values of a weight that is given away do not stay in memory."""
+    leaf = weight()
+    with autocast("cpu"), torch.no_grad():
+        torch.mm(X, leaf)
+        storage = weakref.ref(leaf.untyped_storage())
+        leaf.data = torch.empty(0)
+        assert storage() is None
+
+
+def test_each_weight_is_cast_once_per_optimizer_step():
+    """Accumulation over 8 micro-batches: counted, and the gradients are those of torch.amp."""
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+
+    batches = torch.randn(16, 2, 4, generator=torch.Generator().manual_seed(1))
+    cache, theirs, ours = WeightCache(), model(), model()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (theirs, ours)]
+    regions = [lambda: torch.autocast("cpu"), lambda: like_torch(cache=cache)]
+    for n, batch in enumerate(batches):
+        for net, region in zip((theirs, ours), regions, strict=True):
+            with region():
+                loss = net(batch).float().pow(2).mean()
+            loss.backward()
+        if n % 8 == 7:
+            assert cache.info() == CacheInfo(4, 2 * (32 + 8 + 32 + 4), 28 * (n // 8 + 1), 4 * (n // 8 + 1))
+            for a, b in zip(theirs.parameters(), ours.parameters(), strict=True):
+                assert torch.equal(a.grad, b.grad)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            assert cache.info().entries == 0
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_kept_cast_has_a_history_where_autograd_records_and_nowhere_else(mode):
+    """Also where one region trains after it has evaluated. Without grad mode the history would be most of the work."""
+    leaf, cache = weight(), WeightCache()
+    with autocast("cpu", cache=cache):
+        torch.mm(X, leaf)
+    with autocast("cpu", cache=cache):
+        with mode():
+            kept = cache.cast(leaf, BF16)
+        again = cache.cast(leaf, BF16)
+        torch.mm(X, leaf).sum().backward()
+    assert cache.info().misses == 1
+    assert kept.grad_fn is None
+    assert again.grad_fn is not None
+    assert again.data_ptr() == kept.data_ptr()
+    assert torch.equal(leaf.grad, torch.full((4, 4), 2.0))
+
+
+@pytest.mark.parametrize("which", ["outer", "inner"])
+def test_a_cache_in_nested_regions(which):
+    """The outer one's serves inside; after an inner one with a cache of its own, the outer has it no longer."""
+    leaf, cache = weight(), WeightCache()
+    with autocast("cpu", cache=cache if which == "outer" else None):
+        for _ in range(2):
+            with autocast("cpu", cache=cache if which == "inner" else None):
+                torch.mm(X, leaf)
+        torch.mm(X, other := weight())
+    assert other.grad is None
+    assert cache.info() == (CacheInfo(2, 64, 1, 2) if which == "outer" else CacheInfo(1, 32, 1, 1))
+
+
+def kept_across(leaf) -> bool:
+    """Whether the cast of a weight made in one region is used in the next."""
+    cache = WeightCache()
+    for _ in range(2):
+        with autocast("cpu", cache=cache):
+            torch.mm(X, leaf)
+    return cache.info().hits == 1
+
+
+def test_weights_whose_memory_others_have_are_cast_anew_in_each_region():
+    """Whoever shares it can write without a version counter knowing."""
+    assert kept_across(weight())
+    assert kept_across(weight(False))
+    for leaf in (weight(), weight(False)):
+        alias = leaf.detach()
+        assert not kept_across(leaf)
+        assert uses(autocast, leaf, cache=(cache := WeightCache())) == (1 if leaf.requires_grad else 3)
+        assert cache.info().entries == 0        # an engine's unsharded weights would otherwise stay until the next
+        del alias
+        assert kept_across(leaf)
+    whole = torch.ones(2, 4, 4)
+    assert not kept_across(Parameter(whole[1]))
+    assert not kept_across(Parameter(torch.from_numpy(np.ones((4, 4), np.float32))))
+    assert not kept_across(nn.ParameterList([weight()]).share_memory()[0])
+
+    class Sub(torch.Tensor):
+        pass
+
+    assert not kept_across(Parameter(torch.ones(4, 4).as_subclass(Sub)))
+
+
+def test_any_collective_ends_keeping():
+    """None of them moves a version, and each may have written to any weight."""
+    leaf, cache = weight(), WeightCache()
+
+    def hits() -> int:
+        with autocast("cpu", cache=cache):
+            torch.mm(X, leaf)
+        return cache.info().hits
+
+    assert [hits(), hits()] == [0, 1]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert [hits(), hits()] == [1, 2]
+        dist.all_reduce(torch.ones(1))
+        assert [hits(), hits()] == [2, 3]
+        group = dist.new_group([0])
+        assert [hits(), hits()] == [3, 4]
+        dist.barrier(group)
+        assert [hits(), hits()] == [4, 5]
+    finally:
+        dist.destroy_process_group()
+    assert [hits(), hits()] == [5, 6]
+
+
+def test_a_cache_says_what_it_holds_and_its_copies_start_empty():
+    cache, leaf = WeightCache(), weight()
+    with autocast("cpu", cache=cache):
+        torch.mm(X, leaf)
+    assert repr(cache) == "WeightCache(): CacheInfo(entries=1, bytes=32, hits=0, misses=1)"
+    for other in (copy.deepcopy(cache), copy.copy(cache), pickle.loads(pickle.dumps(cache))):
+        assert other.info() == CacheInfo(0, 0, 0, 0)
+    cache.clear()
+    assert cache.info() == CacheInfo(0, 0, 0, 1)
+
+
+# Any step of any optimizer invalidates every cast, however it writes
+
+
+EYE = torch.eye(4, dtype=BF16)
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=1.0),
+    "SGD fused": lambda params: torch.optim.SGD(params, lr=1.0, fused=True),
+    "Adam foreach": lambda params: torch.optim.Adam(params, lr=1.0, foreach=True),
+    "AdamW fused": lambda params: torch.optim.AdamW(params, lr=1.0, fused=True),
+    "ampkit": lambda params: ampkit.optim.AdamW(params, lr=1.0),
+    "through .data": WritesThroughData,
+}
+
+
+def is_right(leaf: Tensor) -> bool:
+    """Whether the region that is open uses a weight's cast of now."""
+    return torch.equal(torch.mm(EYE, leaf).detach(), leaf.detach().to(BF16))
+
+
+def step(optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.ones_like(param)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_step_is_seen_in_the_open_region_and_in_the_next(name: str, cached: bool) -> None:
+    leaf, cache = weight(), WeightCache() if cached else None
+    optimizer = OPTIMIZERS[name]([leaf])
+    for _ in range(2):
+        with autocast("cpu", cache=cache):
+            assert is_right(leaf)
+            step(optimizer)
+            assert is_right(leaf)
+        step(optimizer)
+        with autocast("cpu", cache=cache):
+            assert is_right(leaf)
+
+
+def test_casts_made_in_the_closure_of_a_step() -> None:
+    """It is evaluated within the step, before the weights are written."""
+    head, cache = weight(), WeightCache()
+    optimizer = torch.optim.SGD([head], lr=1.0, fused=True)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        with autocast("cpu", cache=cache):
+            loss = torch.mm(EYE, head).float().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert cache.info().entries == 0
+    with autocast("cpu", cache=cache):
+        assert is_right(head)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["step", "a function around it"])
+def test_compiled_step(whole: bool) -> None:
+    """Dynamo traces the hooks, once."""
+    torch._dynamo.reset()
+    leaf, cache = weight(), WeightCache()
+    optimizer = torch.optim.SGD([leaf], lr=1.0, fused=True)
+
+    def run() -> None:
+        optimizer.step()
+
+    compiled = torch.compile(run if whole else optimizer.step, backend="eager")
+    for n in range(6):
+        leaf.grad = torch.ones_like(leaf)
+        with torch.compiler.set_stance("default" if n == 0 else "fail_on_recompile"):
+            compiled()
+        with autocast("cpu", cache=cache):
+            assert is_right(leaf)
+    assert cache.info().misses == 6
+
+
+def test_step_captured_into_a_graph_ends_keeping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its replays write to the weights and call no hook."""
+    layer, cache = nn.Linear(4, 4, bias=False), WeightCache()
+
+    def hits() -> int:
+        before = cache.info().hits
+        for _ in range(2):
+            with autocast("cpu", cache=cache):
+                layer(EYE)
+        return cache.info().hits - before
+
+    assert hits() == 1
+    monkeypatch.setattr(optimizer_steps.steps, "captured", False)
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer_steps, "is_capturing", lambda: True)
+        step(torch.optim.SGD([weight()], lr=1.0))
+    assert hits() == 0

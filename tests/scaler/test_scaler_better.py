@@ -103,14 +103,12 @@ def test_a_gradient_in_two_places_is_divided_once(cls) -> None:
 
 
 @BETTER
-@pytest.mark.parametrize("dampening", [0.0, 0.5])
-def test_fused_sgd_momentum_survives_an_overflow_in_its_first_step(cls, dampening, monkeypatch) -> None:
+def test_fused_sgd_momentum_survives_an_overflow_in_its_first_step(cls, monkeypatch) -> None:
     """torch leaves the momentum buffer uninitialised when the kernel returns early, and uses it afterwards."""
     empty_like = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: empty_like(*a, **k).fill_(math.nan))  # poison
     params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-    options = {"momentum": 0.9, "dampening": dampening}
-    fused, plain = sgd(params[0], fused=True, **options), sgd(params[1], foreach=False, **options)
+    fused, plain = sgd(params[0], fused=True, momentum=0.9), sgd(params[1], foreach=False, momentum=0.9)
     scalers = [started(cls), started(cls)]
     for values in ([math.inf, 1.0], [math.nan, 1.0], [1.0, 2.0], [3.0, 4.0]):
         for param, optimizer, scaler in zip(params, (fused, plain), scalers, strict=True):

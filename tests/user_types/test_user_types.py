@@ -15,7 +15,6 @@ import pytest
 
 import ampkit
 from tests.helpers.paths import ROOT
-from tests.helpers.processes import fresh_python
 
 HERE = Path(__file__).parent
 # What follows from another mistake in the same expression.
@@ -70,11 +69,6 @@ def test_every_mistake_is_found(complaints: Callable[[str], list[Found]]) -> Non
     }
     assert len(expected) >= 20
     assert {(one.line, one.rule) for one in complaints("mistakes.py") if one.rule not in FOLLOWS} == expected
-
-
-def test_the_script_runs() -> None:
-    """What is claimed of its types is of a program that works; in a process of its own, for it registers rules."""
-    fresh_python("import training\ntraining.main()", cwd=HERE)
 
 
 def test_the_script_uses_every_public_name() -> None:
