@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -111,7 +112,7 @@ def test_pinned_memory_is_on_the_host_whatever_the_default_device(monkeypatch: p
     with torch.device("meta"):
         empty(0)  # torch lists the functions that it redirects when it redirects the first
 
-    def unpinned(*size: int, pin_memory: bool, **options: object) -> torch.Tensor:  # a machine without a GPU has none
+    def unpinned(*size: Any, pin_memory: bool, **options: object) -> torch.Tensor:  # a machine without a GPU has none
         assert pin_memory
         return empty(*size, **options)
 
