@@ -225,12 +225,12 @@ def waiting_kernel(addresses, n_blocks, BLOCK: tl.constexpr):
 
 def bad_cases() -> dict[str, Case]:
     """Kernels that are bad on purpose, by words of the fault in each."""
-    table = torch.zeros(2, dtype=torch.int64)
+    table, options = torch.zeros(2, dtype=torch.int64), {"num_warps": 8, "enable_fp_fusion": False}
 
     def launches() -> None:
-        unvectorised_kernel[(1,)](table, table, table, FLAG, DTYPE=tl.float32, BLOCK=4096, num_warps=8)
-        hungry_kernel[(1,)](table, FLAG, BLOCK=65536, num_warps=4)
-        waiting_kernel[(1,)](table, 1, BLOCK=1024, num_warps=8)
+        unvectorised_kernel[(1,)](table, table, table, FLAG, DTYPE=tl.float32, BLOCK=4096, **options)
+        hungry_kernel[(1,)](table, FLAG, BLOCK=65536, **options)
+        waiting_kernel[(1,)](table, 1, BLOCK=1024, **options)
 
     unvectorised, hungry, waiting = cases_of(launches)
     waiting = replace(waiting, lists_read=2)
