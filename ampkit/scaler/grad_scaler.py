@@ -444,7 +444,7 @@ class GradScaler(torch.amp.GradScaler):
             norm, factor = clipping.norm_and_factor(gradients, inv_scale, found, norm_type, max_norm, across)
             self._agree(optimizer, found, gradients.groups)
             state["found_inf_per_device"], state["stage"] = found, OptState.UNSCALED
-            if amp_optimizers.takes_multiplier(optimizer):
+            if getattr(optimizer, "_step_supports_grad_multiplier", False):
                 notes.clip_factor = factor.float()
             else:
                 clipping.multiply_(gradients, factor, found)
@@ -806,11 +806,6 @@ class GradScaler(torch.amp.GradScaler):
         """The active strategy."""
         return self._rule
 
-    @property
-    def skip_above(self) -> float | TimesMedian | None:
-        """The limit for gradient norms, as given."""
-        return self._skip_above
-
     def _change_rule(self, name: str, value: Any) -> None:
         if not isinstance(self._rule, DynamicLossScale):
             raise ValueError(f"cannot set {name} on {self._rule}: its scale never moves; use DynamicLossScale")
@@ -867,11 +862,9 @@ class GradScaler(torch.amp.GradScaler):
 
     def stats(self) -> ScalerStats:
         """Counts of steps, skips, growths and more, with the scale; calls `on_stuck` if that is due. One host read."""
-        if not self._enabled:
-            return ScalerStats(scale=1.0)
         if self._history is None:    # the counts are those of a checkpoint, if any
             cpu = torch.device("cpu")
-            return History(cpu, self._init_totals).totals(self._scale_on(cpu))
+            return History(cpu, self._init_totals).totals(torch.full((), self.get_scale(), device=cpu))
         stats = self._history.totals(self._scale)
         if self._stuck_check_due and stats.consecutive_skips:
             self._stuck_check_due = False
@@ -1047,13 +1040,11 @@ def _device_type(device: str | torch.device | None) -> str:
     if device is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return "cpu" if accelerator is None else accelerator.type
-    if isinstance(device, float):
+    if not isinstance(device, str | torch.device):
         raise TypeError(
-            f"device is {device}; expected a device type like 'cuda'. The first scale is init_scale={device}: it comes "
+            f"device is {device!r}; expected None, a torch.device, or a device type like 'cuda'; init_scale comes "
             "second here, as in torch.amp, where torch.cuda.amp took it first"
         )
-    if not isinstance(device, str | torch.device):
-        raise TypeError(f"device is {device!r}; expected None, a torch.device, or a device type like 'cuda'")
     return torch.device(device).type
 
 
