@@ -131,19 +131,6 @@ def test_a_subclass_may_check_gradients_by_itself() -> None:
     assert param.tolist() == [0.5, 0.5]
 
 
-def test_unscaling_with_a_process_group_before_anything_was_scaled() -> None:
-    """As torch's test of its sharded scaler does it, with the process group and the tensors of one element."""
-    common_fsdp = pytest.importorskip("torch.testing._internal.common_fsdp")
-    scaler = GradScaler("cpu", 2.0, process_group=common_fsdp.DummyProcessGroup(0, 1))
-    values = torch.tensor([16.0, 32.0, 64.0])
-    param = torch.sparse_coo_tensor([[0, 1, 1], [2, 0, 2]], values, (2, 3))
-    for factor, flag in ((1.0, 0.0), (INF, 1.0)):
-        param.grad = torch.sparse_coo_tensor([[0, 1, 1], [2, 0, 2]], values * factor, (2, 3))
-        found = scaler._unscale_grads_(torch.optim.SGD([param], lr=1.0), torch.full((1,), 0.5), torch.zeros(1))
-        assert found[param.device] == flag
-        assert factor == INF or torch.equal(param.grad.to_dense(), param.to_dense() / 2)
-
-
 def test_private_attributes_can_be_set() -> None:
     scaler = GradScaler("cpu")
     for name, value in (
