@@ -8,53 +8,47 @@ those of which they match every parameter and buffer. `sinks`, one of an attenti
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import torch
 from torch.nn import Module
 
-from ampkit.policy.module_paths import is_container, named_paths, starred
-from ampkit.policy.module_rules import ModuleRules, matches
+from ampkit.policy.module_paths import is_container, named_paths, unwrapped
+from ampkit.policy.module_rules import ModuleRules
 
 __all__ = ["kept_modules"]
 
 
-def kept_modules(model: Module, dtype: torch.dtype, rules: ModuleRules) -> list[str]:
-    """Keys of `for_modules` for the modules of `model` to keep in float32 in regions of `dtype`.
+def kept_modules(model: Module, dtype: torch.dtype, rules: ModuleRules) -> list[Module]:
+    """The modules of `model` to keep in float32 in regions of `dtype`: the outermost, and containers' modules.
 
     Left out are modules that `rules` bind, and those with 16-bit parameters, which float32 inputs do not fit.
     """
-    modules = dict(named_paths(model))
-    patterns = {
-        path and f"{path}.": pattern for path, module in modules.items() if (pattern := _pattern(module, dtype))
-    }
-    if not patterns:
-        return []
-    matched, others = set[str](), set[str]()        # modules with such tensors
-    for path, module in modules.items():
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                full = f"{path}.{name}".removeprefix(".")
-                wanted = any(
-                    full.startswith(root) and pattern.search(full, len(root)) for root, pattern in patterns.items()
-                )
-                (matched if wanted else others).update(_upwards(path))
-    whole = {path for path in matched - others if not is_container(modules[path])}
-    keys: dict[str, list[str]] = {}
-    for path, module in modules.items():
-        fits = all(each.dtype.itemsize >= 4 for each in module.parameters() if each.is_floating_point())
-        is_outermost = path in whole and (path == "" or whole.isdisjoint(_upwards(path)[1:]))
-        if is_outermost and fits and rules.find(module) is None:
-            keys.setdefault(starred(path), []).append(path)
+    found = dict[Module, None]()
+    for _, module in named_paths(model):
+        pattern = _pattern(module, dtype)
+        if pattern is not None:
+            found.update(dict.fromkeys(_matched("", module, pattern)))
     return [
-        key
-        for pattern, paths in keys.items()
-        for key in ([pattern] if [path for path in modules if matches(pattern, path)] == paths else paths)
+        module for module in found
+        if rules.find(module) is None
+        and all(each.dtype.itemsize >= 4 for each in module.parameters() if each.is_floating_point())
     ]
 
 
-def _upwards(path: str) -> list[str]:
-    """The paths of a module and of all that it is in, the model's "" included."""
-    return [path, *(path[:i] for i, char in enumerate(path) if char == "."), ""]
+def _matched(path: str, module: Module, pattern: re.Pattern[str]) -> Iterator[Module]:
+    """The outermost modules, from this one on, that have tensors, in the names of all of which the pattern is found."""
+    module = unwrapped(module)
+    names = [
+        f"{inner}.{name}".removeprefix(".")
+        for inner, each in named_paths(module, path)
+        for name, tensor in (*each._parameters.items(), *each._buffers.items()) if tensor is not None
+    ]
+    if names and all(map(pattern.search, names)) and not is_container(module):
+        yield module
+        return
+    for name, child in module.named_children():
+        yield from _matched(f"{path}.{name}".removeprefix("."), child, pattern)
 
 
 def _pattern(module: Module, dtype: torch.dtype) -> re.Pattern[str] | None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from torch.nn import DataParallel, Module
 from torch.nn.parallel import DistributedDataParallel
 
-_paths: weakref.WeakKeyDictionary[Module, dict[int, tuple[str, str]]] = weakref.WeakKeyDictionary()
+_paths: weakref.WeakKeyDictionary[Module, weakref.WeakKeyDictionary[Module, str]] = weakref.WeakKeyDictionary()
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _DATA_PARALLEL = (DataParallel, DistributedDataParallel)
 
@@ -22,15 +22,13 @@ def unwrapped(module: Module) -> Module:
     return module
 
 
-def named_paths(model: Module, path: str = "", above: tuple[int, ...] = ()) -> Iterator[tuple[str, Module]]:
-    """Every module of `model`, itself included at "", with its path; one with several names has several paths."""
+def named_paths(model: Module, path: str = "") -> Iterator[tuple[str, Module]]:
+    """Every module of `model`, itself included, with its path; one with several names has several paths."""
     model = unwrapped(model)
-    if id(model) in above:      # a module inside itself
-        return
     yield path, model
     for name, child in model._modules.items():
         if child is not None:
-            yield from named_paths(child, f"{path}.{name}" if path else name, (*above, id(model)))
+            yield from named_paths(child, f"{path}.{name}" if path else name)
 
 
 def is_container(module: Module) -> bool:
@@ -44,32 +42,11 @@ def starred(path: str) -> str:
 
 
 def path_of(root: Module, module: Module) -> str:
-    """The module's name in `root.named_modules()`; its class's name if it is not below `root`.
-
-    Wrappers are left out. A module with several names has the first of them.
-    """
-    paths = _paths.get(root)
-    if paths is None or not _is_at(root, paths.get(id(module), ("?", ""))[0], module):
-        paths = {id(child): (name, _without_wrappers(root, name)) for name, child in root.named_modules()}
-        _paths[root] = paths
-    return paths[id(module)][1] if id(module) in paths else type(module).__name__
-
-
-def _is_at(root: Module, name: str, module: Module) -> bool:
-    """Whether `module` still has this name below `root`."""
-    found: Module | None = root
-    for part in name.split(".") if name else ():
-        found = found._modules.get(part) if found is not None else None
-    return found is module
-
-
-def _without_wrappers(root: Module, name: str) -> str:
-    parts, module = [], root
-    for part in name.split(".") if name else ():
-        if not _is_wrapper(module, part):
-            parts.append(part)
-        module = module._modules[part] or module
-    return ".".join(parts)
+    """The first path of a module in `root`; its class's name if it is not in it."""
+    module = unwrapped(module)
+    if module not in _paths.get(root, ()):
+        _paths[root] = weakref.WeakKeyDictionary({each: path for path, each in reversed([*named_paths(root)])})
+    return _paths[root].get(module, type(module).__name__)
 
 
 def _is_wrapper(module: Module, name: str) -> bool:

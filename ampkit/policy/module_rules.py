@@ -1,9 +1,9 @@
 """Rules for modules: which modules of a model a key of `Policy.for_modules` binds, and which rule a module follows.
 
-Keys are resolved when a model is given, at once. A rule keeps its key as data, for `Policy.to_dict`, and the identity
-of each module that it binds, a string among the module's attributes: wrappers around a bound module change nothing,
-copies take the identity along and follow the rule, and a policy keeps no model alive. `policy` checks the values;
-`region.module_hooks` enters the regions.
+Keys are resolved when a model is given, at once. A rule keeps its key as a string, for `Policy.to_dict`, and the
+identity of each module that it binds, a string among the module's attributes: wrappers around a bound module change
+nothing, copies take the identity along and follow the rule, and a policy keeps no model alive. `policy` checks the
+values; `region.module_hooks` enters the regions.
 """
 
 from __future__ import annotations
@@ -17,19 +17,14 @@ from typing import Any, NamedTuple
 
 from torch.nn import Module
 
-from ampkit.policy.linear_layers import LinearLayer
 from ampkit.policy.module_paths import is_container, named_paths, unwrapped
 from ampkit.policy.values import short
 from ampkit.torch_internals.forks import renewed_lock
 from ampkit.torch_internals.modules import request_kwargs
 
-__all__ = [
-    "CLASS", "NONE", "BoundRule", "ModuleCheck", "ModuleRules", "NamedModules", "checked_key", "class_key", "describe",
-    "matches", "module_of",
-]
+__all__ = ["NONE", "BoundRule", "ModuleCheck", "ModuleRules", "describe", "matches", "module_of"]
 
-CLASS = "class "    # begins a key that names a module class, as written policies do: "class package.module:Name"
-_LONGEST = 1000     # characters of a pattern, which is compared with every path of a model
+_CLASS = "class "    # begins a key that names a module class: "class package.module:Name"
 _IN_CONTAINER = 1000    # added to the rank of a rule, more than any has
 _IDENTITIES = "_ampkit_identities"
 _modules: weakref.WeakValueDictionary[str, Module] = weakref.WeakValueDictionary()      # by their own identities
@@ -56,85 +51,6 @@ def module_of(identity: str) -> Module | None:
     return _modules.get(identity)
 
 
-def class_key(cls: type) -> str:
-    """A module class as a string, which is a key too."""
-    return f"{CLASS}{cls.__module__}:{cls.__qualname__}"
-
-
-class NamedModules:
-    """A model's modules by their paths: made once for all rules that are bound to it."""
-
-    def __init__(self, model: Module) -> None:
-        self.model = unwrapped(model)
-        self.pairs = list(named_paths(self.model))
-        self.by_path = dict(self.pairs)
-        self.paths = {id(module): path for path, module in reversed(self.pairs)}    # the first of several paths
-
-    def key_of(self, given: Any) -> str | type[Module]:
-        """A checked key as rules have it: the first path of a module, the class of a `class_key`, others as they are.
-
-        Raises `ValueError` for a module or a class that the model does not contain.
-        """
-        if isinstance(given, str) and given.startswith(CLASS) and given not in self.by_path:
-            found = {cls for _, module in self.pairs for cls in type(module).__mro__ if class_key(cls) == given}
-            if len(found) > 1:
-                model = type(self.model).__name__
-                raise ValueError(f"the modules of {model} have several classes named {short(given)}")
-            if not found:
-                raise ValueError(self._no_class(given.removeprefix(CLASS)))
-            return found.pop()
-        if not isinstance(given, Module):
-            return given
-        path = self.paths.get(id(unwrapped(given)))
-        if path is None:
-            raise ValueError(
-                f"{describe(given)} is no module of {type(self.model).__name__}; give for_modules the model that it "
-                "is part of"
-            )
-        if "*" in path:
-            raise ValueError(f"the path {short(path)} of {describe(given)} reads as a pattern; name it without a '*'")
-        return path
-
-    def matching(self, key: str | type[Module]) -> tuple[Bound, ...]:
-        """Each module that a key matches, once; `ValueError` with the nearest names if there is none.
-
-        In place of a container, which is never called, its modules: their own rules are nearer to them than this one.
-        """
-        found = list[tuple[str, Module, int]]()
-        ranks = dict[str, int]()    # of what containers hold, by the containers' paths
-        for path, module in self.pairs:
-            if isinstance(key, type):
-                is_match = key in type(module).__mro__
-            else:
-                is_match = matches(key, path) if "*" in key else key == path
-            rank = _rank(key, module) if is_match else ranks.get(path.rpartition(".")[0])
-            if rank is None:
-                continue
-            if is_container(module):
-                ranks[path] = rank + _IN_CONTAINER
-            else:
-                found.append((path, module, rank))
-        if not found:
-            raise ValueError(self._unmatched(key))
-        once = {id(module): Bound(path, identity(module), rank) for path, module, rank in reversed(found)}
-        return tuple(reversed(once.values()))
-
-    def _unmatched(self, key: str | type[Module]) -> str:
-        model = type(self.model).__name__
-        if isinstance(key, type):
-            return self._no_class(describe(key))
-        paths = [path for path, _ in self.pairs if path]
-        nearest = difflib.get_close_matches(key[:80], paths, n=3) or paths[:3]
-        return (
-            f"the pattern {short(key)} of for_modules matches no module of {model}; nearest: "
-            f"{', '.join(nearest) or 'none'}. Paths count from the model that for_modules is given"
-        )
-
-    def _no_class(self, name: str) -> str:
-        known = ", ".join(dict.fromkeys(type(module).__name__ for _, module in self.pairs))
-        return f"no module of {type(self.model).__name__} is a {short(str(name))}; its modules are {known}"
-
-
 class Bound(NamedTuple):
     """A module that a rule binds."""
 
@@ -146,14 +62,20 @@ class Bound(NamedTuple):
 class ModuleRule(NamedTuple):
     """A key of `for_modules`, its value, the model that it was given for, and the modules that it binds."""
 
-    key: str | type[Module]                     # the path of a module that was given as a key
-    value: Any                                  # a dtype or a Policy
-    model: str                                  # its identity
+    key: str            # of a module that was given as a key, its path
+    value: Any          # a dtype or a Policy
+    model: str          # its identity
     bound: tuple[Bound, ...]
 
-    def key_text(self) -> str:
-        """The key in code and messages."""
-        return describe(self.key) if isinstance(self.key, type) else repr(self.key)
+    def check(self) -> BoundRule:
+        """What it binds now."""
+        model, gone = module_of(self.model), []
+        there = None if model is None else set(model.modules())
+        for path, known, _ in self.bound:
+            module = module_of(known)
+            if module is None or (there is not None and module not in there):
+                gone.append(path)
+        return BoundRule(repr(self.key), self.value, tuple(bound.path for bound in self.bound), tuple(gone))
 
 
 class ModuleRules:
@@ -191,7 +113,7 @@ class ModuleRules:
 
     def lost(self) -> list[BoundRule]:
         """The rules whose model is there, and none of the modules in it that they bind."""
-        found = [_checked(rule) for rule in self.rules if rule.model in _modules]
+        found = [rule.check() for rule in self.rules if rule.model in _modules]
         return [rule for rule in found if rule.gone == rule.modules]
 
     def is_another_model(self, module: Module) -> bool:
@@ -200,21 +122,24 @@ class ModuleRules:
             return False
         return not any(rule.model in vars(module).get(_IDENTITIES, ()) for rule in self.rules)
 
-    def extended(self, modules: NamedModules, items: Iterable[tuple[Any, Any]]) -> ModuleRules:
+    def extended(self, model: Module, items: Iterable[tuple[Any, Any]]) -> ModuleRules:
         """These rules and more, bound to modules of a model.
 
-        Raises `ValueError` for a key that binds no module or is set already, and for a module whose rules disagree.
+        Raises `TypeError` for what is no key, `ValueError` for a key that binds no module or is set already, and for a
+        module whose rules disagree.
         """
-        model = identity(modules.model)
-        known = {(rule.key, rule.model) for rule in self.rules}
-        rules = list(self.rules)
+        model = unwrapped(model)
+        own, modules = identity(model), list(named_paths(model))
+        rules = {(rule.key, rule.model): rule for rule in self.rules}
         for given, value in items:
-            key = modules.key_of(given)
-            if (key, model) in known:
+            key = _path_of(given, model, modules) if isinstance(given, Module) else given
+            bound = _bound(key, modules)
+            if not bound:
+                raise ValueError(_unmatched(key, model, modules))
+            rule = ModuleRule(class_key(key) if isinstance(key, type) else key, value, own, bound)
+            if rules.setdefault((rule.key, own), rule) is not rule:
                 raise ValueError(f"module {describe(given)} already has a rule in this policy")
-            known.add((key, model))
-            rules.append(ModuleRule(key, value, model, modules.matching(key)))
-        extended = ModuleRules(tuple(rules))
+        extended = ModuleRules(tuple(rules.values()))
         for rule in extended.rules:
             for bound in rule.bound:
                 request_kwargs(module_of(bound.module))
@@ -222,17 +147,7 @@ class ModuleRules:
 
     def check(self) -> tuple[BoundRule, ...]:
         """What each rule binds now."""
-        return tuple(map(_checked, self.rules))
-
-    def describe(self) -> str:
-        """As in code, for `repr`; a model is shown with its address."""
-        text, by_model = "", dict[str, list[ModuleRule]]()
-        for rule in self.rules:
-            by_model.setdefault(rule.model, []).append(rule)
-        for model, rules in by_model.items():
-            shown = ", ".join(f"{rule.key_text()}: {rule.value!r}" for rule in rules)
-            text += f".for_modules({_shown(module_of(model))}, {{{shown}}})"
-        return text
+        return tuple(rule.check() for rule in self.rules)
 
 
 class BoundRule(NamedTuple):
@@ -249,10 +164,9 @@ class BoundRule(NamedTuple):
 
 
 class ModuleCheck(NamedTuple):
-    """The result of `Policy.check`; `str()` of it is a line for each rule, and for each linear layer."""
+    """The result of `Policy.check`; `str()` of it is a line for each rule."""
 
     rules: tuple[BoundRule, ...]
-    layers: tuple[LinearLayer, ...] = ()        # of the model that `check` was given
 
     @property
     def gone(self) -> tuple[BoundRule, ...]:
@@ -260,32 +174,73 @@ class ModuleCheck(NamedTuple):
         return tuple(rule for rule in self.rules if rule.gone)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, (*self.rules, *self.layers))) or "this policy has no rules for modules"
+        return "\n".join(map(str, self.rules)) or "this policy has no rules for modules"
 
 
-def checked_key(key: Any) -> Any:
-    """A path pattern ("" is the model itself), a module class or a module; `TypeError` or `ValueError` for others."""
-    if isinstance(key, Module) or (isinstance(key, type) and issubclass(key, Module)):
-        return key
-    if not isinstance(key, str):
-        raise TypeError(f"a key of for_modules is a path pattern, a module class or a module, got {short(key)}")
-    if len(key) > _LONGEST or (key and "" in key.split(".")):
-        raise ValueError(
-            f"{short(key)} is no module path pattern; expected names and '*' joined by dots, like 'blocks.*.attn', of "
-            f"{_LONGEST} characters at most"
-        )
-    return key
+def class_key(cls: type) -> str:
+    """A module class as a string, which is a key too."""
+    return f"{_CLASS}{cls.__module__}:{cls.__qualname__}"
 
 
 def describe(key: Any) -> str:
     """A key as messages show it."""
-    if isinstance(key, type):
-        return f"{key.__module__}.{key.__qualname__}"
-    return _shown(key) if isinstance(key, Module) else short(key)
+    if isinstance(key, Module):
+        return f"<{type(key).__name__} at {id(key):#x}>"
+    return short(class_key(key) if isinstance(key, type) else key)
 
 
-def _shown(module: Module | None) -> str:
-    return "<a module that is gone>" if module is None else f"<{type(module).__name__} at {id(module):#x}>"
+def _path_of(given: Module, model: Module, modules: Iterable[tuple[str, Module]]) -> str:
+    """The first path of a module that was given as a key."""
+    for path, module in modules:
+        if module is unwrapped(given):
+            return path
+    raise ValueError(
+        f"{describe(given)} is no module of {type(model).__name__}; give for_modules the model that it is part of"
+    )
+
+
+def _bound(key: Any, modules: Iterable[tuple[str, Module]]) -> tuple[Bound, ...]:
+    """Each module that a key matches, once.
+
+    In place of a container, which is never called, its modules: their own rules are nearer to them than this one.
+    """
+    found = dict[Module, Bound]()
+    ranks = dict[str, int]()        # of what containers hold, by the containers' paths
+    for path, module in modules:
+        rank = _rank(key, path, module)
+        if rank is None:
+            rank = ranks.get(path.rpartition(".")[0])
+        if rank is not None and is_container(module):
+            ranks[path] = rank + _IN_CONTAINER
+        elif rank is not None and module not in found:
+            found[module] = Bound(path, identity(module), rank)
+    return tuple(found.values())
+
+
+def _rank(key: Any, path: str, module: Module) -> int | None:
+    """How near a key is to a module: a path 0, a pattern with stars 1, classes by their distance; None if it is not.
+
+    A rule keeps it: the class of a module may change, as that of `nn.LazyLinear` does at its first call.
+    """
+    if isinstance(key, str) and not key.startswith(_CLASS):
+        is_match = matches(key, path) if "*" in key else key == path
+        return int("*" in key) if is_match else None
+    if not isinstance(key, str) and not (isinstance(key, type) and issubclass(key, Module)):
+        raise TypeError(f"a key of for_modules is a path pattern, a module class or a module, got {short(key)}")
+    return next((2 + n for n, cls in enumerate(type(module).__mro__) if key in (cls, class_key(cls))), None)
+
+
+def _unmatched(key: Any, model: Module, modules: Iterable[tuple[str, Module]]) -> str:
+    name = type(model).__name__
+    if isinstance(key, type) or key.startswith(_CLASS):
+        known = ", ".join(dict.fromkeys(type(module).__name__ for _, module in modules))
+        return f"no module of {name} is a {describe(key)}; its modules are {known}"
+    paths = [path for path, _ in modules if path]
+    nearest = difflib.get_close_matches(key[:80], paths, n=3) or paths[:3]
+    return (
+        f"the pattern {short(key)} of for_modules matches no module of {name}; nearest: "
+        f"{', '.join(nearest) or 'none'}. Paths count from the model that for_modules is given"
+    )
 
 
 def matches(pattern: str, path: str) -> bool:
@@ -308,16 +263,6 @@ def matches(pattern: str, path: str) -> bool:
     return last == "**" or (used[-1] == len(names) - 1 and fnmatchcase(names[-1], last))
 
 
-def _rank(key: str | type[Module], module: Module) -> int:
-    """How near a key is to a module that it matches: a path 0, a pattern with stars 1, classes by their distance.
-
-    A rule keeps it: the class of a module may change, as that of `nn.LazyLinear` does at its first call.
-    """
-    if isinstance(key, type):
-        return 2 + type(module).__mro__.index(key)
-    return int("*" in key)
-
-
 def _values(rules: Iterable[ModuleRule]) -> Mapping[str, Any]:
     """The value of each bound module's nearest rule, by identity; `ValueError` where two are as near."""
     nearest: dict[str, tuple[int, ModuleRule]] = {}
@@ -328,21 +273,10 @@ def _values(rules: Iterable[ModuleRule]) -> Mapping[str, Any]:
                 nearest[module] = rank, rule
             elif rank == other[0] and rule.value != other[1].value:
                 raise ValueError(
-                    f"module {path!r} matches two rules that disagree: {other[1].key_text()}: {other[1].value!r} and "
-                    f"{rule.key_text()}: {rule.value!r}; make one of them narrower, or give the module itself as a key"
+                    f"module {path!r} matches two rules that disagree: {other[1].key!r}: {other[1].value!r} and "
+                    f"{rule.key!r}: {rule.value!r}; make one of them narrower, or give the module itself as a key"
                 )
     return {module: rule.value for module, (_, rule) in nearest.items()}
-
-
-def _checked(rule: ModuleRule) -> BoundRule:
-    model = module_of(rule.model)
-    there = None if model is None else {id(module) for module in model.modules()}
-    gone = []
-    for path, known, _ in rule.bound:
-        module = module_of(known)
-        if module is None or (there is not None and id(module) not in there):
-            gone.append(path)
-    return BoundRule(rule.key_text(), rule.value, tuple(bound.path for bound in rule.bound), tuple(gone))
 
 
 NONE = ModuleRules()

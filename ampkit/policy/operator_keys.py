@@ -28,6 +28,7 @@ from ampkit.torch_internals.operators import (
 Operator = OpOverload | OpOverloadPacket | str | Callable[..., Any]
 
 _CASTING = (Rule.LOWER, Rule.FLOAT32, Rule.FLOAT32_DTYPE_ARG, Rule.PROMOTE)
+_FOR_FEW = (Rule.FLOAT32_DTYPE_ARG, Rule.LOWER_FLOAT32_OUT, *RECIPES)
 _CALLS = {"cross_entropy": "cross_entropy_loss", "norm": "linalg_vector_norm"}     # functions with another name in ATen
 _FLOAT32_OUT = (*PRODUCTS, "aten::bmm", "aten::baddbmm")
 _LONGEST = 80       # name that near matches are looked up for
@@ -41,42 +42,43 @@ def checked_rule(value: Any, op: Any) -> Rule:
     names = {rule.value: rule for rule in Rule}
     if not isinstance(value, str) or value not in names:
         known = ", ".join(map(repr, names))
-        raise ValueError(f"unknown rule {short(value)} for operator {_shown(op)}; expected a Rule or one of {known}")
+        raise ValueError(f"unknown rule {short(value)} for operator {short(op)}; expected a Rule or one of {known}")
     return names[value]
 
 
 def overloads(key: Any, rule: Rule) -> list[OpOverload]:
-    """The overloads that a key of `with_rules` means, each able to follow `rule`; `ValueError` if one is not."""
+    """The overloads that a key of `with_rules` means; `ValueError` if one of them cannot follow `rule`.
+
+    Of a rule that is for some operators alone, those that can follow it, if any can.
+    """
     found = named_by(key)
-    if rule is Rule.FLOAT32_DTYPE_ARG and len(found) > 1:
-        found = [op for op in found if casting.dtype_overload(op)] or found
-    if rule is Rule.FLOAT32_DTYPE_ARG:
-        for op in found:
-            if not casting.dtype_overload(op):
-                raise ValueError(
-                    f"operator '{op.name()}' cannot follow FLOAT32_DTYPE_ARG: no overload of it takes a dtype; "
-                    "use Rule.FLOAT32"
-                )
+    faults = {op: fault for op in found if (fault := _fault(op, rule))}
+    able = [op for op in found if op not in faults]
+    if faults and not (able and rule in _FOR_FEW):
+        op, fault = next(iter(faults.items()))
+        raise ValueError(f"operator '{op.name()}' {fault}")
+    return able
+
+
+def _fault(op: OpOverload, rule: Rule) -> str:
+    """Why an operator cannot follow a rule; "" if it can."""
     forms = PRODUCTS if rule in RECIPES else _FLOAT32_OUT if rule is Rule.LOWER_FLOAT32_OUT else None
-    if forms is not None:
-        found = [op for op in found if op.name() in forms] or found
-    for op in found:
-        if forms is not None and op.name() not in forms:
-            form = "FP8 form" if rule in RECIPES else "form with a float32 result"
-            raise ValueError(
-                f"operator '{op.name()}' cannot follow {rule.name}: it has no {form}; {', '.join(forms)} have one"
-            )
-        if op.name() in _MAKES_SUBCLASSES:
-            raise ValueError(
-                f"operator '{op.name()}' cannot have a rule: torch makes parameters and other subclasses of tensors "
-                "with it; give the rule to the operators that take its result"
-            )
-        if rule in _CASTING and _writes(op, rule):
-            raise ValueError(
-                f"operator '{op.name()}' writes to its arguments and cannot follow {rule.name}: it would write to a "
-                "cast copy, and the result would be lost; give the rule to the operator without in-place or out="
-            )
-    return found
+    if forms is not None and op.name() not in forms:
+        form = "FP8 form" if rule in RECIPES else "form with a float32 result"
+        return f"cannot follow {rule.name}: it has no {form}; {', '.join(forms)} have one"
+    if rule is Rule.FLOAT32_DTYPE_ARG and not casting.dtype_overload(op):
+        return "cannot follow FLOAT32_DTYPE_ARG: no overload of it takes a dtype; use Rule.FLOAT32"
+    if op.name() in _MAKES_SUBCLASSES:
+        return (
+            "cannot have a rule: torch makes parameters and other subclasses of tensors with it; give the rule to the "
+            "operators that take its result"
+        )
+    if rule in _CASTING and _writes(op, rule):
+        return (
+            f"writes to its arguments and cannot follow {rule.name}: it would write to a cast copy, and the result "
+            "would be lost; give the rule to the operator without in-place or out="
+        )
+    return ""
 
 
 def _writes(op: OpOverload, rule: Rule) -> bool:
@@ -146,27 +148,12 @@ def _find_packet(name: str) -> tuple[OpOverloadPacket, str | None]:
     """The packet that `name` means, and the overload it names if any; `ValueError` with the nearest names if none."""
     namespace, _, rest = name.rpartition("::")
     base, dot, overload = rest.partition(".")
-    library = _library(namespace or "aten") if name.isascii() else None
-    packet = getattr(library, base, None)
+    packet = getattr(getattr(torch.ops, namespace or "aten"), base, None) if name.isascii() else None
     if not isinstance(packet, OpOverloadPacket):        # an attribute of the namespace object itself
         every = {op.split(".")[0] for op in operator_names()}
         near = difflib.get_close_matches(f"{namespace or 'aten'}::{base}"[:_LONGEST], every, n=3)
-        raise ValueError(f"unknown operator {_shown(name)} in torch {torch.__version__}; nearest: {near or 'none'}")
+        raise ValueError(f"unknown operator {short(name)} in torch {torch.__version__}; nearest: {near or 'none'}")
     return packet, overload if dot else None
-
-
-def _library(namespace: str) -> Any:
-    """A library's operators; None if it has none. Plain `getattr(torch.ops, name)` would create the namespace."""
-    if namespace not in vars(torch.ops):
-        prefix = f"{namespace}::"
-        if not any(op.startswith(prefix) for op in operator_names()):
-            return None
-    return getattr(torch.ops, namespace)
-
-
-def _shown(op: Any) -> str:
-    """An operator, or what was given for one, in a message."""
-    return str(op) if isinstance(op, (OpOverload, OpOverloadPacket)) else short(op)
 
 
 def key_name(op: OpOverload) -> str:

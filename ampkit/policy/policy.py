@@ -7,6 +7,7 @@ what `register_op` declared for the process, and each `with_rules`; and rules fo
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Iterable, Mapping
@@ -15,12 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Module
 
-from ampkit.policy import module_rules, written
+from ampkit.policy import module_rules
 from ampkit.policy.kept_modules import kept_modules
-from ampkit.policy.linear_layers import linear_layers
-from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, Group, Rule, fold
+from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, Rule, fold
 from ampkit.policy.operator_keys import Operator, candidates, checked_rule, key_name, overloads
-from ampkit.policy.values import PRECISIONS, as_dtype, short
+from ampkit.policy.values import PRECISIONS, as_dtype, current_device_type, short
 from ampkit.torch_internals.dynamo import tracing
 from ampkit.torch_internals.operators import OpOverload, is_composite
 
@@ -28,6 +28,8 @@ __all__ = ["Explanation", "Policy", "Rule", "register_op"]
 
 _WHY_COMPOSITE = "unlisted; the operators that it decomposes into follow their own rules"
 _WHY_UNLISTED = "unlisted; it runs in the dtype of its inputs"
+
+_Layer = Mapping[OpOverload, tuple[Rule, str]]      # the rule of each operator, and why
 
 
 class Explanation(NamedTuple):
@@ -40,12 +42,6 @@ class Explanation(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.op}: {self.rule.name} (set by {self.layer}): {self.why}"
-
-
-class _Layer(NamedTuple):
-    name: str
-    rules: Mapping[OpOverload, Rule]
-    whys: Mapping[OpOverload, str]
 
 
 class RuleTable(dict[OpOverload, Rule]):
@@ -61,6 +57,7 @@ class _Registered:
     changes = 0
 
 
+@dataclasses.dataclass(init=False, repr=False, frozen=True)
 class Policy:
     """The rules of a region for one device type: pass it as `autocast(policy=...)`.
 
@@ -68,35 +65,25 @@ class Policy:
     exactly torch.amp's list.
 
     >>> policy = Policy.default("cpu").with_rules({"aten::softmax.int": Rule.KEEP})
-    >>> policy.rule_for("aten::softmax.int")
-    <Rule.KEEP: 'keep'>
+    >>> print(policy.explain("aten::softmax.int"))
+    aten::softmax.int: KEEP (set by with_rules[0]): set by the user
     >>> policy == Policy.from_dict(policy.to_dict())
     True
     """
 
-    __slots__ = {       # a dict, so that `help` shows what they are
-        "_hash": None,
-        "base": 'The lists it starts from: "default" or "torch".',
-        "device_type": "The device type that it is for.",
-        "modules": "The rules of `for_modules`.",
-        "overrides": "The rules of each `with_rules`, in order, by operator.",
-        "text": "All but the rules of `for_modules`, as JSON that `from_dict` reads: for compiled graphs.",
-    }
-
-    base: str
+    base: str               # the lists it starts from: "default" or "torch"
     device_type: str
-    overrides: tuple[tuple[tuple[OpOverload, Rule], ...], ...]
+    overrides: tuple[tuple[tuple[OpOverload, Rule], ...], ...]      # of each `with_rules`, in order, by operator
     modules: module_rules.ModuleRules
-    text: str
+    text: str = dataclasses.field(init=False, compare=False)        # all but `modules`, as JSON that `from_dict` reads
 
-    def __init__(
+    def __init__(       # Dynamo traces it where compiled code makes a policy; the one of dataclasses it cannot
         self,
         base: str,
         device_type: str,
         overrides: tuple[tuple[tuple[OpOverload, Rule], ...], ...] = (),
         modules: module_rules.ModuleRules | None = None,
     ) -> None:
-        modules = module_rules.NONE if modules is None else modules
         if not isinstance(base, str) or base not in ("default", "torch"):
             raise ValueError(f"unknown policy base {short(base)}; expected 'default' or 'torch'")
         if not isinstance(device_type, str) or device_type not in TORCH:
@@ -104,13 +91,11 @@ class Policy:
                 f"no operator lists for device type {short(device_type)}; expected one of {', '.join(map(repr, TORCH))}"
             )
         for name, value in (
-            ("base", base), ("device_type", device_type), ("overrides", overrides), ("modules", modules),
-            ("_hash", None), ("text", _text(base, device_type, overrides)),
+            ("base", base), ("device_type", device_type), ("overrides", overrides),
+            ("modules", module_rules.NONE if modules is None else modules),
+            ("text", _text(base, device_type, overrides)),
         ):
             object.__setattr__(self, name, value)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"a Policy cannot be changed; use with_rules or for_modules to get another ({name})")
 
     @classmethod
     def default(cls, device_type: str) -> Policy:
@@ -141,7 +126,7 @@ class Policy:
             ValueError: an unknown operator or rule, an operator named twice, or a rule that it cannot follow.
             TypeError: a key that names no operator, or a value that is no rule.
         """
-        return Policy(self.base, self.device_type, (*self.overrides, _checked_layer(rules)), self.modules)
+        return dataclasses.replace(self, overrides=(*self.overrides, _checked_layer(rules)))
 
     def for_modules(self, model: Module, rules: Mapping[Any, Any]) -> Policy:
         """A policy that computes some modules of `model` in another precision, wherever they are called.
@@ -173,7 +158,8 @@ class Policy:
                 "for_modules takes a model and a dict of its modules to precisions or policies, as in "
                 f"for_modules(model, {{'head': torch.float32}}); got {type(model).__name__} and {type(rules).__name__}"
             )
-        return self._with_modules(module_rules.NamedModules(model), rules.items())
+        items = [(key, self._precision(key, value)) for key, value in rules.items()]
+        return dataclasses.replace(self, modules=self.modules.extended(model, items))
 
     def keep_in_fp32(self, model: Module, dtype: torch.dtype | str) -> Policy:
         """A policy that also keeps in float32 what a model of transformers wants kept there, in regions of `dtype`.
@@ -192,25 +178,16 @@ class Policy:
         found = as_dtype(dtype)
         if not isinstance(found, torch.dtype) or found not in PRECISIONS.values():
             raise ValueError(f"dtype is {short(dtype)}; expected that of the region, torch.float16 or torch.bfloat16")
-        keys = kept_modules(model, found, self.modules)
-        return self.for_modules(model, dict.fromkeys(keys, torch.float32)) if keys else self
+        modules = kept_modules(model, found, self.modules)
+        return self.for_modules(model, dict.fromkeys(modules, torch.float32)) if modules else self
 
-    def _with_modules(self, modules: module_rules.NamedModules, rules: Iterable[tuple[Any, Any]]) -> Policy:
-        """The policy with these rules of `for_modules` added, checked."""
-        keys = [(module_rules.checked_key(key), value) for key, value in rules]
-        items = [(key, self._precision(key, value)) for key, value in keys]
-        return Policy(self.base, self.device_type, self.overrides, self.modules.extended(modules, items))
-
-    def check(self, model: Module | None = None) -> module_rules.ModuleCheck:
+    def check(self) -> module_rules.ModuleCheck:
         """Which modules each rule of `for_modules` binds, by their paths, and which of them are gone.
 
         `str()` of it is a line for each rule; `.gone` holds the rules with modules that were freed, or that their model
         no longer contains. Such a module has to be bound again: `for_modules` after whatever replaced it.
-
-        With a model, `.layers` says of each of its `nn.Linear` which rule it follows under this policy and its rules
-        for modules, and why one with an FP8 rule does not run in FP8. Nothing is run.
         """
-        return module_rules.ModuleCheck(self.modules.check(), () if model is None else linear_layers(self, model))
+        return module_rules.ModuleCheck(self.modules.check())
 
     def _precision(self, key: Any, value: Any) -> torch.dtype | Policy:
         """The checked value of a rule of `for_modules`; `ValueError` naming the key if a module cannot follow it."""
@@ -238,14 +215,10 @@ class Policy:
         """The policy of a module whose rule is a policy: the operators' rules of that one, and these for modules."""
         return _inside(self, value)
 
-    def rule_for(self, op: Operator) -> Rule:
-        """The rule `op` follows. DECOMPOSE for an unlisted composite, KEEP for any other unlisted operator."""
-        return self.explain(op).rule
-
     def explain(self, op: Operator) -> Explanation:
         """The rule `op` follows, which layer of the policy set it, and why. `str()` of it is one line.
 
-        `op` is a key as in `with_rules`.
+        `op` is a key as in `with_rules`. An unlisted composite follows DECOMPOSE, any other unlisted operator KEEP.
 
         Raises:
             ValueError: an unknown operator, or one whose overloads follow different rules.
@@ -260,10 +233,10 @@ class Policy:
         return answers[0]
 
     def _explain(self, found: OpOverload) -> Explanation:
-        for layer in reversed(self._layers()):
-            if found in layer.rules:
-                why = layer.whys.get(found, "set by the user")
-                return Explanation(found.name(), layer.rules[found], layer.name, why)
+        for name, layer in reversed(self._layers()):
+            if found in layer:
+                rule, why = layer[found]
+                return Explanation(found.name(), rule, name, why)
         if is_composite(found):
             return Explanation(found.name(), Rule.DECOMPOSE, "unlisted", _WHY_COMPOSITE)
         return Explanation(found.name(), Rule.KEEP, "unlisted", _WHY_UNLISTED)
@@ -288,12 +261,9 @@ class Policy:
         return {
             "base": self.base,
             "device_type": self.device_type,
-            "rules": [written.layer_dict(layer) for layer in self.overrides],
+            "rules": list(map(_as_strings, self.overrides)),
             "modules": [
-                [
-                    rule.key if isinstance(rule.key, str) else module_rules.class_key(rule.key),
-                    rule.value.to_dict() if isinstance(rule.value, Policy) else str(rule.value)[len("torch.") :],
-                ]
+                [rule.key, value.to_dict() if isinstance(value := rule.value, Policy) else str(value)[len("torch.") :]]
                 for rule in self.modules.rules
             ],
         }
@@ -314,28 +284,33 @@ class Policy:
         """
         if model is not None and not isinstance(model, Module):
             raise TypeError(f"from_dict binds module rules to a module; got {type(model).__name__}")
-        written.check(state)
-        return _restored(state, None if model is None else module_rules.NamedModules(model))
+        layers, modules = _parts(state)
+        kind = state["device_type"] if "device_type" in state else current_device_type()
+        policy = cls(state["base"], kind, tuple(map(_checked_layer, layers)))
+        if not modules:
+            return policy
+        if model is None:
+            raise ValueError(
+                f"this policy has rules for modules, {short(modules[0][0])} among them; give the model that they are "
+                "for: Policy.from_dict(state, model)"
+            )
+        items = [(key, policy._precision(key, _read(value, model))) for key, value in modules]
+        return dataclasses.replace(policy, modules=policy.modules.extended(model, items))
 
-    def _layers(self) -> tuple[_Layer, ...]:
+    def _layers(self) -> tuple[tuple[str, _Layer], ...]:
+        own: list[tuple[str, Iterable[tuple[OpOverload, Rule]]]] = [("register_op", _Registered.rules.items())]
+        own += [(f"with_rules[{i}]", layer) for i, layer in enumerate(self.overrides)]
         return (
             *_base_layers(self.base, self.device_type),
-            _Layer("register_op", _Registered.rules, {}),
-            *(_Layer(f"with_rules[{i}]", dict(layer), {}) for i, layer in enumerate(self.overrides)),
+            *((name, {op: (rule, "set by the user") for op, rule in layer}) for name, layer in own),
         )
 
-    def _key(self) -> tuple[Any, ...]:
-        return self.base, self.device_type, self.overrides, self.modules
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Policy) and self._key() == other._key())
-
     def __hash__(self) -> int:
-        value: int | None = self._hash
-        if value is None:           # not in __init__, which Dynamo traces where compiled code makes a policy
-            value = hash((self.base, self.device_type, self.overrides, self.modules))
-            object.__setattr__(self, "_hash", value)
-        return value
+        return self._hash
+
+    @functools.cached_property      # hashes of operators are Python calls
+    def _hash(self) -> int:
+        return hash((self.base, self.device_type, self.overrides, self.modules))
 
     def __copy__(self) -> Policy:
         return self
@@ -355,7 +330,8 @@ class Policy:
         text = f"Policy.{self.base}({self.device_type!r})"
         for layer in self.overrides:
             text += ".with_rules({" + ", ".join(f"{key_name(op)!r}: {rule}" for op, rule in layer) + "})"
-        return text + self.modules.describe()
+        rules = ", ".join(f"{rule.key!r}: {rule.value!r}" for rule in self.modules.rules)
+        return text + (f".for_modules(model, {{{rules}}})" if rules else "")
 
 
 def register_op(op: Operator | Any, rule: Rule | str) -> None:
@@ -384,27 +360,43 @@ def register_changes() -> int:
     return _Registered.changes
 
 
-def _restored(state: Mapping[str, Any], modules: module_rules.NamedModules | None) -> Policy:
-    """The policy that was written, its module rules bound to these modules."""
-    policy = Policy(state["base"], written.device_type(state), tuple(map(_checked_layer, state.get("rules", ()))))
-    rules = state.get("modules", ())
-    if not rules:
-        return policy
-    if modules is None:
+def _parts(state: Any) -> tuple[Any, Any]:
+    """The layers and the module rules of a policy that `to_dict` wrote; `TypeError` or `ValueError` for another form.
+
+    Operators, modules and values in them are checked where a policy is made of them.
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"a written policy is a dict, as to_dict gives it; got {short(state)}")
+    unknown = sorted(set(state) - {"base", "device_type", "rules", "modules"}, key=repr)
+    if "base" not in state or unknown:
+        missing = "" if "base" in state else "'base' is missing; "
         raise ValueError(
-            f"this policy has rules for modules, {short(rules[0][0])} among them; give the model that they are for: "
-            "Policy.from_dict(state, model)"
+            f"not a policy: {missing}{f'unknown keys {short(unknown)}; ' if unknown else ''}expected 'base' and, with "
+            "defaults, 'device_type', 'rules' and 'modules'"
         )
-    return policy._with_modules(modules, (
-        (key, value if isinstance(value, str) else _restored(value, None)) for key, value in rules
-    ))
+    layers, modules = state.get("rules", ()), state.get("modules", ())
+    for key, value in (("rules", layers), ("modules", modules)):
+        if not isinstance(value, (list, tuple)):
+            raise TypeError(f"{key!r} of a written policy is a list, got {short(value)}")
+    for item in modules:
+        if not isinstance(item, (list, tuple)) or len(item) != 2:
+            raise TypeError(f"a module rule of a written policy is a list of a module and its rule, got {short(item)}")
+    return layers, modules
+
+
+def _read(value: Any, model: Module) -> Any:
+    """The value of a module rule that `to_dict` wrote."""
+    return Policy.from_dict(value, model) if isinstance(value, Mapping) else value
+
+
+def _as_strings(layer: Iterable[tuple[OpOverload, Rule]]) -> dict[str, str]:
+    return {key_name(op): rule.value for op, rule in layer}
 
 
 def _text(base: str, device_type: str, overrides: Iterable[Any]) -> str:
     """The operator rules as JSON that `from_dict` reads, for graphs, which hold constants alone."""
     if overrides:
-        layers = [written.layer_dict(layer) for layer in overrides]
-        return json.dumps({"base": base, "device_type": device_type, "rules": layers})
+        return json.dumps({"base": base, "device_type": device_type, "rules": list(map(_as_strings, overrides))})
     return '{"base": "' + base + '", "device_type": "' + device_type + '"}'     # Dynamo traces no JSON
 
 
@@ -430,21 +422,11 @@ def _inside(policy: Policy, value: Policy) -> Policy:
 @functools.lru_cache(maxsize=64)
 def _fold_layers(policy: Policy, changes: int) -> RuleTable:
     """The table of a policy after so many `register_op` calls; equal policies share one."""
-    table = RuleTable()
-    for layer in policy._layers():
-        table.update(layer.rules)
-    return table
+    return RuleTable({op: rule for _, layer in policy._layers() for op, (rule, _) in layer.items()})
 
 
 @functools.cache
-def _base_layers(base: str, device_type: str) -> tuple[_Layer, ...]:
+def _base_layers(base: str, device_type: str) -> tuple[tuple[str, _Layer], ...]:
     """torch.amp's layer for a device and, under the default base, ampkit's on top; folded once."""
-    layers = (_layer("torch", TORCH[device_type]),)
-    return layers if base == "torch" else (*layers, _layer("default", DEFAULT_EXTRA[device_type]))
-
-
-def _layer(name: str, groups: Iterable[Group]) -> _Layer:
-    groups = tuple(groups)
-    whys = {op: group.why for group in groups for op in fold((group,))}
-    return _Layer(name, fold(groups), whys)
-
+    torchs = "torch", fold(TORCH[device_type])
+    return (torchs,) if base == "torch" else (torchs, ("default", fold(DEFAULT_EXTRA[device_type])))

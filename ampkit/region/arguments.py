@@ -12,7 +12,7 @@ import torch
 
 from ampkit.policy.op_table import TORCH
 from ampkit.policy.policy import Policy
-from ampkit.policy.values import as_dtype, short
+from ampkit.policy.values import as_dtype, current_device_type, short
 from ampkit.region.spec import RegionSpec
 from ampkit.region.weight_cache import WeightCache
 from ampkit.torch_internals.dynamo import called_while_tracing
@@ -27,12 +27,6 @@ _warned: set[str] = set()       # names of devices
 _spec = functools.partial(tuple.__new__, RegionSpec)     # half the time of RegionSpec(...)
 # Policies by name. One object each: a region recognises its last mode by the policy's identity.
 NAMED_POLICIES = {(base, kind): Policy(base, kind) for base in ("default", "torch") for kind in TORCH}
-
-
-def current_device_type() -> str:
-    """The type of the accelerator in use, else "cpu"."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if accelerator is None else accelerator.type
 
 
 def autocast_device_type(device_type: Any) -> str:

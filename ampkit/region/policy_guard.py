@@ -75,7 +75,7 @@ def _text_of(policy: Policy) -> str:
             _numbers[policy.modules] = next(_counter)
         number = _numbers[policy.modules]
     rules = [
-        (rule.key_text(), rule.value.text if isinstance(rule.value, Policy) else str(rule.value))
+        (rule.key, rule.value.text if isinstance(rule.value, Policy) else str(rule.value))
         for rule in policy.modules.rules
     ]
     return repr((policy.text, number, rules))

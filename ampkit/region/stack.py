@@ -37,7 +37,7 @@ from ampkit.torch_internals.dynamo import frame_on_stack, tracer
 from ampkit.torch_internals.forks import clear_torch_cache
 from ampkit.torch_internals.tensors import is_capturing
 
-__all__ = ["Hooks", "RegionOrderError", "is_entered", "leave_down_to", "leave_ended", "pop", "push"]
+__all__ = ["Hooks", "RegionOrderError", "leave_down_to", "leave_ended", "pop", "push"]
 
 _is_enabled, _dtype_of, _cache_flag = (
     torch.is_autocast_enabled, torch.get_autocast_dtype, torch.is_autocast_cache_enabled
@@ -285,12 +285,6 @@ def leave_ended(stack: list[Entry]) -> None:
         if not stack[-1].ended and (frame is None or frame_on_stack(frame) or tracer() is not None):
             return      # a trace must leave the thread's state as it was
         leave_down_to(stack, len(stack) - 1)
-
-
-def is_entered(spec: RegionSpec) -> bool:
-    """Whether a region was entered in this thread, and not left."""
-    # A list: Python swallows an interrupt that is raised in a generator while it is closed.
-    return id(spec) in [id(entry.spec) for entry in thread.regions]
 
 
 def _recomputing(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -142,6 +142,15 @@ def _images(channels: int, size: int, count: int = 4) -> Callable[[], tuple[Tens
     return lambda: (torch.randn(count, channels, size, size), torch.randint(4, (count,)))
 
 
+def _channels_last_resnet() -> nn.Module:
+    return ResNet().to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  its stubs lack this form
+
+
+def _channels_last_images() -> tuple[Tensor, Tensor]:
+    images, targets = _images(3, 32)()
+    return images.contiguous(memory_format=torch.channels_last), targets
+
+
 def _segmentation() -> tuple[Tensor, Tensor]:
     images = torch.randn(2, 1, 16, 16)
     return images, (F.avg_pool2d(images, 3, 1, 1) > 0).float()
@@ -175,5 +184,5 @@ CASES = (
     custom_function_case(
         torch.amp.custom_fwd(device_type="cpu"), torch.amp.custom_bwd(device_type="cpu")
     ),
-    Case("resnet", ResNet, _images(3, 32), F.cross_entropy),
+    Case("resnet", _channels_last_resnet, _channels_last_images, F.cross_entropy),
 )

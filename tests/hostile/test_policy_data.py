@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -48,7 +47,6 @@ class Model(nn.Module):
         super().__init__()
         block = nn.ModuleDict({"attn": nn.Linear(1, 1), "norm": nn.LayerNorm(1)})
         self.blocks, self.head = nn.ModuleList([block]), nn.Linear(1, 1)
-        self.many = nn.ModuleList(nn.Identity() for _ in range(300))
 
 
 MODEL = Model()
@@ -71,8 +69,8 @@ def written(draw: random.Random, *, of_module: bool = False) -> dict[str, Any]:
 
 
 def traces() -> tuple[Any, ...]:
-    """What reading a policy must leave alone: the modules of the process, torch's libraries and registered rules."""
-    return set(sys.modules), set(vars(torch.ops)), dict(registered())
+    """What reading a policy must leave alone: the modules of the process and registered rules."""
+    return set(sys.modules), dict(registered())
 
 
 def holds(read: Callable[[Any], Any], value: Any) -> Policy | None:
@@ -124,27 +122,11 @@ def test_what_is_written_is_read_and_what_is_damaged_holds_or_is_refused() -> No
     assert read_again > 10
 
 
-@pytest.mark.timeout(30)
-def test_policies_are_read_in_a_moment_and_have_an_end() -> None:
-    """Also where they share their parts, as a pickle can."""
-    state = Policy.torch("cpu").to_dict()
-    inner = {**state, "rules": [{"aten::mm.dtype": "keep"}]}
-    modules = [[str(i), inner] for i in range(1000)] + [["*" * (i + 1), inner] for i in range(100)]
-    longest = {**inner, "rules": [{}] * 5_000, "modules": modules}
-    assert Policy.from_dict(longest, nn.Sequential(*(nn.Identity() for _ in range(1000)))).to_dict() == longest
-    for part in (
-        {"modules": [["*" * (i + 1), "float32"] for i in range(240)]}, {"rules": [{}] * 20_001},
-        {"modules": [["a", "float32"]] * 20_001}, {"modules": [["a", longest | {"modules": []}]] * 4},
-    ):
-        with pytest.raises(ValueError, match="more than 20000 rules"):
-            read({**inner, **part})
-
-
 def test_strange_names_and_classes() -> None:
     """Asked of every door that takes an operator's name, and of a module rule; code is refused as kindly."""
     policy = Policy.default("cpu")
     for name in STRANGE_NAMES:
-        for ask in (lambda key: policy.with_rules({key: "keep"}), policy.explain, policy.rule_for,
+        for ask in (lambda key: policy.with_rules({key: "keep"}), policy.explain,
                     lambda key: Policy.from_dict({"base": "torch", "rules": [{key: "keep"}]})):
             holds(ask, name)
     for text in STRANGE_CLASSES:

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,28 +79,23 @@ def test_the_digits_are_learned_and_the_fault_is_named(
     assert steps == ["taken", "skipped", "taken"]
 
 
-class Short(demo.Characters):
-    """Small batches, a small model, and a page of held-out text."""
+def test_the_text_model_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small one on small batches, in bf16 by default on a CPU; all three stay close."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device, batch_size=4)
-        self.test = self.test[:2000]
+    class Short(demo.Characters):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__(device, batch_size=4)
+            self.test = self.test[:2000]
 
-    def model(self) -> nn.Module:
-        return demo.CharGPT(len(self.alphabet), width=32, depth=1, heads=2)
+        def model(self) -> nn.Module:
+            return demo.CharGPT(len(self.alphabet), width=32, depth=1, heads=2)
 
-
-def test_the_text_model_learns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In bf16 by default on a CPU; all three stay close, and the table says so."""
     monkeypatch.setitem(demo.TASKS, "gpt", Short)
     runs = run_demo(tmp_path, "--model", "gpt", "--steps", "12")["tasks"]["gpt"]["runs"]
+    assert [run["dtype"] for run in runs] == ["fp32", "bf16", "bf16"]
     bits = [run["held_out"] for run in runs]
     assert all(3 < value < 6 for value in bits)
     assert max(bits) - min(bits) < 0.05
-    row = f"ampkit     bf16   {runs[2]['losses'][-1]:.4f}     {bits[2]:.2f} bits/char"
-    assert row in capsys.readouterr().out
 
 
 def test_an_interrupt_keeps_what_was_measured(
@@ -118,31 +112,22 @@ def test_an_interrupt_keeps_what_was_measured(
 
     monkeypatch.setattr(demo.Run, "step", interrupted)
     (tmp_path / "results.json").write_text('"of an earlier run"')
-    for left[0], words in ((0, "no step was taken"), (7, "what was measured is in")):
-        results = run_demo(tmp_path, "--model", "digits", code=130)
-        assert f"\ninterrupted; {words}" in (printed := capsys.readouterr().err)
-        assert printed.count("\n") == 2
-        if words == "no step was taken":
-            assert results == "of an earlier run"
+    assert run_demo(tmp_path, "--model", "digits", code=130) == "of an earlier run"
+    assert capsys.readouterr().err == "\ninterrupted; no step was taken\n"
+    left[0] = 7
+    results = run_demo(tmp_path, "--model", "digits", code=130)
+    assert "\ninterrupted; what was measured is in" in capsys.readouterr().err
     assert sorted(len(run["losses"]) for run in results["tasks"]["digits"]["runs"]) == [2, 2, 3]
 
 
-def test_bad_options_are_refused_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_options_are_refused_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     for arguments, message in (
         (["--steps", "0"], "--steps: expected 1 or more, got 0"),
-        (["--seed", "1" * 30], "with seed 1111"),
         (["--device", "warp"], "cannot use device 'warp'"),
         (["--out", str(tmp_path / "file" / "out")], "--out: cannot write into"),
     ):
-        with pytest.raises(SystemExit) as stopped:
+        with pytest.raises(SystemExit):
             demo.main(["--out", str(tmp_path / "out"), *arguments])
-        assert stopped.value.code == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "out" / "results.json").exists()
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    with pytest.raises(SystemExit):
-        demo.main(["--out", str(tmp_path)])
-    assert "needs sklearn; install both with: pip install matplotlib scikit-learn" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from ampkit import Policy, WeightCache, autocast
+from ampkit import WeightCache, autocast
 from benchmarks.workloads import Decoder, DecoderBlock
 from tests.helpers.models import CASES
 from tests.helpers.ranks import on_ranks
@@ -25,16 +25,7 @@ from tests.helpers.regions import like_torch as ours
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
 
-WORLD = 2
 Region = Callable[[], contextlib.AbstractContextManager[Any]]
-Check = Callable[[], None]
-CHECKS: dict[str, Check] = {}
-
-
-def check(function: Check) -> Check:
-    """Add `function` to what runs in both processes, in a test of its name."""
-    CHECKS[function.__name__] = function
-    return function
 
 
 def native() -> contextlib.AbstractContextManager[Any]:
@@ -68,20 +59,18 @@ def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
         assert torch.equal(one, other), f"value {index} of {len(got)} differs by {(one - other).abs().max()}"
 
 
-@check
-def ddp_has_torchs_bits() -> None:
+def ddp_has_torchs_bits(rank: int, world: int) -> None:
     expected = train(DistributedDataParallel, native)
     got = train(DistributedDataParallel, ours)
     assert_same(got, expected)
     assert not torch.equal(got[0], train(DistributedDataParallel, contextlib.nullcontext)[0])
     parameters = torch.cat([value.detach().flatten() for value in got[-8:]])
-    gathered = [torch.empty_like(parameters) for _ in range(WORLD)]
+    gathered = [torch.empty_like(parameters) for _ in range(world)]
     dist.all_gather(gathered, parameters)
     assert torch.equal(*gathered), "the replicas have drifted apart"
 
 
-@check
-def ddp_options_have_torchs_bits() -> None:
+def ddp_options_have_torchs_bits(rank: int, world: int) -> None:
     """Views of buckets, unused parameters; static graphs, compressed gradients."""
 
     def viewing(model: nn.Module) -> nn.Module:
@@ -105,8 +94,7 @@ def shard_blocks(model: nn.Module, policy: MixedPrecisionPolicy, **options: Any)
     return model
 
 
-@check
-def fsdp2_has_torchs_bits() -> None:
+def fsdp2_has_torchs_bits(rank: int, world: int) -> None:
     """Sharding in float32, casting by the region, with and without resharding after forward; and where FSDP casts
     parameters before the all-gather, and the region keeps what must be float32 there."""
     low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -117,8 +105,7 @@ def fsdp2_has_torchs_bits() -> None:
         assert_same(train(wrap, ours, "decoder"), train(wrap, native, "decoder"))
 
 
-@check
-def sharded_weights_written_between_regions_are_recast() -> None:
+def sharded_weights_written_between_regions_are_recast(rank: int, world: int) -> None:
     """No optimizer steps, and the all-gather of the next forward does not bump the version counter."""
     ids = torch.randint(32, (2, 8))
     for reshard in (True, False):
@@ -150,22 +137,6 @@ class Perceptron(nn.Module):
         return self.down(F.gelu(self.up(self.norm(x))))
 
 
-def parallel_perceptron(sequence: bool) -> Perceptron:
-    """The model split over both processes, from the seed that `Perceptron()` would be built from."""
-    torch.manual_seed(0)
-    model = Perceptron()
-    mesh = init_device_mesh("cpu", (WORLD,))
-    plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    if sequence:
-        plan = {
-            "norm": SequenceParallel(),
-            "up": ColwiseParallel(input_layouts=Shard(1)),
-            "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
-        }
-    parallelize_module(model, mesh, plan)
-    return model
-
-
 def parallel_step(model: Perceptron, x: Tensor, region: Region) -> dict[str, Tensor]:
     """Output and whole gradients of one step, all of them checked to be what float32 parameters should get."""
     model.zero_grad()
@@ -182,37 +153,32 @@ def parallel_step(model: Perceptron, x: Tensor, region: Region) -> dict[str, Ten
     return found
 
 
-def assert_parallel_is_right(sequence: bool) -> None:
-    """Against torch.autocast on the same split model, bit for bit, and against one process up to rounding."""
-    torch.manual_seed(0)
-    whole = Perceptron()
-    torch.manual_seed(3)
+def tensor_and_sequence_parallel_have_torchs_bits(rank: int, world: int) -> None:
+    """On the same split model; and the default policy is near one process in float32."""
+    mesh = init_device_mesh("cpu", (world,))
+    tensor = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    sequence = {
+        "norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
     x = torch.randn(2, 4, 8)
-    exact = parallel_step(copy.deepcopy(whole), x, contextlib.nullcontext)
-    model = parallel_perceptron(sequence)
-    local = distribute_tensor(x, init_device_mesh("cpu", (WORLD,)), [Shard(1)]) if sequence else x
-    for policy in (Policy.torch("cpu"), Policy.default("cpu")):
-        got = parallel_step(model, local, lambda policy=policy: autocast("cpu", policy=policy))
+    for plan, given in ((tensor, x), (sequence, distribute_tensor(x, mesh, [Shard(1)]))):
+        model = Perceptron()
+        exact = parallel_step(copy.deepcopy(model), x, contextlib.nullcontext)
+        parallelize_module(model, mesh, plan)
+        expected, got = parallel_step(model, given, native), parallel_step(model, given, ours)
+        assert got.keys() == expected.keys()
+        assert all(torch.equal(got[name], value) for name, value in expected.items())
+        got = parallel_step(model, given, lambda: autocast("cpu"))
         assert got["output"].dtype is torch.bfloat16
         for name, value in exact.items():
             error = (got[name].float() - value).norm() / value.norm()
             assert error < 0.03, f"{name} is {error:.3f} from float32's"
-    got = parallel_step(model, local, ours)
-    expected = parallel_step(model, local, native)
-    assert got.keys() == expected.keys()
-    assert all(torch.equal(got[name], value) for name, value in expected.items())
 
 
-@check
-def tensor_and_sequence_parallel_have_torchs_bits() -> None:
-    for sequence in (False, True):
-        assert_parallel_is_right(sequence)
-
-
-def run_check(rank: int, world: int, name: str) -> None:
-    CHECKS[name]()
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_two_processes(name: str) -> None:
-    on_ranks(run_check, name)
+@pytest.mark.parametrize("check", [
+    ddp_has_torchs_bits, ddp_options_have_torchs_bits, fsdp2_has_torchs_bits,
+    sharded_weights_written_between_regions_are_recast, tensor_and_sequence_parallel_have_torchs_bits,
+])
+def test_on_two_processes(check: Callable[[int, int], None]) -> None:
+    on_ranks(check)

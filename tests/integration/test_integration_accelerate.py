@@ -105,11 +105,9 @@ def test_handlers_are_read() -> None:
 
 def test_accumulated_batches_are_clipped_and_stepped_once() -> None:
     """Two micro-batches give one step, and a cache keeps their casts."""
-    cache, scaler = WeightCache(), GradScaler("cpu", init_scale=256.0)
-    accelerator = use_ampkit(make("fp16", gradient_accumulation_steps=2), scaler=scaler, cache=cache)
-    seen = train(accelerator, "ampkit", steps=8)
-    assert len(seen["norms"]) == 4
-    assert accelerator.scaler.stats().steps == 4
+    cache = WeightCache()
+    accelerator = use_ampkit(make("fp16", GradScalerKwargs(256.0), gradient_accumulation_steps=2), cache=cache)
+    assert len(train(accelerator, "ampkit", steps=8)["norms"]) == accelerator.scaler.stats().steps == 4
     assert (cache.info().hits, cache.info().misses) == (16, 16)
 
 
@@ -149,26 +147,23 @@ def test_the_scale_resumes_both_ways_with_torchs(tmp_path: Path, ours_saves: boo
 
 def test_refusals_leave_the_accelerator_as_it_was() -> None:
     """Each says what to do. A scaler without float16, however it got there, would have scaled gradients clipped."""
-    baseline = make("no")       # of the same script
-    assert type(use_ampkit(baseline, policy="torch")) is Accelerator
+    assert type(use_ampkit(make("no"), policy="torch")) is Accelerator      # a baseline of the same script
     AcceleratorState._reset_state(reset_partial_state=True)
     ours = GradScaler("cpu")
-    odd = make("bf16")
-    odd.state._mixed_precision = "fp8"      # which Accelerate itself takes only where a library for it is installed
-    with pytest.raises(ValueError, match=r"='fp8'; expected .* or 'no'; for FP8, pass .*FLOAT8_TENSORWISE"):
-        use_ampkit(odd)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    late = make("bf16")
-    by_hand = make("bf16")
-    by_hand.scaler = ours
+    late, by_hand, odd = make("bf16"), make("bf16"), make("bf16")
     late.prepare(network())
+    by_hand.scaler = ours
     for accelerator, options, error, message in (
         (make("bf16"), {"policy": "defalt"}, ValueError, "policy is 'defalt'; expected a Policy for 'cpu'"),
         (make("bf16"), {"scaler": ours}, ValueError, "a scaler, but mixed_precision='bf16': gradients would"),
         (by_hand, {}, ValueError, "a scaler, but mixed_precision='bf16'"),
         (late, {}, RuntimeError, r"call use_ampkit\(accelerator\) before"),
         (network(), {}, TypeError, r"takes an accelerate\.Accelerator; got Sequential"),
+        # FP8, which Accelerate itself takes only where a library for it is installed; last, as they share their state.
+        (odd, {}, ValueError, r"='fp8'; expected .* or 'no'; for FP8, pass .*FLOAT8_TENSORWISE"),
     ):
+        if accelerator is odd:
+            odd.state._mixed_precision = "fp8"
         with pytest.raises(error, match=message):
             use_ampkit(accelerator, **options)
         assert type(accelerator) in (Accelerator, torch.nn.Sequential)

@@ -4,23 +4,14 @@ import runpy
 from pathlib import Path
 
 import pytest
-import torch
 
 from ampkit.policy import op_table
 from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, Group, Rule, fold
 
-aten = torch.ops.aten
 
-
-def test_fold_refuses_what_means_nothing() -> None:
+def test_fold_refuses_an_operator_that_is_listed_twice() -> None:
     with pytest.raises(ValueError, match="'aten::mm' is listed twice: as LOWER and as FLOAT32"):
-        fold((Group(Rule.LOWER, "why", "mm"), Group(Rule.FLOAT32, "why", "bmm mm")))
-    with pytest.raises(ValueError, match="'aten::mm' is listed twice: as LOWER and as LOWER"):
-        fold((Group(Rule.LOWER, "why", "mm aten::mm"),))
-    with pytest.raises(ValueError, match="unknown operator 'mmm'"):
-        fold((Group(Rule.LOWER, "why", "mmm"),))
-    with pytest.raises(TypeError, match="rule of 'mm' is 'lower'; expected a member of Rule"):
-        fold((Group("lower", "why", "mm"),))  # type: ignore[arg-type]
+        fold((Group(Rule.LOWER, "why", "mm"), Group(Rule.FLOAT32, "why", "bmm aten::mm")))
 
 
 def test_fold_leaves_out_other_versions_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,11 +25,14 @@ def test_fold_leaves_out_other_versions_of_torch(monkeypatch: pytest.MonkeyPatch
         assert {op.name().removeprefix("aten::") for op in fold(groups)} == names
 
 
-def test_both_tables_know_the_same_devices_and_say_why() -> None:
-    assert set(TORCH) == set(DEFAULT_EXTRA)
-    for group in (group for lists in (TORCH, DEFAULT_EXTRA) for groups in lists.values() for group in groups):
-        assert len(group.why) > 10, group
-        assert group.ops.split(), group
+def test_listed_names_that_torch_lacks_are_left_out_with_a_warning() -> None:
+    """Of its own lists none are: a warning fails the other tests."""
+    with pytest.warns(UserWarning, match=(
+        r"does not have these operators of ampkit's lists, .*: gone_from_torch, conv2d\.gone_overload\. "
+        r"The lists are made for torch 2\.11 to 2\.15; `make operators` in a checkout compares them"
+    )):
+        found = fold((Group(Rule.LOWER, "why", "mm gone_from_torch conv2d.gone_overload"),))
+    assert [(op.name(), answer) for op, answer in found.items()] == [("aten::mm", (Rule.LOWER, "why"))]
 
 
 # Fused kernels that the dense operators of other devices stand for.
@@ -48,47 +42,28 @@ ONLY_CUDA = {
 }
 
 
-@pytest.mark.parametrize("device", TORCH)
-def test_default_does_on_every_device_what_it_does_on_cuda(device: str) -> None:
+def test_default_does_on_every_device_what_it_does_on_cuda() -> None:
     """But for rules of torch's own for that device."""
-    ours, theirs = fold(DEFAULT_EXTRA[device]), fold(TORCH[device])
-    assert not [op.name() for op, rule in ours.items() if theirs.get(op) is rule or rule is Rule.BANNED]
-    cuda = fold(TORCH["cuda"]) | fold(DEFAULT_EXTRA["cuda"])
-    apart = {
-        op.name().removeprefix("aten::") for op, rule in cuda.items()
-        if (theirs | ours).get(op) is not rule and (op in ours or op not in theirs) and rule is not Rule.BANNED
-        and "name" not in op._overloadname.lower()      # no region takes named tensors
-    }
-    assert apart <= ONLY_CUDA | {"cumprod"}     # whose rule torch changed in 2.13
+    def rules(groups: tuple[Group, ...]) -> dict[str, Rule]:
+        return {op.name().removeprefix("aten::"): rule for op, (rule, _) in fold(groups).items()}
+
+    assert set(TORCH) == set(DEFAULT_EXTRA)
+    cuda = rules(TORCH["cuda"]) | rules(DEFAULT_EXTRA["cuda"])
+    for device in TORCH:
+        ours, theirs = rules(DEFAULT_EXTRA[device]), rules(TORCH[device])
+        assert not [name for name, rule in ours.items() if theirs.get(name) is rule or rule is Rule.BANNED]
+        apart = {
+            name for name, rule in cuda.items()
+            if (theirs | ours).get(name) is not rule and (name in ours or name not in theirs)
+            and rule is not Rule.BANNED and "name" not in name.partition(".")[2].lower()    # no region takes those
+        }
+        assert apart <= ONLY_CUDA | {"cumprod"}, device     # whose rule torch changed in 2.13
 
 
-def test_the_document_says_what_the_table_says() -> None:
+def test_the_documents_say_what_the_table_says() -> None:
     docs = Path(__file__).resolve().parents[2] / "docs"
     module = runpy.run_path(str(docs / "make_operators.py"))
     text = (docs / "operators.md").read_text(encoding="utf-8")
     assert text == module["render"](), "run: python docs/make_operators.py"
     page = (docs / "policy.md").read_text(encoding="utf-8")
     assert all(f"`{rule.name}`" in page for rule in Rule)
-
-
-def test_listed_names_that_torch_lacks_are_left_out_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = (Group(Rule.LOWER, "why", "mm gone_from_torch conv2d.gone_overload"), Group(Rule.FLOAT32, "why", "exp"))
-    monkeypatch.setitem(op_table.TORCH, "ipu", groups)
-    op_table.left_out.cache_clear()
-    try:
-        with pytest.warns(UserWarning, match=(
-            r"does not have these operators of ampkit's lists, .*: conv2d\.gone_overload, gone_from_torch\. "
-            r"The lists are made for torch 2\.11 to 2\.15; `make operators` in a checkout compares them"
-        )) as caught:
-            found = fold(groups)
-        assert found == {aten.mm.default: Rule.LOWER, aten.exp.default: Rule.FLOAT32}
-        assert fold(groups[:1]) == {aten.mm.default: Rule.LOWER}
-        assert len(caught) == 1
-        with pytest.raises(ValueError, match="unknown operator 'of_no_list'"):
-            fold((Group(Rule.LOWER, "why", "of_no_list"),))
-    finally:
-        op_table.left_out.cache_clear()
-
-
-def test_no_listed_name_is_left_out_of_a_torch_that_was_tried() -> None:
-    assert not op_table.left_out()

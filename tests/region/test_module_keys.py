@@ -21,14 +21,12 @@ from tests.helpers.regions import BF16, FP16, FP32
     ("modules", "error", "message"),
     [
         ([("head", FP32)], TypeError, "for_modules takes a model and a dict of its modules .* got Model and list"),
-        ({"a" * 1001: FP32}, ValueError, "is no module path pattern; .* of 1000 characters at most"),
-        ({".a": FP32}, ValueError, "'.a' is no module path pattern"),
-        ({"a..b": FP32}, ValueError, r"'a..b' is no module path pattern; expected names and '\*' joined by dots"),
+        ({"a..b": FP32}, ValueError, r"the pattern 'a..b' of for_modules matches no module of Model; nearest: "),
         ({1: FP32}, TypeError, "a key of for_modules is a path pattern, a module class or a module, got 1"),
         ({torch.Tensor: FP32}, TypeError, "a key of for_modules is a path pattern, a module class or a module"),
         ({"head": torch.float64}, ValueError, "torch.float64 is no precision for module 'head'; expected"),
         ({"head": "half"}, ValueError, "'half' is no precision for module 'head'; expected .* a name among float32, "),
-        ({nn.Linear: None}, ValueError, "None is no precision for module torch.nn.modules.linear.Linear"),
+        ({nn.Linear: None}, ValueError, "None is no precision for module 'class torch.nn.modules.linear:Linear'"),
         ({"head": Policy.torch("cuda")}, ValueError, "the policy for module 'head' is for 'cuda', not 'cpu'"),
         ({"head": rules(model := Model(), {model: FP32})}, ValueError, "module .head. has rules for modules itself"),
         ({"haed": FP32}, ValueError, r"pattern 'haed' of for_modules matches no module of Model; nearest: head\. "),
@@ -50,8 +48,8 @@ def test_rules_that_are_refused(modules, error, message):
 
 def test_a_key_is_set_once():
     model = Model()
-    for key, name in (("head", "'head'"), (nn.Linear, "torch.nn.modules.linear.Linear"), (model.head, "<Linear at 0x"),
-                      (model, "<Model at 0x")):
+    for key, name in (("head", "'head'"), (nn.Linear, "'class torch.nn.modules.linear:Linear"),
+                      (model.head, "<Linear at 0x"), (model, "<Model at 0x")):
         with pytest.raises(ValueError, match=rf"module {name}.* already has a rule in this policy"):
             rules(model, {key: FP32}).for_modules(model, {key: FP16})
     rules(model, {"head": FP32}).for_modules(Model(), {"head": FP16})
@@ -60,7 +58,6 @@ def test_a_key_is_set_once():
 def test_a_shared_module_has_all_its_names():
     model = Model()
     model.head = model.blocks[0].mlp
-    model.blocks[1].itself = model      # a cycle
     for name in ("head", "blocks.0.mlp"):
         assert dtypes(model, rules(model, {name: FP32}))["blocks.0.mlp"] is FP32
     with pytest.raises(ValueError, match=r"'(head|blocks\.0\.mlp)' matches two rules that disagree"):
@@ -131,7 +128,7 @@ def test_what_cannot_be_bound_or_written():
     several = rules(model, {"head": FP32}).for_modules(Model(), {"head": FP32})
     with pytest.raises(ValueError, match="modules of several models, and from_dict binds to one; write one policy"):
         several.to_dict()
-    with pytest.raises(ValueError, match="not a policy: a policy for a module has rules for modules itself"):
+    with pytest.raises(ValueError, match="the policy for module 'head' has rules for modules itself"):
         Policy.from_dict({**state, "modules": [["head", state]]}, model)
 
 
@@ -146,15 +143,8 @@ def test_a_class_is_looked_up_in_the_model():
     assert state["modules"][0] == [f"class {__name__}:{Local.__qualname__}", "float32"]
     assert Policy.from_dict(state, model) == policy
     assert dtypes(model, Policy.from_dict(state, model)) == {"0": FP16, "1": FP32}
-    first = Local
-
-    class Local(nn.Linear):
-        pass
-
-    with pytest.raises(ValueError, match="the modules of Sequential have several classes named "):
-        Policy.from_dict(state, nn.Sequential(first(4, 4), Local(4, 4)))
     for name in ("torch.nn:Gone", "os:environ", "antigravity:fly", ""):
-        with pytest.raises(ValueError, match=f"no module of Sequential is a '{name}'; its modules are "):
+        with pytest.raises(ValueError, match=f"no module of Sequential is a 'class {name}'; its modules are "):
             Policy.from_dict({**state, "modules": [[f"class {name}", "float32"]]}, model)
 
 

@@ -270,7 +270,6 @@ def test_a_policy_keeps_no_model_alive():
     assert policy != other
     assert hash(policy) == hash(copy.copy(policy))
     assert str(policy.check()) == "'head': torch.float32: head; gone: head"
-    assert "<a module that is gone>" in repr(policy)
     assert policy.to_dict()["modules"] == [["head", "float32"]]
     model = Model()
     assert dtypes(model, policy.for_modules(model, {"head": FP32})) == only("head")
@@ -289,9 +288,9 @@ def test_rules_without_effect_are_reported_once_where_the_region_is_left():
     (warning,) = caught
     assert warning.filename == __file__
     assert str(warning.message) == (
-        "none of the modules that this policy's rules bind ('head', torch.nn.modules.normalization.LayerNorm) ran in "
-        "this region: the rules have no effect on what did. Bind the model that runs, after whatever replaces its "
-        "modules: policy.for_modules(model, {...}); policy.check() says which modules are gone"
+        "none of the modules that this policy's rules bind ('head', 'class torch.nn.modules.normalization:LayerNorm') "
+        "ran in this region: the rules have no effect on what did. Bind the model that runs, after whatever replaces "
+        "its modules: policy.for_modules(model, {...}); policy.check() says which modules are gone"
     )
     with autocast("cpu", BF16, policy=rules(model, {nn.LayerNorm: FP32, "head": FP32})):    # the same rules
         other(X)

@@ -23,7 +23,7 @@ Bytes per element: 28 for float32 (16 read, 12 written), 36 with amsgrad, 2 more
 and gradients 14 with bfloat16 moments, 22 with float32 ones; 4 more with remainders.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -156,8 +156,11 @@ def adamw_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, n_tensor
     if go:
         lanes = tl.arange(0, BLOCK)
         b = tl.program_id(0)
+        chunk = tl.load(blocks + b)
         while b < n_blocks:
-            t, base, length = chunk_extent(numels, blocks, b, blocks_per_chunk, BLOCK)
+            if not ALIGNED:
+                chunk = tl.load(blocks + b)
+            t, base, length = chunk_extent(numels, chunk, blocks_per_chunk, BLOCK)
             pp = list_pointer(addresses, n_tensors, t, base, 0, PARAM, ALIGNED)
             gp = list_pointer(addresses, n_tensors, t, base, 1, GRAD, ALIGNED)
             mp = list_pointer(addresses, n_tensors, t, base, 2, MOMENT, ALIGNED)
@@ -177,6 +180,8 @@ def adamw_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, n_tensor
             if STOCHASTIC:
                 keys = stream_keys(addresses, n_tensors, t, base, 5 + AMSGRAD + (COPY or REMAINDER))
             n_full = length // BLOCK
+            if ALIGNED:     # as in sgd; word by word, there are no registers to spare
+                chunk = tl.load(blocks + tl.minimum(b + tl.num_programs(0), n_blocks - 1))
             i = 0
             while i < n_full:
                 _adamw_block(pp, gp, mp, vp, xp, cp, i * BLOCK + lanes, None, step_size, correction, decay,
@@ -191,28 +196,10 @@ def adamw_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, n_tensor
             b += tl.num_programs(0)
 
 
-def adamw_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    max_exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    *,
-    amsgrad: bool = False,
-    copies: Sequence[Tensor] | None = None,
-    remainders: Sequence[Tensor] | None = None,
-    streams: Sequence[Tensor] | None = None,
-    cache: StepCache | None = None,
-    **options: Any,
-) -> None:
+def adamw_(lists: Mapping[str, Sequence[Tensor]], *, cache: StepCache | None, **options: Any) -> None:
     """Launch both kernels per combination of dtypes; see the module's docstring. `options` are those of `_launch`."""
-    run_step(
-        {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs,
-         "max_exp_avg_sqs": max_exp_avg_sqs if amsgrad else None, "copies": copies, "remainders": remainders},
-        {"steps": steps, "streams": streams}, partial(_launch, amsgrad=amsgrad),
-        partial(reference.adamw_, max_exp_avg_sqs=(), amsgrad=amsgrad), CONFIGS, N_COEFFICIENTS, cache, options,
-    )
+    launch = partial(_launch, amsgrad="max_exp_avg_sqs" in lists)
+    run_step(lists, launch, reference.adamw_, CONFIGS, N_COEFFICIENTS, cache, options)
 
 
 def _launch(

@@ -36,9 +36,8 @@ def chunk_bounds(addresses, numels, blocks, b, blocks_per_chunk, DTYPE: tl.const
 
 
 @triton.jit
-def chunk_extent(numels, blocks, b, blocks_per_chunk, BLOCK: tl.constexpr):
-    """Tensor index of a chunk, the element it starts at, and how many elements it holds."""
-    entry = tl.load(blocks + b)
+def chunk_extent(numels, entry, blocks_per_chunk, BLOCK: tl.constexpr):
+    """Tensor index of the chunk of an entry, the element it starts at, and how many elements it holds."""
     tensor = entry & 0xFFFFFFFF
     base = (entry >> 32) * blocks_per_chunk * BLOCK
     length = tl.minimum(tl.load(numels + tensor) - base, (blocks_per_chunk * BLOCK).to(tl.int64)).to(tl.int32)

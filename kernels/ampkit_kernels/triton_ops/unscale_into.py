@@ -57,7 +57,7 @@ def unscale_into_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, n
     lanes = tl.arange(0, BLOCK)
     b = tl.program_id(0)
     while b < n_blocks:
-        tensor, base, length = chunk_extent(numels, blocks, b, blocks_per_chunk, BLOCK)
+        tensor, base, length = chunk_extent(numels, tl.load(blocks + b), blocks_per_chunk, BLOCK)
         source = list_pointer(addresses, n_tensors, tensor, base, 0, SOURCE, ALIGNED)
         destination = list_pointer(addresses, n_tensors, tensor, base, 1, DESTINATION, ALIGNED)
         n_full = length // BLOCK
