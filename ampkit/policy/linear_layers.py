@@ -21,7 +21,7 @@ def linear_layers(policy: Any, model: Module, path: str = "", dtype: torch.dtype
 
     The rule is that of a region of `dtype`, module rules included; where an FP8 rule follows LOWER, with the reason.
     """
-    module = unwrapped(model)
+    module: Any = unwrapped(model)
     value = policy.modules.find(module)
     if isinstance(value, torch.dtype):
         dtype = value
@@ -29,7 +29,7 @@ def linear_layers(policy: Any, model: Module, path: str = "", dtype: torch.dtype
         policy, dtype = policy.inside(value), torch.bfloat16
     is_conv1d = type(module).__name__ == "Conv1D"       # `addmm`, with a weight of shape (K, N)
     if isinstance(module, Linear) or is_conv1d:
-        weight: Any = module.weight
+        weight = module.weight
         k, n = weight.shape if is_conv1d else (module.in_features, module.out_features)
         op = torch.ops.aten.addmm.default if is_conv1d else torch.ops.aten.linear.default
         rule = policy.rules().get(op, Rule.DECOMPOSE)
