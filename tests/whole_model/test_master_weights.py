@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import ampkit_kernels
 from ampkit import optim
 from ampkit.containers import SIXTEEN_BIT
 from ampkit.scaler.grad_scaler import GradScaler
@@ -153,6 +154,20 @@ def test_closures_are_followed_and_skipped_as_a_whole() -> None:
     bad.append(len(seen) + 2)
     assert scaler.step(optimizer, closure) is None
     assert all(map(torch.equal, (*model.parameters(), *masters.masters()), before))
+
+
+@pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="Triton does not interpret here")
+def test_a_lazily_negated_gradient_arrives_with_its_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Triton kernels read memory, which holds the values without the sign."""
+    from ampkit_kernels import triton_ops
+
+    monkeypatch.setattr(ampkit_kernels, "backend", lambda tensor: triton_ops)
+    param = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    masters = MasterWeights(optimizer)
+    param.grad = torch._neg_view(torch.ones(4, dtype=torch.bfloat16))
+    masters.take_gradients_()
+    assert [master.grad.tolist() for master in masters.masters() if master.grad is not None] == [[-1.0] * 4]
 
 
 def test_groups_that_join_later_and_thawed_parameters_get_masters() -> None:
