@@ -65,8 +65,8 @@ class Policy:
     exactly torch.amp's list.
 
     >>> policy = Policy.default("cpu").with_rules({"aten::softmax.int": Rule.KEEP})
-    >>> policy.rule_for("aten::softmax.int")
-    <Rule.KEEP: 'keep'>
+    >>> print(policy.explain("aten::softmax.int"))
+    aten::softmax.int: KEEP (set by with_rules[0]): set by the user
     >>> policy == Policy.from_dict(policy.to_dict())
     True
     """
@@ -215,14 +215,10 @@ class Policy:
         """The policy of a module whose rule is a policy: the operators' rules of that one, and these for modules."""
         return _inside(self, value)
 
-    def rule_for(self, op: Operator) -> Rule:
-        """The rule `op` follows. DECOMPOSE for an unlisted composite, KEEP for any other unlisted operator."""
-        return self.explain(op).rule
-
     def explain(self, op: Operator) -> Explanation:
         """The rule `op` follows, which layer of the policy set it, and why. `str()` of it is one line.
 
-        `op` is a key as in `with_rules`.
+        `op` is a key as in `with_rules`. An unlisted composite follows DECOMPOSE, any other unlisted operator KEEP.
 
         Raises:
             ValueError: an unknown operator, or one whose overloads follow different rules.

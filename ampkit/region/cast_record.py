@@ -11,14 +11,13 @@ from torch import Tensor
 
 from ampkit.policy.module_paths import starred
 from ampkit.policy.rules import Rule
-from ampkit.region.float8_record import Float8Losses, Float8Notes
+from ampkit.region.float8_record import Float8Losses, Float8Notes, table
 
 __all__ = ["CastRecord", "RecordedCall"]
 
 T = TypeVar("T")
 
 _HEADER = ("calls", "operator", "rule, set by", "module", "operands", "computed in", "casts", "cached", "MB")
-_FLUSH_RIGHT = frozenset({"calls", "casts", "cached", "MB"})
 
 
 class RecordedCall(NamedTuple):
@@ -97,15 +96,7 @@ class CastRecord:
         return [*dict.fromkeys(lines)]
 
     def _table(self) -> list[str]:
-        rows = [_HEADER, *(_row(calls) for calls in _alike(self.calls))]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(
-                cell.rjust(width) if name in _FLUSH_RIGHT else cell.ljust(width)
-                for name, cell, width in zip(_HEADER, row, widths, strict=True)
-            ).rstrip()
-            for row in rows
-        ]
+        lines = table([_HEADER, *(_row(calls) for calls in _alike(self.calls))], {"calls", "casts", "cached", "MB"})
         total = f"{_times(len(self.calls))}, {self.casts} casts made ({self.nbytes / 1e6:.3f} MB read and written), "
         fallbacks = _grouped(
             [call for call in self.calls if call.float8 not in ("", call.rule.name)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,21 +37,25 @@ class Float8Loss(NamedTuple):
         return self.module, self.gemm, self.operand, shape, self.scaling, f"{self.amax:.3g}", *shares, f"{self.snr:.1f}"
 
 
+def table(rows: Sequence[tuple[str, ...]], flush_right: Collection[str]) -> list[str]:
+    """The lines of a table whose first row is its header; `flush_right` has the columns of numbers."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if name in flush_right else cell.ljust(width)
+            for name, cell, width in zip(rows[0], row, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+
+
 class Float8Losses(tuple[Float8Loss, ...]):
     """The rows; `str()` of it is a table."""
 
     def __str__(self) -> str:
         if not self:
             return "no product of FP8 was computed eagerly while recording"
-        rows = [_HEADER, *(loss.cells() for loss in self)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join(
-                cell.ljust(width) if i < 5 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        )
+        return "\n".join(table([_HEADER, *(loss.cells() for loss in self)], {"amax", "to 0", "at end", "SNR dB"}))
 
 
 class Float8Notes:

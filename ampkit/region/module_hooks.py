@@ -29,7 +29,7 @@ from ampkit.policy.policy import Policy
 from ampkit.region import graph
 from ampkit.region.arguments import checked_spec
 from ampkit.region.spec import RegionSpec
-from ampkit.region.stack import is_entered, pop, push
+from ampkit.region.stack import leave_down_to, push
 from ampkit.region.thread_state import thread
 from ampkit.torch_internals.dispatcher import current
 from ampkit.torch_internals.dynamo import called_while_tracing, dynamo_skip, object_at, tracer, tracing
@@ -63,8 +63,7 @@ class ModuleRuleHooks:
 
     def remove(self) -> None:
         """End it, and warn if the rules had no effect; also completes a `begin` or `remove` that was cut short."""
-        while len(thread.modules) > self.depth:     # an interrupt has ended them: their hooks did not run
-            _leave_last()
+        del thread.modules[self.depth :]    # an interrupt has ended them: their hooks did not run
         thread.module_hooks = self.outer
         _open.discard(self)
         _place_hooks()
@@ -130,14 +129,11 @@ def before(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None 
     found = list(_rules_of(module))
     if not found and not any(called is module for called, _ in thread.modules):
         return None         # an entry without regions where the module calls itself: `after` ends a call by its module
-    specs: list[RegionSpec] = []
-    thread.modules.append((module, specs))      # first: if what follows raises, `after` runs
+    thread.modules.append((module, len(thread.regions)))    # first: if what follows raises, `after` runs
     for policy, value in found:
         hooks.ran = True
         if _is_followed(policy.device_type):
-            spec = _region(policy, value)
-            specs.append(spec)
-            push(spec)
+            push(_region(policy, value))
             if value is torch.float32:
                 args, kwargs = _cast_inputs(args, kwargs, policy.device_type)
     return args if kwargs is None else (args, kwargs)
@@ -152,18 +148,12 @@ def after(module: Module, args: Any, output: Any) -> None:
     calls = thread.modules
     if not any(called is module for called, _ in calls):
         return
-    while _leave_last() is not module:      # a module inside it ended without running hooks
-        pass
-
-
-def _leave_last() -> Module:
-    """Leave the regions of the innermost module."""
-    module, specs = thread.modules[-1]
-    for spec in reversed(specs):
-        if is_entered(spec):        # an interrupt may have left it
-            pop(spec)
-    del thread.modules[-1]
-    return module
+    while calls:
+        called, depth = calls[-1]       # or a module inside it, which ended without running hooks
+        leave_down_to(thread.regions, depth)
+        del calls[-1]
+        if called is module:
+            return
 
 
 def _rules_of(module: Module) -> Iterator[tuple[Policy, Any]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -28,6 +27,7 @@ from ampkit.region.cast_record import CastRecord, RecordedCall
 from ampkit.region.float8 import Product, why_not
 from ampkit.region.integer_casts import merges_integers
 from ampkit.region.mode import AutocastMode
+from ampkit.region.thread_state import thread
 from ampkit.region.weight_cache import RegionCache, WeightCache
 from ampkit.torch_internals.dispatcher import Exclude
 from ampkit.torch_internals.dynamo import TracingContext, has_compiled
@@ -106,12 +106,11 @@ class _RecordingMode(AutocastMode):
         super().__init__(policies, cache)
         self.kernels = GENERAL
         self.record = record
-        self.reused = _Reused()
         if cache is not None:
-            self.lookup = functools.partial(_look_up, cache, self.reused)
+            self.lookup = functools.partial(_look_up, cache)
 
     def prepare(self, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        self.reused.casts = []
+        thread.reused = []
         call = super().prepare(op, args, kwargs)
         if call is not None:
             if TracingContext.try_get() is None:
@@ -121,14 +120,14 @@ class _RecordingMode(AutocastMode):
                     call[0].notes = functools.partial(self.record.float8_notes.note, noted.module or noted.line)
             else:
                 self.record.compiled = True
-        self.reused.casts = []
+        thread.reused = []
         return call
 
     def _noted(self, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], call: Any) -> RecordedCall:
         run, got = call[0], (*call[1], *call[2].values())
         before, after = list(casting.tensors((*args, *kwargs.values()))), list(casting.tensors(got))
         cast = [(old, new) for old, new in zip(before, after, strict=True) if old is not new]
-        made = [(old, new) for old, new in cast if not any(new is kept for kept in self.reused.casts)]
+        made = [(old, new) for old, new in cast if not any(new is kept for kept in thread.reused)]
         policy = next(
             policy
             for device, policy in self.policies
@@ -156,19 +155,12 @@ class _RecordingMode(AutocastMode):
         return noted
 
 
-class _Reused(threading.local):
-    """The casts that a thread's current call has from the cache."""
-
-    def __init__(self) -> None:
-        self.casts: list[Tensor] = []
-
-
-def _look_up(cache: WeightCache | RegionCache, reused: _Reused, leaf: Tensor, dtype: torch.dtype) -> Tensor:
+def _look_up(cache: WeightCache | RegionCache, leaf: Tensor, dtype: torch.dtype) -> Tensor:
     """`cache.cast`, noted if it was there. No method of the mode: the casts of a recompute would wait for the gc."""
     hits = cache.hits
     cast = cache.cast(leaf, dtype)
     if cache.hits > hits:
-        reused.casts.append(cast)
+        thread.reused.append(cast)
     return cast
 
 

@@ -37,7 +37,7 @@ from ampkit.torch_internals.dynamo import frame_on_stack, tracer
 from ampkit.torch_internals.forks import clear_torch_cache
 from ampkit.torch_internals.tensors import is_capturing
 
-__all__ = ["Hooks", "RegionOrderError", "is_entered", "leave_down_to", "leave_ended", "pop", "push"]
+__all__ = ["Hooks", "RegionOrderError", "leave_down_to", "leave_ended", "pop", "push"]
 
 _is_enabled, _dtype_of, _cache_flag = (
     torch.is_autocast_enabled, torch.get_autocast_dtype, torch.is_autocast_cache_enabled
@@ -287,12 +287,6 @@ def leave_ended(stack: list[Entry]) -> None:
         leave_down_to(stack, len(stack) - 1)
 
 
-def is_entered(spec: RegionSpec) -> bool:
-    """Whether a region was entered in this thread, and not left."""
-    # A list: Python swallows an interrupt that is raised in a generator while it is closed.
-    return id(spec) in [id(entry.spec) for entry in thread.regions]
-
-
 def _recomputing(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` for a checkpoint's recompute in backward, under the policies that are active here, if any are.
 
@@ -330,5 +324,5 @@ def _out_of_order(spec: RegionSpec, innermost: RegionSpec | None) -> str:
     return (
         f"{spec} is being left while {innermost}, entered after it, is still open, and stays open until that one is "
         "left; leave regions in the reverse of the order they were entered. A generator or coroutine that is suspended "
-        "inside `with autocast():` does this: leave the region before it yields or awaits"
+        "inside `with autocast():` does this: decorate its function with autocast instead"
     )

@@ -4,7 +4,7 @@ Each function's contract is written here; the kernels' own are in the modules of
 kernels unchecked, and so do the scalars beside it, which must be as documented.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -198,16 +198,14 @@ def adamw_(
     """
     op = "adamw_"
     given = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    given |= {"max_exp_avg_sqs": max_exp_avg_sqs if amsgrad else None, "copies": copies}
-    lists = _step_lists(op, given, multiplier, grad_scale, found_inf)
-    _check_low_bits(op, lists, remainders, streams)
+    given |= {"max_exp_avg_sqs": max_exp_avg_sqs if amsgrad else None, "copies": copies, "remainders": remainders}
+    lists = _step_lists(op, given, streams, multiplier, grad_scale, found_inf)
     _check_scalars(op, "steps", steps, len(params))
     ops = select(impl, params[0].device) if params else reference
     if ops is not reference:
         check_one_device([lists["params"][0], *steps], op)
-    parts = {"max_exp_avg_sqs": (), **lists, "steps": steps, "remainders": remainders, "streams": streams}
     ops.adamw_(
-        **parts, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad,
+        {**lists, "steps": steps}, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay,
         maximize=maximize, multiplier=multiplier, grad_scale=grad_scale, found_inf=found_inf, cache=cache,
     )
 
@@ -245,18 +243,14 @@ def sgd_(
     tensor([0.8000])
     """
     op = "sgd_"
-    buffers = momentum_buffers if momentum != 0 else None
-    lists = _step_lists(
-        op, {"params": params, "grads": grads, "momentum_buffers": buffers, "copies": copies}, multiplier, grad_scale,
-        found_inf,
-    )
-    _check_low_bits(op, lists, remainders, streams)
+    given = {"params": params, "grads": grads, "momentum_buffers": momentum_buffers if momentum != 0 else None}
+    given |= {"copies": copies, "remainders": remainders}
+    lists = _step_lists(op, given, streams, multiplier, grad_scale, found_inf)
     if nesterov and momentum <= 0:
         raise ValueError(f"{op}: nesterov needs momentum > 0, got {momentum}")
     ops = select(impl, params[0].device) if params else reference
-    parts = {"momentum_buffers": (), **lists, "remainders": remainders, "streams": streams}
     ops.sgd_(
-        **parts, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov, maximize=maximize,
+        lists, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov, maximize=maximize,
         multiplier=multiplier, grad_scale=grad_scale, found_inf=found_inf, cache=cache,
     )
 
@@ -304,46 +298,41 @@ def _check_scalars(op: str, name: str, values: Sequence[Tensor], n: int) -> None
         check_scalar(f"an element of {name}", value, [], op)
 
 
-def _check_low_bits(
-    op: str, lists: dict[str, list[Tensor]], remainders: Sequence[Tensor] | None, streams: Sequence[Tensor] | None
-) -> None:
-    """Refuse remainders and streams that do not fit the parameters."""
-    params = lists["params"]
-    if remainders is not None:
-        if "copies" in lists:
-            raise ValueError(f"{op}: got both copies and remainders; expected one of them")
-        check_parallel(op, params=params, remainders=remainders)
-        check_one_device([*params, *remainders], op)
-        for i, (p, remainder) in enumerate(zip(params, remainders, strict=True)):
-            if (p.dtype, remainder.dtype) != (torch.bfloat16, REMAINDER):
-                raise TypeError(
-                    f"{op}: params[{i}] is {p.dtype}, remainders[{i}] {remainder.dtype}; expected bfloat16 and float16"
-                )
-    if streams is not None:
-        check_one_device([*params, *streams], op)
-        if len(streams) != len(params) or any(one.dtype != torch.int64 or one.numel() != 1 for one in streams):
-            raise ValueError(f"{op}: expected streams of one int64 element, one for each of {len(params)} params")
-
-
 def _step_lists(
     op: str,
-    given: dict[str, Sequence[Tensor] | None],
+    given: Mapping[str, Sequence[Tensor] | None],
+    streams: Sequence[Tensor] | None,
     multiplier: Tensor | None,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
-) -> dict[str, list[Tensor]]:
-    """The lists that are not None as strided real floats, checked against each other and against the scalars."""
-    lists = {name: tensors for name, tensors in given.items() if tensors is not None}
-    for name, tensors in lists.items():
-        if name != "grads":
-            check_resolved(op, name, tensors)
-    plain = {name: strided_floats(tensors, op) for name, tensors in lists.items() if name != "grads"}
-    # Gradients are only read, so a copy may stand for them.
-    plain["grads"] = strided_floats(resolved(lists["grads"]), op)
-    plain = {name: plain[name] for name in lists}
+) -> dict[str, Sequence[Tensor]]:
+    """The lists that are not None as strided real floats, checked against each other and against the scalars; streams
+    last.
+    """
+    plain: dict[str, Sequence[Tensor]] = {}
+    for name, tensors in given.items():
+        if tensors is None:
+            continue
+        if name == "grads":     # only read, so a copy may stand for them
+            tensors = resolved(tensors)
+        check_resolved(op, name, tensors)
+        plain[name] = strided_floats(tensors, op)
     check_parallel(op, **plain)
-    check_one_device([t for tensors in plain.values() for t in tensors], op)
+    check_one_device([t for tensors in (*plain.values(), streams or ()) for t in tensors], op)
     for name, value in (("multiplier", multiplier), ("grad_scale", grad_scale), ("found_inf", found_inf)):
         if value is not None:
             check_scalar(name, value, plain["params"], op)
+    if "copies" in plain and "remainders" in plain:
+        raise ValueError(f"{op}: got both copies and remainders; expected one of them")
+    for i, (p, remainder) in enumerate(zip(plain["params"], plain.get("remainders", ()), strict=False)):
+        if (p.dtype, remainder.dtype) != (torch.bfloat16, REMAINDER):
+            raise TypeError(
+                f"{op}: params[{i}] is {p.dtype}, remainders[{i}] {remainder.dtype}; expected bfloat16 and float16"
+            )
+    if streams is not None:
+        if len(streams) != len(plain["params"]) or any(s.dtype != torch.int64 or s.numel() != 1 for s in streams):
+            raise ValueError(
+                f"{op}: expected streams of one int64 element, one for each of {len(plain['params'])} params"
+            )
+        plain["streams"] = streams
     return plain

@@ -99,8 +99,8 @@ _backends: dict[torch.device, ModuleType] = {}
 def backend(tensor: Tensor) -> ModuleType:
     """The module whose functions compute on this tensor's device: `triton_ops` where Triton runs, else `reference`.
 
-    Both have `unscale_`, `norm_and_check`, `multiply_`, `cast_`, `unscale_into_`, `quantize`, `adamw_` and
-    `sgd_`, with the arguments of the functions of this package's top level, without `impl`, and check none
+    Both have `unscale_`, `norm_and_check`, `multiply_`, `cast_`, `unscale_into_` and `quantize`, with the
+    arguments of the functions of this package's top level, without `impl`, and check none
     of them: the caller passes lists of strided float tensors on one device, and scalars of one float32 element there.
     The answer is cached by device. The first one for a CUDA device where Triton runs imports Triton.
 

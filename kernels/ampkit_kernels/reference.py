@@ -2,10 +2,11 @@
 
 Nothing here syncs. On the CPU branches are taken on the host (values are read through NumPy, so that tests
 that count `.item()` calls see none); on any other device the same decisions are made with tensor arithmetic.
-The functions take lists as `tensors.strided_floats` gives them; the public names in `ampkit_kernels` validate.
+The functions take lists as `tensors.strided_floats` gives them, `adamw_` and `sgd_` those that there are by the names
+of the public functions' arguments; those validate.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 
 import torch
@@ -199,26 +200,17 @@ def unscale_into_(
 
 @torch.no_grad()
 def adamw_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    max_exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor],
+    lists: Mapping[str, Sequence[Tensor]],
     *,
     lr: float | Tensor,
     beta1: float,
     beta2: float,
     eps: float,
     weight_decay: float,
-    amsgrad: bool = False,
     maximize: bool = False,
     multiplier: Tensor | None = None,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
-    copies: Sequence[Tensor] | None = None,
-    remainders: Sequence[Tensor] | None = None,
-    streams: Sequence[Tensor] | None = None,
     cache: object = None,
 ) -> None:
     """One AdamW step in fp32 (fp64 for fp64 parameters), rounded once per stored value; see
@@ -230,30 +222,30 @@ def adamw_(
     if _skips_on_host(found_inf):
         return
     skip = _device_flag(found_inf)
-    for i, (p, grad, m, v, step) in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True)):
+    for row in _rows(lists):
+        p, m, v, step = row["params"], row["exp_avgs"], row["exp_avg_sqs"], row["steps"]
         acc = torch.float64 if p.dtype is torch.float64 else torch.float32
         count, rate = _count_and_rate(step, lr)
         step_size = _scalar(rate / (1 - beta1**count), p, acc)
         correction = _scalar((1 - beta2**count) ** 0.5, p, acc)
-        g = _incoming(grad, acc, maximize, multiplier, grad_scale)
-        new_p = _weight(p, acc, remainders, i)
+        g = _incoming(row["grads"], acc, maximize, multiplier, grad_scale)
+        new_p = _weight(row, acc)
         if weight_decay != 0:
             new_p = new_p * _scalar(1 - rate * weight_decay, p, acc)
         new_m = torch.lerp(m.to(acc), g, 1 - beta1)
         new_v = torch.addcmul(v.to(acc) * beta2, g, g, value=1 - beta2)
         second, state = new_v, [(m, new_m), (v, new_v)]
-        if amsgrad:
-            second = torch.maximum(max_exp_avg_sqs[i].to(acc), new_v)
-            state.append((max_exp_avg_sqs[i], second))
+        if "max_exp_avg_sqs" in row:
+            largest = row["max_exp_avg_sqs"]
+            second = torch.maximum(largest.to(acc), new_v)
+            state.append((largest, second))
         new_p = new_p - step_size * new_m / (second.sqrt() / correction + eps)
-        _store([(p, new_p), *state], [(step, step + 1)], skip, copies, remainders, streams, i)
+        _store([(p, new_p), *state], [(step, step + 1)], skip, row)
 
 
 @torch.no_grad()
 def sgd_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    momentum_buffers: Sequence[Tensor],
+    lists: Mapping[str, Sequence[Tensor]],
     *,
     lr: float | Tensor,
     momentum: float = 0.0,
@@ -263,9 +255,6 @@ def sgd_(
     multiplier: Tensor | None = None,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
-    copies: Sequence[Tensor] | None = None,
-    remainders: Sequence[Tensor] | None = None,
-    streams: Sequence[Tensor] | None = None,
     cache: object = None,
 ) -> None:
     """One SGD step in fp32 (fp64 for fp64 parameters), rounded once per stored value; see
@@ -276,14 +265,15 @@ def sgd_(
     if _skips_on_host(found_inf):
         return
     skip = _device_flag(found_inf)
-    for i, (p, grad) in enumerate(zip(params, grads, strict=True)):
+    for row in _rows(lists):
+        p = row["params"]
         acc = torch.float64 if p.dtype is torch.float64 else torch.float32
-        g, old_p = _incoming(grad, acc, maximize, multiplier, grad_scale), _weight(p, acc, remainders, i)
+        g, old_p = _incoming(row["grads"], acc, maximize, multiplier, grad_scale), _weight(row, acc)
         if weight_decay != 0:
             g = torch.add(g, old_p, alpha=weight_decay)
         state = []
         if momentum != 0:
-            buffer = momentum_buffers[i]
+            buffer = row["momentum_buffers"]
             new_buffer = buffer.to(acc) * momentum + g
             state.append((buffer, new_buffer))
             g = torch.add(g, new_buffer, alpha=momentum) if nesterov else new_buffer
@@ -291,7 +281,13 @@ def sgd_(
             new_p = old_p - lr.to(p.device, acc) * g
         else:
             new_p = torch.add(old_p, g, alpha=-lr)
-        _store([(p, new_p), *state], [], skip, copies, remainders, streams, i)
+        _store([(p, new_p), *state], [], skip, row)
+
+
+def _rows(lists: Mapping[str, Sequence[Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """The tensors of each parameter, by the name of their list."""
+    for row in zip(*lists.values(), strict=True):
+        yield dict(zip(lists, row, strict=True))
 
 
 def _skips_on_host(found_inf: Tensor | None) -> bool:
@@ -329,18 +325,12 @@ def _incoming(
     return -g if maximize else g
 
 
-def _weight(p: Tensor, acc: torch.dtype, remainders: Sequence[Tensor] | None, i: int) -> Tensor:
-    return rounding.joined(p, remainders[i]) if remainders else p.to(acc)
+def _weight(row: dict[str, Tensor], acc: torch.dtype) -> Tensor:
+    return rounding.joined(row["params"], row["remainders"]) if "remainders" in row else row["params"].to(acc)
 
 
 def _store(
-    values: list[tuple[Tensor, Tensor]],
-    exact: list[tuple[Tensor, Tensor]],
-    skip: Tensor | None,
-    copies: Sequence[Tensor] | None,
-    remainders: Sequence[Tensor] | None,
-    streams: Sequence[Tensor] | None,
-    i: int,
+    values: list[tuple[Tensor, Tensor]], exact: list[tuple[Tensor, Tensor]], skip: Tensor | None, row: dict[str, Tensor]
 ) -> None:
     """Write new values, or the old ones again where a device flag says skip.
 
@@ -348,18 +338,18 @@ def _store(
     one. exact: old and new counts.
     """
     p, new_p = values[0]
-    if remainders:
+    if "remainders" in row:
         new_p, remainder = rounding.split(new_p)
-        exact.append((remainders[i], remainder))
+        exact.append((row["remainders"], remainder))
         values[0] = (p, new_p)
-    if streams:
-        advanced = streams[i] + rounding.STEP
-        exact.append((streams[i], advanced))
+    if "streams" in row:
+        advanced = row["streams"] + rounding.STEP
+        exact.append((row["streams"], advanced))
         values = [
             (old, rounding.rounded(new.float(), bits) if old.dtype is torch.bfloat16 else new)
             for (old, new), bits in zip(values, rounding.random_bits(advanced, p), strict=False)
         ]
-    if copies:
-        exact.append((copies[i], values[0][1].to(p.dtype)))
+    if "copies" in row:
+        exact.append((row["copies"], values[0][1].to(p.dtype)))
     for old, new in (*values, *exact):
         old.copy_(new if skip is None else torch.where(skip, old, new.to(old.dtype)))

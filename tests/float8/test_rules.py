@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from ampkit import Policy, Rule, autocast, record_casts
+from ampkit.debugging import compare_precision
 from ampkit.torch_internals import float8 as torch_float8
 from tests.helpers.float8 import GW_HP, OPERATORS, ROWWISE, RULES, TENSORWISE, fp8, mlp, policy
 
@@ -147,3 +148,18 @@ def test_calls_of_a_module_add_up_and_a_region_without_a_record_notes_nothing():
     with record_casts() as record, autocast("cpu"):
         model(torch.ones(16, 64))
     assert str(record.float8()) == "no product of FP8 was computed eagerly while recording"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_comparison_goes_through_the_products(rule):
+    model, x = mlp(), torch.randn(32, 64)
+
+    def step():
+        with autocast("cpu", torch.bfloat16, policy=policy(rule)):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        return loss
+
+    report = compare_precision(step, model)
+    assert not report.opaque
+    assert report.reference_loss == pytest.approx(model(x).square().mean().item(), rel=1e-5)

@@ -77,21 +77,6 @@ def test_what_has_moved_is_sent_again_and_nothing_else(sent: list[int]) -> None:
         assert tables.table_for(others, SMALL) is not table
 
 
-def test_gradients_that_a_step_reads_too_are_sent_once(sent: list[int]) -> None:
-    """The step's table and one of the gradients alone hold the right addresses, whoever was given new ones."""
-    params, grads, moved, others = ([torch.zeros(20), torch.zeros(30)] for _ in range(4))
-    alone = tables.table_for([grads], SMALL)
-    step = tables.step_table([params, grads, params], SMALL)
-    sent.clear()
-    for found in (moved, moved, others):
-        assert tables.table_for([found], SMALL) is alone
-        assert alone.addresses.tolist() == [t.data_ptr() for t in found]
-        step.refresh([[t.data_ptr() for t in tensors] for tensors in (params, moved, params)])
-        assert step.addresses.tolist() == [t.data_ptr() for tensors in (params, moved, params) for t in tensors]
-    assert sent == [2, 2, 2]        # moved for both; others; moved again
-    assert alone.numels.tolist() == [20, 30]
-
-
 def test_threads_do_not_share_a_table() -> None:
     storage = [torch.zeros(50)]
     found = [tables.table_for([storage], SMALL)]

@@ -1,6 +1,6 @@
 """The operations as Triton kernels: the only modules of this package that import Triton.
 
-Each launcher has the signature of the function of the same name in `reference`, and takes lists of strided float
+Each launcher has the arguments of the function of the same name in `reference`, and takes lists of strided float
 tensors on one device, unchecked. Rows that no kernel can address as flat memory go to `reference`. `inverse_scale`,
 `norm_and_clip_factor` and `update_scale_` save a scaler the launches that PyTorch needs for single numbers; on the CPU
 there are none to save, so `reference` has no counterparts.

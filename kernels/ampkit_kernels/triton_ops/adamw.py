@@ -23,7 +23,7 @@ Bytes per element: 28 for float32 (16 read, 12 written), 36 with amsgrad, 2 more
 and gradients 14 with bfloat16 moments, 22 with float32 ones; 4 more with remainders.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -196,28 +196,10 @@ def adamw_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, n_tensor
             b += tl.num_programs(0)
 
 
-def adamw_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    max_exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    *,
-    amsgrad: bool = False,
-    copies: Sequence[Tensor] | None = None,
-    remainders: Sequence[Tensor] | None = None,
-    streams: Sequence[Tensor] | None = None,
-    cache: StepCache | None = None,
-    **options: Any,
-) -> None:
+def adamw_(lists: Mapping[str, Sequence[Tensor]], *, cache: StepCache | None, **options: Any) -> None:
     """Launch both kernels per combination of dtypes; see the module's docstring. `options` are those of `_launch`."""
-    run_step(
-        {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs,
-         "max_exp_avg_sqs": max_exp_avg_sqs if amsgrad else None, "copies": copies, "remainders": remainders},
-        {"steps": steps, "streams": streams}, partial(_launch, amsgrad=amsgrad),
-        partial(reference.adamw_, max_exp_avg_sqs=(), amsgrad=amsgrad), CONFIGS, N_COEFFICIENTS, cache, options,
-    )
+    launch = partial(_launch, amsgrad="max_exp_avg_sqs" in lists)
+    run_step(lists, launch, reference.adamw_, CONFIGS, N_COEFFICIENTS, cache, options)
 
 
 def _launch(

@@ -67,40 +67,16 @@ def block_map(numels: Sequence[int], chunk: int) -> np.ndarray:
 
 
 @dataclass(eq=False)
-class Columns:
-    """Addresses on the device, int64 [n_lists * n_tensors], list by list, and the columns that were sent there last."""
-
-    memory: Tensor
-    sent: list[list[int]]
-
-    def refresh(self, at: int, columns: list[list[int]]) -> None:
-        """Send to the columns from `at` on the addresses that differ from what the device holds, if any do.
-
-        One copy: of the columns from the first that differs to the last, which is most often the gradients' alone.
-        """
-        sent = self.sent[at : at + len(columns)]
-        if columns == sent:
-            return
-        first, last = 0, len(columns)
-        while columns[first] == sent[first]:
-            first += 1
-        while columns[last - 1] == sent[last - 1]:
-            last -= 1
-        n = len(columns[0])
-        send(np.array(columns[first:last], dtype=np.int64).ravel(), self.memory[(at + first) * n : (at + last) * n])
-        self.sent[at : at + len(columns)] = columns
-
-
-@dataclass(eq=False)
 class Table:
     """The device side of one list of rows; see the module's docstring.
 
-    addresses: int64 [n_lists * n_tensors], list by list, in `columns` from column `first` on.
+    addresses: int64 [n_lists * n_tensors], list by list, and `sent`, the columns that were sent there last.
     numels: int64 [n_tensors]. blocks: int64 [n_blocks].
     """
 
     device: torch.device
-    columns: Columns
+    addresses: Tensor
+    sent: list[list[int]]
     numels: Tensor
     blocks: Tensor
     n_tensors: int
@@ -108,10 +84,6 @@ class Table:
     chunk: int
     config: Config
     n_programs: int
-    first: int = 0
-
-    def __post_init__(self) -> None:
-        self.addresses = self.columns.memory
 
     def launch(self, kernel: Any, *arguments: Any, enable_fp_fusion: bool = False, **constants: Any) -> None:
         """Launch a kernel that walks the table, with the arguments that all such kernels share, then `arguments`.
@@ -126,13 +98,19 @@ class Table:
             )
 
     def refresh(self, columns: list[list[int]]) -> None:
-        """Send the addresses that differ from what the device holds."""
-        self.columns.refresh(self.first, columns)
+        """Send the addresses that differ from what the device holds, if any do.
 
-    def use(self, columns: Columns, first: int) -> None:
-        """Read addresses, from now on, from a column of another table; not for launches that have been made."""
-        self.columns, self.first = columns, first
-        self.addresses = columns.memory[first * self.n_tensors : (first + 1) * self.n_tensors]
+        One copy: of the columns from the first that differs to the last, which is most often the gradients' alone.
+        """
+        if columns == self.sent:
+            return
+        first, last, n = 0, len(columns), self.n_tensors
+        while columns[first] == self.sent[first]:
+            first += 1
+        while columns[last - 1] == self.sent[last - 1]:
+            last -= 1
+        send(np.array(columns[first:last], dtype=np.int64).ravel(), self.addresses[first * n : last * n])
+        self.sent = columns
 
 
 def table_for(lists: Sequence[Sequence[Tensor]], config: Config, *, aligned: bool = True) -> Table:
@@ -173,21 +151,6 @@ class _Kept(threading.local):
 _kept = _Kept()
 
 
-def step_table(lists: Sequence[Sequence[Tensor]], config: Config) -> Table:
-    """A table for an optimizer's step, which keeps it: parameters, gradients, and more.
-
-    The thread's tables of one list of as many bytes each, which read the same gradients before the step, find them in
-    its second column from now on: what moves is sent once.
-    """
-    table, device = made_table(lists, config), lists[0][0].device
-    if not is_capturing(device):
-        where, gradients = place(device), ((lists[1][0].dtype,), tuple(sizes_of(lists[1])))
-        for (*at, _, dtypes, _, sizes), other in _kept.tables.items():
-            if tuple(at) == where and (dtypes, sizes) == gradients:
-                other.use(table.columns, 1)
-    return table
-
-
 @torch.inference_mode(False)
 def made_table(lists: Sequence[Sequence[Tensor]], config: Config) -> Table:
     """A table for these lists that no other launch uses, sent in one copy.
@@ -207,7 +170,8 @@ def made_table(lists: Sequence[Sequence[Tensor]], config: Config) -> Table:
     send(values, memory)
     return Table(
         device=device,
-        columns=Columns(memory[:n_addresses], columns),
+        addresses=memory[:n_addresses],
+        sent=columns,
         numels=memory[n_addresses : n_addresses + n],
         blocks=memory[n_addresses + n :],
         n_tensors=n,

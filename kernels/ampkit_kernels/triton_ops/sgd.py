@@ -16,8 +16,7 @@ Bytes per element: 20 for float32 with momentum (12 read, 8 written), 12 without
 weights and gradients 10 with a bfloat16 momentum, 14 with a float32 one; 4 more with remainders.
 """
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import triton
@@ -134,28 +133,12 @@ def sgd_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, n_tensors,
             b += tl.num_programs(0)
 
 
-def sgd_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    momentum_buffers: Sequence[Tensor],
-    *,
-    momentum: float = 0.0,
-    copies: Sequence[Tensor] | None = None,
-    remainders: Sequence[Tensor] | None = None,
-    streams: Sequence[Tensor] | None = None,
-    cache: StepCache | None = None,
-    **options: Any,
-) -> None:
+def sgd_(lists: Mapping[str, Sequence[Tensor]], *, cache: StepCache | None, **options: Any) -> None:
     """Launch `sgd_kernel` once per combination of dtypes; see the module's docstring.
 
     `options` are those of `_launch`.
     """
-    buffers = momentum_buffers if momentum != 0 else None
-    run_step(
-        {"params": params, "grads": grads, "momentum_buffers": buffers, "copies": copies, "remainders": remainders},
-        {"streams": streams}, _launch, partial(reference.sgd_, momentum_buffers=()), CONFIGS, 0, cache,
-        {"momentum": momentum, **options},
-    )
+    run_step(lists, _launch, reference.sgd_, CONFIGS, 0, cache, options)
 
 
 def _launch(

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..configs import Config
 from ..step_cache import Launch, StepCache
 from .launch import TRITON_DTYPES, accumulator, flat_rows, groups, pick
-from .pointer_table import Table, step_table, table_for
+from .pointer_table import Table, table_for
 
 
 @dataclass
@@ -31,8 +31,7 @@ class Rows:
 
 
 def run_step(
-    lists: Mapping[str, Sequence[Tensor] | None],
-    per_row: Mapping[str, Sequence[Tensor] | None],
+    lists: Mapping[str, Sequence[Tensor]],
     launch: Callable[..., None],
     fallback: Callable[..., None],
     configs: Mapping[int, Config],
@@ -40,24 +39,37 @@ def run_step(
     cache: StepCache | None,
     options: Mapping[str, Any],
 ) -> None:
-    """One optimizer step over parallel lists: parameters, gradients, state, then copies or remainders, in this order.
+    """One optimizer step over parallel lists by name: parameters, gradients, state, then copies or remainders; and
+    `steps` and `streams`, of one element per parameter, which come last in the table and in the cache.
 
-    `per_row` are lists of one element per parameter: steps, streams. A list that is None is left out. `launch` takes
-    `Rows` and options, `fallback` lists by name and options, for the rows that no kernel can address. The cache is
-    filled where there are none of those.
+    `launch` takes `Rows` and options, `fallback` lists and options, for the rows that no kernel can address. The cache
+    is filled where there are none of those.
     """
-    lists = {name: tensors for name, tensors in lists.items() if tensors is not None}
-    per_row = {name: tensors for name, tensors in per_row.items() if tensors is not None}
-    flat, other, empty = flat_rows(*lists.values())
+    narrow = [name for name in ("steps", "streams") if name in lists]
+    wide = [name for name in lists if name not in narrow]
+    flat, other, empty = flat_rows(*(lists[name] for name in wide))
     rest = [*other, *empty]
     if rest:
         cache = None
-        fallback(**{name: pick(tensors, rest) for name, tensors in {**lists, **per_row}.items()}, **options)
+        fallback({name: pick(tensors, rest) for name, tensors in lists.items()}, **options)
         if not flat:
             return
-    writes = {"COPY": "copies" in lists, "REMAINDER": "remainders" in lists, "STOCHASTIC": "streams" in per_row}
-    wide, narrow = ([pick(tensors, flat) for tensors in part.values()] for part in (lists, per_row))
-    found = _rows_of(wide, narrow, writes, configs, n_coefficients, cache)
+    picked = {name: pick(lists[name], flat) for name in (*wide, *narrow)}
+    writes = {"COPY": "copies" in lists, "REMAINDER": "remainders" in lists, "STOCHASTIC": "streams" in lists}
+    found = []
+    for parts, indices, aligned in groups(*(picked[name] for name in wide)):
+        acc = accumulator(parts[0][0].dtype)
+        dtypes = [TRITON_DTYPES[part[0].dtype] for part in parts]
+        constants = {
+            "PARAM": dtypes[0], "GRAD": dtypes[1], "MOMENT": dtypes[2] if len(dtypes) > 2 else dtypes[0],
+            "COPY_TO": tl.int16 if writes["REMAINDER"] else dtypes[-1], "ACC": acc, "ALIGNED": aligned, **writes,
+        }
+        # Every table is made before the first launch: no two of them may be one, so alignment tells them apart.
+        columns = [*parts, *(pick(picked[name], indices) for name in narrow)]
+        table = table_for(columns, configs[8 if acc is tl.float64 else 4], aligned=aligned)
+        dtype = torch.float64 if acc is tl.float64 else torch.float32
+        coefficients = torch.empty((table.n_tensors, n_coefficients), dtype=dtype, device=table.device)
+        found.append(Rows(table, coefficients, constants, indices, len(parts)))
     for rows in found:
         launch(rows, **options)
     if cache is not None:
@@ -65,34 +77,7 @@ def run_step(
             Launch(rows.table, None if len(rows.indices) == len(flat) else rows.indices, partial(launch, rows))
             for rows in found
         ]
-        cache.fill([*wide, *narrow], len(wide), launches)
-
-
-def _rows_of(
-    lists: Sequence[Sequence[Tensor]], per_row: Sequence[Sequence[Tensor]], writes: Mapping[str, bool],
-    configs: Mapping[int, Config], n_coefficients: int, cache: StepCache | None,
-) -> list[Rows]:
-    """The lists cut into launches. A cache has tables of its own; without one they are the thread's.
-
-    The table's last columns are the lists of one element per row. The constants name the dtypes of columns 0, 1, 2 and
-    the last list.
-    """
-    found = []
-    for parts, indices, aligned in groups(*lists):
-        acc = accumulator(parts[0][0].dtype)
-        dtypes = [TRITON_DTYPES[part[0].dtype] for part in parts]
-        constants = {
-            "PARAM": dtypes[0], "GRAD": dtypes[1], "MOMENT": dtypes[2] if len(dtypes) > 2 else dtypes[0],
-            "COPY_TO": tl.int16 if writes["REMAINDER"] else dtypes[-1], "ACC": acc, "ALIGNED": aligned, **writes,
-        }
-        columns = [*parts, *(pick(tensors, indices) for tensors in per_row)]
-        config = configs[8 if acc is tl.float64 else 4]
-        # Every table is made before the first launch: no two of them may be one, so alignment tells them apart.
-        table = table_for(columns, config, aligned=aligned) if cache is None else step_table(columns, config)
-        dtype = torch.float64 if acc is tl.float64 else torch.float32
-        coefficients = torch.empty((table.n_tensors, n_coefficients), dtype=dtype, device=table.device)
-        found.append(Rows(table, coefficients, constants, indices, len(parts)))
-    return found
+        cache.fill(list(picked.values()), len(wide), launches)
 
 
 @triton.jit
