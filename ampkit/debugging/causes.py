@@ -14,14 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampkit.debugging.operator_facts import OperatorFacts, other_arguments, readable, tensors_in
+from ampkit.debugging.operator_facts import OperatorFacts, other_arguments, tensors_in
 from ampkit.torch_internals.operator_tracing import OpOverload
-
-__all__ = [
-    "CONSTANT", "RECEIVED", "UNINITIALISED", "UNKNOWN", "Cause", "advice_for", "asks_for_nonfinite", "broken_elements",
-    "described", "dtype_name", "extremes", "find_cause", "is_broken", "item_at_fault", "largest_finite", "outputs_of",
-    "poles", "rounded_number",
-]
 
 _LOW = (torch.float16, torch.bfloat16, torch.float32, torch.complex64)
 
@@ -117,8 +111,11 @@ def rounded_number(
 
 def largest_finite(values: Tensor) -> float:
     """The largest magnitude among finite elements, 0.0 without any."""
+    low, high = extremes(values) if values.numel() else (0.0, 0.0)
+    if math.isfinite(high - low):
+        return max(abs(low), abs(high))
     wide = values.double()
-    return float(torch.where(torch.isfinite(wide), wide, 0.0).abs().max()) if wide.numel() else 0.0
+    return float(torch.where(torch.isfinite(wide), wide, 0.0).abs().max())
 
 
 def find_cause(
@@ -160,8 +157,8 @@ def run_in_float64(
     devices = {tensor.device for tensor in tensors_in((args, kwargs)) if tensor.device.type == "cuda"}
     with torch.no_grad(), torch.random.fork_rng(list(devices), enabled=facts.random):
         result = func(*wide_args, **wide_kwargs)
-    written = facts.written(wide_args, wide_kwargs) if facts.mutable else facts.buffers(wide_args, wide_kwargs)
-    return [one for one in _distinct([*tensors_in(result), *written]) if one.is_floating_point() or one.is_complex()]
+    outputs = [*facts.outputs(result, wide_args, wide_kwargs), *facts.buffers(wide_args, wide_kwargs)]
+    return [one for one in outputs if one.is_floating_point() or one.is_complex()]
 
 
 def _compare(op: str, args: tuple[Any, ...], outputs: Sequence[Tensor], exact: Sequence[Tensor]) -> Cause:
@@ -206,18 +203,6 @@ def asks_for_nonfinite(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return list({id(tensor): tensor for tensor in tensors}.values())
-
-
-def outputs_of(facts: OperatorFacts, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """What a call computed: what it returned and what it wrote to, each once."""
-    found = tensors_in(result)
-    if facts.mutable:
-        found = _distinct([*found, *facts.written(args, kwargs)])
-    return list(readable(found))
-
-
 # --- what an operator cannot take, and what to do about it in the user's own code
 
 _ROOT = ("the derivative of {op} is inf at 0",
@@ -237,24 +222,23 @@ _FORWARD: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("exp", "exp2", "expm1", "cosh", "sinh", "pow"), _LARGE),
     "sqrt": ("sqrt of a negative number", "clamp before it: x.clamp_min(0).sqrt()"),
     "log1p": ("log1p of -1 or less", "clamp before it: x.clamp_min(-1 + 1e-6).log1p()"),
-    "acos": ("acos of more than 1", "acos(x.clamp(-1, 1))"),
-    "asin": ("asin of more than 1", "asin(x.clamp(-1, 1))"),
+    **dict.fromkeys(("acos", "asin"), ("{op} of more than 1", "{op}(x.clamp(-1, 1))")),
     "atanh": ("atanh of 1", "atanh(x.clamp(-1 + 1e-6, 1 - 1e-6))"),
     "acosh": ("acosh of less than 1", "acosh(x.clamp_min(1))"),
-    "std": ("a deviation of 1 element, with the correction of 1", "std(correction=0), or more than one element"),
+    **dict.fromkeys(("std", "std_mean", "var", "var_mean"), (
+        "a deviation of 1 element, with the correction of 1", "std(correction=0), or more than one element")),
     "mean": ("a mean of no elements", "leave it out where it is empty: x.mean() if x.numel() else x.sum()"),
-    "nll_loss_forward": ("every target is ignore_index, or its class weight is 0", "skip a batch whose targets are all "
-                         "ignore_index, or divide reduction='sum' by the number of targets that count, at least 1"),
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), (
+        "every target is ignore_index, or its class weight is 0", "skip a batch whose targets are all ignore_index, or "
+        "divide reduction='sum' by the number of targets that count, at least 1")),
     "native_batch_norm": ("a variance that its dtype cannot hold", "keep BatchNorm in float32: module.float()"),
     "_ctc_loss": ("no alignment of targets and inputs", "F.ctc_loss(..., zero_infinity=True)"),
     "_weight_norm_interface": ("the norm of a row of the direction is 0: 0 / 0", "initialize what is normalized "
                                "(original1) with rows that are not 0"),
-    "_softmax": ("a softmax over nothing but -inf", "leave one place of each row unmasked, or put "
-                 "torch.finfo(scores.dtype).min in place of -inf"),
+    **dict.fromkeys(("_softmax", "_log_softmax", "_safe_softmax"), (
+        "a softmax over nothing but -inf",
+        "leave one place of each row unmasked, or put torch.finfo(scores.dtype).min in place of -inf")),
 }
-_FORWARD["var"] = _FORWARD["var_mean"] = _FORWARD["std_mean"] = _FORWARD["std"]
-_FORWARD["_log_softmax"] = _FORWARD["_safe_softmax"] = _FORWARD["_softmax"]
-_FORWARD["nll_loss2d_forward"] = _FORWARD["nll_loss_forward"]
 _BACKWARD: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("sqrt", "pow", "hypot", "norm", "linalg_vector_norm", "_euclidean_dist", "_cdist_forward"), _ROOT),
     **dict.fromkeys(("acos", "asin"), _ARC),

@@ -23,10 +23,9 @@ from ampkit.debugging.causes import advice_for
 from ampkit.debugging.operator_facts import tensors_in
 from ampkit.debugging.report import Finding, Operation, PrecisionReport, Suggestion
 from ampkit.debugging.source_lines import find_caller
+from ampkit.policy.module_paths import named_paths
 from ampkit.policy.policy import Policy
 from ampkit.region.autocast import autocast
-
-__all__ = ["Change", "Region", "advice", "advice_on_precision", "changes_for", "changes_for_precision", "suggestion"]
 
 Region = Literal["ampkit", "torch", "none"]     # what the user's step computes in
 _LOW = (torch.float16, torch.bfloat16)
@@ -57,7 +56,7 @@ class PolicyChange:
 
     def extended(self, left: Finding) -> PolicyChange | None:
         """With the module of what is not finite with it, or the one around that; None if nothing is left."""
-        path = left.origin.path
+        path = left.origin.module if left.origin.module in _paths(self.model) else ""
         while path in self.modules:
             path = path.rpartition(".")[0]
         return replace(self, modules=(*self.modules, path)) if path else None
@@ -95,6 +94,10 @@ class LineChange:
 
 
 Change = PolicyChange | LineChange
+
+
+def _paths(model: Module) -> set[str]:
+    return {path for path, _ in named_paths(model) if path}
 
 
 class Lines(NamedTuple):
@@ -213,11 +216,11 @@ def changes_for(finding: Finding, region: Region, model: Module | None) -> Itera
     ):
         return
     line = (finding.made and line_of(finding.made)) or line_of(origin)
-    yield from _changes(origin.path, line, finding.device, region, model)
+    yield from _changes(origin.module, line, finding.device, region, model)
 
 
 def _changes(path: str, line: Lines | None, device: str, region: Region, model: Module | None) -> Iterator[Change]:
-    if region == "ampkit" and model is not None and path:
+    if region == "ampkit" and model is not None and path in _paths(model):
         yield PolicyChange(device, model, (path,))
     if line is not None:
         yield LineChange(device, region, (line,))
@@ -272,16 +275,14 @@ def changes_for_precision(report: PrecisionReport, region: Region, model: Module
     one = report.rounds()
     if one is not None and not report.underflows and not report.lost_updates:
         device = next((p.device.type for p in model.parameters()), "cpu")
-        yield from _changes(one.path, line_of(one), device, region, model)
+        yield from _changes(one.module, line_of(one), device, region, model)
 
 
 def advice_on_precision(report: PrecisionReport) -> Suggestion:
     """What helps where no change was tried, or none helped."""
     one = report.rounds()
     if report.underflows:
-        scale = report.recommended_scale or 65536
-        return Suggestion("scale the loss: scaler = ampkit.GradScaler()",
-                          evidence=f"float16 ends at 6e-08, and a scale of up to {scale:g} overflows nowhere")
+        return Suggestion("scale the loss: scaler = ampkit.GradScaler()", evidence="float16 ends at 6e-08")
     if report.lost_updates:
         lost = report.lost_updates[0]
         what = f"keep what {lost.file}:{lost.line} updates in float32, and cast a copy of it to {lost.dtype}"

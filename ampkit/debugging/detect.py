@@ -29,7 +29,6 @@ from ampkit.debugging.causes import (
     find_cause,
     is_broken,
     item_at_fault,
-    outputs_of,
     poles,
     rounded_number,
 )
@@ -40,8 +39,6 @@ from ampkit.debugging.report import Finding, NonFiniteError, NonFiniteReport, Op
 from ampkit.debugging.storage_map import StorageMap
 from ampkit.debugging.taint import Record, Trace, trace
 from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque
-
-__all__ = ["detect_nonfinite", "rank"]
 
 
 def _is_cured_by_scaler(finding: Finding) -> bool:
@@ -157,7 +154,10 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         result = func(*args, **kwargs)
         if call.starts_backward:
             self._note_loss(call.given[0])
-        outputs = [*outputs_of(facts, result, args, kwargs), *buffers]
+        outputs = [
+            one for one in (*facts.outputs(result, args, kwargs), *buffers)
+            if (one.is_floating_point() or one.is_complex()) and one.numel()
+        ]
         read = tuple({index for some in writers for index in some or () if index in self._records})
         if not outputs:     # a comparison, an index, a number on the host
             read = tuple(index for index in read if not self._records[index].scalar)     # a loss is looked at by loops

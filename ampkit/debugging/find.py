@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from ampkit.debugging.causes import Cause, poles, rounded_number
-from ampkit.debugging.changes import Change, advice, changes_for, suggestion
+from ampkit.debugging.changes import Change, Region, advice, changes_for, suggestion
 from ampkit.debugging.detect import detect_nonfinite
 from ampkit.debugging.operator_calls import OperatorCall
 from ampkit.debugging.operator_facts import tensors_in
@@ -20,8 +20,6 @@ from ampkit.debugging.precision import PrecisionComparison
 from ampkit.debugging.report import Finding, NonFiniteError, NonFiniteReport, OperatorError, Suggestion
 from ampkit.debugging.snapshot import Snapshot
 from ampkit.torch_internals.operator_tracing import OpOverload
-
-__all__ = ["find_nonfinite"]
 
 _MOST_RULES = 8         # modules or lines that are added to a change one after the other
 _LASTING = 4            # steps in a row that a change must keep finite
@@ -63,14 +61,14 @@ def find_nonfinite(step: Callable[[], Any], model: Module, *, state: Iterable[An
     return report
 
 
+@dataclass
 class _Replay:
     """Runs a step from one state as often as it takes."""
 
-    def __init__(self, step: Callable[[], Any], model: Module, snapshot: Snapshot) -> None:
-        self._step = step
-        self._model = model
-        self._snapshot = snapshot
-        self.region: Any = "none"
+    _step: Callable[[], Any]
+    _model: Module
+    _snapshot: Snapshot
+    region: Region = "none"
 
     def run(self) -> NonFiniteReport:
         """What a run finds."""

@@ -6,9 +6,9 @@ scheduler's `step`. Nothing is computed but two flags per gradient, so the cost 
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -26,17 +26,15 @@ from ampkit.debugging.report import LoopFinding, LoopReport
 from ampkit.debugging.source_lines import find_caller
 from ampkit.region.autocast import autocast
 
-__all__ = ["check_loop"]
-
 _LEVELS = tuple(str(Path(__file__).resolve().parents[1] / name) for name in ("whole_model", "amp.py"))
 _MOST_PARAMETERS = 64       # of an optimizer whose gradients are followed
 
 
 @dataclass
 class _Optimizer:
-    """What is known of an optimizer's gradients."""
+    """What is known of an optimizer and its gradients."""
 
-    parameters: list[Tensor]
+    parameters: list[Tensor] = field(default_factory=list)
     marks: list[tuple[int, int]] = field(default_factory=list)      # of gradients, after the last backward
     scaled: bool = False                # they are, since the last backward that reached them
     backwards: dict[tuple[str, int], int] = field(default_factory=dict)     # by line, since the last step
@@ -47,19 +45,12 @@ class _Optimizer:
     attempts: int = 0                   # since the scheduler stepped
     clips: dict[tuple[str, int], int] = field(default_factory=dict)         # by line, since the last step
     zeroed: tuple[str, int] | None = None       # where, after backward and before the step
+    unscaled: bool = False              # by `unscale_`, since the last `update`
+    stepped: tuple[str, int] | None = None      # where by the scaler, since the last `update`
 
     def current(self) -> list[tuple[int, int]]:
         """Another value where a gradient was written since."""
         return [(0, 0) if one.grad is None else (id(one.grad), one.grad._version) for one in self.parameters]
-
-
-@dataclass
-class _Scaler:
-    """What has been called since the last `update`."""
-
-    unscaled: set[Optimizer] = field(default_factory=set)
-    stepped: dict[Optimizer, tuple[str, int]] = field(default_factory=dict)     # with the line
-    fresh: bool = True      # a loss was scaled and ran backward
 
 
 class check_loop:
@@ -80,11 +71,11 @@ class check_loop:
 
     def __init__(self) -> None:
         self.report = LoopReport()
+        self.scaler: torch.amp.GradScaler | None = None     # the last one that was called
         self._optimizers: dict[Optimizer, _Optimizer] = {}
-        self._scalers: defaultdict[Any, _Scaler] = defaultdict(_Scaler)
-        self._pending_scale = self._last_scaled = False
-        self._backwards_before: dict[tuple[str, int], int] = {}     # of optimizers that have not stepped yet
-        self._divided_before = False
+        self._new = _Optimizer()    # one that has not stepped yet
+        self._updated: set[Any] = set()         # the scalers that were, since the last backward of a scaled loss
+        self._pending_scale = False
         self._dtypes: set[torch.dtype] = set()
         self._depth = 0
         self._in_scaler_step = self._optimizer_ran = False
@@ -104,7 +95,7 @@ class check_loop:
                                 (torch.nn.utils, "get_total_norm"), (torch.nn.utils, "clip_grads_with_norm_"),
                                 (torch.nn.utils, "clip_grad_value_")):
                 if hasattr(owner, name):
-                    self._wrap(stack, owner, name, self._clip if "clip" in name else self._read)
+                    self._wrap(stack, owner, name, functools.partial(self._read, "clip" in name))
             for cls in _with_subclasses(LRScheduler):
                 if "step" in vars(cls):
                     self._wrap(stack, cls, "step", self._scheduler)
@@ -128,6 +119,8 @@ class check_loop:
 
         @functools.wraps(inner)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if args and isinstance(args[0], torch.amp.GradScaler):
+                self.scaler = args[0]
             if self._depth or sys._getframe(1).f_code.co_filename.startswith(_LEVELS):
                 return inner(*args, **kwargs)       # called by another one of them, or by a loop of ampkit's own
             self._depth += 1
@@ -146,11 +139,11 @@ class check_loop:
     def _add(self, what: str, change: str, at: tuple[str, int] | None = None) -> None:
         file, line = at or _caller()
         now = self.report.iterations
-        for one in self.report.findings:
+        for one in self.report.loop:
             if (one.what, one.file, one.line) == (what, file, line):
                 one.last = now
                 return
-        self.report.findings.append(LoopFinding(what, file, line, change, now, now))
+        self.report.loop.append(LoopFinding(what, file, line, change, now, now))
 
     # --- the scaler
 
@@ -163,21 +156,21 @@ class check_loop:
         yield
 
     def _unscale(self, scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Iterator[None]:
-        known = self._scalers[scaler]
-        if optimizer in known.unscaled and scaler.is_enabled() and not kwargs.get("allow_repeat"):
+        one = self._of(optimizer)
+        if one.unscaled and scaler.is_enabled() and not kwargs.get("allow_repeat"):
             self._add("unscale_ is called twice without an update",
-                      "call scaler.update() where the step is left out, too" if self._of(optimizer).scaled else
+                      "call scaler.update() where the step is left out, too" if one.scaled else
                       "call scaler.unscale_(optimizer) once, before clipping")
-        known.unscaled.add(optimizer)
+        one.unscaled = True
         yield
-        self._of(optimizer).scaled = False
+        one.scaled = False
 
     def _step(self, scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Iterator[None]:
-        known, one = self._scalers[scaler], self._of(optimizer)
-        if optimizer in known.stepped and scaler.is_enabled():
+        one = self._of(optimizer)
+        if one.stepped and scaler.is_enabled():
             self._add("update is not called after step: the scale never changes, and a second step is refused",
-                      "scaler.update() after scaler.step(optimizer)", known.stepped[optimizer])
-        known.stepped[optimizer] = _caller()
+                      "scaler.update() after scaler.step(optimizer)", one.stepped)
+        one.stepped = _caller()
         one.scaled = False
         self._in_scaler_step, self._optimizer_ran = True, False
         try:
@@ -189,13 +182,12 @@ class check_loop:
             self._ended(optimizer)
 
     def _update(self, scaler: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-        known = self._scalers[scaler]
-        if not known.fresh and scaler.is_enabled() and not args and not kwargs:
+        if scaler in self._updated and scaler.is_enabled() and not args and not kwargs:
             self._add("update is called twice for one backward",
                       "call scaler.update() once, after the last scaler.step")
-        known.fresh = False
-        known.stepped.clear()
-        known.unscaled.clear()
+        self._updated.add(scaler)
+        for one in self._optimizers.values():
+            one.stepped, one.unscaled = None, False
         yield
 
     # --- gradients
@@ -207,8 +199,8 @@ class check_loop:
         if root is not None and torch.is_autocast_enabled(root.device.type):
             self._add("backward runs inside the autocast region: its operators would be cast once more",
                       "leave the region first: loss.backward() outside of `with autocast`")
-        for one in self._scalers.values():
-            one.fresh |= scaled
+        if scaled:
+            self._updated.clear()
         for one in self._optimizers.values():
             self._look_whether_cleared(one)
             one.marks = one.current()
@@ -216,18 +208,15 @@ class check_loop:
         divided = retained or (root is not None and _is_divided(root, scaled))
         yield
         line = _caller()
-        self._last_scaled = scaled
-        self._divided_before |= bool(divided)
-        self._backwards_before[line] = self._backwards_before.get(line, 0) + 1
-        for one in self._optimizers.values():
-            if one.marks != one.current():
+        for one in (*self._optimizers.values(), self._new):
+            if one is self._new or one.marks != one.current():
                 one.scaled, one.zeroed = scaled, None
                 one.divided |= bool(divided)
                 one.backwards[line] = one.backwards.get(line, 0) + 1
 
     def _zero_grad(self, owner: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         yield
-        self._backwards_before.clear()
+        self._new.backwards.clear()
         for one in self._optimizers.values():
             self._look_whether_cleared(one)
             if one.backwards and all(p.grad is None for p in one.parameters):
@@ -242,39 +231,28 @@ class check_loop:
                 for p, before in zip(one.parameters[:1], one.last[:1], strict=True)
             )
 
-    def _clip(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        for one in self._look_whether_scaled(args, kwargs):
-            one.clips[_caller()] = one.clips.get(_caller(), 0) + 1
-        yield
-
-    def _read(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        self._look_whether_scaled(args, kwargs)
-        yield
-
-    def _look_whether_scaled(self, args: Any, kwargs: Any) -> list[_Optimizer]:
-        """Whether gradients that are clipped or read are scaled. Returns the optimizers whose they are."""
+    def _read(self, clips: bool, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Gradients are clipped, or their norm is read."""
         tensors = next(iter((*args, *kwargs.values())))
         # A generator is the function's to consume.
         given = [tensors] if isinstance(tensors, Tensor) else [] if isinstance(tensors, Iterator) else list(tensors)
         ids = {id(one) for one in given} | {id(one.grad) for one in given if one.grad_fn is None and one.is_leaf}
         followed = [one for one in self._optimizers.values() if any(id(p.grad) in ids for p in one.parameters)]
-        scaled = any(one.scaled for one in followed) if followed else (
-            self._last_scaled and not any(known.unscaled for known in self._scalers.values())
-        )
-        if scaled:
+        unscaled = any(one.unscaled for one in self._optimizers.values())
+        if any(one.scaled for one in followed) or (not followed and self._new.scaled and not unscaled):
             self._add("gradients are clipped, or their norm is read, while they are scaled",
                       "scaler.unscale_(optimizer) before it, or scaler.clip_grad_norm_(optimizer, max_norm)")
-        return followed
+        for one in followed if clips else ():
+            one.clips[_caller()] = one.clips.get(_caller(), 0) + 1
+        yield
 
     # --- optimizers, schedulers, regions
 
     def _of(self, optimizer: Optimizer) -> _Optimizer:
         if optimizer not in self._optimizers:
             some = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-            some = some[::-(-len(some) // _MOST_PARAMETERS) or 1]
-            self._optimizers[optimizer] = _Optimizer(
-                some, scaled=self._last_scaled, backwards=dict(self._backwards_before), divided=self._divided_before
-            )
+            one = self._optimizers[optimizer] = copy.deepcopy(self._new)
+            one.parameters = some[::-(-len(some) // _MOST_PARAMETERS) or 1]
         return self._optimizers[optimizer]
 
     def _optimizer_starts(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -315,8 +293,7 @@ class check_loop:
         one.clips.clear()
         one.zeroed, one.marks = None, one.current()
         one.attempts += 1
-        self._backwards_before.clear()
-        self._divided_before = False
+        self._new = _Optimizer()
         self._dtypes.clear()
         self.report.iterations += 1
 

@@ -16,18 +16,12 @@ from ampkit.policy.module_paths import path_of
 from ampkit.torch_internals.dispatcher import is_open
 from ampkit.torch_internals.operator_tracing import current_node
 
-__all__ = ["ModuleCall", "ModuleCalls"]
-
 
 class ModuleCall(NamedTuple):
-    """One call of a module: its path from the model ("" for the model itself), and which call since the step began."""
+    """One call of a module: its path from the model, and which call since the step began."""
 
-    path: str                       # its class, where it is not below the model
-    cls: str
+    name: str                       # its class, where it is not below the model, or the model itself
     number: int                     # 1 is the first; 0 in a recompute, which cannot tell
-
-    def __str__(self) -> str:
-        return self.path or self.cls
 
 
 class _Running(threading.local):
@@ -82,11 +76,10 @@ class ModuleCalls:
         stack = self._running.stack
         root = self.model if self.model is not None else (stack[0][0] if stack else module)
         self._roots[id(root)] = root
-        path, cls = path_of(root, module), type(module).__name__
         number = 0
         if current_node() is None:      # else a checkpoint runs it again
             number = self._numbers[id(module)] = self._numbers.get(id(module), 0) + 1
-        stack.append((module, ModuleCall(path, cls, number)))
+        stack.append((module, ModuleCall(path_of(root, module) or type(module).__name__, number)))
 
     def _note_region(self) -> None:
         if is_open():

@@ -20,8 +20,6 @@ from ampkit.debugging.module_calls import ModuleCalls
 from ampkit.debugging.operator_facts import readable, tensors_in
 from ampkit.debugging.report import plain
 
-__all__ = ["TensorMonitor", "before_update", "lost_share"]
-
 _LOW = (torch.float16, torch.bfloat16)
 _MOST_ELEMENTS = 1 << 16    # of a parameter
 
@@ -86,9 +84,9 @@ class TensorMonitor:
             return
         for tensor in readable(tensors_in(output)):
             if tensor.dtype in _LOW:
-                self._note("outputs", str(call), tensor)
+                self._note("outputs", call.name, tensor)
                 if tensor.requires_grad:
-                    tensor.register_hook(partial(self._note, "gradients", str(call)))
+                    tensor.register_hook(partial(self._note, "gradients", call.name))
 
     @torch.no_grad()
     def _note(self, kind: str, module: str, tensor: Tensor) -> None:
@@ -138,10 +136,8 @@ class TensorMonitor:
             if found:
                 near = min(found, key=lambda name: found[name]["headroom"])
                 small = max(found, key=lambda name: found[name]["underflow"])
-                lines.append(
-                    f"  {kind:12} headroom {found[near]['headroom']:.1f} powers of two in {near}; "
-                    f"underflow {found[small]['underflow']:.1%} in {small}"
-                )
+                lines.append(f"  {kind:12} headroom {found[near]['headroom']:.1f} powers of two in {near}; "
+                             f"underflow {found[small]['underflow']:.1%} in {small}")
         lost = self.last["lost_updates"]
         if lost:
             most = max(lost, key=lost.__getitem__)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -20,8 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ampkit.debugging.loop import check_loop
 from ampkit.debugging.module_calls import ModuleCall, ModuleCalls
 from ampkit.debugging.operator_facts import OperatorFacts, facts_of, tensors_in
-from ampkit.debugging.report import StepReport
-from ampkit.debugging.source_lines import Caller, find_caller, running_scaler
+from ampkit.debugging.report import Report
+from ampkit.debugging.source_lines import Caller, find_caller
 from ampkit.torch_internals.operator_tracing import (
     FakeTensor,
     ObserverMode,
@@ -34,36 +35,28 @@ from ampkit.torch_internals.operator_tracing import (
     without_dispatch,
 )
 
-__all__ = ["OperatorCall", "OperatorObserver", "Phase"]
-
-R = TypeVar("R", bound=StepReport)
+R = TypeVar("R", bound=Report)
 
 Phase = Literal["forward", "backward", "recompute", "optimizer", "scaler"]
 
 
+@dataclass(slots=True)
 class OperatorCall:
     """One call of an operator. Holds names and numbers, and no tensor beyond the call."""
-
-    __slots__ = ("backward_number", "caller", "facts", "given", "index", "module", "numbers", "phase")
 
     index: int                      # in the order of execution, over all steps
     facts: OperatorFacts
     phase: Phase
     module: ModuleCall | None       # the innermost module that runs
     caller: Caller
-    backward_number: int | None     # in backward: the sequence number of the node, that of the forward operator
-    numbers: tuple[float, ...]      # Python floats among its arguments
-    given: list[Tensor]             # the tensors among them, while it runs
+    backward_number: int | None = None      # in backward: the sequence number of the node, that of the forward operator
+    numbers: tuple[float, ...] = ()         # Python floats among its arguments
+    given: Sequence[Tensor] = ()            # the tensors among them, while it runs
 
     @property
     def starts_backward(self) -> bool:
         """Whether it makes the gradient that backward starts with, of the loss that is given to it."""
         return self.facts.name == "aten::ones_like" and self.given[0].numel() == 1 and self.given[0].requires_grad
-
-    @property
-    def op(self) -> str:
-        """The operator's name: "aten::addmm"."""
-        return self.facts.name
 
 
 class _Thread(threading.local):
@@ -98,13 +91,14 @@ class OperatorObserver(ObserverMode, Generic[R]):
         self._forward: dict[int, OperatorCall] = {}         # by sequence number, this step's and the last one's
         self._forward_before: dict[int, OperatorCall] = {}
         self._thread = _Thread()
+        self._check = check_loop()
         self._open = ExitStack()
 
     def __enter__(self) -> R:     # type: ignore[override]
         with ExitStack() as stack:
             stack.enter_context(register_optimizer_step_pre_hook(self._optimizer_starts))
             stack.enter_context(register_optimizer_step_post_hook(self._optimizer_ends))
-            self.report.loop = stack.enter_context(check_loop()).findings
+            self.report.loop = stack.enter_context(self._check).loop
             if self.first_step == 0:
                 self._begin(stack)
             self._open = stack.pop_all()
@@ -146,6 +140,9 @@ class OperatorObserver(ObserverMode, Generic[R]):
     def passed_over(self, facts: OperatorFacts, given: list[Tensor]) -> None:
         """An operator is run that takes tensors whose values cannot be read."""
 
+    def step_starts(self, optimizer: Any) -> None:
+        """An optimizer is about to step."""
+
     def step_ended(self, *, skipped: bool = False) -> None:
         """An optimizer has stepped, or a scaler has skipped the step."""
 
@@ -158,13 +155,13 @@ class OperatorObserver(ObserverMode, Generic[R]):
         module, (file, line), backward_of = call.module, call.caller.line(), ""
         forward = self.forward_of(call) if call.phase == "backward" else None
         if forward is not None:
-            module, backward_of = forward.module, forward.op
+            module, backward_of = forward.module, forward.facts.name
             if call.caller.outside or not line:
                 file, line = forward.caller.line()
         return {
-            "index": call.index, "op": call.op, "phase": call.phase, "module": "" if module is None else str(module),
-            "path": module.path if module is not None and module.path != module.cls else "",
-            "call": 0 if module is None else module.number, "file": file, "line": line, "backward_of": backward_of,
+            "index": call.index, "op": call.facts.name, "phase": call.phase, "file": file, "line": line,
+            "module": "" if module is None else module.name, "call": 0 if module is None else module.number,
+            "backward_of": backward_of,
         }
 
     def name_of(self, tensor: Tensor) -> str:
@@ -223,49 +220,45 @@ class OperatorObserver(ObserverMode, Generic[R]):
         try:
             return self.observe(call, func, args, kwargs)
         finally:
-            call.given = []
+            call.given = ()
 
     def _describe(self, facts: OperatorFacts, depth: int) -> OperatorCall:
-        call = OperatorCall()
-        call.index = self.count
-        call.facts = facts
-        call.numbers = ()
-        call.module = self.modules.current()
-        node = current_node()
-        call.backward_number = None
+        module, node = self.modules.current(), current_node()
         if node is None:
-            call.caller = find_caller(depth)
+            caller = find_caller(depth)
+            phase: Phase = "scaler" if caller.scaler else "forward"
             if self._optimizer is not None and not torch.is_grad_enabled():
-                call.phase = "optimizer"    # with gradients enabled, it is the closure of LBFGS and its kind
-            else:
-                call.phase = "scaler" if call.caller.scaler else "forward"
-            return call
+                phase = "optimizer"     # with gradients enabled, it is the closure of LBFGS and its kind
+            return OperatorCall(self.count, facts, phase, module, caller)
         # Only what builds a graph can be a recompute; with create_graph backward builds one too.
-        call.caller = find_caller(depth, recompute=torch.is_grad_enabled())
-        call.phase = "recompute" if call.caller.recompute else "backward"
-        call.backward_number = node_sequence_number(node)
-        forward = self.forward_of(call) if call.phase == "recompute" else None
+        caller = find_caller(depth, recompute=torch.is_grad_enabled())
+        phase = "recompute" if caller.recompute else "backward"
+        call = OperatorCall(self.count, facts, phase, module, caller, node_sequence_number(node))
+        forward = self.forward_of(call) if phase == "recompute" else None
         if forward is not None:
-            call.module = call.module or forward.module     # a function that a module checkpoints is none itself
-            if call.caller.code is None:
+            call.module = module or forward.module      # a function that a module checkpoints is none itself
+            if caller.code is None:
                 call.caller = forward.caller    # the stack leads to backward(), not to who called the checkpoint
         return call
 
     def _optimizer_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.on_state(optimizer)
+        if self.begun:
+            with without_dispatch():    # what the tool computes is no operator of the step
+                self.step_starts(optimizer)
         self._optimizer = optimizer
 
     def _optimizer_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._optimizer = None
         if self.begun:
-            with without_dispatch():    # what the tool computes is no operator of the step
+            with without_dispatch():
                 self.step_ended()
         self._next_step()
         if not self.begun and self.step == self.first_step:
             self._begin(self._open)
 
     def _meet_scaler(self) -> None:
-        scaler = running_scaler()
+        scaler = self._check.scaler
         if scaler is not None and scaler.is_enabled():
             if self.scale is None:
                 self.on_state(scaler)

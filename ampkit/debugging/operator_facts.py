@@ -13,8 +13,6 @@ from ampkit.containers import map_tensors
 from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque
 from ampkit.torch_internals.operators import is_composite
 
-__all__ = ["OperatorFacts", "facts_of", "other_arguments", "readable", "tensors_in"]
-
 # Their results are whatever the memory held.
 _UNINITIALISED = frozenset(f"aten::{name}" for name in (
     "empty.memory_format", "empty.names", "empty_like", "empty_strided", "empty_permuted", "empty_quantized",
@@ -29,11 +27,6 @@ _COMMUNICATION = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autogr
 
 class OperatorFacts:
     """One operator overload, described."""
-
-    __slots__ = (
-        "communicates", "composite", "is_view", "literal", "mutable", "name", "opaque_state", "overwrites", "random",
-        "shape_only", "undeclared_writes", "uninitialised", "writes",
-    )
 
     def __init__(self, op: OpOverload) -> None:
         schema = op._schema
@@ -73,6 +66,13 @@ class OperatorFacts:
     def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """The tensors that a call writes to."""
         return _at(self.writes, args, kwargs)
+
+    def outputs(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """What a call computed: what it returned and what it wrote to, each once; none that is opaque."""
+        found = tensors_in(result)
+        if self.mutable:
+            found = list({id(one): one for one in (*found, *self.written(args, kwargs))}.values())
+        return [one for one in found if not is_opaque(one)]
 
     def buffers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """Of batch norm, the statistics that it updates without saying so."""

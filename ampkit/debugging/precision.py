@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from ampkit.debugging.causes import dtype_name, extremes, largest_finite
+from ampkit.debugging.causes import dtype_name, largest_finite
 from ampkit.debugging.changes import Change, advice_on_precision, changes_for_precision, suggestion
 from ampkit.debugging.monitor import before_update, lost_share
 from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver
@@ -27,9 +27,7 @@ from ampkit.debugging.snapshot import Snapshot
 from ampkit.debugging.source_lines import find_caller
 from ampkit.debugging.storage_map import StorageMap
 from ampkit.torch_internals.float8 import WIDE_PRODUCTS
-from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque, storage_key, without_dispatch
-
-__all__ = ["Deviation", "PrecisionComparison", "compare_precision", "deviation"]
+from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque, storage_key
 
 _LOW = (torch.float16, torch.bfloat16)
 _OWN_FORMAT = ("mkldnn_rnn", "_cudnn_rnn", "miopen_rnn")     # memory that only their own backward can read
@@ -45,8 +43,7 @@ def compare_precision(
     the same operator in `reference` on the same inputs (`local`, its own rounding): an operator that rounds much and
     one that amplifies what others rounded are told apart. `report.gradients` compares the gradients, which are those
     of a true step in `reference` to the bit where `report.opaque` names no operator, `report.results` what the step
-    returns, and `report.error` is the largest of all; `report.recommended_scale` is the loss scale to which nothing
-    overflows in backward, where float16 takes part.
+    returns, and `report.error` is the largest of all.
 
     The step takes effect as always; its results and random numbers are the same to the bit. Numbers that it makes in 16
     bits (`arange`, `full`) are made in `reference` beside; what came in 16 bits counts as it is, and is listed in
@@ -126,7 +123,6 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
         if not self.report.gradients:
             self._collect_gradients()
         self.report.scale = self.scale or 1.0
-        self.report.recommended_scale = self._recommended_scale()
 
     def run(self, step: Callable[[], Any]) -> PrecisionReport:
         """Compare a step, and what it returns."""
@@ -149,8 +145,6 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
             self._collect_gradients()
         self._new_gradients |= call.phase == "backward"
         given = call.given
-        if not given and not facts.uninitialised and not facts.random:
-            return self._run_factory(call, func, args, kwargs)
         low = any(map(self._is_low, given)) or self._asks_for_low((*args, *kwargs.values()))
         if not low and not any(map(self.memory.has_copy, given)):
             return func(*args, **kwargs)        # nothing differs here
@@ -174,52 +168,39 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
             self.report.opaque[facts.name] = refusal
         return result
 
-    def _run_factory(
-        self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Numbers that are made in 16 bits, as `arange` does, and in the reference's dtype."""
-        result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and result.dtype in _LOW and result.numel() and not is_opaque(result):
-            wide = func(*args, **{**kwargs, "dtype": self.memory.wide(result.dtype)})
-            off = deviation(result, wide, count_lost=True)
-            if off.error or off.broken:
-                self.memory.write(result, wide, Error(off.relative, call.index, call.index), own=True)
-                self._note(call, result, off, off, 0.0, NONE, _largest(wide))
-        return result
-
     def _run_three(
         self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any],
         low: bool, written: list[Tensor],
     ) -> Any:
-        memory = self.memory
+        memory, facts = self.memory, call.facts
         errors_in = [memory.error(one) for one in call.given]
         incoming = max(errors_in, default=NONE)._replace(lost=max((one.lost for one in errors_in), default=-1))
         for one in written:
             memory.make_writable(one)
         changes = {id(one) for one in written}
-        updated = not call.facts.overwrites and call.phase != "recompute"
+        updated = not facts.overwrites and call.phase != "recompute"
         before = {id(one): one.clone() for one in written if updated and one.dtype in _LOW}
 
         def widened(tensor: Tensor) -> Tensor:
             return tensor.detach().to(memory.wide(tensor.dtype), copy=id(tensor) in changes)
 
-        cast = call.op == "aten::_to_copy" and args[0].is_floating_point()
+        cast = facts.name == "aten::_to_copy" and args[0].is_floating_point()
         wider = other_arguments(func, args, kwargs, memory.read, memory.wide)
         own = other_arguments(func, args, kwargs, widened, memory.wide) if low else None
         result = func(*args, **kwargs)
-        results = _results(call.facts, result, args, kwargs)
-        again: Any = WIDE_PRODUCTS.get(call.op, func)
+        results = facts.outputs(result, args, kwargs)
+        again: Any = WIDE_PRODUCTS.get(facts.name, func)
         with torch.no_grad():
             try:
                 locals_ = None
                 if own is not None:     # what a cast is given is what it would return in the wider dtype
-                    locals_ = [own[0][0]] if cast else _results(call.facts, again(*own[0], **own[1]), *own)
+                    locals_ = [own[0][0]] if cast else facts.outputs(again(*own[0], **own[1]), *own)
                 own = None      # what is held from here on is the most that a step needs
-                references = _results(call.facts, again(*wider[0], **wider[1]), *wider)
+                references = facts.outputs(again(*wider[0], **wider[1]), *wider)
                 if [one.shape for one in results] != [one.shape for one in references]:
                     raise ValueError("the reference has another shape: it depends on values")
             except Exception as error:      # kernels say in many ways that they do not take a wider dtype
-                self.report.opaque[call.op] = str(error).splitlines()[0][:100]
+                self.report.opaque[facts.name] = str(error).splitlines()[0][:100]
                 for one in results:
                     memory.forget(one)
                 return result
@@ -246,7 +227,7 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
         totals = {i: deviation(results[i], references[i]) for i in chosen}
         maker, lost = incoming.maker, incoming.lost
         if chosen:
-            total = _sum(totals.values())
+            total, dtype = _sum(totals.values()), dtype_name(results[chosen[0]].dtype)
             local, propagated = Deviation(0.0, total.norm, 0, 0, total.numel), total
             if locals_ is not None:
                 local = _sum(deviation(results[i], locals_[i], count_lost=self._is_low(results[i])) for i in chosen)
@@ -256,29 +237,19 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
                 maker = call.index
             if local.lost:
                 lost = call.index
-            self._note(
-                call, results[chosen[0]], total, local, propagated.relative, incoming,
-                max(_largest(references[i]) for i in chosen),
-            )
-            self._note_lost_update(call, results[chosen[0]], _unmoved(results, locals_ or [], before))
+            self.report.operators.append(OperatorError(
+                **self.where(call), dtype=dtype, shape=tuple(results[chosen[0]].shape), total=total.relative,
+                local=local.relative, propagated=propagated.relative,
+                amplification=propagated.relative / incoming.relative if 0 < incoming.relative < math.inf else 0.0,
+                error_from=incoming.maker, lost=local.lost / max(1, local.numel),
+                largest=max(largest_finite(references[i]) for i in chosen), norm=total.norm,
+            ))
+            share = _unmoved(results, locals_ or [], before)
+            if share > 0.5 and call.phase == "forward":
+                file, line = call.caller.line()
+                lost_update = LostUpdate(call.facts.name, share, dtype, file, line, by_optimizer=False)
+                self.report.lost_updates.append(lost_update)
         return [Error(totals[i].relative, maker, lost) if i in totals else NONE for i in range(len(results))]
-
-    def _note(
-        self, call: OperatorCall, result: Tensor, total: Deviation, local: Deviation, propagated: float,
-        incoming: Error, largest: float,
-    ) -> None:
-        count = max(1, local.numel)
-        self.report.operators.append(OperatorError(
-            **self.where(call), dtype=dtype_name(result.dtype), shape=tuple(result.shape),
-            total=total.relative, local=local.relative, propagated=propagated,
-            amplification=propagated / incoming.relative if 0 < incoming.relative < math.inf else 0.0,
-            error_from=incoming.maker, lost=local.lost / count, largest=largest, norm=total.norm,
-        ))
-
-    def _note_lost_update(self, call: OperatorCall, result: Tensor, share: float) -> None:
-        if share > 0.5 and call.phase == "forward":
-            dtype = dtype_name(result.dtype)
-            self.report.lost_updates.append(LostUpdate(call.op, share, dtype, *call.caller.line(), by_optimizer=False))
 
     def _note_given(self, tensor: Tensor) -> None:
         """Remember a tensor in 16 bits that the step was given: what rounded it cannot be seen."""
@@ -299,30 +270,19 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
     def step_ended(self, *, skipped: bool = False) -> None:
         if skipped:
             self.memory = ReferenceCopies(self.memory.reference)       # its own scale would not have been halved
-        self._on_step()
-
-    def _optimizer_starts(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        super()._optimizer_starts(optimizer, args, kwargs)
-        if self.begun:
-            with without_dispatch():
-                self._collect_gradients()
-                steps = any(group.get("lr", 1.0) for group in optimizer.param_groups)       # a warm-up begins at 0
-                self._before = [one for one in before_update(optimizer) if one[0].dtype in _LOW] if steps else []
-
-    def _optimizer_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self.begun:
-            with without_dispatch():
-                self._note_lost_updates_of_optimizer()
-        super()._optimizer_ends(optimizer, args, kwargs)
-
-    def _note_lost_updates_of_optimizer(self) -> None:
         file, line = find_caller(1).line()
         for one in self._before:
-            share, dtype = float(lost_share(*one)), dtype_name(one[0].dtype)
+            share = float(lost_share(*one))
             if share > 0.5:
-                lost = LostUpdate(self.name_of(one[0]), share, dtype, file, line, by_optimizer=True)
+                lost = LostUpdate(self.name_of(one[0]), share, dtype_name(one[0].dtype), file, line, by_optimizer=True)
                 self.report.lost_updates.append(lost)
         self._before = []
+        self._on_step()
+
+    def step_starts(self, optimizer: Any) -> None:
+        self._collect_gradients()
+        steps = any(group.get("lr", 1.0) for group in optimizer.param_groups)       # a warm-up begins at 0
+        self._before = [one for one in before_update(optimizer) if one[0].dtype in _LOW] if steps else []
 
     def _collect_gradients(self) -> None:
         """Compare the gradients, which a loop may clear before it ends; scaled, and again unscaled."""
@@ -341,14 +301,6 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
                 for name, one in found
             }
 
-    def _recommended_scale(self) -> float | None:
-        """The largest power of two times the scale with which no float16 result of backward overflows."""
-        backward = [one for one in self.report.operators if one.dtype == "float16" and one.phase == "backward"]
-        largest = max((one.largest for one in backward), default=0.0)
-        if not largest:
-            return None
-        return self.report.scale * 2.0 ** math.floor(math.log2(torch.finfo(torch.float16).max / largest))
-
     def _is_low(self, tensor: Tensor) -> bool:
         return tensor.dtype is not self.memory.wide(tensor.dtype)
 
@@ -357,7 +309,7 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
 
 
 def _why_not(
-    facts: OperatorFacts, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
+    facts: OperatorFacts, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], given: Sequence[Tensor]
 ) -> str:
     """Why an operator is not run again; "" if it can be."""
     if facts.communicates:
@@ -373,12 +325,6 @@ def _why_not(
                 return _RANDOM if p else ""
         return _RANDOM
     return ""
-
-
-def _results(facts: OperatorFacts, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """What a call returned and what it wrote, each once."""
-    found = tensors_in(result) + (facts.written(args, kwargs) if facts.mutable else [])
-    return [one for one in {id(one): one for one in found}.values() if not is_opaque(one)]
 
 
 def _unmoved(results: list[Tensor], locals_: list[Tensor], before: dict[int, Tensor]) -> float:
@@ -413,11 +359,6 @@ def deviation(value: Tensor, reference: Tensor, *, count_lost: bool = False) -> 
     fits &= torch.isfinite(value)
     error = float(torch.where(fits, value.double() - reference, 0.0).norm())
     return Deviation(error, float(torch.where(fits, reference, 0.0).double().norm()), lost, broken, count)
-
-
-def _largest(tensor: Tensor) -> float:
-    low, high = extremes(tensor)
-    return max(-low, high) if math.isfinite(high - low) else largest_finite(tensor)
 
 
 def _sum(some: Iterable[Deviation]) -> Deviation:

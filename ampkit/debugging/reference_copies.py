@@ -16,8 +16,6 @@ from torch import Tensor
 from ampkit.debugging.storage_map import StorageMap
 from ampkit.torch_internals.operator_tracing import is_opaque
 
-__all__ = ["NONE", "Error", "ReferenceCopies"]
-
 _SPARE = 1 << 20        # bytes of reference copies beyond which those of memory that is gone are looked for
 
 
@@ -46,8 +44,7 @@ class ReferenceCopies:
 
     def __init__(self, reference: torch.dtype) -> None:
         self.reference = reference
-        self._copies: StorageMap[_Copy] = StorageMap()
-        self._grown, self._limit = 0, _SPARE
+        self._copies: StorageMap[_Copy] = StorageMap(lambda copy: copy.flat.nbytes, _SPARE)
 
     def wide(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of a reference copy: that of the tensor if it is no float, or as wide as the reference."""
@@ -111,11 +108,6 @@ class ReferenceCopies:
 
     def _keep(self, tensor: Tensor, flat: Tensor) -> None:
         self._copies.set(tensor, _Copy(flat, _real(tensor)))
-        self._grown += flat.nbytes
-        if self._grown > self._limit:
-            self._copies.forget_expired()
-            live = sum(copy.flat.nbytes for copy in self._copies.values())
-            self._grown, self._limit = 0, max(_SPARE, live // 32)
 
 
 def _real(tensor: Tensor) -> torch.dtype:

@@ -9,20 +9,31 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from ampkit.debugging.causes import UNKNOWN, Cause
-
-__all__ = [
-    "Finding", "GradientError", "LoopFinding", "LoopReport", "LostUpdate", "NonFiniteError",
-    "NonFiniteReport", "Operation", "OperatorError", "PrecisionReport", "Report", "StepReport", "Suggestion", "plain",
-]
 
 Status = Literal["clean", "found", "inconclusive"]
 VERSION = 1
 COMPILED = ("compiled functions run eagerly here: where the loss of your own run is finite and right, what follows is "
             "not of that run")
+
+
+@dataclass
+class LoopFinding:
+    """Something that a loop does wrong, the line that does it, and the change."""
+
+    what: str
+    file: str
+    line: int
+    change: str
+    first: int      # iteration, by steps of optimizers before it, skipped ones counted
+    last: int
+
+    def __str__(self) -> str:
+        when = f"iteration {self.first}" if self.first == self.last else f"iterations {self.first} to {self.last}"
+        return f"{self.what}, in {when}\n  line      {self.file}:{self.line}\n  change    {self.change}"
 
 
 @dataclass(kw_only=True)
@@ -31,16 +42,42 @@ class Report:
 
     kind: ClassVar[str]
     incomplete: str = ""        # why the steps did not run to their end
+    compiled: bool = False      # compiled functions ran, eagerly
+    loop: list[LoopFinding] = field(default_factory=list)       # what the loop does in the wrong order
 
     @property
     def status(self) -> Status:
         """"found"; "inconclusive" where nothing was, and the steps did not run to their end; or "clean"."""
         return "found" if self else "inconclusive" if self.incomplete else "clean"
 
+    def __bool__(self) -> bool:
+        return bool(self.loop)
+
+    def first_lines(self) -> list[str]:
+        """What is said before anything else."""
+        return [*([COMPILED] if self.compiled else []), *map(str, self.loop)]
+
     def to_json(self) -> str:
         """All of it as JSON text."""
         head = {"kind": f"ampkit.debugging.{self.kind}", "version": VERSION, "status": self.status, "text": str(self)}
         return json.dumps(plain({**head, **asdict(self)}), indent=1, allow_nan=False)
+
+
+@dataclass
+class LoopReport(Report):
+    """What `check_loop` found."""
+
+    kind = "loop"
+    iterations: int = 0
+
+    def __str__(self) -> str:
+        if self.loop:
+            return "\n".join(self.first_lines())
+        looked = "1 iteration" if self.iterations == 1 else f"{self.iterations} iterations"
+        if self.status == "inconclusive":
+            return f"inconclusive: {self.incomplete}. Nothing was found until then: {looked}"
+        return (f"nothing found in {looked}, of what is looked at: the order of scale, backward, unscale_, clipping, "
+                "steps, update, clearing and schedulers, and losses that are summed undivided")
 
 
 @dataclass(frozen=True)
@@ -52,7 +89,6 @@ class Operation:
     op: str
     phase: str              # "forward", "backward", "recompute", "optimizer", "scaler" or "before"
     module: str             # path from the model; a class for what has none, as the model itself; "" outside any
-    path: str               # the same where `Policy.for_modules` knows it by that, else ""
     call: int               # which call of the module in the step, from 1; 0 if not known
     file: str
     line: int
@@ -98,43 +134,6 @@ class Suggestion:
 
 
 @dataclass
-class LoopFinding:
-    """Something that a loop does wrong, the line that does it, and the change."""
-
-    what: str
-    file: str
-    line: int
-    change: str
-    first: int      # iteration, by steps of optimizers before it, skipped ones counted
-    last: int
-
-    def __str__(self) -> str:
-        when = f"iteration {self.first}" if self.first == self.last else f"iterations {self.first} to {self.last}"
-        return f"{self.what}, in {when}\n  line      {self.file}:{self.line}\n  change    {self.change}"
-
-
-@dataclass
-class LoopReport(Report):
-    """What `check_loop` found."""
-
-    kind = "loop"
-    findings: list[LoopFinding] = field(default_factory=list)
-    iterations: int = 0
-
-    def __bool__(self) -> bool:
-        return bool(self.findings)
-
-    def __str__(self) -> str:
-        if self.findings:
-            return "\n".join(map(str, self.findings))
-        looked = "1 iteration" if self.iterations == 1 else f"{self.iterations} iterations"
-        if self.status == "inconclusive":
-            return f"inconclusive: {self.incomplete}. Nothing was found until then: {looked}"
-        return (f"nothing found in {looked}, of what is looked at: the order of scale, backward, unscale_, clipping, "
-                "steps, update, clearing and schedulers, and losses that are summed undivided")
-
-
-@dataclass
 class Finding:
     """One origin of non-finite values, and the symptom that it leads to."""
 
@@ -174,25 +173,12 @@ class Finding:
 
     def is_like(self, other: Finding) -> bool:
         """Whether another one is of the same operator, place and kind."""
-        one, two = self.origin, other.origin
-        return self.cause.kind == other.cause.kind and (one.op, one.module, one.file, one.line, one.backward_of) == (
-            two.op, two.module, two.file, two.line, two.backward_of)
-
-
-@dataclass(kw_only=True)
-class StepReport(Report):
-    """What a tool found that looks at the operators of steps."""
-
-    compiled: bool = False      # compiled functions ran, eagerly
-    loop: list[LoopFinding] = field(default_factory=list)       # what the loop does in the wrong order
-
-    def first_lines(self) -> list[str]:
-        """What is said before anything else."""
-        return [*([COMPILED] if self.compiled else []), *map(str, self.loop)]
+        one, two = (replace(it.origin, index=0, phase="", call=0, dtype="", shape=()) for it in (self, other))
+        return one == two and self.cause.kind == other.cause.kind
 
 
 @dataclass
-class NonFiniteReport(StepReport):
+class NonFiniteReport(Report):
     """What `detect_nonfinite` and `find_nonfinite` found."""
 
     kind = "nonfinite"
@@ -290,7 +276,7 @@ class LostUpdate:
 
 
 @dataclass
-class PrecisionReport(StepReport):
+class PrecisionReport(Report):
     """What `compare_precision` measured; found are gradients that overflowed or are gone, and what the loop does."""
 
     kind = "precision"
@@ -303,7 +289,6 @@ class PrecisionReport(StepReport):
     given: dict[str, str] = field(default_factory=dict)     # what came in 16 bits: its dtype, by name
     suggestion: Suggestion | None = None
     scale: float = 1.0
-    recommended_scale: float | None = None      # the largest power of two times `scale` that overflows nowhere
     loss: float | None = None
     reference_loss: float | None = None
     step: int = 0
@@ -339,7 +324,8 @@ class PrecisionReport(StepReport):
     @property
     def is_left_to_scaler(self) -> bool:
         """Whether gradients overflow at the loss scale alone: a scaler skips the step, and halves it."""
-        return not math.isfinite(self.gradient_error) and 1 <= (self.recommended_scale or 0) < self.scale
+        low = [one.largest for one in self.operators if one.phase == "backward" and one.dtype == "float16"]
+        return not math.isfinite(self.gradient_error) and self.scale > 1 and max(low, default=0.0) / self.scale < 65504
 
     @property
     def underflows(self) -> bool:
@@ -379,7 +365,8 @@ class PrecisionReport(StepReport):
         lines = [f"{self._symptom()} in step {self.step}, against the same step in {self.reference}"]
         rounded = _worst(self.operators, lambda one: one.local)
         if rounded is not None:
-            lines.append(f"  rounded   {rounded.local:.2g} by {rounded}, {rounded.dtype}")
+            how = "overflow  by" if math.isinf(rounded.local) else f"rounded   {rounded.local:.2g} by"
+            lines.append(f"  {how} {rounded}, {rounded.dtype}")
         if (grown := self.amplified) is not None:
             lines.append(f"  amplified {grown.amplification:.3g} times, to {grown.propagated:.2g}, by {grown}")
             if (maker := self.maker(grown)) is not None:
@@ -393,8 +380,6 @@ class PrecisionReport(StepReport):
             update = f"{'of' if most.by_optimizer else 'by'} {most.what}{more}"
             lines.append(f"  unmoved   {most.share:.0%} of the update {update} rounds to nothing in {most.dtype}, "
                          f"{most.file}:{most.line}")
-        if self.recommended_scale is not None:
-            lines.append(f"  scale     {self.scale:g}; up to {self.recommended_scale:g} nothing overflows in backward")
         lines += [f"  unseen    {op}: {why}" for op, why in self.opaque.items()]
         if self.given:
             names = list(self.given)

@@ -14,8 +14,6 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-__all__ = ["Snapshot"]
-
 
 class Snapshot:
     """Parameters, buffers, gradients, random number generators, optimizers and scalers, as they were.

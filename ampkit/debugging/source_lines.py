@@ -7,7 +7,6 @@ are libraries, everything else (transformers and its like too) is where somebody
 from __future__ import annotations
 
 import enum
-import functools
 import os
 import sys
 import sysconfig
@@ -16,8 +15,6 @@ from types import CodeType
 from typing import NamedTuple
 
 import torch
-
-__all__ = ["Caller", "find_caller", "running_scaler", "shown"]
 
 _TORCH = f"{Path(str(torch.__file__)).parent}/"
 _AMPKIT = f"{Path(__file__).resolve().parents[1]}/"
@@ -41,16 +38,6 @@ _SPECIAL = {
 _files: dict[str, _File] = {}
 
 
-def shown(file: str) -> str:
-    """A file as seen from the working directory, where it is below it."""
-    return _seen_from(file, os.getcwd())
-
-
-@functools.cache
-def _seen_from(file: str, folder: str) -> str:
-    return str(Path(file).relative_to(folder) if Path(file).is_relative_to(folder) else file)
-
-
 class Caller(NamedTuple):
     """Who called an operator. The line is worked out when somebody asks: most operators never come up."""
 
@@ -66,7 +53,7 @@ class Caller(NamedTuple):
         if self.code is None:
             return "", 0
         lines = (line for start, end, line in self.code.co_lines() if start <= self.instruction < end and line)
-        return shown(self.code.co_filename), next(lines, self.code.co_firstlineno)
+        return self.code.co_filename.removeprefix(os.path.join(os.getcwd(), "")), next(lines, self.code.co_firstlineno)
 
 
 def find_caller(depth: int, *, recompute: bool = False) -> Caller:
@@ -110,15 +97,3 @@ def _classify(name: str) -> _File:
     if name.startswith(_PYTHON) and not name.startswith(_SITE):
         return _File.LIBRARY
     return _File.USER
-
-
-def running_scaler() -> torch.amp.GradScaler | None:
-    """The GradScaler whose method is running on this thread."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if _classify(frame.f_code.co_filename) is _File.SCALER:
-            found = frame.f_locals.get("self")
-            if isinstance(found, torch.amp.GradScaler):
-                return found
-        frame = frame.f_back
-    return None

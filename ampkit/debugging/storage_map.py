@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 from torch import Tensor
 
 from ampkit.torch_internals.operator_tracing import StorageWeakRef, storage_key
-
-__all__ = ["StorageMap"]
 
 T = TypeVar("T")
 
@@ -18,12 +16,14 @@ class StorageMap(Generic[T]):
     """Values by storage, so that views and in-place writes find each other; memory that is gone is forgotten.
 
     An entry holds its storage by a weak reference, which keeps the address from being given to another one: a tensor
-    that was made out of sight of the tool (a DataLoader's batch) never finds an entry of somebody before it.
+    that was made out of sight of the tool (a DataLoader's batch) never finds an entry of somebody before it. Memory
+    that is gone is looked for when values of `spare` more, by their `size`, have been set.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, size: Callable[[T], int] = lambda value: 1, spare: int = 1024) -> None:
         self._entries: dict[int, tuple[StorageWeakRef, T]] = {}
-        self._limit = 1024
+        self._size, self._spare = size, spare
+        self._grown, self._limit = 0, spare
 
     def get(self, tensor: Tensor) -> T | None:
         """What is known of a tensor's memory."""
@@ -35,17 +35,14 @@ class StorageMap(Generic[T]):
         key = storage_key(tensor)
         entry = self._entries.get(key)
         self._entries[key] = (StorageWeakRef(tensor.untyped_storage()) if entry is None else entry[0], value)
-        if len(self._entries) > self._limit:
-            self.forget_expired()
-            self._limit = max(1024, 2 * len(self._entries))
+        self._grown += self._size(value)
+        if self._grown > self._limit:
+            self._entries = {key: entry for key, entry in self._entries.items() if not entry[0].expired()}
+            self._grown, self._limit = 0, max(self._spare, sum(map(self._size, self.values())) // 32)
 
     def discard(self, tensor: Tensor) -> None:
         """Forget the value for a tensor's memory."""
         self._entries.pop(storage_key(tensor), None)
-
-    def forget_expired(self) -> None:
-        """Forget memory that is gone."""
-        self._entries = {key: entry for key, entry in self._entries.items() if not entry[0].expired()}
 
     def values(self) -> Iterator[T]:
         """All values that are remembered."""

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["Record", "Trace", "trace"]
-
 # "skipped": a scaler has met it, and it is still in a gradient.
 Source = Literal["made", "from inf", "constant", "arrived", "received", "uninitialised", "skipped"]
 

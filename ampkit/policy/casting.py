@@ -42,7 +42,7 @@ class Cast:
         self.device_type = device_type
         self.dtype = dtype
         self.castable = _ELIGIBLE - {dtype}
-        self.convert = converter(dtype)
+        self.convert = _CONVERT.get(dtype) or (lambda tensor: tensor.to(dtype))
         self.on_device = _ON_DEVICE.get(device_type) or (lambda tensor: tensor.device.type == device_type)
 
     def eligible(self, value: Tensor) -> bool:
@@ -88,11 +88,6 @@ class Cast:
 def cast_to(device_type: str, dtype: torch.dtype) -> Cast:
     """The `Cast` for a device type and a dtype; one object for each pair."""
     return Cast(device_type, dtype)
-
-
-def converter(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """The fastest callable that torch has for casting a tensor to `dtype`."""
-    return _CONVERT.get(dtype) or (lambda tensor: tensor.to(dtype))
 
 
 def is_eligible(value: Any, device_type: str) -> bool:

@@ -126,7 +126,7 @@ def test_strange_names_and_classes() -> None:
     """Asked of every door that takes an operator's name, and of a module rule; code is refused as kindly."""
     policy = Policy.default("cpu")
     for name in STRANGE_NAMES:
-        for ask in (lambda key: policy.with_rules({key: "keep"}), policy.explain, policy.rule_for,
+        for ask in (lambda key: policy.with_rules({key: "keep"}), policy.explain,
                     lambda key: Policy.from_dict({"base": "torch", "rules": [{key: "keep"}]})):
             holds(ask, name)
     for text in STRANGE_CLASSES:

@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 
 from ampkit.optim import SGD, AdamW
 from ampkit_kernels import reference, rounding
@@ -281,18 +280,6 @@ def test_hooks_have_the_last_word_on_a_state_that_is_loaded() -> None:
     assert optimizer.state[params[0]]["step"] == 7
 
 
-def test_a_write_that_no_counter_shows_leaves_masters_within_half_a_spacing() -> None:
-    """Through `data`, as of old; zeros, whose pattern is the smallest, become no NaN."""
-    params = parameters()
-    optimizer = AdamW(params, lr=1e-3, **REMAINDER)
-    train(optimizer, params, range(5))
-    params[0].data.zero_()
-    params[3].data.fill_(1.0)
-    masters = optimizer.masters()
-    assert masters[params[0]].abs().max() < 1e-38
-    assert (masters[params[3]] - 1).abs().max() <= 2**-8
-
-
 def test_masters_are_given_and_taken() -> None:
     wide = [p * 1.001 for p in parameters(torch.float32)]
     params = [*parameters(), torch.nn.Parameter(torch.ones(2))]     # one of float32 has no master
@@ -338,37 +325,6 @@ def test_state_has_its_dtype_and_takes_torchs(name: str, given: Any, weight: tor
         optimizer.load_state_dict(other.state_dict())
     other.load_state_dict(optimizer.state_dict())
     train(other, theirs, range(1))
-
-
-def test_tensors_without_values() -> None:
-    with FakeTensorMode():
-        params = [torch.nn.Parameter(torch.ones(20).bfloat16())]
-        for cls in (AdamW, SGD):
-            optimizer = cls(params, lr=torch.tensor(0.1), **BOTH)
-            for _ in range(2):
-                params[0].grad = torch.ones_like(params[0])
-                optimizer.step()
-
-
-@pytest.mark.parametrize(("given", "text"), [
-    ({"rounding": "up"}, r"unknown rounding 'up'; expected one of \('nearest', 'stochastic'\)"),
-    ({"masters": True}, r"unknown masters True; expected one of \(None, 'remainder'\)"),
-    ({"state_dtype": torch.float16}, "unknown state_dtype torch.float16; expected one of"),
-    ({"seed": 0.5}, "got seed 0.5; expected an int"),
-])
-@pytest.mark.parametrize("cls", [AdamW, SGD])
-def test_unknown_arguments_are_refused(cls: Any, given: dict[str, Any], text: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=text):
-        cls(parameters(), **given)
-
-
-@pytest.mark.parametrize("cls", [AdamW, SGD])
-def test_arguments_of_the_optimizer_are_refused_in_a_group(cls: Any) -> None:
-    optimizer = cls(parameters())
-    for name in ("impl", "rounding", "masters", "state_dtype", "seed"):
-        with pytest.raises(ValueError, match=f"a parameter group has {name}=None; expected it as an argument of the o"):
-            optimizer.add_param_group({"params": parameters(), name: None})
-    assert len(optimizer.param_groups) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.complex64])

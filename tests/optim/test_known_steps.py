@@ -52,23 +52,6 @@ def parameters(kind: str) -> list[torch.nn.Parameter]:
     ]
 
 
-GRADIENTS = ("kept", "kept", "new", "none", "unaligned", "strided", "expanded", "reversed")
-
-
-def like(tensor: Tensor, how: str) -> Tensor:
-    """New values for a tensor: in new memory, at an odd address, with gaps, in another order."""
-    if how == "unaligned":
-        memory = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)
-        return memory[1:].view(tensor.shape)
-    if how == "strided":
-        return torch.zeros(*tensor.shape, 2, dtype=tensor.dtype)[..., 0]
-    if how == "expanded":
-        return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
-    if how == "reversed" and tensor.ndim > 1:
-        return torch.zeros(tensor.shape[::-1], dtype=tensor.dtype).permute(*reversed(range(tensor.ndim)))
-    return torch.zeros_like(tensor)
-
-
 class Steps(RuleBasedStateMachine):
     """An optimizer with two groups, what users do to it between steps, and its steps."""
 
@@ -91,7 +74,7 @@ class Steps(RuleBasedStateMachine):
             self.optimizer.step()
         return found
 
-    @rule(how=st.lists(st.sampled_from(GRADIENTS), min_size=8, max_size=8))
+    @rule(how=st.lists(st.sampled_from(("kept", "kept", "new", "none")), min_size=8, max_size=8))
     def put_gradients(self, how: list[str]) -> None:
         """What the next step finds."""
         self.gradients = how
@@ -108,7 +91,7 @@ class Steps(RuleBasedStateMachine):
             alike = grad is not None and (grad.shape, grad.dtype) == (param.shape, param.dtype)
             if how != "kept" or not alike:
                 param.grad = None
-                param.grad = None if how == "none" else like(param.detach(), how)
+                param.grad = None if how == "none" else torch.zeros_like(param.detach())
         optimizer = self.optimizer
         with mock.patch.object(type(optimizer), "_warned", True):
             found = self.noted_step(self.capturing)
@@ -154,56 +137,25 @@ class Steps(RuleBasedStateMachine):
         else:
             groups[-1]["params"].reverse()
 
-    @rule(number=st.integers(0, 7), how=st.sampled_from(["moved", "narrowed", "transposed", "widened", "unaligned"]))
-    def change_parameter(self, number: int, how: str) -> None:
-        """Other memory, or less of the same; state follows as far as a program would have it follow."""
+    @rule(number=st.integers(0, 7))
+    def move_parameter(self, number: int) -> None:
         param = self.params[number % len(self.params)]
-        state = self.optimizer.state.get(param, {})
-        if how == "narrowed" and len(param) > 1:
-            self.optimizer.write_copies({})
-            param.data = param.data[:-1].contiguous() if number % 2 else param.data[:-1]
-            for name, value in state.items():
-                if value.ndim:
-                    state[name] = value[:-1]
-        elif how == "transposed" and param.ndim == 2 and len(param) == param.shape[1]:
-            param.data = param.data.t()
-        elif how == "widened" and not self.low:
-            param.data = param.data.double()
-        elif how == "unaligned":
-            param.data = like(param.data, "unaligned")
-        else:
-            param.data = param.data.clone()
+        param.data = param.data.clone()
 
-    @rule(number=st.integers(0, 7), how=st.sampled_from(["replaced", "data replaced", "halved", "step as a number"]))
-    def change_entries(self, number: int, how: str) -> None:
-        state = self.optimizer.state.get(self.params[number % len(self.params)], {})
-        for name, value in list(state.items()):
-            if how == "replaced":
-                state[name] = value.clone()
-            elif how == "data replaced":
-                value.data = value.data.clone()
-            elif how == "halved" and value.ndim:
-                value.data = value.data.half()
-            elif how == "step as a number" and name == "step":
-                state[name] = 7.0
-
-    @rule(number=st.integers(0, 7), how=st.sampled_from(["cleared", "one gone", "entry gone", "new", "exchanged"]))
+    @rule(number=st.integers(0, 7), how=st.sampled_from(["cleared", "one gone", "new", "entries new", "step a number"]))
     def change_state(self, number: int, how: str) -> None:
         optimizer, param = self.optimizer, self.params[number % len(self.params)]
+        state = optimizer.state.get(param, {})
         if how == "cleared":
             optimizer.state.clear()
         elif how == "one gone":
             optimizer.state.pop(param, None)
-        elif how == "entry gone" and (self.low or self.kind == "SGD"):
-            optimizer.state.get(param, {}).pop("remainder" if self.low else "momentum_buffer", None)
         elif how == "new":
             optimizer.state = copy.copy(optimizer.state)
-        else:       # the state of one under the key of another of the same shape
-            others = [other for other in self.params if other is not param and other.shape == param.shape]
-            for other in others[:1]:
-                if param in optimizer.state and other in optimizer.state:
-                    state = optimizer.state
-                    state[param], state[other] = state[other], state[param]
+        elif how == "entries new":
+            state.update({name: value.clone() for name, value in state.items() if isinstance(value, Tensor)})
+        elif "step" in state:
+            state["step"] = 7.0
 
     @rule(how=st.sampled_from(["load", "deepcopy", "pickle"]))
     def replace_all(self, how: str) -> None:

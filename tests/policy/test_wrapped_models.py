@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from ampkit import Policy, autocast
+from ampkit.policy.module_paths import path_of
 from tests.helpers.module_rules import Block, Model, X
 from tests.helpers.ranks import on_ranks
 from tests.helpers.regions import BF16, FP32
@@ -51,23 +52,6 @@ def compiled_in_place(model):
     return model
 
 
-def lightning(model):
-    from lightning.pytorch import LightningModule
-
-    class Module(LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net = model
-
-        def training_step(self, batch):
-            return self.net(batch).float().square().mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    return Module()
-
-
 def fsdp2(model):
     for module in (*model.blocks, model):
         fully_shard(module)
@@ -80,7 +64,6 @@ HERE = {
     "checkpoint": checkpointed,
     "compile": lambda model: torch.compile(model, backend="eager"),
     "compile in place": compiled_in_place,
-    "Lightning": lightning,
     "deep copy": copy.deepcopy,
     "moving average": AveragedModel,
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
@@ -117,25 +100,10 @@ def in_float32(around, policy):
             path = re.sub(r".*?(blocks\.\d|head)", r"\1", name.replace("_checkpoint_wrapped_module.", "").replace(
                 "_fsdp_wrapped_module.", ""), count=1)
             module.register_forward_hook(functools.partial(note, seen, path))
-    if hasattr(around, "training_step"):
-        fit(around, policy)
-    else:
-        with autocast("cpu", BF16, policy=policy):
-            loss = around(X).float().sum()
-        loss.backward()
+    with autocast("cpu", BF16, policy=policy):
+        loss = around(X).float().sum()
+    loss.backward()
     return seen
-
-
-def fit(module, policy):
-    """Two steps of Lightning's trainer."""
-    from lightning.pytorch import Trainer
-
-    from ampkit.integrations.lightning import MixedPrecision
-
-    Trainer(
-        max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, plugins=MixedPrecision("bf16-mixed", "cpu", policy=policy),
-    ).fit(module, iter([torch.ones(2, 4)] * 2))
 
 
 def outcome(wrap, when):
@@ -167,8 +135,6 @@ def test_rules_hold_or_are_reported(kind, when):
     if kind in ON_RANKS:
         assert on_ranks(on_rank, kind, when) == [(BOUND, [], [])] * 2
         return
-    if kind == "Lightning":
-        pytest.importorskip("lightning", reason="it is in ampkit[dev]")
     found, told, gone = outcome(HERE[kind], when)
     every = BOUND - {"head"} | {"head.base_layer"} | ADAPTER if kind == "peft" else BOUND
     missing, message = (set(), None) if when == "after" else REPORTED.get(kind, (set(), None))
@@ -178,3 +144,13 @@ def test_rules_hold_or_are_reported(kind, when):
         message = None      # looked for in the first region only; `check` has it
     assert len(told) == (message is not None)
     assert message is None or message in told[0]
+
+
+def test_wrappers_have_no_part_in_the_paths_of_records() -> None:
+    model, head = checkpointed(Model()), nn.Linear(4, 4)
+    wrapper = model.blocks[1]
+    for root in (model, nn.DataParallel(model)):
+        paths = [path_of(root, each) for each in (root, wrapper, *wrapper.children(), model.head, head)]
+        assert paths == ["", "blocks.1", "blocks.1", "head", "Linear"]
+    model.head = head
+    assert path_of(model, head) == "head"

@@ -98,7 +98,7 @@ MISSING = """
         from ampkit import doctor
         for each in kept:
             setattr(*each)
-        assert ampkit.Policy.default("cuda").rule_for("aten::mm") is ampkit.Rule.LOWER
+        assert ampkit.Policy.default("cuda").explain("aten::mm").rule is ampkit.Rule.LOWER
         weight = torch.nn.Parameter(torch.ones(2))
         scaler, optimizer = ampkit.GradScaler("cpu"), torch.optim.SGD([weight], lr=1.0)
         scaler.scale(weight.sum()).backward()

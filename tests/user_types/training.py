@@ -73,7 +73,7 @@ policy = Policy.default("cpu").with_rules({"aten::gelu": Rule.FLOAT32}).for_modu
 assert_type(policy, Policy)
 assert_type(policy.explain(torch.softmax), Explanation)
 assert_type(policy.explain("aten::linear").rule, Rule)
-assert_type(policy.rule_for(torch.ops.aten.mm), Rule)
+assert_type(policy.explain(torch.ops.aten.mm).rule, Rule)
 assert_type(str(policy.check()), str)
 assert_type(Policy.from_dict(policy.to_dict(), model), Policy)
 ampkit.register_op("aten::frobenius_norm", "float32")

@@ -91,9 +91,9 @@ def test_torchs_functions_become_rules_and_stay_themselves() -> None:
         assert F.softmax(x, 0).dtype is LOW
         assert x.to(LOW).mm(x.to(LOW)).dtype is torch.float32
     policy = Policy.default("cpu")
-    assert policy.rule_for("aten::cross_entropy_loss") is Rule.LOWER
-    assert policy.rule_for("aten::linalg_norm") is Rule.FLOAT32
-    assert policy.rule_for("aten::lerp.Tensor") is Rule.PROMOTE
+    assert policy.explain("aten::cross_entropy_loss").rule is Rule.LOWER
+    assert policy.explain("aten::linalg_norm").rule is Rule.FLOAT32
+    assert policy.explain("aten::lerp.Tensor").rule is Rule.PROMOTE
 
 
 def test_operators_of_torch_library_become_rules() -> None:

@@ -4,6 +4,7 @@ import collections
 import copy
 import dataclasses
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampkit import wrap_forward
 from ampkit.containers import SIXTEEN_BIT, cast_tree
 from ampkit.whole_model.half import half
 
@@ -47,13 +47,9 @@ FLOAT = torch.ones(1)
 FIXED = (*(torch.ones(1, dtype=dtype) for dtype in (torch.int64, torch.bool, torch.complex64)), "text", None, 1.5)
 TREES: tuple[Callable[[Any], Any], ...] = (     # a container of what it is given, at several depths
     lambda x: x,
-    lambda x: [x, [x, *FIXED]],
-    lambda x: (x, ()),
-    lambda x: Point(x, [x]),
-    lambda x: {"a": x, "b": {"c": (x,), "d": FIXED}},
-    lambda x: collections.OrderedDict(a=[x], b=None),
-    lambda x: Batch(x, {"labels": Point(FIXED[0], x)}),
-    lambda x: [Batch(None), Batch((x, Batch(x)))],
+    lambda x: [x, (x, ()), Point(x, [x, *FIXED])],
+    lambda x: {"a": x, "b": collections.OrderedDict(c=(x,), d=FIXED)},
+    lambda x: [Batch(None), Batch((x, Batch(x)), {"labels": Point(FIXED[0], x)})],
 )
 
 
@@ -215,12 +211,21 @@ def test_ties_stay() -> None:
         half(model, keep_fp32="1")
 
 
-def test_copies_pickles_and_compilation() -> None:
-    """Kept modules too; what wraps the forward twice is tested below."""
-    low, batch = half(Net(), torch.bfloat16, (nn.LayerNorm,)).eval(), sample()
-    for copied in (copy.deepcopy(low), pickle.loads(pickle.dumps(low))):
-        assert torch.equal(copied(batch)["y"], low(batch)["y"])
-    head, x = half(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.bfloat16), torch.randn(2, 4)
+@pytest.mark.parametrize("in_region", [False, True])
+def test_copies_pickles_threads_and_compiled_code_keep_casts(in_region: bool) -> None:
+    """Of kept modules too, and of one that is kept itself; what is a region in one thread is one in each."""
+    low, batch = half(Net(), torch.bfloat16, (nn.LayerNorm,), in_region=in_region).eval(), sample()
+    expected, found = low(batch)["y"], []
+    thread = threading.Thread(target=lambda: found.append(low(batch)["y"]))
+    thread.start()
+    thread.join()
+    found += [copied(batch)["y"] for copied in (copy.deepcopy(low), pickle.loads(pickle.dumps(low)))]
+    assert all(torch.equal(one, expected) for one in found)
+    norm, x = half(nn.LayerNorm(4), torch.bfloat16, (nn.LayerNorm,), torch.float64), torch.randn(2, 4)
+    copied = copy.deepcopy(pickle.loads(pickle.dumps(norm)))
+    assert torch.equal(copied(x), norm(x))
+    assert (copied(x).dtype, copied.weight.dtype) == (torch.float64, torch.float32)
+    head = half(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.bfloat16, in_region=in_region)
     torch._dynamo.reset()
     assert torch.equal(torch.compile(head, backend="eager", fullgraph=True)(x), head(x))
 
@@ -255,24 +260,3 @@ def test_what_half_refuses() -> None:
             refused()
     with torch.device("meta"):      # is converted unseen
         assert half(Net()).conv.weight.dtype is torch.float16
-
-
-@pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-@pytest.mark.parametrize("region_first", [False, True])
-def test_copies_of_a_model_with_two_things_around_its_forward_have_both(copy_of, region_first) -> None:
-    model = nn.Sequential(nn.Linear(4, 3))
-    for turn in (region_first, not region_first):
-        if turn:
-            wrap_forward(model, "cpu", torch.bfloat16)
-        else:
-            half(model, torch.bfloat16, cast_outputs=torch.float64, in_place=True)
-    copied = copy_of(copy_of(model))
-    assert type(copied) is not type(model)
-    assert [cls.__name__ for cls in type(copied).__mro__] == [cls.__name__ for cls in type(model).__mro__]
-    x = torch.ones(2, 4)
-    assert copied(x).dtype is torch.float64
-    assert torch.equal(copied(x), model(x))
-    with pytest.raises(RuntimeError, match="is wrapped already"):
-        wrap_forward(copied, "cpu")
-    with pytest.raises(RuntimeError, match=r"has been through ampkit\.half"):
-        half(copied)

@@ -17,7 +17,9 @@ from ampkit.containers import SIXTEEN_BIT
 from ampkit.optim import SGD, AdamW
 from ampkit.scaler.grad_scaler import GradScaler
 from ampkit.scaler.loss_scale import DynamicLossScale, NoOpLossScale
+from ampkit.whole_model.half import half
 from ampkit.whole_model.levels import LEVELS
+from ampkit.whole_model.master_weights import MasterWeights
 from tests.helpers.levels import (
     backward,
     batches,
@@ -77,42 +79,52 @@ def test_o0_is_plain_float32_to_the_bit() -> None:
     optimizer.step()
 
 
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
 @pytest.mark.parametrize("dtype", SIXTEEN_BIT, **ids)
 @pytest.mark.parametrize(
     "optimizer_of", [sgd, lambda m: SGD(m.parameters(), lr=0.1, momentum=0.9)], ids=["torch", "ampkit"]
 )
-def test_o1_is_autocast_and_a_scaler_to_the_bit(
-    dtype: torch.dtype, optimizer_of: Callable[[nn.Module], torch.optim.Optimizer]
+def test_a_level_is_its_parts_to_the_bit(
+    opt_level: str, dtype: torch.dtype, optimizer_of: Callable[[nn.Module], torch.optim.Optimizer]
 ) -> None:
-    """Losses, gradients, weights and scale of 12 steps, overflows and growths among them."""
+    """O1: `autocast` and `GradScaler`; O2: `half`, `MasterWeights` that start from float32, and `GradScaler`.
+
+    Losses, gradients, weights and scale of 12 steps, overflows and growths among them.
+    """
     rule = DynamicLossScale(init_scale=2.0**22, growth_interval=3, max_scale=2.0**40)
-    plain = make()
-    plain_optimizer = optimizer_of(plain)
-    scaler = GradScaler("cpu", loss_scale=rule)
-    model = make()
+    scaler, by_hand, model = GradScaler("cpu", loss_scale=rule, allow_fp16=True), make(), make()
+    start = {p: p.detach().clone() for p in by_hand.parameters()}
+    if opt_level == "O2":
+        half(by_hand, dtype, cast_outputs=torch.float32, in_place=True)
+    by_hand_optimizer = optimizer_of(by_hand)
+    if opt_level == "O2":
+        masters = MasterWeights(by_hand_optimizer)
+        masters.load_state_dict({"masters": [value for p, value in start.items() if p.dtype is dtype]})
+    policy = {"policy": Policy.default("cpu")} if opt_level == "O1" else {}
     model, optimizer = initialize(
-        model, optimizer_of(model), "O1", dtype=dtype, loss_scale=rule, verbosity=0, policy=Policy.default("cpu")
+        model, optimizer_of(model), opt_level, dtype=dtype, loss_scale=rule, verbosity=0, **policy
     )
     skips = 0
     for x, y in batches(12):
-        plain_optimizer.zero_grad()
-        with autocast("cpu", dtype):
-            expected = F.cross_entropy(plain(x), y)
+        by_hand_optimizer.zero_grad()
+        with autocast("cpu", dtype, enabled=opt_level == "O1"):
+            expected = F.cross_entropy(by_hand(x), y)
         scaler.scale(expected).backward()
-        scaler.unscale_(plain_optimizer)
-        scaler.step(plain_optimizer)
+        scaler.unscale_(by_hand_optimizer)
+        expected_grads = [p.grad.clone() for p in master_params(by_hand_optimizer)]
+        scaler.step(by_hand_optimizer)
         scaler.update()
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), y)
         backward(loss, optimizer)
-        grads = [p.grad.clone() for p in model.parameters()]
+        for grad, p in zip(expected_grads, master_params(optimizer), strict=True):
+            assert torch.equal(grad, p.grad) or not torch.isfinite(grad).all()
         optimizer.step()
         assert torch.equal(loss, expected)
         assert loss_scalers(optimizer)[0].get_scale() == scaler.get_scale()
-        for p, q, grad in zip(model.parameters(), plain.parameters(), grads, strict=True):
-            assert torch.equal(p, q)
-            assert torch.equal(grad, q.grad) or not torch.isfinite(q.grad).all()
-        skips += scaler.stepped(plain_optimizer) is False
+        assert all(map(torch.equal, master_params(optimizer), master_params(by_hand_optimizer)))
+        assert all(map(torch.equal, model.parameters(), by_hand.parameters()))
+        skips += scaler.stepped(by_hand_optimizer) is False
     stats = loss_scalers()[0].stats()
     assert (stats.steps, stats.skips) == (scaler.stats().steps, scaler.stats().skips)
     assert (skips > 0) is (dtype is torch.float16)
@@ -205,17 +217,6 @@ def test_memory_per_parameter(opt_level: str) -> None:
     after = held()
     expected = {"O0": (16, 16), "O1": (16, 16), "O2": (18, 14), "O3": (8, 8)}
     assert (at_step / n, after / n) == expected[opt_level]
-
-
-def test_masters_start_from_the_float32_weights_themselves() -> None:
-    model = make()
-    start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
-    model, optimizer = set_up("O2", model)
-    for (name, param), master in zip(model.named_parameters(), master_params(optimizer), strict=True):
-        assert torch.equal(master, start[name])
-        assert master.data_ptr() == addresses[name]     # its storage, so that nothing is copied
-        assert torch.equal(param, start[name].to(param.dtype))
 
 
 @pytest.mark.gpu

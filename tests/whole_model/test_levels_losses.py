@@ -1,8 +1,5 @@
 """Levels with several losses, accumulation, overflows and clipping."""
 
-import copy
-import pickle
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,22 +51,21 @@ def test_losses_add_up_under_scales_of_their_own(opt_level: str, dtype: torch.dt
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
 def test_accumulation_with_and_without_delay(opt_level: str) -> None:
     """Powers of two scale exactly, so that gradients unscaled one by one or all at once are the same at O1; at O2
-    float32 masters add up without delay, and the 16-bit model with it."""
+    float32 masters add up without delay, and the 16-bit model with it. Of three the middle one alone may be delayed."""
     results = []
-    for delay in (False, True):
+    for delayed in ((), (0, 1), (1,)):
         model, optimizer = set_up(opt_level, dtype=torch.float16, loss_scale=256.0)
         model.eval()
         for _ in range(2):
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=False)
             for index, (x, y) in enumerate(batches(3)):
-                backward(F.cross_entropy(model(x), y) / 3, optimizer, delay_unscale=delay and index < 2)
+                backward(F.cross_entropy(model(x), y) / 3, optimizer, delay_unscale=index in delayed)
             optimizer.step()
         results.append([p.detach().clone() for p in master_params(optimizer)])
-    for a, b in zip(*results, strict=True):
-        if opt_level == "O1":
-            assert torch.equal(a, b)
-        else:
-            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    assert opt_level == "O2" or all(map(torch.equal, results[0], results[1]))
+    near = {"rtol": 1e-6, "atol": 1e-6} if opt_level == "O1" else {"rtol": 1e-3, "atol": 1e-4}
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], **near)
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
@@ -92,37 +88,23 @@ def test_accumulation_over_gradients_that_view_ddps_buckets(opt_level: str, tmp_
 
 
 @pytest.mark.parametrize("opt_level", ["O1", "O2", "O3"])
-@pytest.mark.parametrize(
-    "optimizer_of",
-    [sgd, lambda m: SGD(m.parameters(), 0.1, 0.9), lambda m: torch.optim.SGD(m.parameters(), 0.1, 0.9, fused=True)],
-    ids=["torch", "ampkit", "fused"],
-)
-def test_an_overflow_skips_one_step_and_lowers_the_scale(
-    opt_level: str, optimizer_of: Callable[[nn.Module], torch.optim.Optimizer], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overflow_is_printed_reported_and_leaves_no_flag_behind(
+    opt_level: str, fused: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """`test_a_level_is_its_parts_to_the_bit` has what it skips."""
     model = make()
-    model, optimizer = initialize(model, optimizer_of(model), opt_level, dtype=torch.float16, loss_scale="dynamic")
-    (x, y), = batches(1)
-    scaler, = loss_scalers()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9, fused=fused)
+    model, optimizer = initialize(model, optimizer, opt_level, dtype=torch.float16, loss_scale="dynamic")
+    (scaler,), ((x, y),) = loss_scalers(), batches(1)
     for bad in (False, True, False):
         model.zero_grad()       # is enough: masters let go of their gradients at each step
-        before = copy.deepcopy([list(model.parameters()), list(optimizer.state.values())])
-        scale = scaler.get_scale() if scaler._scale is not None else 2.0**16
         backward(overflowing(model, x, y) if bad else F.cross_entropy(model(x), y), optimizer)
         optimizer.step()
-        now = [list(model.parameters()), list(optimizer.state.values())]
-        same = all(torch.equal(a, b) for a, b in zip(now[0], before[0], strict=True))
-        assert same is bad
         assert bool(scaler.found_inf(optimizer)) is bad
-        assert scaler.get_scale() == (scale / 2 if bad else scale)
-        assert opt_level != "O2" or list(master_params(optimizer))[-1].grad is None
-        if bad:
-            for old, new in zip(before[1], now[1], strict=True):
-                assert torch.equal(old["momentum_buffer"], new["momentum_buffer"])
-            assert not hasattr(optimizer, "found_inf")
-            if optimizer_of is sgd:
-                assert "step skipped; the loss scale is 32768 now" in capsys.readouterr().out
-                assert 'head.weight' in str(scaler.overflow_report(model))
+        assert not hasattr(optimizer, "found_inf")
+        assert ("step skipped; the loss scale is 32768 now" in capsys.readouterr().out) is (bad and not fused)
+        assert not bad or "head.weight" in str(scaler.overflow_report(model))
     assert (scaler.stats().steps, scaler.stats().skips) == (2, 1)
 
 
@@ -198,23 +180,3 @@ def test_backward_reads_nothing_and_an_ordinary_step_one_flag() -> None:
             backward(F.cross_entropy(model(x), y), optimizer)
             optimizer.step()
         assert reads.count("aten._local_scalar_dense.default") == expected
-
-
-@pytest.mark.parametrize("opt_level", ["O1", "O2"])
-def test_forward_called_directly_in_threads_and_in_copies(opt_level: str) -> None:
-    """And compiled."""
-    model, _ = set_up(opt_level, dtype=torch.bfloat16)
-    model.eval()
-    seen: list[torch.dtype] = []
-    x = batches(1)[0][0]
-    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-    for each in (model, *copies):
-        each.head.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
-        assert each.forward(x).dtype is torch.float32
-        assert torch.equal(each(x), model(x))
-    thread = threading.Thread(target=lambda: model(x))
-    thread.start()
-    thread.join()
-    assert set(seen) == {torch.bfloat16}
-    torch._dynamo.reset()
-    assert torch.equal(torch.compile(model, backend="eager")(x), model(x))

@@ -59,20 +59,11 @@ def test_options_that_make_no_sense(opt_level: Any, options: dict[str, Any], err
     initialize(model, sgd(model), "O0", verbosity=0)      # nothing was changed
 
 
-@pytest.mark.parametrize(
-    ("opt_level", "options"),
-    [
-        ("O3", {"keep_batchnorm_fp32": "True"}),
-        ("O2", {"keep_batchnorm_fp32": False}),
-        ("O3", {"master_weights": True}),
-        ("O2", {"master_weights": False}),
-        ("O0", {"loss_scale": "128.0"}),
-        ("O3", {"loss_scale": "dynamic"}),
-        ("O0", {"master_weights": False}),
-        ("O2", {"loss_scale": "dynamic", "min_loss_scale": 4.0}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("opt_level", "options"), [
+    ("O0", {"loss_scale": "128.0", "master_weights": False}), ("O2", {"keep_batchnorm_fp32": False}),
+    ("O2", {"master_weights": False}), ("O2", {"loss_scale": "dynamic", "min_loss_scale": 4.0}),
+    ("O3", {"keep_batchnorm_fp32": "True", "master_weights": True, "loss_scale": "dynamic"}),
+], ids=str)
 def test_overrides_that_make_sense_train(opt_level: str, options: dict[str, object]) -> None:
     low = {} if opt_level == "O0" else {"dtype": torch.float16}
     model, optimizer = set_up(opt_level, **low, **options)
@@ -115,15 +106,6 @@ def test_models_and_optimizers_that_are_refused() -> None:
             initialize(*arguments)  # type: ignore[arg-type]
     assert model.conv.weight.dtype is torch.float32
     initialize(model, torch.optim.SGD(model.head.parameters(), lr=0.1), "O2", verbosity=0)      # some of its parameters
-
-
-@pytest.mark.parametrize("opt_level", LEVELS)
-def test_a_float64_buffer_makes_no_float64_model(opt_level: str) -> None:
-    """It stays where weights stay float32, and goes with the model where that is converted."""
-    model = make()
-    model.register_buffer("table", torch.arange(3, dtype=torch.float64))
-    model, _ = set_up(opt_level, model)
-    assert model.table.dtype is (torch.bfloat16 if opt_level in ("O2", "O3") else torch.float64)
 
 
 class Larc:
@@ -208,8 +190,6 @@ def test_delayed_gradients_meet_no_other_scale() -> None:
     with pytest.raises(RuntimeError, match="waiting under another loss scale; end the accumulation with the same loss"):
         backward(loss(), optimizer, loss_id=1)
     backward(loss(), optimizer, loss_id=0)
-    with pytest.raises(RuntimeError, match="delay_unscale=True after a backward whose gradients are unscaled already"):
-        backward(loss(), optimizer, loss_id=0, delay_unscale=True)
     optimizer.step()
     optimizer.zero_grad()
     backward(loss(), optimizer, loss_id=0, delay_unscale=True)
