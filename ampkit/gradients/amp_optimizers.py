@@ -67,14 +67,6 @@ def is_amp_aware(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def takes_multiplier(optimizer: Any) -> bool:
-    """Whether the optimizer multiplies gradients by `grad_multiplier` on the fly."""
-    return bool(
-        getattr(optimizer, "_step_supports_amp_scaling", False)
-        and getattr(optimizer, "_step_supports_grad_multiplier", False)
-    )
-
-
 def takes_grad_scaler_argument(optimizer: Any) -> bool:
     """Whether `step` takes the scaler itself, which torch has deprecated."""
     return "grad_scaler" in inspect.signature(optimizer.step).parameters

@@ -13,7 +13,7 @@ import math
 import numbers
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, Literal, TypeVar, overload
@@ -141,28 +141,16 @@ class GradScaler(torch.amp.GradScaler):
         self._begin_iteration()
 
     def _begin_iteration(self) -> None:
-        self._states: MutableMapping[int, Any] = defaultdict(ready)
+        self._per_optimizer_states = defaultdict(ready)     # by `id(optimizer)`; other code may replace it
         self._notes: dict[int, Notes] = {}
         self._scale_calls = 0
         self._largest_norm: Tensor | None = None
         self._outlier: Tensor | None = None     # of any optimizer
         self._used_scale: Tensor | None = None      # a copy
 
-    @property
-    def _per_optimizer_states(self) -> MutableMapping[int, Any]:
-        """torch's records by `id(optimizer)`. Setting it begins an iteration: other subclasses' `update` ends so."""
-        return self._states
-
-    @_per_optimizer_states.setter
-    def _per_optimizer_states(  # pyright: ignore[reportIncompatibleVariableOverride]  torch has a plain attribute
-        self, states: MutableMapping[int, Any]
-    ) -> None:
-        self._begin_iteration()
-        self._states = states
-
     def _notes_of(self, optimizer: Any) -> Notes:
         """What is known about an optimizer in this iteration, beside its record in `_per_optimizer_states`."""
-        state = self._states[id(optimizer)]
+        state = self._per_optimizer_states[id(optimizer)]
         notes = self._notes.get(id(optimizer))
         if notes is None or notes.state is not state:
             notes = self._notes[id(optimizer)] = Notes(optimizer, state, self._last_step_of(optimizer))
@@ -356,11 +344,9 @@ class GradScaler(torch.amp.GradScaler):
         also = self.process_group
         if also is None and last.holds_shards and ranks.several():
             also = torch.distributed.group.WORLD    # shards of FSDP1 do not say which ranks have the other parts
-        if not groups and also is None:
+        everyone = [*dict.fromkeys(groups if also is None else (*groups, also))]
+        if not everyone:
             return
-        everyone = [*dict.fromkeys(groups)]
-        if also is not None and also not in everyone:
-            everyone.append(also)
         ranks.agree(found, everyone, self._scale_on(next(iter(found), torch.device("cpu"))).device)
         if notes is not None:
             notes.groups = everyone
@@ -434,7 +420,7 @@ class GradScaler(torch.amp.GradScaler):
             inv_scale, flag = self._inverse_scale()
         else:
             found = state["found_inf_per_device"]
-            inv_scale = torch.ones_like(self._scale_on(torch.device("cpu")))
+            inv_scale = torch.ones_like(self._scale)
             flag = torch.zeros_like(inv_scale)
         gradients = self._gradients(optimizer, self.allow_fp16, coalesce=True)
         for device in gradients.by_device:
@@ -444,7 +430,7 @@ class GradScaler(torch.amp.GradScaler):
             norm, factor = clipping.norm_and_factor(gradients, inv_scale, found, norm_type, max_norm, across)
             self._agree(optimizer, found, gradients.groups)
             state["found_inf_per_device"], state["stage"] = found, OptState.UNSCALED
-            if amp_optimizers.takes_multiplier(optimizer):
+            if getattr(optimizer, "_step_supports_grad_multiplier", False):
                 notes.clip_factor = factor.float()
             else:
                 clipping.multiply_(gradients, factor, found)
@@ -478,14 +464,7 @@ class GradScaler(torch.amp.GradScaler):
 
         After `unscale_` or `clip_grad_norm_` it only limits. Complex gradients are limited by part. Never syncs.
         """
-        if self._enabled:
-            self._check_scale_growth_tracker("clip_grad_value_")
-            notes = self._notes_of(optimizer)
-            if notes.state["stage"] is OptState.STEPPED:
-                raise _too_late("clip_grad_value_")
-            if notes.state["stage"] is OptState.READY:
-                self.unscale_(optimizer)
-            self._apply_clip_factor_(notes)
+        self.unscale_(optimizer, allow_repeat=True)
         clipping.clamp_(self._gradients(optimizer), float(clip_value))
 
     # Steps
@@ -742,7 +721,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         flags: list[Tensor] = []
         idle = True
-        for state in self._states.values():
+        for state in self._per_optimizer_states.values():
             flags += state["found_inf_per_device"].values()
             idle = idle and state.get("stage", OptState.READY) is OptState.READY
         if flags:
@@ -806,11 +785,6 @@ class GradScaler(torch.amp.GradScaler):
         """The active strategy."""
         return self._rule
 
-    @property
-    def skip_above(self) -> float | TimesMedian | None:
-        """The limit for gradient norms, as given."""
-        return self._skip_above
-
     def _change_rule(self, name: str, value: Any) -> None:
         if not isinstance(self._rule, DynamicLossScale):
             raise ValueError(f"cannot set {name} on {self._rule}: its scale never moves; use DynamicLossScale")
@@ -867,11 +841,9 @@ class GradScaler(torch.amp.GradScaler):
 
     def stats(self) -> ScalerStats:
         """Counts of steps, skips, growths and more, with the scale; calls `on_stuck` if that is due. One host read."""
-        if not self._enabled:
-            return ScalerStats(scale=1.0)
         if self._history is None:    # the counts are those of a checkpoint, if any
             cpu = torch.device("cpu")
-            return History(cpu, self._init_totals).totals(self._scale_on(cpu))
+            return History(cpu, self._init_totals).totals(torch.full((), self.get_scale(), device=cpu))
         stats = self._history.totals(self._scale)
         if self._stuck_check_due and stats.consecutive_skips:
             self._stuck_check_due = False
@@ -1008,7 +980,7 @@ class GradScaler(torch.amp.GradScaler):
         state = {name: value for name, value in vars(self).items() if name not in vars(blank)}
         if not self._enabled:
             return state
-        if self._states:
+        if self._per_optimizer_states:
             raise AssertionError(
                 "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end after "
                 "scaler.update(): what is known about this iteration's gradients would be lost."
@@ -1047,13 +1019,11 @@ def _device_type(device: str | torch.device | None) -> str:
     if device is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return "cpu" if accelerator is None else accelerator.type
-    if isinstance(device, float):
+    if not isinstance(device, str | torch.device):
         raise TypeError(
-            f"device is {device}; expected a device type like 'cuda'. The first scale is init_scale={device}: it comes "
+            f"device is {device!r}; expected None, a torch.device, or a device type like 'cuda'; init_scale comes "
             "second here, as in torch.amp, where torch.cuda.amp took it first"
         )
-    if not isinstance(device, str | torch.device):
-        raise TypeError(f"device is {device!r}; expected None, a torch.device, or a device type like 'cuda'")
     return torch.device(device).type
 
 

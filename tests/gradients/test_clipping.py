@@ -28,43 +28,27 @@ def ours_clips(grads: list[torch.Tensor], scale: float, max_norm, norm_type: flo
     return norm, [p.grad for p in params]
 
 
+@settings(max_examples=400)
 @given(
-    shapes=st.lists(st.sampled_from([(), (0,), (1,), (7,), (3, 5), (64, 9)]), min_size=1, max_size=5),
+    shapes=st.lists(st.sampled_from([(), (0,), (0,), (1,), (2,), (7,), (3, 5), (64, 9)]), min_size=1, max_size=12),
     seed=st.integers(0, 1000),
     exponent=st.integers(-3, 20),
     max_norm=st.sampled_from([1e-4, 0.5, 3.0, 1e5]),
     norm_type=st.sampled_from(NORMS),
+    dtype=st.sampled_from([torch.float32, torch.float32, torch.float64]),
 )
-def test_equal_to_torch_to_the_bit_at_powers_of_two(shapes, seed, exponent, max_norm, norm_type) -> None:
+def test_equal_to_torch_to_the_bit_at_powers_of_two(shapes, seed, exponent, max_norm, norm_type, dtype) -> None:
+    """Empty gradients too: a zero in the stack of norms moves the others to other lanes of the sum."""
     if norm_type == math.inf:  # torch raises on empty gradients here
         shapes = [shape for shape in shapes if math.prod(shape)]
     if not any(math.prod(shape) for shape in shapes):
         return
     generator = torch.Generator().manual_seed(seed)
-    grads = [torch.randn(shape, generator=generator) * 2.0**exponent for shape in shapes]
+    grads = [torch.randn(shape, generator=generator, dtype=dtype) * 2.0**exponent for shape in shapes]
     norm, clipped = ours_clips(grads, 2.0**exponent, max_norm, norm_type)
     expected_norm, expected = torch_clips(grads, 2.0**exponent, max_norm, norm_type)
     assert torch.equal(norm, expected_norm)
     assert all(map(same, clipped, expected))
-
-
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, 0.5])
-def test_empty_gradients_count_in_the_order_of_summation(norm_type: float) -> None:
-    """A zero in the stack of norms moves the others to other lanes of the sum: one list in forty differs without it.
-
-    There is no largest magnitude in them to add, where torch raises.
-    """
-    assert ours_clips([torch.zeros(0), torch.tensor([-6.0])], 2.0, 1.0, math.inf)[0].item() == 3.0
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(300):
-        sizes = torch.tensor([0, 0, 1, 2, 7, 64, 300])[torch.randint(7, (12,), generator=generator)].tolist()
-        grads = [torch.randn(size, generator=generator) for size in sizes]
-        if not any(sizes):
-            continue
-        norm, clipped = ours_clips(grads, 1.0, 1.0, norm_type)
-        expected_norm, expected = torch_clips(grads, 1.0, 1.0, norm_type)
-        assert torch.equal(norm, expected_norm), sizes
-        assert all(map(same, clipped, expected)), sizes
 
 
 @settings(max_examples=30)
@@ -99,16 +83,10 @@ def test_after_unscale_it_only_clips(norm_type) -> None:
     scaler.clip_grad_norm_(optimizer, 0.5)  # and again, tighter
 
 
-def test_values_are_clipped_as_torch_clips_them() -> None:
-    grads = [torch.tensor([8.0, -8.0, 1.0, 0.0]), torch.tensor([100.0], dtype=torch.float64)]
-    params = with_grads(grads)
-    scaler = started(GradScaler, 4.0)
-    optimizer = torch.optim.SGD(params, lr=0.1)
-    scaler.clip_grad_value_(optimizer, 1.5)
-    assert [p.grad.tolist() for p in params] == [[1.5, -1.5, 0.25, 0.0], [1.5]]
-    complex_param = with_grads([torch.tensor([8 - 20j])])
-    scaler.clip_grad_value_(torch.optim.SGD(complex_param, lr=0.1), 1.5)
-    assert complex_param[0].grad.item() == 1.5 - 1.5j
+def test_values_of_complex_gradients_are_clipped_by_part() -> None:
+    (param,) = with_grads([torch.tensor([8 - 20j])])
+    started(GradScaler, 4.0).clip_grad_value_(torch.optim.SGD([param], lr=0.1), 1.5)
+    assert param.grad.item() == 1.5 - 1.5j
 
 
 def test_norms_of_mixed_dtypes_are_float32_or_wider() -> None:
@@ -121,18 +99,12 @@ def test_norms_of_mixed_dtypes_are_float32_or_wider() -> None:
     assert (norm.dtype, norm.item()) == (torch.float64, 3.0)
 
 
-def test_float64_gradients_are_clipped_by_a_float64_factor() -> None:
-    """Beside float32 ones too, which torch would clip by a norm of fewer digits."""
+def test_float64_gradients_beside_float32_ones_are_clipped_by_a_float64_factor() -> None:
+    """Where torch clips by a norm of fewer digits."""
     generator = torch.Generator().manual_seed(0)
     grads = [1e4 * torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(2)]
-    for norm_type in (1.0, 2.0, math.inf):
-        norm, clipped = ours_clips(grads, 2.0**10, 0.7, norm_type)
-        expected_norm, expected = torch_clips(grads, 2.0**10, 0.7, norm_type)
-        assert torch.equal(norm, expected_norm)
-        assert all(map(torch.equal, clipped, expected))
-    mixed = [grads[0], grads[1].float()]
-    _, clipped = ours_clips(mixed, 2.0**10, 0.7, 2.0)
-    _, exact = torch_clips([grad.double() for grad in mixed], 2.0**10, 0.7, 2.0)
+    _, clipped = ours_clips([grads[0], grads[1].float()], 2.0**10, 0.7, 2.0)
+    _, exact = torch_clips([grads[0], grads[1].float().double()], 2.0**10, 0.7, 2.0)
     torch.testing.assert_close(clipped[0], exact[0], rtol=1e-15, atol=0.0)
     torch.testing.assert_close(clipped[1], exact[1].float(), rtol=1e-6, atol=0.0)
 
@@ -163,6 +135,7 @@ def test_no_gradients_have_norm_zero_and_the_limit_may_live_on_the_device() -> N
     assert scaler.clip_grad_norm_(optimizer, 1.0).item() == 0.0
     iterate(scaler, optimizer)
     assert scaler.stats().no_gradients == 1
+    assert ours_clips([torch.zeros(0), torch.tensor([-6.0])], 2.0, 1.0, math.inf)[0].item() == 3.0     # torch raises
     _, clipped = ours_clips([torch.tensor([8.0])], 4.0, torch.tensor(0.5), 2.0)
     assert clipped[0].item() == pytest.approx(0.5, rel=1e-5)
 

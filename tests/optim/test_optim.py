@@ -304,8 +304,8 @@ def test_momentum_may_begin_at_different_steps(fused: bool) -> None:
 def test_a_default_device_changes_no_state(pair: str, impl: str) -> None:
     """Every tensor that an optimizer makes is where its parameter is."""
     ours, _, options = PAIRS[pair]
-    if impl != "triton" and ours is AdamW and torch.__version__.startswith("2.11."):
-        pytest.skip("torch 2.11's own step makes its counts on the default device")
+    if impl != "triton" and ours is AdamW and torch.__version__.startswith(("2.11.", "2.12.")):
+        pytest.skip("up to torch 2.12 its own step makes its counts on the default device")
     param = torch.nn.Parameter(torch.ones(3))
     optimizer = ours([param], impl=impl, **options)
     optimizer.found_inf, optimizer.grad_scale = torch.zeros(()), torch.tensor(2.0)

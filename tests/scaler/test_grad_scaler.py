@@ -28,10 +28,7 @@ def test_cuda_without_cuda_warns_and_disables(cls) -> None:
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="about machines without an accelerator")
 def test_device_defaults_to_what_the_machine_has() -> None:
     """torch's default is "cuda" everywhere, which disables the scaler on other machines."""
-    scaler = GradScaler()
-    assert scaler.is_enabled()
-    assert scaler._device == "cpu"
-    assert GradScaler(torch.device("cpu"))._device == "cpu"
+    assert GradScaler().is_enabled()
 
 
 def test_arguments_are_torchs_with_ours_by_keyword() -> None:
@@ -61,9 +58,7 @@ def test_factors_are_checked_unless_disabled(cls) -> None:
     [
         (lambda: GradScaler("cpu", init_scale=0.0), ValueError, "init_scale is 0"),
         (lambda: GradScaler("cpu", on_stuck="scream"), ValueError, "on_stuck is 'scream'; expected 'warn' or 'raise'"),
-        (lambda: GradScaler(["cuda"]), TypeError, r"device is \['cuda'\]; expected None, a torch.device, or a device"),
-        # torch.cuda.amp.GradScaler took `init_scale` first
-        (lambda: GradScaler(2.0**16), TypeError, "device is 65536.0; expected .* init_scale=65536.0: it comes second"),
+        (lambda: GradScaler(2.0**16), TypeError, "device is 65536.0; expected .*; init_scale comes"),
         (lambda: GradScaler("cpu").set_growth_factor(0.5), ValueError, r"growth_factor is 0\.5"),
         (lambda: GradScaler("cpu").set_backoff_factor(0.0), ValueError, r"backoff_factor is 0\.0"),
     ],
@@ -71,9 +66,6 @@ def test_factors_are_checked_unless_disabled(cls) -> None:
 def test_bad_arguments_are_named(make, error, message) -> None:
     with pytest.raises(error, match=message):
         make()
-
-
-# scale
 
 
 # The order of calls: that it is torch's, tests in lockstep prove; here is what the errors say
@@ -87,7 +79,6 @@ def test_calls_out_of_order_say_what_is_wrong(cls) -> None:
              "update": scaler.update}
     if cls is GradScaler:
         calls["clip_grad_norm_"] = lambda: scaler.clip_grad_norm_(optimizer, 1.0)
-        calls["clip_grad_value_"] = lambda: scaler.clip_grad_value_(optimizer, 1.0)
     for name, call in calls.items():
         with pytest.raises(AssertionError, match=f"Attempted {name} but _scale is None"):
             call()
@@ -155,15 +146,11 @@ def test_disabled_passes_everything_through(cls) -> None:
     assert (param.item(), scaler.get_scale(), scaler.state_dict()) == (0.0, 1.0, {})
     assert not pickle.loads(pickle.dumps(scaler)).is_enabled()
     assert not copy.deepcopy(scaler).is_enabled()
-
-
-def test_our_methods_when_disabled() -> None:
-    scaler = GradScaler("cpu", enabled=False)
-    param, optimizer = one_parameter(grad=4.0)
-    assert scaler.clip_grad_norm_(optimizer, 2.0).item() == 4.0
-    assert param.grad.item() == pytest.approx(2.0)
-    scaler.clip_grad_value_(optimizer, 0.5)
-    assert param.grad.item() == 0.5
-    assert not scaler.found_inf(optimizer)
-    assert scaler.stepped(optimizer)
-    assert (scaler.stats().scale, scaler.history) == (1.0, [])
+    if cls is GradScaler:
+        param.grad = torch.tensor([4.0])
+        assert scaler.clip_grad_norm_(optimizer, 2.0).item() == 4.0
+        assert param.grad.item() == pytest.approx(2.0)
+        scaler.clip_grad_value_(optimizer, 0.5)
+        assert param.grad.item() == 0.5
+        assert (bool(scaler.found_inf(optimizer)), scaler.stepped(optimizer)) == (False, True)
+        assert (scaler.stats().scale, scaler.history) == (1.0, [])

@@ -157,13 +157,15 @@ def test_bad_settings_are_named(arguments, message) -> None:
 
 
 def test_bad_constants_and_combinations_are_named() -> None:
-    for scale in (0.0, math.inf, math.nan, 1e-44):
-        with pytest.raises(ValueError, match=r"scale is .*; expected a number from 1\.18e-38 to"):
-            StaticLossScale(scale)
-    with pytest.raises(ValueError, match="one or the other: set the numbers on the"):
-        GradScaler("cpu", 4.0, loss_scale=StaticLossScale(2.0))
-    with pytest.raises(ValueError, match=r"cannot set growth_factor on StaticLossScale\(scale=2\.0\)"):
-        GradScaler("cpu", loss_scale=StaticLossScale(2.0)).set_growth_factor(3.0)
+    for make, message in (
+        *((lambda scale=scale: StaticLossScale(scale), r"scale is .*; expected a number from 1\.18e-38 to")
+          for scale in (0.0, math.inf, math.nan, 1e-44)),
+        (lambda: GradScaler("cpu", 4.0, loss_scale=StaticLossScale(2.0)), "one or the other: set the numbers on the"),
+        (lambda: GradScaler("cpu", loss_scale=StaticLossScale(2.0)).set_growth_factor(3.0),
+         r"cannot set growth_factor on StaticLossScale\(scale=2\.0\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
 
 
 @pytest.mark.parametrize("value", ["2", None, True, [], 1j, torch.ones(2)], ids=str)

@@ -56,18 +56,6 @@ def test_overflows_of_every_kind_are_found(cls, scale, grad) -> None:
 
 
 @BETTER
-@pytest.mark.parametrize(
-    ("make", "unscaled"),
-    [(lambda: torch.tensor([8 - 4j]), [2 - 1j]), (lambda: torch.tensor([8.0]).expand(3), [2.0] * 3)],
-    ids=["complex", "expanded"],
-)
-def test_gradients_of_every_kind_are_unscaled(cls, make, unscaled) -> None:
-    param = with_grad(make())
-    started(cls, 4.0).unscale_(sgd(param))
-    assert param.grad.tolist() == unscaled
-
-
-@BETTER
 @pytest.mark.filterwarnings("ignore:the loss scale has fallen")
 def test_the_scale_never_reaches_zero(cls) -> None:
     scaler = started(cls, 1.0)
@@ -91,15 +79,6 @@ def test_an_optimizer_without_gradients_is_left_alone_and_stops_no_other(cls) ->
     iterate(scaler, sgd(moving))
     assert moving.item() < 1.0
     assert scaler._get_growth_tracker() == 1
-
-
-@BETTER
-def test_a_gradient_in_two_places_is_divided_once(cls) -> None:
-    scaler = started(cls, 4.0)
-    shared, tied = with_grad(torch.tensor([8.0])), with_grad(torch.ones(1))
-    tied.grad = shared.grad
-    scaler.step(sgd(shared, tied))
-    assert shared.item() == tied.item() == -1.0
 
 
 @BETTER

@@ -77,8 +77,7 @@ def test_sparse_adam() -> None:
     for cls in (GradScaler, torch.amp.GradScaler):
         torch.manual_seed(0)
         table = torch.nn.Embedding(6, 3, sparse=True)
-        optimizer = torch.optim.SparseAdam(table.parameters(), lr=0.1)
-        scaler = cls("cpu", growth_interval=2)
+        optimizer, scaler = torch.optim.SparseAdam(table.parameters(), lr=0.1), cls("cpu", growth_interval=2)
         for step in range(4):
             optimizer.zero_grad()
             scaler.scale(table(torch.tensor([1, 1, step])).square().sum()).backward()
