@@ -171,9 +171,10 @@ def small_kernels() -> Iterator[Case]:
                 constants = {"ORDER": order, "CLIPS": clips, "BLOCK": 1024}
                 yield Case(label, norm.finish_kernel, constants, 4, 64, types={"result_ptr": f"*{result}"})
     yield Case("inverse scale", scale.inverse_kernel, {}, 1, 32)
-    counters: dict[str, str] = dict.fromkeys(("tracker_ptr", "left_ptr"), "*i32")
+    counters: dict[str, str] = dict.fromkeys(("tracker_ptr", "left_ptr", "updates_ptr", "overflows_ptr"), "*i32")
     for clean in (False, True):
         yield Case(f"update scale {clean}", scale.update_kernel, {"REFILLS_WHEN_CLEAN": clean}, 1, 64, types=counters)
+    yield Case("tally", scale.tally_kernel, {}, 1, 32)
 
 
 def float8_casts() -> Iterator[Case]:
