@@ -1,21 +1,25 @@
-"""Lightning's `Trainer`: a precision plugin, and a callback that logs the loss scale."""
+"""Lightning's `Trainer`: precision plugins, and a callback that logs the loss scale."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins import FSDPPrecision as LightningFSDPPrecision
 from lightning.pytorch.plugins import MixedPrecision as LightningMixedPrecision
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
+from torch import Tensor
 
 from ampkit.integrations._precision import OwnRegions
+from ampkit.policy.policy import Policy
+from ampkit.region.arguments import autocast_device_type
 from ampkit.scaler.grad_scaler import GradScaler
 
-__all__ = ["MixedPrecision", "ScaleMonitor"]
+__all__ = ["FSDPPrecision", "MixedPrecision", "ScaleMonitor"]
 
 
 class MixedPrecision(OwnRegions, LightningMixedPrecision):
@@ -93,6 +97,45 @@ class MixedPrecision(OwnRegions, LightningMixedPrecision):
             self.scaler.clip_grad_value_(optimizer, clip_val)
         else:
             self.scaler.clip_grad_norm_(optimizer, clip_val)
+
+
+class FSDPPrecision(MixedPrecision, LightningFSDPPrecision):
+    """Lightning's plugin of this name, for `FSDPStrategy(precision_plugin=...)`, with ampkit's regions and scaler.
+
+    Ranks skip together, with fused optimizers too. Values can be clipped; norms Lightning refuses under this strategy.
+
+    Args:
+        precision, scaler, policy: as of `MixedPrecision`.
+        device: the device type; None: the accelerator of this machine, or the CPU.
+
+    Raises as `MixedPrecision`.
+    """
+
+    def __init__(
+        self,
+        precision: Literal["16-mixed", "bf16-mixed"],
+        scaler: GradScaler | None = None,
+        *,
+        policy: Policy | str | None = None,
+        device: str | None = None,
+    ) -> None:
+        LightningFSDPPrecision.__init__(self, "bf16-mixed")     # which makes no scaler
+        super().__init__(precision, autocast_device_type(device), scaler, policy=policy)
+
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
+        """Scale a loss, once for both plugins."""
+        return LightningFSDPPrecision.pre_backward(self, tensor, module)
+
+    def clip_gradients(
+        self,
+        optimizer: Any,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clip values."""
+        if clip_val > 0 and gradient_clip_algorithm == GradClipAlgorithmType.NORM:
+            self.clip_grad_by_norm()    # which says why not
+        super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
 
 class ScaleMonitor(Callback):

@@ -32,7 +32,7 @@ R = TypeVar("R")
 class autocast:
     """Region of automatic mixed precision; takes the place of `torch.autocast`.
 
-    Use it as a context manager, or as a decorator of a function, method or generator::
+    Use it as a context manager, or as a decorator of a function, method, generator or coroutine::
 
         with autocast("cuda"):
             loss = loss_fn(model(x), y)
@@ -132,7 +132,7 @@ class autocast:
         return False
 
     def __call__(self, func: Callable[P, R]) -> Callable[P, R]:
-        """`func` with its body run inside the region, also when it is a generator."""
+        """`func` with its body run inside the region, also when it is a generator or a coroutine."""
         return in_region(self, func)
 
 

@@ -71,9 +71,7 @@ def _text_of(policy: Policy) -> str:
     if not policy.modules:
         return policy.text
     with _marking_lock:
-        if policy.modules not in _numbers:
-            _numbers[policy.modules] = next(_counter)
-        number = _numbers[policy.modules]
+        number = _numbers.setdefault(policy.modules, next(_counter))
     rules = [
         (rule.key, rule.value.text if isinstance(rule.value, Policy) else str(rule.value))
         for rule in policy.modules.rules

@@ -324,5 +324,5 @@ def _out_of_order(spec: RegionSpec, innermost: RegionSpec | None) -> str:
     return (
         f"{spec} is being left while {innermost}, entered after it, is still open, and stays open until that one is "
         "left; leave regions in the reverse of the order they were entered. A generator or coroutine that is suspended "
-        "inside `with autocast():` does this: leave the region before it yields or awaits"
+        "inside `with autocast():` does this: decorate its function with autocast instead"
     )

@@ -23,19 +23,21 @@ from ampkit.whole_model.half import BATCH_NORMS, HalfPlan, Keep, half, kept_keys
 
 __all__ = ["HalfModule", "HalfReport", "check_half"]
 
-# Of the output with these modules kept; fills a dict with the magnitudes that `_called` notes.
-Error = Callable[[Sequence[str], dict[str, float]], float]
 _LEAST_GAIN = 1 / 3     # of two modules that round alike, keeping either one takes 0.29 off the error
 
 
 class HalfModule(NamedTuple):
-    """A module: the largest magnitude that it returns in float32, and the output's error with it kept there.
+    """A module, and what it returns in half beside what it returns in float32.
 
-    `kept_error` is None where that was not tried, and inf where `half` refuses it: one of two tied weights.
+    `largest` is the largest finite magnitude in float32, `error` the relative L2 error in half, with what came in;
+    `overflows` counts what is inf or NaN in half alone. `kept_error` is the error of the model's output with this
+    module in float32 too; None where that was not tried, inf where `half` refuses it: one of two tied weights.
     """
 
     path: str
     largest: float
+    error: float
+    overflows: int
     kept_error: float | None
 
 
@@ -61,10 +63,10 @@ class HalfReport:
         name = str(self.dtype).removeprefix("torch.")
         width = max(len(row.path or "(the model)") for row in self.modules)
         lines = [f"{name}: output error {self.error:.2e}"]
-        lines.append(f"{'module':<{width}}  {'largest':>9}  output error with it in float32")
-        for path, largest, kept_error in self.modules:
-            error = "" if kept_error is None else f"  {kept_error:.2e}"
-            lines.append(f"{path or '(the model)':<{width}}  {largest:>9.3g}{error}")
+        lines.append(f"{'module':<{width}}  {'largest':>9}  {'error':>9}  overflows  output error with it in float32")
+        for path, largest, error, overflows, kept_error in self.modules:
+            kept = "" if kept_error is None else f"  {kept_error:.2e}"
+            lines.append(f"{path or '(the model)':<{width}}  {largest:>9.3g}  {error:>9.2e}  {overflows:>9}{kept}")
         if self.unfit:
             lines.append(f"parameters that {name} cannot hold: {', '.join(self.unfit)}")
         if self.too_large:
@@ -104,60 +106,76 @@ def check_half(
     """
     keys, limits = kept_keys(keep_fp32), torch.finfo(dtype)
     plan = HalfPlan(model, dtype, keys)
-    largest: dict[str, float] = {}
-    expected = _called(copy.deepcopy(model), sample, largest)
+    expected: dict[str, _Calls] = {}
+    output = _called(copy.deepcopy(model), sample, expected)
 
-    def error(keep: Sequence[str], found: dict[str, float]) -> float:
+    def error(keep: Sequence[str], calls: dict[str, _Calls] | None = None) -> float:
         try:
             low = half(model, dtype, (*keys, *keep), in_region=in_region)
         except ValueError:      # one of two tied weights
             return math.inf
-        return _distance(_called(low, sample, found), expected)
+        return _compared(_called(low, sample, calls), output)[0]
 
     keep = list(dict.fromkeys(path for name in plan.unfit if (path := name.rpartition(".")[0])))
-    before = error(keep, {})
-    while (path := _overflowing(error, keep, largest, limits.max)) and path not in keep:
+    low: dict[str, _Calls] = {}
+    before = error(keep, low)
+    largest = {path: max(map(_magnitude, calls.outputs), default=0.0) for path, calls in expected.items()}
+    found = low
+    while (path := _overflowing(found, expected, largest, limits.max)) and path not in keep:
         keep.append(path)
-    tried, after = _keep_what_helps(error, keep, list(largest), limits.eps)
+        error(keep, found := {})
+    tried, after = _keep_what_helps(error, keep, list(expected), limits.eps)
     inside = {path for module, path in plan.kept.items() if module not in plan.outermost}
-    too_large = [path for path, most in largest.items() if limits.max < most < math.inf and path not in inside]
-    modules = [HalfModule(path, most, tried.get(path)) for path, most in largest.items()]
+    too_large = [path for path, most in largest.items() if most > limits.max and path not in inside]
+    modules = [
+        HalfModule(path, most, *_compared(low.get(path, _Calls()).outputs, expected[path].outputs), tried.get(path))
+        for path, most in largest.items()
+    ]
     return HalfReport(dtype, before, after, modules, list(plan.unfit), too_large, keep)
 
 
-def _overflowing(error: Error, keep: Sequence[str], largest: Mapping[str, float], limit: float) -> str:
+@dataclass
+class _Calls:
+    """What the calls of one module returned, and whether all that they took was finite."""
+
+    outputs: list[Tensor] = field(default_factory=list)
+    took_finite: bool = True
+
+
+def _overflowing(
+    found: Mapping[str, _Calls], expected: Mapping[str, _Calls], largest: Mapping[str, float], limit: float
+) -> str:
     """The module where something overflows first, or the nearest around it that returns what fits; "" for none.
 
     A module returns 16 bits even when it is kept, so what is too large for that has to stay inside of a kept one.
     """
-    found: dict[str, float] = {}
-    if error(keep, found) < math.inf:
-        return ""
-    path = next((path for path, most in found.items() if most == math.inf and largest.get(path) != math.inf), "")
-    while path and largest.get(path, math.inf) > limit:
-        path = path.rpartition(".")[0]
-    return path
+    for path, calls in found.items():
+        if path in expected and calls.took_finite and _compared(calls.outputs, expected[path].outputs)[1]:
+            while path and largest.get(path, math.inf) > limit:
+                path = path.rpartition(".")[0]
+            return path
+    return ""
 
 
 def _keep_what_helps(
-    error: Error, keep: list[str], paths: list[str], enough: float
+    error: Callable[[Sequence[str]], float], keep: list[str], paths: list[str], enough: float
 ) -> tuple[dict[str, float], float]:
     """Add to `keep` the modules whose own operators make a third of the error or more, the worst first.
 
     Returns the errors with one module kept beside those that `keep` began with, and the error that is left.
     """
     tried: dict[str, float] = {}
-    left = error(keep, {})
+    left = error(keep)
     while enough < left < math.inf:
         paths = [path for path in paths if path and not any(f"{path}.".startswith(f"{kept}.") for kept in keep)]
-        errors = {path: error([*keep, path], {}) for path in paths}
+        errors = {path: error([*keep, path]) for path in paths}
         tried = tried or errors
         gains = {"": 0.0}
         for path, after in errors.items():
             if after <= (1 - _LEAST_GAIN) * left:
                 # What the modules in it gain by themselves is not its own.
                 has_modules = any(other.startswith(f"{path}.") for other in paths)
-                gains[path] = (error([*keep, f"{path}.**"], {}) if has_modules else left) - after
+                gains[path] = (error([*keep, f"{path}.**"]) if has_modules else left) - after
         best = max(gains, key=gains.__getitem__)
         if gains[best] < _LEAST_GAIN * left:
             break
@@ -166,40 +184,42 @@ def _keep_what_helps(
     return tried, left
 
 
-def _called(model: Module, sample: Any, largest: dict[str, float]) -> list[Tensor]:
+def _called(model: Module, sample: Any, calls: dict[str, _Calls] | None = None) -> list[Tensor]:
     """The floating-point tensors that a model returns for a copy of the sample, in eval mode.
 
-    `largest` gets the largest magnitude that each module returned, in the order of first returns; inf for one that made
-    inf or NaN of finite inputs.
+    `calls` gets those of each module, in the order in which modules first returned.
     """
 
-    def note(path: str, module: Module, args: Any, kwargs: Any, output: Any) -> None:
-        most = max(map(_magnitude, _floats(output)), default=0.0)
-        if most == math.inf and any(_magnitude(tensor) == math.inf for tensor in _floats((args, kwargs))):
-            most = 0.0
-        largest[path] = max(largest.get(path, 0.0), most)
+    def note(path: str, calls: dict[str, _Calls], module: Module, args: Any, kwargs: Any, output: Any) -> None:
+        known = calls.setdefault(path, _Calls())
+        known.outputs += [tensor.clone() for tensor in _floats(output)]
+        known.took_finite &= all(bool(tensor.isfinite().all()) for tensor in _floats((args, kwargs)))
 
     args, kwargs = ((), sample) if isinstance(sample, Mapping) else (sample, {})
     args = args if isinstance(args, tuple | list) else (args,)
     args, kwargs = copy.deepcopy((args, kwargs))        # forward may write to it
     with ExitStack() as hooks, torch.no_grad():
-        for path, module in model.named_modules():
-            hooks.callback(module.register_forward_hook(partial(note, path), with_kwargs=True).remove)
+        if calls is not None:
+            for path, module in model.named_modules():
+                hooks.callback(module.register_forward_hook(partial(note, path, calls), with_kwargs=True).remove)
         return _floats(model.eval()(*args, **kwargs))
 
 
 def _magnitude(tensor: Tensor) -> float:
-    most = float(tensor.abs().max()) if tensor.numel() else 0.0
-    return math.inf if math.isnan(most) else most
+    finite = tensor[tensor.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
 
 
-def _distance(got: list[Tensor], expected: list[Tensor]) -> float:
-    """The relative L2 error; inf for what is not finite. Where float32 is not, nothing is compared."""
+def _compared(got: list[Tensor], expected: list[Tensor]) -> tuple[float, int]:
+    """The relative L2 error, inf where it is not finite, and the count of those elements.
+
+    Where float32 is not finite, nothing is compared.
+    """
     pairs = [(a.double().flatten(), b.double().flatten()) for a, b in zip(got, expected, strict=False)]
     pairs = [(a[b.isfinite()], b[b.isfinite()]) for a, b in pairs if a.shape == b.shape]
     distance, size = sum((a - b).square().sum() for a, b in pairs), sum(b.square().sum() for _, b in pairs)
     error = float(distance / size if size > 0 else distance) ** 0.5
-    return error if math.isfinite(error) else math.inf
+    return error if math.isfinite(error) else math.inf, sum(int((~a.isfinite()).sum()) for a, _ in pairs)
 
 
 def _floats(value: Any) -> list[Tensor]:

@@ -6,15 +6,13 @@ The decoder and the ResNet are those that the benchmarks train at full size.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.workloads import Decoder, ResNet
-
-Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Case(NamedTuple):
@@ -99,45 +97,6 @@ class UNet(nn.Module):
         return self.leave(self.merge2(torch.cat([full, up], 1)))
 
 
-def gated_linear(custom_fwd: Decorator, custom_bwd: Decorator) -> type[torch.autograd.Function]:
-    """An autograd function `(x, weight, gate) -> (x @ weight.T) * sigmoid(gate)` under the given decorators."""
-
-    class GatedLinear(torch.autograd.Function):
-        @staticmethod
-        @custom_fwd
-        def forward(ctx: Any, x: Tensor, weight: Tensor, gate: Tensor) -> Tensor:
-            product, opened = x @ weight.T, torch.sigmoid(gate)
-            ctx.save_for_backward(x, weight, opened, product)
-            return product * opened
-
-        @staticmethod
-        @custom_bwd
-        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            x, weight, opened, product = ctx.saved_tensors
-            grad = grads[0] * opened
-            grad_gate = (grads[0] * product * opened * (1 - opened)).sum(0)
-            return grad @ weight, grad.T @ x, grad_gate
-
-    return GatedLinear
-
-
-class CustomFunctionNet(nn.Module):
-    """A perceptron whose hidden layer is a custom autograd function: (N, features) to logits (N, classes)."""
-
-    def __init__(
-        self, function: type[torch.autograd.Function], features: int = 6, width: int = 16, classes: int = 4
-    ) -> None:
-        super().__init__()
-        self.function = function
-        self.enter = nn.Linear(features, width)
-        self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)
-        self.gate = nn.Parameter(torch.zeros(width))
-        self.head = nn.Linear(width, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.function.apply(F.relu(self.enter(x)), self.weight, self.gate)))
-
-
 def _images(channels: int, size: int, count: int = 4) -> Callable[[], tuple[Tensor, Tensor]]:
     return lambda: (torch.randn(count, channels, size, size), torch.randint(4, (count,)))
 
@@ -165,24 +124,11 @@ def _token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def custom_function_case(custom_fwd: Decorator, custom_bwd: Decorator) -> Case:
-    """The case with an autograd function of its own, under the given `custom_fwd` and `custom_bwd`."""
-    return Case(
-        "custom_function",
-        lambda: CustomFunctionNet(gated_linear(custom_fwd, custom_bwd)),
-        lambda: (torch.randn(8, 6), torch.randn(8, 4)),
-        F.mse_loss,
-    )
-
-
 CASES = (
     Case("convnet", ConvNet, _images(3, 8), F.cross_entropy),
     Case("encoder", Encoder, lambda: (torch.randint(32, (4, 9)), torch.randint(4, (4,))), F.cross_entropy),
     Case("decoder", Decoder, _language, _token_loss),
     Case("recurrent", Recurrent, lambda: (torch.randn(4, 7, 6), torch.randint(4, (4,))), F.cross_entropy),
     Case("unet", UNet, _segmentation, F.binary_cross_entropy_with_logits),
-    custom_function_case(
-        torch.amp.custom_fwd(device_type="cpu"), torch.amp.custom_bwd(device_type="cpu")
-    ),
     Case("resnet", _channels_last_resnet, _channels_last_images, F.cross_entropy),
 )

@@ -86,7 +86,7 @@ def test_the_wheel_works_in_an_empty_environment(built: Path, tmp_path: Path) ->
     steps, file = run(python, "-W", "error", "train.py", cwd=tmp_path, env={}).split()
     assert steps == "20"
     assert Path(file).is_relative_to(packages)
-    assert "ok       autocast" in run(python.parent / "ampkit", "doctor", cwd=tmp_path, env={})
+    assert run(python.parent / "ampkit", "--version", cwd=tmp_path, env={}).startswith("ampkit ")
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="an unpacked archive")

@@ -22,10 +22,13 @@ pytestmark = [
 from lightning.fabric import Fabric  # noqa: E402
 from lightning.pytorch import LightningModule, Trainer  # noqa: E402
 from lightning.pytorch.plugins import MixedPrecision as LightningPrecision  # noqa: E402
+from lightning.pytorch.strategies import FSDPStrategy  # noqa: E402
+from lightning.pytorch.utilities import GradClipAlgorithmType  # noqa: E402
+from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 from ampkit.integrations import fabric as for_fabric  # noqa: E402
-from ampkit.integrations.lightning import MixedPrecision, ScaleMonitor  # noqa: E402
+from ampkit.integrations.lightning import FSDPPrecision, MixedPrecision, ScaleMonitor  # noqa: E402
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "foreach": lambda params: torch.optim.SGD(params, lr=0.1, foreach=True),
@@ -167,6 +170,57 @@ def test_checkpoints_resume_both_ways(tmp_path: Path, ours_saves: bool) -> None:
     assert resumed.scaler.get_scale() == 128.0
 
 
+class FsdpOnCpu(FSDPStrategy):
+    """Lightning's strategy, which is for GPUs, but for the call that wraps the model."""
+
+    def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+
+
+class Sharded(Module):
+    """Its second gradients hold inf, in the first rank's shard."""
+
+    def on_after_backward(self) -> None:
+        grads = [param.grad for param in self.parameters() if param.grad is not None and param.grad.numel()]
+        if self.trainer.global_step == 1 and self.trainer.global_rank == 0:
+            grads[0].view(-1)[0] = torch.inf
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`", "ignore::FutureWarning:torch")
+def test_an_overflow_is_skipped_under_the_fsdp_strategy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process with a fused optimizer; that ranks skip together is the scaler's doing, and tested there."""
+    names = {"TORCHELASTIC_RUN_ID": "ranks", "GROUP_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (names | {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": 0}).items():
+        monkeypatch.setenv(name, str(value))
+    plugin = FSDPPrecision("16-mixed", GradScaler("cpu", init_scale=256.0), device="cpu")
+    module = Sharded("fused")
+    try:
+        fit(module, None, tmp_path, strategy=FsdpOnCpu(precision_plugin=plugin), gradient_clip_val=None)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    assert module.dtypes == {torch.float16}
+    stats = plugin.scaler.stats()
+    assert (stats.scale, stats.steps, stats.skips) == (128.0, 3, 1)
+
+
+def test_values_are_clipped_under_the_fsdp_plugin_and_norms_are_refused() -> None:
+    """Norms Lightning refuses under that strategy."""
+    plugin = FSDPPrecision("16-mixed", GradScaler("cpu"), device="cpu")
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param])
+    assert plugin.scaler is not None
+    plugin.scaler.scale(param.sum())
+    param.grad = torch.full((2,), 2.0**20)
+    with pytest.raises(Exception, match="`gradient_clip_algorithm='norm'` is currently not supported"):
+        plugin.clip_gradients(optimizer, 1.0)
+    plugin.clip_gradients(optimizer, 3.0, GradClipAlgorithmType.VALUE)
+    assert param.grad.tolist() == [3.0, 3.0]
+
+
 def test_what_does_not_fit_is_refused() -> None:
     """When it is given, not at the first region."""
     torchs: Any = torch.amp.GradScaler("cpu")
@@ -180,6 +234,10 @@ def test_what_does_not_fit_is_refused() -> None:
             cls("16-mixed", "cpu", torchs)
         with pytest.raises(Exception, match="does not use a scaler"):
             cls("bf16-mixed", "cpu", GradScaler("cpu"))
+    with pytest.raises(ValueError, match="Precision must be '16-mixed' or 'bf16-mixed'"):
+        FSDPPrecision("32-true")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="expected an ampkit"):
+        FSDPPrecision("16-mixed", torchs)
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[MixedPrecision("bf16-mixed", "cpu")])
     with pytest.raises(TypeError, match=r"for Lightning's Trainer, and got a Linear from Fabric; pass Fabric\(plugins"):
         fabric.setup(torch.nn.Linear(2, 2))

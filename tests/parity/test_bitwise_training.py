@@ -2,35 +2,23 @@
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import ampkit
-from ampkit import Policy
-from tests.helpers.models import CASES, Case, custom_function_case
+from ampkit import WeightCache
+from tests.helpers.models import CASES, Case
+from tests.helpers.regions import like_torch as ours
 
 STEPS = 20
 DTYPES = (torch.bfloat16, torch.float16)
 BY_NAME = {case.name: case for case in CASES}
 
 
-class Trace(NamedTuple):
-    """What a training run computed: the loss and every gradient of each step, then the final parameters and buffers."""
-
-    losses: list[Tensor]
-    gradients: list[dict[str, Tensor]]
-    state: dict[str, Tensor]
-
-
-def native(dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
+def native(dtype: torch.dtype) -> torch.autocast:
     return torch.autocast("cpu", dtype)
-
-
-def ours(dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
-    return ampkit.autocast("cpu", dtype, policy=Policy.torch("cpu"))
 
 
 def train(
@@ -40,16 +28,15 @@ def train(
     scaled: bool = False,
     backward_inside: bool = False,
     micro_batches: int = 1,
-    steps: int = STEPS,
-) -> Trace:
-    """Train a case from the same seed, optionally with a loss scaler, backward in the region, or accumulation."""
+) -> dict[str, Tensor]:
+    """The loss and every gradient of each step, then the final parameters and buffers, from the same seed."""
     torch.manual_seed(0)
     model = case.build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
-    losses, gradients = [], []
-    for _ in range(steps):
-        for _ in range(micro_batches):
+    found = {}
+    for step in range(STEPS):
+        for part in range(micro_batches):
             inputs, targets = case.batch()
             with region():
                 loss = case.loss(model(inputs), targets) / micro_batches
@@ -57,44 +44,35 @@ def train(
                     scaler.scale(loss).backward()
             if not backward_inside:
                 scaler.scale(loss).backward()
-            losses.append(loss.detach().clone())
+            found[f"loss {step}.{part}"] = loss.detach().clone()
         scaler.unscale_(optimizer)
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        found |= {f"{name} {step}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    return Trace(losses, gradients, model.state_dict())
+    assert all(value.isfinite() for name, value in found.items() if name.startswith("loss"))
+    return found | model.state_dict()
 
 
-def assert_same_bits(got: Trace, expected: Trace) -> None:
-    """Every loss, gradient, parameter and buffer has the same dtype and the same bits, and nothing is missing."""
-    assert [loss.dtype for loss in got.losses] == [loss.dtype for loss in expected.losses]
-    for step, (one, other) in enumerate(zip(got.losses, expected.losses, strict=True)):
-        assert same_bits(one, other), f"loss {step}: {one.item()!r}, expected {other.item()!r}"
-    for step, (mine, theirs) in enumerate(zip(got.gradients, expected.gradients, strict=True)):
-        assert mine.keys() == theirs.keys()
-        different = [name for name in mine if not same_bits(mine[name], theirs[name])]
-        assert not different, f"gradients of step {step} differ: {different}"
-    assert all(same_bits(value, expected.state[name]) for name, value in got.state.items())
+def assert_same_bits(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Everything has the same dtype and the same bits, and nothing is missing. 0.0 and -0.0 differ."""
 
+    def bits(value: Tensor) -> Tensor:
+        return value.detach().contiguous().reshape(-1).view(torch.uint8)
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Equality of dtype, shape and bits: tells 0.0 from -0.0, and one NaN pattern equals itself."""
-    if one.dtype is not other.dtype or one.shape != other.shape:
-        return False
-    one, other = (value.detach().contiguous().reshape(-1).view(torch.uint8) for value in (one, other))
-    return torch.equal(one, other)
+    assert got.keys() == expected.keys()
+    different = [
+        name for name, value in expected.items()
+        if got[name].dtype is not value.dtype or not torch.equal(bits(got[name]), bits(value))
+    ]
+    assert not different, f"{len(different)} of {len(expected)} differ: {different[:8]}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_twenty_steps_have_torchs_bits(case: Case, dtype: torch.dtype) -> None:
     scaled = dtype is torch.float16
-    expected = train(case, lambda: native(dtype), scaled=scaled)
-    got = train(case, lambda: ours(dtype), scaled=scaled)
-    assert len(got.losses) == STEPS
-    assert all(loss.isfinite() for loss in got.losses)
-    assert_same_bits(got, expected)
+    assert_same_bits(train(case, lambda: ours(dtype), scaled=scaled), train(case, lambda: native(dtype), scaled=scaled))
 
 
 @pytest.mark.parametrize("case", [BY_NAME["decoder"], BY_NAME["convnet"]], ids=lambda case: case.name)
@@ -105,21 +83,7 @@ def test_backward_inside_the_region_has_torchs_bits(case: Case) -> None:
 
 def test_accumulation_with_a_lasting_cache_has_torchs_bits() -> None:
     """Casts kept over the micro-batches of a step are the ones torch makes again for each."""
-    case = BY_NAME["decoder"]
-    cache = ampkit.WeightCache()
+    case, cache = BY_NAME["decoder"], WeightCache()
     expected = train(case, lambda: native(torch.bfloat16), micro_batches=4)
-    got = train(
-        case,
-        lambda: ampkit.autocast("cpu", torch.bfloat16, policy=Policy.torch("cpu"), cache=cache),
-        micro_batches=4,
-    )
-    assert_same_bits(got, expected)
+    assert_same_bits(train(case, lambda: ours(torch.bfloat16, cache=cache), micro_batches=4), expected)
     assert cache.info().hits > 2 * cache.info().misses
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_own_custom_function_decorators_have_torchs_bits(dtype: torch.dtype) -> None:
-    """`ampkit.custom_fwd` and `custom_bwd` in our lane, torch's in torch's."""
-    case = custom_function_case(ampkit.custom_fwd(device_type="cpu"), ampkit.custom_bwd(device_type="cpu"))
-    expected = train(BY_NAME["custom_function"], lambda: native(dtype))
-    assert_same_bits(train(case, lambda: ours(dtype)), expected)

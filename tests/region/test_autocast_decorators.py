@@ -1,5 +1,6 @@
-"""autocast as a decorator: functions, methods, generators, and what is no function."""
+"""autocast as a decorator: functions, methods, generators, coroutines, and what is no function."""
 
+import asyncio
 import functools
 import inspect
 
@@ -63,12 +64,8 @@ def test_message_for_what_cannot_be_called():
     async def streams():
         yield
 
-    async def serves():
-        pass
-
-    for function in (streams, serves):
-        with pytest.raises(TypeError, match="an asynchronous function: decorate what it calls"):
-            autocast("cpu")(function)
+    with pytest.raises(TypeError, match="an asynchronous generator function: decorate what it calls"):
+        autocast("cpu")(streams)
 
 
 def test_generator_runs_inside_and_its_caller_outside():
@@ -137,3 +134,33 @@ def test_generator_closed_or_abandoned_before_its_end(end):
         del generator
     assert seen == [BF16]
     assert state() == before
+
+
+def test_coroutine_runs_inside_and_others_outside():
+    """Two coroutines take turns in one thread, each in its own region, the loop in none."""
+    before = state()
+
+    def worker(region, dtypes):
+        @region
+        async def work():
+            for _ in range(3):
+                dtypes.append(product())
+                await asyncio.sleep(0)
+                dtypes.append(product())
+            return product()
+        return work
+
+    async def plain(dtypes):
+        for _ in range(3):
+            assert state() == before
+            dtypes.append(product())
+            await asyncio.sleep(0)
+
+    async def main(make):
+        a, b, c = [], [], []
+        results = await asyncio.gather(worker(make(BF16), a)(), worker(make(FP16), b)(), plain(c))
+        return set(a), set(b), set(c), results
+
+    assert asyncio.run(main(lambda dtype: torch.autocast("cpu", dtype))) == ({FP32}, {FP32}, {FP32}, [FP32, FP32, None])
+    assert asyncio.run(main(lambda dtype: autocast("cpu", dtype))) == ({BF16}, {FP16}, {FP32}, [BF16, FP16, None])
+    assert inspect.iscoroutinefunction(worker(autocast("cpu"), []))

@@ -241,7 +241,7 @@ def test_generator_that_yields_inside_a_region_is_told():
     generator = leaks()
     next(generator)
     with autocast("cpu", FP16):
-        with pytest.raises(RuntimeError, match="leave the region before it yields or awaits"):
+        with pytest.raises(RuntimeError, match="decorate its function with autocast instead"):
             generator.close()
     assert state() == before
 

@@ -154,6 +154,14 @@ def test_lists_and_dtype_arguments():
     assert asked.computed_in == (torch.float64,)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_recorded_without_a_shape():
+    nested = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)])
+    with record_casts() as record, autocast("cpu"):
+        torch.nn.functional.linear(nested, torch.randn(3, 4))
+    assert [call.shapes for call in record.calls] == [((), (3, 4))]
+
+
 def test_rules_of_modules(net):
     """A module in float32 does not appear: autocast is off inside."""
     policy = Policy.default("cpu").for_modules(net, {"head": torch.float16, "blocks.0": FP32})

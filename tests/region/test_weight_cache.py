@@ -351,6 +351,16 @@ def test_replaced_storage_is_freed_at_once():
         assert storage() is None
 
 
+def test_memory_at_the_same_address_is_another_once_the_first_was_freed():
+    """As allocators give it back; here by one buffer under two storages."""
+    memory, leaf = bytearray(64), weight()
+    with autocast("cpu"), torch.no_grad():
+        for number in (1.0, 2.0):
+            leaf.data = torch.empty(0)
+            leaf.data = torch.frombuffer(memory, dtype=torch.float32).fill_(number).view(4, 4)
+            assert torch.mm(X, leaf)[0, 0] == 4 * number
+
+
 def test_each_weight_is_cast_once_per_optimizer_step():
     """Accumulation over 8 micro-batches: counted, and the gradients are those of torch.amp."""
     def model():

@@ -97,16 +97,11 @@ def test_outputs_are_cast_in_any_container():
     assert out["y"].dtype is out["more"][0].dtype is FP32
     assert out["more"][1][0].dtype is torch.int64
     assert copy.deepcopy(model)(X)["y"].dtype is FP32
-    unwrap_forward(model)
+    assert unwrap_forward(model) is model
+    assert type(model) is Several
+    assert model(X)["y"].dtype is FP32
     wrap_forward(model, "cpu", FP16)
     assert model(X)["y"].dtype is FP16
-
-
-def test_unwrapped_it_is_what_it_was():
-    model = Plain()
-    assert unwrap_forward(wrap_forward(model, "cpu", BF16)) is model
-    assert type(model) is Plain
-    assert model(X).dtype is FP32
 
 
 @pytest.mark.parametrize(("call", "error", "message"), [

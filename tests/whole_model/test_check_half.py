@@ -55,6 +55,11 @@ def test_overflows_and_lost_digits_are_found_and_the_modules_around_them_propose
     assert report.error == math.inf
     assert report.kept_error < 2e-3
     assert is_kept_error_what_half_gives(model, x, report)
+    rows = {row.path: row for row in report.modules}
+    assert [rows["0"].overflows > 0, rows["0.first"].overflows, rows["1.1"].largest > 65504] == [True, 0, True]
+    first = half(model)[0].first(x.half()).double()  # type: ignore[index, union-attr]
+    expected = model[0].first(x).double()  # type: ignore[index, union-attr]
+    assert rows["0.first"].error == pytest.approx(((first - expected).norm() / expected.norm()).item(), rel=1e-6)
     tried = {row.path: row.kept_error for row in report.modules if row.kept_error is not None}
     assert list(tried) == ["3", "4", "5"]       # without what is kept before
     assert tried["4"] < min(tried["3"], tried["5"])
