@@ -1,4 +1,4 @@
-"""The `ampkit` command: `ampkit debug`, `ampkit doctor`. Also `python -m ampkit`."""
+"""The `ampkit` command: `ampkit debug`, `ampkit doctor`, `ampkit explain`. Also `python -m ampkit`."""
 
 import argparse
 import importlib
@@ -13,6 +13,7 @@ import ampkit
 COMMANDS = {
     "debug": ("ampkit.debugging.cli", "find out which operator, module and line of a script goes wrong"),
     "doctor": ("ampkit.doctor", "say what this machine can run, and what is missing"),
+    "explain": ("ampkit.explain", "say what autocast does with an operator, and why"),
 }
 
 

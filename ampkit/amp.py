@@ -164,7 +164,6 @@ def _set_up(
     session = _Session(
         tuple(LossScaler(device_type, loss_scale=options.loss_scale, allow_fp16=True) for _ in losses)
     )
-    # The float32 storage outlives the conversion as the masters': nothing is copied and no digit is lost.
     values: dict[Tensor, Tensor] = {param: param.detach() for model in models for param in model.parameters()}
     for plan in plans:
         plan.carry_out()
@@ -173,9 +172,9 @@ def _set_up(
         scaled = ScaledGradients(optimizer, _BACKWARD, verbose=verbosity > 0) if session.scalers else None
         session.add(optimizer, scaled)
         if options.master_weights:
-            own = {param for group in optimizer.param_groups for param in group["params"]}
-            low = {p: value for p, value in values.items() if p in own and p.dtype is options.dtype}
-            all_masters.append(masters := MasterWeights(optimizer, values=low))
+            all_masters.append(masters := MasterWeights(optimizer))
+            pairs = zip(masters.masters(), masters.model_parameters(), strict=True)
+            masters.load_values_([(master, values[param]) for master, param in pairs])
             if scaled is not None:
                 scaled.masters = masters
         elif level.casts_model and optimizer.state:

@@ -13,8 +13,8 @@ Written by `docs/make_operators.py` from `ampkit/policy/op_table.py`; a test com
 policy about every operator that is called inside it; [policies](policy.md#rules-for-operators) has what each rule does.
 
 An unlisted operator runs on its arguments as they came, and so do in-place and `out=` overloads: the caller chose the
-dtype of what they write to. `Policy.explain(op)` gives an operator's rule and the reason; `record_casts()` shows the
-operators of a module; `Policy.with_rules({op: rule})` changes a rule.
+dtype of what they write to. `ampkit explain softmax` and `Policy.explain(op)` give an operator's rule and the reason;
+`record_casts()` shows the operators of a module; `Policy.with_rules({op: rule})` changes a rule.
 
 `Policy.torch(device)` is torch.amp's own list for the device. `Policy.default(device)` lays ampkit's additions on top.
 Names are ATen's, with the overload after the dot where it is not the default one.

@@ -164,9 +164,10 @@ class BoundRule(NamedTuple):
 
 
 class ModuleCheck(NamedTuple):
-    """The result of `Policy.check`; `str()` of it is a line for each rule."""
+    """The result of `Policy.check`; `str()` of it is a line for each rule, and for each linear layer."""
 
     rules: tuple[BoundRule, ...]
+    layers: tuple[str, ...] = ()        # of the model that `check` was given
 
     @property
     def gone(self) -> tuple[BoundRule, ...]:
@@ -174,7 +175,7 @@ class ModuleCheck(NamedTuple):
         return tuple(rule for rule in self.rules if rule.gone)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.rules)) or "this policy has no rules for modules"
+        return "\n".join(map(str, (*self.rules, *self.layers))) or "this policy has no rules for modules"
 
 
 def class_key(cls: type) -> str:

@@ -22,6 +22,8 @@ from ampkit.user_warnings import warn_user
 
 __all__ = ["DEFAULT_EXTRA", "TORCH", "Group", "Rule", "fold", "names"]
 
+_missing: set[str] = set()      # names that a warning has named
+
 
 def _torch_version() -> tuple[int, int]:
     return parsed(torch.__version__)
@@ -30,28 +32,29 @@ def _torch_version() -> tuple[int, int]:
 def fold(groups: Iterable[Group]) -> dict[OpOverload, tuple[Rule, str]]:
     """One layer of a policy: every operator of `groups` with its rule, and why.
 
-    Groups for other versions of torch are left out, and so, with a warning, are names that the running torch lacks,
+    Groups for other versions of torch are left out, and so, with one warning, are names that the running torch lacks,
     since torch drops operators between versions. Raises `ValueError` for an operator that is listed twice.
     """
     layer: dict[OpOverload, tuple[Rule, str]] = {}
-    missing: list[str] = []
+    missing: set[str] = set()
     for group in groups:
         for name in names(group):
             try:
                 op = resolve(name)
             except ValueError:
-                missing.append(name)
+                missing.add(name)
                 continue
             if op in layer:
                 raise ValueError(
                     f"operator {op.name()!r} is listed twice: as {layer[op][0].name} and as {group.rule.name}"
                 )
             layer[op] = group.rule, group.why
-    if missing:
+    if missing - _missing:
+        _missing.update(missing)
         warn_user(
             f"torch {torch.__version__} does not have these operators of ampkit's lists, which leave them out: "
-            f"{', '.join(missing)}. The lists are made for {SUPPORTED}; `make operators` in a checkout compares them "
-            "with the torch at hand"
+            f"{', '.join(sorted(missing))}. The lists are made for {SUPPORTED}; "
+            "`make operators` in a checkout compares them with the torch at hand"
         )
     return layer
 

@@ -18,6 +18,7 @@ from torch.nn import Module
 
 from ampkit.policy import module_rules
 from ampkit.policy.kept_modules import kept_modules
+from ampkit.policy.linear_layers import linear_layers
 from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, Rule, fold
 from ampkit.policy.operator_keys import Operator, candidates, checked_rule, key_name, overloads
 from ampkit.policy.values import PRECISIONS, as_dtype, current_device_type, short
@@ -181,13 +182,17 @@ class Policy:
         modules = kept_modules(model, found, self.modules)
         return self.for_modules(model, dict.fromkeys(modules, torch.float32)) if modules else self
 
-    def check(self) -> module_rules.ModuleCheck:
+    def check(self, model: Module | None = None) -> module_rules.ModuleCheck:
         """Which modules each rule of `for_modules` binds, by their paths, and which of them are gone.
 
         `str()` of it is a line for each rule; `.gone` holds the rules with modules that were freed, or that their model
         no longer contains. Such a module has to be bound again: `for_modules` after whatever replaced it.
+
+        With a model, `.layers` has a line for each of its linear layers: the rule that it follows under this policy,
+        and why one with an FP8 rule does not run in FP8. Nothing is run.
         """
-        return module_rules.ModuleCheck(self.modules.check())
+        layers = () if model is None else tuple(linear_layers(self, model))
+        return module_rules.ModuleCheck(self.modules.check(), layers)
 
     def _precision(self, key: Any, value: Any) -> torch.dtype | Policy:
         """The checked value of a rule of `for_modules`; `ValueError` naming the key if a module cannot follow it."""
@@ -214,6 +219,10 @@ class Policy:
     def inside(self, value: Policy) -> Policy:
         """The policy of a module whose rule is a policy: the operators' rules of that one, and these for modules."""
         return _inside(self, value)
+
+    def rule_for(self, op: Operator) -> Rule:
+        """The rule `op` follows, as `explain` gives it."""
+        return self.explain(op).rule
 
     def explain(self, op: Operator) -> Explanation:
         """The rule `op` follows, which layer of the policy set it, and why. `str()` of it is one line.
@@ -292,9 +301,12 @@ class Policy:
         if model is None:
             raise ValueError(
                 f"this policy has rules for modules, {short(modules[0][0])} among them; give the model that they are "
-                "for: Policy.from_dict(state, model)"
+                "for, Policy.from_dict(state, model). The policy of a module has none"
             )
-        items = [(key, policy._precision(key, _read(value, model))) for key, value in modules]
+        items = [
+            (key, policy._precision(key, cls.from_dict(value) if isinstance(value, Mapping) else value))
+            for key, value in modules
+        ]
         return dataclasses.replace(policy, modules=policy.modules.extended(model, items))
 
     def _layers(self) -> tuple[tuple[str, _Layer], ...]:
@@ -382,11 +394,6 @@ def _parts(state: Any) -> tuple[Any, Any]:
         if not isinstance(item, (list, tuple)) or len(item) != 2:
             raise TypeError(f"a module rule of a written policy is a list of a module and its rule, got {short(item)}")
     return layers, modules
-
-
-def _read(value: Any, model: Module) -> Any:
-    """The value of a module rule that `to_dict` wrote."""
-    return Policy.from_dict(value, model) if isinstance(value, Mapping) else value
 
 
 def _as_strings(layer: Iterable[tuple[OpOverload, Rule]]) -> dict[str, str]:

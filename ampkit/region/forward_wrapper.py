@@ -59,21 +59,22 @@ class WrappedForward(Module):
             body["cls_to_become"] = cls._wrapped(later, wrapper)
         return type(inner.__name__, (cls, inner), body)
 
-    @classmethod
-    def _reduced(cls, module: Module, reduced: Any) -> tuple[Any, ...]:
-        """How to make `module` again, from how to make it with the class that it had before wrappers of this sort."""
-        inner, wrapper = module._ampkit_wrappers[cls]     # pyright: ignore[reportIndexIssue, reportArgumentType]
-        make, arguments, *rest = reduced
-        arguments = tuple(inner if value is type(module) else value for value in arguments)
-        return (_wrapped_again, (cls, wrapper, make, arguments), *rest)
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """How to make the module again: with the class that it had before all wrappers, and these around it."""
+        make, arguments, *rest = super().__reduce_ex__(protocol)  # type: ignore[misc]
+        inner = next(iter(self._ampkit_wrappers.values()))[0]
+        arguments = tuple(inner if value is type(self) else value for value in arguments)
+        wrappers = [(sort, wrapper) for sort, (_, wrapper) in self._ampkit_wrappers.items()]
+        return (_wrapped_again, (wrappers, make, arguments), *rest)
 
 
 def _wrapped_again(
-    sort: type[WrappedForward], wrapper: Wrapper, make: Callable[..., M], arguments: tuple[Any, ...]
+    wrappers: list[tuple[type[WrappedForward], Wrapper]], make: Callable[..., M], arguments: tuple[Any, ...]
 ) -> M:
     """A copied or unpickled module before it has its state."""
     module = make(*arguments)
-    sort.put_around(module, wrapper)
+    for sort, wrapper in wrappers:
+        sort.put_around(module, wrapper)
     return module
 
 
@@ -99,9 +100,6 @@ class _Region(NamedTuple):
 
 class _Wrapped(WrappedForward):
     """Modules under `wrap_forward`."""
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _Wrapped._reduced(self, super().__reduce_ex__(protocol))
 
 
 def wrap_forward(

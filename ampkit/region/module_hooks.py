@@ -197,7 +197,6 @@ def _region(policy: Policy, value: Any) -> RegionSpec:
 # The regions that the trace has entered, as (None, 1), and the bound modules that it is in, with the number of regions
 # that their rules have entered. Dynamo runs no hooks for a module that raises: its entry goes with the one around it.
 _entered: list[tuple[Module | None, int]] = []
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def enter_in_trace(region: RegionSpec) -> None:
@@ -245,10 +244,9 @@ def _before_in_trace(module: Module, args: Any, kwargs: Any) -> Any:
     lines = [] if rules == "" else rules.split("\n")
     _entered.append((module, len(lines)))
     for line in lines:
-        device_type, dtype, text = line.split("|", 2)
-        low = _DTYPES[dtype] if dtype in _DTYPES else torch.get_autocast_dtype(device_type)
-        graph.enter(device_type, low, dtype != "float32", torch.is_autocast_cache_enabled(), text)
-        if dtype == "float32":
+        device_type, dtype, enabled, text = line.split("|", 3)
+        graph.enter(device_type, getattr(torch, dtype), enabled == "True", torch.is_autocast_cache_enabled(), text)
+        if enabled == "False":
             args, kwargs = _cast_inputs(args, kwargs, device_type)
     return args if kwargs is None else (args, kwargs)
 
@@ -262,9 +260,9 @@ def _after_in_trace(module: Module) -> None:
 
 @called_while_tracing
 def _rules_in_trace(module_id: int) -> str | None:
-    """A line for each region that a module's rules ask for: `device type|dtype|Policy.text`; None if it is not bound.
+    """A line for each region that a module's rules ask for: `device type|dtype|enabled|Policy.text`.
 
-    The dtype is empty for the one in use. Dynamo guards on the module, since this takes its `id`.
+    None for a module that is not bound. Dynamo guards on the module, since this takes its `id`.
     """
     found = list(_rules_of(object_at(module_id)))
     if not found:
@@ -274,11 +272,10 @@ def _rules_in_trace(module_id: int) -> str | None:
     for policy, value in found:
         policy.modules.ran = True
         if _is_followed(policy.device_type):
-            inner, dtype = policy, str(value).removeprefix("torch.")
-            if isinstance(value, Policy):
-                inner, dtype = policy.inside(value), ""
+            spec = _region(policy, value)
+            inner, dtype = spec.policy or policy, str(spec.dtype).removeprefix("torch.")
             thread.announced.append((inner, True))
-            lines.append(f"{policy.device_type}|{dtype}|{inner.text}")
+            lines.append(f"{spec.device_type}|{dtype}|{spec.enabled}|{inner.text}")
     return "\n".join(lines)
 
 

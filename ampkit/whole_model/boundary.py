@@ -61,9 +61,6 @@ class Boundary(NamedTuple):
 class _Bounded(WrappedForward):
     """Modules with a boundary."""
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _Bounded._reduced(self, super().__reduce_ex__(protocol))
-
 
 def put_boundary(module: M, boundary: Boundary) -> M:
     """Put `boundary` around every call of `module`; returns `module`, whose class is now a subclass.
@@ -78,9 +75,6 @@ def put_boundary(module: M, boundary: Boundary) -> M:
 
 class _Kept(WrappedForward):
     """float32 modules inside a 16-bit model."""
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _Kept._reduced(self, super().__reduce_ex__(protocol))
 
 
 def keep_in_float32(module: Module, dtype: torch.dtype) -> None:

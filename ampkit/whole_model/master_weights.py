@@ -47,19 +47,18 @@ class MasterWeights:
     With `ampkit.GradScaler` nothing changes. With another scaler, call `take_gradients_()` after backward, so that it
     finds float32 gradients.
 
+    Masters start from the 16-bit values; `load_state_dict` gives them others, such as those of the model in float32.
+
     If a 16-bit weight is changed from outside (a checkpoint loaded, a pruning mask), its master takes the value
     wherever it no longer rounds to it. Changes through `.data` are not seen.
 
     Args:
         optimizer: a `torch.optim.Optimizer` over the model's parameters; its state moves to the masters.
-        values: float32 values that masters start from, by parameter, when the model was float32 before. They become the
-            masters' storage. Other masters start from the 16-bit values.
 
     Raises:
         TypeError: not an optimizer.
         RuntimeError: the optimizer has masters already.
-        ValueError: it has remainders, which are masters, or a value is of another shape, dtype or device than its
-            parameter needs.
+        ValueError: it has remainders, which are masters.
 
     Never syncs. Memory per 16-bit parameter: 4 bytes for the master, and 4 for its gradient between `take_gradients_`
     and the end of `step`.
@@ -73,14 +72,13 @@ class MasterWeights:
     [torch.float32, torch.float32]
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, values: Mapping[Tensor, Tensor] | None = None) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"MasterWeights takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
         refuse_other_masters(optimizer)
-        _check_values(values or {})
         self.optimizer = weakref.proxy(optimizer)       # whose hooks keep this alive
         self._pairs: dict[int, _Pair] = {}
-        self._adopt(values or {})
+        self._adopt()
         set_masters(optimizer, self)
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
         optimizer.register_step_pre_hook(self._before_step)
@@ -115,7 +113,7 @@ class MasterWeights:
         Raises:
             RuntimeError: a parameter was moved to another device than its master's. Nothing has changed then.
         """
-        self._adopt({})
+        self._adopt()
         found = {} if found_inf is None else found_inf
         arrived = [(pair, grad) for pair in self._pairs.values() if (grad := pair.param.grad) is not None]
         for pair, _ in arrived:
@@ -169,7 +167,7 @@ class MasterWeights:
         """The masters and their saved values in a state that `load_state_dict` takes; raises as that does."""
         if "masters" not in state_dict:
             raise KeyError(f"no 'masters' in this state dict, which has {sorted(map(str, state_dict))}")
-        self._adopt({})
+        self._adopt()
         saved, masters = state_dict["masters"], self._in_groups()
         if not isinstance(saved, list | tuple) or not all(isinstance(value, Tensor) for value in saved):
             raise TypeError(f"the saved masters are {saved!r}; expected a list of tensors")
@@ -205,7 +203,7 @@ class MasterWeights:
                 master.copy_(torch.where(param == master.to(param.dtype), master, param.to(torch.float32)))
                 pair.version = param._version
 
-    def _adopt(self, values: Mapping[Tensor, Tensor]) -> None:
+    def _adopt(self) -> None:
         """Put masters in the place of the 16-bit parameters that the optimizer still holds."""
         optimizer = self.optimizer
         before = len(self._pairs)
@@ -219,8 +217,7 @@ class MasterWeights:
                         f"a 16-bit parameter of shape {tuple(param.shape)} was given to the optimizer a second time, "
                         f"beside its master; remove it from the parameter group that was added"
                     )
-                value = values.get(param)
-                master = Parameter(param.detach().to(torch.float32) if value is None else value.detach())
+                master = Parameter(param.detach().to(torch.float32))
                 params[index] = master
                 _move_state(optimizer, param, master)
                 self._pairs[id(param)] = _Pair(param, master, param._version)
@@ -228,7 +225,7 @@ class MasterWeights:
             optimizer.write_copies({pair.master: pair.param.detach() for pair in self._pairs.values()})  # type: ignore
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        self._adopt({})
+        self._adopt()
         self.follow_model_()
         closure = closures.extract(args[1:], kwargs)
         if closure is None:
@@ -314,12 +311,3 @@ def refuse_other_masters(optimizer: Any) -> None:
             "and their remainders; expected one kind of masters: leave out that argument, or use the optimizer alone, "
             "as at level O3"
         )
-
-
-def _check_values(values: Mapping[Tensor, Tensor]) -> None:
-    for param, value in values.items():
-        if value.dtype is not torch.float32 or value.shape != param.shape or value.device != param.device:
-            raise ValueError(
-                f"a master value of shape {tuple(value.shape)} in {value.dtype} on {value.device} was given for a "
-                f"parameter of shape {tuple(param.shape)} on {param.device}; expected float32 of its shape there"
-            )

@@ -93,7 +93,9 @@ def select(impl: str, device: torch.device) -> ModuleType:
     return triton_ops
 
 
-_backends: dict[torch.device, ModuleType] = {}
+@functools.cache
+def _backend(device: torch.device) -> ModuleType:
+    return select("auto", device)
 
 
 def backend(tensor: Tensor) -> ModuleType:
@@ -108,10 +110,4 @@ def backend(tensor: Tensor) -> ModuleType:
     >>> backend(torch.ones(2)).__name__
     'ampkit_kernels.reference'
     """
-    if tensor.is_cpu:
-        return reference
-    device = tensor.device
-    found = _backends.get(device)
-    if found is None:
-        found = _backends[device] = select("auto", device)
-    return found
+    return reference if tensor.is_cpu else _backend(tensor.device)

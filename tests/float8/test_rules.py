@@ -1,10 +1,13 @@
-"""FP8 rules in a policy: which operators take them, when they follow LOWER, what records say."""
+"""FP8 rules in a policy: which operators take them, when they follow LOWER, what `check` and records say."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from ampkit import Policy, Rule, autocast, record_casts
 from ampkit.debugging import compare_precision
@@ -100,6 +103,29 @@ def test_a_device_without_fp8_falls_back(monkeypatch):
     torch_float8._lacks_float8.cache_clear()
     assert lacks == ["no FP8: compute capability 8.0, below 8.9", ""]
     assert torch_float8.lacks_float8(torch.device("mps")) == "no FP8 on mps"
+
+
+def test_check_lists_every_linear_layer():
+    model = nn.Sequential(
+        nn.Linear(64, 48), nn.Linear(48, 10), nn.ModuleDict({"low": mlp(16), "high": nn.Linear(16, 16)}),
+        nn.Linear(16, 16).double(), nn.Linear(32, 32), nn.LayerNorm(16), Conv1D(48, 10), nn.LazyLinear(16),
+    )
+    given = policy(GW_HP, "aten::linear", "aten::addmm").for_modules(model, {
+        "2.low.0": Policy.default("cpu"), "2": torch.float32, "2.low.2": torch.bfloat16, "4": policy(ROWWISE)
+    })
+    wrapped: Any = torch.compile(model)
+    assert list(given.check(wrapped).layers) == str(given.check(model)).splitlines()[4:] == [
+        "0 (48, 64) FLOAT8_ROWWISE_GW_HP",
+        "1 (10, 48) LOWER: N is 10, no multiple of 16",
+        "2.low.0 (32, 16) LOWER",
+        "2.low.2 (16, 32) FLOAT8_ROWWISE_GW_HP",
+        "2.high (16, 16) float32",
+        "3 (16, 16) LOWER: a float64 weight",
+        "4 (32, 32) FLOAT8_ROWWISE",
+        "6 (48, 10) LOWER: K is 10, no multiple of 16",
+        "7 (16, 0) FLOAT8_ROWWISE_GW_HP",
+    ]
+    assert given.check().layers == ()
 
 
 @pytest.mark.parametrize("rule", RULES)

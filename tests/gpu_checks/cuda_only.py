@@ -1,4 +1,4 @@
-"""Checks that only a CUDA device can answer: torch's own operators, synchronisation, streams, graphs, sizes."""
+"""Checks that only a CUDA device can answer: torch's own operators, streams, graphs, sizes."""
 
 import copy
 import itertools
@@ -28,37 +28,6 @@ def unscale_has_torchs_bits(device: torch.device) -> None:
 @check
 def auto_takes_triton(device: torch.device) -> None:
     assert kernels.uses_triton("auto", device), kernels.why_not_triton(device)
-
-
-@check
-def nothing_synchronises(device: torch.device) -> None:
-    from ampkit.optim import SGD, AdamW
-
-    params = [torch.nn.Parameter(g) for g in gradients(torch.float32, scale=8.0, device=device)]
-    optimizers = [AdamW(params), SGD(params, momentum=0.9)]
-    scale = scalar(1024.0, device)
-
-    def everything() -> None:
-        for param in params:
-            param.grad = torch.randn_like(param)
-        grads = [param.grad for param in params if param.grad is not None]
-        flag = torch.zeros((), device=device)
-        kernels.unscale_(grads, scale, flag)
-        norm = kernels.norm_and_check(grads, scale, flag)
-        kernels.multiply_(grads, (1.0 / (norm + 1e-6)).clamp(max=1.0), flag)
-        kernels.cast_(grads, [g.half() for g in grads])
-        for optimizer in optimizers:
-            optimizer.found_inf, optimizer.grad_scale = flag, scale  # type: ignore[attr-defined]
-            optimizer.step()
-
-    everything()  # compiles, and fills the tables
-    torch.cuda.synchronize(device)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(5):
-            everything()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @check

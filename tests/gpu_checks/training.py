@@ -110,7 +110,8 @@ def a_captured_iteration_replays(device: torch.device) -> None:
         torch.manual_seed(0)
         model, batches = gpt(device)
         scaler = GradScaler(device.type, init_scale=2.0**10, skip_above=TimesMedian(1e6, window=8))
-        parts = model, AdamW(model.parameters(), lr=1e-3), scaler, region
+        lr = torch.tensor(1e-3, device=device)      # a captured step warns of one that the host holds
+        parts = model, AdamW(model.parameters(), lr=lr), scaler, region
         return batches, functools.partial(iteration, *parts)
 
     batches, eager = build()

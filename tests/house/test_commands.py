@@ -1,4 +1,4 @@
-"""The `ampkit` command: `doctor` notices what is wrong, cuts end quietly."""
+"""The `ampkit` command: `doctor` notices what is wrong, `explain` says each operator's rule, cuts end quietly."""
 
 import importlib
 import sys
@@ -76,6 +76,16 @@ def test_doctor_says_where_bfloat16_is_emulated_and_why_triton_is_not_used(
         assert f"cuda:0: Some GPU, compute capability {capability[0]}.{capability[1]}\n" in text
         assert ("bfloat16 is only emulated here and very slow" in text) is emulated
         assert "  kernels  PyTorch: too old\n" in text
+
+
+def test_explain(run: Run) -> None:
+    assert "aten::softmax.int: FLOAT32_DTYPE_ARG (set by torch)" in run("explain", "softmax")
+    assert "under Policy.torch:\naten::softmax.int: DECOMPOSE" in run("explain", "aten::softmax.int", "--device", "cpu")
+    every = run("explain")
+    assert "aten::linear: LOWER (set by torch)" in every
+    assert "aten::binary_cross_entropy: BANNED (set by torch)" in every
+    assert "unknown operator 'nosuch'" in run("explain", "nosuch", code=2)
+    assert "no operator lists for device type 'toaster'" in run("explain", "mm", "--device", "toaster", code=2)
 
 
 def test_help_version_and_an_unknown_command(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

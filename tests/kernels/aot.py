@@ -22,21 +22,6 @@ from ampkit_kernels.configs import resident_programs
 
 TOOLS = Path(nvidia.__file__).parent / "bin"
 INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+([^;/]+);")
-# Parameter names mean the same in every kernel, so one list types them all. int64 vectors come from table sections
-# and scalars from torch, all 16-byte aligned; only some launches can rely on it, so nothing here promises it.
-TYPES = {
-    "addresses": "*i64",
-    "numels": "*i64",
-    "blocks": "*i64",
-    "n_blocks": "i32",
-    "n_tensors": "i32",
-    "blocks_per_chunk": "i32",
-    "n": "i32",
-    "partials": "*fp64",
-    "n_partials": "i32",
-    "totals_ptr": "*i64",
-    "n_steps": "i32",
-}
 
 
 @dataclass(frozen=True)
@@ -52,15 +37,15 @@ class Case:
     name: str
     kernel: Any
     constants: Mapping[str, Any]
+    types: Mapping[str, str]        # of every parameter
     num_warps: int
     max_registers: int
     wide_loads: int = 0
     wide_stores: int = 0
     lists_read: int = 1
     programs: int = 0
-    types: Mapping[str, str] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=lambda: {"enable_fp_fusion": False})
-    aligned: tuple[str, ...] = ()       # addresses that every launch gives in multiples of 16 bytes
+    options: Mapping[str, Any] = field(default_factory=dict)
+    aligned: Sequence[str] = ()     # addresses that every launch gives in multiples of 16 bytes
 
 
 @dataclass(frozen=True)
@@ -81,23 +66,8 @@ class Code:
 
 def compile_case(case: Case, capability: int) -> bytes:
     """The binary of one variant for one architecture."""
-    signature = {}
-    for name in case.kernel.arg_names:
-        annotation = case.kernel.fn.__annotations__.get(name)
-        if name in case.constants:
-            signature[name] = "constexpr"
-        elif name in case.types:
-            signature[name] = case.types[name]
-        elif name in TYPES:
-            signature[name] = TYPES[name]
-        elif isinstance(annotation, triton.language.dtype):
-            signature[name] = {"int64": "i64", "int32": "i32"}.get(annotation.name, annotation.name)
-        elif name.endswith("_ptr"):
-            signature[name] = "*fp32"
-        else:
-            raise KeyError(f"{case.name}: no type is known for parameter {name!r}; add it to TYPES")
     attrs = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(case.kernel.arg_names) if name in case.aligned}
-    source = ASTSource(fn=case.kernel, signature=signature, constexprs=dict(case.constants), attrs=attrs)
+    source = ASTSource(fn=case.kernel, signature=dict(case.types), constexprs=dict(case.constants), attrs=attrs)
     target = GPUTarget("cuda", capability, 32)
     return triton.compile(source, target=target, options={"num_warps": case.num_warps, **case.options}).asm["cubin"]
 

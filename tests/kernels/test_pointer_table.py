@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -86,16 +87,11 @@ def test_threads_do_not_share_a_table() -> None:
     assert found[0] is not found[1]
 
 
-def test_the_least_recently_used_table_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_are_not_kept_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "MOST_TABLES", 3)
-    storage = torch.zeros(10)
-    first, second = (tables.table_for([[storage[:n]]], SMALL) for n in (1, 2))
-    for n in (3, 4):
-        assert tables.table_for([[storage[:1]]], SMALL) is first
-        tables.table_for([[storage[:n]]], SMALL)
-    assert tables.table_for([[storage[:1]]], SMALL) is first
-    assert tables.table_for([[storage[:2]]], SMALL) is not second
-    assert len(tables._kept.tables) == 3
+    for n in range(1, 9):
+        tables.table_for([[torch.zeros(n)]], SMALL)
+        assert len(tables._kept.tables) <= 3
 
 
 def test_a_table_made_in_inference_mode_serves_outside_of_it() -> None:
@@ -111,7 +107,7 @@ def test_pinned_memory_is_on_the_host_whatever_the_default_device(monkeypatch: p
     with torch.device("meta"):
         empty(0)  # torch lists the functions that it redirects when it redirects the first
 
-    def unpinned(*size: int, pin_memory: bool, **options: object) -> torch.Tensor:  # a machine without a GPU has none
+    def unpinned(*size: Any, pin_memory: bool, **options: object) -> torch.Tensor:  # a machine without a GPU has none
         assert pin_memory
         return empty(*size, **options)
 

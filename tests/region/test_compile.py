@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._higher_order_ops import associative_scan, scan, while_loop
+from torch.nn.attention.flex_attention import flex_attention
 
 import ampkit
 from ampkit import Policy, Rule, WeightCache, autocast
@@ -450,3 +452,84 @@ def test_module_rules_made_in_compiled_code() -> None:
 
     with pytest.raises(Exception, match="for_modules was called in the function that is compiled; call it outside"):
         torch.compile(function, backend="eager", fullgraph=True)(Net(), torch.randn(5, 8))
+
+
+# Higher-order operators
+
+
+def scanned(x: Tensor, w: Tensor) -> Tensor:
+    def step(carry: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.tanh(row.unsqueeze(0) @ w).squeeze(0).float()
+        return carry + y, y
+
+    return scan(step, torch.zeros(8), x)[1]
+
+
+HIGHER_ORDER: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cond": lambda x, w: torch.cond(x.sum() > 0, lambda a, b: a @ b, lambda a, b: (a @ b) * 2, (x, w)),
+    "while_loop": lambda x, w: while_loop(
+        lambda i, a: i < 3, lambda i, a: (i + 1, torch.tanh(a @ w).float()), (torch.tensor(0), x)
+    )[1],
+    "scan": scanned,
+    "associative_scan": lambda x, w: associative_scan(lambda a, b: a + b, x @ w, 0, combine_mode="generic"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("name", HIGHER_ORDER)
+def test_higher_order_operators_do_as_in_a_region_of_torch(name: str) -> None:
+    """Eager, and compiled in a region inside and around. Backward, outside, recomputes as the forward was."""
+    net, x = nn.Linear(8, 8, bias=False), torch.randn(4, 8)
+
+    def call(net: Any, x: Tensor) -> Tensor:
+        return HIGHER_ORDER[name](x, net.weight)
+
+    def inside(net: Any, x: Tensor) -> Tensor:
+        with autocast("cpu", policy=TORCH):
+            return call(net, x)
+
+    def around(net: Any, x: Tensor) -> Tensor:
+        with autocast("cpu", policy=TORCH):
+            return compiled(net, x)
+
+    wanted = step(torch.autocast("cpu")(call), net, x)
+    assert_same(step(inside, net, x), wanted)
+    assert not torch.equal(wanted[1], step(call, net, x)[1]), "nothing was cast"
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    if name == "scan":      # torch 2.11's AOTAutograd cannot differentiate this one, in whatever region or none
+        try:
+            step(compiled, net, x)
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            if "scan might be aliasing" not in str(error):
+                raise
+            pytest.skip("this torch does not differentiate a compiled scan without a region either")
+    assert_same(step(around, net, x), wanted)
+    assert_same(step(torch.compile(inside, backend="aot_eager", fullgraph=True), net, x), wanted)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("policy", [TORCH, Policy.default("cpu")], ids=str)
+def test_flex_attention(policy: Policy) -> None:
+    """Its list entry is torch's: the inputs are cast as for any attention."""
+    q = torch.randn(1, 2, 16, 16)
+    with torch.autocast("cpu"):
+        wanted = flex_attention(q, q, q)
+    with autocast("cpu", policy=policy):
+        got = flex_attention(q, q, q)
+    assert got.dtype is wanted.dtype is torch.bfloat16
+    assert torch.equal(got, wanted)
+    compiled = torch.compile(flex_attention, backend="aot_eager", fullgraph=True)
+    with autocast("cpu", policy=policy):
+        assert compiled(q, q, q).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("function", [lambda x: x / 3.1, lambda x: 3.1 / x, lambda x: (x * 3.1).sum() * 0.5])
+def test_numbers_that_autograd_saves_under_a_transform(function: Any, dtype: torch.dtype) -> None:
+    """Once a policy of the process names the operator, in regions of others too."""
+    named = Policy.torch("cpu").with_rules({"aten::div": "keep", "aten::mul": "keep"})
+    x, results = torch.linspace(0.5, 2.0, 6).to(dtype), []
+    for region in (torch.autocast("cpu"), autocast("cpu", policy=named), autocast("cpu", policy=Policy.torch("cpu"))):
+        with region:
+            results.append(torch.func.grad(lambda x: function(x).sum())(x))
+    assert all(torch.equal(result, results[0]) for result in results[1:])

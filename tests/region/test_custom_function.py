@@ -25,10 +25,16 @@ def gradients(region, backward_region=None):
     return [p.grad for p in model.parameters()]
 
 
-class Probe(torch.autograd.Function):
-    """Notes the autocast state and the dtype of a product in backward."""
+def here(device: str = "cpu") -> tuple[bool, torch.dtype, torch.dtype]:
+    """Enabled, dtype, and the dtype that a product comes out in."""
+    product = torch.mm(torch.ones(2, 2, device=device), torch.ones(2, 2, device=device))
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), product.dtype
 
-    seen: list[object] = []
+
+class Probe(torch.autograd.Function):
+    """Notes the state in backward, and whether that runs in the main thread."""
+
+    seen: list[tuple[object, bool]] = []
 
     @staticmethod
     def forward(ctx, x):
@@ -36,19 +42,17 @@ class Probe(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        product = torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
-        Probe.seen.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), product))
+        Probe.seen.append((here(gradient.device.type), threading.current_thread() is threading.main_thread()))
         return gradient
 
 
 def backward_state(region, forward, backward):
-    Probe.seen.clear()
     x = torch.ones(2, requires_grad=True)
     with region("cpu", **forward):
         y = Probe.apply(x)
     with region("cpu", **backward):
         y.sum().backward()
-    return Probe.seen[-1]
+    return Probe.seen.pop()[0]
 
 
 @both
@@ -78,23 +82,11 @@ def test_float32_forward_and_backward_in_a_region():
 @pytest.mark.gpu
 def test_backward_threads_see_the_policy_of_their_caller():
     """On CUDA backward runs in a thread of its own."""
-    class Product(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            seen.append((torch.mm(ones, ones).dtype, threading.current_thread() is threading.main_thread()))
-            return gradient
-
-    seen, ones = [], torch.ones(2, 2, device="cuda")
     keeps = Policy.default("cuda").with_rules({"aten::mm": "keep"})
     for policy, expected in ((None, BF16), (keeps, FP32)):
-        x = torch.ones(2, 2, device="cuda", requires_grad=True)
         with autocast("cuda", BF16, policy=policy):
-            Product.apply(x).sum().backward()
-        assert seen.pop() == (expected, False)
+            Probe.apply(torch.ones(2, device="cuda", requires_grad=True)).sum().backward()
+        assert Probe.seen.pop() == ((True, BF16, expected), False)
 
 
 # custom_fwd and custom_bwd
@@ -103,12 +95,6 @@ def test_backward_threads_see_the_policy_of_their_caller():
 TORCH = (torch.autocast, torch.amp.custom_fwd, torch.amp.custom_bwd)
 AMPKIT = (autocast, ampkit.custom_fwd, ampkit.custom_bwd)
 decorators = pytest.mark.parametrize(("region", "fwd", "bwd"), [TORCH, AMPKIT], ids=["torch", "ampkit"])
-
-
-def here() -> tuple[bool, torch.dtype, torch.dtype]:
-    """Enabled, dtype, and the dtype that a product comes out in."""
-    product = torch.mm(torch.ones(2, 2), torch.ones(2, 2))
-    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), product.dtype
 
 
 def classic(fwd, bwd, cast_inputs=None):

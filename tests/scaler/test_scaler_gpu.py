@@ -15,9 +15,11 @@ from tests.helpers.scaler_tools import iterate, with_grads
 
 pytestmark = pytest.mark.gpu
 
+# A captured step warns of a learning rate that the host holds.
 AWARE = {
     "torch_fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
-    "ampkit": lambda params: ampkit.optim.AdamW(params, lr=1e-2),
+    "ampkit": lambda params: ampkit.optim.AdamW(params, lr=torch.tensor(1e-2, device="cuda")),
+    "ampkit_sgd": lambda params: ampkit.optim.SGD(params, lr=torch.tensor(1e-2, device="cuda"), momentum=0.9),
 }
 
 

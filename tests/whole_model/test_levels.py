@@ -98,7 +98,8 @@ def test_a_level_is_its_parts_to_the_bit(
         half(by_hand, dtype, cast_outputs=torch.float32, in_place=True)
     by_hand_optimizer = optimizer_of(by_hand)
     if opt_level == "O2":
-        MasterWeights(by_hand_optimizer, values={p: value for p, value in start.items() if p.dtype is dtype})
+        masters = MasterWeights(by_hand_optimizer)
+        masters.load_state_dict({"masters": [value for p, value in start.items() if p.dtype is dtype]})
     policy = {"policy": Policy.default("cpu")} if opt_level == "O1" else {}
     model, optimizer = initialize(
         model, optimizer_of(model), opt_level, dtype=dtype, loss_scale=rule, verbosity=0, **policy
@@ -200,9 +201,7 @@ def test_memory_per_parameter(opt_level: str) -> None:
     n = model.weight.numel()
     optimizer: torch.optim.Optimizer = AdamW(model.parameters())
     low = {} if opt_level == "O0" else {"dtype": torch.bfloat16}
-    address = model.weight.data_ptr()
     model, optimizer = initialize(model, optimizer, opt_level, verbosity=0, **low)
-    assert opt_level == "O3" or next(master_params(optimizer)).data_ptr() == address      # nothing is copied
 
     def held() -> int:
         tensors = {model.weight, model.weight.grad, *master_params(optimizer)}

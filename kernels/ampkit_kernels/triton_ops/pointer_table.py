@@ -17,7 +17,6 @@ torch cannot allocate pinned memory during a capture: making a table leaves room
 """
 
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +29,7 @@ from ..configs import Config, is_capturing, place
 from ..tensors import addresses_of, sizes_of
 from .launch import on_device
 
-MOST_TABLES = 2048      # of a thread: enough for a list of each of many parameter groups
+MOST_TABLES = 2048      # of a thread, which then begins anew: enough for a list of each of many parameter groups
 CHUNK_SHIFT = 32
 CHUNKS_PER_PROGRAM = 12
 GRAPH_WORDS = 1 << 19   # of a pinned buffer for captured tables: 4 MiB
@@ -132,20 +131,19 @@ def table_for(lists: Sequence[Sequence[Tensor]], config: Config, *, aligned: boo
         key = (*place(device), config, dtypes, aligned, tuple(sizes_of(lists[0])))
         table = _kept.tables.get(key)
         if table is None:
+            if len(_kept.tables) >= MOST_TABLES:
+                _kept.tables.clear()
             table = _kept.tables[key] = made_table(lists, config)
-            if len(_kept.tables) > MOST_TABLES:
-                _kept.tables.popitem(last=False)
         else:
-            _kept.tables.move_to_end(key)
             table.refresh(columns)
         return table
 
 
 class _Kept(threading.local):
-    """The tables of a thread, the least recently used first."""
+    """The tables of a thread."""
 
     def __init__(self) -> None:
-        self.tables: OrderedDict[tuple, Table] = OrderedDict()
+        self.tables: dict[tuple, Table] = {}
 
 
 _kept = _Kept()

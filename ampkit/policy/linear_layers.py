@@ -1,0 +1,47 @@
+"""Which linear layers of a model a policy computes in FP8, and why the others are not: by sizes, nothing is run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn import Linear, Module
+
+from ampkit.policy.float8_recipes import DTYPES, RECIPES, wrong_size
+from ampkit.policy.module_paths import unwrapped
+from ampkit.policy.rules import Rule
+from ampkit.torch_internals.float8 import lacks_float8
+
+__all__ = ["linear_layers"]
+
+
+def linear_layers(policy: Any, model: Module, path: str = "", dtype: torch.dtype = torch.bfloat16) -> Iterator[str]:
+    """A line for each `nn.Linear` of `model`, and each `Conv1D` of transformers: path, (N, K), rule.
+
+    The rule is that of a region of `dtype`, module rules included; where an FP8 rule follows LOWER, with the reason.
+    """
+    module: Any = unwrapped(model)
+    value = policy.modules.find(module)
+    if isinstance(value, torch.dtype):
+        dtype = value
+    elif value is not None:
+        policy, dtype = policy.inside(value), torch.bfloat16
+    is_conv1d = type(module).__name__ == "Conv1D"       # `addmm`, with a weight of shape (K, N)
+    if isinstance(module, Linear) or is_conv1d:
+        weight = module.weight
+        k, n = weight.shape if is_conv1d else (module.in_features, module.out_features)
+        op = torch.ops.aten.addmm.default if is_conv1d else torch.ops.aten.linear.default
+        rule = policy.rules().get(op, Rule.DECOMPOSE)
+        why = _why_not(policy.device_type, weight, k, n) if rule in RECIPES else ""
+        said = "float32" if dtype is torch.float32 else f"LOWER: {why}" if why else rule.name
+        yield f"{path or 'the model itself'} ({n}, {k}) {said}"
+    for name, child in module.named_children():
+        yield from linear_layers(policy, child, f"{path}.{name}" if path else name, dtype)
+
+
+def _why_not(device_type: str, weight: torch.Tensor, k: int, n: int) -> str:
+    """Why a product with this weight is not computed in FP8; "" where it is."""
+    device = weight.device if weight.device.type == device_type else torch.device(device_type)
+    other = "" if weight.dtype in DTYPES else f"a {str(weight.dtype).removeprefix('torch.')} weight"
+    return wrong_size(k, n) or lacks_float8(device) or other
