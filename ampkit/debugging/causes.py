@@ -28,8 +28,8 @@ class Cause:
     "intermediate" (the exact result would fit; the kernel overflowed on the way), "undefined" (NaN or inf for these
     inputs in any precision), "rounded" (the same, of a 0 or inf that is one only in its dtype), "from inf" (an inf came
     in, and a NaN of it comes out), "constant" (it was asked for), "arrived" (it was in the tensor before the step),
-    "received" (from another rank), "uninitialised" (`torch.empty` was read), or "unknown" (the operator could not be
-    run again).
+    "received" (from another rank), "uninitialised" (`torch.empty` was read), "unknown" (the operator could not be run
+    again), "passed on" (an input was as broken), or "skipped" (a scaler met it, and it is still in a gradient).
     """
 
     kind: str
@@ -41,7 +41,8 @@ class Cause:
 CONSTANT = Cause("constant", "an inf or NaN that the code asks for")
 RECEIVED = Cause("received", "received from another rank: what this one sent is finite")
 UNINITIALISED = Cause("uninitialised", "memory was read that nothing was written to")
-UNKNOWN = Cause("unknown", "its inputs cannot be read")
+PASSED_ON = Cause("passed on", "its inputs are broken")
+SKIPPED = Cause("skipped", "it was in a gradient of a step that the scaler skipped")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -18,17 +18,16 @@ from torch import Tensor
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
-from ampkit.containers import map_tensors
+from ampkit.containers import SIXTEEN_BIT, map_tensors
+from ampkit.debugging.call_sites import find_caller
 from ampkit.debugging.causes import advice_for
 from ampkit.debugging.operator_facts import tensors_in
 from ampkit.debugging.report import Finding, Operation, PrecisionReport, Suggestion
-from ampkit.debugging.source_lines import find_caller
 from ampkit.policy.module_paths import named_paths
 from ampkit.policy.policy import Policy
 from ampkit.region.autocast import autocast
 
 Region = Literal["ampkit", "torch", "none"]     # what the user's step computes in
-_LOW = (torch.float16, torch.bfloat16)
 _AS_THEY_ARE = frozenset({
     "batch_norm", "backward", "__get__", "__set__", "__delete__", "__setitem__", "__iadd__", "__isub__", "__imul__",
     "__itruediv__",
@@ -62,13 +61,14 @@ class PolicyChange:
         return replace(self, modules=(*self.modules, path)) if path else None
 
 
-@dataclass(frozen=True)
-class LineChange:
-    """Lines of the user's code computed in float32: what any step can do, whatever it computes in."""
+class LineChange(TorchFunctionMode):
+    """Lines of the user's code computed in float32, casts to 16 bits included: what any step can do."""
 
-    device: str
-    region: Region
-    lines: tuple[Lines, ...]
+    def __init__(self, device: str, region: Region, lines: tuple[Lines, ...]) -> None:
+        super().__init__()
+        self.device = device
+        self.region: Region = region
+        self.lines = lines
 
     @property
     def code(self) -> str:
@@ -81,7 +81,7 @@ class LineChange:
 
     def around(self) -> AbstractContextManager[Any]:
         """A context in which the step runs as if the code were there."""
-        return _FloatLines(self)
+        return self
 
     def extended(self, left: Finding) -> LineChange | None:
         """With a line of what is not finite with it, else with its function; None if nothing is left."""
@@ -90,7 +90,47 @@ class LineChange:
         more = next((place for place in new if not any(one.covers(place) for one in self.lines)), None)
         if more is None:
             return None
-        return replace(self, lines=(*(one for one in self.lines if not more.covers(one)), more))
+        return LineChange(self.device, self.region, (*(one for one in self.lines if not more.covers(one)), more))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        file, line = find_caller(1).line()
+        if not any(one.covers(Lines(file, line, line)) for one in self.lines):
+            return self._called(func, args, kwargs)
+        name = getattr(func, "__name__", "")
+        if name in _AS_THEY_ARE or (name.endswith("_") and not name.endswith("__")):
+            return self._called(func, args, kwargs)     # what they write is not to be a copy
+        if func in (Tensor.half, Tensor.bfloat16):
+            func = Tensor.float
+        args, kwargs = _widened(args), _widened(kwargs)
+        around: AbstractContextManager[Any] = nullcontext()
+        if torch.is_autocast_enabled(self.device):
+            around = (autocast if self.region == "ampkit" else torch.autocast)(self.device, enabled=False)
+        with around:
+            return func(*args, **kwargs)
+
+    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call elsewhere; where it refuses a float32 tensor beside 16 bits, with that cast back."""
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:
+            dtypes = {one.dtype for one in tensors_in((args, kwargs))}
+            low = next((dtype for dtype in SIXTEEN_BIT if dtype in dtypes), None)
+            if low is None or torch.float32 not in dtypes:
+                raise
+
+            def lowered(one: Tensor) -> Tensor:
+                return one.to(low) if one.dtype is torch.float32 else one
+
+            return func(*map_tensors(args, lowered), **map_tensors(kwargs, lowered))
+
+
+def _widened(value: Any) -> Any:
+    """Arguments in float32, dtypes among them too."""
+    def other(leaf: Any) -> Any:
+        return torch.float32 if isinstance(leaf, torch.dtype) and leaf in SIXTEEN_BIT else leaf
+
+    return map_tensors(value, lambda one: one.float() if one.dtype in SIXTEEN_BIT else one, other)
 
 
 Change = PolicyChange | LineChange
@@ -130,59 +170,6 @@ def function_around(place: Lines) -> Lines | None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
     return min((one for one in found if one.covers(place)), key=lambda one: one.last - one.first, default=None)
-
-
-class _FloatLines(TorchFunctionMode):
-    """Computes what is called on some lines in float32, casts to 16 bits included."""
-
-    def __init__(self, change: LineChange) -> None:
-        super().__init__()
-        self._change = change
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        file, line = find_caller(1).line()
-        if not any(one.covers(Lines(file, line, line)) for one in self._change.lines):
-            return self._called(func, args, kwargs)
-        name = getattr(func, "__name__", "")
-        if name in _AS_THEY_ARE or (name.endswith("_") and not name.endswith("__")):
-            return self._called(func, args, kwargs)     # what they write is not to be a copy
-        if func in (Tensor.half, Tensor.bfloat16):
-            func = Tensor.float
-        args, kwargs = _widened(args), _widened(kwargs)
-        around: AbstractContextManager[Any] = nullcontext()
-        if torch.is_autocast_enabled(self._change.device):
-            around = (autocast if self._change.region == "ampkit" else torch.autocast)(
-                self._change.device, enabled=False
-            )
-        with around:
-            return func(*args, **kwargs)
-
-    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A call elsewhere; where it refuses a float32 tensor beside 16 bits, with that cast back."""
-        try:
-            return func(*args, **kwargs)
-        except RuntimeError:
-            dtypes = {one.dtype for one in tensors_in((args, kwargs))}
-            low = next((dtype for dtype in _LOW if dtype in dtypes), None)
-            if low is None or torch.float32 not in dtypes:
-                raise
-
-            def lowered(one: Tensor) -> Tensor:
-                return one.to(low) if one.dtype is torch.float32 else one
-
-            return func(*map_tensors(args, lowered), **map_tensors(kwargs, lowered))
-
-
-def _widened(value: Any) -> Any:
-    """Arguments in float32, dtypes among them too."""
-    if isinstance(value, dict):
-        return {key: _widened(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return tuple(map(_widened, value))
-    if isinstance(value, torch.dtype):
-        return torch.float32 if value in _LOW else value
-    return map_tensors(value, lambda one: one.float() if one.dtype in _LOW else one)
 
 
 # --- which of them, for a cause

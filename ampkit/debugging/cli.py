@@ -76,8 +76,10 @@ def _nonfinite(options: Any) -> tuple[Report, str]:
 
 
 def _precision(options: Any) -> tuple[Report, str]:
-    comparison = PrecisionComparison(None, first_step=options.at_step, on_step=_stop)
+    comparison = PrecisionComparison(None)
     report = comparison.report
+    comparison.first_step = report.step = options.at_step
+    comparison.on_step = _stop
     report.incomplete = _run(options, comparison) or _too_early(options.at_step, looked=comparison.begun)
     return report, f"{report}\n\n{report.table()}" if report.operators else str(report)
 
@@ -146,10 +148,6 @@ def _absolute(text: str) -> str:
 
 
 def _count(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = -1
-    if number < 0:
+    if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no number of steps; expected 0, 1, 2, ...")
-    return number
+    return int(text)

@@ -15,23 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from ampkit.containers import map_tensors
-from ampkit.debugging.causes import (
-    CONSTANT,
-    RECEIVED,
-    UNINITIALISED,
-    Cause,
-    advice_for,
-    asks_for_nonfinite,
-    broken_elements,
-    described,
-    dtype_name,
-    extremes,
-    find_cause,
-    is_broken,
-    item_at_fault,
-    poles,
-    rounded_number,
-)
+from ampkit.debugging import causes
 from ampkit.debugging.changes import advice, changes_for, suggestion
 from ampkit.debugging.operator_calls import OperatorCall, OperatorObserver
 from ampkit.debugging.operator_facts import readable, tensors_in
@@ -135,9 +119,7 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         if error is None or (isinstance(error, Exception) and not isinstance(error, NonFiniteError)):
             self.step_ended()       # what the user's code raised stays as the context of what is raised here
 
-    def observe(
-        self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def observe(self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         facts = call.facts
         self._begun_step |= call.phase == "backward" or (
             call.phase == "forward" and (call.module is not None or self.step == 0)
@@ -171,13 +153,11 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
             self._note_writer(one, record.index, call)
         if facts.uninitialised or facts.communicates:
             # Values that mean nothing yet: unwritten, or still under way. Whoever reads them looks.
-            record.source = "uninitialised" if facts.uninitialised else "received"
-            self._keep(record, call, outputs[0]).cause = UNINITIALISED if facts.uninitialised else RECEIVED
+            finding = self._keep(record, call, outputs[0])
+            finding.cause = causes.UNINITIALISED if facts.uninitialised else causes.RECEIVED
             return result
-        if self._left and any(index in self._left for some in writers for index in some or ()):
-            record.source = "skipped"       # should it be broken
         for one in outputs:
-            record.mark(*extremes(one))
+            record.mark(*causes.extremes(one))
         if record.broken:
             before = map_tensors((args, kwargs), lambda one: kept.get(id(one), one)) if kept else (args, kwargs)
             inputs = [_Input(kept.get(id(one), one), one, some) for one, some in zip(given, writers, strict=False)]
@@ -220,7 +200,7 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         finding: Finding = replace(origin.finding)
         cause = finding.cause
         if cause.kind == "undefined" and finding.origin.backward_of:
-            text = advice_for(finding.origin.op, finding.origin.backward_of)[0] or cause.text
+            text = causes.advice_for(finding.origin.op, finding.origin.backward_of)[0] or cause.text
             finding.cause = replace(cause, text=text)
         elif cause.kind == "constant":
             finding.cause = replace(cause, text=f"{origin.values}, which the code asks for")
@@ -272,7 +252,7 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
 
     def _keep(self, record: Record, call: OperatorCall, tensor: Tensor) -> Finding:
         """Keep a record, with the beginning of a finding."""
-        operation = Operation(**self.where(call), dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
+        operation = Operation(**self.where(call), dtype=causes.dtype_name(tensor.dtype), shape=tuple(tensor.shape))
         micro_batch = max(1, self._backwards + (call.phase == "forward"))
         self._records[record.index] = record
         record.finding = Finding(operation, tensor.device.type, micro_batch)
@@ -282,13 +262,13 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         """A record for a tensor that no operator of this step wrote, and a call reads; none if it cannot be read."""
         if next(readable([tensor]), None) is None:
             return ()
-        record = Record(self._next, "before", source="arrived")
+        record = Record(self._next, "before")
         self._next += 1
         self._writers.set(tensor, _Written((record.index,), None))
         finding = self._keep(record, call, tensor)
         finding.origin = replace(finding.origin, index=-1, op="", phase="before")
-        finding.parameter, finding.cause = self.name_of(tensor), Cause("arrived", "it was there before the step")
-        record.mark(*extremes(tensor))
+        finding.parameter, finding.cause = self.name_of(tensor), causes.Cause("arrived", "it was there before the step")
+        record.mark(*causes.extremes(tensor))
         return (record.index,)
 
     # --- why
@@ -300,50 +280,48 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         """The result is broken: read the inputs as they were `before`, to tell whose fault it is."""
         finding = self._keep(record, call, outputs[0])
         self._note_parameter(record, call, outputs)
-        if record.source == "skipped":
+        if any(index in self._left for one in given for index in one.writers or ()):
+            finding.cause = causes.SKIPPED
             return
-        if call.facts.literal or asks_for_nonfinite(before):
-            record.source, finding.cause = "constant", CONSTANT
+        if call.facts.literal or causes.asks_for_nonfinite(before):
+            finding.cause = causes.CONSTANT
             return
         if call.facts.name.startswith(("aten::_foreach_", "aten::_fused_")):
-            outputs, before = item_at_fault(outputs, before)
-        finding.elements = broken_elements(outputs)
+            outputs, before = causes.item_at_fault(outputs, before)
+        finding.elements = causes.broken_elements(outputs)
         mine = {id(value) for value in tensors_in(before)}
         given = [one for one in given if id(one.before) in mine]
         nan_in = inf_in = False
         for one in given:
             if next(readable([one.before]), None) is None:
                 continue
-            low, high = extremes(one.before)
+            low, high = causes.extremes(one.before)
             if not math.isfinite(high - low):
                 nan_in |= low != low
                 inf_in |= low == low
                 record.inputs += self._owner(one, low, high, call, record.index)
         if nan_in or (inf_in and "nan" not in record.broken):
             return      # passed on
-        record.source = "from inf" if inf_in else "made"
         finding.inputs = tuple(
-            described(one.before, "" if one.writers else self.name_of(one.tensor)) for one in given
+            causes.described(one.before, "" if one.writers else self.name_of(one.tensor)) for one in given
             if one.before.numel() and not is_opaque(one.before) and one.before.dtype is not torch.bool
         )
         args, kwargs = before
-        finding.cause = cause = find_cause(func, call.facts, args, kwargs, outputs, from_inf=inf_in)
-        if cause.kind == "constant":
-            record.source = "constant"
-        elif cause.kind == "undefined":
+        finding.cause = causes.find_cause(func, call.facts, args, kwargs, outputs, from_inf=inf_in)
+        if finding.cause.kind == "undefined":
             self._follow_zero(finding, given)
 
     def _follow_zero(self, finding: Finding, given: list[_Input]) -> None:
         """Who computed a 0, or an end of what the operator takes; a constant that its dtype rounds is the cause."""
-        taken = poles(finding.origin.op, finding.origin.backward_of)
+        taken = causes.poles(finding.origin.op, finding.origin.backward_of)
         for value, tensor, _ in given:
             written = self._writers.get(tensor)
             if written is None or written.call is None or not value.is_floating_point():
                 continue
             there = [pole for pole in taken if bool((value == pole).any())]
-            number = rounded_number(written.call.numbers, value.dtype, there)
+            number = causes.rounded_number(written.call.numbers, value.dtype, there)
             if number is not None:
-                finding.made, finding.cause = Operation(**self.where(written.call)), Cause("rounded", number)
+                finding.made, finding.cause = Operation(**self.where(written.call)), causes.Cause("rounded", number)
                 return
             if written.call.phase != "optimizer" and 0 in there:
                 finding.made = finding.made or Operation(**self.where(written.call))
@@ -354,10 +332,10 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         if any(record.broken for record in records):
             return ()
         for record in records:
-            if record.source in ("uninitialised", "received"):
+            if record.kind in ("uninitialised", "received"):
                 record.mark(low, high)
                 if any(index in self._records and self._records[index].broken for index in record.inputs):
-                    record.source = None        # what was sent was broken: it is not another rank's
+                    record.finding.cause = causes.PASSED_ON     # what was sent was broken: it is not another rank's
                 return (record.index,)
         latest = self._writers.get(one.tensor)
         arrived = self._arrive(one.tensor, call)
@@ -372,7 +350,7 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         if not (call.facts.mutable or call.facts.undeclared_writes):
             return
         buffers = {id(buffer) for root in self.modules.roots() for buffer in root.buffers()}
-        for one in filter(is_broken, outputs):
+        for one in filter(causes.is_broken, outputs):
             if call.phase == "scaler":
                 record.finding.parameter = self.name_of(one).removesuffix(".grad")
                 return

@@ -133,6 +133,7 @@ class _Replay:
         course = f", the loss goes from {losses[0]:.4g} to {losses[-1]:.4g}" if len(losses) > 1 else ""
         return True, f"{steps} steps with it are finite{course if updated else ' (it has no optimizer)'}", None
 
+
 class _OriginRun(PrecisionComparison):
     """A step beside itself in float64, to see what the inputs of an operator that failed were made of."""
 

@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ampkit.debugging.call_sites import find_caller
 from ampkit.debugging.report import LoopFinding, LoopReport
-from ampkit.debugging.source_lines import find_caller
 from ampkit.region.autocast import autocast
 
 _LEVELS = tuple(str(Path(__file__).resolve().parents[1] / name) for name in ("whole_model", "amp.py"))

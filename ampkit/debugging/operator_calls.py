@@ -18,11 +18,10 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ampkit.debugging.call_sites import Caller, ModuleCall, ModuleCalls, find_caller
 from ampkit.debugging.loop import check_loop
-from ampkit.debugging.module_calls import ModuleCall, ModuleCalls
 from ampkit.debugging.operator_facts import OperatorFacts, facts_of, tensors_in
 from ampkit.debugging.report import Report
-from ampkit.debugging.source_lines import Caller, find_caller
 from ampkit.torch_internals.operator_tracing import (
     FakeTensor,
     ObserverMode,
@@ -131,9 +130,7 @@ class OperatorObserver(ObserverMode, Generic[R]):
         eval_frame._callback_from_stance = asked
         stack.callback(setattr, eval_frame, "_callback_from_stance", inner)
 
-    def observe(
-        self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def observe(self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator and look at it."""
         return func(*args, **kwargs)
 

@@ -140,10 +140,10 @@ def other_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """`args` and `kwargs` of a call with other tensors and dtypes, for the same operator in another precision."""
     def changed(value: Any) -> Any:
-        return dtype(value) if isinstance(value, torch.dtype) else map_tensors(value, tensor)
+        return dtype(value) if isinstance(value, torch.dtype) else value
 
-    other_args = [changed(value) for value in args]
-    other_kwargs = {key: changed(value) for key, value in kwargs.items()}
+    other_args = [map_tensors(value, tensor, changed) for value in args]
+    other_kwargs = {key: map_tensors(value, tensor, changed) for key, value in kwargs.items()}
     for place, argument in enumerate(func._schema.arguments):
         if argument.name == "half_to_float":    # of softmax, on accelerators: float16 in, float32 out
             if place < len(other_args):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from ampkit.debugging.call_sites import find_caller
 from ampkit.debugging.causes import dtype_name, largest_finite
 from ampkit.debugging.changes import Change, advice_on_precision, changes_for_precision, suggestion
 from ampkit.debugging.monitor import before_update, lost_share
@@ -24,7 +25,6 @@ from ampkit.debugging.operator_facts import OperatorFacts, other_arguments, read
 from ampkit.debugging.reference_copies import NONE, Error, ReferenceCopies
 from ampkit.debugging.report import GradientError, LostUpdate, OperatorError, PrecisionReport
 from ampkit.debugging.snapshot import Snapshot
-from ampkit.debugging.source_lines import find_caller
 from ampkit.debugging.storage_map import StorageMap
 from ampkit.torch_internals.float8 import WIDE_PRODUCTS
 from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque, storage_key
@@ -43,7 +43,8 @@ def compare_precision(
     the same operator in `reference` on the same inputs (`local`, its own rounding): an operator that rounds much and
     one that amplifies what others rounded are told apart. `report.gradients` compares the gradients, which are those
     of a true step in `reference` to the bit where `report.opaque` names no operator, `report.results` what the step
-    returns, and `report.error` is the largest of all.
+    returns, and `report.error` is the largest of all; `report.recommended_scale` is the loss scale to which nothing
+    overflows in backward, where float16 takes part.
 
     The step takes effect as always; its results and random numbers are the same to the bit. Numbers that it makes in 16
     bits (`arange`, `full`) are made in `reference` beside; what came in 16 bits counts as it is, and is listed in
@@ -104,19 +105,15 @@ class Deviation(NamedTuple):
 class PrecisionComparison(OperatorObserver[PrecisionReport]):
     """Context in which one step is compared; `report` has the gradients when an optimizer steps, or it is left."""
 
-    def __init__(
-        self, model: Module | None, reference: torch.dtype = torch.float32, *, first_step: int = 0,
-        on_step: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, model: Module | None, reference: torch.dtype = torch.float32) -> None:
         if reference not in (torch.float32, torch.float64):
             raise ValueError(f"reference is {reference}; expected torch.float32 or torch.float64")
-        super().__init__(model, PrecisionReport(dtype_name(reference), step=first_step))
-        self.first_step = first_step
+        super().__init__(model, PrecisionReport(dtype_name(reference)))
         self.memory = ReferenceCopies(reference)
         self._given: StorageMap[bool] = StorageMap()        # what came in 16 bits and was noted
         self._new_gradients = False
         self._before: list[tuple[Tensor, Tensor, Tensor]] = []      # what an optimizer is about to update
-        self._on_step = on_step
+        self.on_step: Callable[[], None] = lambda: None     # asked when the step has ended
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -134,9 +131,7 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
             ]
         return report
 
-    def observe(
-        self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def observe(self, call: OperatorCall, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         facts = call.facts
         if facts.literal:
             return func(*args, **kwargs)
@@ -277,7 +272,7 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
                 lost = LostUpdate(self.name_of(one[0]), share, dtype_name(one[0].dtype), file, line, by_optimizer=True)
                 self.report.lost_updates.append(lost)
         self._before = []
-        self._on_step()
+        self.on_step()
 
     def step_starts(self, optimizer: Any) -> None:
         self._collect_gradients()

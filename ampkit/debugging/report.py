@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from ampkit.debugging.causes import UNKNOWN, Cause
+from ampkit.debugging.causes import PASSED_ON, Cause
 
 Status = Literal["clean", "found", "inconclusive"]
 VERSION = 1
@@ -142,7 +142,7 @@ class Finding:
     micro_batch: int                # by calls of backward in the step
     symptom: str = ""               # "the loss is nan"
     parameter: str = ""             # whose gradient or value the symptom is, or the parameter that arrived broken
-    cause: Cause = UNKNOWN
+    cause: Cause = PASSED_ON
     inputs: tuple[str, ...] = ()    # of the origin, as they were before the call
     step: int = 0                   # optimizer steps before it, skipped ones counted
     scale: float | None = None      # the loss scale
@@ -324,8 +324,13 @@ class PrecisionReport(Report):
     @property
     def is_left_to_scaler(self) -> bool:
         """Whether gradients overflow at the loss scale alone: a scaler skips the step, and halves it."""
+        return not math.isfinite(self.gradient_error) and 1 <= (self.recommended_scale or 0) < self.scale
+
+    @property
+    def recommended_scale(self) -> float | None:
+        """The largest power of two times `scale` with which no float16 result of backward overflows."""
         low = [one.largest for one in self.operators if one.phase == "backward" and one.dtype == "float16"]
-        return not math.isfinite(self.gradient_error) and self.scale > 1 and max(low, default=0.0) / self.scale < 65504
+        return self.scale * 2.0 ** math.floor(math.log2(65504 / max(low))) if any(low) else None
 
     @property
     def underflows(self) -> bool:
@@ -380,6 +385,8 @@ class PrecisionReport(Report):
             update = f"{'of' if most.by_optimizer else 'by'} {most.what}{more}"
             lines.append(f"  unmoved   {most.share:.0%} of the update {update} rounds to nothing in {most.dtype}, "
                          f"{most.file}:{most.line}")
+        if self.recommended_scale is not None:
+            lines.append(f"  scale     {self.scale:g}; up to {self.recommended_scale:g} nothing overflows in backward")
         lines += [f"  unseen    {op}: {why}" for op, why in self.opaque.items()]
         if self.given:
             names = list(self.given)

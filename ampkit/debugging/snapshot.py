@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,12 +24,12 @@ class Snapshot:
     """
 
     def __init__(self, model: Module, others: Iterable[Any] = ()) -> None:
-        self._tensors = [(one, one.detach().clone()) for one in (*model.parameters(), *model.buffers())]
+        self._tensors: dict[Tensor, tuple[Tensor, Tensor | None]] = {}      # their values and gradients
+        self._keep((*model.parameters(), *model.buffers()))
         self._buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
-        self._gradients = [(one, None if one.grad is None else one.grad.clone()) for one in model.parameters()]
         self._optimizers: dict[Optimizer, tuple[dict[Any, Any], list[dict[str, Any]]]] = {}
         self._others: dict[int, tuple[Any, Any]] = {}
-        self._random = _random_state()
+        self._random = [(put_back, state()) for state, put_back in _generators()]
         for one in others:
             self.add(one)
 
@@ -45,11 +45,7 @@ class Snapshot:
         """Keep the state of an optimizer, a scaler or another object, unless it is kept already."""
         if isinstance(one, Optimizer):
             if one not in self._optimizers:
-                known = {id(tensor) for tensor, _ in self._tensors}
-                for parameter in (p for group in one.param_groups for p in group["params"] if id(p) not in known):
-                    self._tensors.append((parameter, parameter.detach().clone()))
-                    gradient = parameter.grad
-                    self._gradients.append((parameter, None if gradient is None else gradient.clone()))
+                self._keep(p for group in one.param_groups for p in group["params"])
                 groups = [{key: value for key, value in group.items() if key != "params"} for group in one.param_groups]
                 self._optimizers[one] = (_copied(dict(one.state)), _copied(groups))
         elif not hasattr(one, "state_dict") or not hasattr(one, "load_state_dict"):
@@ -58,6 +54,12 @@ class Snapshot:
             )
         elif id(one) not in self._others:
             self._others[id(one)] = (one, copy.deepcopy(one.state_dict()))
+
+    def _keep(self, tensors: Iterable[Tensor]) -> None:
+        for one in tensors:
+            if one not in self._tensors:
+                gradient = one.grad if one.is_leaf else None
+                self._tensors[one] = one.detach().clone(), None if gradient is None else gradient.clone()
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -74,7 +76,7 @@ class Snapshot:
         """Put everything back, in place: what refers to a parameter still does."""
         for buffers, before in self._buffers:
             buffers.update(before)      # a step may put another tensor in the place of one
-        for tensor, value in self._tensors:
+        for tensor, (value, _) in self._tensors.items():
             tensor.data.copy_(value)
         self.restore_gradients()
         for optimizer, (state, groups) in self._optimizers.items():
@@ -84,12 +86,13 @@ class Snapshot:
                 group.update(_copied(values))
         for one, state in self._others.values():
             one.load_state_dict(copy.deepcopy(state))
-        _set_random_state(self._random)
+        for put_back, state in self._random:
+            put_back(state)
 
     def restore_gradients(self) -> None:
         """Put gradients back."""
-        for parameter, gradient in self._gradients:
-            parameter.grad = None if gradient is None else gradient.clone()
+        for tensor, (_, gradient) in self._tensors.items():
+            tensor.grad = None if gradient is None else gradient.clone()
 
 
 def _copied(value: Any) -> Any:
@@ -103,19 +106,11 @@ def _copied(value: Any) -> Any:
     return copy.copy(value)
 
 
-def _random_state() -> dict[str, Any]:
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+def _generators() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """Of each random number generator, what returns its state and what puts it back."""
+    yield random.getstate, random.setstate
+    yield torch.get_rng_state, torch.set_rng_state
     if "numpy" in sys.modules:
-        state["numpy"] = sys.modules["numpy"].random.get_state()
+        yield sys.modules["numpy"].random.get_state, sys.modules["numpy"].random.set_state
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    torch.set_rng_state(state["torch"])
-    if "numpy" in state:
-        sys.modules["numpy"].random.set_state(state["numpy"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state_all(state["cuda"])
+        yield torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all

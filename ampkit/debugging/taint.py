@@ -12,28 +12,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-# "skipped": a scaler has met it, and it is still in a gradient.
-Source = Literal["made", "from inf", "constant", "arrived", "received", "uninitialised", "skipped"]
-
 
 @dataclass(slots=True)
 class Record:
-    """What is known of one operator call, or of a tensor that was there before (`source` "arrived")."""
+    """What is known of one operator call, or of a tensor that was there before (`kind` "arrived")."""
 
     index: int
     phase: str
     inputs: tuple[int, ...] = ()    # the records whose values it read
     broken: frozenset[str] = frozenset()    # what its result has of "nan", "inf" and "-inf"
-    source: Source | None = None    # set where the broken value did not come from a broken input
     shows: Literal["", "loss", "gradient", "parameter", "buffer"] = ""      # what its result is
     scalar: bool = False
-    finding: Any = None             # what a report says of a broken one; nothing here looks at it
+    finding: Any = None             # what a report says of a broken one
 
     def mark(self, low: float, high: float) -> None:
         """Note what the least and the greatest value of its result say."""
         if not math.isfinite(high - low):       # of float16, too: these are Python's
             found = {"nan": low != low, "inf": high == math.inf, "-inf": low == -math.inf}
             self.broken |= {name for name, there in found.items() if there}
+
+    @property
+    def kind(self) -> str:
+        """The kind of the cause of a broken value; "passed on" where it came from a broken input."""
+        return self.finding.cause.kind if self.finding is not None else "passed on"
 
     @property
     def values(self) -> str:
@@ -67,22 +68,22 @@ def trace(records: Mapping[int, Record], *, complete: bool = True) -> list[Trace
                 read.add(index)     # a scaler that counts what is broken absorbs nothing
     traces: list[Trace] = []
     # A constant is to blame where it reaches a loss, a gradient or a parameter, and nothing else explains it.
-    for record in sorted(broken.values(), key=lambda one: (one.source == "constant", one.index)):
-        if record.source in (None, "skipped") or (record.source == "constant" and traces):
+    for record in sorted(broken.values(), key=lambda one: (one.kind == "constant", one.index)):
+        if record.kind in ("passed on", "skipped") or (record.kind == "constant" and traces):
             continue
-        behind = _behind(record, broken) if record.source == "from inf" else []
+        behind = _behind(record, broken) if record.kind == "from inf" else []
         if not all(map(_is_constant, behind)):
             continue        # the inf has an origin of its own
         # An inf that came with the data shows only where it does harm: it may be a bound, or a mask.
-        soft = complete and (record.source != "arrived" or "nan" in record.broken)
+        soft = complete and (record.kind != "arrived" or "nan" in record.broken)
         reached = _reached(record, readers)
         symptoms = [
-            one for one in reached if one.shows or (record.source != "constant" and _is_left(one, read, soft))
+            one for one in reached if one.shows or (record.kind != "constant" and _is_left(one, read, soft))
         ]
         if symptoms:
             only_gradients = all(one.shows in ("", "gradient") for one in reached)
             symptom = min(symptoms, key=lambda one: (one.shows != "loss", one.index))
-            constant = next((one for one in behind if one.source == "constant"), None)
+            constant = next((one for one in behind if one.kind == "constant"), None)
             traces.append(Trace(record, symptom, only_gradients, constant))
     return traces
 
@@ -120,5 +121,5 @@ def _behind(record: Record, broken: Mapping[int, Record]) -> list[Record]:
 
 def _is_constant(record: Record) -> bool:
     """Whether an inf was put there by a constant or passed on, or is a mask that came with the data."""
-    masked = record.source == "arrived" and record.broken == {"-inf"}
-    return masked or record.source in (None, "constant", "from inf")
+    masked = record.kind == "arrived" and record.broken == {"-inf"}
+    return masked or record.kind in ("passed on", "constant", "from inf")

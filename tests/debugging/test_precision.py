@@ -272,6 +272,23 @@ def test_copies_of_memory_that_is_gone_are_given_back() -> None:
 # --- scalers, scales, steps
 
 
+@pytest.mark.parametrize("name", ["mlp", "gpt", "cnn", "shared"])
+def test_the_recommended_scale_is_within_a_power_of_two_of_brute_force(name: str) -> None:
+    model, batch = make(name)
+
+    def finite(scale: float) -> bool:
+        model.zero_grad()
+        with autocast("cpu", dtype=torch.float16):
+            loss = loss_of(model(batch))
+        (loss * scale).backward()
+        return all(bool(g.isfinite().all()) for g in gradients(model).values())
+
+    best = max(k for k in range(40) if finite(2.0**k))
+    found = compare_precision(lambda: finite(1.0), model).recommended_scale
+    assert found is not None
+    assert abs(math.log2(found) - best) <= 1
+
+
 @pytest.mark.parametrize("scale", [2.0**4, 2.0**40])
 @pytest.mark.parametrize("cls", [GradScaler, torch.amp.GradScaler])
 def test_gradients_are_taken_before_the_loop_clears_them(cls: Any, scale: float) -> None:
