@@ -70,7 +70,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 @pytest.mark.parametrize("strategy", [DynamicLossScale(1024.0), DynamicLossScale(hysteresis=2, tolerance=0.1)])
 @pytest.mark.parametrize(("captured", "moved"), [(False, False), (False, True), (True, False)])
 def test_clipping_a_step_and_an_update_take_six_launches(launches, monkeypatch, strategy, captured, moved) -> None:
-    """And two more where gradients have moved: the norm and the step have a table each. In a graph one to count."""
+    """And one more to copy addresses of gradients elsewhere than before, or in a CUDA graph one to count."""
     params = [torch.nn.Parameter(torch.ones(5)) for _ in range(3)]
     scaler, optimizer = GradScaler("cpu", loss_scale=strategy), AdamW(params, impl="triton")
     for i in range(3):
@@ -86,7 +86,7 @@ def test_clipping_a_step_and_an_update_take_six_launches(launches, monkeypatch, 
             scaler.step(optimizer)
             scaler.update()
     upload, tally = ["upload"] * moved, ["tally_kernel"] * captured
-    step = [*upload, "prepare_kernel", "adamw_kernel", "update_kernel"]
+    step = ["prepare_kernel", "adamw_kernel", "update_kernel"]
     assert launches.names == ["inverse_kernel", *upload, "norm_kernel", "finish_kernel", *step, *tally]
 
 
