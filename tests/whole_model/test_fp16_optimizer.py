@@ -50,8 +50,8 @@ def test_it_is_a_scaler_and_masters_to_the_bit(
 ) -> None:
     """Losses and weights of 12 steps of two micro-batches, with clipping and two overflows.
 
-    Micro-batches are taken together or one by one, each with an update of the scale. The second overflow is dropped, as scripts for Apex have it:
-    `if optimizer.overflow: continue`.
+    Micro-batches are taken together or one by one, each with an update of the scale. The second overflow is dropped, as
+    scripts for Apex have it: `if optimizer.overflow: continue`.
     """
     rule = {"init_scale": 2.0**12, "scale_window": 4}
     model = model_of(dtype)
