@@ -9,7 +9,7 @@ STAMP := $(VENV)/.ampkit-installed
 WORKERS := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types kernels-check operators check soak bench docs wheel matrix clean
+.PHONY: help install demo test lint types kernels-check operators other-suites check soak bench docs wheel matrix clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -41,6 +41,10 @@ kernels-check: $(STAMP) ## compile every Triton kernel for real GPUs (needs none
 
 operators: $(STAMP) ## compare the operator lists with the installed torch
 	@$(BIN)/python -m pytest -q tests/policy/test_op_registry.py
+
+other-suites: $(STAMP) ## other projects' precision tests with ampkit in torch's place: SOURCES=/folder with checkouts
+	@test -n "$(SOURCES)" || { echo "make other-suites SOURCES=/folder: see tests/tools/other_suites.py"; exit 2; }
+	@$(BIN)/python -m tests.tools.other_suites "$(SOURCES)"
 
 check: lint types kernels-check test ## all of the above checks: what CI runs
 

@@ -27,7 +27,8 @@ def linear_layers(policy: Any, model: Module, path: str = "", dtype: torch.dtype
         dtype = value
     elif value is not None:
         policy, dtype = policy.inside(value), torch.bfloat16
-    is_conv1d = type(module).__name__ == "Conv1D"       # `addmm`, with a weight of shape (K, N)
+    # It calls `addmm` and has a weight of shape (K, N).
+    is_conv1d = type(module).__module__ == "transformers.pytorch_utils" and type(module).__name__ == "Conv1D"
     if isinstance(module, Linear) or is_conv1d:
         weight = module.weight
         k, n = weight.shape if is_conv1d else (module.in_features, module.out_features)

@@ -16,8 +16,9 @@ _DATA_PARALLEL = (DataParallel, DistributedDataParallel)
 
 def unwrapped(module: Module) -> Module:
     """The module inside wrappers that torch adds to compile, checkpoint or distribute one; else itself."""
-    for name, child in module._modules.items():
-        if child is not None and _is_wrapper(module, name):
+    for name in ("module",) if isinstance(module, _DATA_PARALLEL) else _WRAPPERS:
+        child = module._modules.get(name)
+        if child is not None:
             return unwrapped(child)
     return module
 
@@ -43,12 +44,17 @@ def starred(path: str) -> str:
 
 def path_of(root: Module, module: Module) -> str:
     """The first path of a module in `root`; its class's name if it is not in it."""
-    module = unwrapped(module)
-    if module not in _paths.get(root, ()):
-        _paths[root] = weakref.WeakKeyDictionary({each: path for path, each in reversed([*named_paths(root)])})
-    return _paths[root].get(module, type(module).__name__)
+    module, paths = unwrapped(module), _paths.get(root)
+    if paths is None or module not in paths or _at(root, paths[module]) is not module:
+        paths = weakref.WeakKeyDictionary({each: path for path, each in reversed([*named_paths(root)])})
+        _paths[root] = paths
+    return paths.get(module, type(module).__name__)
 
 
-def _is_wrapper(module: Module, name: str) -> bool:
-    """Whether `module` only wraps its child `name`."""
-    return name in _WRAPPERS or (name == "module" and isinstance(module, _DATA_PARALLEL))
+def _at(root: Module, path: str) -> Module | None:
+    """The module that has this path now."""
+    found: Module | None = unwrapped(root)
+    for name in path.split(".") if path else ():
+        found = found._modules.get(name) if found is not None else None
+        found = None if found is None else unwrapped(found)
+    return found

@@ -1,4 +1,4 @@
-"""Specialised kernels: Python generated for one operator from its schema and rule; `Policy.source` prints it.
+"""Specialised kernels: Python generated for one operator from its schema and rule; `source` returns it.
 
 A kernel for every operator loops over arguments of unknown types, which costs more than a small cast. A specialised one
 names its arguments and covers plain tensors and parameters on one device type; where autocast is disabled, it calls the

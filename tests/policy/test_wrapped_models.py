@@ -153,4 +153,5 @@ def test_wrappers_have_no_part_in_the_paths_of_records() -> None:
         paths = [path_of(root, each) for each in (root, wrapper, *wrapper.children(), model.head, head)]
         assert paths == ["", "blocks.1", "blocks.1", "head", "Linear"]
     model.head = head
-    assert path_of(model, head) == "head"
+    model.blocks.insert(0, Block())
+    assert [path_of(model, each) for each in (head, wrapper)] == ["head", "blocks.2"]

@@ -1,13 +1,4 @@
-"""A pytest plugin that puts ampkit in torch.amp's place for other projects' precision tests, as in
-
-    cd pytorch/test; PYTHONPATH=$AMPKIT:$AMPKIT/kernels:$AMPKIT/tests/tools pytest -p as_torch_amp test_autocast.py
-
-with checkouts of pytorch, Lightning (`tests_pytorch/plugins/precision`) or Accelerate (`tests/test_accelerator.py`) of
-the installed versions; without `-p` the same tests run with torch.amp. Compared last with torch 2.13.0 on a CPU,
-Lightning 2.6.5 and Accelerate 1.15.0.dev0, these alone failed: `test_autocast_called_with_non_callable` and
-`test_non_string_device`, which match torch's words of an error of the same class, and Lightning's
-`test_amp_precision_default_scaler`, which gives a scaler `device=Mock()`.
-"""
+"""A pytest plugin that puts ampkit in torch.amp's place, for `tests.tools.other_suites`."""
 
 from typing import Any
 
