@@ -13,7 +13,7 @@ import math
 import numbers
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, Literal, TypeVar, overload
@@ -41,6 +41,7 @@ from ampkit.torch_internals.optimizers import update_scale_
 from ampkit.user_warnings import warn_user
 
 Outputs = TypeVar("Outputs", bound=Iterable[Any])
+OnStuck = Literal["warn", "raise"] | Callable[[ScalerStats], None]
 Flags = dict[torch.device, Tensor]
 """For each device that holds gradients 0.0, or nonzero where one is not finite."""
 
@@ -64,13 +65,13 @@ class GradScaler(torch.amp.GradScaler):
         backoff_factor: multiplies the scale after an overflow; below 1.
         growth_interval: updates in a row without overflow before growth.
         enabled: False turns every method into a pass-through.
-        loss_scale: a strategy in place of the four numbers above: `DynamicLossScale` with bounds or hysteresis,
-            `StaticLossScale`, `NoOpLossScale`.
+        loss_scale: a strategy in place of the four numbers above: `DynamicLossScale` with bounds, hysteresis or
+            tolerance, `StaticLossScale`, `NoOpLossScale`.
         process_group: ranks that must skip together although each has other gradients (sharded by hand, pipelined).
             DDP and DTensor gradients (FSDP2, tensor parallel) need nothing.
         allow_fp16: unscale float16 gradients too, for optimizers that keep float32 master weights.
         on_stuck: when gradients overflow at a scale that can hardly fall further (`DynamicLossScale.stuck_scale`):
-            "warn" once or "raise" `LossScaleStuckError`.
+            "warn" once, "raise" `LossScaleStuckError`, or call a function with `ScalerStats`.
         skip_above: skip steps whose gradient norm, over all parameters of the optimizer and before clipping, is above
             a number or a multiple of the running median (`TimesMedian`), without an effect on the scale. The norm is
             that of `clip_grad_norm_` of order 0, 1, 2 or inf, else the 2-norm; without clipping, `unscale_` and `step`
@@ -108,7 +109,7 @@ class GradScaler(torch.amp.GradScaler):
         loss_scale: LossScale | None = None,
         process_group: Any = None,
         allow_fp16: bool = False,
-        on_stuck: Literal["warn", "raise"] = "warn",
+        on_stuck: OnStuck = "warn",
         skip_above: float | TimesMedian | None = None,
     ) -> None:
         self._device = _device_type(device)
@@ -116,8 +117,8 @@ class GradScaler(torch.amp.GradScaler):
         plain = (init_scale, growth_factor, backoff_factor, growth_interval)
         # torch checks nothing when disabled
         self._rule = scales.from_numbers(loss_scale, plain) if self._enabled else loss_scale or DynamicLossScale()
-        if on_stuck not in ("warn", "raise"):
-            raise ValueError(f"on_stuck is {on_stuck!r}; expected 'warn' or 'raise'")
+        if on_stuck not in ("warn", "raise") and not callable(on_stuck):
+            raise ValueError(f"on_stuck is {on_stuck!r}; expected 'warn', 'raise' or a function of ScalerStats")
         self.process_group = process_group
         self.allow_fp16 = allow_fp16
         self.on_stuck = on_stuck
@@ -126,7 +127,7 @@ class GradScaler(torch.amp.GradScaler):
         self._stuck_check_due = False
         self._init_scale = self._rule.init_scale
         self._init_growth_tracker = 0
-        self._init_hysteresis_left: int | None = None
+        self._init_counters: dict[str, int] = {}
         self._init_totals: dict[str, int] = {}
         self._init_norms: list[list[float]] = []
         self._start()
@@ -135,8 +136,8 @@ class GradScaler(torch.amp.GradScaler):
         """Create the attributes that are not pickled: no scale on a device, no optimizer seen, no iteration begun."""
         self._scale: Any = None
         self._growth_tracker: Any = None
-        self._hysteresis_left: Any = None
-        self._history: Any = None       # made with the last of these three
+        self._counters: Sequence[Tensor] = ()     # of the strategy, beside these two
+        self._history: Any = None       # made with the scale
         self._last_steps: weakref.WeakKeyDictionary[Any, LastStep] = weakref.WeakKeyDictionary()
         self._begin_iteration()
 
@@ -214,19 +215,18 @@ class GradScaler(torch.amp.GradScaler):
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         if self._growth_tracker is not None:
             raise AssertionError("_growth_tracker initialized before _scale")
-        self._scale, self._growth_tracker, self._hysteresis_left = self._first_state(dev)
+        self._scale, self._growth_tracker, *self._counters = self._first_state(dev)
         self._history = History(dev, self._init_totals)
 
     def _first_state(self, device: torch.device) -> ScaleState:
         return self._rule.init(
-            device, scale=self._init_scale, growth_tracker=self._init_growth_tracker,
-            hysteresis_left=self._init_hysteresis_left,
+            device, scale=self._init_scale, growth_tracker=self._init_growth_tracker, **self._init_counters
         )
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         scale, tracker = super()._check_scale_growth_tracker(funcname)
         if self._history is None:   # other code has set the two
-            self._hysteresis_left = self._rule.init(scale.device).hysteresis_left
+            self._counters = self._rule.init(scale.device, **self._init_counters)[2:]
             self._history = History(scale.device, self._init_totals)
         return scale, tracker
 
@@ -688,9 +688,12 @@ class GradScaler(torch.amp.GradScaler):
             f"values are inf or NaN for another reason; scaler.overflow_report() names the parameters, "
             f"scaler.history shows when it began."
         )
-        if self.on_stuck == "raise":
+        if callable(self.on_stuck):
+            self.on_stuck(self.stats())
+        elif self.on_stuck == "raise":
             raise LossScaleStuckError(message)
-        self._warn_once("stuck", message)
+        else:
+            self._warn_once("stuck", message)
 
     def _warn_once(self, topic: str, message: str) -> None:
         """Warn once per topic, at the line that called the package."""
@@ -740,10 +743,11 @@ class GradScaler(torch.amp.GradScaler):
         is_due = history.note_update(used, found_inf, self._largest_norm, self._outlier)
         if history.triton is not None and isinstance(rule, DynamicLossScale):
             history.triton.update_scale_(
-                scale, self._growth_tracker, self._hysteresis_left, found_inf,
+                (scale, self._growth_tracker, *self._counters), found_inf,
                 growth_factor=rule.growth_factor, backoff_factor=rule.backoff_factor,
                 growth_interval=rule.growth_interval, min_scale=rule.min_scale, max_scale=rule.max_scale,
                 hysteresis=rule.hysteresis, refills_when_clean=rule.hysteresis_refill == "clean",
+                tolerance=rule.tolerance,
             )
         elif rule.is_plain:
             update_scale_(
@@ -751,7 +755,7 @@ class GradScaler(torch.amp.GradScaler):
             )
             scale.clamp_(rule.min_scale, rule.max_scale)
         else:
-            state = ScaleState(scale, self._growth_tracker, self._hysteresis_left)
+            state = ScaleState(scale, self._growth_tracker, *self._counters)
             for old, new in zip(state, rule.next_state(state, found_inf), strict=True):
                 old.copy_(new)
         if is_due:
@@ -915,11 +919,10 @@ class GradScaler(torch.amp.GradScaler):
             return {}
         # All entries even before first use: torch.distributed.checkpoint loads only entries that it finds here.
         if self._history is None:
-            left = self._init_hysteresis_left
-            left = self._rule.hysteresis if left is None else left
+            counters = self._first_state(torch.device("cpu"))[2:]
             totals = {**dict.fromkeys(COUNTS, 0), **self._init_totals}
         else:
-            left, totals = int(self._hysteresis_left), self._history.to_dict(self._scale)
+            counters, totals = self._counters, self._history.to_dict(self._scale)
         return {
             "scale": self.get_scale(),
             "growth_factor": self._rule.growth_factor,
@@ -928,7 +931,7 @@ class GradScaler(torch.amp.GradScaler):
             "_growth_tracker": self._get_growth_tracker(),
             saved_state.OWN_KEY: {
                 "loss_scale": scales.to_dict(self._rule),
-                "hysteresis_left": left,
+                "counters": dict(zip(saved_state.COUNTERS, map(int, counters), strict=True)),
                 "totals": totals,
                 "norms": [
                     *(
@@ -960,7 +963,7 @@ class GradScaler(torch.amp.GradScaler):
     def _take_over(self, new: Loadable) -> None:
         """Continue from a saved state; tensors keep their addresses."""
         self._rule, self._init_scale = new.rule, new.scale
-        self._init_growth_tracker, self._init_hysteresis_left = new.growth_tracker, new.hysteresis_left
+        self._init_growth_tracker, self._init_counters = new.growth_tracker, new.counters
         self._init_totals, self._init_norms = new.totals, new.norms
         for last in self._last_steps.values():
             norms = self._first_norms()
@@ -968,7 +971,7 @@ class GradScaler(torch.amp.GradScaler):
                 last.norms.copy_(norms)
         if self._scale is not None and self._growth_tracker is not None:
             self._check_scale_growth_tracker("load_state_dict")
-            live = self._scale, self._growth_tracker, self._hysteresis_left
+            live = self._scale, self._growth_tracker, *self._counters
             for old, value in zip(live, self._first_state(self._scale.device), strict=True):
                 old.copy_(value)
             self._history = History(self._scale.device, new.totals)
@@ -990,7 +993,7 @@ class GradScaler(torch.amp.GradScaler):
         return state | {
             "_init_scale": saved["scale"],
             "_init_growth_tracker": saved["_growth_tracker"],
-            "_init_hysteresis_left": own["hysteresis_left"],
+            "_init_counters": own["counters"],
             "_init_totals": own["totals"],
             "_init_norms": own["norms"],
         }

@@ -1,7 +1,8 @@
 """What a scaler did, counted on the device and read on request.
 
 `History` notes a few 0-d tensors per update and sums them up in blocks, so that an update costs one small copy and no
-host sync. Only reading (`History.totals`, `History.to_dict`, `History.rows`) waits for the device.
+host sync; where Triton runs, an update that is summed up by itself, as every replay of a CUDA graph does, is one
+launch. Only reading (`History.totals`, `History.to_dict`, `History.rows`) waits for the device.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class ScalerStats:
     backoffs: int = 0
     outliers: int = 0
 
-_COUNTED = ("updates", "overflows", "growths", "backoffs", "consecutive_skips", "attempts", "skips", "outliers")
+# the first seven as `tally_update_` has them
+_COUNTED = ("updates", "overflows", "consecutive_skips", "growths", "backoffs", "attempts", "skips", "outliers")
 _AT = {name: i for i, name in enumerate(_COUNTED)}
 COUNTS = frozenset({*_COUNTED, "no_gradients"})
 """The names under which `History.to_dict` saves its counts."""
@@ -111,6 +113,8 @@ class History:
         captured = ampkit_kernels.is_capturing(self._device)
         steps, updates = self._steps[captured], self._updates[captured]
         self._steps[captured], self._updates[captured] = [], []
+        if len(updates) == 1 and self._tally(updates[0], steps, scale):
+            return
         if steps:
             self._totals[_AT["attempts"]].add_(len(steps))
             self._totals[_AT["skips"]].add_((torch.stack(steps) != 0).sum())
@@ -123,8 +127,18 @@ class History:
         run = self._totals[_AT["consecutive_skips"]]
         run.copy_(torch.where(last_clean > 0, n - last_clean, run + n))
         self._totals[_AT["updates"]].add_(n)
-        changes = torch.stack((overflow, after > before, after < before)).sum(dim=1)
-        self._totals[_AT["overflows"] : _AT["backoffs"] + 1].add_(changes)
+        for name, happened in (("overflows", overflow), ("growths", after > before), ("backoffs", after < before)):
+            self._totals[_AT[name]].add_(happened.sum())
+
+    def _tally(self, update: _Update, steps: list[Tensor], scale: Tensor) -> bool:
+        """Add one update to the totals, in one launch; False, with nothing done, where there is no kernel for that."""
+        used, flag, *_ = update
+        if self.triton is None or any(
+            each.dtype is not torch.float32 or each.device != scale.device for each in (scale, used, flag, *steps)
+        ):
+            return False
+        self.triton.tally_update_(self._totals, used, scale, flag, steps)
+        return True
 
     def totals(self, scale: Tensor) -> ScalerStats:
         """Everything counted so far. One host read."""

@@ -5,7 +5,7 @@ one state to the next without reading a value, so nothing here waits for a devic
 the next one into the same tensors, which keeps their addresses fixed (CUDA graphs replay them).
 
 The dynamic rule is Micikevicius et al. 2018, section 3.2, as torch implements it; hysteresis follows Megatron-LM
-(refill on growth) and Apex (refill on every clean update).
+(refill on growth) and Apex (refill on every clean update); the tolerated overflow rate follows fairseq.
 """
 
 from __future__ import annotations
@@ -31,12 +31,15 @@ class ScaleState(NamedTuple):
     """What a strategy remembers between updates; 0-d tensors on one device.
 
     `scale` is float32, the rest int32. `growth_tracker` counts finite updates since the last overflow or growth,
-    `hysteresis_left` the overflows up to the one that backs off.
+    `hysteresis_left` the overflows up to the one that backs off, `window_updates` and `window_overflows` the updates
+    and overflows since the scale last changed.
     """
 
     scale: Tensor
     growth_tracker: Tensor
     hysteresis_left: Tensor
+    window_updates: Tensor
+    window_overflows: Tensor
 
 
 def number(given: Any, name: str, *, whole: bool = False) -> float:
@@ -58,20 +61,13 @@ def to_python_numbers(strategy: Any) -> None:
 
 
 class _LossScale:
-    def init(
-        self: Any,
-        device: torch.device | str,
-        *,
-        scale: float | None = None,
-        growth_tracker: int = 0,
-        hysteresis_left: int | None = None,
-    ) -> ScaleState:
-        """A state on `device`, fresh unless the arguments say otherwise."""
-        left = self.hysteresis if hysteresis_left is None else hysteresis_left
+    def init(self: Any, device: torch.device | str, *, scale: float | None = None, **counters: int) -> ScaleState:
+        """A state on `device`, fresh unless `scale` and counters by their field names say otherwise."""
+        first = self.init_scale if scale is None else scale
+        start = {"hysteresis_left": self.hysteresis, **counters}
         return ScaleState(
-            torch.full((), self.init_scale if scale is None else scale, dtype=torch.float32, device=device),
-            torch.full((), growth_tracker, dtype=torch.int32, device=device),
-            torch.full((), left, dtype=torch.int32, device=device),
+            torch.full((), first, dtype=torch.float32, device=device),
+            *(torch.full((), start.get(name, 0), dtype=torch.int32, device=device) for name in ScaleState._fields[1:]),
         )
 
 
@@ -90,6 +86,8 @@ class DynamicLossScale(_LossScale):
             same.
         hysteresis_refill: when forgiven overflows are given back: "growth" of the scale (Megatron-LM) or any "clean"
             update, so that only overflows in a row count (Apex, DeepSpeed's consecutive hysteresis).
+        tolerance: the scale backs off only when at least this share (0 to 1) of the updates since its last change
+            overflowed (fairseq's overflow tolerance).
 
     Raises:
         TypeError: a field that is no number, or no whole one.
@@ -111,6 +109,7 @@ class DynamicLossScale(_LossScale):
     max_scale: float = LARGEST_SCALE
     hysteresis: int = 1
     hysteresis_refill: str = "growth"
+    tolerance: float = 0.0
 
     kind: ClassVar[str] = "dynamic"
     scales_losses: ClassVar[bool] = True
@@ -127,6 +126,7 @@ class DynamicLossScale(_LossScale):
             ("init_scale", low <= self.init_scale <= high, f"a number from min_scale ({low}) to max_scale ({high})"),
             ("hysteresis", 1 <= self.hysteresis <= 2**30, "1 (back off at once) or more, at most 2**30"),
             ("hysteresis_refill", self.hysteresis_refill in ("growth", "clean"), "'growth' or 'clean'"),
+            ("tolerance", 0.0 <= self.tolerance < 1.0, "a share from 0 up to, not including, 1"),
         ):
             if not is_right:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected {expected}")
@@ -139,13 +139,15 @@ class DynamicLossScale(_LossScale):
     @property
     def is_plain(self) -> bool:
         """Whether the rule is torch's own, bounds aside."""
-        return self.hysteresis == 1
+        return self.hysteresis == 1 and self.tolerance == 0.0
 
     def next_state(self, state: ScaleState, found_inf: Tensor) -> ScaleState:
         """The state after an update that did (`found_inf` nonzero, NaN included) or did not overflow. Never syncs."""
         overflow = found_inf != 0
-        backs_off = overflow & (state.hysteresis_left <= 1)
-        left = torch.where(overflow, torch.clamp(state.hysteresis_left - 1, min=1), state.hysteresis_left)
+        updates, overflows = state.window_updates + 1, state.window_overflows + overflow
+        counted = overflow & (overflows.float() >= self.tolerance * updates.float())
+        backs_off = counted & (state.hysteresis_left <= 1)
+        left = torch.where(counted, torch.clamp(state.hysteresis_left - 1, min=1), state.hysteresis_left)
         finite_run = state.growth_tracker + 1
         grows = ~overflow & (finite_run == self.growth_interval)
         # Growth to inf keeps the scale and restarts the count, as in torch.
@@ -158,6 +160,8 @@ class DynamicLossScale(_LossScale):
             scale.clamp(self.min_scale, self.max_scale),
             torch.where(overflow | grows, 0, finite_run).to(torch.int32),
             torch.where(refill, self.hysteresis, left).to(torch.int32),
+            torch.where(backs_off | grows, 0, updates).to(torch.int32),
+            torch.where(backs_off | grows, 0, overflows).to(torch.int32),
         )
 
 

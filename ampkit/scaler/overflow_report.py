@@ -81,11 +81,13 @@ class OverflowReport(tuple[NonFiniteGradient, ...]):
     def __str__(self) -> str:
         if not self:
             return "no parameter held inf or NaN"
-        first = self[0].name
-        if self.finite_down_to is None:
+        first, before = self[0].name, self.finite_down_to
+        if before is None:
             lines = [f"no gradient was finite before {first}: it began there, or in the loss"]
+        elif _module(first) == _module(before):
+            lines = [f"finite down to {before}; first bad: {first}"]
         else:
-            lines = [f"finite down to {self.finite_down_to}; first bad: {first}"]
+            lines = [f"finite down to {_module(before)}; first bad: {_module(first)}"]
         lines += [f"  {gradient}" for gradient in self[:_SHOWN]]
         if len(self) > _SHOWN:
             lines.append(f"  and {len(self) - _SHOWN} more")
@@ -93,6 +95,11 @@ class OverflowReport(tuple[NonFiniteGradient, ...]):
             lines.append("for names call overflow_report(model), or make the optimizer with model.named_parameters()")
         lines.append("by registration, from the last; debugging.find_nonfinite finds where it began in any model")
         return "\n".join(lines)
+
+
+def _module(name: str) -> str:
+    """The path of a parameter's module; for one of the model itself or without a name, its own name."""
+    return name.rpartition(".")[0] or name
 
 
 def report(counted: Iterable[Counted], model: torch.nn.Module | None) -> OverflowReport:

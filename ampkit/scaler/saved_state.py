@@ -9,11 +9,12 @@ from typing import Any
 
 from ampkit.scaler import loss_scale as scales
 from ampkit.scaler.history import COUNTS
-from ampkit.scaler.loss_scale import DynamicLossScale, LossScale
+from ampkit.scaler.loss_scale import DynamicLossScale, LossScale, ScaleState
 from ampkit.user_warnings import warn_user
 
 TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 OWN_KEY = "ampkit"
+COUNTERS = ScaleState._fields[2:]
 _PLAIN = DynamicLossScale()
 # Counting continues from these, in int32 and int64 on the device: half of the range, or float64's, leaves room.
 _MOST_IN_A_ROW = 2**30
@@ -27,7 +28,7 @@ class Loadable:
     rule: LossScale
     scale: float
     growth_tracker: int
-    hysteresis_left: int | None
+    counters: dict[str, int]
     totals: dict[str, int]
     norms: list[list[float]]
 
@@ -51,18 +52,15 @@ def loadable(state_dict: Any, rule: LossScale) -> Loadable:
     missing = [key for key in TORCH_KEYS if key not in given]
     if missing:
         raise KeyError(f"the scaler's state dict has no {', '.join(map(repr, missing))}; expected {list(TORCH_KEYS)}")
-    own = _mapping(given.get(OWN_KEY, {}), OWN_KEY, ("loss_scale", "hysteresis_left", "totals", "norms"))
+    own = _mapping(given.get(OWN_KEY, {}), OWN_KEY, ("loss_scale", "counters", "totals", "norms"))
     saved = scales.from_dict(_mapping(own["loss_scale"], "loss_scale")) if "loss_scale" in own else None
     plain = {name: given[name] for name in TORCH_KEYS[1:4]}
     base = saved if isinstance(saved, DynamicLossScale) else rule if isinstance(rule, DynamicLossScale) else _PLAIN
     dynamic = replace(base, **plain)    # checks the three numbers, also where they are not used
     saved_scale = usable_scale(given["scale"], "the saved scale")
     tracker = _whole(given["_growth_tracker"], "_growth_tracker", _MOST_IN_A_ROW)
-    left = _whole(own["hysteresis_left"], "hysteresis_left", _MOST_IN_A_ROW) if "hysteresis_left" in own else None
-    totals = {
-        name: _whole(value, f"{name} of 'totals'", _MOST_IN_TOTAL)
-        for name, value in _mapping(own.get("totals", {}), "totals", COUNTS).items()
-    }
+    counters = _counts(own.get("counters", {}), "counters", COUNTERS, _MOST_IN_A_ROW)
+    totals = _counts(own.get("totals", {}), "totals", COUNTS, _MOST_IN_TOTAL)
     norms = _norms(own.get("norms", []))
     unknown = sorted(set(map(str, given)) - {*TORCH_KEYS, OWN_KEY})
     if unknown:
@@ -76,7 +74,7 @@ def loadable(state_dict: Any, rule: LossScale) -> Loadable:
     scale = rule.init_scale
     if isinstance(rule, DynamicLossScale):
         scale = min(max(saved_scale, rule.min_scale), rule.max_scale)
-    return Loadable(rule, scale, tracker, left, totals, norms)
+    return Loadable(rule, scale, tracker, counters, totals, norms)
 
 
 def usable_scale(value: Any, name: str) -> float:
@@ -92,6 +90,10 @@ def _whole(value: Any, name: str, most: int) -> int:
     if number != number or not 0 <= number <= most or number != int(number):
         raise ValueError(f"the saved {name} is {value!r}; expected a whole number from 0 to {most}")
     return int(number)
+
+
+def _counts(saved: Any, what: str, known: Collection[str], most: int) -> dict[str, int]:
+    return {name: _whole(value, f"{name} of {what!r}", most) for name, value in _mapping(saved, what, known).items()}
 
 
 def _norms(saved: Any) -> list[list[float]]:

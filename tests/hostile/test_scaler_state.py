@@ -24,7 +24,7 @@ STRANGE: list[Any] = [
 ]
 RULES: list[Callable[[], Any]] = [
     DynamicLossScale,
-    lambda: DynamicLossScale(2.0**10, growth_interval=2, hysteresis=2, hysteresis_refill="clean"),
+    lambda: DynamicLossScale(2.0**10, growth_interval=2, hysteresis=2, hysteresis_refill="clean", tolerance=0.25),
     lambda: DynamicLossScale(2.0**4, min_scale=2.0, max_scale=2.0**6),
     lambda: StaticLossScale(128.0),
     NoOpLossScale,
@@ -51,7 +51,7 @@ def iterate(scaler: torch.amp.GradScaler, iterations: int) -> None:
 
 def everything(scaler: GradScaler) -> tuple[Any, ...]:
     """All that a load may change."""
-    initial = (scaler._init_scale, scaler._init_growth_tracker, scaler._init_hysteresis_left, scaler._init_totals)
+    initial = (scaler._init_scale, scaler._init_growth_tracker, scaler._init_counters, scaler._init_totals)
     return scaler.loss_scale, *initial, id(scaler._scale), scaler.state_dict()
 
 

@@ -108,12 +108,13 @@ def steps() -> None:
 def single_numbers() -> None:
     """What a scaler computes."""
     scale.inverse_scale(ONE)
-    left = torch.ones((), dtype=torch.int32)
+    count = torch.ones((), dtype=torch.int32)
     for clean in (False, True):
         scale.update_scale_(
-            ONE, left, left, FLAG, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, min_scale=1.0,
-            max_scale=2.0, hysteresis=1, refills_when_clean=clean,
+            (ONE, count, count, count, count), FLAG, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000,
+            min_scale=1.0, max_scale=2.0, hysteresis=1, refills_when_clean=clean, tolerance=0.0,
         )
+    scale.tally_update_(torch.zeros(8, dtype=torch.int64), ONE, ONE, FLAG, [FLAG, FLAG])
 
 
 def float8_casts() -> None:

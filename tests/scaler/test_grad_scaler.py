@@ -57,7 +57,7 @@ def test_factors_are_checked_unless_disabled(cls) -> None:
     ("make", "error", "message"),
     [
         (lambda: GradScaler("cpu", init_scale=0.0), ValueError, "init_scale is 0"),
-        (lambda: GradScaler("cpu", on_stuck="scream"), ValueError, "on_stuck is 'scream'; expected 'warn' or 'raise'"),
+        (lambda: GradScaler("cpu", on_stuck="scream"), ValueError, "on_stuck is 'scream'; expected 'warn', 'raise'"),
         (lambda: GradScaler(2.0**16), TypeError, "device is 65536.0; expected .*; init_scale comes"),
         (lambda: GradScaler("cpu").set_growth_factor(0.5), ValueError, r"growth_factor is 0\.5"),
         (lambda: GradScaler("cpu").set_backoff_factor(0.0), ValueError, r"backoff_factor is 0\.0"),

@@ -13,6 +13,7 @@ import ampkit_kernels
 from ampkit import DynamicLossScale, GradScaler
 from ampkit.gradients import clipping
 from ampkit.optim import AdamW
+from ampkit.scaler.history import History
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -66,25 +67,48 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     return counted
 
 
-@pytest.mark.parametrize("strategy", [DynamicLossScale(1024.0), DynamicLossScale(hysteresis=2)])
-@pytest.mark.parametrize("moved", [False, True])
-def test_clipping_a_step_and_an_update_take_six_launches(launches, strategy, moved) -> None:
-    """And two more where gradients have moved: the norm and the step have a table each."""
+@pytest.mark.parametrize("strategy", [DynamicLossScale(1024.0), DynamicLossScale(hysteresis=2, tolerance=0.1)])
+@pytest.mark.parametrize(("captured", "moved"), [(False, False), (False, True), (True, False)])
+def test_clipping_a_step_and_an_update_take_six_launches(launches, monkeypatch, strategy, captured, moved) -> None:
+    """And one more to copy addresses of gradients elsewhere than before, or in a CUDA graph one to count."""
     params = [torch.nn.Parameter(torch.ones(5)) for _ in range(3)]
     scaler, optimizer = GradScaler("cpu", loss_scale=strategy), AdamW(params, impl="triton")
-    for _ in range(3):
+    for i in range(3):
         scaler.scale(torch.ones((), requires_grad=True))
         for param in params:
             if moved or param.grad is None:
                 param.grad = torch.full_like(param, 3.0)
+        if i == 2:
+            monkeypatch.setattr(ampkit_kernels, "is_capturing", lambda _: captured)
         launches.names.clear()
         with launches:
             scaler.clip_grad_norm_(optimizer, 0.5)
             scaler.step(optimizer)
             scaler.update()
-    upload = ["upload"] if moved else []
-    step = [*upload, "prepare_kernel", "adamw_kernel", "update_kernel"]
-    assert launches.names == ["inverse_kernel", *upload, "norm_kernel", "finish_kernel", *step]
+    upload, tally = ["upload"] * moved, ["tally_kernel"] * captured
+    step = ["prepare_kernel", "adamw_kernel", "update_kernel"]
+    assert launches.names == ["inverse_kernel", *upload, "norm_kernel", "finish_kernel", *step, *tally]
+
+
+def test_counting_in_one_launch_gives_the_same_counts(launches) -> None:
+    """Beside the operators that the launch replaces, with no, one and several steps between updates."""
+    ours, theirs = History(torch.device("cpu"), {}), History(torch.device("cpu"), {})
+    theirs.triton = None
+    generator = torch.Generator().manual_seed(0)
+    before = torch.tensor(2.0**10)
+    for i in range(20):
+        flags = [torch.randint(2, (), generator=generator).float() for _ in range(int(torch.randint(4, ())))]
+        overflow = max([torch.zeros(()), *flags])
+        after = before * (0.5 if overflow else float(torch.randint(1, 3, (), generator=generator)))
+        for history in (ours, theirs):
+            for flag in flags:
+                history.note_step(flag)
+            assert history.note_update(before, overflow, None) is (i == 0)
+            history.fold(after)
+        assert ours.totals(after) == theirs.totals(after)
+        before = after
+    assert ours.rows(before) == theirs.rows(before)
+    assert {"tally_kernel"} == set(launches.names)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -116,7 +140,7 @@ def test_single_numbers_in_one_launch_have_torchs_bits(launches) -> None:
         rule = DynamicLossScale(
             draw(1.0, 3.0, 2.0**14), growth_factor=draw(1.0, 2.0, 1.7, 1e30), backoff_factor=draw(0.5, 0.3, 1.0),
             growth_interval=draw(0, 1, 2, 5, 2**40), min_scale=draw(2.0**-126, 0.7), max_scale=draw(2.0**15, 3.4e38),
-            hysteresis=draw(1, 1, 2, 3), hysteresis_refill=draw("growth", "clean"),
+            hysteresis=draw(1, 1, 2, 3), hysteresis_refill=draw("growth", "clean"), tolerance=draw(0.0, 0.0, 0.3),
         )
         scaler = GradScaler("cpu", loss_scale=rule)
         scaler.scale(torch.ones((), requires_grad=True))
@@ -125,4 +149,4 @@ def test_single_numbers_in_one_launch_have_torchs_bits(launches) -> None:
             found_inf = torch.tensor(draw(0.0, 0.0, 1.0, float("nan")))
             theirs = rule.next_state(theirs, found_inf)
             scaler._advance(found_inf)
-            assert (scaler._scale, scaler._growth_tracker, scaler._hysteresis_left) == tuple(theirs), rule
+            assert (scaler._scale, scaler._growth_tracker, *scaler._counters) == tuple(theirs), rule

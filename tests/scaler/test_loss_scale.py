@@ -48,20 +48,31 @@ def test_plain_rule_is_torchs_update_kernel(flags, init, growth, backoff, interv
 
 def account(rule: DynamicLossScale, flags: list[float]) -> list[tuple[float, int]]:
     """The dynamic rule in Python numbers, written from its description."""
-    scale, run, left = np.float32(rule.init_scale), 0, rule.hysteresis
+    scale, run, left, updates, overflows = np.float32(rule.init_scale), 0, rule.hysteresis, 0, 0
     out = []
     for flag in flags:
-        run = 0 if flag else run + 1
-        if flag and left <= 1:
-            scale = max(np.float32(float(scale) * rule.backoff_factor), np.float32(rule.min_scale))
+        updates += 1
+        moved = False
         if flag:
-            left = max(left - 1, 1)
-        if run == rule.growth_interval:
             run = 0
-            scale = min(np.float32(float(scale) * rule.growth_factor), np.float32(rule.max_scale))
-            left = rule.hysteresis
-        if not flag and rule.hysteresis_refill == "clean":
-            left = rule.hysteresis
+            overflows += 1
+            if overflows / updates >= rule.tolerance:
+                if left <= 1:
+                    scale = max(np.float32(float(scale) * rule.backoff_factor), np.float32(rule.min_scale))
+                    moved = True
+                left = max(left - 1, 1)
+        else:
+            run += 1
+            if run == rule.growth_interval:
+                run = 0
+                moved = True
+                scale = min(np.float32(float(scale) * rule.growth_factor), np.float32(rule.max_scale))
+                if rule.hysteresis_refill == "growth":
+                    left = rule.hysteresis
+            if rule.hysteresis_refill == "clean":
+                left = rule.hysteresis
+        if moved:
+            updates = overflows = 0
         out.append((float(scale), run))
     return out
 
@@ -70,13 +81,14 @@ def account(rule: DynamicLossScale, flags: list[float]) -> list[tuple[float, int
     flags=flags,
     hysteresis=st.integers(1, 3),
     refill=st.sampled_from(["growth", "clean"]),
+    tolerance=st.sampled_from([0.0, 0.25, 0.5]),
     interval=st.integers(1, 6),
     bounds=st.sampled_from([(SMALLEST_SCALE, LARGEST_SCALE), (4.0, 64.0), (16.0, 16.0)]),
 )
-def test_dynamic_rule_follows_its_description(flags, hysteresis, refill, interval, bounds) -> None:
+def test_dynamic_rule_follows_its_description(flags, hysteresis, refill, tolerance, interval, bounds) -> None:
     rule = DynamicLossScale(
         16.0, growth_interval=interval, min_scale=bounds[0], max_scale=bounds[1], hysteresis=hysteresis,
-        hysteresis_refill=refill,
+        hysteresis_refill=refill, tolerance=tolerance,
     )
     state = rule.init("cpu")
     for flag, (scale, run) in zip(flags, account(rule, flags), strict=True):
@@ -96,6 +108,7 @@ def test_dynamic_rule_follows_its_description(flags, hysteresis, refill, interva
             DynamicLossScale(8.0, growth_interval=2, min_scale=2.0, max_scale=16.0),
             DynamicLossScale(8.0, growth_interval=3, hysteresis=2),
             DynamicLossScale(8.0, growth_interval=3, hysteresis=2, hysteresis_refill="clean"),
+            DynamicLossScale(8.0, growth_interval=3, tolerance=0.3),
             StaticLossScale(128.0),
             NoOpLossScale(),
         ]
@@ -106,13 +119,14 @@ def test_scaler_advances_in_place_as_the_pure_rule_says(flags, rule) -> None:
     scaler = GradScaler("cpu", loss_scale=rule)
     scaler.scale(torch.ones((), requires_grad=True))
     expected = rule.init("cpu")
-    tensors = [scaler._scale, scaler._growth_tracker, scaler._hysteresis_left]
+    tensors = [scaler._scale, scaler._growth_tracker, *scaler._counters]
     for flag in flags:
         scaler._advance(torch.tensor(flag))
         expected = rule.next_state(expected, torch.tensor(flag))
-        live = ScaleState(scaler._scale, scaler._growth_tracker, scaler._hysteresis_left)
+        live = ScaleState(scaler._scale, scaler._growth_tracker, *scaler._counters)
         assert rule.kind == "dynamic" or float(live.scale) == rule.init_scale
-        assert list(map(float, live)) == list(map(float, expected))
+        compared = 2 if rule.is_plain else 5    # a plain rule needs no other counters
+        assert list(map(float, live[:compared])) == list(map(float, expected[:compared]))
         assert all(a is b for a, b in zip(tensors, live, strict=True))
 
 
@@ -149,6 +163,7 @@ def test_noop_neither_scales_nor_divides_and_still_guards() -> None:
         ({"init_scale": 4.0, "max_scale": 2.0}, r"to max_scale \(2.0\)"),
         ({"hysteresis": 2**31}, r"hysteresis is 2147483648; expected 1 .*at most 2\*\*30"),
         ({"hysteresis_refill": "never"}, "hysteresis_refill is 'never'; expected 'growth' or 'clean'"),
+        ({"tolerance": 1.0}, "tolerance is 1.0; expected a share"),
     ],
 )
 def test_bad_settings_are_named(arguments, message) -> None:

@@ -39,7 +39,7 @@ def started(*arguments, **options) -> GradScaler:
 
 
 @pytest.mark.parametrize("which", AWARE)
-@pytest.mark.parametrize("rule", [DynamicLossScale(), DynamicLossScale(hysteresis=2)])
+@pytest.mark.parametrize("rule", [DynamicLossScale(), DynamicLossScale(hysteresis=2, tolerance=0.1)])
 def test_no_host_wait_in_an_iteration(which, rule, sync_is_an_error) -> None:
     torch.cuda.set_sync_debug_mode("default")
     params = with_grads([torch.randn(1000, device="cuda"), torch.randn(3, 5, device="cuda")])

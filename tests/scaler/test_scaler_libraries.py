@@ -120,6 +120,19 @@ def test_private_methods_that_a_subclass_replaces_are_called() -> None:
     assert param.tolist() == [0.0, 0.0]
 
 
+def test_unscaling_with_a_process_group_before_anything_was_scaled() -> None:
+    """As torch's test of its sharded scaler does it, with the process group and the tensors of one element."""
+    common_fsdp = pytest.importorskip("torch.testing._internal.common_fsdp")
+    scaler = GradScaler("cpu", 2.0, process_group=common_fsdp.DummyProcessGroup(0, 1))
+    values = torch.tensor([16.0, 32.0, 64.0])
+    param = torch.sparse_coo_tensor([[0, 1, 1], [2, 0, 2]], values, (2, 3))
+    for factor, flag in ((1.0, 0.0), (INF, 1.0)):
+        param.grad = torch.sparse_coo_tensor([[0, 1, 1], [2, 0, 2]], values * factor, (2, 3))
+        found = scaler._unscale_grads_(torch.optim.SGD([param], lr=1.0), torch.full((1,), 0.5), torch.zeros(1))
+        assert found[param.device] == flag
+        assert factor == INF or torch.equal(param.grad.to_dense(), param.to_dense() / 2)
+
+
 def test_private_attributes_can_be_set() -> None:
     scaler = GradScaler("cpu")
     for name, value in (
@@ -204,14 +217,22 @@ def test_fake_tensors_are_unscaled_and_stepped(cls) -> None:
 @BOTH
 @pytest.mark.parametrize("fused", [True, False])
 def test_parameters_may_be_swapped_after_an_iteration(cls, fused: bool) -> None:
-    """`torch.utils.swap_tensors` refuses tensors with weak references, and `Module.to` uses it on request."""
-    param = torch.nn.Parameter(torch.ones(2))
-    optimizer, scaler = torch.optim.SGD([param], lr=0.1, fused=fused), cls("cpu")
+    """`torch.utils.swap_tensors` and `Module.to` refuse tensors with weak references."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    scaler = cls("cpu")
     for factor in (1.0, INF):
         optimizer.zero_grad()
-        scaler.scale((param * factor).sum()).backward()
-        iterate(scaler, optimizer)
-    torch.utils.swap_tensors(param, torch.nn.Parameter(torch.zeros(2)))
+        scaler.scale(model(torch.ones(1, 2)).sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    torch.utils.swap_tensors(model.weight, torch.nn.Parameter(torch.zeros(2, 2)))
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to(torch.float64)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert model.weight.dtype is torch.float64
 
 
 def test_an_optimizer_that_never_finds_gradients_is_named_once() -> None:

@@ -14,7 +14,7 @@ from ampkit.scaler.loss_scale import DynamicLossScale, NoOpLossScale, StaticLoss
 from tests.helpers.scaler_tools import iterate, started, with_grads
 
 STRATEGIES = [
-    DynamicLossScale(8.0, growth_interval=2, hysteresis=2, min_scale=2.0, max_scale=16.0),
+    DynamicLossScale(8.0, growth_interval=2, hysteresis=2, tolerance=0.1, min_scale=2.0, max_scale=16.0),
     DynamicLossScale(8.0, hysteresis=3, hysteresis_refill="clean"),
     StaticLossScale(128.0),
     NoOpLossScale(),
@@ -56,7 +56,7 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(rule, live, tmp_path) 
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-@pytest.mark.parametrize("strategy", [DynamicLossScale(hysteresis=3), StaticLossScale(64.0)])
+@pytest.mark.parametrize("strategy", [DynamicLossScale(hysteresis=3, tolerance=0.1), StaticLossScale(64.0)])
 def test_a_distributed_checkpoint_brings_every_count_to_a_fresh_scaler(tmp_path, strategy) -> None:
     """It loads the entries that it finds in the scaler to load, so those are there before anything has happened."""
     used, fresh = GradScaler("cpu", loss_scale=strategy), GradScaler("cpu", loss_scale=strategy)
@@ -87,7 +87,7 @@ def test_the_script_decides_about_the_kind_of_strategy() -> None:
 @pytest.mark.parametrize(
     ("own", "error", "message"),
     [
-        ({"hysteresis_left": 2**31}, ValueError, "the saved hysteresis_left is 2147483648; expected"),
+        ({"counters": {"hysteresis_left": 2**31}}, ValueError, "hysteresis_left of 'counters' is 2147483648; expected"),
         ({"totals": {"skips": -1}}, ValueError, "the saved skips of 'totals' is -1; expected a whole number from 0"),
         ({"loss_scale": {"kind": "static"}}, ValueError, r"the saved loss scale \(static\) has the fields \[\]; expec"),
         ({"loss_scale": {"kind": "magic"}}, ValueError, r"kind 'magic'; expected one of \['dynamic', 'noop', 'static'"),

@@ -70,7 +70,8 @@ class Table:
     """The device side of one list of rows; see the module's docstring.
 
     addresses: int64 [n_lists * n_tensors], list by list, and `sent`, the columns that were sent there last.
-    numels: int64 [n_tensors]. blocks: int64 [n_blocks].
+    numels: int64 [n_tensors]. blocks: int64 [n_blocks]. wider: the table whose second column this one of a single list
+    reads: gradients, which a step reads after their norm, are sent once.
     """
 
     device: torch.device
@@ -83,6 +84,7 @@ class Table:
     chunk: int
     config: Config
     n_programs: int
+    wider: "Table | None" = None
 
     def launch(self, kernel: Any, *arguments: Any, enable_fp_fusion: bool = False, **constants: Any) -> None:
         """Launch a kernel that walks the table, with the arguments that all such kernels share, then `arguments`.
@@ -101,6 +103,10 @@ class Table:
 
         One copy: of the columns from the first that differs to the last, which is most often the gradients' alone.
         """
+        if self.wider is not None:
+            kept = self.wider.sent
+            self.wider.refresh([kept[0], *columns, *kept[2:]])
+            return
         if columns == self.sent:
             return
         first, last, n = 0, len(columns), self.n_tensors
@@ -134,6 +140,11 @@ def table_for(lists: Sequence[Sequence[Tensor]], config: Config, *, aligned: boo
             if len(_kept.tables) >= MOST_TABLES:
                 _kept.tables.clear()
             table = _kept.tables[key] = made_table(lists, config)
+            if len(lists) > 1:
+                n, second = table.n_tensors, (*place(device), dtypes[1:2], tuple(sizes_of(lists[1])))
+                for (*at, _, kinds, _, sizes), other in _kept.tables.items():
+                    if (*at, kinds, sizes) == second:
+                        other.wider, other.addresses = table, table.addresses[n : 2 * n]
         else:
             table.refresh(columns)
         return table

@@ -1,11 +1,13 @@
-"""What a gradient scaler computes with single numbers, in one launch each: inverse scale and next scale.
+"""What a gradient scaler computes with single numbers, in one launch each: inverse scale, next scale, counts.
 
-Contract. scale: one float32 element; growth_tracker and hysteresis_left: one int32 element each; found_inf: one float32
+Contract. scale: one float32 element; growth_tracker and counters: one int32 element each; found_inf: one float32
 element; all on one CUDA device. `inverse_scale` reads the scale and returns new memory. `update_scale_` writes the
 state in place, as torch's `_amp_update_scale_` does: products with the scale are taken in float64 and rounded once, a
-growth that would reach inf is dropped. Neither synchronises. torch takes four operators for the first, and with
-hysteresis about thirty for the second.
+growth that would reach inf is dropped. `tally_update_` adds one update to int64 totals. None synchronises. torch takes
+four operators for the first, with hysteresis about fifty for the second, and some thirty for the third.
 """
+
+from collections.abc import Sequence
 
 import torch
 import triton.language as tl
@@ -23,25 +25,50 @@ def inverse_kernel(scale_ptr, result_ptr):
 
 
 @entry
-def update_kernel(scale_ptr, tracker_ptr, left_ptr, found_inf_ptr, growth_factor: tl.float64,
-                  backoff_factor: tl.float64, growth_interval: tl.int64, min_scale: tl.float64, max_scale: tl.float64,
-                  hysteresis: tl.int32, REFILLS_WHEN_CLEAN: tl.constexpr):
+def update_kernel(scale_ptr, tracker_ptr, left_ptr, updates_ptr, overflows_ptr, found_inf_ptr,
+                  growth_factor: tl.float64, backoff_factor: tl.float64, growth_interval: tl.int64,
+                  min_scale: tl.float64, max_scale: tl.float64, hysteresis: tl.int32, tolerance: tl.float64,
+                  REFILLS_WHEN_CLEAN: tl.constexpr):
     scale, tracker, left = tl.load(scale_ptr), tl.load(tracker_ptr), tl.load(left_ptr)
     overflow = tl.load(found_inf_ptr) != 0.0
+    updates, overflows = tl.load(updates_ptr) + 1, tl.load(overflows_ptr) + overflow.to(tl.int32)
     grown = (scale.to(tl.float64) * tl.full((), growth_factor, tl.float64)).to(tl.float32)
     grown = tl.where(grown - grown == 0.0, grown, scale)
     shrunk = (scale.to(tl.float64) * tl.full((), backoff_factor, tl.float64)).to(tl.float32)
     finite_run = tracker + 1
     grows = (overflow == 0) & (finite_run.to(tl.int64) == tl.full((), growth_interval, tl.int64))
-    scale = tl.where(overflow & (left <= 1), shrunk, tl.where(grows, grown, scale))
+    forgiven = overflows.to(tl.float32) < tl.full((), tolerance, tl.float32) * updates.to(tl.float32)
+    counted = overflow & (forgiven == 0)
+    backs_off = counted & (left <= 1)
+    scale = tl.where(backs_off, shrunk, tl.where(grows, grown, scale))
     scale = tl.minimum(tl.maximum(scale, tl.full((), min_scale, tl.float32)), tl.full((), max_scale, tl.float32))
-    left = tl.where(overflow, tl.maximum(left - 1, 1), left)
+    left = tl.where(counted, tl.maximum(left - 1, 1), left)
     refill = grows
     if REFILLS_WHEN_CLEAN:
         refill = overflow == 0
     tl.store(scale_ptr, scale)
     tl.store(tracker_ptr, tl.where(overflow | grows, 0, finite_run))
     tl.store(left_ptr, tl.where(refill, tl.full((), hysteresis, tl.int32), left))
+    tl.store(updates_ptr, tl.where(backs_off | grows, 0, updates))
+    tl.store(overflows_ptr, tl.where(backs_off | grows, 0, overflows))
+
+
+@entry
+def tally_kernel(totals_ptr, used_ptr, scale_ptr, found_inf_ptr, steps_ptr, n_steps):
+    used, scale = tl.load(used_ptr), tl.load(scale_ptr)
+    overflow = (tl.load(found_inf_ptr) != 0.0).to(tl.int64)
+    run, skips = tl.load(totals_ptr + 2), tl.load(totals_ptr + 6)
+    step = 0
+    while step < n_steps:
+        skips += (tl.load(steps_ptr + step) != 0.0).to(tl.int64)
+        step += 1
+    tl.store(totals_ptr, tl.load(totals_ptr) + 1)
+    tl.store(totals_ptr + 1, tl.load(totals_ptr + 1) + overflow)
+    tl.store(totals_ptr + 2, tl.where(overflow != 0, run + 1, 0))
+    tl.store(totals_ptr + 3, tl.load(totals_ptr + 3) + (scale > used).to(tl.int64))
+    tl.store(totals_ptr + 4, tl.load(totals_ptr + 4) + (scale < used).to(tl.int64))
+    tl.store(totals_ptr + 5, tl.load(totals_ptr + 5) + n_steps)
+    tl.store(totals_ptr + 6, skips)
 
 
 def inverse_scale(scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,9 +81,7 @@ def inverse_scale(scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def update_scale_(
-    scale: Tensor,
-    growth_tracker: Tensor,
-    hysteresis_left: Tensor,
+    state: Sequence[Tensor],
     found_inf: Tensor,
     *,
     growth_factor: float,
@@ -66,11 +91,24 @@ def update_scale_(
     max_scale: float,
     hysteresis: int,
     refills_when_clean: bool,
+    tolerance: float,
 ) -> None:
-    """Update the scale by `DynamicLossScale`'s rule; the first three are its `ScaleState`."""
-    with on_device(scale.device):
+    """Update the scale by `DynamicLossScale`'s rule; `state` holds the five tensors of its `ScaleState`."""
+    with on_device(found_inf.device):
         update_kernel[(1,)](
-            scale, growth_tracker, hysteresis_left, found_inf, growth_factor, backoff_factor, growth_interval,
-            min_scale, max_scale, hysteresis, REFILLS_WHEN_CLEAN=refills_when_clean, num_warps=1,
-            enable_fp_fusion=False,
+            *state, found_inf, growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis,
+            tolerance, REFILLS_WHEN_CLEAN=refills_when_clean, num_warps=1, enable_fp_fusion=False,
+        )
+
+
+def tally_update_(totals: Tensor, used: Tensor, scale: Tensor, found_inf: Tensor, steps: Sequence[Tensor]) -> None:
+    """Add one update to `totals`, which begin with updates, overflows, overflows since the last clean update, growths,
+    backoffs, steps tried, steps skipped.
+
+    `used` and `scale` are the scale before and after it, `steps` the flags of its steps, one float32 element each.
+    """
+    flags = torch.stack(list(steps)) if len(steps) > 1 else steps[0] if steps else found_inf
+    with on_device(totals.device):
+        tally_kernel[(1,)](
+            totals, used, scale, found_inf, flags, len(steps), num_warps=1, enable_fp_fusion=False,
         )
