@@ -29,9 +29,10 @@ _LEAST_GAIN = 1 / 3     # of two modules that round alike, keeping either one ta
 class HalfModule(NamedTuple):
     """A module, and what it returns in half beside what it returns in float32.
 
-    `largest` is the largest finite magnitude in float32, `error` the relative L2 error in half, with what came in;
-    `overflows` counts what is inf or NaN in half alone. `kept_error` is the error of the model's output with this
-    module in float32 too; None where that was not tried, inf where `half` refuses it: one of two tied weights.
+    `largest` is the largest finite magnitude in float32, `error` the relative L2 error in half, with what came in (NaN
+    where the module did not run), `overflows` counts what is inf or NaN in half alone. `kept_error` is the error of the
+    model's output with this module in float32 too; None where that was not tried, inf where `half` refuses it: one of
+    two tied weights.
     """
 
     path: str
@@ -127,10 +128,10 @@ def check_half(
     tried, after = _keep_what_helps(error, keep, list(expected), limits.eps)
     inside = {path for module, path in plan.kept.items() if module not in plan.outermost}
     too_large = [path for path, most in largest.items() if most > limits.max and path not in inside]
-    modules = [
-        HalfModule(path, most, *_compared(low.get(path, _Calls()).outputs, expected[path].outputs), tried.get(path))
-        for path, most in largest.items()
-    ]
+    modules = []
+    for path, most in largest.items():
+        compared = _compared(low[path].outputs, expected[path].outputs) if path in low else (math.nan, 0)
+        modules.append(HalfModule(path, most, *compared, tried.get(path)))
     return HalfReport(dtype, before, after, modules, list(plan.unfit), too_large, keep)
 
 

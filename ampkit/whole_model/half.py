@@ -63,8 +63,8 @@ def half(
             finite value; parameters too large are an error.
         dtype: torch.float16 or torch.bfloat16, or its name.
         keep_fp32: what stays in float32, with its inputs cast up and its outputs cast back: module classes,
-            modules, or path patterns as `Policy.for_modules` takes them ("blocks.*.norm").
-            `ampkit.whole_model.half.NORMS` names every norm.
+            modules, or path patterns as `Policy.for_modules` takes them ("blocks.*.norm"); in place of a
+            ModuleList or ModuleDict, the modules in it. `ampkit.whole_model.half.NORMS` names every norm.
         cast_outputs: a dtype, or its name, for floating-point outputs; None leaves them in `dtype`.
         in_place: convert `model` itself rather than a copy.
         in_region: run forward in an `ampkit.autocast` region of `dtype`, in which float32 tensors that meet

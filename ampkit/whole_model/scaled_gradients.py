@@ -74,13 +74,22 @@ class ScaledGradients:
         """Whether any parameter that backward fills holds a gradient."""
         return any(param.grad is not None for param in self.backward_params())
 
-    def check_accumulation(self, scaler: LossScaler) -> None:
-        """Raise `RuntimeError` for a backward whose gradients would be added to gradients under another scale."""
-        if self.still_scaled() and self.delayed != (scaler, scaler.updates):
+    def check_accumulation(self, scaler: LossScaler, delay_unscale: bool) -> None:
+        """Raise `RuntimeError` for a backward whose gradients would be added to gradients under another scale.
+
+        A delayed one that sets gradients aside is refused too: `zero_grad` would not drop them.
+        """
+        if self.still_scaled():
+            if self.delayed != (scaler, scaler.updates):
+                raise RuntimeError(
+                    "gradients of a backward with delay_unscale=True are waiting under another loss scale; end the "
+                    "accumulation with the same loss_id before any other loss, and step, or leave delay_unscale out: "
+                    "gradients are then unscaled and added after each backward"
+                )
+        elif delay_unscale and self.has_gradients():
             raise RuntimeError(
-                "gradients of a backward with delay_unscale=True are waiting under another loss scale; end the "
-                "accumulation with the same loss_id before any other loss, and step, or leave delay_unscale out: "
-                "gradients are then unscaled and added after each backward"
+                "delay_unscale=True after a backward whose gradients are unscaled already; delay every backward of "
+                "an accumulation but the last, or none, and call zero_grad() after each step"
             )
 
     def begin(self) -> None:
@@ -189,7 +198,7 @@ def scaled_backward(
 ) -> Iterator[Tensor]:
     """The loss times its scale, for one backward inside; on leaving, gradients are unscaled, unless that is delayed."""
     for each in all_gradients:
-        each.check_accumulation(scaler)
+        each.check_accumulation(scaler, delay_unscale)
     for each in all_gradients:
         each.begin()
     try:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,10 +13,72 @@ from torch.utils.checkpoint import checkpoint
 
 from ampkit import GradScaler, autocast
 from ampkit.torch_internals.versions import parsed
-from tests.debugging.planted import B16, F16, FLOAT, LINES, POLICY, Middle, Step, loop, loss_of, planted, whole
+from tests.debugging.planted import B16, F16, FLOAT, LINES, POLICY, Middle, Step, loop, loss_of, planted, table, whole
 
 # Since torch 2.15 a number that is assigned is filled in; before, it was copied.
 NEWEST = parsed(torch.__version__) >= (2, 15)
+
+
+# --- in one line
+
+
+table(rows=[
+    ("log_of_zero", lambda x: (x * 0).log() + x, "aten::log", r"log.*0|of 0", r"clamp"),
+    ("angle_of_the_same", lambda x: torch.acos(x * 0 + 1) + x, "aten::acos", r"at 1", r"clamp"),
+    ("mean_of_an_empty_choice", lambda x: x[x > 5].mean() + x,
+     "aten::mean", r"no elements|0 elements", r"numel\(\)|empty"),
+    ("deviation_of_one_value", lambda x: x / (x[:, :1].std(-1, keepdim=True) + 1),
+     "aten::std.correction", r"1 element|one element", r"correction=0|unbiased"),
+    ("diagonal_of_nothing", lambda x: torch.hypot(x * 0, x.detach() * 0) + x,
+     "aten::hypot", r"at 0|0 / 0|is 0", r"where"),
+    ("exponential_too_large", lambda x: (x * 0 + 800).exp().log() + x,
+     "aten::exp", r"overflow", r"clamp|logsumexp|softplus|subtract"),
+    ("class_weights_that_are_zero",
+     lambda x: F.cross_entropy(x, torch.zeros(8, dtype=torch.int64), weight=torch.tensor([0.0] + [1.0] * 15)),
+     "aten::nll_loss_forward", r"weight", r"targets that count"),
+    ("logit_of_a_sure_thing", lambda x: torch.logit(x * 0 + 1), "aten::logit", r"of 1\b|at 1\b", "clamp"),
+    ("power_at_zero", lambda x: (x * 0) ** 0.5 + x, "in backward of aten::pow.Tensor_Scalar", "at 0", "where"),
+    ("cumulative_product", lambda x: torch.cumprod(x.abs() * 0 + 1e6, -1), "aten::cumprod", "overflow", r"clamp|logs"),
+    ("nan_where_nothing_is_known", lambda x: torch.where(x > 0, x, math.nan),
+     "aten::scalar_tensor", "asks for", r"do not write"),
+    ("a_bound_that_gets_into_the_sum", lambda x: x + torch.full_like(x, math.inf),
+     "aten::full_like", "asks for", r"do not write|finfo"),
+    ("inverse_root_of_nothing", lambda x: x * torch.rsqrt((x * 0).sum(-1, keepdim=True)),
+     "aten::rsqrt", "division by 0", "clamp"),
+    ("inverse_tanh_of_a_saturated_tanh", lambda x: torch.atanh(torch.tanh(x * 0 + 50)),
+     "aten::atanh", "atanh of 1", "clamp"),
+    ("entropy_of_a_negative", lambda x: torch.xlogy(x * 0 + 1, x * 0 - 1),
+     "aten::xlogy.Tensor", r"negative|of -", "clamp"),
+    ("one_over_nothing", lambda x: 1 / (x * 0) * x, "aten::reciprocal", "division by 0", "clamp"),
+    ("adding_nothing_to_infinity", lambda x: torch.logaddexp((x * 0 + 1e38) * 10, x),
+     "aten::mul.Tensor", "overflow", r"clamp"),
+    ("product_of_many", lambda x: (x * 0 + 1e3).prod() * x, "aten::prod", "overflow", r"clamp|logs"),
+    ("two_to_the_power", lambda x: 2.0 ** (x * 0 + 200), "aten::pow.Scalar", "overflow", "clamp"),
+    ("division_by_a_number", lambda x: x / 0, "aten::div.Tensor", "division by 0", "clamp"),
+    ("division_by_a_count", lambda x: x / torch.zeros(8, 1, dtype=torch.int64),
+     "aten::div.Tensor", "division by 0", "clamp"),
+    ("log_of_positions", lambda x: x * torch.arange(16).log(), "aten::log", "log of 0", "clamp"),
+    ("times_without_end", lambda x: x * torch.linspace(0, math.inf, 16), "aten::linspace", "asks for", r"do not write"),
+    ("exponential_beyond_any_dtype", lambda x: x * (x * 0 + 1e30).exp(), "aten::exp", "beyond float64 too", "clamp"),
+    ("nan_in_a_literal", lambda x: x * torch.tensor([math.nan] + [0.0] * 15), "aten::lift_fresh", "asks for", r"NaN"),
+    ("a_reentrant_checkpoint", lambda x: checkpoint(lambda y: (y * 0).sqrt() + y, x, use_reentrant=True),
+     "in backward of aten::sqrt", "at 0", "where"),
+    ("a_checkpoint", lambda x: checkpoint(lambda y: (y * 0).sqrt() + y, x, use_reentrant=False),
+     "in backward of aten::sqrt", "at 0", "where"),
+])
+table(dtype=F16, rows=[
+    ("sum_of_many_in_half", lambda x: (x * 0 + 600).sum() / 128 + x, "aten::sum", r"overflow", FLOAT),
+    ("log_sum_exp_by_hand", lambda x: (x + 12).exp().sum(-1).log(), "aten::exp", r"overflow", FLOAT + "|" + POLICY),
+    ("cumulative_sum", lambda x: torch.cumsum(x + 6e3, -1), "aten::cumsum", "overflow", FLOAT),
+    ("a_moving_average", lambda x: torch.lerp(x + 60000, x - 60000, -1.0), "aten::lerp.Scalar", "overflow", FLOAT),
+    ("length_of_a_diagonal", lambda x: torch.hypot(x + 60000, x + 60000), "aten::hypot", "overflow", FLOAT),
+    ("norm_in_half", lambda x: torch.linalg.vector_norm(x + 60000, dim=-1),
+     "aten::linalg_vector_norm", "overflow", FLOAT),
+    ("cast_of_positions", lambda x: x * (torch.arange(16) * 5000).half(),
+     "aten::_to_copy", "overflow", r"float32|clamp"),
+    ("positions_in_half", lambda x: x * torch.arange(0, 80000, 5000, dtype=x.dtype),
+     "aten::arange.start_step", "overflow", FLOAT + "|float32"),
+])
 
 
 # --- constants that are 0 in float16: the report must name the constant and its line, and not blame the arithmetic
@@ -146,40 +208,10 @@ def length_by_hand(x: Tensor) -> Tensor:
     return (x * 0).square().sum(-1).sqrt() + x.sum(-1)      # here
 
 
-@planted("aten::log", r"log.*0|of 0", r"clamp")
-def log_of_zero(x: Tensor) -> Tensor:
-    return (x * 0).log() + x        # here
-
-
-@planted("aten::acos", r"at 1", r"clamp")
-def angle_of_the_same(x: Tensor) -> Tensor:
-    return torch.acos(x * 0 + 1) + x        # here
-
-
 @planted("aten::div.Tensor", r"0 / 0|by 0|is 0", r"clamp")
 def mean_over_no_element(x: Tensor) -> Tensor:
     chosen = x > 5
     return (x * chosen).sum() / chosen.sum() + x        # here
-
-
-@planted("aten::mean", r"no elements|0 elements", r"numel\(\)|empty")
-def mean_of_an_empty_choice(x: Tensor) -> Tensor:
-    return x[x > 5].mean() + x      # here
-
-
-@planted("aten::std.correction", r"1 element|one element", r"correction=0|unbiased")
-def deviation_of_one_value(x: Tensor) -> Tensor:
-    return x / (x[:, :1].std(-1, keepdim=True) + 1)     # here
-
-
-@planted("aten::hypot", r"at 0|0 / 0|is 0", r"where")
-def diagonal_of_nothing(x: Tensor) -> Tensor:
-    return torch.hypot(x * 0, x.detach() * 0) + x        # here
-
-
-@planted("aten::exp", r"overflow", r"clamp|logsumexp|softplus|subtract")
-def exponential_too_large(x: Tensor) -> Tensor:
-    return (x * 0 + 800).exp().log() + x        # here
 
 
 # --- integers among the causes
@@ -195,11 +227,6 @@ def every_target_ignored(x: Tensor) -> Tensor:
 def targets_longer_than_inputs(x: Tensor) -> Tensor:
     long = torch.ones(1, 8, dtype=torch.int64)
     return F.ctc_loss(x[:, None].log_softmax(-1), long, torch.tensor([8]), torch.tensor([8]))        # here
-
-
-@planted("aten::nll_loss_forward", r"weight", r"targets that count")
-def class_weights_that_are_zero(x: Tensor) -> Tensor:
-    return F.cross_entropy(x, torch.zeros(8, dtype=torch.int64), weight=torch.tensor([0.0] + [1.0] * 15))  # here
 
 
 # --- overflows, in the dialect of the user's region
@@ -238,16 +265,6 @@ def squared_error_in_half(x: Tensor) -> Tensor:
     return (x + 300).pow(2)      # here
 
 
-@planted("aten::sum", r"overflow", FLOAT, dtype=F16)
-def sum_of_many_in_half(x: Tensor) -> Tensor:
-    return (x * 0 + 600).sum() / 128 + x        # here
-
-
-@planted("aten::exp", r"overflow", FLOAT + "|" + POLICY, dtype=F16)
-def log_sum_exp_by_hand(x: Tensor) -> Tensor:
-    return (x + 12).exp().sum(-1).log()     # here
-
-
 @planted("aten::_to_copy", r"overflow", r"float32|clamp", dtype=F16, kind="ampkit")
 def cast_of_a_time(x: Tensor) -> Tensor:
     when = (x.float() * 0 + 1.7e5).half()      # here
@@ -269,11 +286,6 @@ def loss_that_is_too_large() -> tuple[nn.Module, Step]:
 # --- the same in operators of all kinds: numbers, integers, literals, masks, poles, writes in place
 
 
-@planted("aten::logit", r"of 1\b|at 1\b", "clamp")
-def logit_of_a_sure_thing(x: Tensor) -> Tensor:
-    return torch.logit(x * 0 + 1)       # here
-
-
 @planted("aten::_log_softmax", "1 of 8 rows are -inf throughout", "unmasked")
 def a_row_that_is_masked_out(x: Tensor) -> Tensor:
     mask = torch.zeros(8, 1, dtype=torch.bool)
@@ -288,11 +300,6 @@ def attention_without_keys(x: Tensor) -> Tensor:
     return scores.softmax(-1) @ x       # here
 
 
-@planted("in backward of aten::pow.Tensor_Scalar", "at 0", "where")
-def power_at_zero(x: Tensor) -> Tensor:
-    return (x * 0) ** 0.5 + x       # here
-
-
 @planted("in backward of aten::log", "division by 0|of 0", "clamp")
 def where_that_hides_a_log(x: Tensor) -> Tensor:
     y = x * 0
@@ -303,16 +310,6 @@ def where_that_hides_a_log(x: Tensor) -> Tensor:
 def einsum_of_large_factors(x: Tensor) -> Tensor:
     y = x + 200
     return torch.einsum("ij,kj->ik", y, y) * 1e-4      # here
-
-
-@planted("aten::cumprod", "overflow", r"clamp|logs")
-def cumulative_product(x: Tensor) -> Tensor:
-    return torch.cumprod(x.abs() * 0 + 1e6, -1)     # here
-
-
-@planted("aten::cumsum", "overflow", FLOAT, dtype=F16)
-def cumulative_sum(x: Tensor) -> Tensor:
-    return torch.cumsum(x + 6e3, -1)        # here
 
 
 @planted("aten::mul_.Tensor", "overflow", FLOAT, dtype=F16)
@@ -341,110 +338,10 @@ def nan_where_a_mask_is_set(x: Tensor) -> Tensor:
     return x + y
 
 
-@planted("aten::scalar_tensor", "asks for", r"do not write")
-def nan_where_nothing_is_known(x: Tensor) -> Tensor:
-    return torch.where(x > 0, x, math.nan)      # here
-
-
-@planted("aten::full_like", "asks for", r"do not write|finfo")
-def a_bound_that_gets_into_the_sum(x: Tensor) -> Tensor:
-    return x + torch.full_like(x, math.inf)     # here
-
-
-@planted("aten::rsqrt", "division by 0", "clamp")
-def inverse_root_of_nothing(x: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * 0).sum(-1, keepdim=True))       # here
-
-
-@planted("aten::atanh", "atanh of 1", "clamp")
-def inverse_tanh_of_a_saturated_tanh(x: Tensor) -> Tensor:
-    return torch.atanh(torch.tanh(x * 0 + 50))      # here
-
-
-@planted("aten::xlogy.Tensor", r"negative|of -", "clamp")
-def entropy_of_a_negative(x: Tensor) -> Tensor:
-    return torch.xlogy(x * 0 + 1, x * 0 - 1)        # here
-
-
-@planted("aten::reciprocal", "division by 0", "clamp")
-def one_over_nothing(x: Tensor) -> Tensor:
-    return 1 / (x * 0) * x      # here
-
-
-@planted("aten::mul.Tensor", "overflow", r"clamp")
-def adding_nothing_to_infinity(x: Tensor) -> Tensor:
-    return torch.logaddexp((x * 0 + 1e38) * 10, x)      # here
-
-
 @planted("aten::convolution", "overflow", FLOAT, dtype=F16)
 def convolution_with_large_weights(x: Tensor) -> Tensor:
     y = (x + 300).view(1, 1, 8, 16)
     return F.conv2d(y, torch.full((1, 1, 3, 3), 300.0, dtype=x.dtype)) * 1e-4     # here
-
-
-@planted("aten::prod", "overflow", r"clamp|logs")
-def product_of_many(x: Tensor) -> Tensor:
-    return (x * 0 + 1e3).prod() * x     # here
-
-
-@planted("aten::pow.Scalar", "overflow", "clamp")
-def two_to_the_power(x: Tensor) -> Tensor:
-    return 2.0 ** (x * 0 + 200)     # here
-
-
-@planted("aten::lerp.Scalar", "overflow", FLOAT, dtype=F16)
-def a_moving_average(x: Tensor) -> Tensor:
-    return torch.lerp(x + 60000, x - 60000, -1.0)       # here
-
-
-@planted("aten::hypot", "overflow", FLOAT, dtype=F16)
-def length_of_a_diagonal(x: Tensor) -> Tensor:
-    return torch.hypot(x + 60000, x + 60000)        # here
-
-
-@planted("aten::linalg_vector_norm", "overflow", FLOAT, dtype=F16)
-def norm_in_half(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x + 60000, dim=-1)      # here
-
-
-@planted("aten::div.Tensor", "division by 0", "clamp")
-def division_by_a_number(x: Tensor) -> Tensor:
-    return x / 0        # here
-
-
-@planted("aten::div.Tensor", "division by 0", "clamp")
-def division_by_a_count(x: Tensor) -> Tensor:
-    return x / torch.zeros(8, 1, dtype=torch.int64)     # here
-
-
-@planted("aten::log", "log of 0", "clamp")
-def log_of_positions(x: Tensor) -> Tensor:
-    return x * torch.arange(16).log()       # here
-
-
-@planted("aten::_to_copy", "overflow", r"float32|clamp", dtype=F16)
-def cast_of_positions(x: Tensor) -> Tensor:
-    return x * (torch.arange(16) * 5000).half()     # here
-
-
-@planted("aten::arange.start_step", "overflow", FLOAT + "|float32", dtype=F16)
-def positions_in_half(x: Tensor) -> Tensor:
-    return x * torch.arange(0, 80000, 5000, dtype=x.dtype)      # here
-
-
-@planted("aten::linspace", "asks for", r"do not write")
-def times_without_end(x: Tensor) -> Tensor:
-    return x * torch.linspace(0, math.inf, 16)      # here
-
-
-@planted("aten::exp", "beyond float64 too", "clamp")
-def exponential_beyond_any_dtype(x: Tensor) -> Tensor:
-    return x * (x * 0 + 1e30).exp()     # here
-
-
-@planted("aten::lift_fresh", "asks for", r"NaN")
-def nan_in_a_literal(x: Tensor) -> Tensor:
-    return x * torch.tensor([math.nan] + [0.0] * 15)        # here
 
 
 # --- code that backward calls, modules that run twice, optimizers
@@ -477,16 +374,6 @@ def a_gradient_inside_forward(x: Tensor) -> Tensor:
     y = y.sqrt()        # here
     grad, = torch.autograd.grad(y.sum(), x, create_graph=True)
     return grad
-
-
-@planted("in backward of aten::sqrt", "at 0", "where")
-def a_reentrant_checkpoint(x: Tensor) -> Tensor:
-    return checkpoint(lambda y: (y * 0).sqrt() + y, x, use_reentrant=True)      # type: ignore[return-value]  # here
-
-
-@planted("in backward of aten::sqrt", "at 0", "where")
-def a_checkpoint(x: Tensor) -> Tensor:
-    return checkpoint(lambda y: (y * 0).sqrt() + y, x, use_reentrant=False)     # type: ignore[return-value]  # here
 
 
 @whole("nonfinite", "overflow", FLOAT, "aten::mul.Tensor", "1 (call 2)")
@@ -628,94 +515,55 @@ def gradients_that_vanish() -> tuple[nn.Module, Step]:
     return model, step
 
 
-# --- the loop
+# --- the loop: what each step of it does, in this order; the line is that of one of them
 
 
-@loop(r"clip.*scaled", r"unscale_\(optimizer\)")
-def clipped_while_scaled(model: nn.Module, x: Tensor, optimizer: Any, scaler: Any) -> None:
-    optimizer.zero_grad()
-    scaler.scale(loss_of(model, x)).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)       # here
-    scaler.step(optimizer)
-    scaler.update()
-
-
-@loop(r"step.*scaled", r"scaler\.step\(optimizer\)")
-def stepped_past_the_scaler(model: nn.Module, x: Tensor, optimizer: Any, scaler: Any) -> None:
-    optimizer.zero_grad()
-    scaler.scale(loss_of(model, x)).backward()
-    optimizer.step()        # here
-    scaler.update()
-
-
-@loop(r"update", r"scaler\.update\(\)")
-def update_forgotten(model: nn.Module, x: Tensor, optimizer: Any, scaler: Any) -> None:
-    optimizer.zero_grad()
-    scaler.scale(loss_of(model, x)).backward()
-    scaler.step(optimizer)      # here
-
-
-@loop(r"update.*(twice|2 times)", r"once")
-def updated_twice(model: nn.Module, x: Tensor, optimizer: Any, scaler: Any) -> None:
-    optimizer.zero_grad()
-    scaler.scale(loss_of(model, x)).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    scaler.update()     # here
-
-
-@loop(r"unscale_.*(twice|2 times)", r"once")
-def unscaled_twice(model: nn.Module, x: Tensor, optimizer: Any, scaler: Any) -> None:
-    optimizer.zero_grad()
-    scaler.scale(loss_of(model, x)).backward()
-    scaler.unscale_(optimizer)
-    with contextlib.suppress(RuntimeError):
-        scaler.unscale_(optimizer)      # here
-    scaler.step(optimizer)
-    scaler.update()
-
-
-@loop(r"backward.*(region|autocast)", r"after|outside")
-def backward_inside_the_region(model: nn.Module, x: Tensor, optimizer: Any, scaler: Any) -> None:
-    optimizer.zero_grad()
+def inside(model: nn.Module, x: Tensor, optimizer: Any, scaler: Any) -> None:
     with autocast("cpu", dtype=F16):
         loss = model(x).float().square().mean()
         scaler.scale(loss).backward()       # here
-    scaler.step(optimizer)
-    scaler.update()
 
 
-@loop(r"bfloat16", r"enabled=False|without")
-def scaler_with_bfloat16(model: nn.Module, x: Tensor, optimizer: Any, scaler: Any) -> None:
-    optimizer.zero_grad()
-    loss = loss_of(model, x, B16)
-    scaler.scale(loss).backward()       # here
-    scaler.step(optimizer)
-    scaler.update()
-
-
-@loop(r"zero_grad", r"zero_grad\(\)", scaler=False)
-def gradients_never_zeroed(model: nn.Module, x: Tensor, optimizer: Any, scaler: Any) -> None:
-    loss_of(model, x, B16).backward()
-    optimizer.step()        # here
-
-
-@loop(r"(4|four) (times|backward).*", r"/ 4", scaler=False)
-def accumulated_without_dividing(model: nn.Module, x: Tensor, optimizer: Any, scaler: Any) -> None:
-    optimizer.zero_grad()
-    for _ in range(4):
-        loss_of(model, x, B16).backward()       # here
-    optimizer.step()
-
-
-@loop(r"read.*scaled|scaled.*read", r"unscale_\(optimizer\)")
-def norm_read_while_scaled(model: nn.Module, x: Tensor, optimizer: Any, scaler: Any) -> None:
-    optimizer.zero_grad()
-    scaler.scale(loss_of(model, x)).backward()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])     # here
-    assert math.isfinite(norm)
-    scaler.step(optimizer)
-    scaler.update()
+DOES: dict[str, Callable[[nn.Module, Tensor, Any, Any], Any]] = {
+    "zero_grad": lambda model, x, optimizer, scaler: optimizer.zero_grad(),
+    "backward": lambda model, x, optimizer, scaler: scaler.scale(loss_of(model, x)).backward(),
+    "bfloat16": lambda model, x, optimizer, scaler: scaler.scale(loss_of(model, x, B16)).backward(),
+    "unscaled": lambda model, x, optimizer, scaler: loss_of(model, x, B16).backward(),
+    "quarter": lambda model, x, optimizer, scaler: (loss_of(model, x, B16) / 4).backward(),
+    "inside": inside,
+    "unscale_": lambda model, x, optimizer, scaler: scaler.unscale_(optimizer),
+    "clip": lambda model, x, optimizer, scaler: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    "norm": lambda model, x, optimizer, scaler: nn.utils.get_total_norm([p.grad for p in model.parameters()]),
+    "step": lambda model, x, optimizer, scaler: scaler.step(optimizer),
+    "update": lambda model, x, optimizer, scaler: scaler.update(),
+    "optimizer.step": lambda model, x, optimizer, scaler: optimizer.step(),
+}
+for name, does, at, cause, change in (
+    ("clipped_while_scaled", "zero_grad backward clip step update", "clip", r"clip.*scaled", r"unscale_\(optimizer\)"),
+    ("stepped_past_the_scaler", "zero_grad backward optimizer.step update",
+     "optimizer.step", r"step.*scaled", r"scaler\.step\(optimizer\)"),
+    ("update_forgotten", "zero_grad backward step", "step", r"update", r"scaler\.update\(\)"),
+    ("updated_twice", "zero_grad backward step update update", "update", r"update.*(twice|2 times)", r"once"),
+    ("unscaled_twice", "zero_grad backward unscale_ unscale_ step update",
+     "unscale_", r"unscale_.*(twice|2 times)", r"once"),
+    ("backward_inside_the_region", "zero_grad inside step update",
+     "inside", r"backward.*(region|autocast)", r"after|outside"),
+    ("scaler_with_bfloat16", "zero_grad bfloat16 step update", "bfloat16", r"bfloat16", r"enabled=False|without"),
+    ("gradients_never_zeroed", "unscaled optimizer.step", "optimizer.step", r"zero_grad", r"zero_grad\(\)"),
+    ("accumulated_without_dividing", "zero_grad" + 4 * " unscaled" + " optimizer.step",
+     "unscaled", r"(4|four) (times|backward).*", r"/ 4"),
+    ("norm_read_while_scaled", "zero_grad backward norm step update",
+     "norm", r"read.*scaled|scaled.*read", r"unscale_\(optimizer\)"),
+    ("stepped_by_both", "zero_grad backward step optimizer.step update",    # IAHispano/Applio#860
+     "optimizer.step", r"step.*(twice|again|2 times|second)|past the scaler", r"remove|once|scaler\.step"),
+    ("zeroed_before_the_step", "unscaled zero_grad optimizer.step",         # IDEA-Research/DN-DETR#18
+     "zero_grad", r"zero_grad", r"before .*backward|after .*step"),
+    ("clipped_after_each_micro_batch", "zero_grad" + 4 * " quarter clip" + " optimizer.step",
+     "clip", r"clip", r"once|after the last|before .*step"),                # huggingface/transformers#1563
+    ("zeroed_for_each_micro_batch", 4 * "zero_grad quarter " + "optimizer.step",
+     "zero_grad", r"zero_grad", r"before the first|once|after .*step"),     # pytorch/torchtitan#3575
+):
+    loop(name, [DOES[one] for one in does.split()], DOES[at], cause, change)
 
 
 @whole("loop", r"scheduler", r"get_scale|skipped|stepped")

@@ -14,10 +14,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ampkit import GradScaler, autocast
-from tests.debugging.planted import B16, F16, FLOAT, LINES, POLICY, Step, loop, loss_of, planted, whole
+from tests.debugging.planted import B16, F16, FLOAT, LINES, POLICY, Step, loss_of, planted, table, whole
 
 INF = math.inf
 WIDER = FLOAT + "|float32"
+
+
+# --- in one line
+
+
+table(dtype=F16, rows=[
+    ("normalised_padding", lambda x: F.normalize(x * 0, dim=-1) + x,
+     "aten::div.Tensor", r"1e-12 is 0 in float16", FLOAT + "|eps"),  # pytorch/pytorch#33596
+])
+table(rows=[
+    # pytorch/pytorch#98276: the square of its length is 0 in float32
+    ("phase_of_a_spectrum", lambda x: torch.angle(torch.complex(x * 1e-25, x * 1e-25)) + x,
+     "in backward of aten::angle", r"underflow|0 in float32", r"atan2|where|eps|clamp"),
+])
 
 
 # --- overflows
@@ -109,12 +123,6 @@ def where_of_an_exponential(x: Tensor) -> Tensor:
 # --- constants that are 0 or 1 in float16
 
 
-# pytorch/pytorch#33596
-@planted("aten::div.Tensor", r"1e-12 is 0 in float16", FLOAT + "|eps", dtype=F16)
-def normalised_padding(x: Tensor) -> Tensor:
-    return F.normalize(x * 0, dim=-1) + x       # here
-
-
 # pyg-team/pytorch_geometric#2106
 @planted("aten::log", r"1e-15 is 0 in float16", FLOAT, dtype=F16)
 def reconstruction_of_a_graph(x: Tensor) -> Tensor:
@@ -183,12 +191,6 @@ def focal_loss(x: Tensor) -> Tensor:
 def logarithm_of_chosen_values(x: Tensor) -> Tensor:
     y = x * (x > 0) - (x <= 0).float()
     return torch.log1p(y)[y > -1]       # here
-
-
-# pytorch/pytorch#98276: the square of its length is 0 in float32
-@planted("in backward of aten::angle", r"underflow|0 in float32", r"atan2|where|eps|clamp")
-def phase_of_a_spectrum(x: Tensor) -> Tensor:
-    return torch.angle(torch.complex(x * 1e-25, x * 1e-25)) + x     # here
 
 
 # pytorch/pytorch#49886
@@ -439,34 +441,6 @@ def clipping_by_hand_in_half() -> tuple[nn.Module, Step]:
 # --- the loop
 
 
-# IAHispano/Applio#860
-@loop(r"step.*(twice|again|2 times|second)|past the scaler", r"remove|once|scaler\.step")
-def stepped_by_both(model: nn.Module, x: Tensor, optimizer: Any, scaler: Any) -> None:
-    optimizer.zero_grad()
-    scaler.scale(loss_of(model, x)).backward()
-    scaler.step(optimizer)
-    optimizer.step()        # here
-    scaler.update()
-
-
-# IDEA-Research/DN-DETR#18
-@loop(r"zero_grad", r"before .*backward|after .*step", scaler=False)
-def zeroed_before_the_step(model: nn.Module, x: Tensor, optimizer: Any, scaler: Any) -> None:
-    loss_of(model, x, B16).backward()
-    optimizer.zero_grad()       # here
-    optimizer.step()
-
-
-# huggingface/transformers#1563
-@loop(r"clip", r"once|after the last|before .*step", scaler=False)
-def clipped_after_each_micro_batch(model: nn.Module, x: Tensor, optimizer: Any, scaler: Any) -> None:
-    optimizer.zero_grad()
-    for _ in range(4):
-        (loss_of(model, x, B16) / 4).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)       # here
-    optimizer.step()
-
-
 # Haian-Jin/LVSM#19
 @whole("loop", r"unscale_.*(twice|2 times|without|again)|update.*(missing|not called)", r"update\(\)")
 def skipped_without_an_update() -> tuple[nn.Module, Step]:
@@ -606,10 +580,3 @@ def moments_in_bfloat16() -> tuple[nn.Module, Step]:
     return model, step
 
 
-# pytorch/torchtitan#3575
-@loop(r"zero_grad", r"before the first|once|after .*step", scaler=False)
-def zeroed_for_each_micro_batch(model: nn.Module, x: Tensor, optimizer: Any, scaler: Any) -> None:
-    for _ in range(4):
-        optimizer.zero_grad()       # here
-        (loss_of(model, x, B16) / 4).backward()
-    optimizer.step()

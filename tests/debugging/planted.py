@@ -1,7 +1,8 @@
 """Planted faults: the form they are written in, and how the answers of a report are judged.
 
-A fault is a function under one of three decorators; its file is named in `test_battery.py`. Each has five answers:
-operator, module, line, cause, change. The line is the one with the comment `# here`, in the function or its decorator;
+A fault is a row of a table, or a function under one of two decorators; its file is named in `test_battery.py`. Each
+has five answers: operator, module, line, cause, change. The line is that of the lambda, or the one with the comment
+`# here`, in the function or its decorator;
 the others are patterns that the report must contain, and "" is not asked for. An operator of backward is written
 "in backward of aten::sqrt".
 """
@@ -23,11 +24,11 @@ from ampkit import GradScaler, autocast, debugging
 
 __all__ = [
     "B16", "F16", "F32", "FAULTS", "FLOAT", "LINES", "POLICY", "Fault", "Middle", "Step", "judged", "loop", "loss_of",
-    "planted", "region", "whole",
+    "planted", "region", "table", "whole",
 ]
 
 Step = Callable[[], Any]
-Loop = Callable[[nn.Module, Tensor, torch.optim.Optimizer, Any], None]
+Loop = Callable[[nn.Module, Tensor, Any, Any], Any]
 F16, B16, F32 = torch.float16, torch.bfloat16, torch.float32
 # Changes: a policy for steps in ampkit's regions, code around lines for those in torch's, `.float()` for the rest.
 POLICY = r'for_modules\((model, )?\{"2": torch\.float32'
@@ -50,8 +51,9 @@ class Fault(NamedTuple):
     @property
     def line(self) -> str:
         """The file and the line with the fault."""
-        lines, first = inspect.getsourcelines(self.source)
-        place = first + next(i for i, text in enumerate(lines) if "# here" in text)
+        place = self.source.__code__.co_firstlineno
+        if self.source.__name__ != "<lambda>":
+            place += next(i for i, text in enumerate(inspect.getsourcelines(self.source)[0]) if "# here" in text)
         return f"{Path(inspect.getfile(self.source)).name}:{place}"
 
 
@@ -79,7 +81,7 @@ def region(kind: str, dtype: torch.dtype) -> AbstractContextManager[Any]:
 def planted(
     op: str, cause: str, change: str, *, dtype: torch.dtype = F32, kind: str = "none", tool: str = "nonfinite",
     loss: Callable[[Tensor], Tensor] = lambda y: y.float().mean(), module: str = "2",
-    source: Callable[..., Any] | None = None,
+    source: Callable[..., Any] | None = None, name: str = "",
 ) -> Callable[[Any], Any]:
     """A function of a layer's output, (8, 16), as the last layer; in a model of `dtype`, or in a region with it.
 
@@ -104,10 +106,16 @@ def planted(
 
             return model, step
 
-        FAULTS.append(Fault(function.__name__, tool, build, source or function, op, module, cause, change))
+        FAULTS.append(Fault(name or function.__name__, tool, build, source or function, op, module, cause, change))
         return function
 
     return add
+
+
+def table(rows: list[tuple[str, Callable[[Tensor], Tensor], str, str, str]], **how: Any) -> None:
+    """Faults of one line: name, function, and the answers operator, cause and change."""
+    for name, function, *answers in rows:
+        planted(*answers, name=name, **how)(function)
 
 
 def whole(tool: str, cause: str, change: str, op: str = "", module: str = "") -> Callable[[Any], Any]:
@@ -123,25 +131,21 @@ def whole(tool: str, cause: str, change: str, op: str = "", module: str = "") ->
     return add
 
 
-def loop(cause: str, change: str, *, scaler: bool = True) -> Callable[[Loop], Loop]:
-    """The body of a training loop with something missing, twice, or out of order; it runs six times."""
-    def add(body: Loop) -> Loop:
-        def build() -> tuple[nn.Module, Step]:
-            torch.manual_seed(0)
-            model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-            ours = GradScaler("cpu", init_scale=256.0) if scaler else None
+def loop(name: str, does: list[Loop], at: Loop, cause: str, change: str) -> None:
+    """A training loop that does something twice, out of order, or not at all; it runs six times."""
+    def build() -> tuple[nn.Module, Step]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), GradScaler("cpu", init_scale=256.0)
 
-            def step() -> None:
-                for _ in range(6):
-                    body(model, torch.randn(4, 8), optimizer, ours)
+        def step() -> None:
+            for _ in range(6):
+                for one in does:
+                    one(model, torch.randn(4, 8), optimizer, scaler)
 
-            return model, step
+        return model, step
 
-        FAULTS.append(Fault(body.__name__, "loop", build, body, "", "", cause, change))
-        return body
-
-    return add
+    FAULTS.append(Fault(name, "loop", build, at, "", "", cause, change))
 
 
 def loss_of(model: nn.Module, x: Tensor, dtype: torch.dtype = F16) -> Tensor:

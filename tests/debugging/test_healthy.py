@@ -56,12 +56,6 @@ def logged(scores: Tensor) -> Tensor:
     return scores + (~MASK).to(scores.dtype).log()
 
 
-def filled_row(scores: Tensor) -> Tensor:
-    """A row that is masked altogether, and cleaned up."""
-    all_masked = scores.masked_fill(torch.arange(LENGTH)[:, None] == 0, -INF)
-    return all_masked.softmax(-1).nan_to_num(0.0)
-
-
 def double_where(y: Tensor) -> Tensor:
     safe = torch.where(y > 0, y, 1.0)
     return torch.where(y > 0, safe.log(), 0.0)
@@ -130,12 +124,6 @@ def forbidden_transitions(y: Tensor) -> Tensor:
     return alpha.logsumexp(-1)
 
 
-def impossible_alignment(y: Tensor) -> Tensor:
-    lengths = torch.full((y.shape[0],), LENGTH)
-    targets = torch.ones(y.shape[0], LENGTH, dtype=torch.int64)
-    return F.ctc_loss(y.float().log_softmax(-1).transpose(0, 1), targets, lengths, lengths, zero_infinity=True)
-
-
 def beams(y: Tensor) -> Tensor:
     with torch.no_grad():
         scores = torch.full((y.shape[0], 3), -INF)
@@ -152,11 +140,6 @@ def labels_with_gaps(y: Tensor) -> Tensor:
     return (y - torch.where(there, labels, 0.0)) * there
 
 
-def restricted_choice(y: Tensor) -> Tensor:
-    chosen = torch.distributions.Categorical(logits=y.float().masked_fill(torch.arange(WIDTH) > 9, -INF))
-    return chosen.log_prob(chosen.sample())
-
-
 FUNCTIONS: dict[str, Callable[[], nn.Module]] = {
     "masked_fill": lambda: Attention(lambda s: s.masked_fill(MASK, -INF)),
     "masked_fill by a tensor": lambda: Attention(lambda s: s.masked_fill(MASK, torch.tensor(-INF, dtype=s.dtype))),
@@ -166,7 +149,6 @@ FUNCTIONS: dict[str, Callable[[], nn.Module]] = {
     "least value": lambda: Attention(lambda s: s.masked_fill(MASK, limit(s))),
     "alibi": lambda: Attention(alibi),
     "log of a mask": lambda: Attention(logged),
-    "masked row, cleaned": lambda: Attention(filled_row),
     "masked products": lambda: Function(in_place_mask),
     "sdpa causal": lambda: Function(lambda y: F.scaled_dot_product_attention(y, y, y, is_causal=True)),
     "sdpa mask": lambda: Function(lambda y: F.scaled_dot_product_attention(y, y, y, attn_mask=~MASK)),
@@ -186,10 +168,8 @@ FUNCTIONS: dict[str, Callable[[], nn.Module]] = {
                                               .log_softmax(-1)[..., 3:]),
     "softmax in blocks": lambda: Function(online_softmax),
     "random field": lambda: Function(forbidden_transitions),
-    "ctc without an alignment": lambda: Function(impossible_alignment),
     "beam search": lambda: Function(beams),
     "labels with gaps": lambda: Function(labels_with_gaps),
-    "categorical": lambda: Function(restricted_choice),
     "greatest of a group": lambda: Function(lambda y: torch.full((3, WIDTH), -INF).scatter_reduce(
         0, (torch.arange(LENGTH) % 3)[:, None].expand(LENGTH, WIDTH), y[0].float(), "amax")),
     "inf sorted last": lambda: Function(lambda y: y.float().masked_fill(y < 0, INF).sort(-1)[0].clamp(max=1.0)),
@@ -199,8 +179,6 @@ FUNCTIONS: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: Function(nn.Dropout(0.5)),
     "batch norm": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(LENGTH)),
     "encoder": lambda: Padded(),
-    "recurrent": lambda: Last(nn.GRU(WIDTH, WIDTH, batch_first=True)),
-    "compiled": lambda: torch.compile(Attention(lambda s: s.masked_fill(MASK, -INF)), backend="aot_eager"),  # type: ignore[dict-item]
 }
 
 
@@ -215,15 +193,6 @@ class Padded(nn.Module):
         padding = torch.zeros(x.shape[:2], dtype=torch.bool)
         padding[:, -2:] = True
         return self.layer(x, src_key_padding_mask=padding)  # type: ignore[no-any-return]
-
-
-class Last(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)[0]     # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])

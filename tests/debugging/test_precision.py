@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampkit import GradScaler, autocast
+from ampkit import GradScaler, WeightCache, autocast
 from ampkit.debugging import compare_precision
 from ampkit.debugging.precision import PrecisionComparison
 from ampkit.debugging.report import PrecisionReport
@@ -51,6 +51,19 @@ def test_reference_gradients_are_those_of_a_float32_step(name: str, dtype: torch
     assert reference.keys() == true.keys()
     assert all(torch.equal(reference[key], true[key]) for key in true)
     assert 0 < report.gradient_error < 0.2      # gates may open differently
+
+
+def test_casts_that_a_cache_has_kept_are_made_again() -> None:
+    """Else the reference would begin with 16-bit weights."""
+    model, batch, cache = nn.Linear(8, 1), torch.randn(4, 8), WeightCache()
+
+    def step() -> None:
+        with autocast("cpu", torch.bfloat16, cache=cache):
+            loss = model(batch).sum()
+        loss.backward()
+
+    step()
+    assert not compare_precision(step, model).given
 
 
 @pytest.mark.parametrize("dtype", LOW)

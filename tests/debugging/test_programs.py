@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -85,31 +86,6 @@ def language_model() -> tuple[nn.Module, Run]:
     return trained(model, lambda: model(ids, attention_mask=mask, labels=labels).loss, F16, kind="torch")
 
 
-def masked_language_model() -> tuple[nn.Module, Run]:
-    from transformers import BertConfig, BertForMaskedLM
-
-    model = BertForMaskedLM(BertConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-                                       intermediate_size=16))
-    ids = torch.randint(0, 32, (2, 8))
-    labels = torch.where(torch.arange(8) % 4 == 0, ids, -100)
-    return trained(model, lambda: model(ids, labels=labels).loss)
-
-
-def rotary_attention() -> tuple[nn.Module, Run]:
-    model = nn.Linear(8, 24)
-
-    def rotated(x: Tensor) -> Tensor:
-        angle = torch.arange(600, 606)[:, None] * 0.1 ** (torch.arange(4) / 4)
-        a, b = x.float().chunk(2, -1)
-        return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1).to(x.dtype)
-
-    def loss() -> Tensor:
-        q, k, v = model(torch.ones(2, 6, 8)).chunk(3, -1)
-        return F.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True).float().square().mean()
-
-    return trained(model, loss)
-
-
 def speech_recognition() -> tuple[nn.Module, Run]:
     model = mlp(8, 16, 5)
 
@@ -132,100 +108,7 @@ def recurrence_over_padding() -> tuple[nn.Module, Run]:
     return trained(model, loss, None)
 
 
-# --- classification and regression
-
-
-def label_smoothing() -> tuple[nn.Module, Run]:
-    model, labels = mlp(8, 16, 5), torch.tensor([0, 1, -100, 4])
-    return trained(model, lambda: F.cross_entropy(model(torch.randn(4, 8)), labels, label_smoothing=0.1), F16)
-
-
-def focal_loss() -> tuple[nn.Module, Run]:
-    model, labels = mlp(8, 16, 1), torch.tensor([0.0, 1.0, 1.0, 0.0])[:, None]
-
-    def loss() -> Tensor:
-        entropy = F.binary_cross_entropy_with_logits(model(torch.randn(4, 8)).float(), labels, reduction="none")
-        return ((1 - torch.exp(-entropy)) ** 2 * entropy).mean()
-
-    return trained(model, loss)
-
-
-def quantile_regression() -> tuple[nn.Module, Run]:
-    model, quantiles = mlp(8, 16, 3), torch.tensor([0.1, 0.5, 0.9])
-
-    def loss() -> Tensor:
-        error = torch.randn(4, 1) - model(torch.randn(4, 8)).float()
-        return torch.maximum(quantiles * error, (quantiles - 1) * error).mean()
-
-    return trained(model, loss)
-
-
-def mixup() -> tuple[nn.Module, Run]:
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
-    labels = torch.tensor([0, 1, 2, 0])
-
-    def loss() -> Tensor:
-        x, share, order = torch.randn(4, 1, 6, 6), torch.rand(()), torch.randperm(4)
-        out = model(share * x + (1 - share) * x[order])
-        return share * F.cross_entropy(out, labels) + (1 - share) * F.cross_entropy(out, labels[order])
-
-    return trained(model, loss, F16, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True))
-
-
-def segmentation() -> tuple[nn.Module, Run]:
-    """Dice of a class that no pixel has, and pixels that are ignored."""
-    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 2, 1))
-
-    def loss() -> Tensor:
-        p = model(torch.randn(2, 1, 6, 6)).float().softmax(1)
-        target, known = torch.zeros(2, 2, 6, 6), torch.rand(2, 1, 6, 6) > 0.2
-        target[:, 0] = 1
-        overlap = (p * target * known).sum((0, 2, 3))
-        return (1 - 2 * overlap / ((p + target) * known).sum((0, 2, 3)).clamp_min(1e-6)).mean()
-
-    return trained(model, loss, F16)
-
-
-def detection() -> tuple[nn.Module, Run]:
-    """Boxes that do not overlap, and one without an area."""
-    model = mlp(8, 16, 4)
-
-    def loss() -> Tensor:
-        corner, size = model(torch.randn(4, 8)).float().chunk(2, -1)
-        end, other = corner + size.exp(), torch.tensor([[0.0, 0.0, 0.0, 0.0], [5, 5, 9, 9], [0, 0, 1, 1], [0, 0, 2, 1]])
-        shared = (torch.minimum(end, other[:, 2:]) - torch.maximum(corner, other[:, :2])).clamp_min(0).prod(-1)
-        union = size.exp().prod(-1) + (other[:, 2:] - other[:, :2]).prod(-1) - shared
-        return (1 - shared / union.clamp_min(1e-7)).mean()
-
-    return trained(model, loss)
-
-
-def tasks_weighed_by_their_uncertainty() -> tuple[nn.Module, Run]:
-    model = nn.ModuleDict({"trunk": mlp(8, 16), "a": nn.Linear(16, 1), "b": nn.Linear(16, 3)})
-    labels, weights = torch.arange(4) % 3, nn.ParameterList([nn.Parameter(torch.zeros(())) for _ in range(2)])
-    model["weights"] = weights      # type: ignore[assignment]
-
-    def loss() -> Tensor:
-        y = model["trunk"](torch.randn(4, 8))
-        first, second = F.mse_loss(model["a"](y).float(), torch.randn(4, 1)), F.cross_entropy(model["b"](y), labels)
-        return torch.exp(-weights[0]) * first + weights[0] + torch.exp(-weights[1]) * second + weights[1]
-
-    return trained(model, loss, F16)
-
-
 # --- representations
-
-
-def contrast() -> tuple[nn.Module, Run]:
-    """A sample is not its own negative: -inf on the diagonal."""
-    model = mlp(8, 16, 8)
-
-    def loss() -> Tensor:
-        z = F.normalize(model(torch.randn(4, 8)).float(), dim=-1)
-        logits = (z @ z.t() / 0.1).masked_fill(torch.eye(4, dtype=torch.bool), -INF)
-        return F.cross_entropy(logits, torch.tensor([1, 0, 3, 2]))
-
-    return trained(model, loss, F16)
 
 
 def triplets() -> tuple[nn.Module, Run]:
@@ -235,27 +118,6 @@ def triplets() -> tuple[nn.Module, Run]:
     def loss() -> Tensor:
         x = torch.randn(4, 8)
         return F.triplet_margin_loss(model(x), model(x), model(x.flip(0)), margin=1.0)
-
-    return trained(model, loss)
-
-
-def variance_and_covariance() -> tuple[nn.Module, Run]:
-    model = mlp(8, 16, 4)
-
-    def loss() -> Tensor:
-        z = model(torch.randn(8, 8)).float() * torch.tensor([1.0, 1.0, 1.0, 0.0])    # one dimension has collapsed
-        covariance = (z - z.mean(0)).t() @ (z - z.mean(0)) / 7
-        return F.relu(1 - (z.var(0) + 1e-4).sqrt()).mean() + (covariance - covariance.diag().diag()).square().sum()
-
-    return trained(model, loss)
-
-
-def distillation() -> tuple[nn.Module, Run]:
-    model, teacher = mlp(8, 16, 5), mlp(8, 16, 5).requires_grad_(False)
-
-    def loss() -> Tensor:
-        x = torch.randn(4, 8)
-        return F.kl_div((model(x) / 2).log_softmax(-1), (teacher(x) * 60).softmax(-1), reduction="batchmean") * 4
 
     return trained(model, loss)
 
@@ -274,50 +136,6 @@ def adapters_of_low_rank() -> tuple[nn.Module, Run]:
 
 
 # --- generative models
-
-
-def diffusion() -> tuple[nn.Module, Run]:
-    """The last step has no signal at all."""
-    model = mlp(9, 16, 8)
-    signal = torch.linspace(1 - 1e-4, 0, 10)
-
-    def loss() -> Tensor:
-        t, x, noise = torch.tensor([0, 3, 6, 9]), torch.randn(4, 8), torch.randn(4, 8)
-        share = signal[t][:, None]
-        noisy = share.sqrt() * x + (1 - share).sqrt() * noise
-        out = model(torch.cat([noisy, t[:, None] / 10], -1)).float()
-        weight = (share / (1 - share)).clamp(max=5) / (share / (1 - share) + 1)
-        return (weight * (out - noise).square()).mean()
-
-    return trained(model, loss)
-
-
-def variational_autoencoder() -> tuple[nn.Module, Run]:
-    model = nn.ModuleList([mlp(8, 16, 8), mlp(4, 16, 8)])
-
-    def loss() -> Tensor:
-        x = torch.randn(4, 8)
-        mean, logvar = model[0](x).float().chunk(2, -1)
-        logvar = logvar.clamp(-30, 10)
-        z = mean + torch.exp(logvar / 2) * torch.randn_like(mean)
-        divergence = -0.5 * (1 + logvar - mean.square() - logvar.exp()).sum(-1)
-        return F.mse_loss(model[1](z).float(), x) + divergence.mean()
-
-    return trained(model, loss, F16)
-
-
-def normalizing_flow() -> tuple[nn.Module, Run]:
-    model = nn.ModuleList([mlp(4, 16, 8) for _ in range(2)])
-
-    def loss() -> Tensor:
-        x, total = torch.randn(4, 8), torch.zeros(4)
-        for layer in model:
-            a, b = x.chunk(2, -1)
-            scale, shift = layer(a).float().chunk(2, -1)
-            x, total = torch.cat([b * torch.tanh(scale).exp() + shift, a], -1), total + torch.tanh(scale).sum(-1)
-        return (x.square().sum(-1) / 2 - total).mean()
-
-    return trained(model, loss)
 
 
 def adversaries() -> tuple[nn.Module, Run]:
@@ -382,49 +200,6 @@ def proximal_policy() -> tuple[nn.Module, Run]:
                 optimizer.step()
 
     return model, run
-
-
-def preferences() -> tuple[nn.Module, Run]:
-    model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16))
-    reference = copy.deepcopy(model).requires_grad_(False)
-
-    def likelihood(net: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
-        logs = net(ids[:, :-1]).float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-        return (logs * mask[:, 1:]).sum(-1)
-
-    def loss() -> Tensor:
-        ids, mask = torch.randint(0, 16, (4, 6)), (torch.arange(6) > 1).float().expand(4, 6)
-        gain = likelihood(model, ids, mask) - likelihood(reference, ids, mask)
-        return -F.logsigmoid(0.1 * (gain[:2] - gain[2:])).mean()
-
-    return trained(model, loss, F16)
-
-
-def groups_of_rewards() -> tuple[nn.Module, Run]:
-    """A group whose rewards are all the same."""
-    model = mlp(8, 16, 5)
-
-    def loss() -> Tensor:
-        reward = torch.tensor([[1.0, 1.0, 1.0], [0.0, 1.0, 0.0]])
-        advantage = (reward - reward.mean(-1, keepdim=True)) / (reward.std(-1, keepdim=True) + 1e-4)
-        logs = model(torch.randn(2, 3, 8)).float().log_softmax(-1)[..., 0]
-        return -((logs - logs.detach()).exp() * advantage).mean()
-
-    return trained(model, loss)
-
-
-def actions_in_an_interval() -> tuple[nn.Module, Run]:
-    model, critic = mlp(8, 16, 4), mlp(10, 16, 1).requires_grad_(False)
-
-    def loss() -> Tensor:
-        x = torch.randn(4, 8)
-        mean, spread = model(x).float().chunk(2, -1)
-        choice = torch.distributions.Normal(mean, spread.clamp(-20, 2).exp())
-        raw = choice.rsample()
-        logs = choice.log_prob(raw) - 2 * (math.log(2) - raw - F.softplus(-2 * raw))
-        return (0.2 * logs.sum(-1) - critic(torch.cat([x, raw.tanh()], -1)).float()[:, 0]).mean()
-
-    return trained(model, loss)
 
 
 def values_with_a_target_network() -> tuple[nn.Module, Run]:
@@ -503,6 +278,85 @@ def sparse_gradients() -> tuple[nn.Module, Run]:
             optimizer.step()
 
     return model, run
+
+
+# --- losses of one network
+
+
+def uncertain(y: Tensor) -> Tensor:
+    """Of a variational autoencoder, a flow and an actor: exponentials of what the network returns, and samples."""
+    mean, spread = y.float().chunk(2, -1)
+    logvar = spread.clamp(-30, 10)
+    divergence = -0.5 * (1 + logvar - mean.square() - logvar.exp()).sum(-1)
+    flowed = (mean * torch.tanh(spread).exp()).square().sum(-1) / 2 - torch.tanh(spread).sum(-1)
+    choice = torch.distributions.Normal(mean, spread.clamp(-20, 2).exp())
+    raw = choice.rsample()
+    squashed = choice.log_prob(raw) - 2 * (math.log(2) - raw - F.softplus(-2 * raw))
+    return (divergence + flowed + squashed.sum(-1)).mean()
+
+
+def boxes(y: Tensor) -> Tensor:
+    """Boxes that do not overlap, and one without an area."""
+    corner, size = y[:, :4].float().chunk(2, -1)
+    end, other = corner + size.exp(), torch.tensor([[0.0, 0.0, 0.0, 0.0], [5, 5, 9, 9], [0, 0, 1, 1], [0, 0, 2, 1]])
+    shared = (torch.minimum(end, other[:, 2:]) - torch.maximum(corner, other[:, :2])).clamp_min(0).prod(-1)
+    union = size.exp().prod(-1) + (other[:, 2:] - other[:, :2]).prod(-1) - shared
+    return (1 - shared / union.clamp_min(1e-7)).mean()
+
+
+def noise_of_the_last_step(y: Tensor) -> Tensor:
+    """There, diffusion has no signal at all."""
+    share = torch.linspace(1 - 1e-4, 0, 4)[:, None]
+    weight = (share / (1 - share)).clamp(max=5) / (share / (1 - share) + 1)
+    return (weight * (share.sqrt() * y.float() - (1 - share).sqrt() * torch.randn(4, 6)).square()).mean()
+
+
+def equal_rewards(y: Tensor) -> Tensor:
+    reward = torch.tensor([[1.0, 1.0, 1.0], [0.0, 1.0, 0.0]]).repeat(2, 2)
+    advantage = (reward - reward.mean(-1, keepdim=True)) / (reward[:, :3].std(-1, keepdim=True) + 1e-4)
+    logs = y.float().log_softmax(-1)
+    return -((logs - logs.detach()).exp() * advantage).mean()
+
+
+def collapsed(y: Tensor) -> Tensor:
+    """A dimension without variance, and samples that are not their own negatives."""
+    z = y.float() * (torch.arange(6) > 0)
+    unit = F.normalize(z, dim=-1)
+    logits = (unit @ unit.t() / 0.1).masked_fill(torch.eye(4, dtype=torch.bool), -INF)
+    return F.relu(1 - (z.var(0) + 1e-4).sqrt()).mean() + F.cross_entropy(logits, torch.tensor([1, 0, 3, 2]))
+
+
+def dice(y: Tensor) -> Tensor:
+    """Of a class that no pixel has, and pixels that are ignored."""
+    p, target, known = y.float().softmax(-1), F.one_hot(LABELS, 6), torch.tensor([1, 0, 1, 1])[:, None]
+    overlap = (p * target * known).sum(0)
+    return (1 - 2 * overlap / ((p + target) * known).sum(0).clamp_min(1e-6)).mean()
+
+
+def focal(y: Tensor) -> Tensor:
+    entropy = F.binary_cross_entropy_with_logits(y.float(), (y.detach() > 0).float(), reduction="none")
+    return ((1 - torch.exp(-entropy)) ** 2 * entropy).mean()
+
+
+LABELS = torch.tensor([0, 1, 4, 4])
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    **{function.__name__: function for function in (
+        boxes, collapsed, dice, equal_rewards, focal, noise_of_the_last_step, uncertain)},
+    "adaptive step": lambda y: (y * min(2.0, 0.1 / max(float((y - y).detach().norm()), 1e-8))).float().square().mean(),
+    "distillation": lambda y: F.kl_div((y / 2).log_softmax(-1), (torch.randn(4, 6) * 60).softmax(-1), reduction="sum"),
+    "ignored words": lambda y: F.cross_entropy(y, torch.tensor([-100, 1, -100, -100])),
+    "label smoothing": lambda y: F.cross_entropy(y, torch.tensor([0, 1, -100, 4]), label_smoothing=0.1),
+    "mixup": lambda y: 0.3 * F.cross_entropy(y, LABELS) + 0.7 * F.cross_entropy(y, LABELS.flip(0)),
+    "preferences": lambda y: -F.logsigmoid(0.1 * (y[:2] - y[2:]).float()).mean(),
+    "quantiles": lambda y: torch.maximum(0.9 * (1 - y.float()), -0.1 * (1 - y.float())).mean(),
+    "rotary": lambda y: (y.float() * (torch.arange(600, 606) * 0.1).cos()).square().mean(),
+    "uncertain tasks": lambda y: torch.exp(-y[0, 0].float()) * y[:, 1:].float().square().mean() + y[0, 0].float(),
+}
+
+
+def network(loss: Callable[[Tensor], Tensor], dtype: torch.dtype) -> tuple[nn.Module, Run]:
+    model = mlp(8, 16, 6)
+    return trained(model, lambda: loss(model(torch.randn(4, 8))), dtype)
 
 
 # --- loops of other shapes
@@ -606,22 +460,6 @@ def moving_averages() -> tuple[nn.Module, Run]:
     return model, run
 
 
-def solver_of_an_equation() -> tuple[nn.Module, Run]:
-    """A step size that adapts to the error, which may be 0."""
-    model = mlp(4, 16, 4)
-
-    def loss() -> Tensor:
-        x, h = torch.randn(4, 4), 0.5
-        for _ in range(3):
-            euler = x + h * model(x).float()
-            heun = x + h / 2 * (model(x).float() + model(euler).float())
-            h = h * min(2.0, 0.1 / max(float((heun - euler).detach().norm()), 1e-8))
-            x = heun
-        return x.square().mean()
-
-    return trained(model, loss)
-
-
 def checkpoints_with_dropout() -> tuple[nn.Module, Run]:
     model = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.5)) for _ in range(2)])
 
@@ -641,18 +479,20 @@ def compiled() -> tuple[nn.Module, Run]:
 
 
 PROGRAMS = [
-    accumulation, actions_in_an_interval, adapters_of_low_rank, adversaries, attention_with_rows_masked_out,
-    checkpoints_with_dropout, compiled, contrast, critic_with_a_penalty, detection, diffusion, distillation,
-    experts_without_tokens, focal_loss, groups_of_rewards, label_smoothing, language_model,
-    learning_to_learn, masked_language_model, messages_in_a_graph, mixup, moving_averages, normalizing_flow,
-    preferences, proximal_policy, quantile_regression, recurrence_over_padding, rotary_attention,
-    search_along_a_line, segmentation, sharpness_aware, solver_of_an_equation, sparse_gradients, speech_recognition,
-    tables_with_padding, tasks_weighed_by_their_uncertainty, triplets, values_with_a_target_network,
-    variance_and_covariance, variational_autoencoder,
+    accumulation, adapters_of_low_rank, adversaries, attention_with_rows_masked_out, checkpoints_with_dropout,
+    compiled, critic_with_a_penalty, experts_without_tokens, language_model, learning_to_learn, messages_in_a_graph,
+    moving_averages, proximal_policy, recurrence_over_padding, search_along_a_line, sharpness_aware, sparse_gradients,
+    speech_recognition, tables_with_padding, triplets, values_with_a_target_network,
 ]
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+ALL: dict[str, Callable[[], tuple[nn.Module, Run]]] = {
+    **{program.__name__: program for program in PROGRAMS},
+    **{f"{name} {dtype}": functools.partial(network, LOSSES[name], dtype) for name in LOSSES for dtype in (F16, B16)},
+}
+
+
+@pytest.mark.parametrize("program", ALL.values(), ids=list(ALL))
 def test_a_healthy_program(program: Callable[[], tuple[nn.Module, Run]]) -> None:
     """Neither an inf or NaN, nor anything in the wrong order, nor a gradient that is off."""
     torch.manual_seed(0)

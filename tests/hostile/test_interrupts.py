@@ -113,7 +113,7 @@ def interrupted(call: Callable[[], None], n: int, error: type[BaseException]) ->
 # So it is with what a checkpoint's own exception interrupts, by which torch ends a recompute.
 EDGES = (
     "autocast.__exit__", "_plain.<locals>.wrapper", "record_casts.__enter__", "record_casts.__exit__", "_stepped",
-    "_recomputing.<locals>.recompute", "leave_down_to",
+    "leave_down_to",
 )
 
 

@@ -212,18 +212,6 @@ def jagged_nested_tensors(region: Region) -> Any:
 
 
 @program
-def strided_nested_tensors(region: Region) -> Any:
-    model = nn.Linear(6, 3)
-    rows = [torch.randn(2, 6), torch.randn(3, 6)]
-    nested = torch.nested.nested_tensor(rows, requires_grad=True)
-    with region():
-        out = model(nested)
-        padded = torch.nested.to_padded_tensor(out, 0.0)
-    padded.float().sum().backward()
-    return padded, gradients(model)
-
-
-@program
 def tensor_subclass(region: Region) -> Any:
     """A wrapper subclass stays one through casts, and the two tensors inside are cast alike."""
     x = TwoTensor(torch.randn(4, 6), torch.randn(4, 6))

@@ -118,7 +118,7 @@ def test_the_head_of_a_model_with_tied_weights() -> None:
     """Casts of its weight are LOWER's and cached; a record shows the rule; compiled code has the same bits."""
     model, x, grad = Tied(), torch.randn(4, 8), torch.randn(4, 16).to(BF16)
     policy = LOWER.for_modules(model, {"head": POLICY})
-    assert [layer.rule for layer in policy.check(model).layers] == ["LOWER", "LOWER_FLOAT32_OUT"]
+    assert policy.check(model).layers == ("layer (8, 8) LOWER", "head (16, 8) LOWER_FLOAT32_OUT")
     with record_casts() as record, autocast("cpu", BF16, policy=policy):
         logits = model(x)
         F.linear(x, model.head.weight)

@@ -86,6 +86,9 @@ def test_parameters_that_do_not_fit() -> None:
     assert "1" in report.keep
     assert "parameters that float16 cannot hold: 1.weight" in str(report)
     assert check_half(model, torch.ones(1, 4), torch.bfloat16).unfit == []
+    report = check_half(model[1], torch.ones(1, 4))     # the model's own, which nothing keeps
+    assert (report.unfit, report.keep, report.error) == (["weight"], [], math.inf)
+    assert math.isnan(report.modules[0].error)
 
 
 class Writing(nn.Module):

@@ -48,10 +48,10 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def test_it_is_a_scaler_and_masters_to_the_bit(
     dtype: torch.dtype, make: Callable[[Any], Any], set_to_none: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Losses, scale and weights of 12 steps of two micro-batches, with clipping, two overflows and a growth.
+    """Losses and weights of 12 steps of two micro-batches, with clipping and two overflows.
 
-    Micro-batches are taken together or one by one. The second overflow is dropped, as scripts for Apex have it:
-    `if optimizer.overflow: continue`.
+    Micro-batches are taken together or one by one, each with an update of the scale. The second overflow is dropped, as
+    scripts for Apex have it: `if optimizer.overflow: continue`.
     """
     rule = {"init_scale": 2.0**12, "scale_window": 4}
     model = model_of(dtype)
@@ -61,7 +61,8 @@ def test_it_is_a_scaler_and_masters_to_the_bit(
     masters = MasterWeights(by_hand)
     scaler = GradScaler("cpu", loss_scale=DynamicLossScale(init_scale=2.0**12, growth_interval=4))
     for index, (x, y) in enumerate(batches(12)):
-        factor, together = torch.inf if index in (5, 6) else 1.0, index % 2 == 1
+        factor, together = torch.inf if index in (5, 6) else 1.0, set_to_none and index % 2 == 1
+        scale = optimizer.loss_scale
         optimizer.zero_grad(set_to_none)
         by_hand.zero_grad()
         for last, part in ((False, slice(0, 4)), (True, slice(4, 8))):
@@ -80,6 +81,7 @@ def test_it_is_a_scaler_and_masters_to_the_bit(
         norm = optimizer.clip_master_grads(0.5)
         torch.testing.assert_close(norm, scaler.clip_grad_norm_(by_hand, 0.5), rtol=0, atol=0, equal_nan=True)
         assert optimizer.overflow is (index in (5, 6))
+        assert not optimizer.overflow or optimizer.loss_scale == scale / (2 if together else 4)
         if index != 6:
             optimizer.step()
         scaler.step(by_hand)

@@ -190,6 +190,8 @@ def test_delayed_gradients_meet_no_other_scale() -> None:
     with pytest.raises(RuntimeError, match="waiting under another loss scale; end the accumulation with the same loss"):
         backward(loss(), optimizer, loss_id=1)
     backward(loss(), optimizer, loss_id=0)
+    with pytest.raises(RuntimeError, match="delay_unscale=True after a backward whose gradients are unscaled already"):
+        backward(loss(), optimizer, loss_id=0, delay_unscale=True)
     optimizer.step()
     optimizer.zero_grad()
     backward(loss(), optimizer, loss_id=0, delay_unscale=True)
