@@ -8,7 +8,6 @@ The contract is torch's (`_step_supports_amp_scaling`, kept by `fused=True` opti
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -65,11 +64,6 @@ class StepScalars(NamedTuple):
 def is_amp_aware(optimizer: Any) -> bool:
     """Whether the optimizer's `step` reads `found_inf` on the device."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def takes_grad_scaler_argument(optimizer: Any) -> bool:
-    """Whether `step` takes the scaler itself, which torch has deprecated."""
-    return "grad_scaler" in inspect.signature(optimizer.step).parameters
 
 
 def mark_step_called(optimizer: Any) -> None:

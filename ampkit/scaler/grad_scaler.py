@@ -9,6 +9,7 @@ optimizer is a plain dict that other code may hold, change or replace; what this
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import numbers
 import weakref
@@ -534,7 +535,7 @@ class GradScaler(torch.amp.GradScaler):
         """Step an optimizer that skips on the device by itself. Never syncs."""
         optimizer, state = notes.optimizer, notes.state
         if notes.last_step.takes_scaler is None:
-            notes.last_step.takes_scaler = amp_optimizers.takes_grad_scaler_argument(optimizer)
+            notes.last_step.takes_scaler = "grad_scaler" in inspect.signature(optimizer.step).parameters
         if notes.last_step.takes_scaler:
             if self._skip_above is not None:
                 raise ValueError(

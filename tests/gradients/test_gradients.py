@@ -94,14 +94,6 @@ def test_each_gradient_is_listed_once_in_order() -> None:
     assert dtypes == [torch.float32, torch.bfloat16, torch.float32, torch.float32]
 
 
-def test_fp16_can_be_refused_before_anything_is_touched() -> None:
-    params = [with_grad(torch.tensor([2.0]).expand(4)), with_grad(torch.ones(1, dtype=torch.float16))]
-    expanded = params[0].grad
-    with pytest.raises(ValueError, match="float16 gradients of group 0, parameter 1;"):
-        collect(params, torch.optim.SGD(params))
-    assert params[0].grad is expanded
-
-
 def test_integer_gradients_are_refused() -> None:
     param = torch.nn.Parameter(torch.zeros(2, dtype=torch.int32), requires_grad=False)
     param.grad = torch.ones(2, dtype=torch.int32)

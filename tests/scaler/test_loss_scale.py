@@ -20,7 +20,7 @@ from ampkit.scaler.loss_scale import (
 )
 from tests.helpers.scaler_tools import iterate, with_grads
 
-flags = st.lists(st.sampled_from([0.0, 0.0, 0.0, 1.0]), min_size=1, max_size=60)
+flags = st.lists(st.sampled_from([0.0, 0.0, 0.0, 1.0]), min_size=30, max_size=60)
 
 
 @given(
@@ -77,6 +77,7 @@ def account(rule: DynamicLossScale, flags: list[float]) -> list[tuple[float, int
     return out
 
 
+@settings(max_examples=200)
 @given(
     flags=flags,
     hysteresis=st.integers(1, 3),
