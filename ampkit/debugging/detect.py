@@ -136,10 +136,7 @@ class detect_nonfinite(OperatorObserver[NonFiniteReport]):
         result = func(*args, **kwargs)
         if call.starts_backward:
             self._note_loss(call.given[0])
-        outputs = [
-            one for one in (*facts.outputs(result, args, kwargs), *buffers)
-            if (one.is_floating_point() or one.is_complex()) and one.numel()
-        ]
+        outputs = [*readable(facts.outputs(result, args, kwargs)), *buffers]
         read = tuple({index for some in writers for index in some or () if index in self._records})
         if not outputs:     # a comparison, an index, a number on the host
             read = tuple(index for index in read if not self._records[index].scalar)     # a loss is looked at by loops

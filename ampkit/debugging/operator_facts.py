@@ -68,11 +68,11 @@ class OperatorFacts:
         return _at(self.writes, args, kwargs)
 
     def outputs(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """What a call computed: what it returned and what it wrote to, each once; none that is opaque."""
+        """What a call computed: what it returned and what it wrote to, each once."""
         found = tensors_in(result)
         if self.mutable:
             found = list({id(one): one for one in (*found, *self.written(args, kwargs))}.values())
-        return [one for one in found if not is_opaque(one)]
+        return found
 
     def buffers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """Of batch norm, the statistics that it updates without saying so."""

@@ -179,19 +179,22 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
         def widened(tensor: Tensor) -> Tensor:
             return tensor.detach().to(memory.wide(tensor.dtype), copy=id(tensor) in changes)
 
+        def outputs(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+            return [one for one in facts.outputs(result, args, kwargs) if not is_opaque(one)]
+
         cast = facts.name == "aten::_to_copy" and args[0].is_floating_point()
         wider = other_arguments(func, args, kwargs, memory.read, memory.wide)
         own = other_arguments(func, args, kwargs, widened, memory.wide) if low else None
         result = func(*args, **kwargs)
-        results = facts.outputs(result, args, kwargs)
+        results = outputs(result, args, kwargs)
         again: Any = WIDE_PRODUCTS.get(facts.name, func)
         with torch.no_grad():
             try:
                 locals_ = None
                 if own is not None:     # what a cast is given is what it would return in the wider dtype
-                    locals_ = [own[0][0]] if cast else facts.outputs(again(*own[0], **own[1]), *own)
+                    locals_ = [own[0][0]] if cast else outputs(again(*own[0], **own[1]), *own)
                 own = None      # what is held from here on is the most that a step needs
-                references = facts.outputs(again(*wider[0], **wider[1]), *wider)
+                references = outputs(again(*wider[0], **wider[1]), *wider)
                 if [one.shape for one in results] != [one.shape for one in references]:
                     raise ValueError("the reference has another shape: it depends on values")
             except Exception as error:      # kernels say in many ways that they do not take a wider dtype

@@ -44,7 +44,7 @@ class ReferenceCopies:
 
     def __init__(self, reference: torch.dtype) -> None:
         self.reference = reference
-        self._copies: StorageMap[_Copy] = StorageMap(lambda copy: copy.flat.nbytes, _SPARE)
+        self._copies: StorageMap[_Copy] = StorageMap(lambda copy: copy.flat.nbytes, _SPARE, 1 / 32)
 
     def wide(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of a reference copy: that of the tensor if it is no float, or as wide as the reference."""

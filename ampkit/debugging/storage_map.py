@@ -17,12 +17,12 @@ class StorageMap(Generic[T]):
 
     An entry holds its storage by a weak reference, which keeps the address from being given to another one: a tensor
     that was made out of sight of the tool (a DataLoader's batch) never finds an entry of somebody before it. Memory
-    that is gone is looked for when values of `spare` more, by their `size`, have been set.
+    that is gone is looked for when values of `spare` more, by their `size`, or a `part` of all more have been set.
     """
 
-    def __init__(self, size: Callable[[T], int] = lambda value: 1, spare: int = 1024) -> None:
+    def __init__(self, size: Callable[[T], int] | None = None, spare: int = 1024, part: float = 1.0) -> None:
         self._entries: dict[int, tuple[StorageWeakRef, T]] = {}
-        self._size, self._spare = size, spare
+        self._size, self._spare, self._part = size, spare, part
         self._grown, self._limit = 0, spare
 
     def get(self, tensor: Tensor) -> T | None:
@@ -35,10 +35,11 @@ class StorageMap(Generic[T]):
         key = storage_key(tensor)
         entry = self._entries.get(key)
         self._entries[key] = (StorageWeakRef(tensor.untyped_storage()) if entry is None else entry[0], value)
-        self._grown += self._size(value)
+        self._grown += 1 if self._size is None else self._size(value)
         if self._grown > self._limit:
             self._entries = {key: entry for key, entry in self._entries.items() if not entry[0].expired()}
-            self._grown, self._limit = 0, max(self._spare, sum(map(self._size, self.values())) // 32)
+            live = len(self._entries) if self._size is None else sum(map(self._size, self.values()))
+            self._grown, self._limit = 0, max(self._spare, int(self._part * live))
 
     def discard(self, tensor: Tensor) -> None:
         """Forget the value for a tensor's memory."""
