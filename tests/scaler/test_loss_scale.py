@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from ampkit.scaler.grad_scaler import GradScaler
 from ampkit.scaler.loss_scale import (
@@ -77,7 +77,7 @@ def account(rule: DynamicLossScale, flags: list[float]) -> list[tuple[float, int
     return out
 
 
-@settings(max_examples=200)
+@example([0.0, 0.0, 0.0, 0.0, 1.0, 1.0], 2, "growth", 0.25, 6, (4.0, 64.0))     # forgiven, then counted
 @given(
     flags=flags,
     hysteresis=st.integers(1, 3),
