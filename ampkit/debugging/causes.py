@@ -230,7 +230,7 @@ _FORWARD: dict[str, tuple[str, str]] = {
         "a deviation of 1 element, with the correction of 1", "std(correction=0), or more than one element")),
     "mean": ("a mean of no elements", "leave it out where it is empty: x.mean() if x.numel() else x.sum()"),
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), (
-        "every target is ignore_index, or its class weight is 0", "skip a batch whose targets are all ignore_index, or "
+        "the class weight of every target is 0", "skip a batch whose targets are all ignore_index, or "
         "divide reduction='sum' by the number of targets that count, at least 1")),
     "native_batch_norm": ("a variance that its dtype cannot hold", "keep BatchNorm in float32: module.float()"),
     "_ctc_loss": ("no alignment of targets and inputs", "F.ctc_loss(..., zero_infinity=True)"),
@@ -273,6 +273,8 @@ def why_undefined(op: str, args: tuple[Any, ...], what: str) -> str:
             return f"logit of {int(bool((args[0] == 1).any()))}"
         if base in ("log", "log2", "log10", "xlogy") and bool((args[base == "xlogy"] < 0).any()):
             return f"{base} of a negative number"
+        if base.startswith("nll_loss") and not bool((args[1] != args[4]).any()):
+            return f"{args[1].numel()} of {args[1].numel()} targets are {args[4]}, which is ignore_index"
     general = _LARGE if what == "inf" else ("undefined in any precision", "")
     return _FORWARD.get(base, general)[0].format(op=base)
 

@@ -77,9 +77,7 @@ def trace(records: Mapping[int, Record], *, complete: bool = True) -> list[Trace
         # An inf that came with the data shows only where it does harm: it may be a bound, or a mask.
         soft = complete and (record.kind != "arrived" or "nan" in record.broken)
         reached = _reached(record, readers)
-        symptoms = [
-            one for one in reached if one.shows or (record.kind != "constant" and _is_left(one, read, soft))
-        ]
+        symptoms = [one for one in reached if one.shows or (record.kind != "constant" and _is_left(one, read, soft))]
         if symptoms:
             only_gradients = all(one.shows in ("", "gradient") for one in reached)
             symptom = min(symptoms, key=lambda one: (one.shows != "loss", one.index))

@@ -4,7 +4,7 @@ A function that is compiled, and called inside a region, is traced with the regi
 dtype of torch's autocast for each device type. Two regions that differ in policy alone would look the same to these
 guards, and to AOTAutograd's cache on disk. So a region whose policy is not torch.amp's list encodes its policy as the
 autocast dtype of device types that torch still lists and that no build of torch can run, one dtype per digit. Nothing
-is cast by that; torch's guards check it in C++. Entering a region costs four calls more.
+is cast by that; torch's guards check it in C++. Entering a region costs two calls more, or four for later policies.
 
 There are about two thousand marks, so the cache on disk, which other processes share, is also given the full policy,
 through `torch.compiler.config.cache_key_tag`, while Dynamo compiles.
@@ -89,6 +89,9 @@ def _free_mark(text: str) -> Mark:
         _mark_of.cache_clear()
         forget_compiled()       # code compiled under an old mark must not match a new one
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
+    mark: Mark = ((_DEVICES[0], _DIGITS[number % len(_DIGITS)]),)
+    if mark not in _texts:
+        return mark
     while True:
         first, second = divmod(number % capacity, len(_DIGITS))
         mark = ((_DEVICES[0], _DIGITS[first]), (_DEVICES[1], _DIGITS[second]))
@@ -99,13 +102,16 @@ def _free_mark(text: str) -> Mark:
 
 def write(mark: Mark) -> None:
     """Set this thread's mark."""
-    thread.mark = mark      # first: a signal handler may enter and leave a region of its own amid the rest
-    if not mark:
-        for device in _DEVICES:
+    before, thread.mark = thread.mark, mark     # first: a signal handler may enter and leave a region amid the rest
+    try:
+        for device in _DEVICES[len(mark) : len(before)]:
             _set_enabled(device, False)
-    for device, digit in mark:
-        _set_dtype(device, digit)
-        _set_enabled(device, True)
+        for device, digit in mark:
+            _set_dtype(device, digit)
+            _set_enabled(device, True)
+    except BaseException:       # of a signal handler; leaving the region then clears the digits of both
+        thread.mark = before + mark
+        raise
     if mark and DYNAMO_CALLBACKS in sys.modules:
         _watch()
 
