@@ -174,7 +174,7 @@ def _set_up(
         if options.master_weights:
             all_masters.append(masters := MasterWeights(optimizer))
             pairs = zip(masters.masters(), masters.model_parameters(), strict=True)
-            masters.load_values_([(master, values[param]) for master, param in pairs])
+            masters.load_values_([(master, values[param]) for master, param in pairs if param in values])
             if scaled is not None:
                 scaled.masters = masters
         elif level.casts_model and optimizer.state:

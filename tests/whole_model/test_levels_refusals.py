@@ -108,6 +108,32 @@ def test_models_and_optimizers_that_are_refused() -> None:
     initialize(model, torch.optim.SGD(model.head.parameters(), lr=0.1), "O2", verbosity=0)      # some of its parameters
 
 
+def test_a_16_bit_parameter_outside_the_models_gets_a_master_from_its_own_value() -> None:
+    """Beside the model's, which start from float32. Where another optimizer is refused, none of them has changed."""
+    models, extra = [nn.Linear(4, 4), nn.Linear(4, 4)], nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    model, before = models[0], models[0].weight.detach().clone()
+    params = [*model.parameters(), extra]
+    optimizer, refused = sgd(model), optim.AdamW(models[1].parameters(), masters="remainder")
+    optimizer.add_param_group({"params": [extra], "lr": 2.0**-10, "momentum": 0.0, "weight_decay": 0.0})
+    attributes, modules = set(vars(optimizer)), [set(vars(one)) for one in models]
+    options = {"opt_level": "O2", "dtype": torch.bfloat16, "verbosity": 0}
+    with pytest.raises(ValueError, match="AdamW has masters='remainder'"):
+        initialize(models, [optimizer, refused], **options)
+    assert [id(p) for group in optimizer.param_groups for p in group["params"]] == list(map(id, params))
+    assert ([set(vars(one)) for one in models], set(vars(optimizer))) == (modules, attributes)
+    assert torch.equal(model.weight, before)
+    assert {p.dtype for one in models for p in one.parameters()} == {torch.float32}
+    initialize(model, optimizer, **options)
+    weight, _, master = master_params(optimizer)
+    assert torch.equal(weight, before)
+    assert model.weight.dtype is torch.bfloat16
+    with amp.scale_loss((model(torch.ones(1, 4)) * extra).sum() * 0.0 + extra.sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert master.tolist() == [1.0 - 2.0**-10] * 4
+    assert extra.tolist() == [1.0] * 4
+
+
 class Larc:
     """An optimizer around another, as Apex's LARC is: no `Optimizer`, and it shapes gradients before it steps."""
 
