@@ -83,8 +83,9 @@ class GradScaler(torch.amp.GradScaler):
         TypeError: a `skip_above` that is neither.
         ValueError: another number out of range, or both a strategy and its numbers.
 
-    Host synchronisation: `step` of an ordinary optimizer reads one number; amp-aware ones (`fused=True`,
-    `ampkit.optim`) and all other methods read none, apart from those whose answer is a Python value.
+    Host synchronisation: `step` of an ordinary optimizer reads one number, a second where it is skipped or judged by
+    `skip_above`; amp-aware ones (`fused=True`, `ampkit.optim`) and all other methods read none, apart from those whose
+    answer is a Python value.
 
     >>> import torch
     >>> model = torch.nn.Linear(4, 1)
@@ -278,7 +279,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        if self._history is None:
+        if self._scale is None or self._history is None:
             self._check_scale_growth_tracker("unscale_")
         notes = self._notes_of(optimizer)
         state = notes.state
@@ -323,7 +324,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
         """Check gradients that stay scaled for inf and NaN; the flags are those that `unscale_` would set."""
-        if self._history is None:
+        if self._scale is None or self._history is None:
             self._check_scale_growth_tracker("_check_inf_per_device")
         notes = self._notes_of(optimizer)
         inv_scale, flag = self._inverse_scale()
@@ -405,7 +406,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             take_master_gradients(optimizer)
             return clipping.clip_plain(parameters(optimizer), max_norm, norm_type, process_group)
-        if self._history is None:
+        if self._scale is None or self._history is None:
             self._check_scale_growth_tracker("clip_grad_norm_")
         notes = self._notes_of(optimizer)
         if notes.state["stage"] is OptState.STEPPED:
@@ -487,7 +488,7 @@ class GradScaler(torch.amp.GradScaler):
 
         An optimizer without gradients is left alone, and `stats().no_gradients` counts it; one that has found none in
         its first steps is named in a warning. Amp-aware optimizers (`fused=True`, `ampkit.optim`) are always called and
-        skip on the device, without a host sync; any other costs one host read.
+        skip on the device, without a host sync; any other costs one host read, two where it is skipped.
 
         With a closure (keyword or first positional argument), as LBFGS and SAM take it, every evaluation is unscaled
         and checked; the closure calls `scaler.scale(loss).backward()` and returns the unscaled loss. A non-finite
@@ -505,7 +506,7 @@ class GradScaler(torch.amp.GradScaler):
         closure = closures.extract(args, kwargs) if args or kwargs else None
         if closure is not None and self._skip_above is not None:
             raise ValueError("step got a closure, which skip_above does not judge; expected a scaler without it")
-        if closure is None and self._history is None:
+        if closure is None and (self._scale is None or self._history is None):
             self._check_scale_growth_tracker("step")
         notes = self._notes_of(optimizer)
         state = notes.state
@@ -729,7 +730,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        if self._history is None:
+        if self._scale is None or self._history is None:
             self._check_scale_growth_tracker("update")
         if new_scale is not None:
             self._set_scale(new_scale)
@@ -741,7 +742,8 @@ class GradScaler(torch.amp.GradScaler):
             flags += state["found_inf_per_device"].values()
             idle = idle and state.get("stage", OptState.READY) is OptState.READY
         if flags:
-            self._advance(ranks.combined(flags, self._scale.device))
+            scale: Any = self._scale
+            self._advance(ranks.combined(flags, scale.device))
         elif idle:
             raise AssertionError(
                 "No inf checks were recorded prior to update. Call scaler.step(optimizer), or scaler.unscale_, in "
@@ -858,7 +860,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def stats(self) -> ScalerStats:
         """Counts of steps, skips, growths and more, with the scale; calls `on_stuck` if that is due. One host read."""
-        if self._history is None:    # the counts are those of a checkpoint, if any
+        if self._scale is None or self._history is None:    # the counts are those of a checkpoint, if any
             cpu = torch.device("cpu")
             return History(cpu, self._init_totals).totals(torch.full((), self.get_scale(), device=cpu))
         stats = self._history.totals(self._scale)
@@ -873,7 +875,7 @@ class GradScaler(torch.amp.GradScaler):
 
         Waits for the device.
         """
-        return [] if self._history is None else self._history.rows(self._scale)
+        return [] if self._scale is None or self._history is None else self._history.rows(self._scale)
 
     def overflow_report(
         self, model: torch.nn.Module | None = None, *, optimizer: torch.optim.Optimizer | None = None
@@ -931,7 +933,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return {}
         # All entries even before first use: torch.distributed.checkpoint loads only entries that it finds here.
-        if self._history is None:
+        if self._scale is None or self._history is None:
             counters = self._first_state(torch.device("cpu"))[2:]
             totals = {**dict.fromkeys(COUNTS, 0), **self._init_totals}
         else:

@@ -6,8 +6,8 @@ report lists them so. `ampkit.debugging` finds the operator where inf or NaN beg
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,24 +27,20 @@ class Counted(NamedTuple):
     place: str              # "group 0, parameter 3"
     dtype: torch.dtype
     elements: int
-    inf: int
-    nan: int
+    counts: Tensor          # of inf and of NaN
 
 
 def count_nonfinite(optimizer: torch.optim.Optimizer) -> list[Counted]:
-    """Count inf and NaN in every gradient of the optimizer, finite ones included. One host read."""
+    """Count inf and NaN in every gradient of the optimizer, finite ones included. Never syncs."""
     masters = masters_of(optimizer)  # the model knows the names of its own parameters
     own = {} if masters is None else dict(zip(masters.masters(), masters.model_parameters(), strict=True))
-    gradients, counts = [], []
+    found = []
     for name, place, param in places(optimizer):
         for tensors in collect([param]).by_device.values():
-            counts += [torch.stack((tensor.isinf().sum(), tensor.isnan().sum())) for tensor in tensors]
-            gradients.append((own.get(param, param), name, place, param.grad))
-    numbers = torch.stack([moved(each, counts[0].device) for each in counts]).tolist() if counts else []
-    return [
-        Counted(param, name, place, grad.dtype, grad.numel(), inf, nan)
-        for (param, name, place, grad), (inf, nan) in zip(gradients, numbers, strict=True)
-    ]
+            grad: Any = param.grad
+            counts = [torch.stack((tensor.isinf().sum(), tensor.isnan().sum())) for tensor in tensors]
+            found += [Counted(own.get(param, param), name, place, grad.dtype, grad.numel(), each) for each in counts]
+    return found
 
 
 class NonFiniteGradient(NamedTuple):
@@ -102,21 +98,23 @@ def _module(name: str) -> str:
     return name.rpartition(".")[0] or name
 
 
-def report(counted: Iterable[Counted], model: torch.nn.Module | None) -> OverflowReport:
-    """The report on all gradients that were counted, finite ones included."""
+def report(counted: Sequence[Counted], model: torch.nn.Module | None) -> OverflowReport:
+    """The report on all gradients that were counted, finite ones included. One host read."""
     names = {} if model is None else {id(param): name for name, param in model.named_parameters()}
     order = {key: place for place, key in enumerate(names)}
-    found = {id(each.param): each for each in counted}
+    counts = [moved(each.counts, counted[0].counts.device) for each in counted]
+    numbers = torch.stack(counts).tolist() if counts else []
+    found = {id(each.param): (each, *both) for each, both in zip(counted, numbers, strict=True)}
     bad: list[NonFiniteGradient] = []
     finite_down_to = None
     for key in sorted(found, key=lambda key: order.get(key, -1))[::-1]:
-        each = found[key]
+        each, inf, nan = found[key]
         name = names.get(key) or each.name or each.place
-        if each.inf or each.nan:
-            bad.append(NonFiniteGradient(name, each.inf, each.nan, each.elements, each.dtype))
+        if inf or nan:
+            bad.append(NonFiniteGradient(name, inf, nan, each.elements, each.dtype))
         elif not bad:
             finite_down_to = name
     answer = OverflowReport(bad)
     answer.finite_down_to = finite_down_to
-    answer.named = all(key in names or each.name is not None for key, each in found.items())
+    answer.named = all(key in names or each.name is not None for key, (each, *_) in found.items())
     return answer

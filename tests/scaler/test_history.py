@@ -86,13 +86,17 @@ def test_counting_waits_for_no_device_until_somebody_asks() -> None:
 
 def test_an_ordinary_step_reads_one_number() -> None:
     scaler = started(GradScaler)
-    optimizer = torch.optim.SGD(with_grads([torch.ones(4), torch.ones(3, dtype=torch.float64)]), lr=0.1)
-    with count_reads() as reads:
-        iterate(scaler, optimizer)
-        assert len(reads) == 1
-        scaler.stepped(optimizer)
-        scaler.found_inf(optimizer)
-    assert len(reads) == 1
+    params = with_grads([torch.ones(4), torch.ones(3, dtype=torch.float64)])
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    for step_reads in (1, 2):       # a skipped one the scale too
+        with count_reads() as reads:
+            iterate(scaler, optimizer)
+            assert len(reads) == step_reads
+            scaler.stepped(optimizer)
+            scaler.found_inf(optimizer)
+        assert len(reads) == step_reads
+        params[0].grad = torch.full((4,), math.inf)
+    assert len(scaler.overflow_report()) == 1, "of what was counted in the step"
 
 
 def test_a_captured_iteration_counts_itself_alone(monkeypatch) -> None:

@@ -169,6 +169,21 @@ def test_private_attributes_can_be_set() -> None:
     assert (scaler.get_scale(), scaler._get_growth_tracker()) == (2.0, 4)
 
 
+def test_a_scale_that_is_taken_away_is_made_anew() -> None:
+    """With the error that torch has until then, and the answers of a scaler that has scaled nothing."""
+    scaler, (_, optimizer) = started(GradScaler, 4.0), one_parameter(grad=8.0)
+    iterate(scaler, optimizer)
+    scaler._scale = scaler._growth_tracker = None
+    for use in (scaler.unscale_, lambda each: scaler.clip_grad_norm_(each, 1.0), scaler._check_inf_per_device,
+                scaler.step, lambda _: scaler.update()):
+        with pytest.raises(AssertionError, match="Attempted .* but _scale is None"):
+            use(optimizer)
+    assert (scaler.stats().scale, scaler.state_dict()["scale"], scaler.history) == (4.0, 4.0, [])
+    scaler.scale(torch.ones(()))
+    iterate(scaler, optimizer)
+    assert scaler.stats().steps == 1
+
+
 def test_compiled_code_scales_and_reads_the_scale() -> None:
     scaler = GradScaler("cpu", 4.0)
     loss = torch.ones((), requires_grad=True)
