@@ -8,7 +8,6 @@ well; 1 when torch is too old, autocast does not work, or a step gives a wrong r
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import platform
 from collections.abc import Callable, Iterator
 
@@ -74,8 +73,7 @@ def _device(device: torch.device) -> Iterator[Finding]:
         if torch.version.hip is None and major < 8:
             yield True, "  bfloat16 is only emulated here and very slow: train in float16 with a GradScaler"
         reason = kernels.why_not_triton(device)
-        triton = "" if reason else f"Triton {importlib.metadata.version('triton')}: fused over lists of tensors"
-        yield True, f"  kernels  {triton or f'PyTorch: {reason}'}"
+        yield True, f"  kernels  {f'PyTorch: {reason}' if reason else 'Triton, fused over lists of tensors'}"
         yield True, f"  FP8      {f'none, FP8 rules follow LOWER: {lack}' if lack else 'computed by the tensor cores'}"
     for operation, check in CHECKS.items():
         if check is not _float8 or not lack:

@@ -57,7 +57,7 @@ def described(tensor: Tensor, name: str) -> str:
     """
     text = f"{name} {dtype_name(tensor.dtype)}{list(tensor.shape)}".lstrip()
     if not (tensor.is_floating_point() or tensor.is_complex()):
-        low, high = (int(one) for one in torch.aminmax(tensor))
+        low, high = (int(one) for one in torch.aminmax(tensor.long()))      # uint16 has none
         return f"{text} all {low}" if low == high else f"{text} from {low} to {high}"
     broken = [what for what, there in (("NaN", tensor.isnan()), ("inf", tensor.isinf())) if bool(there.any())]
     values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

@@ -45,6 +45,7 @@ class _Optimizer:
     attempts: int = 0                   # since the scheduler stepped
     clips: dict[tuple[str, int], int] = field(default_factory=dict)         # by line, since the last step
     zeroed: tuple[str, int] | None = None       # where, after backward and before the step
+    scaler: Any = None                  # the last that unscaled it or stepped
     unscaled: bool = False              # by `unscale_`, since the last `update`
     stepped: tuple[str, int] | None = None      # where by the scaler, since the last `update`
 
@@ -161,7 +162,7 @@ class check_loop:
             self._add("unscale_ is called twice without an update",
                       "call scaler.update() where the step is left out, too" if one.scaled else
                       "call scaler.unscale_(optimizer) once, before clipping")
-        one.unscaled = True
+        one.scaler, one.unscaled = scaler, True
         yield
         one.scaled = False
 
@@ -170,8 +171,7 @@ class check_loop:
         if one.stepped and scaler.is_enabled():
             self._add("update is not called after step: the scale never changes, and a second step is refused",
                       "scaler.update() after scaler.step(optimizer)", one.stepped)
-        one.stepped = _caller()
-        one.scaled = False
+        one.scaler, one.stepped, one.scaled = scaler, _caller(), False
         self._in_scaler_step, self._optimizer_ran = True, False
         try:
             yield
@@ -187,7 +187,8 @@ class check_loop:
                       "call scaler.update() once, after the last scaler.step")
         self._updated.add(scaler)
         for one in self._optimizers.values():
-            one.stepped, one.unscaled = None, False
+            if one.scaler is scaler:
+                one.stepped, one.unscaled = None, False
         yield
 
     # --- gradients
@@ -215,6 +216,8 @@ class check_loop:
                 one.backwards[line] = one.backwards.get(line, 0) + 1
 
     def _zero_grad(self, owner: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        if isinstance(owner, Optimizer):
+            self._of(owner)     # from its first backward on it is followed by itself
         yield
         self._new.backwards.clear()
         for one in self._optimizers.values():

@@ -39,6 +39,7 @@ class OperatorFacts:
             op.is_view or base in _UNSAFE_VIEWS or self.name.startswith("profiler::")
         ) and not self.mutable and not self.literal
         self.uninitialised = self.name in _UNINITIALISED
+        self.takes_dtype = any(argument.name == "dtype" for argument in schema.arguments)
         self.random = torch.Tag.nondeterministic_seeded in op.tags
         self.shape_only = base.endswith(_SHAPE_ONLY)
         self.communicates = self.name.partition("::")[0] in _COMMUNICATION

@@ -139,7 +139,10 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
             self._new_gradients = False     # it may skip the step, and then no hook says that gradients are ready
             self._collect_gradients()
         self._new_gradients |= call.phase == "backward"
-        given = call.given
+        given, default = call.given, torch.get_default_dtype()
+        if default in _LOW and facts.takes_dtype and not (given or facts.random or kwargs.get("dtype")):
+            made = {**kwargs, "dtype": default}
+            kwargs = made if func(*args, **kwargs).dtype is default else kwargs     # `arange` of integers is not
         low = any(map(self._is_low, given)) or self._asks_for_low((*args, *kwargs.values()))
         if not low and not any(map(self.memory.has_copy, given)):
             return func(*args, **kwargs)        # nothing differs here

@@ -14,6 +14,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ampkit.region.optimizer_steps import steps
+
 
 class Snapshot:
     """Parameters, buffers, gradients, random number generators, optimizers and scalers, as they were.
@@ -88,6 +90,7 @@ class Snapshot:
             one.load_state_dict(copy.deepcopy(state))
         for put_back, state in self._random:
             put_back(state)
+        steps.period = None     # casts of what was there until now are stale, and no version says so
 
     def restore_gradients(self) -> None:
         """Put gradients back."""

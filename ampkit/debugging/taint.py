@@ -8,7 +8,7 @@ inf of its exp, `where` drops a NaN on purpose. So an origin is named only where
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -71,12 +71,13 @@ def trace(records: Mapping[int, Record], *, complete: bool = True) -> list[Trace
     for record in sorted(broken.values(), key=lambda one: (one.kind == "constant", one.index)):
         if record.kind in ("passed on", "skipped") or (record.kind == "constant" and traces):
             continue
-        behind = _behind(record, broken) if record.kind == "from inf" else []
+        of_inf = record.kind == "from inf"
+        behind = _with_all(record, lambda one: [broken[i] for i in one.inputs if i in broken])[1:] if of_inf else []
         if not all(map(_is_constant, behind)):
             continue        # the inf has an origin of its own
         # An inf that came with the data shows only where it does harm: it may be a bound, or a mask.
         soft = complete and (record.kind != "arrived" or "nan" in record.broken)
-        reached = _reached(record, readers)
+        reached = _with_all(record, lambda one: [reader for reader in readers[one.index] if reader.broken])
         symptoms = [one for one in reached if one.shows or (record.kind != "constant" and _is_left(one, read, soft))]
         if symptoms:
             only_gradients = all(one.shows in ("", "gradient") for one in reached)
@@ -93,27 +94,15 @@ def _is_left(record: Record, read: set[int], soft: bool) -> bool:
     return soft or "nan" in record.broken or record.scalar or record.phase in ("backward", "scaler")
 
 
-def _reached(origin: Record, readers: Mapping[int, list[Record]]) -> list[Record]:
-    """The records that the origin's taint reaches, itself among them."""
-    reached = {origin.index: origin}
-    pending = [origin]
-    while pending:
-        for reader in readers[pending.pop().index]:
-            if reader.broken and reader.index not in reached:
-                reached[reader.index] = reader
-                pending.append(reader)
-    return list(reached.values())
-
-
-def _behind(record: Record, broken: Mapping[int, Record]) -> list[Record]:
-    """The broken records that one was computed from."""
-    found: dict[int, Record] = {}
+def _with_all(record: Record, neighbors: Callable[[Record], Iterable[Record]]) -> list[Record]:
+    """A record, and those that its neighbors lead to."""
+    found = {record.index: record}
     pending = [record]
     while pending:
-        for index in pending.pop().inputs:
-            if index in broken and index not in found and index != record.index:
-                found[index] = broken[index]
-                pending.append(broken[index])
+        for one in neighbors(pending.pop()):
+            if one.index not in found:
+                found[one.index] = one
+                pending.append(one)
     return list(found.values())
 
 

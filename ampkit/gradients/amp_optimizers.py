@@ -101,6 +101,7 @@ def sound_first_momentum(optimizer: Any, found_inf: Tensor) -> Iterator[None]:
         param
         for group in optimizer.param_groups
         if isinstance(optimizer, torch.optim.SGD) and group.get("fused") and group["momentum"]
+        and not getattr(optimizer, "_step_supports_grad_multiplier", False)
         for param in group["params"]
         if param.grad is not None and optimizer.state.get(param, {}).get("momentum_buffer") is None
     ]

@@ -48,10 +48,20 @@ def is_finite(loss: Any) -> bool:
 
 
 class Snapshot:
-    """A copy of an optimizer's parameters and state, restored when an evaluation is not finite."""
+    """A copy of an optimizer's parameters and state, restored when an evaluation is not finite.
+
+    Nothing is copied or written for optimizers of torch.optim, except LBFGS, and of ampkit.optim: they evaluate once,
+    before they change anything.
+    """
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
+        self._is_needed = not _evaluates_first(optimizer)
+        if not self._is_needed:
+            return
+        masters = masters_of(optimizer)
+        if masters is not None:     # weights may have been loaded into the model since its last step
+            masters.follow_model_()
         self._params = [(param, param.detach().clone()) for param in parameters(optimizer)]
         self._state = {
             param: {name: _copied(value) for name, value in state.items()} for param, state in optimizer.state.items()
@@ -60,6 +70,8 @@ class Snapshot:
     @torch.no_grad()
     def restore(self) -> None:
         """Undo whatever the step has done so far."""
+        if not self._is_needed:
+            return
         for param, before in self._params:
             param.copy_(before)
         self._optimizer.state.clear()
@@ -67,6 +79,11 @@ class Snapshot:
         masters = masters_of(self._optimizer)
         if masters is not None:     # the model holds the values of the last evaluation
             masters.write_back_()
+
+
+def _evaluates_first(optimizer: Any) -> bool:
+    cls = type(optimizer)
+    return cls.__module__.startswith(("torch.optim.", "ampkit.optim")) and cls is not torch.optim.LBFGS
 
 
 def _copied(value: Any) -> Any:

@@ -16,6 +16,9 @@ class Masters(Protocol):
     def take_gradients_(self) -> None:
         """Move gradients that arrived at 16-bit parameters to their masters."""
 
+    def follow_model_(self) -> None:
+        """Let masters take the values of 16-bit parameters that were changed from outside."""
+
     def write_back_(self) -> None:
         """Round the masters into the model's 16-bit parameters."""
 

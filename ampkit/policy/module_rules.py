@@ -194,6 +194,8 @@ def _path_of(given: Module, model: Module, modules: Iterable[tuple[str, Module]]
     """The first path of a module that was given as a key."""
     for path, module in modules:
         if module is unwrapped(given):
+            if "*" in path:
+                raise ValueError(f"the path {path!r} of {describe(given)} reads as a pattern; name it without a '*'")
             return path
     raise ValueError(
         f"{describe(given)} is no module of {type(model).__name__}; give for_modules the model that it is part of"

@@ -317,12 +317,12 @@ class Policy:
             *((name, {op: (rule, "set by the user") for op, rule in layer}) for name, layer in own),
         )
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    @functools.cached_property      # hashes of operators are Python calls
-    def _hash(self) -> int:
-        return hash((self.base, self.device_type, self.overrides, self.modules))
+    def __hash__(self) -> int:      # no `cached_property`: its lock, in Python 3.11, may be inherited locked by a fork
+        value: int | None = self.__dict__.get("_hash")
+        if value is None:
+            value = hash((self.base, self.device_type, self.overrides, self.modules))
+            object.__setattr__(self, "_hash", value)
+        return value
 
     def __copy__(self) -> Policy:
         return self

@@ -7,7 +7,9 @@ hook, and casts made amid a step, in a closure, are invalid after it.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import weakref
+from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -25,7 +27,14 @@ class _Steps:
     watched = False
 
 
+class Cache(Protocol):
+    """What holds casts."""
+
+    def clear(self) -> None: ...
+
+
 steps = _Steps()
+_caches: dict[int, weakref.ref[Cache]] = {}     # a `WeakSet` cannot be listed while another thread adds to it
 
 
 def period() -> object:
@@ -35,8 +44,11 @@ def period() -> object:
     return steps.period
 
 
-def watch_steps() -> None:
-    """See the steps from now on."""
+def watch_steps(cache: Cache) -> None:
+    """See the steps from now on, and clear a cache at each, as long as it lives."""
+    key = id(cache)
+    # No Python in the callback, in which an interrupt would be lost. The dead reference is `pop`'s default.
+    _caches[key] = weakref.ref(cache, functools.partial(_caches.pop, key))
     if not steps.watched:
         steps.watched = True
         register_optimizer_step_pre_hook(_ends_period)
@@ -46,5 +58,11 @@ def watch_steps() -> None:
 def _ends_period(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Dynamo traces this into compiled steps; it reads nothing that it writes, or each step would be compiled again."""
     steps.period = None
-    if not torch.compiler.is_compiling() and is_capturing():
+    if torch.compiler.is_compiling():
+        return      # what a compiled step invalidates is freed when a region casts again
+    for ref in list(_caches.values()):
+        cache = ref()
+        if cache is not None:
+            cache.clear()
+    if is_capturing():
         steps.captured = True

@@ -216,7 +216,7 @@ class RegionCache:
         self.last_input: Any = None         # FP8 forms of the activation that was quantized last; see `float8`
         self.latest: Any = None             # of the modes, the one that a region had last
         self.modes: dict[Any, Any] = {}     # the dispatch modes that cast for this cache, by policies; see `stack`
-        watch_steps()
+        watch_steps(self)
 
     @property
     def hits(self) -> int:
@@ -256,10 +256,9 @@ class WeightCache(RegionCache):
     """Keeps weight casts across regions until an optimizer steps: `autocast(cache=...)`.
 
     With gradient accumulation each weight is then cast once per optimizer step instead of once per micro-batch, in
-    `generate()` once instead of once per token. Any step of any optimizer invalidates all casts; each is freed as its
-    weight is cast again, the others when a region is left. Holds 2 bytes per element of the weights that regions have
-    used, and no reference to a parameter once the region is left. May be shared between threads; copies and pickles
-    start empty. Never syncs.
+    `generate()` once instead of once per token. Any step of any optimizer invalidates all casts. Holds 2 bytes per
+    element of the weights that regions have used, and no reference to a parameter once the region is left. May be
+    shared between threads; copies and pickles start empty. Never syncs.
 
     A weight may be written in ways that no cache can see. Call `clear()` after
 

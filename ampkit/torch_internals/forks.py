@@ -17,7 +17,7 @@ def renewed_lock(module: str, name: str) -> threading.RLock:
     return threading.RLock()
 
 
-_clearing = renewed_lock(__name__, "_clearing")     # reentrant: a signal handler may fork amid a call
+_clearing = threading.RLock()       # held by the thread that forks, and released on both sides; a handler may fork too
 
 
 def clear_torch_cache() -> None:
@@ -36,4 +36,7 @@ def _renew() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_clearing.acquire, after_in_parent=_clearing.release, after_in_child=_renew)
+    os.register_at_fork(after_in_child=_renew)
+    os.register_at_fork(
+        before=_clearing.acquire, after_in_parent=_clearing.release, after_in_child=_clearing.release
+    )

@@ -62,11 +62,12 @@ class _Cast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, values: Tensor) -> Tensor:
         ctx.dtype = weight.dtype
+        ctx.set_materialize_grads(False)        # where nothing comes back, the weight has no gradient, not one of 0
         return values.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:    # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad.to(ctx.dtype), None
+    def backward(ctx: Any, grad: Any) -> Any:    # pyright: ignore[reportIncompatibleMethodOverride]
+        return None if grad is None else grad.to(ctx.dtype), None
 
 
 def connected(weight: Tensor, values: Tensor) -> Tensor:

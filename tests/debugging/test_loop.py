@@ -75,13 +75,41 @@ def keywords_and_sparse_gradients(cls: Any) -> None:
         scaler.update(new_scale=None)
 
 
+def critic_without_scaling(cls: Any) -> None:
+    critic, critics, _ = parts()
+    actor, actors, scaler = parts(cls=cls)
+    for _ in range(2):
+        critics.zero_grad()
+        actors.zero_grad()
+        critic(torch.randn(4, 8)).square().mean().backward()
+        scaler.scale(loss_of(actor)).backward()
+        critics.step()
+        scaler.step(actors)
+        scaler.update()
+
+
+def layers_one_by_one(cls: Any) -> None:
+    """Each with an optimizer and a loss of its own."""
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    optimizers = [torch.optim.SGD(layer.parameters()) for layer in layers]
+    for _ in range(2):
+        values = torch.randn(2, 4)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for layer in layers:
+            values = layer(values.detach())
+            values.square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
 def example(name: str, cls: Any) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]()
 
 
 LOOPS: list[Callable[[Any], None]] = [
-    scheduler_by_epoch, closure, keywords_and_sparse_gradients,
+    scheduler_by_epoch, closure, keywords_and_sparse_gradients, critic_without_scaling, layers_one_by_one,
     *(functools.partial(example, name) for name in ("scaler_two_losses", "scaler_gan", "scaler_gradient_penalty")),
 ]
 
@@ -94,6 +122,22 @@ def test_a_correct_loop(loop: Callable[[Any], None], cls: Any) -> None:
         loop(cls)
     assert report.status == "clean", str(report)
     assert str(report).startswith("nothing found in ")
+
+
+def test_each_optimizer_and_scaler_counts_for_itself() -> None:
+    (first, one, scaler), (second, other, another) = parts(), parts()
+    with check_loop() as report, contextlib.suppress(RuntimeError):
+        for _ in range(2):
+            one.zero_grad()
+            other.zero_grad()
+            scaler.scale(loss_of(first)).backward()
+            another.scale(loss_of(second)).backward()
+            scaler.step(one)
+            nn.utils.clip_grad_norm_(second.parameters(), 1.0)
+            another.step(other)
+            scaler.update()         # and not another
+    assert ["clipped" in finding.what for finding in report.loop] == [True, False]
+    assert report.loop[1].what.startswith("update is not called after step")
 
 
 def test_libraries(tmp_path: Any) -> None:

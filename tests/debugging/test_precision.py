@@ -339,6 +339,26 @@ def test_results_are_compared_without_any_gradient() -> None:
     assert "results are 0.0" in str(compare_precision(lambda: [x.bfloat16() * 3]))
 
 
+@pytest.mark.parametrize("make", [
+    lambda: torch.linspace(0, 511, 512), lambda: torch.arange(0.0, 512.0), lambda: torch.full((512,), 300.7),
+])
+def test_numbers_of_a_16_bit_default_dtype_are_compared(make: Callable[[], Tensor]) -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model, batch = nn.Linear(8, 1), torch.randn(512, 8)
+        random = torch.get_rng_state()
+
+        def step() -> None:
+            (model(batch) * make()[:, None].cos()).float().square().mean().backward()
+
+        report = compare_precision(step, model)
+        assert torch.equal(random, torch.get_rng_state())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert report.gradient_error > 0.02
+    assert "a tensor [512, 1]" not in report.given
+
+
 def test_bad_input() -> None:
     with pytest.raises(ValueError, match=r"reference is torch.float16; expected torch.float32 or torch.float64"):
         compare_precision(lambda: None, None, torch.float16)

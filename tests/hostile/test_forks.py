@@ -60,7 +60,7 @@ def train() -> None:
     torch.optim.SGD(net.parameters(), lr=0.0).step()
 
 
-def in_a_child(call: Callable[[], None], seconds: float = 20.0) -> int | None:
+def in_a_child(call: Callable[[], object], seconds: float = 20.0) -> int | None:
     """Call in a forked child; 0 if it returned, None if it hung, and then it has written where."""
 
     def run() -> None:
@@ -128,6 +128,44 @@ def test_no_child_is_forked_while_torchs_cache_is_cleared(monkeypatch: pytest.Mo
             inside.clear()
             assert inside.wait(10)
             assert in_a_child(clear, seconds=5.0) == 0
+
+
+def test_a_thread_of_a_child_can_fork() -> None:
+    """As in a server that forks workers whose request threads start processes."""
+
+    def fork_in_a_thread() -> None:
+        codes: list[int] = []
+
+        def fork() -> None:
+            child = os.fork()
+            if not child:
+                os._exit(0)
+            codes.append(os.waitpid(child, 0)[1])
+
+        thread = threading.Thread(target=fork, daemon=True)
+        thread.start()
+        thread.join(10.0)
+        assert codes == [0]
+
+    train()
+    assert in_a_child(fork_in_a_thread) == 0
+
+
+def test_a_child_forked_while_a_policy_is_hashed_hashes_others() -> None:
+    class Slow(type(Policy.default("cpu").modules)):
+        def __hash__(self) -> int:
+            inside.set()
+            time.sleep(0.5)
+            return 1
+
+    inside = threading.Event()
+    slow, other = (Policy.default("cpu").with_rules({op: Rule.FLOAT32}) for op in ("aten::mm", "aten::bmm"))
+    object.__setattr__(slow, "modules", Slow(()))
+    thread = threading.Thread(target=lambda: hash(slow))
+    thread.start()
+    assert inside.wait(10)
+    assert in_a_child(lambda: {other}, seconds=5.0) == 0
+    thread.join()
 
 
 class Products(torch.utils.data.Dataset[torch.Tensor]):

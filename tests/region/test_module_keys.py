@@ -46,6 +46,12 @@ def test_rules_that_are_refused(modules, error, message):
     assert not any(module._forward_pre_hooks_with_kwargs for module in model.modules())
 
 
+def test_a_module_whose_path_reads_as_a_pattern_is_no_key():
+    model = nn.ModuleDict({"a*": nn.Linear(4, 4), "ab": nn.Linear(4, 4)})
+    with pytest.raises(ValueError, match=r"the path 'a\*' of .* reads as a pattern; name it without a '\*'"):
+        rules(model, {model["a*"]: FP32})
+
+
 def test_a_key_is_set_once():
     model = Model()
     for key, name in (("head", "'head'"), (nn.Linear, "'class torch.nn.modules.linear:Linear"),

@@ -24,6 +24,7 @@ import ampkit.optim
 from ampkit import WeightCache, autocast, clear_autocast_cache
 from ampkit.region import optimizer_steps
 from ampkit.region.weight_cache import CacheInfo
+from ampkit.torch_internals.tensors import connected
 from tests.helpers.regions import BF16, FP16, REGIONS, both, like_torch
 
 X = torch.ones(2, 4, dtype=BF16)
@@ -274,6 +275,19 @@ def test_parameters_die_with_their_model(explicit):
     assert cache is None or cache.info()[:2] == (0, 0)
 
 
+def test_a_step_frees_every_cast_of_an_open_region():
+    """Else the casts of models and inputs that are gone would pile up where a whole training runs in one region."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+    with autocast("cpu"):
+        model(X).float().sum().backward()
+        optimizer.step()
+        alive = weakref.ref(model.weight)
+        del model, optimizer
+        gc.collect()
+        assert alive() is None
+
+
 # Where it stands aside
 
 
@@ -339,6 +353,18 @@ def test_graphed_callables(region):
 
 
 # Kept from region to region
+
+
+def test_a_kept_cast_that_gets_no_gradient_gives_none():
+    """And no zeros, which weight decay and momentum would act on."""
+
+    class Ignoring(torch.autograd.Function):
+        forward = staticmethod(lambda ctx, x, w: torch.mm(x, w))
+        backward = staticmethod(lambda ctx, gradient: (gradient, None))
+
+    leaf, x = weight(), X.clone().requires_grad_()
+    Ignoring.apply(x, connected(leaf, leaf.detach().bfloat16())).sum().backward()
+    assert (leaf.grad, x.grad is None) == (None, False)
 
 
 def test_replaced_storage_is_freed_at_once():

@@ -9,6 +9,7 @@ from collections import defaultdict, namedtuple
 import pytest
 import torch
 
+import ampkit.optim
 from ampkit.scaler.grad_scaler import GradScaler
 from tests.helpers.scaler_tools import iterate, started
 
@@ -86,14 +87,18 @@ def test_fused_sgd_momentum_survives_an_overflow_in_its_first_step(cls, monkeypa
     """torch leaves the momentum buffer uninitialised when the kernel returns early, and uses it afterwards."""
     empty_like = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: empty_like(*a, **k).fill_(math.nan))  # poison
-    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-    fused, plain = sgd(params[0], fused=True, momentum=0.9), sgd(params[1], foreach=False, momentum=0.9)
-    scalers = [started(cls), started(cls)]
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    optimizers = [
+        sgd(params[0], fused=True, momentum=0.9), sgd(params[1], foreach=False, momentum=0.9),
+        ampkit.optim.SGD(params[2:], lr=1.0, fused=True, momentum=0.9),
+    ]
+    scalers = [started(cls) for _ in params]
     for values in ([math.inf, 1.0], [math.nan, 1.0], [1.0, 2.0], [3.0, 4.0]):
-        for param, optimizer, scaler in zip(params, (fused, plain), scalers, strict=True):
+        for param, optimizer, scaler in zip(params, optimizers, scalers, strict=True):
             param.grad = torch.tensor(values) * scaler.get_scale()
             iterate(scaler, optimizer)
     assert torch.equal(params[0], params[1])
+    assert torch.equal(params[2], params[1])
 
 
 @BETTER

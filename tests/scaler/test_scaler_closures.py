@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from ampkit.optim import AdamW
 from ampkit.scaler.grad_scaler import GradScaler
+from ampkit.whole_model.master_weights import MasterWeights
 from tests.helpers.scaler_tools import alike
 
 
@@ -103,6 +105,50 @@ def test_a_bad_evaluation_undoes_the_whole_step(how, fail_at) -> None:
     assert scaler.get_scale() == scale / 2
     assert scaler.step(optimizer, problem.closure).isfinite(), "and the next step works"
     assert not torch.equal(problem.weight, before)
+
+
+@pytest.mark.parametrize(
+    "make", [torch.optim.Adam, lambda params: AdamW(params, masters="remainder")], ids=["Adam", "AdamW with remainders"]
+)
+def test_nothing_is_written_where_the_first_evaluation_comes_before_any_change(make) -> None:
+    """A graph kept from before the step can still run backward, and masters keep the digits that 16 bits have not."""
+    param = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer, scaler = make([param]), GradScaler("cpu")
+    for factor in (1.0, 1.0, math.inf):
+        def closure(factor: float = factor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (param.float() * factor).sum()
+            scaler.scale(loss).backward()
+            return loss
+
+        masters = optimizer.masters()[param].clone() if isinstance(optimizer, AdamW) else param.detach().clone()
+        state, version = dict(optimizer.state[param]), param._version
+        scaler.step(optimizer, closure)
+        scaler.update()
+    assert scaler.stats().skips == 1
+    assert param._version == version
+    assert all(value is state[name] for name, value in optimizer.state[param].items())
+    assert not isinstance(optimizer, AdamW) or torch.equal(optimizer.masters()[param], masters)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.LBFGS])
+def test_weights_loaded_into_a_model_with_masters_outlast_a_skipped_step(cls) -> None:
+    param = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer, scaler = cls([param], lr=0.1), GradScaler("cpu")
+    MasterWeights(optimizer)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (param.float() ** 2).sum() * (math.inf if param[0] == 5 else 1)
+        scaler.scale(loss).backward()
+        return loss
+
+    for value in (2.0, 5.0):
+        with torch.no_grad():
+            param.fill_(value)
+        scaler.step(optimizer, closure)
+        scaler.update()
+    assert (scaler.stats().skips, param.tolist()) == (1, [5.0, 5.0])
 
 
 def test_sam_equals_sam_without_scaling() -> None:
