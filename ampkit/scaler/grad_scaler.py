@@ -14,7 +14,7 @@ import math
 import numbers
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, Literal, TypeVar, overload
@@ -35,7 +35,7 @@ from ampkit.scaler.history import COUNTS, History, ScalerStats
 from ampkit.scaler.loss_scale import DynamicLossScale, LossScale, ScaleState
 from ampkit.scaler.norm_limit import TimesMedian
 from ampkit.scaler.overflow_report import Counted, OverflowReport, count_nonfinite, report
-from ampkit.scaler.records import MARK, LastStep, Notes, forget_marks, ready, refuse_claimed
+from ampkit.scaler.records import MARK, LastStep, Notes, note_backward, ready, refuse_claimed
 from ampkit.scaler.saved_state import Loadable
 from ampkit.torch_internals.fsdp import is_flat
 from ampkit.torch_internals.optimizers import update_scale_
@@ -143,16 +143,28 @@ class GradScaler(torch.amp.GradScaler):
         self._begin_iteration()
 
     def _begin_iteration(self) -> None:
-        self._per_optimizer_states = defaultdict(ready)     # by `id(optimizer)`; other code may replace it
+        self._states: MutableMapping[int, Any] = defaultdict(ready)
         self._notes: dict[int, Notes] = {}
         self._scale_calls = 0
         self._largest_norm: Tensor | None = None
         self._outlier: Tensor | None = None     # of any optimizer
         self._used_scale: Tensor | None = None      # a copy
 
+    @property
+    def _per_optimizer_states(self) -> MutableMapping[int, Any]:
+        """torch's records by `id(optimizer)`. Setting it begins an iteration: other subclasses' `update` ends so."""
+        return self._states
+
+    @_per_optimizer_states.setter
+    def _per_optimizer_states(  # pyright: ignore[reportIncompatibleVariableOverride]  torch has a plain attribute
+        self, states: MutableMapping[int, Any]
+    ) -> None:
+        self._begin_iteration()
+        self._states = states
+
     def _notes_of(self, optimizer: Any) -> Notes:
         """What is known about an optimizer in this iteration, beside its record in `_per_optimizer_states`."""
-        state = self._per_optimizer_states[id(optimizer)]
+        state = self._states[id(optimizer)]
         notes = self._notes.get(id(optimizer))
         if notes is None or notes.state is not state:
             notes = self._notes[id(optimizer)] = Notes(optimizer, state, self._last_step_of(optimizer))
@@ -189,7 +201,7 @@ class GradScaler(torch.amp.GradScaler):
             return outputs
         self._scale_calls += 1
         if self._notes:
-            forget_marks(self._notes.values())
+            note_backward(self._notes.values())
         copies: dict[torch.device, Tensor] = {}
         if isinstance(outputs, Tensor):
             return self._scale_one(outputs, copies)
@@ -333,7 +345,7 @@ class GradScaler(torch.amp.GradScaler):
         if notes is not None:
             if len(self._notes) > 1:
                 refuse_claimed(gradients.originals, notes, self._notes.values())
-            mark = notes.mark
+            mark = notes.mark, -1
             for grad in gradients.originals:
                 setattr(grad, MARK, mark)
         return gradients
@@ -725,7 +737,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         flags: list[Tensor] = []
         idle = True
-        for state in self._per_optimizer_states.values():
+        for state in self._states.values():
             flags += state["found_inf_per_device"].values()
             idle = idle and state.get("stage", OptState.READY) is OptState.READY
         if flags:
@@ -984,7 +996,7 @@ class GradScaler(torch.amp.GradScaler):
         state = {name: value for name, value in vars(self).items() if name not in vars(blank)}
         if not self._enabled:
             return state
-        if self._per_optimizer_states:
+        if self._states:
             raise AssertionError(
                 "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end after "
                 "scaler.update(): what is known about this iteration's gradients would be lost."

@@ -1,7 +1,7 @@
 """What a scaler knows about optimizers: how the last step ended, and whose gradients are unscaled.
 
-Two optimizers that hold one parameter would each divide its gradient. Gradients are known by a mark on them, an
-integer: it keeps nothing alive, refers to no parameter, and `torch.load` takes a saved gradient that has one.
+Two optimizers that hold one parameter would each divide its gradient. Gradients are known by a mark on them, two
+integers: it keeps nothing alive, refers to no parameter, and `torch.load` takes a saved gradient that has one.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from typing import Any
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from ampkit.gradients.collect import parameters
 from ampkit.scaler.overflow_report import Counted
 
 MARK = "_ampkit_unscaled_for"
-"""The attribute of a gradient that holds the `Notes.mark` of the optimizer that unscaled it."""
+"""The attribute of a gradient that holds the `Notes.mark` of the optimizer that unscaled it, and a version or -1."""
+_UNMARKED = -1, -1
 
 # Begins anywhere: a gradient that was loaded from a file bears the mark of another process, which must mean nothing.
 _marks = itertools.count(secrets.randbits(62))
@@ -77,25 +79,36 @@ class Notes:
     mark: int = field(default_factory=_marks.__next__)
 
 
-def forget_marks(everyone: Iterable[Notes]) -> None:
-    """Let no gradient be known by its mark: a backward pass may follow, which may write others to the same tensors."""
+def note_backward(everyone: Iterable[Notes]) -> None:
+    """Mark again the gradients that parameters still have, with their versions: a backward pass may follow this call.
+
+    It may write other gradients to tensors that had a mark: to these, after `zero_grad(set_to_none=False)`; to those
+    that DDP keeps, with `gradient_as_bucket_view`.
+    """
     for notes in everyone:
-        notes.mark = next(_marks)
+        old, notes.mark = notes.mark, next(_marks)
+        for param in parameters(notes.optimizer):
+            grad = param.grad
+            if grad is not None and getattr(grad, MARK, _UNMARKED) in ((old, -1), (old, grad._version)):
+                setattr(grad, MARK, (notes.mark, grad._version))
 
 
 def refuse_claimed(grads: Sequence[Tensor], notes: Notes, everyone: Iterable[Notes]) -> None:
-    """Raise `RuntimeError` for a gradient that bears the mark of another optimizer of the same iteration."""
+    """Raise `RuntimeError` for a gradient that bears the mark of another optimizer of the same iteration.
+
+    One that has been written to since `note_backward` is another gradient.
+    """
     owners = {
         each.mark: each.optimizer
         for each in everyone
         if each is not notes and each.state["stage"] is not OptState.READY
     }
     for grad in grads:
-        owner = owners.get(getattr(grad, MARK, -1))
-        if owner is not None:
+        mark, version = getattr(grad, MARK, _UNMARKED)
+        if mark in owners and version in (-1, grad._version):
             raise RuntimeError(
-                f"a gradient of shape {tuple(grad.shape)} belongs to a {type(owner).__name__} too, for which it was "
-                f"unscaled or used since the last update(): dividing it twice would ruin it. Give each parameter to "
-                f"one optimizer, pass the same object everywhere (a wrapper or what it wraps), or call "
+                f"a gradient of shape {tuple(grad.shape)} belongs to a {type(owners[mark]).__name__} too, for which it "
+                f"was unscaled or used since the last update(): dividing it twice would ruin it. Give each parameter "
+                f"to one optimizer, pass the same object everywhere (a wrapper or what it wraps), or call "
                 f"zero_grad(set_to_none=True) before the backward of each optimizer"
             )

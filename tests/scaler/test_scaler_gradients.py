@@ -106,8 +106,9 @@ class Wrapper:
 @pytest.mark.parametrize("make", [torch.optim.SGD, functools.partial(torch.optim.SGD, fused=True), AdamW])
 @pytest.mark.parametrize("first", ["unscale_", "clip_grad_norm_", "step"])
 @pytest.mark.parametrize("second", ["unscale_", "clip_grad_norm_", "step"])
-def test_a_gradient_of_two_optimizers_is_refused(make, first, second) -> None:
-    """Where torch divides it twice; a wrapper is an optimizer of its own."""
+@pytest.mark.parametrize("scaled", [0, 1, 2])
+def test_a_gradient_of_two_optimizers_is_refused(make, first, second, scaled) -> None:
+    """Where torch divides it twice; a wrapper is an optimizer of its own. Losses scaled in between do not reach it."""
     shared, own = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
     inner = make([shared], lr=0.5)
     for other in (make([own, shared], lr=0.5), Wrapper(inner)):
@@ -115,6 +116,8 @@ def test_a_gradient_of_two_optimizers_is_refused(make, first, second) -> None:
         shared.grad = own.grad = None
         scaler.scale(shared.sum() + own.sum()).backward()
         getattr(scaler, first)(inner, *[1e9] * (first == "clip_grad_norm_"))
+        for _ in range(scaled):
+            scaler.scale(own.sum()).backward()
         seen = [(param.detach().clone(), param.grad.clone()) for param in (shared, own)]
         with pytest.raises(RuntimeError, match=r"belongs to a .* too, .* since the last update"):
             getattr(scaler, second)(other, *[1e9] * (second == "clip_grad_norm_"))

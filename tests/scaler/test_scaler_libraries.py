@@ -1,7 +1,9 @@
 """What libraries reach for in torch.amp.GradScaler: its records, and the private methods that they replace."""
 
 import copy
+import gc
 import pickle
+import weakref
 from collections import defaultdict
 
 import pytest
@@ -56,6 +58,26 @@ def test_records_that_code_for_torchs_scaler_makes_are_taken() -> None:
     assert (scaler.stepped(first), scaler.stepped(second)) == (True, False)
     scaler.update()
     assert scaler.get_scale() == 2.0
+
+
+def test_a_subclass_whose_own_update_replaces_the_records_begins_an_iteration() -> None:
+    """Its optimizers may die, a norm is judged again, and a step with a closure expects no gradients from before."""
+
+    class Updates(GradScaler):
+        def update(self, new_scale=None):
+            self._per_optimizer_states = defaultdict(torchs_state)
+
+    scaler, alive = Updates("cpu", 4.0, skip_above=10.0), []
+    for value in (1.0, 100.0, 1.0):
+        param, optimizer = one_parameter()
+        scaler.scale((param * value).sum()).backward()
+        iterate(scaler, optimizer)
+        assert scaler.stepped(optimizer) == (value == 1.0)
+        assert (scaler._outlier, scaler._largest_norm, scaler._scale_calls) == (None, None, 0)
+        alive.append(weakref.ref(optimizer))
+        del optimizer
+        gc.collect()
+    assert [each() for each in alive] == [None] * 3
 
 
 @BOTH
