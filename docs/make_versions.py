@@ -20,8 +20,8 @@ PAGE = Path(__file__).with_name("versions.md")
 HEAD = f"""# Versions of torch
 
 Supported are {SUPPORTED}, on Python 3.11 and newer. Every row is a run of the whole suite by `make matrix`, which
-writes it; CUDA builds ran on a CPU. Skipped tests need a GPU, or what that torch does not have; tests that are
-expected to fail (xfail) watch a defect of torch.
+writes it; CUDA builds ran on a CPU. Skipped tests need a GPU, a package or an instruction that the machine lacks, or
+what that torch does not have; tests that are expected to fail (xfail) watch a defect of torch.
 
 The first region of a process tests a newer torch, and `ampkit doctor` reports the result.
 

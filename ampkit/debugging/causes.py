@@ -212,7 +212,8 @@ _ARC = ("the derivative of {op} is inf at 1 and at -1", "{op}(x.clamp(-1 + 1e-6,
 _ZERO = ("division by 0", "clamp the divisor: y.clamp_min(1) for counts, y.clamp_min(eps) with an eps that the dtype "
          "holds")
 _LOG = ("{op} of 0", "clamp before it: x.clamp_min(1e-6).log(); of probabilities use log_softmax, logsigmoid")
-_LARGE = ("an overflow beyond float64 too, or a pole of {op}",
+_POLE = ("an overflow beyond float64 too, or a pole of {op}", "clamp before it, away from where {op} is inf")
+_LARGE = ("an overflow beyond float64 too",
           "clamp before it, or subtract the maximum: logsumexp, log_softmax, softplus")
 
 # By base name: why its result, or in backward its derivative, has no value, and what helps.
@@ -220,7 +221,7 @@ _FORWARD: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("div", "reciprocal", "rsqrt", "addcdiv", "remainder", "fmod"), _ZERO),
     **dict.fromkeys(("log", "log2", "log10", "xlogy", "special_xlog1py"), _LOG),
     "logit": ("logit of 0 or 1", "clamp before it: torch.logit(x, eps=1e-6), of float16 eps=1e-3"),
-    **dict.fromkeys(("exp", "exp2", "expm1", "cosh", "sinh", "pow"), _LARGE),
+    **dict.fromkeys(("exp", "exp2", "expm1", "cosh", "sinh"), _LARGE), "pow": _POLE,
     "sqrt": ("sqrt of a negative number", "clamp before it: x.clamp_min(0).sqrt()"),
     "log1p": ("log1p of -1 or less", "clamp before it: x.clamp_min(-1 + 1e-6).log1p()"),
     **dict.fromkeys(("acos", "asin"), ("{op} of more than 1", "{op}(x.clamp(-1, 1))")),
@@ -275,7 +276,7 @@ def why_undefined(op: str, args: tuple[Any, ...], what: str) -> str:
             return f"{base} of a negative number"
         if base.startswith("nll_loss") and not bool((args[1] != args[4]).any()):
             return f"{args[1].numel()} of {args[1].numel()} targets are {args[4]}, which is ignore_index"
-    general = _LARGE if what == "inf" else ("undefined in any precision", "")
+    general = _POLE if what == "inf" else ("undefined in any precision", "")
     return _FORWARD.get(base, general)[0].format(op=base)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from ampkit.containers import REAL_FLOATS, map_tensors
-from ampkit.whole_model.half import BATCH_NORMS, HalfPlan, Keep, half, kept_keys
+from ampkit.whole_model.half import BATCH_NORMS, HalfPlan, Keep, checked_dtypes, half, kept_keys
 
 __all__ = ["HalfModule", "HalfReport", "check_half"]
 
@@ -80,7 +80,7 @@ class HalfReport:
 def check_half(
     model: Module,
     sample: Any,
-    dtype: torch.dtype = torch.float16,
+    dtype: torch.dtype | str = torch.float16,
     keep_fp32: Keep | str = BATCH_NORMS,
     *,
     in_region: bool = False,
@@ -105,6 +105,7 @@ def check_half(
     >>> report.too_large, report.keep
     ([], [])
     """
+    dtype, _ = checked_dtypes(model, dtype)
     keys, limits = kept_keys(keep_fp32), torch.finfo(dtype)
     plan = HalfPlan(model, dtype, keys)
     expected: dict[str, _Calls] = {}

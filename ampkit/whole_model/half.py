@@ -86,8 +86,7 @@ def half(
     >>> model(torch.ones(2, 4)).dtype, model[1].running_var.dtype
     (torch.bfloat16, torch.float32)
     """
-    low, outputs = as_dtype(dtype), as_dtype(cast_outputs)
-    _check(model, low, outputs)
+    low, outputs = checked_dtypes(model, dtype, cast_outputs)
     keep = kept_keys(keep_fp32)
     if not in_place:
         memo: dict[int, Any] = {}
@@ -213,11 +212,14 @@ def _unused(model: Module, key: Any) -> str:
     )
 
 
-def _check(model: Any, dtype: Any, cast_outputs: Any) -> None:
+def checked_dtypes(model: Any, dtype: Any, cast_outputs: Any = None) -> tuple[torch.dtype, torch.dtype | None]:
+    """`dtype` and `cast_outputs`, which may be names, as dtypes; refuses a model or dtype that `half` does."""
+    low, outputs = as_dtype(dtype), as_dtype(cast_outputs)
     if not isinstance(model, Module):
         raise TypeError(f"half takes an nn.Module, got {type(model).__name__}")
-    if dtype not in SIXTEEN_BIT:
+    if low not in SIXTEEN_BIT:
         raise ValueError(f"dtype is {dtype!r}; expected torch.float16, torch.bfloat16 or one's name")
-    if cast_outputs is not None and cast_outputs not in REAL_FLOATS:
+    if outputs is not None and outputs not in REAL_FLOATS:
         raise ValueError(f"cast_outputs is {cast_outputs!r}; expected a dtype such as torch.float32, its name, or None")
     refuse_bounded(model)
+    return low, outputs

@@ -81,12 +81,15 @@ def test_what_has_moved_is_sent_again_and_nothing_else(sent: list[int]) -> None:
 def test_gradients_that_a_step_reads_too_are_sent_once(sent: list[int]) -> None:
     """Their own table and the step's hold the right addresses, whichever is used first."""
     params, grads, moved, others = ([torch.zeros(20), torch.zeros(30)] for _ in range(4))
-    alone, step = tables.table_for([grads], SMALL), tables.table_for([params, grads, params], SMALL)
+    alone, step = tables.table_for([grads], SMALL), tables.step_table([params, grads, params], SMALL)
     sent.clear()
     for found, first in ((moved, alone), (moved, alone), (others, step)):
         for table in (first, step, alone):
             lists = [found] if table is alone else [params, found, params]
-            assert tables.table_for(lists, SMALL) is table
+            if table is alone:
+                assert tables.table_for(lists, SMALL) is table
+            else:
+                table.refresh([[t.data_ptr() for t in tensors] for tensors in lists])
             assert table.addresses.tolist() == [t.data_ptr() for tensors in lists for t in tensors]
     assert sent == [2, 2]       # moved, others
     assert alone.numels.tolist() == [20, 30]

@@ -208,6 +208,36 @@ def test_what_is_kept_is_used(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert found == looks
 
 
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_groups_of_equal_shapes_have_tables_of_their_own_that_end_with_the_optimizer(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the second step on nothing is sent where gradients are where they were."""
+    monkeypatch.setattr(pointer_table, "_kept", pointer_table._Kept())
+    dtype = torch.bfloat16 if "bfloat16" in kind else torch.float32
+    params = [torch.nn.Parameter(torch.ones(8, 4, dtype=dtype)) for _ in range(4)]
+    optimizer = OPTIMIZERS[kind]([{"params": [param]} for param in params])
+    sent, send = [], pointer_table.send
+    monkeypatch.setattr(pointer_table, "send", lambda values, memory: (sent.append(len(values)), send(values, memory)))
+    grads = [torch.ones_like(param) for param in params]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    with noted_launches() as found:
+        for step in range(3):
+            found.clear()
+            optimizer.step()
+            assert len(sent) == 4, step
+            steps = [one.arguments[1][:2] for one in found if one.kernel in ("adamw_kernel", "sgd_kernel")]
+            assert steps == [[p.data_ptr(), g.data_ptr()] for p, g in zip(params, grads, strict=True)]
+    assert not pointer_table._kept.tables
+    ended = [weakref.ref(launch.table) for cache in optimizer._caches.values() for launch in cache._launches]
+    assert len(ended) == 4
+    found.clear()
+    del optimizer
+    gc.collect()
+    assert [table() for table in ended] == [None] * 4
+
+
 def test_a_captured_step_warns_once_of_a_learning_rate_that_the_host_holds() -> None:
     param = torch.nn.Parameter(torch.ones(2))
     param.grad = torch.ones(2)

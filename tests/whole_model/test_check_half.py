@@ -91,6 +91,20 @@ def test_parameters_that_do_not_fit() -> None:
     assert math.isnan(report.modules[0].error)
 
 
+def test_dtypes_are_taken_and_refused_as_half_does() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(6, 6), torch.randn(8, 6)
+    for name, dtype in (("float16", torch.float16), ("bf16", torch.bfloat16)):
+        report = check_half(model, x, name)
+        assert report.dtype is dtype
+        assert report == check_half(model, x, dtype)
+    for wrong in ("half", torch.float64, "float32", torch.int8, None):
+        with pytest.raises(ValueError, match=r"expected torch\.float16, torch\.bfloat16 or one's name"):
+            check_half(model, x, wrong)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"has been through ampkit\.half"):
+        check_half(half(model), x)
+
+
 class Writing(nn.Module):
     """Writes to a list that it gets, and in place to a tensor in it."""
 

@@ -140,11 +140,6 @@ def table_for(lists: Sequence[Sequence[Tensor]], config: Config, *, aligned: boo
             if len(_kept.tables) >= MOST_TABLES:
                 _kept.tables.clear()
             table = _kept.tables[key] = made_table(lists, config)
-            if len(lists) > 1:
-                n, second = table.n_tensors, (*place(device), dtypes[1:2], tuple(sizes_of(lists[1])))
-                for (*at, _, kinds, _, sizes), other in _kept.tables.items():
-                    if (*at, kinds, sizes) == second:
-                        other.wider, other.addresses = table, table.addresses[n : 2 * n]
         else:
             table.refresh(columns)
         return table
@@ -158,6 +153,24 @@ class _Kept(threading.local):
 
 
 _kept = _Kept()
+
+
+def step_table(lists: Sequence[Sequence[Tensor]], config: Config) -> Table:
+    """A table that a step cache keeps for itself: parameters, gradients, and more.
+
+    One of the thread's shared tables would be sent again for each parameter group of equal shapes. The thread's tables
+    of one list of as many bytes each, which read the same gradients before the step, find them in its second column
+    from now on, and keep it until another step's takes its place: what moves is sent once.
+    """
+    device = lists[0][0].device
+    with on_device(device):
+        table = made_table(lists, config)
+        if not is_capturing(device):
+            n, gradients = table.n_tensors, (*place(device), (lists[1][0].dtype,), tuple(sizes_of(lists[1])))
+            for (*at, _, dtypes, _, sizes), other in _kept.tables.items():
+                if (*at, dtypes, sizes) == gradients:
+                    other.wider, other.addresses = table, table.addresses[n : 2 * n]
+        return table
 
 
 @torch.inference_mode(False)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..configs import Config
 from ..step_cache import Launch, StepCache
 from .launch import TRITON_DTYPES, accumulator, flat_rows, groups, pick
-from .pointer_table import Table, table_for
+from .pointer_table import Table, step_table, table_for
 
 
 @dataclass
@@ -43,7 +43,7 @@ def run_step(
     `steps` and `streams`, of one element per parameter, which come last in the table and in the cache.
 
     `launch` takes `Rows` and options, `fallback` lists and options, for the rows that no kernel can address. The cache
-    is filled where there are none of those.
+    is filled where there are none of those, and has tables of its own; without one they are the thread's.
     """
     narrow = [name for name in ("steps", "streams") if name in lists]
     wide = [name for name in lists if name not in narrow]
@@ -66,7 +66,8 @@ def run_step(
         }
         # Every table is made before the first launch: no two of them may be one, so alignment tells them apart.
         columns = [*parts, *(pick(picked[name], indices) for name in narrow)]
-        table = table_for(columns, configs[8 if acc is tl.float64 else 4], aligned=aligned)
+        config = configs[8 if acc is tl.float64 else 4]
+        table = table_for(columns, config, aligned=aligned) if cache is None else step_table(columns, config)
         dtype = torch.float64 if acc is tl.float64 else torch.float32
         coefficients = torch.empty((table.n_tensors, n_coefficients), dtype=dtype, device=table.device)
         found.append(Rows(table, coefficients, constants, indices, len(parts)))
