@@ -176,7 +176,7 @@ def test_a_scale_that_is_taken_away_is_made_anew() -> None:
     scaler._scale = scaler._growth_tracker = None
     for use in (scaler.unscale_, lambda each: scaler.clip_grad_norm_(each, 1.0), scaler._check_inf_per_device,
                 scaler.step, lambda _: scaler.update()):
-        with pytest.raises(AssertionError, match="Attempted .* but _scale is None"):
+        with pytest.raises(AssertionError, match=r"Attempted .* but _scale is None"):
             use(optimizer)
     assert (scaler.stats().scale, scaler.state_dict()["scale"], scaler.history) == (4.0, 4.0, [])
     scaler.scale(torch.ones(()))
