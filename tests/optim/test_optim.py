@@ -95,22 +95,16 @@ def test_copies_follow_the_parameters(pair: str, impl: str) -> None:
     optimizer = ours(params, impl=impl, **options)
     copies = {p: p.detach().half() for p in params[:2]}
     optimizer.write_copies(copies)
-    copies[params[1]].zero_()       # unlike its parameter, to see that it is written only when that steps
-    for found_inf in (1.0, 0.0, 1.0, 0.0):
-        before = [p.detach().clone() for p in params]
-        for p in params:
-            p.grad = torch.randn_like(p)
-        params[1].grad = None
-        optimizer.found_inf = torch.tensor(found_inf)
-        optimizer.step()
+    copies[params[1]].zero_()       # unlike its parameter, which has no gradient at first
+    for step, skipped in ((0, 0), (1, 0), (1, 1), (0, 1)):
+        before = params[0].detach().clone()
+        train(optimizer, params, [step], skipped=(skipped,))
         assert torch.equal(copies[params[0]], params[0].detach().half())
         assert not copies[params[1]].any()
-        assert torch.equal(before[0], params[0]) is bool(found_inf)
+        assert torch.equal(before, params[0]) is (step == skipped)
     optimizer.write_copies({})
-    params[0].grad = torch.ones_like(params[0])
-    optimizer.found_inf = torch.zeros(())
     stale = copies[params[0]].clone()
-    optimizer.step()
+    train(optimizer, params, [2], skipped=(0,))
     assert torch.equal(copies[params[0]], stale)
     with pytest.raises(ValueError, match="not a parameter of this optimizer"):
         optimizer.write_copies({torch.ones(2): torch.ones(2)})
@@ -136,9 +130,7 @@ def test_closures_and_missing_gradients(cls: type, impl: str) -> None:
 def test_copies_pickles_and_loaded_states_keep_impl_and_copies() -> None:
     params = parameters()
     optimizer = AdamW(params, impl="reference", lr=0.5)
-    for p in params:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
+    train(optimizer, params, [0])
     optimizer.write_copies({params[0]: params[0].detach().half()})
     copies = [pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)]
     optimizer.load_state_dict(AdamW(parameters(), lr=0.25).state_dict())
