@@ -178,16 +178,15 @@ def adamw_(
 
     Each gradient is multiplied by `multiplier` (say, `inv_scale * clip_coefficient`) and divided by `grad_scale` as it
     is read; either may be None. Where `found_inf` is set nothing changes. `steps` are one float32 element per
-    parameter, counted up in place. `max_exp_avg_sqs` is used with `amsgrad` only, and may be empty otherwise. `copies`
-    receive the new parameters in their own dtype (float16 or bfloat16 weights for the next forward). `lr` may be a
-    one-element tensor on the device. `cache` keeps what kernels need for the next step. Arithmetic is float32 (float64
-    for float64 parameters), rounded once per stored value. Never synchronises. Moves 28 bytes per float32 element, 2
-    more with a half copy.
+    parameter, counted up in place. `max_exp_avg_sqs` is read and written with `amsgrad` only, and may be empty
+    otherwise. `copies` receive the new parameters in their own dtype (float16 or bfloat16 weights for the next
+    forward). `lr` may be a one-element tensor on the device. `cache` keeps what kernels need for the next step.
+    Arithmetic is float32 (float64 for float64 parameters), rounded once per stored value. Never synchronises. Moves 28
+    bytes per float32 element, 2 more with a half copy.
 
     Moments may have another dtype than parameters. With `streams`, one int64 element per parameter, bfloat16 parameters
     and moments are rounded at random; with `remainders`, held as float16 beside bfloat16 parameters and in place of
     `copies`, both together are one float32 number, which is stepped: see `ampkit_kernels.rounding`.
-
     Loshchilov and Hutter, "Decoupled Weight Decay Regularization"; operations in the order of `torch.optim.AdamW`.
 
     >>> import torch
