@@ -18,7 +18,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
-    monkeypatch.setattr(dispatch, "_device_too_old", dispatch._device_too_old.__wrapped__)
     return monkeypatch
 
 
@@ -44,8 +43,7 @@ def test_requests_that_cannot_be_met_raise_with_the_reason(gpu: pytest.MonkeyPat
     gpu.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(TritonUnavailable, match="TRITON_INTERPRET is set: the interpreter copies its arguments"):
         dispatch.uses_triton("triton", CUDA)
-    gpu.setattr(dispatch.importlib.util, "find_spec", lambda name: None)
-    gpu.setattr(dispatch, "_triton_missing", dispatch._triton_missing.__wrapped__)
+    gpu.setattr(dispatch, "HAS_TRITON", False)
     assert dispatch.why_not_triton(CUDA) == "Triton is not installed: pip install 'triton>=3.6'"
     assert not dispatch.uses_triton("auto", CUDA)
 
