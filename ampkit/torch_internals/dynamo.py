@@ -65,7 +65,7 @@ def tracer() -> Any:
 
 
 def records_autocast(translator: Any, enter: Callable[..., None], leave: Callable[..., None]) -> bool:
-    """Whether torch's autocast is entered in the graph between its last node, a call of `leave`, and that of `enter`."""
+    """Whether the graph enters torch's autocast between its last node, a call of `leave`, and the call of `enter`."""
     depth = 0
     for node in reversed(translator.output.graph.nodes):
         if node.target is torch.amp.autocast_mode._enter_autocast:

@@ -71,11 +71,11 @@ def test_strict_export_refuses_torchs_autocast_inside_a_region() -> None:
     """It records that one and does not run it, so the exported casts would be wrong in silence."""
 
     class Rotary(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, input: Tensor) -> Tensor:
             with autocast("cpu"):
-                x = super().forward(x)
+                input = super().forward(input)
                 with torch.autocast("cpu", enabled=False):
-                    return super().forward(x.float())
+                    return super().forward(input.float())
 
     net, x = Rotary(4, 4), torch.randn(2, 4)
     assert_same([torch.export.export(net, (x,), strict=False).module()(x)], [net(x)])
