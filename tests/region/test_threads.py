@@ -52,11 +52,13 @@ def test_regions_of_several_threads_at_once():
     assert results == [{(BF16, FP32)}, {(FP16, FP32)}, {(BF16, BF16)}, {FP32}]
 
 
-class Decorated(nn.Linear):
-    forward = autocast("cpu", FP16)(nn.Linear.forward)
+class Decorated(nn.Sequential):
+    forward = autocast("cpu", FP16)(nn.Sequential.forward)
 
 
-@pytest.mark.parametrize("model", [Decorated(4, 4), wrap_forward(nn.Linear(4, 4), "cpu", FP16)])
+@pytest.mark.parametrize("model", [
+    Decorated(nn.Linear(4, 4)), wrap_forward(nn.Sequential(nn.Linear(4, 4)), "cpu", FP16),
+], ids=["decorated", "wrapped"])
 def test_replicas_of_a_wrapped_and_a_decorated_module_in_threads(model):
     """As `nn.DataParallel` makes and calls them."""
     replicas = [model._replicate_for_data_parallel() for _ in range(4)]
