@@ -109,19 +109,13 @@ def test_two_devices_each_by_its_own_region(region):
                     assert here() == (BF16, FP32, BF16, FP16)
 
 
-def test_deprecated_regions_of_torch_inside_ours():
-    """They change our region as they would torch's."""
-    with autocast("cpu", BF16):
-        with pytest.warns(FutureWarning, match=r"torch.cpu.amp.autocast"):
-            inner = torch.cpu.amp.autocast(dtype=FP16)
-        with inner:
-            assert product() is FP16
-        assert product() is BF16
-
-
 def test_region_of_torch_inside_ours_and_ours_inside_torchs():
-    """A library's own torch.autocast is seen, whichever is outside."""
+    """A library's own torch.autocast is seen, whichever is outside, and so are torch's deprecated constructors."""
+    with pytest.warns(FutureWarning, match=r"torch.cpu.amp.autocast"):
+        deprecated = torch.cpu.amp.autocast(dtype=FP16)
     with autocast("cpu"):
+        with deprecated:
+            assert product() is FP16
         with torch.autocast("cpu", enabled=False):
             assert product() is FP32
         with torch.autocast("cpu", FP16):

@@ -1,5 +1,6 @@
 """Regions and threads: each has its own; work handed to other threads takes its region along where one asks for it."""
 
+import contextlib
 import gc
 import signal
 import subprocess
@@ -30,26 +31,30 @@ def in_threads(calls):
 
 
 def test_regions_of_several_threads_at_once():
-    """Off, with the default dtype and the cache on."""
-    def in_region(dtype, policy):
-        def call(together):
-            seen = []
-            with autocast("cpu", dtype, policy=policy):
-                for _ in range(5):
+    """With other dtypes, policies and module rules, and none."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(1, 4)
+
+    def call(region):
+        def run(together):
+            seen = set()
+            for _ in range(5):
+                with region:
                     together.wait(20)
-                    seen.append((product(), torch.softmax(torch.ones(2, dtype=dtype), 0).dtype))
-            return set(seen)
-        return call
+                    seen.add((model(x).dtype, model[0](x).dtype, torch.softmax(x.bfloat16(), -1).dtype))
+            return seen
 
-    def outside(together):
-        for _ in range(5):
-            together.wait(20)
-        return {product()}
+        return run
 
-    results = in_threads([
-        in_region(BF16, None), in_region(FP16, None), in_region(BF16, Policy.torch("cpu")), outside
-    ])
-    assert results == [{(BF16, FP32)}, {(FP16, FP32)}, {(BF16, BF16)}, {FP32}]
+    default = Policy.default("cpu")
+    assert in_threads([
+        call(contextlib.nullcontext()), call(autocast("cpu")), call(autocast("cpu", FP16)),
+        call(autocast("cpu", policy="torch")), *(
+            call(autocast("cpu", policy=default.for_modules(model, {"1": dtype}))) for dtype in (FP32, FP16)
+        ),
+    ]) == [
+        {(FP32, FP32, BF16)}, {(BF16, BF16, FP32)}, {(FP16, FP16, FP32)}, {(BF16, BF16, BF16)},
+        {(FP32, BF16, FP32)}, {(FP16, BF16, FP32)},
+    ]
 
 
 class Decorated(nn.Sequential):
@@ -64,26 +69,6 @@ def test_replicas_of_a_wrapped_and_a_decorated_module_in_threads(model):
     replicas = [model._replicate_for_data_parallel() for _ in range(4)]
     calls = [lambda _, replica=replica: replica(torch.ones(2, 4)).dtype for replica in replicas]
     assert in_threads(calls) == [FP16] * 4
-
-
-def test_module_rules_in_several_threads():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-
-    def call(dtype):
-        policy = Policy.default("cpu").for_modules(model, {"1": dtype})
-
-        def run(together):
-            seen = set()
-            for _ in range(5):
-                with autocast("cpu", policy=policy):
-                    together.wait(20)
-                    seen.add((model(torch.ones(1, 4)).dtype, model[0](torch.ones(1, 4)).dtype))
-            return seen
-
-        return run
-
-    found = in_threads([call(dtype) for dtype in (FP32, FP16, FP32, FP16)])
-    assert found == [{(FP32, BF16)}, {(FP16, BF16)}] * 2
 
 
 def test_cache_shared_by_several_threads():
