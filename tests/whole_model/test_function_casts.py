@@ -11,15 +11,6 @@ from torch import Tensor
 
 from ampkit import Policy, amp, autocast
 from ampkit.policy.policy import Rule, _Registered
-from ampkit.whole_model.function_casts import (
-    disable_casts,
-    float_function,
-    half_function,
-    promote_function,
-    register_float_function,
-    register_half_function,
-    register_promote_function,
-)
 
 LOW = torch.bfloat16
 
@@ -43,9 +34,9 @@ def seen(*args: Any, **kwargs: Any) -> list[torch.dtype]:
 @pytest.mark.parametrize(
     ("decorate", "expected"),
     [
-        (half_function, [LOW, LOW, LOW, torch.int64, LOW]),
-        (float_function, [torch.float32, torch.float32, torch.float32, torch.int64, torch.float32]),
-        (promote_function, [torch.float32, torch.float32, torch.float32, torch.int64, LOW]),
+        (amp.half_function, [LOW, LOW, LOW, torch.int64, LOW]),
+        (amp.float_function, [torch.float32, torch.float32, torch.float32, torch.int64, torch.float32]),
+        (amp.promote_function, [torch.float32, torch.float32, torch.float32, torch.int64, LOW]),
     ],
     ids=["half", "float", "promote"],
 )
@@ -58,7 +49,7 @@ def test_what_a_function_sees(decorate: Callable[..., Any], expected: list[torch
     with autocast("cpu", LOW):
         assert function(*args) == expected
         assert function(x, a=x.half(), b=x.to(LOW), c=ids) == expected
-        with disable_casts():
+        with amp.disable_casts():
             assert function(*args) == outside
     with autocast("cpu", enabled=False):
         assert function(*args) == outside
@@ -70,7 +61,7 @@ def test_containers_are_looked_into_and_casts_differentiated() -> None:
     """float64 passes."""
     x, wide = torch.ones(2, requires_grad=True), torch.ones(1).double()
     with autocast("cpu", LOW):
-        y = half_function(lambda batch: [batch["x"][0] * 2, batch["y"]])({"x": [x], "y": wide})
+        y = amp.half_function(lambda batch: [batch["x"][0] * 2, batch["y"]])({"x": [x], "y": wide})
     y[0].float().sum().backward()
     assert [one.dtype for one in y] == [LOW, torch.float64]
     assert (x.grad.dtype, x.grad.tolist()) == (torch.float32, [2.0, 2.0])
@@ -79,12 +70,12 @@ def test_containers_are_looked_into_and_casts_differentiated() -> None:
 def test_torchs_functions_become_rules_and_stay_themselves() -> None:
     x = torch.ones(2, 2)
     kept = torch.cumsum, F.softmax, torch.Tensor.lerp, F.cross_entropy, torch.linalg.norm
-    register_half_function(torch, "cumsum")
-    register_half_function(F, "softmax")
-    register_float_function(torch.Tensor, "mm")
-    register_promote_function(torch.Tensor, "lerp")
-    register_half_function(F, "cross_entropy")
-    register_float_function(torch.linalg, "norm")
+    amp.register_half_function(torch, "cumsum")
+    amp.register_half_function(F, "softmax")
+    amp.register_float_function(torch.Tensor, "mm")
+    amp.register_promote_function(torch.Tensor, "lerp")
+    amp.register_half_function(F, "cross_entropy")
+    amp.register_float_function(torch.linalg, "norm")
     assert kept == (torch.cumsum, F.softmax, torch.Tensor.lerp, F.cross_entropy, torch.linalg.norm)
     with autocast("cpu", LOW):
         assert torch.cumsum(x, 0).dtype is LOW
@@ -102,11 +93,11 @@ def test_operators_of_torch_library_become_rules() -> None:
         return x + x
 
     holder = types.SimpleNamespace(twice=twice)
-    register_half_function(holder, "twice")
+    amp.register_half_function(holder, "twice")
     assert holder.twice is twice
     with autocast("cpu", LOW):
         assert twice(torch.ones(1)).dtype is LOW
-    register_float_function(torch.ops.ampkit_function_casts, "twice")
+    amp.register_float_function(torch.ops.ampkit_function_casts, "twice")
     with autocast("cpu", LOW):
         assert twice(torch.ones(1).to(LOW)).dtype is torch.float32
 
@@ -125,10 +116,10 @@ def test_other_functions_are_wrapped_where_they_are_once() -> None:
 
 def test_what_is_refused() -> None:
     with pytest.raises(TypeError, match=r"half_function takes a function, got <class 'torch.nn.modules.linear"):
-        half_function(torch.nn.Linear)
+        amp.half_function(torch.nn.Linear)
     with pytest.raises(TypeError, match="float_function takes a function, got 3"):
-        float_function(3)  # type: ignore[arg-type]
+        amp.float_function(3)  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match="torch has no function 'bmmm' to register"):
-        register_half_function(torch, "bmmm")
+        amp.register_half_function(torch, "bmmm")
     with pytest.raises(ValueError, match=r"functional.multi_head_attention_forward is no single operator that"):
-        register_half_function(F, "multi_head_attention_forward")
+        amp.register_half_function(F, "multi_head_attention_forward")

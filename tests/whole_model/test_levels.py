@@ -1,6 +1,7 @@
-"""initialize and scale_loss: each level against what it stands for, and everything that may be refused."""
+"""initialize and scale_loss: each level against what it stands for."""
 
-from collections.abc import Callable
+import copy
+import itertools
 
 import pytest
 import torch
@@ -8,11 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampkit import Policy, autocast
-from ampkit.amp import (
-    initialize,
-    loss_scalers,
-    master_params,
-)
+from ampkit.amp import loss_scalers, master_params
 from ampkit.containers import SIXTEEN_BIT
 from ampkit.optim import SGD, AdamW
 from ampkit.scaler.grad_scaler import GradScaler
@@ -20,18 +17,10 @@ from ampkit.scaler.loss_scale import DynamicLossScale, NoOpLossScale
 from ampkit.whole_model.half import half
 from ampkit.whole_model.levels import LEVELS
 from ampkit.whole_model.master_weights import MasterWeights
-from tests.helpers.levels import (
-    backward,
-    batches,
-    ids,
-    make,
-    set_up,
-    sgd,
-    train,
-)
+from tests.helpers.whole_model import BATCH, OPTIMIZERS, backward, batches, both_dtypes, loss_of, make, set_up
 
 
-@pytest.mark.parametrize("dtype", SIXTEEN_BIT, **ids)
+@both_dtypes
 @pytest.mark.parametrize(
     ("opt_level", "low", "scales"), [("O0", "", []), ("O1", "", ["grows"]), ("O2", "conv", ["grows"]),
                                      ("O3", "conv bn stepped", [None])],
@@ -50,7 +39,7 @@ def test_what_a_level_is(opt_level: str, low: str, scales: list[str | None], dty
     assert [s.loss_scale for s in loss_scalers(optimizer)] == [strategy.get(scale, NoOpLossScale()) for scale in scales]
     seen = []
     model.head.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
-    x = batches(1)[0][0]
+    x = BATCH[0]
     assert model(x if opt_level == "O1" else x.double()).dtype is torch.float32
     assert seen == [torch.float32 if opt_level == "O0" else dtype]
     if opt_level != "O0":
@@ -60,75 +49,51 @@ def test_what_a_level_is(opt_level: str, low: str, scales: list[str | None], dty
         assert seen[1:] == [torch.get_autocast_dtype("cpu")]
 
 
-def test_o0_is_plain_float32_to_the_bit() -> None:
-    """And steps on whatever it is given: without a backward, and on gradients from anywhere."""
-    plain = make()
-    plain_optimizer = sgd(plain)
-    model, optimizer = set_up("O0")
-    optimizer.step()
-    for x, y in batches(8):
-        plain_optimizer.zero_grad()
-        expected = F.cross_entropy(plain(x), y)
-        expected.backward()
-        plain_optimizer.step()
-        assert torch.equal(*train(model, optimizer, [(x, y)]), expected)
-        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(p, q)
-            assert torch.equal(p.grad, q.grad)
-    F.cross_entropy(model(x), y).backward()
-    optimizer.step()
-
-
-@pytest.mark.parametrize("opt_level", ["O1", "O2"])
-@pytest.mark.parametrize("dtype", SIXTEEN_BIT, **ids)
-@pytest.mark.parametrize(
-    "optimizer_of", [sgd, lambda m: SGD(m.parameters(), lr=0.1, momentum=0.9)], ids=["torch", "ampkit"]
-)
-def test_a_level_is_its_parts_to_the_bit(
-    opt_level: str, dtype: torch.dtype, optimizer_of: Callable[[nn.Module], torch.optim.Optimizer]
-) -> None:
-    """O1: `autocast` and `GradScaler`; O2: `half`, `MasterWeights` that start from float32, and `GradScaler`.
+@pytest.mark.parametrize("kind", ["torch-sgd", "ampkit-sgd"])
+@pytest.mark.parametrize(("opt_level", "dtype"), [("O0", None), *itertools.product(("O1", "O2"), SIXTEEN_BIT)])
+def test_a_level_is_its_parts_to_the_bit(opt_level: str, dtype: torch.dtype | None, kind: str) -> None:
+    """O0: float32; O1: `autocast` and `GradScaler`; O2: `half`, `MasterWeights` from float32, and `GradScaler`.
 
     Losses, gradients, weights and scale of 12 steps, overflows and growths among them.
     """
+    scaled = opt_level != "O0"
     rule = DynamicLossScale(init_scale=2.0**22, growth_interval=3, max_scale=2.0**40)
-    scaler, by_hand, model = GradScaler("cpu", loss_scale=rule, allow_fp16=True), make(), make()
+    scaler, by_hand = GradScaler("cpu", enabled=scaled, loss_scale=rule, allow_fp16=True), make()
     start = {p: p.detach().clone() for p in by_hand.parameters()}
     if opt_level == "O2":
         half(by_hand, dtype, cast_outputs=torch.float32, in_place=True)
-    by_hand_optimizer = optimizer_of(by_hand)
+    by_hand_optimizer = OPTIMIZERS[kind](by_hand.parameters())
     if opt_level == "O2":
         masters = MasterWeights(by_hand_optimizer)
         masters.load_state_dict({"masters": [value for p, value in start.items() if p.dtype is dtype]})
-    policy = {"policy": Policy.default("cpu")} if opt_level == "O1" else {}
-    model, optimizer = initialize(
-        model, optimizer_of(model), opt_level, dtype=dtype, loss_scale=rule, verbosity=0, **policy
+    model, optimizer = set_up(
+        opt_level, optimizer_of=lambda model: OPTIMIZERS[kind](model.parameters()), dtype=dtype,
+        loss_scale=rule if scaled else None, policy=Policy.default("cpu") if opt_level == "O1" else None,
     )
-    skips = 0
-    for x, y in batches(12):
+    for batch in batches(12):
         by_hand_optimizer.zero_grad()
         with autocast("cpu", dtype, enabled=opt_level == "O1"):
-            expected = F.cross_entropy(by_hand(x), y)
+            expected = loss_of(by_hand, batch)
         scaler.scale(expected).backward()
         scaler.unscale_(by_hand_optimizer)
         expected_grads = [p.grad.clone() for p in master_params(by_hand_optimizer)]
         scaler.step(by_hand_optimizer)
         scaler.update()
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
+        loss = loss_of(model, batch)
         backward(loss, optimizer)
         for grad, p in zip(expected_grads, master_params(optimizer), strict=True):
             assert torch.equal(grad, p.grad) or not torch.isfinite(grad).all()
         optimizer.step()
         assert torch.equal(loss, expected)
-        assert loss_scalers(optimizer)[0].get_scale() == scaler.get_scale()
+        assert [one.get_scale() for one in loss_scalers(optimizer)] == [scaler.get_scale()] * scaled
         assert all(map(torch.equal, master_params(optimizer), master_params(by_hand_optimizer)))
         assert all(map(torch.equal, model.parameters(), by_hand.parameters()))
-        skips += scaler.stepped(by_hand_optimizer) is False
-    stats = loss_scalers()[0].stats()
-    assert (stats.steps, stats.skips) == (scaler.stats().steps, scaler.stats().skips)
-    assert (skips > 0) is (dtype is torch.float16)
-    assert stats.growths > 0
+    for one in loss_scalers(optimizer):
+        stats = one.stats()
+        assert (stats.steps, stats.skips) == (scaler.stats().steps, scaler.stats().skips)
+        assert (stats.skips > 0) is (dtype is torch.float16)
+        assert stats.growths > 0
 
 
 def gradient_error_bound(x: Tensor, y: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
@@ -149,32 +114,23 @@ def gradient_error_bound(x: Tensor, y: Tensor, w: Tensor, dtype: torch.dtype) ->
     return 2 / n * (x.abs().T @ ((1 + c3) * prediction_error + c3 * residual)) + tiny * (1 + x.abs().sum(0))
 
 
-@pytest.mark.parametrize("dtype", SIXTEEN_BIT, **ids)
+@both_dtypes
 def test_o2_masters_stay_within_the_derived_bound_of_float32(dtype: torch.dtype) -> None:
     """A gradient step of a convex loss with lr <= 2/L moves two points no farther apart. So after T steps the masters
     are within lr * sum_t |error of the t-th gradient| of the float32 run, both from the same start."""
-    torch.manual_seed(0)
-    n, d, lr, steps = 32, 8, 0.05, 60
+    n, d, lr = 32, 8, 0.05
     x, truth = torch.randn(n, d), torch.randn(d)
     y = x @ truth + 0.5 * torch.randn(n)
-    curvature = float(torch.linalg.matrix_norm(2 / n * x.T @ x, 2))
-    assert lr <= 2 / curvature
-
-    def model_of(seed: int) -> nn.Linear:
-        torch.manual_seed(seed)
-        return nn.Linear(d, 1, bias=False)
-
-    plain, model = model_of(3), model_of(3)
-    start = plain.weight.detach().clone()
-    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=lr)
-    scale = 64.0 if dtype is torch.float16 else 1.0
-    model, optimizer = initialize(
-        model, torch.optim.SGD(model.parameters(), lr=lr), "O2", dtype=dtype, loss_scale=scale, verbosity=0
+    assert lr <= 2 / float(torch.linalg.matrix_norm(2 / n * x.T @ x, 2))
+    plain = nn.Linear(d, 1, bias=False)
+    start, plain_optimizer = plain.weight.detach().clone(), torch.optim.SGD(plain.parameters(), lr=lr)
+    model, optimizer = set_up(
+        "O2", copy.deepcopy(plain), lambda model: torch.optim.SGD(model.parameters(), lr=lr), dtype=dtype,
+        loss_scale=64.0 if dtype is torch.float16 else 1.0,
     )
     (master,) = master_params(optimizer)
-    allowed = 0.0
-    distances = []
-    for _ in range(steps):
+    allowed = distance = 0.0
+    for step in range(1, 61):
         here = master.detach().double().flatten()
         allowed += lr * float(gradient_error_bound(x.double(), y.double(), here, dtype).norm())
         plain_optimizer.zero_grad()
@@ -184,61 +140,55 @@ def test_o2_masters_stay_within_the_derived_bound_of_float32(dtype: torch.dtype)
         backward(F.mse_loss(model(x).flatten(), y), optimizer)
         optimizer.step()
         distance = float((master - plain.weight).detach().double().norm())
-        distances.append(distance)
         # float32's own rounding of each update, on both sides
-        assert distance <= allowed + 4 * len(distances) * 2.0**-24 * float(plain.weight.detach().norm())
+        assert distance <= allowed + 4 * step * 2.0**-24 * float(plain.weight.detach().norm())
         assert torch.equal(model.weight, master.to(dtype))
-    assert max(distances) > 0.0
-    travelled = float((plain.weight.detach() - start).norm())
-    assert distances[-1] < 0.02 * travelled
-    assert loss_scalers()[0].stats().skips == 0
+    assert 0.0 < distance < 0.02 * float((plain.weight.detach() - start).norm())
+    assert loss_scalers(optimizer)[0].stats().skips == 0
 
 
 @pytest.mark.parametrize("opt_level", LEVELS)
 def test_memory_per_parameter(opt_level: str) -> None:
     """Bytes held for each weight after backward and after step with AdamW, as docs/levels.md has them."""
-    model = nn.Linear(64, 64, bias=False)
-    n = model.weight.numel()
-    optimizer: torch.optim.Optimizer = AdamW(model.parameters())
-    low = {} if opt_level == "O0" else {"dtype": torch.bfloat16}
-    model, optimizer = initialize(model, optimizer, opt_level, verbosity=0, **low)
+    model, optimizer = set_up(
+        opt_level, nn.Linear(64, 64, bias=False), lambda model: AdamW(model.parameters()),
+        dtype=None if opt_level == "O0" else torch.bfloat16,
+    )
 
-    def held() -> int:
+    def held() -> float:
         tensors = {model.weight, model.weight.grad, *master_params(optimizer)}
         tensors |= {p.grad for p in master_params(optimizer)}
         tensors |= {v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor) and v.ndim}
-        return sum(t.nbytes for t in tensors if t is not None)
+        return sum(t.nbytes for t in tensors if t is not None) / model.weight.numel()
 
     for _ in range(2):
         optimizer.zero_grad()
         backward(model(torch.randn(4, 64)).square().mean(), optimizer)
         at_step = held()
         optimizer.step()
-    after = held()
-    expected = {"O0": (16, 16), "O1": (16, 16), "O2": (18, 14), "O3": (8, 8)}
-    assert (at_step / n, after / n) == expected[opt_level]
+    assert (at_step, held()) == {"O0": (16, 16), "O1": (16, 16), "O2": (18, 14), "O3": (8, 8)}[opt_level]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", SIXTEEN_BIT, **ids)
+@both_dtypes
 @pytest.mark.parametrize("opt_level", ["O1", "O2", "O3"])
 def test_on_cuda_levels_train_without_waiting_for_the_device(opt_level: str, dtype: torch.dtype) -> None:
     """With an optimizer that skips on the device, an overflow among the steps included."""
-    model = make().cuda()
-    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
-    model, optimizer = initialize(model, optimizer, opt_level, dtype=dtype, loss_scale="dynamic", verbosity=0)
-    data = [(x.cuda(), y.cuda()) for x, y in batches(1) * 12]
+    model, optimizer = set_up(
+        opt_level, make().cuda(), lambda model: SGD(model.parameters(), lr=0.05, momentum=0.9), dtype=dtype,
+        loss_scale="dynamic",
+    )
+    x, y = (one.cuda() for one in BATCH)
     losses = []
-    for index, (x, y) in enumerate(data):
+    for index in range(12):
         torch.cuda.set_sync_debug_mode("error" if index > 1 else "default")     # the first steps allocate and compile
         try:
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            backward(loss * (torch.inf if index == 4 else 1.0), optimizer)
+            losses.append(loss_of(model, (x, y)))
+            backward(losses[-1] * (torch.inf if index == 4 else 1.0), optimizer)
             optimizer.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        losses.append(loss.detach())
     assert losses[-1] < losses[0] / 2
     stats = loss_scalers(optimizer)[0].stats()
     assert (stats.steps, stats.skips) == (11, 1)

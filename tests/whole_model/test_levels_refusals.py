@@ -1,32 +1,18 @@
-"""What initialize and scale_loss refuse."""
+"""What initialize and scale_loss refuse, and overrides and optimizers that they take."""
 
 import copy
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from ampkit import Policy, amp, optim
-from ampkit.amp import (
-    initialize,
-    loss_scalers,
-    master_params,
-)
+from ampkit.amp import initialize, loss_scalers, master_params
 from ampkit.whole_model.fp16_optimizer import FP16Optimizer
 from ampkit.whole_model.levels import LEVELS
 from ampkit.whole_model.master_weights import MasterWeights
-from tests.helpers.levels import (
-    Net,
-    backward,
-    batches,
-    make,
-    overflowing,
-    set_up,
-    sgd,
-    train,
-)
+from tests.helpers.whole_model import Net, backward, batches, loss_of, make, overflowing, set_up, sgd, train
 
 F16, SENSELESS, POSITIVE = torch.float16, "makes no sense at", "expected a positive number, or 'dynamic', which older"
 BAD_OPTIONS: tuple[tuple[Any, dict[str, Any], type[Exception], str], ...] = (
@@ -54,9 +40,9 @@ BAD_OPTIONS: tuple[tuple[Any, dict[str, Any], type[Exception], str], ...] = (
 def test_options_that_make_no_sense(opt_level: Any, options: dict[str, Any], error: Any, message: str) -> None:
     model = make()
     with pytest.raises(error, match=message):
-        initialize(model, sgd(model), opt_level, **options)
+        set_up(opt_level, model, **options)
     assert type(model) is Net
-    initialize(model, sgd(model), "O0", verbosity=0)      # nothing was changed
+    set_up("O0", model)      # nothing was changed
 
 
 @pytest.mark.parametrize(("opt_level", "options"), [
@@ -64,9 +50,8 @@ def test_options_that_make_no_sense(opt_level: Any, options: dict[str, Any], err
     ("O2", {"master_weights": False}), ("O2", {"loss_scale": "dynamic", "min_loss_scale": 4.0}),
     ("O3", {"keep_batchnorm_fp32": "True", "master_weights": True, "loss_scale": "dynamic"}),
 ], ids=str)
-def test_overrides_that_make_sense_train(opt_level: str, options: dict[str, object]) -> None:
-    low = {} if opt_level == "O0" else {"dtype": torch.float16}
-    model, optimizer = set_up(opt_level, **low, **options)
+def test_overrides_that_make_sense_train(opt_level: str, options: dict[str, Any]) -> None:
+    model, optimizer = set_up(opt_level, dtype=None if opt_level == "O0" else torch.float16, **options)
     before = [p.detach().clone() for p in model.parameters()]
     train(model, optimizer, batches(1))
     assert not any(map(torch.equal, model.parameters(), before))
@@ -74,70 +59,10 @@ def test_overrides_that_make_sense_train(opt_level: str, options: dict[str, obje
     assert (model.bn.running_mean.dtype is torch.float32) is kept
 
 
-def test_models_and_optimizers_that_are_refused() -> None:
-    masked, patched, done = make(), make(), set_up("O1")
-    masked.register_buffer("mask", torch.zeros(2, dtype=torch.bfloat16))
-    patched.forward = patched.forward  # type: ignore[method-assign]
-    model, other = make(), make()
-    bare, with_masters, wrapped = sgd(model), sgd(make()), FP16Optimizer(sgd(nn.Linear(2, 2).half()))
-    MasterWeights(with_masters)
-    larc = Larc(sgd(model))
-    larc.optim = None       # type: ignore[assignment]
-    shared, remainders = [sgd(model), sgd(model)], optim.AdamW(model.parameters(), masters="remainder")
-    for arguments, error, message in (
-        (("resnet50",), TypeError, "models holds a str; expected a torch.nn.Module, or a list of them"),
-        ((make().half(),), RuntimeError, "parameter conv.weight is torch.float16; expected a float32 model.*half"),
-        ((make().double(), None, "O0"), RuntimeError, "parameter conv.weight is torch.float64"),
-        ((masked,), RuntimeError, "buffer mask is torch.bfloat16"),
-        ((nn.DataParallel(make()),), RuntimeError, "wrapped in DataParallel already; call amp.initialize on the bare"),
-        (([model, model],), ValueError, "models holds one object twice"),
-        ((patched,), RuntimeError, "given a forward of its own"),
-        ((done[0],), RuntimeError, "this Net has been through ampkit.half or amp.initialize already"),
-        ((model, done[1]), RuntimeError, "this SGD has been through initialize already; call it once"),
-        ((model, "sgd"), TypeError, "optimizers holds a str; expected a torch.optim.Optimizer"),
-        ((model, larc), TypeError, "holds a Larc; expected .* an object that holds one as `optim`"),
-        ((other, bare), RuntimeError, "SGD holds no parameter of the models given; make the optimizer from the"),
-        ((other, wrapped), RuntimeError, "has master weights already; pass initialize a bare optimizer"),
-        ((other, with_masters), RuntimeError, "has master weights already"),
-        ((model, remainders, "O2"), ValueError, "AdamW has masters='remainder', which makes float32 masters of"),
-        ((model, shared, "O1"), RuntimeError, "parameter conv.weight is in two optimizers; give it to one"),
-    ):
-        with pytest.raises(error, match=message):
-            initialize(*arguments)  # type: ignore[arg-type]
-    assert model.conv.weight.dtype is torch.float32
-    initialize(model, torch.optim.SGD(model.head.parameters(), lr=0.1), "O2", verbosity=0)      # some of its parameters
-
-
-def test_a_16_bit_parameter_outside_the_models_gets_a_master_from_its_own_value() -> None:
-    """Beside the model's, which start from float32. Where another optimizer is refused, none of them has changed."""
-    models, extra = [nn.Linear(4, 4), nn.Linear(4, 4)], nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    model, before = models[0], models[0].weight.detach().clone()
-    params = [*model.parameters(), extra]
-    optimizer, refused = sgd(model), optim.AdamW(models[1].parameters(), masters="remainder")
-    optimizer.add_param_group({"params": [extra], "lr": 2.0**-10, "momentum": 0.0, "weight_decay": 0.0})
-    attributes, modules = set(vars(optimizer)), [set(vars(one)) for one in models]
-    options = {"opt_level": "O2", "dtype": torch.bfloat16, "verbosity": 0}
-    with pytest.raises(ValueError, match="AdamW has masters='remainder'"):
-        initialize(models, [optimizer, refused], **options)
-    assert [id(p) for group in optimizer.param_groups for p in group["params"]] == list(map(id, params))
-    assert ([set(vars(one)) for one in models], set(vars(optimizer))) == (modules, attributes)
-    assert torch.equal(model.weight, before)
-    assert {p.dtype for one in models for p in one.parameters()} == {torch.float32}
-    initialize(model, optimizer, **options)
-    weight, _, master = master_params(optimizer)
-    assert torch.equal(weight, before)
-    assert model.weight.dtype is torch.bfloat16
-    with amp.scale_loss((model(torch.ones(1, 4)) * extra).sum() * 0.0 + extra.sum(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    assert master.tolist() == [1.0 - 2.0**-10] * 4
-    assert extra.tolist() == [1.0] * 4
-
-
 class Larc:
     """An optimizer around another, as Apex's LARC is: no `Optimizer`, and it shapes gradients before it steps."""
 
-    def __init__(self, optim: torch.optim.Optimizer) -> None:
+    def __init__(self, optim: Any) -> None:
         self.optim, self.param_groups, self.zero_grad = optim, optim.param_groups, optim.zero_grad
 
     def step(self) -> None:
@@ -152,16 +77,64 @@ def test_an_optimizer_around_another_is_taken(opt_level: str) -> None:
     """Same weights as with the inner one at half the rate; saved states and masters are reached through it too."""
     runs = []
     for wrap, lr in ((Larc, 0.25), (lambda optimizer: optimizer, 0.125)):
-        model = make()
-        optimizer = wrap(torch.optim.SGD(model.parameters(), lr=lr))
+        optimizer = wrap(torch.optim.SGD((model := make()).parameters(), lr=lr))
         model, returned = initialize(model, optimizer, opt_level, loss_scale=128.0, verbosity=0)
         assert returned is optimizer
         train(model, optimizer, batches(3))
         assert all(master.dtype is torch.float32 for master in master_params(optimizer)) or opt_level == "O3"
         amp.load_state_dict(amp.state_dict(optimizer), optimizer)
         assert loss_scalers(optimizer)[0].stats().updates == 3
-        runs.append(model.state_dict())
-    assert all(torch.equal(a, b) for a, b in zip(*(run.values() for run in runs), strict=True))
+        runs.append(model.state_dict().values())
+    assert all(map(torch.equal, *runs))
+
+
+def test_models_and_optimizers_that_are_refused() -> None:
+    masked, patched, done = make(), make(), set_up("O1")
+    masked.register_buffer("mask", torch.zeros(2, dtype=torch.bfloat16))
+    patched.forward = patched.forward  # type: ignore[method-assign]
+    model, other = make(), make()
+    with_masters, wrapped, larc = sgd(make()), FP16Optimizer(sgd(nn.Linear(2, 2).half())), Larc(sgd(model))
+    MasterWeights(with_masters)
+    larc.optim = None
+    shared, with_remainders = [sgd(model), sgd(model)], optim.AdamW(other.parameters(), masters="remainder")
+    plain = torch.optim.SGD(model.head.parameters(), lr=0.1)        # some of its parameters
+    for arguments, error, message in (
+        (("resnet50",), TypeError, "models holds a str; expected a torch.nn.Module, or a list of them"),
+        ((make().half(),), RuntimeError, "parameter conv.weight is torch.float16; expected a float32 model.*half"),
+        ((make().double(), None, "O0"), RuntimeError, "parameter conv.weight is torch.float64"),
+        ((masked,), RuntimeError, "buffer mask is torch.bfloat16"),
+        ((nn.DataParallel(make()),), RuntimeError, "wrapped in DataParallel already; call amp.initialize on the bare"),
+        (([model, model],), ValueError, "models holds one object twice"),
+        ((patched,), RuntimeError, "given a forward of its own"),
+        ((done[0],), RuntimeError, "this Net has been through ampkit.half or amp.initialize already"),
+        ((model, done[1]), RuntimeError, "this SGD has been through initialize already; call it once"),
+        ((model, "sgd"), TypeError, "optimizers holds a str; expected a torch.optim.Optimizer"),
+        ((model, larc), TypeError, "holds a Larc; expected .* an object that holds one as `optim`"),
+        ((other, sgd(model)), RuntimeError, "SGD holds no parameter of the models given; make the optimizer from the"),
+        ((other, wrapped), RuntimeError, "has master weights already; pass initialize a bare optimizer"),
+        ((other, with_masters), RuntimeError, "has master weights already"),
+        (([model, other], [plain, with_remainders], "O2"), ValueError, "AdamW has masters='remainder', which makes"),
+        ((model, shared, "O1"), RuntimeError, "parameter conv.weight is in two optimizers; give it to one"),
+    ):
+        with pytest.raises(error, match=message):
+            initialize(*arguments)
+    assert {p.dtype for p in (*model.parameters(), *other.parameters())} == {torch.float32}
+    initialize([model, other], [plain, sgd(other)], "O2", verbosity=0)      # nothing had changed
+
+
+def test_a_16_bit_parameter_outside_the_models_gets_a_master_from_its_own_value() -> None:
+    """Beside the model's, which start from float32."""
+    model, extra = nn.Linear(4, 4), nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer, before = sgd(model), model.weight.detach().clone()
+    optimizer.add_param_group({"params": [extra], "lr": 2.0**-10, "momentum": 0.0})
+    initialize(model, optimizer, "O2", dtype=torch.bfloat16, verbosity=0)
+    weight, _, master = master_params(optimizer)
+    assert torch.equal(weight, before)
+    assert model.weight.dtype is torch.bfloat16
+    backward((model(torch.ones(1, 4)) * extra).sum() * 0.0 + extra.sum(), optimizer)
+    optimizer.step()
+    assert master.tolist() == [1.0 - 2.0**-10] * 4
+    assert extra.tolist() == [1.0] * 4
 
 
 def test_saved_scales_load_all_or_none() -> None:
@@ -178,60 +151,53 @@ def test_saved_scales_load_all_or_none() -> None:
 
 
 def test_calls_out_of_order_are_refused() -> None:
-    model = make()
-    optimizer = sgd(model)
-    (x, y), = batches(1)
     with pytest.raises(RuntimeError, match="SGD has not been through initialize"):
-        backward(torch.ones(()), optimizer)
+        backward(torch.ones(()), sgd(make()))
     with pytest.raises(RuntimeError, match="no optimizer has been through initialize; call it first"):
         amp.state_dict()
-    model, optimizer = initialize(model, optimizer, "O2", dtype=torch.float16, verbosity=0)
+    model, optimizer = set_up("O2", dtype=torch.float16)
     with pytest.raises(RuntimeError, match=r"SGD.step\(\) without a backward since the last step; call"):
         optimizer.step()
-    model(x).sum().backward()
+    loss_of(model).backward()
     with pytest.raises(RuntimeError, match=r"SGD.step\(\) on gradients of another backward; call backward inside"):
         optimizer.step()
     optimizer.zero_grad()
-    backward(F.cross_entropy(model(x), y), optimizer, delay_unscale=True)
+    backward(loss_of(model), optimizer, delay_unscale=True)
     with pytest.raises(RuntimeError, match=r"gradients of a delayed backward are still scaled"):
         optimizer.step()
-    backward(F.cross_entropy(model(x), y), optimizer)
+    backward(loss_of(model), optimizer)
     with pytest.raises(RuntimeError, match="got a closure, whose backward is not seen here"):
         optimizer.step(lambda: None)
     optimizer.step()
     with pytest.raises(TypeError, match="scale_loss takes the loss tensor that backward is called on, got float"):
         backward(1.0, optimizer)  # type: ignore[arg-type]
     with pytest.raises(IndexError, match="loss_id is 1, and there are scales for 1 losses; expected 0 to 0: pass num"):
-        backward(F.cross_entropy(model(x), y), optimizer, loss_id=1)
+        backward(loss_of(model), optimizer, loss_id=1)
+    model, optimizer = set_up("O0")     # which steps on anything
+    optimizer.step()
+    loss_of(model).backward()
+    optimizer.step()
 
 
 def test_delayed_gradients_meet_no_other_scale() -> None:
-    model, optimizer = set_up("O1", dtype=torch.float16, num_losses=2)
-    (x, y), = batches(1)
-
-    def loss() -> Tensor:
-        return F.cross_entropy(model(x), y)
-
-    backward(loss(), optimizer, loss_id=0, delay_unscale=True)
+    """Nor their own where it has moved since: by the overflow of another optimizer under the same loss id."""
+    models, (optimizer, other) = set_up(
+        "O1", [make(0), make(1)], lambda models: list(map(sgd, models)), dtype=torch.float16, num_losses=2
+    )
+    backward(loss_of(models[0]), optimizer, delay_unscale=True)
     with pytest.raises(RuntimeError, match="waiting under another loss scale; end the accumulation with the same loss"):
-        backward(loss(), optimizer, loss_id=1)
-    backward(loss(), optimizer, loss_id=0)
+        backward(loss_of(models[0]), optimizer, loss_id=1)
+    backward(loss_of(models[0]), optimizer)
     with pytest.raises(RuntimeError, match="delay_unscale=True after a backward whose gradients are unscaled already"):
-        backward(loss(), optimizer, loss_id=0, delay_unscale=True)
+        backward(loss_of(models[0]), optimizer, delay_unscale=True)
     optimizer.step()
     optimizer.zero_grad()
-    backward(loss(), optimizer, loss_id=0, delay_unscale=True)
+    backward(loss_of(models[0]), optimizer, delay_unscale=True)
     optimizer.zero_grad()       # gives the accumulation up
-    backward(loss(), optimizer, loss_id=1)
+    backward(loss_of(models[0]), optimizer, loss_id=1)
     optimizer.step()
-
-
-def test_delayed_gradients_meet_no_scale_that_has_moved_since() -> None:
-    """Two optimizers under one loss id: the other's overflow has halved the scale."""
-    models = [make(0), make(1)]
-    models, optimizers = initialize(models, [sgd(model) for model in models], dtype=torch.float16, verbosity=0)
-    (x, y), = batches(1)
-    backward(F.cross_entropy(models[0](x), y), optimizers[0], delay_unscale=True)
-    backward(overflowing(models[1], x, y), optimizers[1])
+    optimizer.zero_grad()
+    backward(loss_of(models[0]), optimizer, delay_unscale=True)
+    backward(overflowing(models[1]), other)
     with pytest.raises(RuntimeError, match="waiting under another loss scale"):
-        backward(F.cross_entropy(models[0](x), y), optimizers[0])
+        backward(loss_of(models[0]), optimizer)
