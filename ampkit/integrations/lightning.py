@@ -139,7 +139,7 @@ class FSDPPrecision(MixedPrecision, LightningFSDPPrecision):
 
 
 class ScaleMonitor(Callback):
-    """Logs the loss scale and how many steps were skipped, and says where the first skips began.
+    """Logs the loss scale and how many steps were skipped, and says where the first overflows began.
 
     `loss_scale` and `skipped_steps` are logged every `log_every_n_steps` of the trainer, at one host read; of several
     ranks it is checked that they agree, at one more. Says so where the trainer's plugin has no `ampkit.GradScaler`.
@@ -167,7 +167,7 @@ class ScaleMonitor(Callback):
             return
         scaler.check_ranks()
         stats = scaler.stats()
-        pl_module.log_dict({"loss_scale": stats.scale, "skipped_steps": float(stats.skips)})
+        pl_module.log_dict({"loss_scale": stats.scale, "skipped_steps": float(stats.skips + stats.outliers)})
         if stats.skips and not self._has_reported:
             rank_zero_info(f"steps have been skipped; in the last one:\n{scaler.overflow_report(pl_module)}")
             self._has_reported = True

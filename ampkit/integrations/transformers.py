@@ -75,6 +75,6 @@ class _LogScale(TrainerCallback):
         if logs is not None and "loss" in logs:
             self._accelerator.scaler.check_ranks()
             stats = self._accelerator.scaler.stats()
-            seen = {"loss_scale": stats.scale, "skipped_steps": stats.skips}
+            seen = {"loss_scale": stats.scale, "skipped_steps": stats.skips + stats.outliers}
             logs.update(seen)
             state.log_history[-1].update(seen)

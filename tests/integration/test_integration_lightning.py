@@ -142,6 +142,17 @@ def test_an_overflow_is_skipped_logged_and_named(tmp_path: Path, caplog: pytest.
     assert "ScaleMonitor logs nothing: the precision plugin is ampkit" in caplog.text
 
 
+def test_steps_of_a_large_norm_are_skipped_and_logged(tmp_path: Path) -> None:
+    """Although Lightning clips their gradients."""
+    for manual in (False, True):
+        module, scaler = Module(manual=manual), GradScaler("cpu", 256.0, skip_above=0.12)
+        trainer = fit(
+            module, MixedPrecision("16-mixed", "cpu", scaler), tmp_path, callbacks=[ScaleMonitor()], log_every_n_steps=4
+        )
+        assert trainer.callback_metrics["skipped_steps"] == 4.0
+        assert all(map(torch.equal, weights(module), weights(Module())))
+
+
 def test_accumulation_and_batches_without_a_loss(tmp_path: Path) -> None:
     """Two batches per step, whose casts a cache keeps; a `training_step` that returns None leaves the scaler alone."""
     cache = WeightCache()

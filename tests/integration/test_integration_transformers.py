@@ -93,6 +93,17 @@ def test_a_skipped_step_is_logged_and_not_scheduled_and_checkpoints_bring_the_sc
     assert resumed.accelerator.scaler.stats().skips == 1
 
 
+def test_steps_of_a_large_norm_are_skipped_logged_and_not_scheduled(tmp_path: Path) -> None:
+    """Although the Trainer clips their gradients."""
+    scaler = GradScaler("cpu", 256.0, skip_above=0.2)
+    model = Network()
+    ours = use_ampkit(trainer(tmp_path, model, max_grad_norm=0.1, fp16=True), scaler=scaler)
+    ours.train()
+    assert logged(ours, "skipped_steps") == [1, 2, 3, 4]
+    assert len(set(logged(ours, "learning_rate"))) == 1
+    assert all(map(torch.equal, model.parameters(), Network().parameters()))
+
+
 def t5() -> Any:
     """A small T5 whose feed-forward layers give numbers above float16's largest, as those of the large ones do."""
     torch.manual_seed(0)
