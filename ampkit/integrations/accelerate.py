@@ -46,14 +46,14 @@ def use_ampkit(
     Args:
         accelerator: one that has prepared nothing yet.
         policy: what its regions cast; None: the default for its device.
-        scaler: in place of one made of `GradScalerKwargs`.
+        scaler: in place of one made of `GradScalerKwargs`; in bfloat16, where there is none, for the steps that it
+            skips: `GradScaler(device, loss_scale=NoOpLossScale(), skip_above=...)`.
         cache: a `WeightCache` that keeps casts between batches.
 
     After an error the accelerator is as it was.
 
     Raises:
-        ValueError: a `mixed_precision` other than "fp16", "bf16" or "no", a scaler where nothing is scaled, or the name
-            of no policy.
+        ValueError: a `mixed_precision` other than "fp16", "bf16" or "no", a scaler with "no", or the name of no policy.
         RuntimeError: a model or optimizer has been prepared, or DeepSpeed, Megatron or XLA do the casting.
         TypeError: something that is not an `Accelerator`, or a scaler of torch's.
 
@@ -70,18 +70,17 @@ def use_ampkit(
             f"the accelerator has mixed_precision={precision!r}; expected 'fp16', 'bf16' or 'no'; for FP8, pass "
             f"'bf16', and give use_ampkit a policy.with_rules({{'aten::linear': Rule.FLOAT8_TENSORWISE}})"
         )
-    if precision != "fp16" and (scaler is not None or accelerator.scaler is not None):
+    if precision == "no" and scaler is not None:
         raise ValueError(
-            f"a scaler, but mixed_precision={precision!r}: gradients would be clipped while they are scaled. bfloat16 "
-            f"has float32's range and needs no scaler; for one, pass mixed_precision='fp16' to the Accelerator"
+            "a scaler, but mixed_precision='no', which leaves the accelerator as it is. Pass 'fp16' or 'bf16' to the "
+            "Accelerator (fp16=True or bf16=True to TrainingArguments), or no scaler"
         )
     settings = {"policy": None if policy is None else named_policy(policy, accelerator.device.type), "cache": cache}
     if precision == "no":
         return accelerator
     if accelerator._models or accelerator._optimizers:
         raise RuntimeError("the accelerator has prepared models or optimizers: call use_ampkit(accelerator) before")
-    if precision == "fp16":
-        accelerator.scaler = _scaler_for(accelerator, scaler)
+    accelerator.scaler = _scaler_for(accelerator, scaler)
     accelerator.native_amp = True
     cls = type(accelerator)
     if not issubclass(cls, _Methods):
@@ -90,12 +89,16 @@ def use_ampkit(
     return accelerator
 
 
-def _scaler_for(accelerator: Accelerator, scaler: GradScaler | None) -> GradScaler:
-    scaler = checked(scaler)
-    if scaler is None:
+def _scaler_for(accelerator: Accelerator, scaler: GradScaler | None) -> GradScaler | None:
+    """The scaler that was given; else in float16 one made of `GradScalerKwargs`, in bfloat16 what is there by hand."""
+    is_float16 = accelerator.mixed_precision == "fp16"
+    by_hand: Any = None if is_float16 else accelerator.scaler
+    scaler = checked(scaler or by_hand)
+    if is_float16 and scaler is None:
         handler = accelerator.scaler_handler
         scaler = GradScaler(accelerator.device.type, **({} if handler is None else handler.to_kwargs()))
-    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2 and not scaler.process_group:
+    is_sharded = accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2
+    if scaler is not None and is_sharded and not scaler.process_group:
         scaler.process_group = dist.group.WORLD
     return scaler
 
@@ -130,6 +133,16 @@ class _Methods(Accelerator):
             method = getattr(forward, "__func__", None)
             model.forward = region(forward) if method is None else MethodType(region(method), model)
         return super().prepare_model(model, *args, **kwargs)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Unscale gradients before they are clipped, with a scaler in bfloat16 too, where Accelerate does not."""
+        if self.scaler is None:
+            return
+        given = self._optimizers if optimizer is None else optimizer
+        for each in given if isinstance(given, list | tuple) else [given]:
+            while isinstance(each, AcceleratedOptimizer):
+                each = each.optimizer
+            self.scaler.unscale_(each)
 
     def prepare_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """As Accelerate prepares it, and it knows whether its step was skipped."""

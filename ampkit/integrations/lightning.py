@@ -32,7 +32,8 @@ class MixedPrecision(OwnRegions, LightningMixedPrecision):
     Args:
         precision: "16-mixed" or "bf16-mixed".
         device: the device type, as "cuda".
-        scaler: for "16-mixed"; None: `GradScaler(device)`.
+        scaler: None: `GradScaler(device)` for "16-mixed", none for "bf16-mixed"; there one can skip steps:
+            `GradScaler(device, loss_scale=NoOpLossScale(), skip_above=...)`.
         policy: what the regions cast; None: the default for the device.
         cache: a `WeightCache` that keeps casts between batches.
 
@@ -155,7 +156,7 @@ class ScaleMonitor(Callback):
             rank_zero_info(
                 f"ScaleMonitor logs nothing: the precision plugin is {plugin.__module__}.{plugin.__name__}, without an "
                 f"ampkit.GradScaler. Pass plugins=[ampkit.integrations.lightning.MixedPrecision('16-mixed', device)]; "
-                f"'bf16-mixed' scales nothing"
+                f"'bf16-mixed' has a scaler only if it is given one"
             )
 
     def on_train_batch_end(
