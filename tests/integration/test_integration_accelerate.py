@@ -115,6 +115,21 @@ def test_accumulated_batches_are_clipped_and_stepped_once() -> None:
     assert (cache.info().hits, cache.info().misses) == (16, 16)
 
 
+def test_autocast_keeps_in_float32_what_prepared_models_want() -> None:
+    """Of modules that are called by themselves; a region that runs other models is no reason to warn."""
+    accelerator = use_ampkit(make("fp16"))
+    models: list[Any] = [network(), network()]
+    models[0]._keep_in_fp32_modules, models[1]._keep_in_fp32_modules = ["0"], ["2"]
+    accelerator.prepare(*models)
+    batch = batches(1)[0]
+    for other in (network(), *models):
+        with accelerator.autocast():
+            other(batch)
+    with accelerator.autocast():
+        assert [model[0](batch).dtype for model in models] == [torch.float32, torch.float16]
+        assert [model[2](torch.ones(1, 8)).dtype for model in models] == [torch.float16, torch.float32]
+
+
 def test_unwrapped_models_compute_as_before() -> None:
     """`keep_fp32_wrapper=False` takes the region away with Accelerate's own wrapper."""
     accelerator = use_ampkit(make("bf16"))
