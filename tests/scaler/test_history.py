@@ -1,5 +1,6 @@
 """Counts and rows that a scaler keeps on the device, against a plain account of the same run."""
 
+import itertools
 import math
 
 import hypothesis.strategies as st
@@ -36,7 +37,7 @@ def test_counts_and_rows_equal_a_plain_account(flags, reads, size, block) -> Non
             if i in reads:
                 assert scaler.stats().consecutive_skips == run
                 assert len(scaler.history) == min(size, i + 1)
-    changes, skips = [after - before for before, after in zip(scales, scales[1:], strict=False)], flags.count(True)
+    changes, skips = [after - before for before, after in itertools.pairwise(scales)], flags.count(True)
     assert scaler.stats() == ScalerStats(
         scale=scales[-1], updates=len(flags), steps=len(flags) - skips, skips=skips, overflows=skips,
         consecutive_skips=run, growths=sum(by > 0 for by in changes), backoffs=sum(by < 0 for by in changes),
