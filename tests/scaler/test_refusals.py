@@ -17,7 +17,7 @@ INF, NAN = math.inf, math.nan
 class TakesScaler(torch.optim.SGD):
     _step_supports_amp_scaling = True
 
-    def step(self, grad_scaler: Any = None) -> None:    # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, grad_scaler: Any = None) -> None:
         raise AssertionError
 
 
@@ -76,7 +76,7 @@ def test_what_is_no_number(value) -> None:
 
 
 def test_numbers_of_other_classes_become_pythons_own() -> None:
-    rule = DynamicLossScale(torch.tensor(8.0), np.float32(2.0), growth_interval=np.int64(3))  # pyright: ignore[reportArgumentType]
+    rule = DynamicLossScale(torch.tensor(8.0), np.float32(2.0), growth_interval=np.int64(3))
     assert rule == DynamicLossScale(8.0, 2.0, growth_interval=3)
     assert [type(value) for value in to_dict(rule).values()][1:5] == [float, float, float, int]
 
