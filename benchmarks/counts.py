@@ -136,6 +136,9 @@ def table() -> dict[str, list[str]]:
 def _region(ours: bool, same_list: bool = False) -> Iterator[Counted]:
     options = {"policy": Policy.torch("cpu")} if ours and same_list else {}
     make: Any = autocast if ours else torch.autocast
+    if ours and same_list:
+        with autocast("cpu", policy=Policy.torch("cpu")):     # a policy that is equal, and another object
+            pass
 
     def job() -> None:
         with make("cpu", **options):

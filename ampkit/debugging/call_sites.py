@@ -26,6 +26,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from ampkit.policy.module_paths import path_of
 from ampkit.torch_internals.dispatcher import is_open
 from ampkit.torch_internals.operator_tracing import current_node
+from ampkit.torch_internals.operators import current_device_type
 
 _TORCH = f"{Path(str(torch.__file__)).parent}/"
 _AMPKIT = f"{Path(__file__).resolve().parents[1]}/"
@@ -119,7 +120,7 @@ class ModuleCalls:
         self._numbers: dict[int, int] = {}
         self._roots: dict[int, Module] = {}
         self.region: Literal["ampkit", "torch", "none"] = "none"       # what modules were called in
-        self._device_types = {"cpu", getattr(torch.accelerator.current_accelerator(), "type", "cpu")}
+        self._device_types = {"cpu", current_device_type()}
 
     @contextmanager
     def followed(self) -> Iterator[None]:

@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ampkit.debugging.call_sites import find_caller
 from ampkit.debugging.report import LoopFinding, LoopReport
 from ampkit.region.autocast import autocast
+from ampkit.torch_internals.operators import current_device_type
 
 _LEVELS = tuple(str(Path(__file__).resolve().parents[1] / name) for name in ("whole_model", "amp.py"))
 _MOST_PARAMETERS = 64       # of an optimizer whose gradients are followed
@@ -312,7 +313,7 @@ class check_loop:
 
     def _region(self, region: Any) -> Iterator[None]:
         yield
-        for device in {"cpu", getattr(torch.accelerator.current_accelerator(), "type", "cpu")}:
+        for device in {"cpu", current_device_type()}:
             if torch.is_autocast_enabled(device):
                 self._dtypes.add(torch.get_autocast_dtype(device))
 

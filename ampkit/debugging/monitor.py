@@ -15,12 +15,12 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ampkit.containers import SIXTEEN_BIT
 from ampkit.debugging.call_sites import ModuleCalls
 from ampkit.debugging.causes import extremes
 from ampkit.debugging.operator_facts import readable, tensors_in
 from ampkit.debugging.report import plain
 
-_LOW = (torch.float16, torch.bfloat16)
 _MOST_ELEMENTS = 1 << 16    # of a parameter
 
 
@@ -83,7 +83,7 @@ class TensorMonitor:
         if call is None:
             return
         for tensor in readable(tensors_in(output)):
-            if tensor.dtype in _LOW:
+            if tensor.dtype in SIXTEEN_BIT:
                 self._note("outputs", call.name, tensor)
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._note, "gradients", call.name))

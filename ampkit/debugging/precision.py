@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from ampkit.containers import SIXTEEN_BIT
 from ampkit.debugging.call_sites import find_caller
 from ampkit.debugging.causes import dtype_name, largest_finite
 from ampkit.debugging.changes import Change, advice_on_precision, changes_for_precision, suggestion
@@ -29,7 +30,6 @@ from ampkit.debugging.storage_map import StorageMap
 from ampkit.torch_internals.float8 import WIDE_PRODUCTS
 from ampkit.torch_internals.operator_tracing import OpOverload, is_opaque, storage_key
 
-_LOW = (torch.float16, torch.bfloat16)
 _OWN_FORMAT = ("mkldnn_rnn", "_cudnn_rnn", "miopen_rnn")     # memory that only their own backward can read
 _OPTIMIZER, _RANDOM, _UNREAD = "the optimizer", "it draws random numbers", "it reads nothing"
 
@@ -140,14 +140,14 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
             self._collect_gradients()
         self._new_gradients |= call.phase == "backward"
         given, default = call.given, torch.get_default_dtype()
-        if default in _LOW and facts.takes_dtype and not (given or facts.random or kwargs.get("dtype")):
+        if default in SIXTEEN_BIT and facts.takes_dtype and not (given or facts.random or kwargs.get("dtype")):
             made = {**kwargs, "dtype": default}
             kwargs = made if func(*args, **kwargs).dtype is default else kwargs     # `arange` of integers is not
         low = any(map(self._is_low, given)) or self._asks_for_low((*args, *kwargs.values()))
         if not low and not any(map(self.memory.has_copy, given)):
             return func(*args, **kwargs)        # nothing differs here
         for one in given:
-            if one.dtype in _LOW and not self.memory.has_copy(one):
+            if one.dtype in SIXTEEN_BIT and not self.memory.has_copy(one):
                 self._note_given(one)
         if call.starts_backward:
             scale = self.scale or 1.0
@@ -177,7 +177,7 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
             memory.make_writable(one)
         changes = {id(one) for one in written}
         updated = not facts.overwrites and call.phase != "recompute"
-        before = {id(one): one.clone() for one in written if updated and one.dtype in _LOW}
+        before = {id(one): one.clone() for one in written if updated and one.dtype in SIXTEEN_BIT}
 
         def widened(tensor: Tensor) -> Tensor:
             return tensor.detach().to(memory.wide(tensor.dtype), copy=id(tensor) in changes)
@@ -283,7 +283,7 @@ class PrecisionComparison(OperatorObserver[PrecisionReport]):
     def step_starts(self, optimizer: Any) -> None:
         self._collect_gradients()
         steps = any(group.get("lr", 1.0) for group in optimizer.param_groups)       # a warm-up begins at 0
-        self._before = [one for one in before_update(optimizer) if one[0].dtype in _LOW] if steps else []
+        self._before = [one for one in before_update(optimizer) if one[0].dtype in SIXTEEN_BIT] if steps else []
 
     def _collect_gradients(self) -> None:
         """Compare the gradients, which a loop may clear before it ends; scaled, and again unscaled."""

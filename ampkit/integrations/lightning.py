@@ -86,15 +86,22 @@ class MixedPrecision(OwnRegions, LightningMixedPrecision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Clip unscaled gradients, of fused optimizers too."""
+        """Clip unscaled gradients, of fused optimizers too, which Lightning's plugin refuses."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
+        Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: int | float) -> None:
+        """Clip unscaled gradients element by element."""
         if self.scaler is None:
-            Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
-        elif clip_val <= 0:
-            return
-        elif gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            super().clip_grad_by_value(optimizer, clip_val)
+        else:
             self.scaler.clip_grad_value_(optimizer, clip_val)
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
+        """Clip unscaled gradients by their total norm."""
+        if self.scaler is None:
+            super().clip_grad_by_norm(optimizer, clip_val)
         else:
             self.scaler.clip_grad_norm_(optimizer, clip_val)
 
@@ -126,16 +133,9 @@ class FSDPPrecision(MixedPrecision, LightningFSDPPrecision):
         """Scale a loss, once for both plugins."""
         return LightningFSDPPrecision.pre_backward(self, tensor, module)
 
-    def clip_gradients(
-        self,
-        optimizer: Any,
-        clip_val: int | float = 0.0,
-        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
-    ) -> None:
-        """Clip values."""
-        if clip_val > 0 and gradient_clip_algorithm == GradClipAlgorithmType.NORM:
-            self.clip_grad_by_norm()    # which says why not
-        super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
+        """Raise, saying why not."""
+        LightningFSDPPrecision.clip_grad_by_norm(self, optimizer, clip_val)
 
 
 class ScaleMonitor(Callback):

@@ -21,9 +21,9 @@ from ampkit.policy.kept_modules import kept_modules
 from ampkit.policy.linear_layers import linear_layers
 from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, Rule, fold
 from ampkit.policy.operator_keys import Operator, candidates, checked_rule, key_name, overloads
-from ampkit.policy.values import PRECISIONS, as_dtype, current_device_type, short
+from ampkit.policy.values import PRECISIONS, as_dtype, short
 from ampkit.torch_internals.dynamo import tracing
-from ampkit.torch_internals.operators import OpOverload, is_composite
+from ampkit.torch_internals.operators import OpOverload, current_device_type, is_composite
 
 __all__ = ["Explanation", "Policy", "Rule", "register_op"]
 

@@ -21,9 +21,3 @@ short = _repr.repr      # one line
 def as_dtype(value: Any) -> Any:
     """The dtype of this name; anything else unchanged, for the caller to check."""
     return PRECISIONS.get(value, value) if isinstance(value, str) else value
-
-
-def current_device_type() -> str:
-    """The type of the accelerator in use, else "cpu"."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if accelerator is None else accelerator.type

@@ -12,11 +12,11 @@ import torch
 
 from ampkit.policy.op_table import TORCH
 from ampkit.policy.policy import Policy
-from ampkit.policy.values import as_dtype, current_device_type, short
+from ampkit.policy.values import as_dtype, short
 from ampkit.region.spec import RegionSpec
 from ampkit.region.weight_cache import WeightCache
 from ampkit.torch_internals.dynamo import called_while_tracing
-from ampkit.torch_internals.operators import privateuse1_name
+from ampkit.torch_internals.operators import current_device_type, privateuse1_name
 from ampkit.user_warnings import warn_user
 
 _LOW = (torch.bfloat16, torch.float16)

@@ -70,7 +70,7 @@ class AutocastMode(TorchDispatchMode):
     def __init__(self, policies: tuple[tuple[str, Policy], ...], cache: WeightCache | RegionCache | None) -> None:
         super().__init__()
         self.policies = policies
-        self.policy = policies[0][1] if len(policies) == 1 else None
+        self.policy = policies[0][1] if len(policies) == 1 else None    # regions compare it by identity
         self.cache = cache
         self.open = True
         self.changes = register_changes()

@@ -183,6 +183,8 @@ def _mode(
         if len(modes) >= 16:
             modes.clear()
         mode = modes[policies] = new_mode(policies, cache)
+    if mode.policy is not None:
+        mode.policy = every[device_type]    # may be another object than the equal one that it was made for
     if cache is not None:
         cache.latest = mode
     return mode

@@ -188,9 +188,9 @@ class _Casts(dict[int, _Entry]):
 
     def settle(self) -> None:
         """Keep the values of casts that another region may use, without their history, and drop the others."""
-        for key, entry in self.prune():
+        for key, entry in list(self.items()):
             weight = entry.weight()
-            if weight is None or not entry.may_be_kept(weight):
+            if weight is None or entry.period is not steps.period or not entry.may_be_kept(weight):
                 self.pop(key, None)
             elif entry.cast.requires_grad:
                 entry.cast = entry.cast.detach()

@@ -38,6 +38,7 @@ from ampkit.scaler.overflow_report import Counted, OverflowReport, count_nonfini
 from ampkit.scaler.records import MARK, LastStep, Notes, note_backward, ready, refuse_claimed
 from ampkit.scaler.saved_state import Loadable
 from ampkit.torch_internals.fsdp import is_flat
+from ampkit.torch_internals.operators import current_device_type
 from ampkit.torch_internals.optimizers import update_scale_
 from ampkit.user_warnings import warn_user
 
@@ -1035,8 +1036,7 @@ def _too_late(name: str) -> RuntimeError:
 def _device_type(device: str | torch.device | None) -> str:
     """The type of a device, given as such or by name; None: the current accelerator's, else "cpu"."""
     if device is None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        return "cpu" if accelerator is None else accelerator.type
+        return current_device_type()
     if not isinstance(device, str | torch.device):
         raise TypeError(
             f"device is {device!r}; expected None, a torch.device, or a device type like 'cuda'; init_scale comes "

@@ -7,7 +7,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 __all__ = [
-    "FakeTensorMode", "OpOverload", "OpOverloadPacket", "canonical", "has_any_kernel",
+    "FakeTensorMode", "OpOverload", "OpOverloadPacket", "canonical", "current_device_type", "has_any_kernel",
     "is_composite", "is_dispatched", "operator_names", "privateuse1_name",
 ]
 
@@ -50,6 +50,12 @@ def is_dispatched(op: OpOverload) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def current_device_type() -> str:
+    """The type of the accelerator in use, else "cpu"."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
 
 
 def privateuse1_name() -> str:

@@ -180,14 +180,13 @@ def adamw_(
     is read; either may be None. Where `found_inf` is set nothing changes. `steps` are one float32 element per
     parameter, counted up in place. `max_exp_avg_sqs` is read and written with `amsgrad` only, and may be empty
     otherwise. `copies` receive the new parameters in their own dtype (float16 or bfloat16 weights for the next
-    forward). `lr` may be a one-element tensor on the device. `cache` keeps what the step has found out, for the next
-    one; PyTorch's operations need none. Arithmetic is float32 (float64 for float64 parameters), rounded once per stored
-    value. Never synchronises. Moves 28 bytes per float32 element, 2 more with a half copy.
+    forward). `lr` may be a one-element tensor on the device. `cache` keeps what kernels need for the next step.
+    Arithmetic is float32 (float64 for float64 parameters), rounded once per stored value. Never synchronises. Moves 28
+    bytes per float32 element, 2 more with a half copy.
 
     Moments may have another dtype than parameters. With `streams`, one int64 element per parameter, bfloat16 parameters
     and moments are rounded at random; with `remainders`, held as float16 beside bfloat16 parameters and in place of
     `copies`, both together are one float32 number, which is stepped: see `ampkit_kernels.rounding`.
-
     Loshchilov and Hutter, "Decoupled Weight Decay Regularization"; operations in the order of `torch.optim.AdamW`.
 
     >>> import torch
@@ -200,7 +199,10 @@ def adamw_(
     given = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
     given |= {"max_exp_avg_sqs": max_exp_avg_sqs if amsgrad else None, "copies": copies, "remainders": remainders}
     lists = _step_lists(op, given, streams, multiplier, grad_scale, found_inf)
-    _check_scalars(op, "steps", steps, len(params))
+    if len(steps) != len(params):
+        raise ValueError(f"{op}: got {len(steps)} steps for {len(params)} params; expected one for each")
+    for value in steps:
+        check_scalar("an element of steps", value, [], op)
     ops = select(impl, params[0].device) if params else reference
     if ops is not reference:
         check_one_device([lists["params"][0], *steps], op)
@@ -290,14 +292,6 @@ def _prepared(grads: Sequence[Tensor], op: str, **scalars: Tensor) -> list[Tenso
     return grads
 
 
-def _check_scalars(op: str, name: str, values: Sequence[Tensor], n: int) -> None:
-    """Refuse anything but one float32 element for each of `n` parameters."""
-    if len(values) != n:
-        raise ValueError(f"{op}: got {len(values)} {name} for {n} params; expected one for each")
-    for value in values:
-        check_scalar(f"an element of {name}", value, [], op)
-
-
 def _step_lists(
     op: str,
     given: Mapping[str, Sequence[Tensor] | None],
@@ -306,9 +300,7 @@ def _step_lists(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> dict[str, Sequence[Tensor]]:
-    """The lists that are not None as strided real floats, checked against each other and against the scalars; streams
-    last.
-    """
+    """The lists that are not None as strided real floats, streams last, checked with each other and the scalars."""
     plain: dict[str, Sequence[Tensor]] = {}
     for name, tensors in given.items():
         if tensors is None:

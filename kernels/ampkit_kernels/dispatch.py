@@ -16,6 +16,7 @@ from . import reference
 
 IMPLS = ("auto", "triton", "reference")
 MINIMUM_CAPABILITY = (8, 0)
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class TritonUnavailable(RuntimeError):
@@ -27,29 +28,10 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 
 
-@functools.cache
-def _triton_missing() -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed: pip install 'triton>=3.6'"
-    return None
-
-
-@functools.cache
-def _device_too_old(index: int) -> str | None:
-    capability = torch.cuda.get_device_capability(index)
-    if capability < MINIMUM_CAPABILITY:
-        return (
-            f"{torch.cuda.get_device_name(index)} has compute capability {capability[0]}.{capability[1]}; "
-            f"the kernels need {MINIMUM_CAPABILITY[0]}.{MINIMUM_CAPABILITY[1]} or newer"
-        )
-    return None
-
-
 def why_not_triton(device: torch.device) -> str | None:
     """None where the Triton kernels can run on `device`, else a sentence with the reason."""
-    missing = _triton_missing()
-    if missing:
-        return missing
+    if not HAS_TRITON:
+        return "Triton is not installed: pip install 'triton>=3.6'"
     if device.type == "cpu":
         if interpreting():
             return None
@@ -65,8 +47,11 @@ def why_not_triton(device: torch.device) -> str | None:
         )
     if torch.version.hip is not None:
         return "the kernels have not been verified on ROCm"
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    return _device_too_old(index)
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MINIMUM_CAPABILITY:
+        found, least = (".".join(map(str, numbers)) for numbers in (capability, MINIMUM_CAPABILITY))
+        return f"{torch.cuda.get_device_name(device)} has compute capability {found}; the kernels need {least} or newer"
+    return None
 
 
 def uses_triton(impl: str, device: torch.device) -> bool:

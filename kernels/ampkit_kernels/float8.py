@@ -35,10 +35,6 @@ class Quantized(NamedTuple):
     data: Tensor        # FP8, of the matrix's shape
     scale: Tensor       # float32, what the matrix was multiplied by: of shape () or (rows, 1)
 
-    def transposed(self) -> Quantized:
-        """The transposed matrix, of the same memory; for one scale."""
-        return Quantized(self.data.t(), self.scale)
-
 
 def quantize(
     x: Tensor, along_rows: Scaling | None, along_columns: Scaling | None
@@ -46,7 +42,7 @@ def quantize(
     """See `ampkit_kernels.quantize`; two equal scalings for the whole matrix give two views of the same memory."""
     if along_rows is not None and along_rows == along_columns and not along_rows.rowwise:
         both = _quantized(x, along_rows)
-        return both, both.transposed()
+        return both, Quantized(both.data.t(), both.scale)
     return (
         None if along_rows is None else _quantized(x, along_rows),
         None if along_columns is None else _quantized(x.t(), along_columns),

@@ -53,20 +53,16 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
             return
     else:
         for group in by_dtype(grads):
-            if group[0].is_cuda and group[0].dtype is torch.bfloat16:
-                _unscale_bfloat16_(group, inv_scale, found_inf)
+            if group[0].is_cuda and group[0].dtype is torch.bfloat16:   # which torch's CUDA operator refuses
+                for g in group:
+                    g.mul_(inv_scale)
             else:
                 torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inv_scale)
-    finite = torch.isfinite(largest_magnitudes(grads)).all()
-    found_inf.copy_(torch.where(finite, found_inf, 1.0))
+    _set_unless(torch.isfinite(largest_magnitudes(grads)).all(), found_inf)
 
 
-def _unscale_bfloat16_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
-    """torch's CUDA operator refuses bfloat16 gradients."""
-    finite = torch.isfinite(largest_magnitudes(grads)).all()
+def _set_unless(finite: Tensor, found_inf: Tensor) -> None:
     found_inf.copy_(torch.where(finite, found_inf, 1.0))
-    for g in grads:
-        g.mul_(inv_scale)
 
 
 def norm_and_check(
@@ -100,8 +96,7 @@ def norm_and_check(
             if not _is_finite(host_value(norm)):
                 norm = (_total(filled, norm_type, torch.float64) * factor).to(out_dtype)
         return norm
-    finite = _unscaled_is_finite(filled, inv_scale)
-    found_inf.copy_(torch.where(finite, found_inf, 1.0))
+    _set_unless(_unscaled_is_finite(filled, inv_scale), found_inf)
     return raw * factor
 
 
@@ -189,8 +184,7 @@ def unscale_into_(
     if not same:
         rounded = [torch.empty_like(d) for d in destinations]
         cast_(products, rounded)
-        finite = torch.isfinite(largest_magnitudes(rounded)).all()
-        found_inf.copy_(torch.where(finite, found_inf, 1.0))
+        _set_unless(torch.isfinite(largest_magnitudes(rounded)).all(), found_inf)
         products = rounded
     if accumulate:
         torch._foreach_add_(list(destinations), products)

@@ -1,8 +1,9 @@
 """What an optimizer's step has found out about its lists, kept for the next step over lists that are alike."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter, is_
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,18 +16,21 @@ _Columns = list[list[int]]
 _NEW_EVERY_STEP = 2     # parameters and gradients, which may be other objects
 
 
-class Refreshable(Protocol):
-    """A table of addresses on the device."""
+@dataclass
+class Launch:
+    """Rows of parallel lists that `run` steps with one launch, given this and options.
 
-    def refresh(self, columns: _Columns) -> None: ...
+    `table` and `coefficients` are on the device, the latter with room for each row; `constants` are those of the
+    kernel. `rows` is None for all rows. `n_wide` is the number of lists that a kernel walks: the table's columns behind
+    them have one element per row.
+    """
 
-
-class Launch(NamedTuple):
-    """A table, the rows of the lists that it has (None: all of them), and what launches kernels over it."""
-
-    table: Refreshable
-    rows: Sequence[int] | None
     run: Callable[..., None]
+    table: Any
+    coefficients: Tensor
+    constants: dict[str, Any]
+    rows: Sequence[int] | None
+    n_wide: int
 
 
 class StepCache:
@@ -68,12 +72,12 @@ class StepCache:
     def launch(self, options: Mapping[str, Any]) -> None:
         """Step the lists that `fits` has seen last. `options` are those of `adamw_` or `sgd_`, from `lr` on."""
         columns = self._columns
-        for table, rows, run in self._launches:
-            table.refresh(columns if rows is None else [[column[i] for i in rows] for column in columns])
-            run(**options)
+        for one in self._launches:
+            one.table.refresh(columns if one.rows is None else [[column[i] for i in one.rows] for column in columns])
+            one.run(one, **options)
 
-    def fill(self, lists: Sequence[Sequence[Tensor]], n_wide: int, launches: list[Launch]) -> None:
-        """Keep the launches of a step over all rows of these lists, of which kernels walk the first `n_wide`.
+    def fill(self, lists: Sequence[Sequence[Tensor]], launches: list[Launch]) -> None:
+        """Keep the launches of a step over all rows of these lists.
 
         Keeps nothing under capture, nor for tensors that are not plain.
         """
@@ -87,8 +91,8 @@ class StepCache:
         # Gradients are not kept, whose memory the next forward pass needs.
         self._kept = [list(tensors) if i >= _NEW_EVERY_STEP else None for i, tensors in enumerate(lists)]
         self._columns = [list(map(Tensor.data_ptr, tensors)) for tensors in lists]
-        self._n_wide = n_wide
-        self._aligned = _aligned_rows(self._columns[:n_wide])
+        self._n_wide = launches[0].n_wide
+        self._aligned = _aligned_rows(self._columns[: self._n_wide])
         self._launches = launches
 
     def _may_lie_at(self, columns: _Columns, lists: Sequence[Sequence[Tensor]]) -> bool:

@@ -212,11 +212,10 @@ def check_parallel(op: str, **lists: Sequence[Tensor]) -> None:
             raise ValueError(
                 f"{op}: got {len(tensors)} {name} for {len(first)} {first_name}; expected one for each"
             )
-        if list(map(_SHAPE, tensors)) == list(map(_SHAPE, first)):
-            continue
-        for i, (a, b) in enumerate(zip(first, tensors, strict=True)):
-            if a.shape != b.shape:
-                raise ValueError(
-                    f"{op}: {name}[{i}] has shape {tuple(b.shape)}, {first_name}[{i}] has {tuple(a.shape)}; "
-                    f"expected the same shape"
-                )
+        shapes, expected = list(map(_SHAPE, tensors)), list(map(_SHAPE, first))
+        if shapes != expected:
+            i = next(i for i, pair in enumerate(zip(shapes, expected, strict=True)) if pair[0] != pair[1])
+            raise ValueError(
+                f"{op}: {name}[{i}] has shape {tuple(shapes[i])}, {first_name}[{i}] has {tuple(expected[i])}; "
+                f"expected the same shape"
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ampkit import GradScaler, autocast
+from ampkit import autocast
 from ampkit.torch_internals.versions import parsed
-from tests.debugging.planted import B16, F16, FLOAT, LINES, POLICY, Middle, Step, loop, loss_of, planted, table, whole
+from tests.debugging.models import Middle, filled, mlp
+from tests.debugging.planted import B16, F16, FLOAT, LINES, POLICY, SGD, loss_of, planted, table, whole
 
 # Since torch 2.15 a number that is assigned is filled in; before, it was copied.
 NEWEST = parsed(torch.__version__) >= (2, 15)
@@ -65,6 +67,17 @@ table(rows=[
      "in backward of aten::sqrt", "at 0", "where"),
     ("a_checkpoint", lambda x: checkpoint(lambda y: (y * 0).sqrt() + y, x, use_reentrant=False),
      "in backward of aten::sqrt", "at 0", "where"),
+    ("length_by_hand", lambda x: (x * 0).square().sum(-1).sqrt() + x.sum(-1),
+     "aten::sqrt", r"at 0", r"where"),
+    ("mean_over_no_element", lambda x: (x * (x > 5)).sum() / (x > 5).sum() + x,
+     "aten::div.Tensor", r"0 / 0|by 0|is 0", r"clamp"),
+    ("a_row_that_is_masked_out", lambda x: F.log_softmax(x.masked_fill(torch.arange(8)[:, None] == 3, -math.inf), -1),
+     "aten::_log_softmax", "1 of 8 rows are -inf throughout", "unmasked"),
+    ("where_that_hides_a_log", lambda x: torch.where(x > 9, (x * 0).log(), x),
+     "in backward of aten::log", "division by 0|of 0", "clamp"),
+    ("targets_longer_than_inputs",
+     lambda x: F.ctc_loss(x[:, None].log_softmax(-1), torch.ones(1, 8).long(), torch.tensor([8]), torch.tensor([8])),
+     "aten::_ctc_loss.Tensor", r"longer than|target", r"zero_infinity"),
 ])
 table(dtype=F16, rows=[
     ("sum_of_many_in_half", lambda x: (x * 0 + 600).sum() / 128 + x, "aten::sum", r"overflow", FLOAT),
@@ -78,6 +91,21 @@ table(dtype=F16, rows=[
      "aten::_to_copy", "overflow", r"float32|clamp"),
     ("positions_in_half", lambda x: x * torch.arange(0, 80000, 5000, dtype=x.dtype),
      "aten::arange.start_step", "overflow", FLOAT + "|float32"),
+    ("squared_error_in_half", lambda x: (x + 300).pow(2) * 1e-3, "aten::pow.Tensor_Scalar", r"overflow", FLOAT),
+    ("einsum_of_large_factors", lambda x: torch.einsum("ij,kj->ik", x + 200, x + 200) * 1e-4,
+     "aten::bmm", "overflow", FLOAT),
+    ("scattered_sum", lambda x: torch.zeros_like(x).index_add_(0, torch.zeros(8).long(), x.detach() * 0 + 3e4) + x,
+     "aten::index_add_", "overflow", FLOAT),
+    ("convolution_with_large_weights",
+     lambda x: F.conv2d((x + 300).view(1, 1, 8, 16), torch.full((1, 1, 3, 3), 300.0, dtype=x.dtype)) * 1e-4,
+     "aten::convolution", "overflow", FLOAT),
+])
+table(dtype=F16, kind="torch", rows=[
+    ("a_layer_under_torch_autocast", lambda x: F.linear(x + 300, torch.full((4, 16), 300.0), torch.ones(4)) / 1e4,
+     "aten::addmm", r"overflow", LINES),
+])
+table(dtype=F16, kind="ampkit", rows=[
+    ("cast_of_a_time", lambda x: x * (x.float() * 0 + 1.7e5).half(), "aten::_to_copy", r"overflow", r"float32|clamp"),
 ])
 
 
@@ -138,47 +166,25 @@ def exponential_that_underflows(x: Tensor) -> Tensor:
     return weight / weight.sum(-1, keepdim=True) * x
 
 
-def trained_in_half(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    optimizer.zero_grad()
-    model(torch.zeros(2, 4, dtype=F16)).float().sum().backward()
-
-
-@whole("nonfinite", r"1e-08 is 0 in float16", r"eps|FP16Optimizer", "aten::addcdiv_")
-def adam_in_half() -> tuple[nn.Module, Step]:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).half()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, foreach=False)
-
-    def step() -> None:
-        trained_in_half(optimizer, model)
+for name, foreach, op in (
+    ("adam_in_half", False, "aten::addcdiv_"), ("adam_in_half_on_lists", True, "aten::_foreach_addcdiv_"),
+):
+    @whole("nonfinite", r"1e-08 is 0 in float16", r"eps|FP16Optimizer", op, name=name,
+           model=lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).half(),
+           state=functools.partial(torch.optim.Adam, lr=1e-3, foreach=foreach))
+    def adam(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.zeros(2, 4, dtype=F16)).float().sum().backward()
         optimizer.step()        # here
-
-    return model, step
-
-
-@whole("nonfinite", r"1e-08 is 0 in float16", r"eps|FP16Optimizer", "aten::_foreach_addcdiv_")
-def adam_in_half_on_lists() -> tuple[nn.Module, Step]:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).half()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, foreach=True)
-
-    def step() -> None:
-        trained_in_half(optimizer, model)
-        optimizer.step()        # here
-
-    return model, step
 
 
 @whole("nonfinite", r"-1e\+10|is -inf in float16|the cast to float16|ends at", r"finfo|" + FLOAT,
-       "aten::_to_copy", "")
-def mask_of_large_numbers() -> tuple[nn.Module, Step]:
-    model = nn.Linear(8, 8).half()
-
-    def step() -> None:
-        mask = torch.zeros(8, 8)
-        mask[3] = torch.finfo(torch.float32).min
-        scores = model(torch.randn(8, 8).half()) + mask.to(F16)     # here
-        (scores.softmax(-1) @ scores.detach().nan_to_num(0, 0, 0)).float().mean().backward()
-
-    return model, step
+       "aten::_to_copy", model=lambda: nn.Linear(8, 8).half())
+def mask_of_large_numbers(model: nn.Module) -> None:
+    mask = torch.zeros(8, 8)
+    mask[3] = torch.finfo(torch.float32).min
+    scores = model(torch.randn(8, 8).half()) + mask.to(F16)     # here
+    (scores.softmax(-1) @ scores.detach().nan_to_num(0, 0, 0)).float().mean().backward()
 
 
 @planted("aten::rsqrt", r"1e-10 is 0 in float16", FLOAT, dtype=F16)
@@ -200,20 +206,6 @@ def entropy_by_hand(x: Tensor) -> Tensor:
     return (1 - p).log() * x
 
 
-# --- undefined in any precision: advice for the user's own code, by operator
-
-
-@planted("aten::sqrt", r"at 0", r"where", module="2")
-def length_by_hand(x: Tensor) -> Tensor:
-    return (x * 0).square().sum(-1).sqrt() + x.sum(-1)      # here
-
-
-@planted("aten::div.Tensor", r"0 / 0|by 0|is 0", r"clamp")
-def mean_over_no_element(x: Tensor) -> Tensor:
-    chosen = x > 5
-    return (x * chosen).sum() / chosen.sum() + x        # here
-
-
 # --- integers among the causes
 
 
@@ -223,74 +215,25 @@ def every_target_ignored(x: Tensor) -> Tensor:
     return x * 1
 
 
-@planted("aten::_ctc_loss.Tensor", r"longer than|target", r"zero_infinity")
-def targets_longer_than_inputs(x: Tensor) -> Tensor:
-    long = torch.ones(1, 8, dtype=torch.int64)
-    return F.ctc_loss(x[:, None].log_softmax(-1), long, torch.tensor([8]), torch.tensor([8]))        # here
-
-
 # --- overflows, in the dialect of the user's region
 
 
-def scores(x: Tensor) -> Tensor:
-    return x * 0 + 300
-
-
-@planted("aten::mm", r"overflow", LINES, dtype=F16, kind="torch")
-def attention_under_torch_autocast(x: Tensor) -> Tensor:
-    q = scores(x)
-    return (q @ q.t()).softmax(-1) @ x      # here
-
-
-@planted("aten::mm", r"overflow", POLICY, dtype=F16, kind="ampkit")
-def attention_under_ampkit(x: Tensor) -> Tensor:
-    q = scores(x)
-    return (q @ q.t()).softmax(-1) @ x      # here
-
-
-@planted("aten::mm", r"overflow", FLOAT, dtype=F16)
-def attention_in_a_half_model(x: Tensor) -> Tensor:
-    q = scores(x)
+@planted("aten::mm", r"overflow", LINES, dtype=F16, kind="torch", name="attention_under_torch_autocast")
+@planted("aten::mm", r"overflow", POLICY, dtype=F16, kind="ampkit", name="attention_under_ampkit")
+@planted("aten::mm", r"overflow", FLOAT, dtype=F16, name="attention_in_a_half_model")
+def attention(x: Tensor) -> Tensor:
+    q = x * 0 + 300
     return (q @ q.t()).softmax(-1).to(x.dtype) @ x      # here
 
 
-@planted("aten::addmm", r"overflow", LINES, dtype=F16, kind="torch")
-def a_layer_under_torch_autocast(x: Tensor) -> Tensor:
-    y = F.linear(x + 300, torch.full((4, 16), 300.0), torch.ones(4))        # here
-    return y / 1e4
-
-
-@planted("aten::pow.Tensor_Scalar", r"overflow", FLOAT, dtype=F16, loss=lambda y: y.float().mean() * 1e-3)
-def squared_error_in_half(x: Tensor) -> Tensor:
-    return (x + 300).pow(2)      # here
-
-
-@planted("aten::_to_copy", r"overflow", r"float32|clamp", dtype=F16, kind="ampkit")
-def cast_of_a_time(x: Tensor) -> Tensor:
-    when = (x.float() * 0 + 1.7e5).half()      # here
-    return x * when
-
-
-@whole("nonfinite", r"overflow", r"loss / 32\b", "aten::mm", "")
-def loss_that_is_too_large() -> tuple[nn.Module, Step]:
-    model = nn.Linear(16, 1).half()
-
-    def step() -> None:
-        model.zero_grad()
-        out = model(torch.ones(8, 16, dtype=F16) * 100)     # here
-        (out.float().sum() * 2e3).backward()
-
-    return model, step
+@whole("nonfinite", r"overflow", r"loss / 32\b", "aten::mm", model=lambda: nn.Linear(16, 1).half())
+def loss_that_is_too_large(model: nn.Module) -> None:
+    model.zero_grad()
+    out = model(torch.ones(8, 16, dtype=F16) * 100)     # here
+    (out.float().sum() * 2e3).backward()
 
 
 # --- the same in operators of all kinds: numbers, integers, literals, masks, poles, writes in place
-
-
-@planted("aten::_log_softmax", "1 of 8 rows are -inf throughout", "unmasked")
-def a_row_that_is_masked_out(x: Tensor) -> Tensor:
-    mask = torch.zeros(8, 1, dtype=torch.bool)
-    mask[3] = True
-    return F.log_softmax(x.masked_fill(mask, -math.inf), -1)    # here
 
 
 @planted("aten::_softmax", "rows are -inf throughout", "unmasked")
@@ -300,28 +243,10 @@ def attention_without_keys(x: Tensor) -> Tensor:
     return scores.softmax(-1) @ x       # here
 
 
-@planted("in backward of aten::log", "division by 0|of 0", "clamp")
-def where_that_hides_a_log(x: Tensor) -> Tensor:
-    y = x * 0
-    return torch.where(y > 0, y.log(), y)       # here
-
-
-@planted("aten::bmm", "overflow", FLOAT, dtype=F16)
-def einsum_of_large_factors(x: Tensor) -> Tensor:
-    y = x + 200
-    return torch.einsum("ij,kj->ik", y, y) * 1e-4      # here
-
-
 @planted("aten::mul_.Tensor", "overflow", FLOAT, dtype=F16)
 def in_place_on_a_copy(x: Tensor) -> Tensor:
     y = (x * 0 + 500).detach().clone()
     return x + y.mul_(y)        # here
-
-
-@planted("aten::index_add_", "overflow", FLOAT, dtype=F16)
-def scattered_sum(x: Tensor) -> Tensor:
-    index = torch.zeros(8, dtype=torch.int64)
-    return torch.zeros_like(x).index_add_(0, index, x * 0 + 30000.0).detach() + x       # here
 
 
 @planted("aten::fill_.Scalar" if NEWEST else "aten::copy_", "asks for", r"do not write|finfo")
@@ -336,12 +261,6 @@ def nan_where_a_mask_is_set(x: Tensor) -> Tensor:
     y = x.detach().clone()
     y[y > 0] = math.nan     # here
     return x + y
-
-
-@planted("aten::convolution", "overflow", FLOAT, dtype=F16)
-def convolution_with_large_weights(x: Tensor) -> Tensor:
-    y = (x + 300).view(1, 1, 8, 16)
-    return F.conv2d(y, torch.full((1, 1, 3, 3), 300.0, dtype=x.dtype)) * 1e-4     # here
 
 
 # --- code that backward calls, modules that run twice, optimizers
@@ -376,18 +295,18 @@ def a_gradient_inside_forward(x: Tensor) -> Tensor:
     return grad
 
 
-@whole("nonfinite", "overflow", FLOAT, "aten::mul.Tensor", "1 (call 2)")
-def the_second_call_of_a_module() -> tuple[nn.Module, Step]:
-    def grow(x: Tensor) -> Tensor:
-        return x * 300      # here
+def grow(x: Tensor) -> Tensor:
+    return x * 300      # here
 
+
+def grown_twice() -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 4), Middle(grow)).half()
-    model.append(model[1])
+    return model.append(model[1])
 
-    def step() -> None:
-        model(torch.ones(2, 4).half()).float().mean().backward()
 
-    return model, step
+@whole("nonfinite", "overflow", FLOAT, "aten::mul.Tensor", "1 (call 2)", model=grown_twice, source=grow)
+def the_second_call_of_a_module(model: nn.Module) -> None:
+    model(torch.ones(2, 4).half()).float().mean().backward()
 
 
 # --- a bad sample, a bad micro-batch: which
@@ -400,72 +319,56 @@ def one_sample_without_elements(x: Tensor) -> Tensor:
     return (x * mask).sum(-1) / mask.sum(-1)        # here
 
 
-@whole("nonfinite", r"micro-batch 3", r"clamp", "aten::log", "1")
-def third_micro_batch() -> tuple[nn.Module, Step]:
-    def logarithm(x: Tensor) -> Tensor:
-        return x.log()      # here
+def logarithm(x: Tensor) -> Tensor:
+    return x.log()      # here
 
-    model = nn.Sequential(nn.Linear(4, 1), Middle(logarithm))
-    nn.init.constant_(model[0].weight, 1.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step() -> Tensor:
-        optimizer.zero_grad()
-        losses = []
-        for value in (1.0, 2.0, 0.0, 3.0):
-            losses.append(model(torch.full((2, 4), value) - model[0].bias.detach().expand(2, 1) / 4).mean() / 4)
-            losses[-1].backward()
-        optimizer.step()
-        return torch.stack(losses).detach()
-
-    return model, step
+@whole("nonfinite", r"micro-batch 3", r"clamp", "aten::log", "1", source=logarithm, state=SGD,
+       model=lambda: filled(nn.Sequential(nn.Linear(4, 1, bias=False), Middle(logarithm)), 1.0))
+def third_micro_batch(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+    optimizer.zero_grad()
+    losses = []
+    for value in (1.0, 2.0, 0.0, 3.0):
+        losses.append(model(torch.full((2, 4), value)).mean() / 4)
+        losses[-1].backward()
+    optimizer.step()
+    return torch.stack(losses).detach()
 
 
 # --- state
 
 
-@whole("nonfinite", r"overflow|running_var", r"float32|\.float\(\)|BatchNorm", "aten::(native_)?batch_norm.*", "1")
-def running_variance_in_half() -> tuple[nn.Module, Step]:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).half()
-    nn.init.constant_(model[0].weight, 400.0)
-
-    def step() -> None:
-        model(torch.tensor([[1.0], [-1.0]]).expand(2, 4).half()).float().mean().backward()      # here
-
-    return model, step
+@whole("nonfinite", r"overflow|running_var", r"float32|\.float\(\)|BatchNorm", "aten::(native_)?batch_norm.*", "1",
+       model=lambda: filled(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).half(), 400.0))
+def running_variance_in_half(model: nn.Module) -> None:
+    model(torch.tensor([[1.0], [-1.0]]).expand(2, 4).half()).float().mean().backward()      # here
 
 
-@whole("nonfinite", r"overflow", FLOAT, "aten::_to_copy", "")
-def a_moving_average_in_half() -> tuple[nn.Module, Step]:
+def with_a_buffer() -> nn.Module:
     model = nn.Linear(4, 4)
     model.register_buffer("seen", torch.zeros((), dtype=F16))
+    return model
 
-    def step() -> None:
-        model(torch.ones(2, 4)).mean().backward()
-        model.seen = (model.seen.float() + 7e4).half()       # here
 
-    return model, step
+@whole("nonfinite", r"overflow", FLOAT, "aten::_to_copy", model=with_a_buffer)
+def a_moving_average_in_half(model: Any) -> None:
+    model(torch.ones(2, 4)).mean().backward()
+    model.seen = (model.seen.float() + 7e4).half()       # here
 
 
 # --- rounding outside of matrix products, forward and backward
 
 
-@planted("aten::arange.*", r"arange", FLOAT + "|float32", dtype=B16, tool="precision", kind="none")
-def positions_in_bfloat16(x: Tensor) -> Tensor:
-    where = torch.arange(4096, dtype=x.dtype)[-16:]     # here
-    return x * (where - 4088)
-
-
-@planted("aten::linspace", r"linspace", FLOAT + "|float32", dtype=F16, tool="precision", kind="none")
-def times_in_float16(x: Tensor) -> Tensor:
-    times = torch.linspace(0, 5000, 4999, dtype=x.dtype)[-16:]      # here
-    return x * (times - 4992)
-
-
-@planted("aten::full.*", r"full", FLOAT + "|float32", dtype=B16, tool="precision", kind="none")
-def a_filled_tensor(x: Tensor) -> Tensor:
-    level = torch.full((16,), 1000.7, dtype=x.dtype)      # here
-    return x * (level - 1000)
+table(dtype=B16, tool="precision", rows=[
+    ("positions_in_bfloat16", lambda x: x * (torch.arange(4096, dtype=x.dtype)[-16:] - 4088),
+     "aten::arange.*", r"arange", FLOAT + "|float32"),
+    ("a_filled_tensor", lambda x: x * (torch.full((16,), 1000.7, dtype=x.dtype) - 1000),
+     "aten::full.*", r"full", FLOAT + "|float32"),
+])
+table(dtype=F16, tool="precision", rows=[
+    ("times_in_float16", lambda x: x * (torch.linspace(0, 5000, 4999, dtype=x.dtype)[-16:] - 4992),
+     "aten::linspace", r"linspace", FLOAT + "|float32"),
+])
 
 
 @planted("aten::_to_copy", r"cast", FLOAT + "|float32", dtype=B16, tool="precision", kind="ampkit")
@@ -475,44 +378,31 @@ def a_cast_of_large_numbers(x: Tensor) -> Tensor:
 
 
 @whole("precision", r"seen.*(not|lost|nothing)|update.*(nothing|lost|rounds)|moving|add_|lerp", r"float32|float\(\)",
-       "aten::(add_|lerp_).*", "")
-def moving_average_of_weights() -> tuple[nn.Module, Step]:
-    model = nn.Linear(8, 8).bfloat16()
-    average = [p.detach().clone() + 0.5 for p in model.parameters()]
-
-    def step() -> None:
-        model(torch.ones(2, 8, dtype=B16)).float().mean().backward()
-        with torch.no_grad():
-            for mean, p in zip(average, model.parameters(), strict=True):
-                mean.lerp_(p, 1e-3)      # here
-
-    return model, step
+       "aten::(add_|lerp_).*", model=lambda: nn.Linear(8, 8).bfloat16(),
+       state=lambda parameters: [p.detach().clone() + 0.5 for p in parameters])
+def moving_average_of_weights(model: nn.Module, average: list[Tensor]) -> None:
+    model(torch.ones(2, 8, dtype=B16)).float().mean().backward()
+    with torch.no_grad():
+        for mean, p in zip(average, model.parameters(), strict=True):
+            mean.lerp_(p, 1e-3)      # here
 
 
-@whole("precision", r"update.*(nothing|lost|rounds)|add_", r"float32|float\(\)|master", "aten::(add_|sub_).*", "")
-def update_by_hand() -> tuple[nn.Module, Step]:
-    model = nn.Linear(8, 8).bfloat16()
-
-    def step() -> None:
-        model(torch.ones(2, 8, dtype=B16)).float().mean().backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(p.grad, alpha=-1e-4)      # here
-
-    return model, step
+@whole("precision", r"update.*(nothing|lost|rounds)|add_", r"float32|float\(\)|master", "aten::(add_|sub_).*",
+       model=lambda: nn.Linear(8, 8).bfloat16())
+def update_by_hand(model: Any) -> None:
+    model(torch.ones(2, 8, dtype=B16)).float().mean().backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(p.grad, alpha=-1e-4)      # here
 
 
-@whole("precision", r"gradients? .*(0|zero|gone|lost)", r"GradScaler", "", "")
-def gradients_that_vanish() -> tuple[nn.Module, Step]:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
-
-    def step() -> None:
-        model.zero_grad()
-        with autocast("cpu", dtype=F16):
-            out = model(torch.ones(4, 8))
-        (out.float().mean() * 1e-9).backward()      # here
-
-    return model, step
+@whole("precision", r"gradients? .*(0|zero|gone|lost)", r"GradScaler",
+       model=lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)))
+def gradients_that_vanish(model: nn.Module) -> None:
+    model.zero_grad()
+    with autocast("cpu", dtype=F16):
+        out = model(torch.ones(4, 8))
+    (out.float().mean() * 1e-9).backward()      # here
 
 
 # --- the loop: what each step of it does, in this order; the line is that of one of them
@@ -524,7 +414,7 @@ def inside(model: nn.Module, x: Tensor, optimizer: Any, scaler: Any) -> None:
         scaler.scale(loss).backward()       # here
 
 
-DOES: dict[str, Callable[[nn.Module, Tensor, Any, Any], Any]] = {
+DOES: dict[str, Callable[..., Any]] = {
     "zero_grad": lambda model, x, optimizer, scaler: optimizer.zero_grad(),
     "backward": lambda model, x, optimizer, scaler: scaler.scale(loss_of(model, x)).backward(),
     "bfloat16": lambda model, x, optimizer, scaler: scaler.scale(loss_of(model, x, B16)).backward(),
@@ -538,6 +428,14 @@ DOES: dict[str, Callable[[nn.Module, Tensor, Any, Any], Any]] = {
     "update": lambda model, x, optimizer, scaler: scaler.update(),
     "optimizer.step": lambda model, x, optimizer, scaler: optimizer.step(),
 }
+
+
+def six_times(does: list[Callable[..., Any]], *parts: Any) -> None:
+    for _ in range(6):
+        for one in does:
+            one(parts[0], torch.randn(4, 8), *parts[1:])
+
+
 for name, does, at, cause, change in (
     ("clipped_while_scaled", "zero_grad backward clip step update", "clip", r"clip.*scaled", r"unscale_\(optimizer\)"),
     ("stepped_past_the_scaler", "zero_grad backward optimizer.step update",
@@ -563,23 +461,16 @@ for name, does, at, cause, change in (
     ("zeroed_for_each_micro_batch", 4 * "zero_grad quarter " + "optimizer.step",
      "zero_grad", r"zero_grad", r"before the first|once|after .*step"),     # pytorch/torchtitan#3575
 ):
-    loop(name, [DOES[one] for one in does.split()], DOES[at], cause, change)
+    whole("loop", cause, change, name=name, source=DOES[at], state=SGD, scale=256.0, model=lambda: mlp(8, 8, 1))(
+        functools.partial(six_times, [DOES[one] for one in does.split()]))
 
 
-@whole("loop", r"scheduler", r"get_scale|skipped|stepped")
-def scheduler_on_skipped_steps() -> tuple[nn.Module, Step]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+@whole("loop", r"scheduler", r"get_scale|skipped|stepped", state=SGD, scale=2.0**40, model=lambda: mlp(8, 8, 1))
+def scheduler_on_skipped_steps(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    scaler = GradScaler("cpu", init_scale=2.0**40)
-
-    def step() -> None:
-        for _ in range(6):
-            optimizer.zero_grad()
-            scaler.scale(loss_of(model, torch.randn(4, 8))).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            scheduler.step()        # here
-
-    return model, step
+    for _ in range(6):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, torch.randn(4, 8))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()        # here

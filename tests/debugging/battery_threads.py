@@ -5,7 +5,7 @@ The thread is above each, as repository#number.
 
 from __future__ import annotations
 
-import copy
+import functools
 import math
 from typing import Any
 
@@ -13,11 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ampkit import GradScaler, autocast
-from tests.debugging.planted import B16, F16, FLOAT, LINES, POLICY, Step, loss_of, planted, table, whole
+from tests.debugging.models import filled
+from tests.debugging.planted import B16, F16, FLOAT, LINES, POLICY, SGD, loss_of, planted, table, whole
 
 INF = math.inf
 WIDER = FLOAT + "|float32"
+
+
+def in_16_bits() -> nn.Module:
+    return nn.Linear(8, 8).bfloat16()
 
 
 # --- in one line
@@ -26,22 +30,55 @@ WIDER = FLOAT + "|float32"
 table(dtype=F16, rows=[
     ("normalised_padding", lambda x: F.normalize(x * 0, dim=-1) + x,
      "aten::div.Tensor", r"1e-12 is 0 in float16", FLOAT + "|eps"),  # pytorch/pytorch#33596
+    ("reconstruction_of_a_graph", lambda x: -torch.log(torch.sigmoid(x - 200) + 1e-15) + x,
+     "aten::log", r"1e-15 is 0 in float16", FLOAT),                 # pyg-team/pytorch_geometric#2106
+    ("distance_of_boxes", lambda x: 1 - x * 0 / (x * 0).clamp(1e-16) + x,
+     "aten::div.Tensor", r"1e-16 is 0 in float16", FLOAT),          # Megvii-BaseDetection/YOLOX#1565
+])
+table(dtype=F16, kind="ampkit", rows=[
+    ("output_projection_of_t5", lambda x: F.linear(F.gelu(x * 0 + 400), torch.full((16, 16), 20.0)) * 1e-4 + x,
+     "aten::(add)?mm", r"overflow", POLICY),                        # huggingface/transformers#5651
+])
+table(dtype=F16, kind="torch", rows=[
+    ("decoder_of_a_vae", lambda x: F.conv2d((x * 20 + 300).view(8, 1, 4, 4), torch.full((1, 1, 3, 3), 50.0)) * 1e-5,
+     "aten::convolution", r"overflow", LINES),                      # Comfy-Org/ComfyUI#1401
+])
+table(dtype=B16, tool="precision", rows=[
+    ("positions_by_cumsum", lambda x: x * (torch.ones(1000, dtype=x.dtype).cumsum(0)[-16:] - 992),
+     "aten::cumsum", r"cumsum|made|rounded", WIDER),                # huggingface/transformers#25431
 ])
 table(rows=[
     # pytorch/pytorch#98276: the square of its length is 0 in float32
     ("phase_of_a_spectrum", lambda x: torch.angle(torch.complex(x * 1e-25, x * 1e-25)) + x,
      "in backward of aten::angle", r"underflow|0 in float32", r"atan2|where|eps|clamp"),
+    ("log_of_a_cosh", lambda x: torch.log((torch.exp(x + 100) + torch.exp(-x - 100)) / 2),
+     "aten::exp", r"overflow", r"logaddexp|softplus|clamp|logsumexp"),          # Lightning-AI/torchmetrics#3488
+    # pytorch/pytorch#68425: the branch that is not taken
+    ("where_of_an_exponential", lambda x: torch.where(x <= -100, torch.exp(x + 100), x + 101),
+     "aten::exp", r"overflow", r"where|clamp"),
+    ("aspect_of_a_box", lambda x: torch.atan((x[:, :8].abs() + 0.1) / (x[:, 8:] - 2).clamp(min=0)),
+     "aten::div.Tensor", r"by 0|/ 0|is 0", r"clamp|eps|where"),                 # ultralytics/yolov5#13416
+    ("focal_loss", lambda x: torch.pow(1 - torch.sigmoid(x * 0 + 100), 0.5) * x,
+     "in backward of aten::pow.Tensor_Scalar", r"at 0|of 0", r"where|clamp|eps"),       # kornia/kornia#918
+    # ronghuaiyang/arcface-pytorch#32: the product of two normalised vectors is a little more than 1
+    ("sine_of_an_angle", lambda x: torch.sqrt(1.0 - torch.pow(x * 0 + 1.000001, 2)) * x,
+     "aten::sqrt", r"negative|of -|below 0|less than 0", r"clamp"),
+    ("squashed_action", lambda x: torch.log(1 - (2 * torch.tanh(x + 3)).pow(2) + 1e-6),
+     "aten::log", r"negative|of -|below 0|less than 0", r"clamp"),      # cpnota/autonomous-learning-library#139
+    ("divergence_of_probabilities",
+     lambda x: F.kl_div((x + torch.arange(16.0) * 12).softmax(-1).log(), torch.full((8, 16), 1 / 16), reduction="none"),
+     "aten::log", r"of 0|0 in float32", r"clamp|log_softmax"),          # harvardnlp/annotated-transformer#109
+    ("binary_loss_of_masked_logits",
+     lambda x: F.binary_cross_entropy_with_logits(x.masked_fill(torch.arange(16) > 12, -INF), torch.zeros(8, 16)),
+     "aten::masked_fill.*", r"-inf", r"finfo|finite|clamp|torch\.where"),       # pytorch/pytorch#49844
+    # sooftware/kospeech#37: the smallest number of float32 in its place is smoothed to inf, too
+    ("smoothed_loss_of_masked_logits",
+     lambda x: F.cross_entropy(x.masked_fill(torch.arange(16) > 12, -INF), torch.zeros(8).long(), label_smoothing=0.1),
+     "aten::masked_fill.*", r"asks for", r"label_smoothing|-1e4"),
 ])
 
 
 # --- overflows
-
-
-# huggingface/transformers#5651
-@planted("aten::(add)?mm", r"overflow", POLICY, dtype=F16, kind="ampkit")
-def output_projection_of_t5(x: Tensor) -> Tensor:
-    hidden = F.gelu(x * 0 + 400)
-    return F.linear(hidden, torch.full((16, 16), 20.0)) * 1e-4 + x      # here
 
 
 # huggingface/transformers#19229
@@ -65,13 +102,6 @@ def dice_score(x: Tensor) -> Tensor:
     p, target = x * 0 + 600, torch.ones_like(x)
     intersection = (p * target).sum()       # here
     return x + 2 * intersection / (p.sum() + target.sum())
-
-
-# Comfy-Org/ComfyUI#1401
-@planted("aten::convolution", r"overflow", LINES, dtype=F16, kind="torch")
-def decoder_of_a_vae(x: Tensor) -> Tensor:
-    image = (x * 20 + 300).view(8, 1, 4, 4)
-    return F.conv2d(image, torch.full((1, 1, 3, 3), 50.0)) * 1e-5       # here
 
 
 # idiap/fast-transformers#32
@@ -106,28 +136,7 @@ def divergence_in_half(x: Tensor) -> Tensor:
     return (difference.exp() - difference - 1) * 1e-6       # here
 
 
-# Lightning-AI/torchmetrics#3488
-@planted("aten::exp", r"overflow", r"logaddexp|softplus|clamp|logsumexp")
-def log_of_a_cosh(x: Tensor) -> Tensor:
-    y = x + 100
-    return torch.log((torch.exp(y) + torch.exp(-y)) / 2)        # here
-
-
-# pytorch/pytorch#68425: the branch that is not taken
-@planted("aten::exp", r"overflow", r"where|clamp")
-def where_of_an_exponential(x: Tensor) -> Tensor:
-    y = x + 100
-    return torch.where(y <= 0, torch.exp(y), 1 + y)     # here
-
-
 # --- constants that are 0 or 1 in float16
-
-
-# pyg-team/pytorch_geometric#2106
-@planted("aten::log", r"1e-15 is 0 in float16", FLOAT, dtype=F16)
-def reconstruction_of_a_graph(x: Tensor) -> Tensor:
-    edges = torch.sigmoid(x - 200)
-    return -torch.log(edges + 1e-15) + x        # here
 
 
 # NVIDIA/Megatron-LM#2741
@@ -172,20 +181,6 @@ def penalty_of_a_critic(x: Tensor) -> Tensor:
 # --- undefined in any precision
 
 
-# ultralytics/yolov5#13416
-@planted("aten::div.Tensor", r"by 0|/ 0|is 0", r"clamp|eps|where")
-def aspect_of_a_box(x: Tensor) -> Tensor:
-    width, height = x[:, :8].abs() + 0.1, (x[:, 8:] - 2).clamp(min=0)
-    return torch.atan(width / height)       # here
-
-
-# kornia/kornia#918
-@planted("in backward of aten::pow.Tensor_Scalar", r"at 0|of 0", r"where|clamp|eps")
-def focal_loss(x: Tensor) -> Tensor:
-    p = torch.sigmoid(x * 0 + 100)
-    return torch.pow(1 - p, 0.5) * x        # here
-
-
 # pytorch/pytorch#152088
 @planted("aten::log1p", r"at -1|of 0|-1|is 0", r"where|clamp")
 def logarithm_of_chosen_values(x: Tensor) -> Tensor:
@@ -207,33 +202,12 @@ def deviation_over_equal_samples(x: Tensor) -> Tensor:
     return y + (y - y.mean(0)).square().mean(0).sqrt()      # here
 
 
-# ronghuaiyang/arcface-pytorch#32: the product of two normalised vectors is a little more than 1
-@planted("aten::sqrt", r"negative|of -|below 0|less than 0", r"clamp")
-def sine_of_an_angle(x: Tensor) -> Tensor:
-    cosine = x * 0 + 1.000001
-    return torch.sqrt(1.0 - torch.pow(cosine, 2)) * x       # here
-
-
-# cpnota/autonomous-learning-library#139
-@planted("aten::log", r"negative|of -|below 0|less than 0", r"clamp")
-def squashed_action(x: Tensor) -> Tensor:
-    action = 2 * torch.tanh(x + 3)
-    return torch.log(1 - action.pow(2) + 1e-6)      # here
-
-
 # TiankaiHang/Min-SNR-Diffusion-Training#2
 @planted("aten::div.Tensor", r"(0 / 0|by 0|is 0)(.|\n)*row 7|row 7(.|\n)*(0 / 0|by 0|is 0)", r"clamp|eps|where")
 def weight_of_a_timestep(x: Tensor) -> Tensor:
     alphas = torch.linspace(0.99, 0.0, 8)[:, None]
     snr = alphas / (1 - alphas)
     return x * (snr.clamp(max=5.0) / snr)       # here
-
-
-# harvardnlp/annotated-transformer#109
-@planted("aten::log", r"of 0|0 in float32", r"clamp|log_softmax")
-def divergence_of_probabilities(x: Tensor) -> Tensor:
-    p = torch.softmax(x + torch.arange(16.0) * 12, -1)
-    return F.kl_div(p.log(), torch.full((8, 16), 1 / 16), reduction="none")     # here
 
 
 # emadeldeen24/TS-TCC#25
@@ -266,51 +240,39 @@ def softmax_over_a_masked_block(x: Tensor) -> Tensor:
     return total.log() + best
 
 
-# pytorch/pytorch#49844
-@planted("aten::masked_fill.*", r"-inf", r"finfo|finite|clamp|torch\.where")
-def binary_loss_of_masked_logits(x: Tensor) -> Tensor:
-    logits = x.masked_fill(torch.arange(16) > 12, -INF)     # here
-    return F.binary_cross_entropy_with_logits(logits, torch.zeros(8, 16), reduction="none")
+class Attends(nn.Module):
+    """Attention, where the second sequence is padding throughout."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
 
-# sooftware/kospeech#37: the smallest number of float32 in its place is smoothed to inf, too
-@planted("aten::masked_fill.*", r"asks for", r"label_smoothing|-1e4")
-def smoothed_loss_of_masked_logits(x: Tensor) -> Tensor:
-    logits = x.masked_fill(torch.arange(16) > 12, -INF)     # here
-    return F.cross_entropy(logits, torch.zeros(8, dtype=torch.int64), label_smoothing=0.1)
+    def forward(self, x: Tensor) -> Tensor:
+        padding = torch.tensor([[False] * 4, [True] * 4])
+        out, _ = self.attention(x, x, x, key_padding_mask=padding)      # here
+        return out[:1]
 
 
 # pytorch/pytorch#41508
-@whole("nonfinite", r"mask", r"nan_to_num|where|mask", "aten::_softmax", "attention")
-def padding_throughout() -> tuple[nn.Module, Step]:
-    class Encoder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+@whole("nonfinite", r"mask", r"nan_to_num|where|mask", "aten::_softmax", "attention",
+       model=Attends, source=Attends.forward)
+def padding_throughout(model: nn.Module) -> None:
+    model(torch.ones(2, 4, 8)).sum().backward()
 
-        def forward(self, x: Tensor) -> Tensor:
-            padding = torch.tensor([[False] * 4, [True] * 4])
-            out, _ = self.attention(x, x, x, key_padding_mask=padding)      # here
-            return out[:1]      # type: ignore[no-any-return]
 
-    model = Encoder()
-    return model, lambda: model(torch.ones(2, 4, 8)).sum().backward()
+def normalised_zeros() -> nn.Module:
+    layer: Any = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8, bias=False))
+    nn.init.zeros_(layer.parametrizations.weight.original1)
+    return nn.Sequential(layer, nn.Linear(8, 1))
 
 
 # pytorch/pytorch#19126
 @whole("nonfinite", r"0 / 0|is 0|by 0|of 0", r"eps|init|not 0", "aten::_weight_norm_interface",
-       "0.parametrizations.weight.0")
-def weight_norm_of_zeros() -> tuple[nn.Module, Step]:
-    layer: Any = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8, bias=False))
-    nn.init.zeros_(layer.parametrizations.weight.original1)
-    model = nn.Sequential(layer, nn.Linear(8, 1))
-
-    def step() -> Tensor:
-        loss: Tensor = model(torch.ones(2, 8)).sum()        # here
-        loss.backward()
-        return loss.detach()
-
-    return model, step
+       "0.parametrizations.weight.0", model=normalised_zeros)
+def weight_norm_of_zeros(model: nn.Module) -> Tensor:
+    loss: Tensor = model(torch.ones(2, 8)).sum()        # here
+    loss.backward()
+    return loss.detach()
 
 
 # --- rounding
@@ -341,13 +303,6 @@ def embedding_of_a_timestep(x: Tensor) -> Tensor:
     return x * angle.sin().to(x.dtype)
 
 
-# huggingface/transformers#25431
-@planted("aten::cumsum", r"cumsum|made|rounded", WIDER, dtype=B16, tool="precision")
-def positions_by_cumsum(x: Tensor) -> Tensor:
-    where = torch.ones(1000, dtype=x.dtype).cumsum(0)[-16:]     # here
-    return x * (where - 992)
-
-
 # fla-org/flash-linear-attention#1261
 @planted("aten::(elu|add.Tensor)", r"made|rounded|amplified", WIDER + "|exp", dtype=B16, tool="precision")
 def feature_map_of_attention(x: Tensor) -> Tensor:
@@ -364,144 +319,105 @@ def index_of_neighbours(x: Tensor) -> Tensor:
 
 
 # d8ahazard/sd_dreambooth_extension#1415
-@whole("precision", r"update.*(nothing|lost|rounds)|copy_|unmoved", WIDER, "aten::(copy_|add.*|mul.*)", "")
-def average_of_a_bfloat16_model() -> tuple[nn.Module, Step]:
-    model = nn.Linear(8, 8).bfloat16()
-    average = copy.deepcopy(model).requires_grad_(False)
-
-    def step() -> None:
-        model(torch.ones(2, 8, dtype=B16)).float().mean().backward()
-        with torch.no_grad():
-            for mean, p in zip(average.parameters(), model.parameters(), strict=True):
-                mean.copy_(0.9999 * mean + 0.0001 * (p + 0.5))      # here
-
-    return model, step
+@whole("precision", r"update.*(nothing|lost|rounds)|copy_|unmoved", WIDER, "aten::(copy_|add.*|mul.*)",
+       model=in_16_bits, state=lambda parameters: [p.detach().clone() for p in parameters])
+def average_of_a_bfloat16_model(model: nn.Module, average: list[Tensor]) -> None:
+    model(torch.ones(2, 8, dtype=B16)).float().mean().backward()
+    with torch.no_grad():
+        for mean, p in zip(average, model.parameters(), strict=True):
+            mean.copy_(0.9999 * mean + 0.0001 * (p + 0.5))      # here
 
 
 # Nerogar/OneTrainer#996
-@whole("precision", r"update.*(nothing|lost|rounds)|mul_", WIDER + "|master", "aten::mul_.*", "")
-def decay_in_bfloat16() -> tuple[nn.Module, Step]:
-    model = nn.Linear(8, 8).bfloat16()
-
-    def step() -> None:
-        model.zero_grad()
-        model(torch.ones(2, 8, dtype=B16)).float().sum().backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(1 - 1e-4)        # here
-                assert p.grad is not None
-                p.add_(p.grad, alpha=-0.1)
-
-    return model, step
+@whole("precision", r"update.*(nothing|lost|rounds)|mul_", WIDER + "|master", "aten::mul_.*", model=in_16_bits)
+def decay_in_bfloat16(model: Any) -> None:
+    model.zero_grad()
+    model(torch.ones(2, 8, dtype=B16)).float().sum().backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1 - 1e-4)        # here
+            p.add_(p.grad, alpha=-0.1)
 
 
 # meta-pytorch/torchtune#2254
-@whole("precision", r"update.*(nothing|lost|rounds)", WIDER + "|[mM]aster", "aten::.*", "")
-def optimizer_in_bfloat16() -> tuple[nn.Module, Step]:
-    model = nn.Linear(8, 8).bfloat16()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-7)
+@whole("precision", r"update.*(nothing|lost|rounds)", WIDER + "|[mM]aster", "aten::.*", model=in_16_bits,
+       state=functools.partial(torch.optim.AdamW, lr=6e-7))
+def optimizer_in_bfloat16(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 8, dtype=B16)).float().sum().backward()
+    optimizer.step()        # here
 
-    def step() -> None:
-        optimizer.zero_grad()
-        model(torch.ones(2, 8, dtype=B16)).float().sum().backward()
-        optimizer.step()        # here
 
-    return model, step
+# NVIDIA-NeMo/Automodel#2248
+@whole("precision", r"update.*(nothing|lost|rounds)", WIDER + "|[mM]aster", "aten::.*", model=in_16_bits,
+       state=functools.partial(torch.optim.AdamW, lr=1e-7, betas=(0.9, 0.9999)), before=1)
+def moments_in_bfloat16(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 8, dtype=B16)).float().square().sum().backward()
+    optimizer.step()        # here
 
 
 # deepspeedai/DeepSpeed#2768
-@whole("precision", r"add_|accumul", r"(accumul|gradients|keep what).*float32", "aten::add.*", "")
-def accumulation_in_bfloat16() -> tuple[nn.Module, Step]:
-    model = nn.Linear(8, 1, bias=False).bfloat16()
-
-    def step() -> None:
-        model.zero_grad()
-        for tokens in [400] + [1] * 40:
-            model(torch.ones(tokens, 8, dtype=B16)).float().sum().backward()        # here
-
-    return model, step
+@whole("precision", r"add_|accumul", r"(accumul|gradients|keep what).*float32", "aten::add.*",
+       model=lambda: nn.Linear(8, 1, bias=False).bfloat16())
+def accumulation_in_bfloat16(model: nn.Module) -> None:
+    model.zero_grad()
+    for tokens in [400] + [1] * 40:
+        model(torch.ones(tokens, 8, dtype=B16)).float().sum().backward()        # here
 
 
 # facebookresearch/fairscale#263: the norm is inf, and every gradient is clipped to 0
-@whole("precision", r"overflow", WIDER, "aten::pow.Tensor_Scalar", "")
-def clipping_by_hand_in_half() -> tuple[nn.Module, Step]:
-    model = nn.Linear(8, 8).half()
-
-    def step() -> None:
-        model.zero_grad()
-        model(torch.full((2, 8), 500.0, dtype=F16)).float().sum().backward()
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        total = torch.stack([one.norm() ** 2 for one in gradients]).sum().sqrt()        # here
-        for one in gradients:
-            one.mul_(1 / (total + 1e-6))
-
-    return model, step
+@whole("precision", r"overflow", WIDER, "aten::pow.Tensor_Scalar", model=lambda: nn.Linear(8, 8).half())
+def clipping_by_hand_in_half(model: nn.Module) -> None:
+    model.zero_grad()
+    model(torch.full((2, 8), 500.0, dtype=F16)).float().sum().backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    total = torch.stack([one.norm() ** 2 for one in gradients]).sum().sqrt()        # here
+    for one in gradients:
+        one.mul_(1 / (total + 1e-6))
 
 
 # --- the loop
 
 
 # Haian-Jin/LVSM#19
-@whole("loop", r"unscale_.*(twice|2 times|without|again)|update.*(missing|not called)", r"update\(\)")
-def skipped_without_an_update() -> tuple[nn.Module, Step]:
-    model = nn.Linear(8, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    scaler = GradScaler("cpu", init_scale=256.0)
-
-    def step() -> None:
-        for i in range(6):
-            optimizer.zero_grad()
-            scaler.scale(loss_of(model, torch.randn(4, 8))).backward()
-            scaler.unscale_(optimizer)      # here
-            if i % 3 != 1:      # the norm is small enough
-                scaler.step(optimizer)
-                scaler.update()
-
-    return model, step
+@whole("loop", r"unscale_.*(twice|2 times|without|again)|update.*(missing|not called)", r"update\(\)",
+       model=lambda: nn.Linear(8, 1), state=SGD, scale=256.0)
+def skipped_without_an_update(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+    for i in range(6):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, torch.randn(4, 8))).backward()
+        scaler.unscale_(optimizer)      # here
+        if i % 3 != 1:      # the norm is small enough
+            scaler.step(optimizer)
+            scaler.update()
 
 
 # huggingface/accelerate#439
-@whole("loop", r"update.*(twice|2 times|before)", r"once|after both|last")
-def updated_after_each_optimizer() -> tuple[nn.Module, Step]:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
-    first, second = (torch.optim.SGD(layer.parameters(), lr=0.01) for layer in model)
-    scaler = GradScaler("cpu", init_scale=256.0)
-
-    def step() -> None:
-        for _ in range(6):
-            first.zero_grad()
-            second.zero_grad()
-            with autocast("cpu", dtype=F16):
-                loss = model(torch.randn(4, 8)).float().square().mean()
-            scaler.scale(loss).backward()
-            scaler.step(first)
-            scaler.update()
-            scaler.step(second)
+@whole("loop", r"update.*(twice|2 times|before)", r"once|after both|last", scale=256.0,
+       model=lambda: nn.Linear(8, 1), state=lambda parameters: [SGD([p]) for p in parameters])
+def updated_after_each_optimizer(model: nn.Module, optimizers: list[torch.optim.Optimizer], scaler: Any) -> None:
+    for _ in range(6):
+        model.zero_grad()
+        scaler.scale(loss_of(model, torch.randn(4, 8))).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
             scaler.update()     # here
-
-    return model, step
 
 
 # --- written down like the others, and shown to the tools after these were mended for those above
 
 
 # pytorch/pytorch#88474: the scaler skips the step, and the running statistics are lost
-@whole("nonfinite", r"overflow", LINES, "aten::addmm", "0")
-def statistics_after_a_skipped_step() -> tuple[nn.Module, Step]:
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-    nn.init.constant_(model.get_parameter("0.weight"), 100.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu", init_scale=4.0)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=F16):
-            loss = model(torch.randn(4, 8).abs() * 100 + 100).float().square().mean()       # here
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    return model, step
+@whole("nonfinite", r"overflow", LINES, "aten::addmm", "0", state=SGD, scale=4.0,
+       model=lambda: filled(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)), 100.0))
+def statistics_after_a_skipped_step(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+    optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=F16):
+        loss = model(torch.randn(4, 8).abs() * 100 + 100).float().square().mean()       # here
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
 
 
 # pytorch/pytorch#31829
@@ -535,13 +451,6 @@ def divergence_of_normals(x: Tensor) -> Tensor:
     return 0.5 * (ratio - 1 - ratio.log()) + x
 
 
-# Megvii-BaseDetection/YOLOX#1565
-@planted("aten::div.Tensor", r"1e-16 is 0 in float16", FLOAT, dtype=F16)
-def distance_of_boxes(x: Tensor) -> Tensor:
-    diagonal, distance = x * 0, x * 0
-    return 1 - distance / diagonal.clamp(1e-16) + x     # here
-
-
 # p-e-w/heretic#348
 @planted("aten::(sub.Tensor|kl_div)", r"-inf|inf - inf", r"where|mask|finfo|nan_to_num")
 def divergence_of_suppressed_tokens(x: Tensor) -> Tensor:
@@ -563,20 +472,3 @@ def perturbation_of_an_embedding(x: Tensor) -> Tensor:
 def schedule_in_bfloat16(x: Tensor) -> Tensor:
     sigmas = torch.linspace(1.0, 0.9, 201, dtype=x.dtype)       # here
     return x * (sigmas[:16] - sigmas[1:17]) * 2000
-
-
-# NVIDIA-NeMo/Automodel#2248
-@whole("precision", r"update.*(nothing|lost|rounds)", WIDER + "|[mM]aster", "aten::.*", "")
-def moments_in_bfloat16() -> tuple[nn.Module, Step]:
-    model = nn.Linear(8, 8).bfloat16()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-7, betas=(0.9, 0.9999))
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(torch.ones(2, 8, dtype=B16)).float().square().sum().backward()
-        optimizer.step()        # here
-
-    step()
-    return model, step
-
-

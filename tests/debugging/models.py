@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -9,7 +11,30 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["MODELS", "loss_of", "make"]
+__all__ = ["MODELS", "Middle", "filled", "loss_of", "make", "mlp"]
+
+
+class Middle(nn.Module):
+    """A function as a layer."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def mlp(*widths: int) -> nn.Sequential:
+    """Linear layers with a tanh between them."""
+    layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.Tanh())]
+    return nn.Sequential(*layers[:-1])
+
+
+def filled(model: nn.Sequential, value: float) -> nn.Sequential:
+    """The model, all weights of its first layer one number."""
+    nn.init.constant_(model.get_parameter("0.weight"), value)
+    return model
 
 
 class Block(nn.Module):

@@ -10,6 +10,7 @@ the others are patterns that the report must contain, and "" is not asked for. A
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import re
 from collections.abc import Callable
@@ -21,14 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from ampkit import GradScaler, autocast, debugging
+from tests.debugging.models import Middle
 
 __all__ = [
-    "B16", "F16", "F32", "FAULTS", "FLOAT", "LINES", "POLICY", "Fault", "Middle", "Step", "judged", "loop", "loss_of",
-    "planted", "region", "table", "whole",
+    "B16", "F16", "F32", "FAULTS", "FLOAT", "LINES", "POLICY", "SGD", "Fault", "Step", "judged", "loss_of", "planted",
+    "region", "table", "whole",
 ]
 
 Step = Callable[[], Any]
-Loop = Callable[[nn.Module, Tensor, Any, Any], Any]
 F16, B16, F32 = torch.float16, torch.bfloat16, torch.float32
 # Changes: a policy for steps in ampkit's regions, code around lines for those in torch's, `.float()` for the rest.
 POLICY = r'for_modules\((model, )?\{"2": torch\.float32'
@@ -58,17 +59,7 @@ class Fault(NamedTuple):
 
 
 FAULTS: list[Fault] = []
-
-
-class Middle(nn.Module):
-    """A function as a layer."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 
 def region(kind: str, dtype: torch.dtype) -> AbstractContextManager[Any]:
@@ -88,23 +79,21 @@ def planted(
     `source`: what holds the line, where it is not the function.
     """
     def add(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            with region(kind, dtype):
+                out = loss(model(batch))
+            out.backward()
+            optimizer.step()
+            return out.detach()
+
         def build() -> tuple[nn.Module, Step]:
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), Middle(function))
             batch = torch.randn(8, 16)
             if kind == "none":
                 model, batch = model.to(dtype), batch.to(dtype)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-            def step() -> Tensor:
-                optimizer.zero_grad()
-                with region(kind, dtype):
-                    out = loss(model(batch))
-                out.backward()
-                optimizer.step()
-                return out.detach()
-
-            return model, step
+            return model, functools.partial(step, model, SGD(model.parameters()), batch)
 
         FAULTS.append(Fault(name or function.__name__, tool, build, source or function, op, module, cause, change))
         return function
@@ -118,34 +107,31 @@ def table(rows: list[tuple[str, Callable[[Tensor], Tensor], str, str, str]], **h
         planted(*answers, name=name, **how)(function)
 
 
-def whole(tool: str, cause: str, change: str, op: str = "", module: str = "") -> Callable[[Any], Any]:
-    """A function that returns a model and its step."""
-    def add(build: Callable[[], tuple[nn.Module, Step]]) -> Callable[[], tuple[nn.Module, Step]]:
-        def seeded() -> tuple[nn.Module, Step]:
-            torch.manual_seed(0)
-            return build()
+def whole(
+    tool: str, cause: str, change: str, op: str = "", module: str = "", *, model: Callable[[], nn.Module],
+    state: Callable[[Any], Any] | None = None, scale: float = 0.0, before: int = 0,
+    source: Callable[..., Any] | None = None, name: str = "",
+) -> Callable[[Any], Any]:
+    """A function as the step: of the model, and of what the next two ask for; after `before` steps without a tool.
 
-        FAULTS.append(Fault(build.__name__, tool, seeded, build, op, module, cause, change))
-        return build
+    `state`: makes an optimizer, or other memory, of the parameters. `scale`: a scaler begins with it.
+    """
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        def build() -> tuple[nn.Module, Step]:
+            torch.manual_seed(0)
+            parts: list[Any] = [model()]
+            if state:
+                parts.append(state(parts[0].parameters()))
+            if scale:
+                parts.append(GradScaler("cpu", init_scale=scale))
+            for _ in range(before):
+                function(*parts)
+            return parts[0], functools.partial(function, *parts)
+
+        FAULTS.append(Fault(name or function.__name__, tool, build, source or function, op, module, cause, change))
+        return function
 
     return add
-
-
-def loop(name: str, does: list[Loop], at: Loop, cause: str, change: str) -> None:
-    """A training loop that does something twice, out of order, or not at all; it runs six times."""
-    def build() -> tuple[nn.Module, Step]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), GradScaler("cpu", init_scale=256.0)
-
-        def step() -> None:
-            for _ in range(6):
-                for one in does:
-                    one(model, torch.randn(4, 8), optimizer, scaler)
-
-        return model, step
-
-    FAULTS.append(Fault(name, "loop", build, at, "", "", cause, change))
 
 
 def loss_of(model: nn.Module, x: Tensor, dtype: torch.dtype = F16) -> Tensor:

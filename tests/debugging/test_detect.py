@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ampkit import GradScaler, WeightCache, autocast, debugging
-from tests.debugging.planted import Middle, region
+from tests.debugging.models import Middle
+from tests.debugging.planted import region
 
 
 def overflowing() -> nn.Sequential:

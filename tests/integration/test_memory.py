@@ -1,6 +1,7 @@
 """A region holds no more memory than torch.autocast: allocations counted through whole training steps."""
 
 import contextlib
+import functools
 import gc
 import itertools
 from collections.abc import Callable
@@ -13,13 +14,10 @@ from ampkit import WeightCache, autocast
 from benchmarks.workloads import Decoder
 from tests.helpers.models import CASES
 from tests.helpers.regions import like_torch as ours
+from tests.helpers.training import Region
 
-Region = Callable[[], contextlib.AbstractContextManager[Any]]
-DECODER = next(case for case in CASES if case.name == "decoder")
-
-
-def native() -> contextlib.AbstractContextManager[Any]:
-    return torch.autocast("cpu")
+DECODER = CASES["decoder"]
+native = functools.partial(torch.autocast, "cpu")
 
 
 class Traffic(NamedTuple):

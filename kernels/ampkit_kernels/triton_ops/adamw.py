@@ -33,11 +33,11 @@ from torch import Tensor
 
 from .. import reference
 from ..configs import Config, resident_programs
-from ..step_cache import StepCache
+from ..step_cache import Launch, StepCache
 from .chunks import chunk_extent, list_pointer, load_block, store_block
 from .launch import entry, on_device
 from .rounding import advance_streams, joined, random_bits, rounded_for, split, stream_keys
-from .steps import Rows, rate_and_factor, run_step, scalars
+from .steps import rate_and_factor, run_step, scalars
 
 CONFIGS = {
     8: Config(block=512, chunk=32768, programs_per_multiprocessor=resident_programs(72, 8)),
@@ -203,29 +203,26 @@ def adamw_(lists: Mapping[str, Sequence[Tensor]], *, cache: StepCache | None, **
 
 
 def _launch(
-    rows: Rows,
+    rows: Launch,
     *,
     amsgrad: bool,
-    lr: float | Tensor,
     beta1: float,
     beta2: float,
     eps: float,
     weight_decay: float,
     maximize: bool = False,
-    multiplier: Tensor | None = None,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
+    **given: Any,
 ) -> None:
+    """`given`: as `scalars` takes it."""
     table, coefficients = rows.table, rows.coefficients
+    given = scalars(coefficients, **given)
     with on_device(table.device):
         prepare_kernel[(-(-table.n_tensors // _BLOCK),)](
             table.addresses, coefficients, table.n_tensors, beta1=beta1, beta2=beta2, eps=eps,
-            weight_decay=weight_decay, **scalars(coefficients, lr, multiplier, grad_scale, found_inf),
-            MAXIMIZE=maximize, STOCHASTIC=rows.constants["STOCHASTIC"], STEPS_COLUMN=rows.n_wide, BLOCK=_BLOCK,
-            num_warps=4, enable_fp_fusion=False,
+            weight_decay=weight_decay, **given, MAXIMIZE=maximize, STOCHASTIC=rows.constants["STOCHASTIC"],
+            STEPS_COLUMN=rows.n_wide, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False,
         )
     table.launch(
-        adamw_kernel, table.n_tensors, coefficients, coefficients if found_inf is None else found_inf,
-        AMSGRAD=amsgrad, LERP_FROM_END=1 - beta1 >= 0.5, HAS_FOUND_INF=found_inf is not None,
-        **rows.constants, enable_fp_fusion=False,
+        adamw_kernel, table.n_tensors, coefficients, given["found_inf_ptr"], HAS_FOUND_INF=given["HAS_FOUND_INF"],
+        AMSGRAD=amsgrad, LERP_FROM_END=1 - beta1 >= 0.5, **rows.constants, enable_fp_fusion=False,
     )

@@ -55,15 +55,6 @@ def list_pointer(addresses, n_tensors, tensor, base, COLUMN: tl.constexpr, DTYPE
 
 
 @triton.jit
-def converted(x, DTYPE: tl.constexpr):
-    """`x` rounded to nearest even; float64 goes to half precision through float32, as PyTorch's conversion does."""
-    if x.dtype == tl.float64 and (tl.float16 == DTYPE or tl.bfloat16 == DTYPE):
-        return x.to(tl.float32).to(DTYPE)
-    else:
-        return x.to(DTYPE)
-
-
-@triton.jit
 def load_block(p, o, mask, ACC: tl.constexpr, MASKED: tl.constexpr):
     """Elements at offsets `o`, widened; masked-out lanes read 0."""
     if MASKED:
@@ -74,8 +65,10 @@ def load_block(p, o, mask, ACC: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def store_block(p, o, x, mask, MASKED: tl.constexpr):
-    """Store elements at offsets `o`, rounded to the pointer's type."""
-    y = converted(x, p.dtype.element_ty)
+    """Store elements at offsets `o`, rounded to the pointer's type: float64 to 16 bits through float32, as PyTorch."""
+    if x.dtype == tl.float64 and p.dtype.element_ty.primitive_bitwidth == 16:
+        x = x.to(tl.float32)
+    y = x.to(p.dtype.element_ty)
     if MASKED:
         tl.store(p + o, y, mask=mask)
     else:

@@ -137,7 +137,7 @@ def norm_and_check(
     flat, other, _ = flat_rows(grads)
     if norm_type not in KERNEL_NORMS or not flat:
         return reference.norm_and_check(grads, inv_scale, found_inf, norm_type)
-    norm, _ = _norm(pick(grads, flat), inv_scale, found_inf, norm_type, None)
+    norm, _ = norm_and_clip_factor(pick(grads, flat), inv_scale, found_inf, norm_type, None)
     if not other:
         return norm
     rest = reference.norm_and_check(pick(grads, other), inv_scale, found_inf, norm_type)
@@ -146,18 +146,12 @@ def norm_and_check(
 
 
 def norm_and_clip_factor(
-    grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, norm_type: float, max_norm: float
+    grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, norm_type: float, max_norm: float | None
 ) -> tuple[Tensor, Tensor]:
     """As `norm_and_check` for a `FlatList` and one of `KERNEL_NORMS`; and the factor that unscales and clips.
 
-    The factor is `inv_scale * min(1, max_norm / (norm + 1e-6))`, 0-d float32.
+    The factor is `inv_scale * min(1, max_norm / (norm + 1e-6))`, 0-d float32; `inv_scale` itself without a `max_norm`.
     """
-    return _norm(grads, inv_scale, found_inf, norm_type, max_norm)
-
-
-def _norm(
-    grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor, norm_type: float, max_norm: float | None
-) -> tuple[Tensor, Tensor]:
     device, order = inv_scale.device, KERNEL_NORMS[norm_type]
     parts = by_dtype(grads)
     wide = any(part[0].dtype is torch.float64 for part in parts)

@@ -29,7 +29,7 @@ from ..configs import Config, is_capturing, place
 from ..tensors import addresses_of, sizes_of
 from .launch import on_device
 
-MOST_TABLES = 2048      # of a thread, which then begins anew: enough for a list of each of many parameter groups
+MOST_TABLES = 2048      # that a thread keeps; where another one is needed, all of them are dropped first
 CHUNK_SHIFT = 32
 CHUNKS_PER_PROGRAM = 12
 GRAPH_WORDS = 1 << 19   # of a pinned buffer for captured tables: 4 MiB
@@ -52,8 +52,7 @@ def block_map(numels: Sequence[int], chunk: int) -> np.ndarray:
     """One int64 per chunk, `chunk_index << 32 | tensor_index`; the longest chunks first.
 
     Programs take entries in a stride, so sorting spreads long chunks evenly over programs and leaves the
-    short ones to fill up at the end. Tensors without elements get no
-    entry.
+    short ones to fill up at the end. Tensors without elements get no entry.
     """
     lengths = np.asarray(numels, dtype=np.int64)
     counts = (lengths + chunk - 1) // chunk
@@ -209,13 +208,11 @@ def send(values: np.ndarray, destination: Tensor) -> None:
 
     While a graph is being captured the copy is a node of the graph, and the host memory is kept for good.
     """
-    if is_capturing(destination.device):
-        pinned = graph_memory.take(len(values))
-    elif destination.is_cpu:        # the interpreter's tables
+    capturing = is_capturing(destination.device)
+    if destination.is_cpu and not capturing:    # the interpreter's tables
         destination.copy_(torch.from_numpy(values))
         return
-    else:
-        pinned = pinned_words(len(values))
+    pinned = graph_memory.take(len(values)) if capturing else pinned_words(len(values))
     pinned.numpy()[:] = values
     destination.copy_(pinned, non_blocking=True)
 

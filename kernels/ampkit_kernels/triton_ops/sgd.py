@@ -25,11 +25,11 @@ from torch import Tensor
 
 from .. import reference
 from ..configs import Config
-from ..step_cache import StepCache
+from ..step_cache import Launch, StepCache
 from .chunks import chunk_extent, list_pointer, load_block, store_block
 from .launch import entry, on_device
 from .rounding import advance_streams, joined, random_bits, rounded_for, split, stream_keys
-from .steps import Rows, rate_and_factor, run_step, scalars
+from .steps import rate_and_factor, run_step, scalars
 
 CONFIGS = {
     8: Config(block=1024, chunk=32768),
@@ -134,35 +134,30 @@ def sgd_kernel(addresses, numels, blocks, n_blocks, blocks_per_chunk, n_tensors,
 
 
 def sgd_(lists: Mapping[str, Sequence[Tensor]], *, cache: StepCache | None, **options: Any) -> None:
-    """Launch `sgd_kernel` once per combination of dtypes; see the module's docstring.
-
-    `options` are those of `_launch`.
-    """
+    """Launch `sgd_kernel` once per combination of dtypes; see the module's docstring. `options` are `_launch`'s."""
     run_step(lists, _launch, reference.sgd_, CONFIGS, 0, cache, options)
 
 
 def _launch(
-    rows: Rows,
+    rows: Launch,
     *,
-    lr: float | Tensor,
     momentum: float = 0.0,
     weight_decay: float = 0.0,
     nesterov: bool = False,
     maximize: bool = False,
-    multiplier: Tensor | None = None,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
+    **given: Any,
 ) -> None:
+    """`given`: as `scalars` takes it."""
     table = rows.table
+    given = scalars(table.numels, **given)
     if rows.constants["STOCHASTIC"]:
         with on_device(table.device):
             advance_kernel[(-(-table.n_tensors // _BLOCK),)](
-                table.addresses, table.n_tensors, table.numels if found_inf is None else found_inf,
-                HAS_FOUND_INF=found_inf is not None, COLUMN=rows.n_wide, BLOCK=_BLOCK, num_warps=4,
-                enable_fp_fusion=False,
+                table.addresses, table.n_tensors, given["found_inf_ptr"], HAS_FOUND_INF=given["HAS_FOUND_INF"],
+                COLUMN=rows.n_wide, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False,
             )
     table.launch(
-        sgd_kernel, table.n_tensors, momentum=momentum, weight_decay=weight_decay,
-        MOMENTUM=momentum != 0, NESTEROV=nesterov, DECAY=weight_decay != 0, MAXIMIZE=maximize,
-        **scalars(table.numels, lr, multiplier, grad_scale, found_inf), **rows.constants, enable_fp_fusion=False,
+        sgd_kernel, table.n_tensors, momentum=momentum, weight_decay=weight_decay, MOMENTUM=momentum != 0,
+        NESTEROV=nesterov, DECAY=weight_decay != 0, MAXIMIZE=maximize, **given, **rows.constants,
+        enable_fp_fusion=False,
     )

@@ -1,8 +1,6 @@
 """What the optimizers' launchers share: rows that one launch steps, device scalars, the cache of a step's launches."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,21 +11,7 @@ from torch import Tensor
 from ..configs import Config
 from ..step_cache import Launch, StepCache
 from .launch import TRITON_DTYPES, accumulator, flat_rows, groups, pick
-from .pointer_table import Table, step_table, table_for
-
-
-@dataclass
-class Rows:
-    """Rows of parallel lists that one launch steps: their table, room for coefficients of each, constants.
-
-    `n_wide` is the number of lists that a kernel walks; the table's columns behind them have one element per row.
-    """
-
-    table: Table
-    coefficients: Tensor
-    constants: dict[str, Any]
-    indices: list[int]
-    n_wide: int
+from .pointer_table import step_table, table_for
 
 
 def run_step(
@@ -42,8 +26,8 @@ def run_step(
     """One optimizer step over parallel lists by name: parameters, gradients, state, then copies or remainders; and
     `steps` and `streams`, of one element per parameter, which come last in the table and in the cache.
 
-    `launch` takes `Rows` and options, `fallback` lists and options, for the rows that no kernel can address. The cache
-    is filled where there are none of those, and has tables of its own; without one they are the thread's.
+    `launch` takes a `Launch` and options, `fallback` lists and options, for the rows that no kernel can address. The
+    cache is filled where there are none of those, and has tables of its own; without one they are the thread's.
     """
     narrow = [name for name in ("steps", "streams") if name in lists]
     wide = [name for name in lists if name not in narrow]
@@ -56,7 +40,7 @@ def run_step(
             return
     picked = {name: pick(lists[name], flat) for name in (*wide, *narrow)}
     writes = {"COPY": "copies" in lists, "REMAINDER": "remainders" in lists, "STOCHASTIC": "streams" in lists}
-    found = []
+    launches = []
     for parts, indices, aligned in groups(*(picked[name] for name in wide)):
         acc = accumulator(parts[0][0].dtype)
         dtypes = [TRITON_DTYPES[part[0].dtype] for part in parts]
@@ -70,15 +54,12 @@ def run_step(
         table = table_for(columns, config, aligned=aligned) if cache is None else step_table(columns, config)
         dtype = torch.float64 if acc is tl.float64 else torch.float32
         coefficients = torch.empty((table.n_tensors, n_coefficients), dtype=dtype, device=table.device)
-        found.append(Rows(table, coefficients, constants, indices, len(parts)))
-    for rows in found:
-        launch(rows, **options)
+        rows = None if len(indices) == len(flat) else indices
+        launches.append(Launch(launch, table, coefficients, constants, rows, len(parts)))
+    for one in launches:
+        launch(one, **options)
     if cache is not None:
-        launches = [
-            Launch(rows.table, None if len(rows.indices) == len(flat) else rows.indices, partial(launch, rows))
-            for rows in found
-        ]
-        cache.fill(list(picked.values()), len(wide), launches)
+        cache.fill(list(picked.values()), launches)
 
 
 @triton.jit
@@ -100,7 +81,11 @@ def rate_and_factor(one, lr_ptr, lr, multiplier_ptr, grad_scale_ptr, HAS_LR: tl.
 
 
 def scalars(
-    unused: Tensor, lr: float | Tensor, multiplier: Tensor | None, grad_scale: Tensor | None, found_inf: Tensor | None
+    unused: Tensor,
+    lr: float | Tensor,
+    multiplier: Tensor | None = None,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> dict[str, Any]:
     """The arguments of a kernel for what an optimizer may be given as a device scalar; `unused` where there is none."""
     lr_is_tensor = isinstance(lr, Tensor)
