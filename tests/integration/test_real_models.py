@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ampkit import WeightCache, autocast, record_casts, unwrap_forward, wrap_forward
 from tests.helpers.regions import like_torch as ours
-from tests.helpers.training import Region, train, trains_as_torch
+from tests.helpers.training import Region, native, train, trains_as_torch
 
 transformers = pytest.importorskip("transformers", reason="it is in ampkit[dev]")
 
@@ -134,7 +134,7 @@ def test_evaluation_equals_torchs(real: Real) -> None:
             return [inside, trained, model(**batch)]
 
     for mode in (torch.no_grad, torch.inference_mode):
-        for output, wanted in zip(outputs(ours, mode), outputs(lambda: torch.autocast("cpu"), mode), strict=True):
+        for output, wanted in zip(outputs(ours, mode), outputs(native, mode), strict=True):
             assert output.logits.dtype is wanted.logits.dtype
             assert torch.equal(output.logits, wanted.logits)
             assert torch.equal(output.loss, wanted.loss)
@@ -150,7 +150,7 @@ def test_generation_equals_torchs(real: Real) -> None:
         "output_scores": True, "return_dict_in_generate": True,
     }
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-    with torch.autocast("cpu"):
+    with native():
         expected = model.generate(**inputs, **settings)
     with ours():
         got = model.generate(**inputs, **settings)
