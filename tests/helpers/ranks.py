@@ -20,7 +20,6 @@ import os
 import pickle
 import random
 import runpy
-import signal
 import socket
 import sys
 import tempfile
@@ -28,8 +27,10 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from datetime import timedelta
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ import torch.distributed as dist
 
 START = 200      # seconds in which a process has to start
 CONNECT = 20     # seconds in which ranks have to find each other
-_pools: dict[int, dict[int, ProcessPoolExecutor]] = {}      # by the number of ranks: each rank's process, by its pid
+_pools: dict[int, list[tuple[ProcessPoolExecutor, BaseProcess]]] = {}   # by the number of ranks: one process for each
 
 
 class RankError(AssertionError):
@@ -63,27 +64,30 @@ def on_ranks(function: Callable[..., Any], *arguments: Any, world: int = 2, time
     with tempfile.TemporaryDirectory(prefix="ampkit-ranks-") as folder:
         answers = [
             executor.submit(_run, rank, world, f"file://{folder}/meeting", timeout, sys.path, call)
-            for rank, executor in enumerate(pool.values())
+            for rank, (executor, _) in enumerate(pool)
         ]
-        for rank, answer in enumerate(answers):
+        for rank, (answer, (executor, process)) in enumerate(zip(answers, pool, strict=True)):
             try:
                 results.append(answer.result(max(until - time.monotonic(), 0)))
+            except BrokenProcessPool:
+                executor.shutdown()
+                errors.append(f"rank {rank} died with exit code {process.exitcode}")
             except Exception as error:
-                errors.append(f"rank {rank}: {''.join(traceback.format_exception(error))}")
-    if errors:
-        for pid in pool:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
+                errors.append(f"rank {rank}:\n{''.join(traceback.format_exception(error))}")
+    if errors:      # ranks may count their groups, and not count alike any more
+        for _, process in pool:
+            process.kill()
         raise RankError("\n".join(errors))
     _pools[world] = pool
     return results
 
 
-def _start(world: int) -> dict[int, ProcessPoolExecutor]:
+def _start(world: int) -> list[tuple[ProcessPoolExecutor, BaseProcess]]:
     context = get_context("spawn")
     executors = [ProcessPoolExecutor(1, context, _prepare, (rank, world)) for rank in range(world)]
     pids = [executor.submit(os.getpid) for executor in executors]
-    return {pid.result(START): executor for pid, executor in zip(pids, executors, strict=True)}
+    processes = {process.pid: process for process in active_children()}
+    return [(executor, processes[pid.result(START)]) for executor, pid in zip(executors, pids, strict=True)]
 
 
 def _prepare(rank: int, world: int) -> None:

@@ -45,6 +45,6 @@ def train(rank: int, world: int, folder: Path) -> None:
 
 
 def test_the_other_rank_ends_with_an_error(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match=r"rank 1: [\s\S]*terminated abruptly"):
+    with pytest.raises(RankError, match="rank 1 died with exit code -9"):
         on_ranks(train, tmp_path)
     assert (tmp_path / "ended").read_text() == "in a region: False"
