@@ -20,10 +20,7 @@ from tests.optim.steps import parameters as parameters_of
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")      # the interpreter's, of overflows
 STOCHASTIC, REMAINDER = {"rounding": "stochastic"}, {"masters": "remainder"}
 BOTH = {**STOCHASTIC, **REMAINDER, "state_dtype": torch.bfloat16}
-
-
-def parameters(seed: int = 0) -> list[Parameter]:
-    return parameters_of(torch.bfloat16, seed)
+parameters = partial(parameters_of, torch.bfloat16)
 
 
 def trained(n: int, **options: Any) -> tuple[Any, list[Parameter]]:
