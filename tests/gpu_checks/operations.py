@@ -190,6 +190,7 @@ def multiply_leaves_alone(device: torch.device, impl: str = "triton") -> None:
         same(grads, before, f"factor {factor}, found_inf {found_inf}")
 
 
+USUAL = {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
 ADAMW: list[dict[str, Any]] = [
     {}, {"weight_decay": 0.0, "maximize": True}, {"amsgrad": True, "beta1": 0.3}, {"grads": torch.float16},
     {"dtype": torch.float64, "amsgrad": True}, {"dtype": torch.float16, "lr": torch.tensor(0.01)},
@@ -198,89 +199,84 @@ SGD: list[dict[str, Any]] = [
     {}, {"weight_decay": 0.1, "grads": torch.float16}, {"momentum": 0.9, "nesterov": True, "maximize": True},
     {"momentum": 0.9, "weight_decay": 0.1, "lr": torch.tensor(0.1)}, {"momentum": 0.9, "dtype": torch.float64},
 ]
+STATE = {kernels.adamw_: ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"), kernels.sgd_: ("momentum_buffers",)}
+Lists = dict[str, list[Tensor]]
 
 
-class State:
-    """An optimizer's lists, at any address: parameters, two of momenta, maxima; counts; copies."""
-
-    def __init__(self, params: Sequence[Tensor], device: torch.device, **options: Any) -> None:
-        def zeros() -> list[Tensor]:
-            wide = torch.promote_types(params[0].dtype, torch.float32)
-            return Guarded([torch.zeros_like(p, dtype=wide, device=device) for p in params], (0, 0, 1)).views
-
-        self.adamw = "beta1" in options
-        self.params = Guarded([p.to(device) for p in params]).views
-        self.moments = [zeros(), zeros()]
-        self.maxima = zeros() if options.get("amsgrad") else []
-        self.counts = [torch.zeros((), device=device) for _ in params]
-        self.copies = [torch.zeros_like(p, dtype=torch.float16, device=device) for p in params]
-        self.options = {name: o.to(device) if isinstance(o, Tensor) else o for name, o in options.items()}
-
-    def lists(self) -> list[Tensor]:
-        return [*self.params, *self.moments[0], *self.moments[1], *self.maxima, *self.counts]
-
-    def step(self, grads: Sequence[Tensor], **more: Any) -> None:
-        options = {**self.options, **more, "copies": self.copies}
-        if self.adamw:
-            kernels.adamw_(self.params, grads, *self.moments, self.maxima, self.counts, **options)
-        else:
-            kernels.sgd_(self.params, grads, self.moments[0], **options)
+def at_the_start(operation: Callable[..., None], params: Sequence[Tensor], device: torch.device) -> Lists:
+    """The lists of an optimizer by name, at any address."""
+    wide = torch.promote_types(params[0].dtype, torch.float32)
+    zeros = [torch.zeros_like(p, dtype=wide, device=device) for p in params]
+    lists = {"params": Guarded([p.to(device) for p in params]).views}
+    lists |= {name: Guarded(zeros, (0, 0, 1)).views for name in STATE[operation]}
+    lists |= {"steps": [scalar(0.0, device) for _ in params]} if operation is kernels.adamw_ else {}
+    return {**lists, "copies": [zero.half() for zero in zeros]}
 
 
-def steps_within_an_ulp(device: torch.device, impl: str, options: dict[str, Any]) -> None:
+def take_step(operation: Callable[..., None], lists: Lists, grads: Sequence[Tensor], **options: Any) -> None:
+    """Tensors among the options go to the device of the lists."""
+    device = lists["params"][0].device
+    here = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
+    operation(grads=grads, **lists, **here)
+
+
+def steps_within_an_ulp(operation: Callable[..., None], device: torch.device, impl: str, **options: Any) -> None:
     """Scaled gradients, some steps skipped; each step beside the reference's on the CPU from the same state."""
-    options = dict(options)
     dtype = options.pop("dtype", torch.float32)
     grads_dtype = options.pop("grads", dtype)
     sizes = (0, 1, 17, 255, 257, 1030) if device.type == "cpu" else None
     params = gradients(dtype, sizes)
-    ours, theirs = State(params, device, **options), State(params, torch.device("cpu"), **options)
+    ours, theirs = (at_the_start(operation, params, where) for where in (device, torch.device("cpu")))
     for i in range(4):
         grads = gradients(grads_dtype, sizes, scale=1024.0)
         sent = Guarded([g.to(device) for g in grads], (0, 1)).views
-        before = [t.clone() for t in [*ours.lists(), *ours.copies]]
-        numbers = {"multiplier": 2.0**-11, "grad_scale": 0.5, "found_inf": float(i in (0, 2))}
-        for state, chosen, each in ((ours, impl, sent), (theirs, "reference", grads)):
-            given = {name: scalar(number, each[0].device) for name, number in numbers.items()}
-            state.step(each, impl=chosen, **given)
-        what = f"{dtype} {options}, step {i}"
+        before = {name: [t.clone() for t in tensors] for name, tensors in ours.items()}
+        what, found_inf = f"{dtype} {options}, step {i}", scalar(float(i in (0, 2)))
+        given = {**options, "multiplier": scalar(2.0**-11), "grad_scale": scalar(0.5), "found_inf": found_inf}
+        take_step(operation, ours, sent, impl=impl, **given)
+        take_step(operation, theirs, grads, impl="reference", **given)
         same(sent, grads, f"{what}: gradients were written")
-        if numbers["found_inf"]:
-            same([*ours.lists(), *ours.copies], before, f"{what}, skipped")
+        if found_inf:
+            for name, tensors in ours.items():
+                same(tensors, before[name], f"{what}, skipped: {name}")
             continue
-        same([*ours.counts, *ours.copies], [*theirs.counts, *(p.half() for p in ours.params)], what)
+        same(ours.get("steps", []), theirs.get("steps", []), what)
+        same(ours["copies"], [p.half() for p in ours["params"]], what)
         # Against what goes into a sum, not what is left of it: momenta and parameters may cancel to almost nothing.
-        operands = zip(theirs.params, grads, theirs.moments[0], strict=True)
+        first, *second = STATE[operation][:2]
+        operands = zip(theirs["params"], grads, theirs[first], strict=True)
         size = [p.abs() + g.abs() / 1024 + m.abs() + 0.02 for p, g, m in operands]
         # In float64 the bias corrections themselves carry a few roundings.
-        within_ulps(ours.params, theirs.params, size, 4.0 if dtype is torch.float64 else 1.0, what)
-        if ours.adamw:
-            size = [torch.maximum(m.abs(), g.abs() / 1024) for m, g in zip(theirs.moments[0], grads, strict=True)]
-            within_ulps(ours.moments[1], theirs.moments[1], theirs.moments[1], 1.0, what)
-        within_ulps(ours.moments[0], theirs.moments[0], size, 1.0, what)
-        for mine, other in zip(ours.lists(), theirs.lists(), strict=True):
-            mine.copy_(other)
+        within_ulps(ours["params"], theirs["params"], size, 4.0 if dtype is torch.float64 else 1.0, what)
+        if second:
+            size = [torch.maximum(m.abs(), g.abs() / 1024) for m, g in zip(theirs[first], grads, strict=True)]
+            within_ulps(ours[second[0]], theirs[second[0]], theirs[second[0]], 1.0, what)
+        within_ulps(ours[first], theirs[first], size, 1.0, what)
+        for name, tensors in theirs.items():
+            torch._foreach_copy_(ours[name], tensors)
 
 
 @check
 def adamw_steps_within_an_ulp(device: torch.device, impl: str = "triton") -> None:
-    usual = {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
     for options in ADAMW:
-        steps_within_an_ulp(device, impl, {**usual, **options})
+        steps_within_an_ulp(kernels.adamw_, device, impl, **{**USUAL, **options})
     for late in (9_999.0, 1_000_000.0):     # bias corrections
-        ours = State([torch.ones(20)], device, **{**usual, "lr": torch.tensor(0.01)})
-        theirs = State([torch.ones(20)], torch.device("cpu"), **usual)
-        for state, chosen in ((ours, impl), (theirs, "reference")):
-            state.counts[0].fill_(late)
-            state.step([torch.full((20,), 0.1, device=state.params[0].device)], impl=chosen)
-        same(ours.counts, [torch.tensor(late + 1)], "count")
-        within_ulps(ours.params, theirs.params, theirs.params, 1.0, f"step {late + 1}")
+        found = []
+        for where, chosen in ((device, impl), (torch.device("cpu"), "reference")):
+            lists = at_the_start(kernels.adamw_, [torch.ones(20)], where)
+            lists["steps"][0].fill_(late)
+            grad = torch.full((20,), 0.1, device=where)
+            take_step(kernels.adamw_, lists, [grad], impl=chosen, **{**USUAL, "lr": torch.tensor(0.01)})
+            found.append(lists)
+        same(found[0]["steps"], [torch.tensor(late + 1)], "count")
+        ours, theirs = (lists["params"] for lists in found)
+        within_ulps(ours, theirs, theirs, 1.0, f"step {late + 1}")
 
 
 @check
 def sgd_steps_within_an_ulp(device: torch.device, impl: str = "triton") -> None:
     for options in SGD:
-        steps_within_an_ulp(device, impl, {"lr": 0.1, **options})
+        steps_within_an_ulp(kernels.sgd_, device, impl, **{"lr": 0.1, **options})
 
 
 def from_bfloat16(dtype: torch.dtype, device: torch.device, seed: int = 0) -> list[Tensor]:
