@@ -88,8 +88,6 @@ def test_find_nonfinite_leaves_scaler_and_optimizer_as_they_were() -> None:
     assert not optimizer.state
     assert not report.findings
     assert report.skipped[0].scale == 2.0**20
-    with pytest.raises(TypeError, match="state holds int, which cannot be put back; expected state_dict and load"):
-        debugging.find_nonfinite(step, model, state=[3])
 
 
 @pytest.mark.parametrize("kind", ["none", "torch", "ampkit"])
@@ -250,11 +248,6 @@ def test_small_unsigned_integers_are_inputs_too() -> None:
     with debugging.detect_nonfinite(on_found="record") as report:
         torch.ones(2) / counts
     assert "uint16[2] from 0 to 3" in str(report.findings[0])
-
-
-def test_bad_input() -> None:
-    with pytest.raises(ValueError, match="on_found is 'shout'; expected 'raise' or 'record'"):
-        debugging.detect_nonfinite(on_found="shout")    # type: ignore[arg-type]
 
 
 def test_an_error_of_the_users_own_stays() -> None:
