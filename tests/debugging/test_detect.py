@@ -180,7 +180,7 @@ def test_memory_that_nobody_wrote() -> None:
     with debugging.detect_nonfinite(on_found="record") as report:
         memory = torch.empty(3)
         memory.data_ptr()
-        memory.untyped_storage().fill_(255)     # type: ignore[attr-defined]  # every byte set is a NaN; no operator wrote it
+        memory.untyped_storage().fill_(255)     # type: ignore[attr-defined]  # a NaN that no operator wrote
         (memory * 2).sum()
     assert report.findings[0].cause.kind == "uninitialised"
 

@@ -13,7 +13,7 @@ from torch.nn.modules import module as torch_module
 
 from ampkit import GradScaler, autocast
 from ampkit.debugging import TensorMonitor
-from tests.debugging.models import loss_of, make
+from tests.debugging.models import Middle, loss_of, make
 
 
 def n_hooks() -> int:
@@ -32,34 +32,26 @@ class Fixed(nn.Module):
 
 
 def test_headroom_underflow_and_broken_elements_are_counted() -> None:
-    class Scale(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Fixed(1024.0, 1e-5, 0.0, -3e-6)
-
-        def forward(self) -> torch.Tensor:
-            return self.inner(1.0) + self.inner(2.0)
-
-    model = Scale()
+    inner = Fixed(1024.0, 1e-5, 0.0, -3e-6)
+    model = Middle(lambda x, inner: inner(x) + inner(2 * x), inner)
     nothing = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     with TensorMonitor(model) as monitor:
-        (model().float() * torch.tensor([32.0, 1e-6, 1.0, 0.0])).sum().backward()
+        (model(1.0).float() * torch.tensor([32.0, 1e-6, 1.0, 0.0])).sum().backward()
         nothing.step()
     assert monitor.last is not None
-    inner = monitor.last["outputs"]["inner"]
-    assert inner["headroom"] == pytest.approx(math.log2(65504 / 2048))      # of the two calls, the nearer
-    assert inner["underflow"] == 0.5
-    gradient = monitor.last["gradients"]["inner"]
-    assert gradient["headroom"] == pytest.approx(math.log2(65504 / 32))
-    assert gradient["underflow"] == 0.25
+    nearer = pytest.approx(math.log2(65504 / 2048))     # of the two calls
+    assert monitor.last["outputs"]["layers.0"] == {"headroom": nearer, "underflow": 0.5}
+    assert monitor.last["gradients"]["layers.0"] == {
+        "headroom": pytest.approx(math.log2(65504 / 32)), "underflow": 0.25,
+    }
     assert monitor.last["lost_updates"] == {}
     with torch.no_grad():
-        model.inner.values[0] = math.inf
+        inner.values[0] = math.inf
     with TensorMonitor(model) as monitor:
-        model()
+        model(1.0)
         nothing.step()
     assert monitor.last is not None
-    assert monitor.last["outputs"]["inner"] == {"headroom": 0.0, "underflow": 0.5}
+    assert monitor.last["outputs"]["layers.0"] == {"headroom": 0.0, "underflow": 0.5}
 
 
 def test_updates_that_are_lost_are_counted() -> None:
