@@ -31,7 +31,7 @@ class Case:
     wide_loads, wide_stores: at least so many 128-bit global accesses (0: nothing is asked). max_registers: per thread.
     lists_read: all of these are loaded before anything is stored, in every turn of a loop; of a single one, which the
     compiler knows not to overlap, most is. programs: of its grid that a multiprocessor should hold at once, from sm_90
-    on (0: nothing is asked).
+    on (0: nothing is asked). bad: words of the fault that must be found.
     """
 
     name: str
@@ -40,12 +40,14 @@ class Case:
     types: Mapping[str, str]        # of every parameter
     num_warps: int
     max_registers: int
+    capabilities: Sequence[int]
     wide_loads: int = 0
     wide_stores: int = 0
     lists_read: int = 1
     programs: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
     aligned: Sequence[str] = ()     # addresses that every launch gives in multiples of 16 bytes
+    bad: str = ""
 
 
 @dataclass(frozen=True)
@@ -136,14 +138,10 @@ def innermost_loops(code: Sequence[tuple[int, str]]) -> tuple[tuple[str, ...], .
 def faults(case: Case, code: Code) -> list[str]:
     """What is wrong with the machine code, in sentences; empty when nothing is."""
     wrong = []
-    if code.wide("LDG") < case.wide_loads:
-        wrong.append(
-            f"{code.wide('LDG')} 128-bit loads, expected at least {case.wide_loads}: {_listed(code)}"
-        )
-    if code.wide("STG") < case.wide_stores:
-        wrong.append(
-            f"{code.wide('STG')} 128-bit stores, expected at least {case.wide_stores}: {_listed(code)}"
-        )
+    for kind, what, least in (("LDG", "loads", case.wide_loads), ("STG", "stores", case.wide_stores)):
+        if code.wide(kind) < least:
+            found = ", ".join(f"{count} {name}" for name, count in sorted(code.accesses.items()))
+            wrong.append(f"{code.wide(kind)} 128-bit {what}, expected at least {least}: {found}")
     spills = sum(count for name, count in code.accesses.items() if name.startswith(("LDL", "STL")))
     if code.stack or code.local or spills:
         wrong.append(f"spills: stack {code.stack} bytes, local {code.local} bytes, {spills} local accesses")
@@ -165,14 +163,11 @@ def faults(case: Case, code: Code) -> list[str]:
         )
     if code.registers > case.max_registers:
         wrong.append(f"{code.registers} registers per thread, ceiling {case.max_registers}")
-    return wrong
+    if not case.bad:
+        return wrong
+    return [] if case.bad in "; ".join(wrong) else [f"nothing says {case.bad!r} of a bad kernel: {wrong}"]
 
 
 def one_turn(loop: tuple[str, ...]) -> tuple[str, ...]:
     """What is repeated in a loop that the compiler has unrolled; all of it where nothing is."""
-    lengths = [n for n in range(1, len(loop) + 1) if len(loop) % n == 0 and loop[:n] * (len(loop) // n) == loop]
-    return loop[: lengths[0]] if lengths else loop
-
-
-def _listed(code: Code) -> str:
-    return ", ".join(f"{count} {name}" for name, count in sorted(code.accesses.items()))
+    return next((loop[:n] for n in range(1, len(loop)) if loop[:n] * (len(loop) // n) == loop), loop)

@@ -157,7 +157,10 @@ def case_of(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], opti
         else:
             annotation = kernel.fn.__annotations__.get(key)
             types[key] = "i32" if annotation is None else {tl.int64: "i64", tl.int32: "i32"}.get(annotation, "fp64")
-    warps, aligned, asked = given.pop("num_warps"), constants.get("ALIGNED", True), {}
+    if "enable_fp_fusion" not in given:
+        raise AssertionError(f"{name}: a launch says whether products and sums may be fused: versions of Triton differ")
+    warps, aligned, is_float8 = given.pop("num_warps"), constants.get("ALIGNED", True), "x_ptr" in types
+    asked: dict[str, Any] = {}
     if "blocks" in types:
         read, written = lists_walked(name, constants)
         # A list has wide accesses where what a thread has of a block is 16 bytes or more.
@@ -168,11 +171,12 @@ def case_of(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], opti
             # The scalar path is no reason for smaller grids.
             "programs": grid[0] // INTERPRETED_MULTIPROCESSORS if aligned else 0,
         }
-    elif "x_ptr" in types:
+    elif is_float8:
         asked = {"wide_loads": int(aligned), "wide_stores": int(aligned and name == "tile")}
     ceiling = CEILINGS.get(name, 64) if aligned and constants.get("ACC") is not tl.float64 else 128
     name = " ".join([name, *words])
-    return Case(name, kernel, constants, types, warps, ceiling, options=given, aligned=at_16, **asked)
+    capabilities = (89 if is_float8 else 80, 90, 100)
+    return Case(name, kernel, constants, types, warps, ceiling, capabilities, options=given, aligned=at_16, **asked)
 
 
 def cases_of(*launchers: Callable[[], None]) -> list[Case]:
@@ -194,25 +198,6 @@ def cases_of(*launchers: Callable[[], None]) -> list[Case]:
 
 
 @entry
-def unvectorised_kernel(addresses, numels, blocks, found_inf_ptr, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-    # The addressing that looks sufficient and is not: the pointer is known to be aligned, but every access is masked.
-    entry = tl.load(blocks + tl.program_id(0))
-    tensor = entry & 0xFFFFFFFF
-    p = tl.multiple_of(tl.load(addresses + tensor).to(tl.pointer_type(DTYPE)), 16)  # type: ignore[arg-type]
-    o = (entry >> 32) * BLOCK + tl.arange(0, BLOCK)
-    mask = o < tl.load(numels + tensor)
-    tl.store(p + o, tl.load(p + o, mask=mask, other=0.0) * tl.load(found_inf_ptr), mask=mask)
-
-
-@entry
-def hungry_kernel(addresses, found_inf_ptr, BLOCK: tl.constexpr):
-    # Needs every value again after it has seen them all: far more at once than a thread has registers.
-    p = tl.multiple_of(tl.load(addresses).to(tl.pointer_type(tl.float32)), 16) + tl.arange(0, BLOCK)
-    values = tl.load(p)
-    tl.store(p, values * tl.sum(values) * tl.load(found_inf_ptr))
-
-
-@entry
 def waiting_kernel(addresses, n_blocks, BLOCK: tl.constexpr):
     # Stores to one list before it loads from another: the compiler does not know that they do not overlap.
     p = tl.multiple_of(tl.load(addresses).to(tl.pointer_type(tl.float32)), 16) + tl.arange(0, BLOCK)
@@ -224,20 +209,20 @@ def waiting_kernel(addresses, n_blocks, BLOCK: tl.constexpr):
         i += tl.num_programs(0)
 
 
-def bad_cases() -> dict[str, Case]:
-    """Kernels that are bad on purpose, by words of the fault in each."""
+def bad_cases(good: list[Case]) -> list[Case]:
+    """Code that is bad on purpose: accesses of single elements, too few registers, a wait in a loop."""
+    step = next(case for case in good if case.name.startswith("adamw") and case.constants["ALIGNED"])
+    narrow = next(case for case in good if case.name.startswith("adamw") and not case.constants["ALIGNED"])
     table, options = torch.zeros(2, dtype=torch.int64), {"num_warps": 8, "enable_fp_fusion": False}
-
-    def launches() -> None:
-        unvectorised_kernel[(1,)](table, table, table, FLAG, DTYPE=tl.float32, BLOCK=4096, **options)
-        hungry_kernel[(1,)](table, FLAG, BLOCK=65536, **options)
-        waiting_kernel[(1,)](table, 1, BLOCK=1024, **options)
-
-    unvectorised, hungry, waiting = cases_of(launches)
-    waiting = replace(waiting, lists_read=2)
-    return {"0 128-bit loads": unvectorised, "spills": hungry, "a load waits for a store": waiting}
+    (waiting,) = cases_of(lambda: waiting_kernel[(1,)](table, 1, BLOCK=1024, **options))
+    return [
+        replace(narrow, name="bad, narrow", wide_loads=1, capabilities=(90,), bad="0 128-bit loads"),
+        replace(step, name="bad, spills", options={**step.options, "maxnreg": 32}, capabilities=(90,), bad="spills"),
+        replace(waiting, name="bad, waits", lists_read=2, capabilities=(90,), bad="a load waits for a store"),
+    ]
 
 
 def all_cases() -> list[Case]:
-    """Every variant; names are unique."""
-    return cases_of(gradient_passes, casts, steps, single_numbers, float8_casts)
+    """Every variant, and the bad ones; names are unique."""
+    good = cases_of(gradient_passes, casts, steps, single_numbers, float8_casts)
+    return [*good, *bad_cases(good)]

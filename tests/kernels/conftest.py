@@ -21,16 +21,13 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config], None]:
     """Run `impl="triton"` on CPU tensors with small launches; the value changes the launch parameters."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs TRITON_INTERPRET=1")
-    from ampkit_kernels.triton_ops import adamw, norm, pointer_table, sgd, unscale, unscale_into
+    from ampkit_kernels.triton_ops import pointer_table
+
+    made_table = pointer_table.made_table
 
     def use(config: Config) -> None:
-        for module in (unscale, norm):
-            monkeypatch.setattr(module, "CONFIGS", dict.fromkeys((8, 4, 2), config))
-        for module in (adamw, sgd):
-            monkeypatch.setattr(module, "CONFIGS", dict.fromkeys((8, 4), config))
-        for name in ("CONFIG", "CONFIG_ADDING"):
-            monkeypatch.setattr(unscale_into, name, config)
+        monkeypatch.setattr(pointer_table, "made_table", lambda lists, _: made_table(lists, config))
+        monkeypatch.setattr(pointer_table, "_kept", pointer_table._Kept())
 
     use(SMALL)
-    monkeypatch.setattr(pointer_table, "_kept", pointer_table._Kept())
     return use

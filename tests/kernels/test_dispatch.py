@@ -48,20 +48,14 @@ def test_requests_that_cannot_be_met_raise_with_the_reason(gpu: pytest.MonkeyPat
     assert not dispatch.uses_triton("auto", CUDA)
 
 
-def test_backends_are_the_modules_and_have_the_same_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By device, and cached; what the reference has, the kernels have."""
+def test_backends_are_the_modules_by_device_and_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     from ampkit_kernels import reference, triton_ops
 
-    assert ampkit_kernels.backend(torch.ones(1)) is reference
-    assert ampkit_kernels.backend(torch.ones(1, device="meta")) is reference
-    names = "unscale_", "norm_and_check", "multiply_", "cast_", "unscale_into_", "adamw_", "sgd_"
-    assert all(callable(getattr(module, name)) for name in names for module in (reference, triton_ops))
-
-    class OnCuda:
-        is_cpu, device = False, CUDA
-
     monkeypatch.setattr(dispatch, "_backend", functools.cache(dispatch._backend.__wrapped__))
-    monkeypatch.setattr(dispatch, "uses_triton", lambda impl, device: impl == "auto" and device == CUDA)
-    assert ampkit_kernels.backend(OnCuda()) is triton_ops
-    monkeypatch.setattr(dispatch, "uses_triton", lambda impl, device: pytest.fail("asked again"))
-    assert ampkit_kernels.backend(OnCuda()) is triton_ops
+    device = torch.ones(1, device="meta")       # in place of a CUDA device's
+    for auto, found in ((True, triton_ops), (False, triton_ops)):
+        monkeypatch.setattr(dispatch, "uses_triton", lambda impl, device, auto=auto: auto and impl == "auto")
+        assert ampkit_kernels.backend(device) is found
+        assert ampkit_kernels.backend(torch.ones(1)) is reference
+    dispatch._backend.cache_clear()
+    assert ampkit_kernels.backend(device) is reference

@@ -85,23 +85,8 @@ def test_long_rows_take_pytorchs_operators(interpreted_float8, monkeypatch):
     ],
 )
 def test_bytes(interpreted_float8, monkeypatch, forms, want):
-    """Of the matrix and its forms; scales and amaxes are one number for each row."""
-    x, made, empty = torch.randn(64, 128).bfloat16(), [], torch.Tensor.new_empty
-
-    def watched(self, *args, **kwargs):
-        made.append(empty(self, *args, **kwargs))       # alive, or another tensor would have its address
-        if made[-1].dtype is E4M3:
-            ranges.append((made[-1].data_ptr(), made[-1].data_ptr() + made[-1].nbytes))
-        return made[-1]
-
-    ranges = [(x.data_ptr(), x.data_ptr() + x.nbytes)]
-    touched = count_accesses(monkeypatch, ranges)
-    monkeypatch.setattr(torch.Tensor, "new_empty", watched)
+    """Of the matrix and its forms; scales and amaxes, of 32 bits, are one number for each row."""
+    x = torch.randn(64, 128).bfloat16()
+    touched = count_accesses(monkeypatch, [(0, 2**64)], widest=16)
     quantize(x, *forms, impl="triton")
     assert (touched["load"], touched["store"]) == (want.read * x.numel(), want.written * x.numel())
-
-
-def test_what_is_no_matrix_is_refused():
-    for x in (torch.ones(4), torch.ones(2, 0), torch.ones(2, 2, dtype=torch.float64)):
-        with pytest.raises(ValueError, match="quantize takes a matrix"):
-            quantize(x, ROW, None)

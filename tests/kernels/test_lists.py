@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampkit_kernels as kernels
 from tests.gpu_checks.operations import NONFINITE, ORDERS
-from tests.gpu_checks.tools import Guarded, close, gradients, same, scalar
+from tests.gpu_checks.tools import Guarded, close, same, scalar
 from tests.kernels.launches import noted_launches
 
 IMPLS = ("reference", "triton")
@@ -108,22 +107,6 @@ def test_only_addresses_on_16_byte_boundaries_are_promised_to_be() -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_rows_apart_are_not_picked_by_lists_of_the_host() -> None:
-    """On a device `counts[[0, 2]]` copies the list there and waits, and cannot be captured."""
-
-    class Indexing(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            assert func.overloadpacket not in (torch.ops.aten.index, torch.ops.aten.index_put_)
-            return func(*args, **(kwargs or {}))
-
-    for sizes in ((0, 5, 0, 7), (0,)):
-        lists = [gradients(torch.float32, sizes) for _ in range(4)]
-        with Indexing():
-            kernels.adamw_(*lists, [], [torch.zeros(()) for _ in sizes], impl="triton", **ADAMW)
-            kernels.norm_and_check([*lists[0], torch.ones(3).half()], scalar(1.0), scalar(0.0), impl="triton")
-
-
-@pytest.mark.usefixtures("interpreted")
 @settings(max_examples=15)
 @given(
     sizes=st.lists(st.integers(0, 1500), max_size=6),
@@ -152,6 +135,8 @@ def test_any_list(sizes: list[int], dtypes: list, planted: list, exponent: int, 
 
 
 ONE, HALF, FLAG = [torch.ones(3)], scalar(0.5), scalar(0.0)
+LOW, REMAINDER = [torch.ones(3).bfloat16()], [torch.zeros(3).half()]
+ROW = kernels.Scaling(rowwise=True, dtype=torch.float8_e4m3fn, power_of_2=True)
 REFUSED: list[tuple[Callable[..., Any], tuple, dict[str, Any], str]] = [
     (kernels.unscale_, ([*ONE, torch.ones(2, dtype=torch.int32)], HALF, FLAG), {}, "dtype torch.int32; expected"),
     (kernels.unscale_, ([*ONE, torch.ones(2).to_mkldnn()], HALF, FLAG), {}, "layout torch._mkldnn; expected strided"),
@@ -171,55 +156,62 @@ REFUSED: list[tuple[Callable[..., Any], tuple, dict[str, Any], str]] = [
     (kernels.sgd_, (ONE, ONE, []), {"lr": 0.1, "nesterov": True}, "nesterov needs momentum > 0, got 0"),
     (kernels.sgd_, ([torch._neg_view(ONE[0])], ONE, []), {"lr": 0.1}, r"params\[0\] is a lazily negated or conjugated"),
     (kernels.sgd_, (ONE, ONE, []), {"lr": 0.1, "multiplier": HALF.double()}, "multiplier is a torch.float64"),
+    (kernels.sgd_, (LOW, LOW, []), {"lr": 0.1, "copies": LOW, "remainders": REMAINDER}, "got both copies and remai"),
+    (kernels.sgd_, (LOW, LOW, []), {"lr": 0.1, "remainders": ONE}, r"remainders\[0\] torch.float32; expected bf"),
+    (kernels.sgd_, (LOW, LOW, []), {"lr": 0.1, "remainders": []}, "got 0 remainders for 1 params"),
+    (kernels.sgd_, (LOW, LOW, []), {"lr": 0.1, "streams": [torch.zeros(2).long()]}, "streams of one int64 element"),
+    (kernels.quantize, (torch.ones(4), ROW, None), {}, r"takes a matrix .* got torch.float32 \(4,\)"),
+    (kernels.quantize, (torch.ones(2, 0), ROW, None), {}, r"takes a matrix .* got torch.float32 \(2, 0\)"),
+    (kernels.quantize, (torch.ones(2, 2).double(), ROW, None), {}, "takes a matrix .* got torch.float64"),
 ]
 
 
 @pytest.mark.parametrize(("operation", "arguments", "options", "text"), REFUSED)
 def test_refusals_leave_everything_untouched(operation: Any, arguments: tuple, options: dict, text: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=f"{operation.__name__}: .*{text}"):
+    with pytest.raises((TypeError, ValueError), match=f"{operation.__name__}:? .*{text}"):
         operation(*arguments, **options)
-    same([*ONE, HALF, FLAG], [torch.ones(3), scalar(0.5), scalar(0.0)])
+    same([*ONE, *LOW, HALF, FLAG], [torch.ones(3), torch.ones(3).bfloat16(), scalar(0.5), scalar(0.0)])
 
 
-# --- empty lists, default devices, tensors without values
+# --- default devices, tensors without values, empty lists
 
 
-def all_operations(impl: str, lists: list[list[Tensor]], mixed: list[Tensor]) -> list[Tensor]:
-    """Run each; what they return."""
-    scale, flag = (torch.tensor(number, device="cpu") for number in (2.0, 0.0))
-    steps = [torch.zeros((), device="cpu") for _ in lists[0]]
+def all_operations(impl: str, empty: bool = False) -> list[Tensor]:
+    """Run each over lists on the CPU; the flag, and norms of two orders."""
+
+    def zeros(*shape: int, **options: Any) -> Tensor:
+        return torch.zeros(*shape, device="cpu", **options)
+
+    mixed = [zeros(5), zeros(3, dtype=torch.float16), zeros(4, dtype=torch.bfloat16), zeros(0), zeros(4, 4)[:, ::2]]
+    scale, flag, step = (torch.tensor(number, device="cpu") for number in (2.0, 0.0, 0.0))
+    lists, halves, steps = [[zeros(3)] for _ in range(4)], [zeros(3, dtype=torch.float16)], [step]
+    if empty:
+        mixed, lists, halves, steps = [], [[], [], [], []], [], []
     scalars = {"found_inf": flag, "multiplier": scale, "grad_scale": scale}
     kernels.unscale_(mixed, scale, flag, impl=impl)
     kernels.multiply_(mixed, scale, flag, impl=impl)
-    halves = [torch.zeros_like(t, dtype=torch.float16) for t in lists[0]]
     kernels.cast_(lists[0], halves, impl=impl)
     for accumulate in (False, True):
         kernels.unscale_into_(halves, lists[0], scale, flag, accumulate=accumulate, impl=impl)
     kernels.adamw_(*lists, [], steps, impl=impl, **ADAMW, **scalars)
     kernels.sgd_(*lists[:3], lr=0.1, momentum=0.9, impl=impl, **scalars)
-    norms = [kernels.norm_and_check(mixed, scale, flag, order, impl=impl) for order in (2.0, 3.0)]
-    return [flag, *norms]
+    return [flag, *(kernels.norm_and_check(mixed, scale, flag, order, impl=impl) for order in (2.0, 3.0))]
 
 
-def small_lists() -> tuple[list[list[Tensor]], list[Tensor]]:
-    def zeros(*shape: int, **options: Any) -> Tensor:
-        return torch.zeros(*shape, device="cpu", **options)
+META = torch.device("meta")
 
-    mixed = [zeros(5), zeros(3, dtype=torch.float16), zeros(4, dtype=torch.bfloat16), zeros(0), zeros(4, 4)[:, ::2]]
-    return [[zeros(3)] for _ in range(4)], mixed
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize(("impl", "context"), [("auto", META), ("triton", META), ("auto", FakeTensorMode())])
+def test_results_are_where_the_tensors_are(impl: str, context: Any, empty: bool) -> None:
+    """Whatever the default device, and with tensors without values."""
+    with context:
+        assert [(found.device.type, found.shape) for found in all_operations(impl, empty)] == [("cpu", ())] * 3
 
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("impl", ["auto", "triton"])
-def test_results_are_where_the_tensors_are(impl: str) -> None:
-    with torch.device("meta"):
-        for lists in (small_lists(), ([[], [], [], []], [])):
-            assert [found.device.type for found in all_operations(impl, *lists)] == ["cpu"] * 3
-    assert [found.item() for found in all_operations(impl, [[], [], [], []], [])] == [0.0] * 3
+def test_the_norm_of_nothing_is_0(impl: str) -> None:
+    assert [found.item() for found in all_operations(impl, empty=True)] == [0.0] * 3
     assert kernels.norm_and_check([torch.zeros(0)], HALF, FLAG, impl=impl) == 0.0
-
-
-def test_tensors_without_values() -> None:
-    want = [found.shape for found in all_operations("auto", *small_lists())]
-    with FakeTensorMode():
-        assert [found.shape for found in all_operations("auto", *small_lists())] == want

@@ -1,8 +1,6 @@
 """Tables: the cut of the work, what is sent and when."""
 
-import itertools
 import threading
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -36,13 +34,6 @@ def test_every_chunk_of_every_tensor_once_and_programs_balanced(numels: list[int
     assert max(loads) - min(loads) <= chunk
 
 
-def test_entries_reach_past_two_to_the_31_elements() -> None:
-    numel = 2**33 + 5
-    blocks = tables.block_map([3, numel], 2**20)
-    assert len(blocks) == 2 + numel // 2**20
-    assert max(c for _, c in entries(blocks)) * 2**20 == 2**33
-
-
 def test_chunks_shrink_for_short_lists_and_stay_powers_of_two_of_blocks() -> None:
     config = Config(block=1024, chunk=65536)
     for total, length in ((10**9, 65536), (25_000_000, 2048), (10, 1024)):
@@ -64,7 +55,8 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_what_has_moved_is_sent_again_and_nothing_else(sent: list[int]) -> None:
     """By address: new tensor objects over the same memory have not moved. Other lengths or dtypes have a table."""
     params, grads, first, second, moved = ([torch.zeros(20), torch.zeros(30)] for _ in range(5))
-    table = tables.table_for([params, grads, first, second], SMALL)
+    with torch.inference_mode():
+        table = tables.table_for([params, grads, first, second], SMALL)
     assert table.numels.tolist() == [20, 30]
     assert sorted(entries(table.blocks)) == [(t, c) for t, n in ((0, 20), (1, 30)) for c in range(-(-n // 16))]
     for lists in (
@@ -111,76 +103,39 @@ def test_tables_are_not_kept_without_end(monkeypatch: pytest.MonkeyPatch) -> Non
         assert len(tables._kept.tables) <= 3
 
 
-def test_a_table_made_in_inference_mode_serves_outside_of_it() -> None:
-    with torch.inference_mode():
-        first = tables.table_for([[torch.zeros(10)]], SMALL)
-    moved = torch.zeros(10)
-    assert tables.table_for([[moved]], SMALL) is first
-    assert first.addresses.tolist() == [moved.data_ptr()]
+def test_pinned_memory_is_on_the_host_whatever_the_default_device() -> None:
+    with mock.patch.object(torch, "empty") as empty:    # a machine without a GPU has none
+        tables.pinned_words(3)
+    assert empty.call_args == mock.call(3, dtype=torch.int64, device="cpu", pin_memory=True)
 
 
-def test_pinned_memory_is_on_the_host_whatever_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = torch.empty
-    with torch.device("meta"):
-        empty(0)  # torch lists the functions that it redirects when it redirects the first
-
-    def unpinned(*size: Any, pin_memory: bool, **options: object) -> torch.Tensor:  # a machine without a GPU has none
-        assert pin_memory
-        return empty(*size, **options)
-
-    monkeypatch.setattr(torch, "empty", unpinned)
-    with torch.device("meta"):
-        assert tables.pinned_words(3).device.type == "cpu"
-
-
-@pytest.fixture
-def pinned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes of the pinned buffers made, which are ordinary memory here; nothing is kept from other tests."""
-    made: list[int] = []
-    monkeypatch.setattr(tables, "pinned_words", lambda n: (made.append(n), torch.zeros(n, dtype=torch.int64))[1])
+def test_a_captured_table_is_its_own_and_sent_from_memory_that_nothing_else_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A replay reads it again, whatever was captured or sent afterwards. With room made, a capture allocates none."""
+    made: list[torch.Tensor] = []
+    monkeypatch.setattr(tables, "pinned_words", lambda n: (made.append(torch.full((n,), -1)), made[-1])[1])
     monkeypatch.setattr(tables, "graph_memory", tables.GraphMemory())
     monkeypatch.setattr(tables, "GRAPH_WORDS", 100)
-    return made
-
-
-def captured(lists: list[list[torch.Tensor]]) -> tables.Table:
-    with mock.patch.object(tables, "is_capturing", return_value=True):
-        return tables.table_for(lists, SMALL)
-
-
-def test_a_captured_table_is_its_own_and_holds_what_an_eager_one_holds(pinned: list[int]) -> None:
-    lists = [[torch.zeros(n) for n in (5, 5000, 64, 65, 16)] for _ in range(2)]
-    eager, first, second = tables.table_for(lists, SMALL), captured(lists), captured(lists)
-    assert len({table.addresses.data_ptr() for table in (eager, first, second)}) == 3
-    for name in ("addresses", "numels", "blocks"):
-        assert torch.equal(getattr(eager, name), getattr(first, name))
-    assert (first.n_blocks, first.n_programs, first.chunk) == (eager.n_blocks, eager.n_programs, eager.chunk)
-    assert tables.table_for(lists, SMALL) is eager
-
-
-def test_a_replay_reads_memory_that_nothing_else_was_given(pinned: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a graph's copy read at capture is there, unchanged, whatever was captured or sent afterwards."""
-    read: list[tuple[torch.Tensor, list[int]]] = []
-    take = tables.GraphMemory.take
-    monkeypatch.setattr(tables.GraphMemory, "take", lambda self, n: (read.append((take(self, n), [])), read[-1][0])[1])
-    for n in (1, 3, 30, 7, 200, 2):
-        captured([[torch.zeros(5) for _ in range(n)]])
-        read[-1][1].extend(read[-1][0].tolist())
-        tables.table_for([[torch.zeros(6) for _ in range(n)]], SMALL)
-    assert all(memory.tolist() == values for memory, values in read)
-    spans = sorted((memory.data_ptr(), memory.data_ptr() + 8 * len(memory)) for memory, _ in read)
-    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
-
-
-def test_room_that_was_made_is_not_made_again(pinned: list[int]) -> None:
-    memory = tables.graph_memory
-    memory.make_room(50)
-    memory.take(60)
-    memory.take(40)
-    assert pinned == [100]
-    memory.make_room(300)
-    memory.take(300)
-    assert pinned == [100, 300]
+    captured = []
+    for sizes in ((5, 5000, 64, 65, 16), (5,), (5,), (5,) * 9, (7,), (8,) * 60, (5, 1)):
+        lists = [[torch.zeros(n) for n in sizes] for _ in range(2)]
+        eager = tables.table_for(lists, SMALL)
+        tables.graph_memory.make_room(sum(len(part) for part in (eager.addresses, eager.numels, eager.blocks)))
+        n_made = len(made)
+        with mock.patch.object(tables, "is_capturing", return_value=True):
+            captured.append(tables.table_for(lists, SMALL))
+        assert len(made) == n_made
+        assert tables.table_for(lists, SMALL) is eager
+        for name in ("addresses", "numels", "blocks"):
+            assert torch.equal(getattr(eager, name), getattr(captured[-1], name))
+        for name in ("n_blocks", "n_programs", "chunk"):
+            assert getattr(eager, name) == getattr(captured[-1], name)
+    read = [part for table in captured for part in (table.addresses, table.numels, table.blocks)]
+    pinned = torch.cat(made)
+    assert torch.equal(pinned[pinned != -1], torch.cat(read))
+    assert len({table.addresses.data_ptr() for table in captured}) == len(captured)
+    assert [len(buffer) for buffer in made] == [179, 100, 240, 100]     # four tables share the second one
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -192,9 +147,10 @@ def test_kernels_address_past_two_to_the_31_elements() -> None:
 
     end, flag = torch.tensor([1.0, 2.0, 3.0, float("nan")]), torch.zeros(())
     addresses, numels = torch.tensor([end.data_ptr() - 2**33 * 4]), torch.tensor([2**33 + 4])
-    blocks = torch.tensor([(2**33 // 1024) << tables.CHUNK_SHIFT])
+    blocks = torch.from_numpy(tables.block_map(numels.tolist(), 2**20))
+    assert (len(blocks), entries(blocks)[-1]) == (2**13 + 1, (0, 2**13))
     unscale.unscale_kernel[(1,)](
-        addresses, numels, blocks, 1, 4, torch.tensor(0.5), flag,
+        addresses, numels, blocks[-1:], 1, 2**20 // 256, torch.tensor(0.5), flag,
         DTYPE=tl.float32, ACC=tl.float32, ITEMSIZE=4, CHECKS=True, SKIPS=False, BLOCK=256,
     )
     assert (flag, end[:3].tolist()) == (1.0, [0.5, 1.0, 1.5])

@@ -155,18 +155,3 @@ def test_kernels_step_remainders_as_float32(interpreted: Any, kind: str) -> None
     skipped = [t.clone() for t in remainders]
     stepped(kind, torch.bfloat16, torch.float32, remainders=remainders, found_inf=scalar(1.0))
     same(numbers(remainders), numbers(skipped), "a skipped step")
-
-
-ONE = [torch.ones(2, dtype=torch.bfloat16)]
-
-
-@pytest.mark.parametrize(("given", "text"), [
-    ({"remainders": [torch.zeros(2, dtype=rounding.REMAINDER)], "copies": ONE}, "got both copies and remainders"),
-    ({"remainders": [torch.zeros(2)]}, r"params\[0\] is torch.bfloat16, remainders\[0\] torch.float32; expected bfl"),
-    ({"remainders": []}, "got 0 remainders for 1 params"),
-    ({"streams": [torch.zeros(2, dtype=torch.int64)]}, "expected streams of one int64 element"),
-])
-def test_what_does_not_fit_is_refused(given: dict[str, Any], text: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=text):
-        kernels.sgd_(ONE, ONE, [], lr=0.1, **given)
-    assert torch.equal(ONE[0], torch.ones(2).bfloat16())

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from ampkit_kernels import StepCache, adamw_
-from tests.kernels.launches import Noted, noted_launches
+from tests.kernels.launches import noted_launches
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter")
 OPTIONS = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.0}
 
 
 @pytest.fixture(autouse=True)
-def launched() -> Iterator[list[Noted]]:
-    with noted_launches() as found:
-        yield found
+def _nothing_runs() -> Iterator[None]:
+    with noted_launches():
+        yield
 
 
 def filled() -> tuple[StepCache, list[list[Tensor]]]:
