@@ -44,7 +44,6 @@ HYPERPARAMETERS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-
 def parameters(kind: str) -> list[torch.nn.Parameter]:
     return [
         torch.nn.Parameter(torch.ones(shape, dtype=torch.bfloat16 if "bfloat16" in kind and i != 2 else torch.float32))
@@ -184,8 +183,8 @@ TestSteps.settings = settings(
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_what_is_kept_is_used(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the first step one look at each group suffices, also where gradients have moved."""
+def test_what_is_kept_is_used_and_gradients_are_not_kept(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first step one look at each group suffices, also where gradients have moved. Their memory is free."""
     params = parameters(kind)
     optimizer = OPTIMIZERS[kind]([{"params": params[:2]}, {"params": params[2:4]}, {"params": params[4:]}])
     fits, found = StepCache.fits, []
@@ -194,17 +193,24 @@ def test_what_is_kept_is_used(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
         found.append(fits(self, lists))
         return found[-1]
 
+    def step() -> None:
+        for param in params:
+            param.grad = torch.ones_like(param)
+        gradients = [weakref.ref(param.grad) for param in params]
+        optimizer.step()
+        optimizer.zero_grad()
+        gc.collect()
+        assert not any(ref() is not None for ref in gradients)
+
     monkeypatch.setattr(StepCache, "fits", noted)
     with noted_launches():
         for _ in range(3):
-            for param in params:
-                param.grad = torch.ones_like(param)
-            optimizer.step()
-        looks = found.copy()
-        assert looks
-        assert all(looks)
-        optimizer.impl = "reference"
-    optimizer.step()
+            step()
+    looks = found.copy()
+    assert looks
+    assert all(looks)
+    optimizer.impl = "reference"
+    step()
     assert found == looks
 
 
@@ -247,19 +253,3 @@ def test_a_captured_step_warns_once_of_a_learning_rate_that_the_host_holds() -> 
             optimizer.step()
         optimizer.step()
     assert [one.filename for one in found] == [__file__]
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_gradients_are_not_kept(kind: str) -> None:
-    """Their memory is free for the next forward pass."""
-    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
-    optimizer = OPTIMIZERS[kind](params)
-    with noted_launches():
-        for _ in range(2):
-            for param in params:
-                param.grad = torch.ones(3)
-            gradients = [weakref.ref(param.grad) for param in params]
-            optimizer.step()
-            optimizer.zero_grad()
-            gc.collect()
-            assert [ref() for ref in gradients] == [None, None]

@@ -14,17 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ampkit import Policy, autocast
 from ampkit.policy.op_table import TORCH, fold
 from ampkit.policy.operator_keys import resolve
-from tests.helpers.regions import (
-    BF16,
-    FP16,
-    FP32,
-    FP64,
-    LSTM_IN_16_BITS,
-    like_torch,
-    on_both,
-    on_fake_cuda,
-    outcome,
-)
+from tests.helpers.op_samples import same
+from tests.helpers.regions import BF16, FP16, FP32, FP64, LSTM_IN_16_BITS, like_torch, on_both, on_fake_cuda, outcome
 
 
 def rand(*shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:
@@ -150,30 +141,23 @@ def only_ampkit(call, dtype=BF16):
     return outcome(call, like_torch(dtype))
 
 
-def test_cat_of_the_other_half_type():
-    """float16 tensors in a bfloat16 region: torch.amp raises; here it is a cat."""
-    half = [rand(4, dtype=FP16), rand(4, dtype=FP16)]
-    result = only_ampkit(lambda: torch.cat(half))
-    assert torch.equal(result, torch.cat(half))
-    assert result.dtype is FP16
-
-
 def test_order_of_arguments_does_not_matter():
-    """cat of float32 and half. torch.amp promotes in one order and raises in the other."""
+    """cat of float32 and half. torch.amp promotes in one order and raises in the other, as for the other half type."""
     single, half, brain = rand(4), rand(4, dtype=FP16), rand(4, dtype=BF16)
+    halves = only_ampkit(lambda: torch.cat([half, half]))
+    assert halves.dtype is FP16
+    assert torch.equal(halves, torch.cat([half, half]))
     assert on_both(lambda: torch.cat([single, half])).dtype is FP32
     assert only_ampkit(lambda: torch.cat([half, single])).dtype is FP32
     assert only_ampkit(lambda: torch.cat([half, brain])).dtype is FP32
     assert only_ampkit(lambda: torch.cat([brain, half]), FP16).dtype is FP32
 
 
-@pytest.mark.parametrize(
-    "call",
-    [lambda a, b: a.scatter_add(0, torch.tensor([0, 1]), b),
-     lambda a, b: a.index_put((torch.tensor([0, 1]),), b),
-     lambda a, b: torch.lerp(a, b, 0.5)],
-    ids=["scatter_add", "index_put", "lerp"],
-)
+@pytest.mark.parametrize("call", [
+    lambda a, b: a.scatter_add(0, torch.tensor([0, 1]), b),
+    lambda a, b: a.index_put((torch.tensor([0, 1]),), b),
+    lambda a, b: torch.lerp(a, b, 0.5),
+], ids=["scatter_add", "index_put", "lerp"])
 def test_mixed_dtypes_that_torch_refuses_on_cpu(call):
     """scatter_add, index_put and lerp. Under the default policy these promote on the CPU as on CUDA."""
     with pytest.raises(RuntimeError):
@@ -182,13 +166,12 @@ def test_mixed_dtypes_that_torch_refuses_on_cpu(call):
     assert under_default(lambda: call(rand(2), rand(2, dtype=BF16))).dtype is FP32
 
 
-@pytest.mark.parametrize(
-    ("call", "default"),
-    [(lambda: torch.mv(rand(4, 4), rand(4)), BF16), (lambda: torch.dot(rand(4), rand(4)), FP32),
-     (lambda: torch.addmv(rand(4), rand(4, 4), rand(4)), BF16),
-     (lambda: torch.addr(rand(4, 4), rand(4), rand(4)), BF16)],
-    ids=["mv", "dot", "addmv", "addr"],
-)
+@pytest.mark.parametrize(("call", "default"), [
+    (lambda: torch.mv(rand(4, 4), rand(4)), BF16),
+    (lambda: torch.dot(rand(4), rand(4)), FP32),
+    (lambda: torch.addmv(rand(4), rand(4, 4), rand(4)), BF16),
+    (lambda: torch.addr(rand(4, 4), rand(4), rand(4)), BF16),
+], ids=["mv", "dot", "addmv", "addr"])
 def test_vector_products_on_cpu(call, default):
     """torch.amp leaves mv, dot, addmv and addr in float32; the default policy does here what torch.amp does on CUDA."""
     assert on_both(call).dtype is FP32
@@ -225,21 +208,21 @@ def test_numbers_beside_operators_that_some_policy_names(name):
     """A rule for `add` somewhere in the process must not change what `x + 1` does where it is not active."""
     names = ("add", "mul", "sub", "rsub", "div", "floor_divide")
     policy = Policy.torch("cpu").with_rules(dict.fromkeys(names, "float32") | {"aten::add_": "keep"})
-    with autocast("cpu", policy=policy):
+    active, call = autocast("cpu", policy=policy), ARITHMETIC[name]
+    with active:
         pass
-    call = ARITHMETIC[name]
     for x in (rand(3, dtype=BF16), torch.tensor(1.5, dtype=BF16), torch.tensor(3), rand(3, dtype=FP64)):
-        for region in (like_torch(), autocast("cpu", enabled=False, policy=policy), autocast("cpu", policy=policy)):
-            expected = call(x.clone())
+        expected = call(x.clone())
+        for region in (active, like_torch(), autocast("cpu", enabled=False, policy=policy)):
             with region:
                 got = call(x.clone())
                 with torch.autocast("cpu", enabled=False):
                     inside = call(x.clone())
-            assert inside.dtype is expected.dtype
-            assert torch.equal(inside, expected)
-            named = region.spec.policy == policy and region._enabled and x.dtype is BF16 and name != "add_"
-            assert got.dtype is (FP32 if named else expected.dtype)
-            assert named or torch.equal(got, expected)
+            assert same(inside, expected)
+            if region is active and x.dtype is BF16 and name != "add_":
+                assert got.dtype is FP32
+            else:
+                assert same(got, expected)
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "rename"), reason="torch has no named tensors since 2.13")

@@ -11,18 +11,9 @@ import torch.nn.functional as F
 
 import ampkit
 from ampkit import Policy, autocast
-from tests.helpers.regions import BF16, FP16, FP32, both, like_torch, state
+from tests.helpers.regions import BF16, FP16, FP32, REGIONS, like_torch
 
-
-def gradients(region, backward_region=None):
-    """Gradients of two layers, backward outside or in another region."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
-    with region:
-        loss = F.mse_loss(model(torch.randn(8, 16)), torch.zeros(8, 4))
-    with backward_region or contextlib.nullcontext():
-        loss.backward()
-    return [p.grad for p in model.parameters()]
+KEEPS = Policy.default("cpu").with_rules({"aten::mm": "keep"})
 
 
 def here(device: str = "cpu") -> tuple[bool, torch.dtype, torch.dtype]:
@@ -31,52 +22,36 @@ def here(device: str = "cpu") -> tuple[bool, torch.dtype, torch.dtype]:
     return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), product.dtype
 
 
-class Probe(torch.autograd.Function):
-    """Notes the state in backward, and whether that runs in the main thread."""
-
-    seen: list[tuple[object, bool]] = []
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        Probe.seen.append((here(gradient.device.type), threading.current_thread() is threading.main_thread()))
-        return gradient
-
-
-def backward_state(region, forward, backward):
-    x = torch.ones(2, requires_grad=True)
+@pytest.mark.parametrize(("region", "forward", "backward", "expected"), [
+    *((region, {}, {"enabled": False}, (False, BF16, FP32)) for region in REGIONS),
+    *((region, {"enabled": False}, {}, (True, BF16, BF16)) for region in REGIONS),
+    *((region, {"dtype": BF16}, {"dtype": FP16}, (True, FP16, FP16)) for region in REGIONS),
+    (autocast, {}, {"policy": KEEPS}, (True, BF16, FP32)),
+    (autocast, {"policy": KEEPS}, {}, (True, BF16, BF16)),
+])
+def test_backward_sees_the_state_of_its_caller(region, forward, backward, expected):
+    """Not that of the forward."""
+    seen = []
     with region("cpu", **forward):
-        y = Probe.apply(x)
+        y = torch.ones(2, requires_grad=True).clone()
+    y.register_hook(lambda _: seen.append(here()))
     with region("cpu", **backward):
         y.sum().backward()
-    return Probe.seen.pop()[0]
-
-
-@both
-def test_backward_sees_the_state_of_its_caller(region):
-    """Not that of the forward."""
-    assert backward_state(region, {}, {"enabled": False}) == (False, BF16, FP32)
-    assert backward_state(region, {"enabled": False}, {}) == (True, BF16, BF16)
-    assert backward_state(region, {"dtype": BF16}, {"dtype": FP16}) == (True, FP16, FP16)
-
-
-def test_backward_sees_the_policy_of_its_caller():
-    keeps = Policy.default("cpu").with_rules({"aten::mm": "keep"})
-    assert backward_state(autocast, {}, {"policy": keeps}) == (True, BF16, FP32)
-    assert backward_state(autocast, {"policy": keeps}, {}) == (True, BF16, BF16)
+    assert seen == [expected]
 
 
 def test_float32_forward_and_backward_in_a_region():
     """float32 in dtype, low in accuracy. Backward's own products are cast, as with torch.amp: call backward outside."""
-    exact = gradients(torch.autocast("cpu", enabled=False))
-    theirs = gradients(torch.autocast("cpu", enabled=False), torch.autocast("cpu"))
-    ours = gradients(autocast("cpu", enabled=False), like_torch())
-    assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
+    model, x = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)), torch.randn(8, 16)
+    found = []
+    for region in (contextlib.nullcontext(), torch.autocast("cpu"), like_torch()):
+        loss = F.mse_loss(model(x), torch.zeros(8, 4))
+        with region:
+            found.append(torch.autograd.grad(loss, list(model.parameters())))
+    exact, theirs, ours = found
     assert all(g.dtype is FP32 for g in ours)
-    assert not all(torch.equal(a, b) for a, b in zip(exact, ours, strict=True))
+    assert all(map(torch.equal, theirs, ours))
+    assert not all(map(torch.equal, exact, ours))
 
 
 @pytest.mark.gpu
@@ -84,9 +59,12 @@ def test_backward_threads_see_the_policy_of_their_caller():
     """On CUDA backward runs in a thread of its own."""
     keeps = Policy.default("cuda").with_rules({"aten::mm": "keep"})
     for policy, expected in ((None, BF16), (keeps, FP32)):
+        seen, y = [], torch.ones(2, device="cuda", requires_grad=True).clone()
+        y.register_hook(lambda _, seen=seen: seen.extend((here("cuda"), threading.current_thread())))
         with autocast("cuda", BF16, policy=policy):
-            Probe.apply(torch.ones(2, device="cuda", requires_grad=True)).sum().backward()
-        assert Probe.seen.pop() == ((True, BF16, expected), False)
+            y.sum().backward()
+        assert seen[0] == (True, BF16, expected)
+        assert seen[1] is not threading.main_thread()
 
 
 # custom_fwd and custom_bwd
@@ -95,88 +73,60 @@ def test_backward_threads_see_the_policy_of_their_caller():
 TORCH = (torch.autocast, torch.amp.custom_fwd, torch.amp.custom_bwd)
 AMPKIT = (autocast, ampkit.custom_fwd, ampkit.custom_bwd)
 decorators = pytest.mark.parametrize(("region", "fwd", "bwd"), [TORCH, AMPKIT], ids=["torch", "ampkit"])
+styles = pytest.mark.parametrize("classic", [True, False], ids=["with ctx", "setup_context"])
 
 
-def classic(fwd, bwd, cast_inputs=None):
-    """A function that notes the state and the dtypes it sees."""
-    seen = {}
+def noting(fwd, bwd, classic=True, cast_inputs=None):
+    """An autograd function and what it saw: the state, and the dtypes of its arguments.
 
-    class Function(torch.autograd.Function):
-        @staticmethod
-        @fwd(device_type="cpu", cast_inputs=cast_inputs)
-        def forward(ctx, x, other=None):
-            seen["forward"] = here()
-            seen["input"] = x.dtype
-            seen["other"] = other
-            ctx.save_for_backward(x)
-            return x.clone()
+    In the style of `setup_context` that is decorated too: only it gets the `ctx` that backward has.
+    """
+    seen, forward = {}, fwd(device_type="cpu", cast_inputs=cast_inputs)
 
-        @staticmethod
-        @bwd(device_type="cpu")
-        def backward(ctx, gradient):
-            seen["backward"] = here()
-            return gradient.to(ctx.saved_tensors[0].dtype), None
+    def run(x, other):
+        seen.update(forward=here(), dtypes=(x.dtype, other.dtype))
+        return x.clone()
 
-    return Function, seen
+    @bwd(device_type="cpu")
+    def backward(ctx, gradient):
+        seen["backward"] = here()
+        return gradient, None
+
+    body = {"forward": forward(lambda ctx, x, other: run(x, other)), "backward": backward}
+    if not classic:
+        body |= {"forward": forward(run), "setup_context": forward(lambda ctx, inputs, output: None)}
+    return type("Function", (torch.autograd.Function,), {name: staticmethod(f) for name, f in body.items()}), seen
 
 
-def with_setup_context(fwd, bwd, cast_inputs=None):
-    seen = {}
-
-    class Function(torch.autograd.Function):
-        generate_vmap_rule = True
-
-        @staticmethod
-        @fwd(device_type="cpu", cast_inputs=cast_inputs)
-        def forward(x, factor):
-            seen["forward"] = here()
-            seen["input"] = x.dtype
-            return x * factor
-
-        @staticmethod
-        @fwd(device_type="cpu", cast_inputs=cast_inputs)
-        def setup_context(ctx, inputs, output):
-            ctx.factor = inputs[1]
-
-        @staticmethod
-        @bwd(device_type="cpu")
-        def backward(ctx, gradient):
-            seen["backward"] = here()
-            return gradient * ctx.factor, None
-
-    return Function, seen
+OTHER = torch.ones(2, dtype=FP16)
 
 
 @decorators
-def test_forward_sees_the_region_and_backward_goes_back_to_it(region, fwd, bwd):
+@styles
+def test_forward_sees_the_region_and_backward_goes_back_to_it(region, fwd, bwd, classic):
     """Without cast_inputs; enabled and dtype are replayed."""
-    function, seen = classic(fwd, bwd)
+    function, seen = noting(fwd, bwd, classic)
     x = torch.ones(2, 2, requires_grad=True)
-    before = state()
     with region("cpu", FP16):
-        y = function.apply(x)
-    y.sum().backward()
+        first = function.apply(x, OTHER)
+    first.sum().backward(retain_graph=True)
     assert seen["forward"] == seen["backward"] == (True, FP16, FP16)
     with region("cpu", BF16):
-        function.apply(x).sum().backward()
-    with region("cpu", FP16):
-        y = function.apply(x)
-    with region("cpu", BF16):
-        y.sum().backward()
+        function.apply(x, OTHER).sum().backward()
+        assert seen["backward"] == (True, BF16, BF16)
+        first.sum().backward()
     assert seen["backward"] == (True, FP16, FP16)
-    y = function.apply(x)
+    y = function.apply(x, OTHER)
     with region("cpu"):
         y.sum().backward()
     assert seen["forward"] == seen["backward"] == (False, BF16, FP32)
-    assert state() == before
 
 
 def test_backward_goes_back_to_the_policy():
     """Also in another thread."""
-    function, seen = classic(*AMPKIT[1:])
-    keeps = Policy.default("cpu").with_rules({"aten::mm": "keep"})
-    with autocast("cpu", policy=keeps):
-        y = function.apply(torch.ones(2, 2, requires_grad=True)).sum()
+    function, seen = noting(*AMPKIT[1:])
+    with autocast("cpu", policy=KEEPS):
+        y = function.apply(torch.ones(2, 2, requires_grad=True), OTHER).sum()
     with autocast("cpu"):
         y.backward(retain_graph=True)
     assert seen.pop("backward") == (True, BF16, FP32)
@@ -187,22 +137,21 @@ def test_backward_goes_back_to_the_policy():
 
 
 @decorators
-def test_cast_inputs(region, fwd, bwd):
+@styles
+def test_cast_inputs(region, fwd, bwd, classic):
     """In a region eligible arguments are cast, and autocast is off inside, forward and backward; outside nothing is."""
-    function, seen = classic(fwd, bwd, FP32)
+    function, seen = noting(fwd, bwd, classic, FP32)
     x = torch.ones(2, 2, dtype=BF16, requires_grad=True)
     with region("cpu"):
-        y = function.apply(x, torch.ones(2, dtype=FP16))
+        y = function.apply(x, OTHER)
         assert here() == (True, BF16, BF16)
-        assert seen["input"] is FP32
-        assert seen["other"].dtype is FP32
         y.sum().backward()
-    assert seen["forward"] == seen["backward"] == (False, BF16, FP32)
-    for enabled in (None, False):
-        with contextlib.nullcontext() if enabled is None else region("cpu", enabled=enabled):
-            y = function.apply(x)
+    assert seen == {"forward": (False, BF16, FP32), "backward": (False, BF16, FP32), "dtypes": (FP32, FP32)}
+    for around in (contextlib.nullcontext(), region("cpu", enabled=False)):
+        with around:
+            y = function.apply(x, OTHER)
         y.sum().backward()
-        assert seen["input"] is BF16
+        assert seen["dtypes"] == (BF16, FP16)
         assert seen["forward"][0] is seen["backward"][0] is False
 
 
@@ -231,9 +180,7 @@ def test_containers_that_torch_loses():
 @decorators
 def test_backward_without_forward(region, fwd, bwd):
     class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
+        forward = staticmethod(lambda ctx, x: x.clone())
 
         @staticmethod
         @bwd(device_type="cpu")
@@ -251,15 +198,12 @@ def test_device_type_may_be_left_out():
     seen = []
 
     class Function(torch.autograd.Function):
-        @staticmethod
-        @ampkit.custom_fwd
-        def forward(ctx, x):
-            return x.clone()
+        forward = staticmethod(ampkit.custom_fwd(lambda ctx, x: x.clone()))
 
         @staticmethod
         @ampkit.custom_bwd
         def backward(ctx, gradient):
-            seen.append(torch.is_autocast_enabled(ampkit.autocast().device))
+            seen.append(torch.is_autocast_enabled(autocast().device))
             return gradient
 
     with autocast():
@@ -268,89 +212,43 @@ def test_device_type_may_be_left_out():
     assert seen == [True]
 
 
-@decorators
-def test_setup_context(region, fwd, bwd):
-    """It is decorated too: only it gets the `ctx` that backward has."""
-    function, seen = with_setup_context(fwd, bwd)
-    x = torch.ones(2, requires_grad=True)
-    with region("cpu", FP16):
-        y = function.apply(x, 3.0)
-    with region("cpu", BF16):
-        z = function.apply(x, 2.0)
-    z.sum().backward()
-    assert seen["backward"] == (True, BF16, BF16)
-    y.sum().backward()
-    assert seen["backward"] == (True, FP16, FP16)
-    assert torch.equal(x.grad, torch.full((2,), 5.0))
+def product(cast_inputs):
+    """A product whose backward multiplies as its forward did, by the rules of the region or in a dtype."""
+    class Product(torch.autograd.Function):
+        @staticmethod
+        @ampkit.custom_fwd(device_type="cpu", cast_inputs=cast_inputs)
+        def forward(ctx, a, b, times=1.0, options=None):
+            ctx.save_for_backward(a, b)
+            return a @ b * times
 
-    function, seen = with_setup_context(fwd, bwd, cast_inputs=FP32)
-    with region("cpu"):
-        function.apply(x.detach().bfloat16().requires_grad_(), 3.0).sum().backward()
-    assert seen["input"] is FP32
-    assert seen["forward"] == seen["backward"] == (False, BF16, FP32)
+        @staticmethod
+        @ampkit.custom_bwd(device_type="cpu")
+        def backward(ctx, grad):
+            a, b = ctx.saved_tensors
+            return (grad @ b.t()).float(), (a.t() @ grad).float(), None, None
 
-
-class Product(torch.autograd.Function):
-    """Its backward multiplies as its forward did, by the rules of the region."""
-
-    @staticmethod
-    @ampkit.custom_fwd(device_type="cpu")
-    def forward(ctx, a, b):
-        ctx.save_for_backward(a, b)
-        return a @ b
-
-    @staticmethod
-    @ampkit.custom_bwd(device_type="cpu")
-    def backward(ctx, grad):
-        a, b = ctx.saved_tensors
-        return (grad @ b.t()).to(a.dtype), (a.t() @ grad).to(b.dtype)
-
-
-class HalfProduct(torch.autograd.Function):
-    @staticmethod
-    @ampkit.custom_fwd(device_type="cpu", cast_inputs=FP16)
-    def forward(ctx, a, b, times=1.0, options=None):
-        ctx.save_for_backward(a, b)
-        return a @ b * times
-
-    @staticmethod
-    @ampkit.custom_bwd(device_type="cpu")
-    def backward(ctx, grad):
-        a, b = ctx.saved_tensors
-        return (grad @ b.t()).float(), (a.t() @ grad).float(), None, None
-
-
-KEEP = Policy.torch("cpu").with_rules({"aten::matmul": "keep", "aten::mm": "keep"})
+    return Product
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("policy", [None, KEEP], ids=["default", "keep"])
+@pytest.mark.parametrize("rules", ["default", "keep"])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")     # of torch, which does so
 @pytest.mark.parametrize("inside", [True, False])
-def test_compiled(inside, policy, backend):
+def test_compiled(inside, rules, backend):
     """One graph, as with torch's decorators; its backward too goes back to the region's rules."""
     a, b = torch.randn(4, 6, requires_grad=True), torch.randn(6, 8, requires_grad=True)
+    keep = Policy.torch("cpu").with_rules({"aten::matmul": "keep", "aten::mm": "keep"})
+    region = autocast("cpu", policy=keep if rules == "keep" else None, cache_enabled=inside)
+    ambient, half = product(None), product(FP16)
 
     def products(a, b):
-        return Product.apply(a, b), HalfProduct.apply(a, b, 2.0, {"names": ["a"], "tensor": b})
-
-    def function(a, b):
-        with autocast("cpu", policy=policy):
-            return products(a, b)
+        return ambient.apply(a, b), half.apply(a, b, 2.0, {"names": ["a"], "tensor": b})
 
     def run(compile):
-        if inside:
-            found = compile(function)(a, b)
-        else:
-            with autocast("cpu", policy=policy, cache_enabled=False):
-                found = compile(products)(a, b)
+        found = (compile(region(products)) if inside else region(compile(products)))(a, b)
         return *found, *torch.autograd.grad(sum(y.float().square().sum() for y in found), (a, b))
 
-    torch._dynamo.reset()
-    before = state()
     wanted = run(lambda function: function)
     got = run(lambda function: torch.compile(function, backend=backend, fullgraph=True))
-    torch._dynamo.reset()
-    assert state() == before
-    assert [y.dtype for y in got[:2]] == [FP32 if policy is KEEP else BF16, FP16]
+    assert [y.dtype for y in got[:2]] == [FP32 if rules == "keep" else BF16, FP16]
     assert all(map(torch.equal, got, wanted))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ampkit import Policy, Rule, WeightCache, autocast
+from tests.helpers.compiled_regions import INSIDE, TORCH, Net, assert_same
 from tests.helpers.regions import like_torch
 
 pytestmark = pytest.mark.filterwarnings(
@@ -17,77 +18,69 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.isinstance.treespec:FutureWarning",
     "ignore:While compiling, we found certain side effects:UserWarning",     # strict, with module rules: their hooks
 )
-TORCH = Policy.torch("cpu")
-POLICIES = {
-    "torch": TORCH,
-    "default": None,
-    "with_rules": TORCH.with_rules({"aten::softmax.int": Rule.FLOAT32, "aten::linear": Rule.KEEP}),
-    "for_modules": TORCH,
-}
 
 
-class Net(nn.Module):
-    """Two products and a softmax, in a region of its own."""
+class Exported(nn.Module):
+    """A function of a net, as the module that export takes."""
 
-    def __init__(self, policy: Policy | None, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
-        self.policy, self.dtype = policy, dtype
+        self.net = Net()
+        self.function = INSIDE[name](self.net)
 
-    def bind(self) -> None:
-        """Give the policy a rule for a module of this net."""
-        assert self.policy is not None
-        self.policy = self.policy.for_modules(self, {"last": "float32"})
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        with autocast("cpu", self.dtype, policy=self.policy):
-            y = self.last(torch.relu(self.first(x)))
-            with autocast("cpu", enabled=False):
-                z = torch.softmax(y.float(), -1) @ self.last.weight
-            return torch.softmax(y, -1), z
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self.net, x)
 
 
-def assert_same(got: Any, wanted: Any) -> None:
-    assert [t.dtype for t in got] == [t.dtype for t in wanted]
-    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
-
-
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("name", POLICIES)
+# Strict export does not run a `torch.autocast` inside a region while it traces.
+@pytest.mark.parametrize(("name", "strict"), [
+    (name, strict) for name in INSIDE for strict in (False, True) if not (strict and name == "disabled_regions")
+])
 def test_export_records_the_region(name: str, strict: bool) -> None:
     """The exported program has the region's casts in it and nothing of ampkit, also once decomposed and reloaded."""
-    net, x = Net(POLICIES[name]), torch.randn(3, 8)
-    if name == "for_modules":
-        net.bind()
-        assert net(x)[0].dtype is torch.float32
-    program = torch.export.export(net, (x,), strict=strict)
-    assert_same(program.module()(x), net(x))
+    module, x = Exported(name), torch.randn(3, 8)
+    program = torch.export.export(module, (x,), strict=strict)
+    assert_same(program.module()(x), module(x))
     targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
-    assert all(isinstance(target, torch._ops.OpOverload) for target in targets)
-    assert_same(program.run_decompositions().module()(x), net(x))
+    torchs_own = name == "disabled_regions"         # `torch.autocast` inside is a higher-order operator
+    assert torchs_own or all(isinstance(target, torch._ops.OpOverload) for target in targets)
+    assert_same(program.run_decompositions().module()(x), module(x))
+
+
+def test_strict_export_refuses_torchs_autocast_inside_a_region() -> None:
+    """It records that one and does not run it, so the exported casts would be wrong in silence."""
+
+    class Rotary(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            with autocast("cpu"):
+                input = super().forward(input)
+                with torch.autocast("cpu", enabled=False):
+                    return super().forward(input.float())
+
+    net, x = Rotary(4, 4), torch.randn(2, 4)
+    assert_same([torch.export.export(net, (x,), strict=False).module()(x)], [net(x)])
+    with pytest.raises(Exception, match="strict=False"):
+        torch.export.export(net, (x,), strict=True)
 
 
 def test_a_region_around_export_is_recorded() -> None:
-    lin, x = nn.Linear(8, 4), torch.randn(3, 8)
+    net, x = Net(), torch.randn(3, 8)
     with autocast("cpu", torch.float16, policy=TORCH):
-        program = torch.export.export(lin, (x,))
-        wanted = lin(x)
-    assert_same([program.module()(x)], [wanted])
+        program = torch.export.export(net, (x,))
+        wanted = net(x)
     assert wanted.dtype is torch.float16
+    assert_same(program.module()(x), wanted)
 
 
 def test_pre_dispatch_tracing_outside_a_region_is_untouched() -> None:
     """The look-up that the mode goes before stays what it was where no region is open, or in a disabled region."""
     weight, x = torch.randn(8, 4), torch.randn(3, 8)
 
-    def product(x: Tensor) -> Tensor:
-        return x @ weight
-
     def disabled_region(x: Tensor) -> Tensor:
         with autocast("cpu"), autocast("cpu", enabled=False):
-            return product(x)
+            return x @ weight
 
-    functions: list[Callable[[Tensor], Tensor]] = [product, disabled_region]
+    functions: list[Callable[[Tensor], Tensor]] = [lambda x: x @ weight, disabled_region]
     for function in functions:
         graph = make_fx(function, pre_dispatch=True)(x)
         assert [n.target for n in graph.graph.nodes if n.op == "call_function"] == [torch.ops.aten.matmul.default]

@@ -32,7 +32,6 @@ class Net(nn.Module):
 
 @pytest.fixture
 def net():
-    torch.manual_seed(0)
     return Net()
 
 
@@ -70,9 +69,9 @@ def test_calls_in_order_with_rule_place_and_reason(net):
 
 
 @pytest.mark.parametrize("base", [Policy.default, Policy.torch])
-@pytest.mark.parametrize("make_cache", [lambda: None, WeightCache])
-def test_casts_are_those_that_torch_makes(net, base, make_cache):
-    cache, policy = make_cache(), base("cpu")
+@pytest.mark.parametrize("cache", [None, WeightCache()])
+def test_casts_are_those_that_torch_makes(net, base, cache):
+    policy = base("cpu")
 
     def step():
         with autocast("cpu", policy=policy, cache=cache):
@@ -100,20 +99,6 @@ def test_a_weight_is_cast_once_and_cached_after(net):
     assert sum(call.casts for call in first) - sum(call.casts for call in second) == len(weights)
     saved = sum(call.nbytes for call in first) - sum(call.nbytes for call in second)
     assert saved == 6 * sum(torch.Size(shape).numel() for shape in weights)
-
-
-def test_recording_changes_no_bit(net):
-    def gradients():
-        net.zero_grad()
-        with autocast("cpu"):
-            loss = net(X)[:, 0].sum()
-        loss.backward()
-        return [loss.detach(), *(param.grad.clone() for param in net.parameters())]
-
-    wanted = gradients()
-    with record_casts():
-        found = gradients()
-    assert all(map(torch.equal, found, wanted))
 
 
 def test_table(net):
@@ -174,7 +159,6 @@ def test_rules_of_modules(net):
 
 @pytest.mark.parametrize(("backend", "calls"), [("eager", 6), ("aot_eager", 0)])
 def test_compiled_code_is_recorded_where_it_runs(net, backend, calls):
-    torch._dynamo.reset()
     compiled = torch.compile(lambda x: net(x), backend=backend)
     for _ in range(2):
         with record_casts() as record, autocast("cpu"):
@@ -192,13 +176,11 @@ def test_compiled_code_is_recorded_where_it_runs(net, backend, calls):
 
 
 def test_a_step_that_is_compiled_in_part_says_so(net):
-    torch._dynamo.reset()
     compiled = torch.compile(net.head, backend="aot_eager")
     with torch.no_grad(), record_casts() as record, autocast("cpu"):
         compiled(net.blocks[0](X))
     assert [call.op for call in record.calls] == ["aten::linear", "aten::layer_norm"]
     assert str(record).splitlines()[-1].startswith("compiled code runs operators unseen")
-    torch._dynamo.reset()
 
 
 def test_the_record_keeps_no_tensor():

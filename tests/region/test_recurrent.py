@@ -28,17 +28,16 @@ def first(result):
 
 
 X = torch.randn(5, 2, 4, generator=torch.Generator().manual_seed(0))
-CALLS = {
-    "with a state": (nn.LSTM(4, 3), X, (torch.zeros(1, 2, 3), torch.zeros(1, 2, 3))),
-    "packed": (nn.LSTM(4, 3), pack_padded_sequence(X, torch.tensor([5, 3]))),
-    "packed GRU": (nn.GRU(4, 3, num_layers=2, bidirectional=True), pack_padded_sequence(X, torch.tensor([5, 3]))),
-}
+PACKED = pack_padded_sequence(X, torch.tensor([5, 3]))
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_states_and_packed_sequences(name):
+@pytest.mark.parametrize(("layer", "args"), [
+    (nn.LSTM(4, 3), (X, (torch.zeros(1, 2, 3), torch.zeros(1, 2, 3)))),
+    (nn.LSTM(4, 3), (PACKED,)),
+    (nn.GRU(4, 3, num_layers=2, bidirectional=True), (PACKED,)),
+], ids=["with a state", "packed", "packed GRU"])
+def test_states_and_packed_sequences(layer, args):
     """As `test_recurrent_layers` of `test_autocast_casting` has it of plain calls; gradients are float32's, nearly."""
-    layer, *args = CALLS[name]
     results = []
     for region in (autocast("cpu"), contextlib.nullcontext()):
         with region:

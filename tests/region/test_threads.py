@@ -1,5 +1,6 @@
 """Regions and threads: each has its own; work handed to other threads takes its region along where one asks for it."""
 
+import contextlib
 import gc
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from torch import nn
 from ampkit import Policy, WeightCache, autocast, wrap_forward
 from ampkit.region import module_hooks
 from ampkit.region.stack import Entry
-from tests.helpers.regions import BF16, FP16, FP32, product, state
+from tests.helpers.regions import BF16, FP16, FP32, product
 
 
 def in_threads(calls):
@@ -30,71 +31,44 @@ def in_threads(calls):
 
 
 def test_regions_of_several_threads_at_once():
-    """Off, with the default dtype and the cache on."""
-    def in_region(dtype, policy):
-        def call(together):
-            seen = []
-            with autocast("cpu", dtype, policy=policy):
-                for _ in range(5):
-                    together.wait(20)
-                    seen.append((product(), torch.softmax(torch.ones(2, dtype=dtype), 0).dtype))
-            return set(seen)
-        return call
+    """With other dtypes, policies and module rules, and none."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(1, 4)
 
-    def outside(together):
-        for _ in range(5):
-            together.wait(20)
-        return {product()}
-
-    before = state()
-    results = in_threads([
-        in_region(BF16, None), in_region(FP16, None), in_region(BF16, Policy.torch("cpu")), outside
-    ])
-    assert results == [{(BF16, FP32)}, {(FP16, FP32)}, {(BF16, BF16)}, {FP32}]
-    assert state() == before
-
-
-def replicas_give(model):
-    """The dtypes that replicas of a module give in threads, as `nn.DataParallel` makes and calls them."""
-    def call(replica):
-        def run(together):
-            together.wait(20)
-            return replica(torch.ones(2, 4)).dtype
-        return run
-
-    return in_threads([call(model._replicate_for_data_parallel()) for _ in range(4)])
-
-
-def test_a_wrapped_and_a_decorated_forward_in_threads_of_parallel_apply():
-    class Decorated(nn.Sequential):
-        @autocast("cpu", FP16)
-        def forward(self, x):
-            return super().forward(x)
-
-    layers = nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)
-    assert replicas_give(Decorated(*layers)) == [FP16] * 4
-    assert replicas_give(wrap_forward(nn.Sequential(*layers), "cpu", FP16)) == [FP16] * 4
-
-
-def test_module_rules_in_several_threads():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-
-    def call(dtype):
-        policy = Policy.default("cpu").for_modules(model, {"1": dtype})
-
+    def call(region):
         def run(together):
             seen = set()
             for _ in range(5):
-                with autocast("cpu", policy=policy):
+                with region:
                     together.wait(20)
-                    seen.add((model(torch.ones(1, 4)).dtype, model[0](torch.ones(1, 4)).dtype))
+                    seen.add((model(x).dtype, model[0](x).dtype, torch.softmax(x.bfloat16(), -1).dtype))
             return seen
 
         return run
 
-    found = in_threads([call(dtype) for dtype in (FP32, FP16, FP32, FP16)])
-    assert found == [{(FP32, BF16)}, {(FP16, BF16)}] * 2
-    assert not nn.modules.module._global_forward_pre_hooks
+    default = Policy.default("cpu")
+    assert in_threads([
+        call(contextlib.nullcontext()), call(autocast("cpu")), call(autocast("cpu", FP16)),
+        call(autocast("cpu", policy="torch")), *(
+            call(autocast("cpu", policy=default.for_modules(model, {"1": dtype}))) for dtype in (FP32, FP16)
+        ),
+    ]) == [
+        {(FP32, FP32, BF16)}, {(BF16, BF16, FP32)}, {(FP16, FP16, FP32)}, {(BF16, BF16, BF16)},
+        {(FP32, BF16, FP32)}, {(FP16, BF16, FP32)},
+    ]
+
+
+class Decorated(nn.Sequential):
+    forward = autocast("cpu", FP16)(nn.Sequential.forward)
+
+
+@pytest.mark.parametrize("model", [
+    Decorated(nn.Linear(4, 4)), wrap_forward(nn.Sequential(nn.Linear(4, 4)), "cpu", FP16),
+], ids=["decorated", "wrapped"])
+def test_replicas_of_a_wrapped_and_a_decorated_module_in_threads(model):
+    """As `nn.DataParallel` makes and calls them."""
+    replicas = [model._replicate_for_data_parallel() for _ in range(4)]
+    calls = [lambda _, replica=replica: replica(torch.ones(2, 4)).dtype for replica in replicas]
+    assert in_threads(calls) == [FP16] * 4
 
 
 def test_cache_shared_by_several_threads():
@@ -102,8 +76,7 @@ def test_cache_shared_by_several_threads():
     expected = [layer(torch.ones(1, 8)).bfloat16() for layer in layers]
     cache = WeightCache()
 
-    def call(together):
-        together.wait(20)
+    def call(_):
         for _ in range(20):
             for layer, want in zip(layers, expected, strict=True):
                 with autocast("cpu", cache=cache):
@@ -159,13 +132,12 @@ def test_threads_that_end_inside_a_region_leave_nothing_behind():
     assert not list(module_hooks._open)
     with autocast("cpu", policy=rules):     # the next one takes away the hooks that they left
         pass
-    assert not nn.modules.module._global_forward_hooks
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer's signals")
 def test_regions_opened_by_a_signals_handler():
     """At any place of entering and leaving another."""
-    before, seen = state(), []
+    seen = []
 
     def handler(*_):
         with autocast("cpu", FP16):
@@ -183,4 +155,3 @@ def test_regions_opened_by_a_signals_handler():
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, old)
     assert set(seen) == {FP16}
-    assert state() == before

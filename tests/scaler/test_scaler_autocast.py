@@ -7,7 +7,7 @@ from ampkit import GradScaler, Policy, autocast
 from tests.helpers.models import CASES
 from tests.helpers.op_samples import same
 
-CASE = next(case for case in CASES if case.name == "encoder")
+CASE = CASES["encoder"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -1,28 +1,30 @@
 """check_half: what keeping a module in float32 is worth, and which modules it proposes."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from ampkit import check_half
-from ampkit.whole_model.check_half import HalfReport
 from ampkit.whole_model.half import half
 
 
-class Square(nn.Module):
-    """Goes beyond float16."""
+class Call(nn.Module):
+    """Computes a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x * 1000.0).square()
+        return self.function(x)
 
 
-class Shift(nn.Module):
-    """Loses what half precision cannot hold beside a large number."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x + 500.0) - 500.0
+SQUARE = Call(lambda x: (x * 1000.0).square())      # goes beyond float16
+SHIFT = Call(lambda x: (x + 500.0) - 500.0)         # loses what half precision cannot hold beside a large number
 
 
 class Within(nn.Module):
@@ -36,16 +38,16 @@ class Within(nn.Module):
         return self.second((self.first(x) * 1e4).square() / 1e8)
 
 
-def is_kept_error_what_half_gives(model: nn.Module, x: Tensor, report: HalfReport) -> bool:
-    low, expected = half(model, report.dtype, keep_fp32=report.keep)(x).double(), model(x).double()
-    return report.kept_error == pytest.approx(((low - expected).norm() / expected.norm()).item(), rel=1e-6)
+def relative(got: Tensor, expected: Tensor) -> Any:
+    """The relative L2 error, to compare with."""
+    got, expected = got.double(), expected.double()
+    return pytest.approx(((got - expected).norm() / expected.norm()).item(), rel=1e-6)
 
 
 def test_overflows_and_lost_digits_are_found_and_the_modules_around_them_proposed() -> None:
     """Two modules that overflow inside; one whose output is too large; one that loses digits."""
-    torch.manual_seed(0)
-    inner = nn.Sequential(nn.Linear(6, 6), Square(), nn.LayerNorm(6))
-    model, x = nn.Sequential(Within(), inner, Within(), nn.LayerNorm(6), Shift(), nn.Linear(6, 2)), torch.randn(8, 6)
+    inner = nn.Sequential(nn.Linear(6, 6), SQUARE, nn.LayerNorm(6))
+    model, x = nn.Sequential(Within(), inner, Within(), nn.LayerNorm(6), SHIFT, nn.Linear(6, 2)), torch.randn(8, 6)
     report = check_half(model, x)
     assert [row.path for row in report.modules] == [
         "0.first", "0.second", "0", "1.0", "1.1", "1.2", "1", "2.first", "2.second", "2", "3", "4", "5", "",
@@ -54,12 +56,10 @@ def test_overflows_and_lost_digits_are_found_and_the_modules_around_them_propose
     assert report.keep == ["0", "1", "2", "4"]
     assert report.error == math.inf
     assert report.kept_error < 2e-3
-    assert is_kept_error_what_half_gives(model, x, report)
+    assert report.kept_error == relative(half(model, report.dtype, keep_fp32=report.keep)(x), model(x))
     rows = {row.path: row for row in report.modules}
     assert [rows["0"].overflows > 0, rows["0.first"].overflows, rows["1.1"].largest > 65504] == [True, 0, True]
-    first = half(model)[0].first(x.half()).double()  # type: ignore[index, union-attr]
-    expected = model[0].first(x).double()  # type: ignore[index, union-attr]
-    assert rows["0.first"].error == pytest.approx(((first - expected).norm() / expected.norm()).item(), rel=1e-6)
+    assert rows["0.first"].error == relative(half(model)[0].first(x.half()), model[0].first(x))
     tried = {row.path: row.kept_error for row in report.modules if row.kept_error is not None}
     assert list(tried) == ["3", "4", "5"]       # without what is kept before
     assert tried["4"] < min(tried["3"], tried["5"])
@@ -71,7 +71,7 @@ def test_overflows_and_lost_digits_are_found_and_the_modules_around_them_propose
 
 
 def test_what_is_too_large_with_nothing_around_it_is_named() -> None:
-    report = check_half(nn.Sequential(nn.Linear(6, 6), Square()), torch.ones(1, 6))
+    report = check_half(nn.Sequential(nn.Linear(6, 6), SQUARE), torch.ones(1, 6))
     assert report.too_large == ["1", ""]
     assert (report.keep, report.kept_error) == ([], math.inf)
 
@@ -92,7 +92,6 @@ def test_parameters_that_do_not_fit() -> None:
 
 
 def test_dtypes_are_taken_and_refused_as_half_does() -> None:
-    torch.manual_seed(0)
     model, x = nn.Linear(6, 6), torch.randn(8, 6)
     for name, dtype in (("float16", torch.float16), ("bf16", torch.bfloat16)):
         report = check_half(model, x, name)
@@ -110,7 +109,7 @@ class Writing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shift = Shift()
+        self.shift = SHIFT
 
     def forward(self, batch: dict[str, Tensor], seen: list[Tensor]) -> Tensor:
         seen.append(batch["x"].mul_(2.0))
@@ -143,18 +142,16 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("where", range(3))
 def test_operators_of_a_module_are_charged_to_it_and_to_no_container(where: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     large = 300.0 if dtype is torch.bfloat16 else 3000.0
     blocks = nn.ModuleList(nn.Sequential(Attention(16, large if i == where else 0.0)) for i in range(3))
     model, x = nn.Sequential(nn.Sequential(*blocks), nn.Linear(16, 4)), torch.randn(4, 12, 16)
     report = check_half(model, x, dtype)
     assert report.keep == [f"0.{where}.0"]
     assert report.kept_error < report.error * 2 / 3
-    assert is_kept_error_what_half_gives(model, x, report)
+    assert report.kept_error == relative(half(model, report.dtype, keep_fp32=report.keep)(x), model(x))
 
 
 def test_where_all_round_alike_nothing_is_proposed() -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU()) for _ in range(12)))
     report = check_half(model, torch.randn(64, 16), torch.bfloat16)
     assert report.error == report.kept_error > torch.finfo(torch.bfloat16).eps

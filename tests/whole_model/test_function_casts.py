@@ -1,5 +1,6 @@
 """half_function and its kin: what functions see, inside regions and outside, and how they are registered."""
 
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,17 +12,8 @@ from torch import Tensor
 
 from ampkit import Policy, amp, autocast
 from ampkit.policy.policy import Rule, _Registered
-from ampkit.whole_model.function_casts import (
-    disable_casts,
-    float_function,
-    half_function,
-    promote_function,
-    register_float_function,
-    register_half_function,
-    register_promote_function,
-)
 
-LOW = torch.bfloat16
+LOW, TWICE = torch.bfloat16, "ampkit_function_casts::twice"
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +35,9 @@ def seen(*args: Any, **kwargs: Any) -> list[torch.dtype]:
 @pytest.mark.parametrize(
     ("decorate", "expected"),
     [
-        (half_function, [LOW, LOW, LOW, torch.int64, LOW]),
-        (float_function, [torch.float32, torch.float32, torch.float32, torch.int64, torch.float32]),
-        (promote_function, [torch.float32, torch.float32, torch.float32, torch.int64, LOW]),
+        (amp.half_function, [LOW, LOW, LOW, torch.int64, LOW]),
+        (amp.float_function, [torch.float32, torch.float32, torch.float32, torch.int64, torch.float32]),
+        (amp.promote_function, [torch.float32, torch.float32, torch.float32, torch.int64, LOW]),
     ],
     ids=["half", "float", "promote"],
 )
@@ -58,7 +50,7 @@ def test_what_a_function_sees(decorate: Callable[..., Any], expected: list[torch
     with autocast("cpu", LOW):
         assert function(*args) == expected
         assert function(x, a=x.half(), b=x.to(LOW), c=ids) == expected
-        with disable_casts():
+        with amp.disable_casts():
             assert function(*args) == outside
     with autocast("cpu", enabled=False):
         assert function(*args) == outside
@@ -70,45 +62,38 @@ def test_containers_are_looked_into_and_casts_differentiated() -> None:
     """float64 passes."""
     x, wide = torch.ones(2, requires_grad=True), torch.ones(1).double()
     with autocast("cpu", LOW):
-        y = half_function(lambda batch: [batch["x"][0] * 2, batch["y"]])({"x": [x], "y": wide})
+        y = amp.half_function(lambda batch: [batch["x"][0] * 2, batch["y"]])({"x": [x], "y": wide})
     y[0].float().sum().backward()
     assert [one.dtype for one in y] == [LOW, torch.float64]
     assert (x.grad.dtype, x.grad.tolist()) == (torch.float32, [2.0, 2.0])
 
 
-def test_torchs_functions_become_rules_and_stay_themselves() -> None:
-    x = torch.ones(2, 2)
-    kept = torch.cumsum, F.softmax, torch.Tensor.lerp, F.cross_entropy, torch.linalg.norm
-    register_half_function(torch, "cumsum")
-    register_half_function(F, "softmax")
-    register_float_function(torch.Tensor, "mm")
-    register_promote_function(torch.Tensor, "lerp")
-    register_half_function(F, "cross_entropy")
-    register_float_function(torch.linalg, "norm")
-    assert kept == (torch.cumsum, F.softmax, torch.Tensor.lerp, F.cross_entropy, torch.linalg.norm)
-    with autocast("cpu", LOW):
-        assert torch.cumsum(x, 0).dtype is LOW
-        assert F.softmax(x, 0).dtype is LOW
-        assert x.to(LOW).mm(x.to(LOW)).dtype is torch.float32
-    policy = Policy.default("cpu")
-    assert policy.explain("aten::cross_entropy_loss").rule is Rule.LOWER
-    assert policy.explain("aten::linalg_norm").rule is Rule.FLOAT32
-    assert policy.explain("aten::lerp.Tensor").rule is Rule.PROMOTE
+@torch.library.custom_op(TWICE, mutates_args=())
+def twice(x: Tensor) -> Tensor:
+    return x + x
 
 
-def test_operators_of_torch_library_become_rules() -> None:
-    @torch.library.custom_op("ampkit_function_casts::twice", mutates_args=())
-    def twice(x: Tensor) -> Tensor:
-        return x + x
-
-    holder = types.SimpleNamespace(twice=twice)
-    register_half_function(holder, "twice")
-    assert holder.twice is twice
-    with autocast("cpu", LOW):
-        assert twice(torch.ones(1)).dtype is LOW
-    register_float_function(torch.ops.ampkit_function_casts, "twice")
-    with autocast("cpu", LOW):
-        assert twice(torch.ones(1).to(LOW)).dtype is torch.float32
+@pytest.mark.parametrize(
+    ("register", "owner", "name", "operator", "rule"),
+    [
+        (amp.register_half_function, torch, "cumsum", "aten::cumsum", Rule.LOWER),
+        (amp.register_half_function, F, "softmax", "aten::softmax.int", Rule.LOWER),
+        (amp.register_half_function, F, "cross_entropy", "aten::cross_entropy_loss", Rule.LOWER),
+        (amp.register_float_function, torch.Tensor, "mm", "aten::mm", Rule.FLOAT32),
+        (amp.register_float_function, torch.linalg, "norm", "aten::linalg_norm", Rule.FLOAT32),
+        (amp.register_promote_function, torch.Tensor, "lerp", "aten::lerp.Tensor", Rule.PROMOTE),
+        (amp.register_half_function, sys.modules[__name__], "twice", TWICE, Rule.LOWER),
+        (amp.register_float_function, torch.ops.ampkit_function_casts, "twice", TWICE, Rule.FLOAT32),
+    ],
+)
+def test_operators_get_rules_and_functions_stay(
+    register: Callable[..., None], owner: Any, name: str, operator: str, rule: Rule
+) -> None:
+    """Of torch and of `torch.library`."""
+    function = getattr(owner, name)
+    register(owner, name)
+    assert getattr(owner, name) is function
+    assert Policy.default("cpu").explain(operator).rule is rule
 
 
 def test_other_functions_are_wrapped_where_they_are_once() -> None:
@@ -125,10 +110,10 @@ def test_other_functions_are_wrapped_where_they_are_once() -> None:
 
 def test_what_is_refused() -> None:
     with pytest.raises(TypeError, match=r"half_function takes a function, got <class 'torch.nn.modules.linear"):
-        half_function(torch.nn.Linear)
+        amp.half_function(torch.nn.Linear)
     with pytest.raises(TypeError, match="float_function takes a function, got 3"):
-        float_function(3)  # type: ignore[arg-type]
+        amp.float_function(3)  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match="torch has no function 'bmmm' to register"):
-        register_half_function(torch, "bmmm")
+        amp.register_half_function(torch, "bmmm")
     with pytest.raises(ValueError, match=r"functional.multi_head_attention_forward is no single operator that"):
-        register_half_function(F, "multi_head_attention_forward")
+        amp.register_half_function(F, "multi_head_attention_forward")

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import pickle
 import threading
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,13 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampkit.containers import SIXTEEN_BIT, cast_tree
+from ampkit.containers import cast_tree
 from ampkit.whole_model.half import half
-
-ids = {"ids": lambda value: str(value).removeprefix("torch.")}
-
-
-# --- cast_tree
+from tests.helpers.whole_model import both_dtypes
 
 
 class Point(NamedTuple):
@@ -33,16 +30,6 @@ class Batch:
     made: Any = dataclasses.field(init=False, default=None)
 
 
-class Own:
-    """A batch class with a `to`, as Apex expects of it."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-
-    def to(self, dtype: torch.dtype) -> "Own":
-        return Own(self.x.to(dtype))
-
-
 FLOAT = torch.ones(1)
 FIXED = (*(torch.ones(1, dtype=dtype) for dtype in (torch.int64, torch.bool, torch.complex64)), "text", None, 1.5)
 TREES: tuple[Callable[[Any], Any], ...] = (     # a container of what it is given, at several depths
@@ -53,24 +40,13 @@ TREES: tuple[Callable[[Any], Any], ...] = (     # a container of what it is give
 )
 
 
-def described(value: Any) -> Any:
-    """A value with its types, as something that compares."""
-    if isinstance(value, Tensor):
-        return value.dtype, value.tolist()
-    if isinstance(value, Batch):
-        value = [value.image, value.label]
-    if isinstance(value, dict):
-        return type(value), [(key, described(item)) for key, item in value.items()]
-    return (type(value), [*map(described, value)]) if isinstance(value, list | tuple) else value
-
-
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("floats", [FLOAT, FLOAT.double(), FLOAT.bfloat16()])
 def test_trees_come_back_in_their_own_types_with_floats_cast(tree: Callable[[Any], Any], floats: Tensor) -> None:
     value = tree(floats)
     result = cast_tree(value, torch.float16)
-    assert (type(result), described(result)) == (type(value), described(tree(FLOAT.half())))
-    assert described(value) == described(tree(floats))      # the original is untouched
+    assert repr(result) == repr(tree(FLOAT.half()))     # has types, dtypes and values
+    assert repr(value) == repr(tree(floats))            # the original is untouched
     assert cast_tree(result, torch.float16) is result
 
 
@@ -81,20 +57,18 @@ def test_other_containers() -> None:
     found = cast_tree(torch.ones(2, 2).max(0), torch.float16)
     assert type(found) is torch.return_types.max
     assert found.values.dtype is torch.float16
-    assert cast_tree(Own(torch.ones(1)), torch.float16).x.dtype is torch.float16
+    own = types.SimpleNamespace(to=lambda dtype: dtype)     # a batch class with a `to`, as Apex expects of it
     module = nn.Linear(1, 1)
-    assert cast_tree([module], torch.float16)[0] is module
+    assert cast_tree([own, module], torch.float16) == [torch.float16, module]
     assert module.weight.dtype is torch.float32
-    outputs = pytest.importorskip("transformers").modeling_outputs.BaseModelOutput(torch.ones(1), hidden_states=None)
+    transformers = pytest.importorskip("transformers")
+    outputs = transformers.modeling_outputs.BaseModelOutput(torch.ones(1), hidden_states=None)
     result = cast_tree(outputs, torch.float16)
     assert type(result) is type(outputs)
     assert result.last_hidden_state.dtype is result["last_hidden_state"].dtype is result[0].dtype is torch.float16
-    encoding = pytest.importorskip("transformers").BatchEncoding({"x": torch.ones(1)})
+    encoding = transformers.BatchEncoding({"x": torch.ones(1)})
     assert cast_tree(encoding, torch.float16)["x"].dtype is torch.float16
     assert encoding["x"].dtype is torch.float32
-
-
-# --- half
 
 
 class Net(nn.Module):
@@ -121,10 +95,9 @@ def sample() -> dict[str, Tensor]:
     return {"image": torch.randn(3, 1, 8, 8)}
 
 
-@pytest.mark.parametrize("dtype", SIXTEEN_BIT, **ids)
+@both_dtypes
 def test_a_half_model_takes_what_it_took_before(dtype: torch.dtype) -> None:
     """And what is converted."""
-    torch.manual_seed(0)
     model = Net().eval()
     low = half(model, dtype, cast_outputs=torch.float32)
     expected = {name: torch.float32 if name.startswith("bn") else dtype for name, _ in model.named_parameters()}
@@ -155,36 +128,19 @@ def test_masks_saturate_and_infinities_stay() -> None:
 
 
 class Noted(nn.Linear):
-    """Notes what it gets, and what its product comes out as."""
+    """Notes what it gets, what its weight is, and what its product comes out as."""
 
-    seen: tuple[Any, ...] = ()
+    seen: set[torch.dtype] = set()
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
-        Noted.seen = x.dtype, self.weight.dtype, y.dtype
+        Noted.seen |= {x.dtype, self.weight.dtype, y.dtype}
         return y
 
 
-@pytest.mark.parametrize("in_region", [False, True])
-@pytest.mark.parametrize("keep", ["1*", ("1.0",), (Noted,), "module"], ids=str)
-@pytest.mark.parametrize("dtype", SIXTEEN_BIT, **ids)
-def test_kept_modules_compute_in_float32(keep: Any, dtype: torch.dtype, in_region: bool) -> None:
-    """Named by pattern, path, class, or as the module around them; in a region too, which is off inside."""
-    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(Noted(3, 3)), nn.Linear(3, 3))
-    low = half(model, dtype, (model[1],) if keep == "module" else keep, in_region=in_region)
-    returned = []
-    low[1].register_forward_hook(lambda module, args, output: returned.append(output.dtype))
-    assert low(torch.ones(2, 3)).dtype is dtype
-    assert Noted.seen == (torch.float32,) * 3
-    assert returned == [dtype]
-    assert {param.dtype for param in low[0].parameters()} == {dtype}
-    assert not torch.is_autocast_enabled("cpu")
-    model[1].forward = model[1].forward
-    with pytest.raises(RuntimeError, match="was given a forward of its own"):
-        half(model, keep_fp32="1")
-
-
 class Listed(nn.Module):
+    """Has its layers in containers, which are never called themselves."""
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.ModuleList([Noted(3, 3)]), Noted(3, 3)])
@@ -194,20 +150,24 @@ class Listed(nn.Module):
 
 
 @pytest.mark.parametrize("in_region", [False, True])
-@pytest.mark.parametrize("keep", ["layers", (nn.ModuleList,)], ids=str)
-def test_in_place_of_a_container_its_modules_are_kept(keep: Any, in_region: bool) -> None:
-    """It is never called itself."""
-    assert half(Listed(), keep_fp32=keep, in_region=in_region)(torch.ones(2, 3)).dtype is torch.float16
-    assert Noted.seen == (torch.float32,) * 3
-
-
-def test_ties_stay() -> None:
-    model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 4, bias=False))
-    model[1].weight = model[0].weight
-    low = half(model)
-    assert low[1].weight is low[0].weight
-    assert low(torch.arange(4)).dtype is torch.float16
-    with pytest.raises(ValueError, match=r"parameters 1.weight and 0.weight are one tensor.*name both their modules"):
+@pytest.mark.parametrize(
+    "keep", ["1*", ("1.layers.0.0", "1.layers.1"), (Noted,), "module", "1.layers", (nn.ModuleList,)], ids=str
+)
+@both_dtypes
+def test_kept_modules_compute_in_float32(keep: Any, dtype: torch.dtype, in_region: bool) -> None:
+    """Named by pattern, path, class, as the module or by a container; in a region too, which is off inside."""
+    model = nn.Sequential(nn.Linear(3, 3), Listed(), nn.Linear(3, 3))
+    low = half(model, dtype, (model[1],) if keep == "module" else keep, in_region=in_region)
+    returned = []
+    low[1].register_forward_hook(lambda module, args, output: returned.append(output.dtype))
+    Noted.seen = set()
+    assert low(torch.ones(2, 3)).dtype is dtype
+    assert Noted.seen == {torch.float32}
+    assert returned == [dtype]
+    assert {param.dtype for param in low[0].parameters()} == {dtype}
+    assert not torch.is_autocast_enabled("cpu")
+    model[1].forward = model[1].forward
+    with pytest.raises(RuntimeError, match="was given a forward of its own"):
         half(model, keep_fp32="1")
 
 
@@ -246,7 +206,8 @@ def test_a_parameter_that_does_not_fit_is_found_before_anything_changes() -> Non
 
 
 def test_what_half_refuses() -> None:
-    model = Net()
+    model, tied = Net(), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    tied[1].weight = tied[0].weight
     for refused, error, message in (
         (lambda: half("model"), TypeError, r"half takes an nn.Module, got str"),  # type: ignore[arg-type]
         (lambda: half(model, torch.float32), ValueError, r"dtype is torch.float32; expected torch.float16, torch.bf"),
@@ -254,6 +215,7 @@ def test_what_half_refuses() -> None:
         (lambda: half(model, keep_fp32="blocks.*"), ValueError, r"pattern 'blocks.\*' names no module of this Net;"),
         (lambda: half(model, keep_fp32=[nn.Linear(1, 1)]), ValueError, "holds a Linear that is no part of this Net"),
         (lambda: half(model, keep_fp32=[3]), TypeError, r"keep_fp32 holds 3; expected"),  # type: ignore[list-item]
+        (lambda: half(tied, keep_fp32="1"), ValueError, "1.weight and 0.weight are one tensor.*name both their"),
         (lambda: half(half(model)), RuntimeError, r"this Net has been through ampkit.half or amp.initialize already"),
     ):
         with pytest.raises(error, match=message):
