@@ -86,7 +86,7 @@ def casts_equal_pytorchs(device: torch.device, impl: str = "triton") -> None:
 
 @check
 def every_half_pattern(device: torch.device, impl: str = "triton") -> None:
-    """In place and into float32, by a factor that overflows, one that makes subnormals, and without one."""
+    """In place and into float32, by a factor that overflows, one that makes subnormals, and without one; every tie."""
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     for dtype, factor in itertools.product(HALF, (1.0, 0.5, 0.001, 3.0)):
         patterns, exact, what = bits.view(dtype), truncates(device, impl, dtype), f"{dtype} factor {factor}"
@@ -105,15 +105,11 @@ def every_half_pattern(device: torch.device, impl: str = "triton") -> None:
                 flag, _ = flagged(kernels.unscale_, [got], factor=factor, impl=impl)
                 same([got], [want], what)
                 assert flag == float(not want.isfinite().all()), what
-
-
-@check
-def casts_round_every_tie_to_even(device: torch.device, impl: str = "triton") -> None:
     halves = torch.arange(0x7C00, dtype=torch.int16).view(torch.float16).float()
-    middles = ((halves[:-1] + halves[1:]) / 2).to(device)
-    rounded = torch.full_like(middles, torch.nan, dtype=torch.float16)
-    kernels.cast_([middles], [rounded], impl=impl)
-    same([rounded], [middles.half()], "ties")
+    ties = ((halves[:-1] + halves[1:]) / 2).to(device)
+    rounded = torch.full_like(ties, torch.nan, dtype=torch.float16)
+    kernels.cast_([ties], [rounded], impl=impl)
+    same([rounded], [ties.half()], "ties")
 
 
 @check
