@@ -26,20 +26,13 @@ from ampkit import WeightCache, autocast, clear_autocast_cache
 from ampkit.region import optimizer_steps
 from ampkit.region.weight_cache import CacheInfo
 from ampkit.torch_internals.tensors import connected
-from tests.helpers.regions import BF16, FP16, REGIONS, both, like_torch
+from tests.helpers.regions import BF16, FP16, REGIONS, both, copies, like_torch
 
 X = torch.ones(2, 4, dtype=BF16)
 
 
 def weight(requires_grad: bool = True) -> Parameter:
     return Parameter(torch.ones(4, 4), requires_grad)
-
-
-def copies(call) -> int:
-    """How many copies a call makes."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
-        call()
-    return sum(event.count for event in profile.key_averages() if event.key == "aten::copy_")
 
 
 def uses(region, leaf, **kwargs) -> int:
