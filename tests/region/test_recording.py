@@ -61,13 +61,7 @@ def test_calls_in_order_with_rule_place_and_reason(net):
 @pytest.mark.parametrize("base", [Policy.default, Policy.torch])
 @pytest.mark.parametrize("cache", [None, WeightCache()])
 def test_casts_are_those_that_torch_makes(net, base, cache):
-    policy = base("cpu")
-
-    def step():
-        with autocast("cpu", policy=policy, cache=cache):
-            net(X)
-            net(X)
-
+    step = autocast("cpu", policy=base("cpu"), cache=cache)(lambda: (net(X), net(X)))
     step()
     wanted = copies(step)
     with record_casts() as record:
