@@ -24,6 +24,7 @@ from ampkit.torch_internals.dynamo import (
     at_end_of_trace,
     called_while_tracing,
     put_in_graphs,
+    records_autocast,
     runs_a_graph,
     tracer,
 )
@@ -57,9 +58,19 @@ def enter_region(
 
 
 def leave_region() -> None:
-    """Close the region that `enter_region` opened last."""
+    """Close the region that `enter_region` opened last.
+
+    Raises `RuntimeError` in a strict export where `torch.autocast` was used inside: tracing records it and does not
+    run it, so that the casts would be those of a region without it.
+    """
     stack = thread.regions
     leave_down_to(stack, len(stack) - 1)
+    translator = tracer()
+    if translator is not None and translator.export and records_autocast(translator, enter_region, leave_region):
+        raise RuntimeError(
+            "torch.export.export(strict=True) does not run a torch.autocast inside an ampkit region, so its casts "
+            "would be wrong; pass strict=False, or use ampkit.autocast there"
+        )
 
 
 @functools.lru_cache(maxsize=256)

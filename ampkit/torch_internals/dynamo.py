@@ -64,6 +64,18 @@ def tracer() -> Any:
     return None if dynamo is None else getattr(dynamo.tls, "current_tx", None)
 
 
+def records_autocast(translator: Any, enter: Callable[..., None], leave: Callable[..., None]) -> bool:
+    """Whether the graph enters torch's autocast between its last node, a call of `leave`, and the call of `enter`."""
+    depth = 0
+    for node in reversed(translator.output.graph.nodes):
+        if node.target is torch.amp.autocast_mode._enter_autocast:
+            return True
+        depth += (node.target is enter) - (node.target is leave)
+        if depth == 0:
+            break
+    return False
+
+
 def at_end_of_trace(translator: Any, call: Callable[[], None]) -> None:
     """Make a call when the trace ends, fails or stops."""
     translator.output.add_cleanup_hook(call)

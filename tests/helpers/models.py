@@ -12,32 +12,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.workloads import Decoder, ResNet
+from benchmarks.workloads import Batch, Decoder, ResNet
 
 
 class Case(NamedTuple):
     """A model, a batch for it and the loss between them."""
 
-    name: str
     build: Callable[[], nn.Module]
-    batch: Callable[[], tuple[Tensor, Tensor]]          # inputs and targets, new at every call
+    batch: Callable[[], Batch]          # inputs and targets, new at every call
     loss: Callable[[Tensor, Tensor], Tensor]
 
+    def loss_of(self, model: nn.Module) -> Tensor:
+        """The loss of a model on a new batch."""
+        inputs, targets = self.batch()
+        return self.loss(model(inputs), targets)
 
-class ConvNet(nn.Module):
-    """Convolutions with batch norm, a pool and a linear head: images (N, channels, H, W) to logits (N, classes)."""
 
-    def __init__(self, channels: int = 3, width: int = 8, classes: int = 4) -> None:
-        super().__init__()
-        self.features = nn.Sequential(
-            nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True),
-            nn.Conv2d(width, 2 * width, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(2 * width), nn.ReLU(),
-            nn.Conv2d(2 * width, 2 * width, 3, padding=1, groups=2), nn.MaxPool2d(2),
-        )
-        self.head = nn.Linear(2 * width, classes)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.head(F.adaptive_avg_pool2d(self.features(images), 1).flatten(1))
+def conv_net() -> nn.Module:
+    """Convolutions with batch norm, a pool and a linear head: images (N, 3, H, W) to logits (N, 4)."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True),
+        nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
+        nn.Conv2d(16, 16, 3, padding=1, groups=2), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(16, 4),
+    )
 
 
 class Encoder(nn.Module):
@@ -97,25 +95,22 @@ class UNet(nn.Module):
         return self.leave(self.merge2(torch.cat([full, up], 1)))
 
 
-def _images(channels: int, size: int, count: int = 4) -> Callable[[], tuple[Tensor, Tensor]]:
-    return lambda: (torch.randn(count, channels, size, size), torch.randint(4, (count,)))
+def _images(size: int, memory_format: torch.memory_format = torch.contiguous_format) -> Callable[[], Batch]:
+    return lambda: (
+        torch.randn(4, 3, size, size).contiguous(memory_format=memory_format), torch.randint(4, (4,))
+    )
 
 
 def _channels_last_resnet() -> nn.Module:
     return ResNet().to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  its stubs lack this form
 
 
-def _channels_last_images() -> tuple[Tensor, Tensor]:
-    images, targets = _images(3, 32)()
-    return images.contiguous(memory_format=torch.channels_last), targets
-
-
-def _segmentation() -> tuple[Tensor, Tensor]:
+def _segmentation() -> Batch:
     images = torch.randn(2, 1, 16, 16)
     return images, (F.avg_pool2d(images, 3, 1, 1) > 0).float()
 
 
-def _language() -> tuple[Tensor, Tensor]:
+def _language() -> Batch:
     ids = torch.randint(32, (4, 13))
     return ids[:, :-1], ids[:, 1:]
 
@@ -124,11 +119,11 @@ def _token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-CASES = (
-    Case("convnet", ConvNet, _images(3, 8), F.cross_entropy),
-    Case("encoder", Encoder, lambda: (torch.randint(32, (4, 9)), torch.randint(4, (4,))), F.cross_entropy),
-    Case("decoder", Decoder, _language, _token_loss),
-    Case("recurrent", Recurrent, lambda: (torch.randn(4, 7, 6), torch.randint(4, (4,))), F.cross_entropy),
-    Case("unet", UNet, _segmentation, F.binary_cross_entropy_with_logits),
-    Case("resnet", _channels_last_resnet, _channels_last_images, F.cross_entropy),
-)
+CASES = {
+    "convnet": Case(conv_net, _images(8), F.cross_entropy),
+    "encoder": Case(Encoder, lambda: (torch.randint(32, (4, 9)), torch.randint(4, (4,))), F.cross_entropy),
+    "decoder": Case(Decoder, _language, _token_loss),
+    "recurrent": Case(Recurrent, lambda: (torch.randn(4, 7, 6), torch.randint(4, (4,))), F.cross_entropy),
+    "unet": Case(UNet, _segmentation, F.binary_cross_entropy_with_logits),
+    "resnet": Case(_channels_last_resnet, _images(32, torch.channels_last), F.cross_entropy),
+}

@@ -60,10 +60,6 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor] = BATCH) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def overflowing(model: nn.Module) -> Tensor:
-    return loss_of(model) * 1e30
-
-
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return OPTIMIZERS["torch-sgd"](model.parameters())
 

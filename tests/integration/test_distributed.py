@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,67 +23,23 @@ from benchmarks.workloads import Decoder, DecoderBlock
 from tests.helpers.models import CASES
 from tests.helpers.ranks import on_ranks
 from tests.helpers.regions import like_torch as ours
+from tests.helpers.training import Region, native, trains_as_torch
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
 
-Region = Callable[[], contextlib.AbstractContextManager[Any]]
-
-
-def native() -> contextlib.AbstractContextManager[Any]:
-    return torch.autocast("cpu")
-
-
-def train(wrap: Callable[[nn.Module], nn.Module], region: Region, name: str = "convnet") -> list[Tensor]:
-    """Losses, gradients and parameters of three steps of a wrapped model, each process on data of its own."""
-    case = next(case for case in CASES if case.name == name)
-    torch.manual_seed(0)
-    model = wrap(case.build())
-    torch.manual_seed(1 + dist.get_rank())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    found = []
-    for _ in range(3):
-        inputs, targets = case.batch()
-        with region():
-            loss = case.loss(model(inputs), targets)
-        loss.backward()
-        found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-        optimizer.step()
-        optimizer.zero_grad()
-    return [value.to_local() if isinstance(value, DTensor) else value for value in (*found, *model.parameters())]
-
-
-def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
-    """Equal dtypes and values, one by one."""
-    assert len(got) == len(expected) > 10
-    for index, (one, other) in enumerate(zip(got, expected, strict=True)):
-        assert one.dtype is other.dtype, index
-        assert torch.equal(one, other), f"value {index} of {len(got)} differs by {(one - other).abs().max()}"
-
 
 def ddp_has_torchs_bits(rank: int, world: int) -> None:
-    expected = train(DistributedDataParallel, native)
-    got = train(DistributedDataParallel, ours)
-    assert_same(got, expected)
-    assert not torch.equal(got[0], train(DistributedDataParallel, contextlib.nullcontext)[0])
-    parameters = torch.cat([value.detach().flatten() for value in got[-8:]])
-    gathered = [torch.empty_like(parameters) for _ in range(world)]
-    dist.all_gather(gathered, parameters)
-    assert torch.equal(*gathered), "the replicas have drifted apart"
-
-
-def ddp_options_have_torchs_bits(rank: int, world: int) -> None:
-    """Views of buckets, unused parameters; static graphs, compressed gradients."""
-
-    def viewing(model: nn.Module) -> nn.Module:
-        return DistributedDataParallel(model, gradient_as_bucket_view=True, find_unused_parameters=True)
+    """Plain; views of buckets, unused parameters; static graphs, compressed gradients. Data differ between ranks."""
 
     def static(model: nn.Module) -> nn.Module:
         model = DistributedDataParallel(model, static_graph=True)
         model.register_comm_hook(None, fp16_compress_hook)
         return model
 
-    assert_same(train(viewing, ours, "decoder"), train(viewing, native, "decoder"))
-    assert_same(train(static, ours), train(static, native))
+    viewing = functools.partial(DistributedDataParallel, gradient_as_bucket_view=True, find_unused_parameters=True)
+    for wrap, name in ((DistributedDataParallel, "convnet"), (static, "convnet"), (viewing, "decoder")):
+        case = CASES[name]
+        trains_as_torch(lambda wrap=wrap, case=case: wrap(case.build()), case.loss_of, seed=rank)
 
 
 def shard_blocks(model: nn.Module, policy: MixedPrecisionPolicy, **options: Any) -> nn.Module:
@@ -99,10 +56,8 @@ def fsdp2_has_torchs_bits(rank: int, world: int) -> None:
     parameters before the all-gather, and the region keeps what must be float32 there."""
     low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for policy, reshard in ((MixedPrecisionPolicy(), True), (MixedPrecisionPolicy(), False), (low, True)):
-        def wrap(model: nn.Module, policy: Any = policy, reshard: bool = reshard) -> nn.Module:
-            return shard_blocks(model, policy, reshard_after_forward=reshard)
-
-        assert_same(train(wrap, ours, "decoder"), train(wrap, native, "decoder"))
+        wrap = functools.partial(shard_blocks, policy=policy, reshard_after_forward=reshard)
+        trains_as_torch(lambda wrap=wrap: wrap(Decoder()), CASES["decoder"].loss_of, seed=rank)
 
 
 def sharded_weights_written_between_regions_are_recast(rank: int, world: int) -> None:
@@ -177,7 +132,7 @@ def tensor_and_sequence_parallel_have_torchs_bits(rank: int, world: int) -> None
 
 
 @pytest.mark.parametrize("check", [
-    ddp_has_torchs_bits, ddp_options_have_torchs_bits, fsdp2_has_torchs_bits,
+    ddp_has_torchs_bits, fsdp2_has_torchs_bits,
     sharded_weights_written_between_regions_are_recast, tensor_and_sequence_parallel_have_torchs_bits,
 ])
 def test_on_two_processes(check: Callable[[int, int], None]) -> None:

@@ -13,13 +13,9 @@ from ampkit import WeightCache, autocast
 from benchmarks.workloads import Decoder
 from tests.helpers.models import CASES
 from tests.helpers.regions import like_torch as ours
+from tests.helpers.training import Region, native
 
-Region = Callable[[], contextlib.AbstractContextManager[Any]]
-DECODER = next(case for case in CASES if case.name == "decoder")
-
-
-def native() -> contextlib.AbstractContextManager[Any]:
-    return torch.autocast("cpu")
+DECODER = CASES["decoder"]
 
 
 class Traffic(NamedTuple):

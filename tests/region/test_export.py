@@ -47,6 +47,22 @@ def test_export_records_the_region(name: str, strict: bool) -> None:
     assert_same(program.run_decompositions().module()(x), module(x))
 
 
+def test_strict_export_refuses_torchs_autocast_inside_a_region() -> None:
+    """It records that one and does not run it, so the exported casts would be wrong in silence."""
+
+    class Rotary(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            with autocast("cpu"):
+                input = super().forward(input)
+                with torch.autocast("cpu", enabled=False):
+                    return super().forward(input.float())
+
+    net, x = Rotary(4, 4), torch.randn(2, 4)
+    assert_same([torch.export.export(net, (x,), strict=False).module()(x)], [net(x)])
+    with pytest.raises(Exception, match="strict=False"):
+        torch.export.export(net, (x,), strict=True)
+
+
 def test_a_region_around_export_is_recorded() -> None:
     net, x = Net(), torch.randn(3, 8)
     with autocast("cpu", torch.float16, policy=TORCH):

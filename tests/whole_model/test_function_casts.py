@@ -1,5 +1,6 @@
 """half_function and its kin: what functions see, inside regions and outside, and how they are registered."""
 
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from ampkit import Policy, amp, autocast
 from ampkit.policy.policy import Rule, _Registered
 
-LOW = torch.bfloat16
+LOW, TWICE = torch.bfloat16, "ampkit_function_casts::twice"
 
 
 @pytest.fixture(autouse=True)
@@ -67,39 +68,32 @@ def test_containers_are_looked_into_and_casts_differentiated() -> None:
     assert (x.grad.dtype, x.grad.tolist()) == (torch.float32, [2.0, 2.0])
 
 
-def test_torchs_functions_become_rules_and_stay_themselves() -> None:
-    x = torch.ones(2, 2)
-    kept = torch.cumsum, F.softmax, torch.Tensor.lerp, F.cross_entropy, torch.linalg.norm
-    amp.register_half_function(torch, "cumsum")
-    amp.register_half_function(F, "softmax")
-    amp.register_float_function(torch.Tensor, "mm")
-    amp.register_promote_function(torch.Tensor, "lerp")
-    amp.register_half_function(F, "cross_entropy")
-    amp.register_float_function(torch.linalg, "norm")
-    assert kept == (torch.cumsum, F.softmax, torch.Tensor.lerp, F.cross_entropy, torch.linalg.norm)
-    with autocast("cpu", LOW):
-        assert torch.cumsum(x, 0).dtype is LOW
-        assert F.softmax(x, 0).dtype is LOW
-        assert x.to(LOW).mm(x.to(LOW)).dtype is torch.float32
-    policy = Policy.default("cpu")
-    assert policy.explain("aten::cross_entropy_loss").rule is Rule.LOWER
-    assert policy.explain("aten::linalg_norm").rule is Rule.FLOAT32
-    assert policy.explain("aten::lerp.Tensor").rule is Rule.PROMOTE
+@torch.library.custom_op(TWICE, mutates_args=())
+def twice(x: Tensor) -> Tensor:
+    return x + x
 
 
-def test_operators_of_torch_library_become_rules() -> None:
-    @torch.library.custom_op("ampkit_function_casts::twice", mutates_args=())
-    def twice(x: Tensor) -> Tensor:
-        return x + x
-
-    holder = types.SimpleNamespace(twice=twice)
-    amp.register_half_function(holder, "twice")
-    assert holder.twice is twice
-    with autocast("cpu", LOW):
-        assert twice(torch.ones(1)).dtype is LOW
-    amp.register_float_function(torch.ops.ampkit_function_casts, "twice")
-    with autocast("cpu", LOW):
-        assert twice(torch.ones(1).to(LOW)).dtype is torch.float32
+@pytest.mark.parametrize(
+    ("register", "owner", "name", "operator", "rule"),
+    [
+        (amp.register_half_function, torch, "cumsum", "aten::cumsum", Rule.LOWER),
+        (amp.register_half_function, F, "softmax", "aten::softmax.int", Rule.LOWER),
+        (amp.register_half_function, F, "cross_entropy", "aten::cross_entropy_loss", Rule.LOWER),
+        (amp.register_float_function, torch.Tensor, "mm", "aten::mm", Rule.FLOAT32),
+        (amp.register_float_function, torch.linalg, "norm", "aten::linalg_norm", Rule.FLOAT32),
+        (amp.register_promote_function, torch.Tensor, "lerp", "aten::lerp.Tensor", Rule.PROMOTE),
+        (amp.register_half_function, sys.modules[__name__], "twice", TWICE, Rule.LOWER),
+        (amp.register_float_function, torch.ops.ampkit_function_casts, "twice", TWICE, Rule.FLOAT32),
+    ],
+)
+def test_operators_get_rules_and_functions_stay(
+    register: Callable[..., None], owner: Any, name: str, operator: str, rule: Rule
+) -> None:
+    """Of torch and of `torch.library`."""
+    function = getattr(owner, name)
+    register(owner, name)
+    assert getattr(owner, name) is function
+    assert Policy.default("cpu").explain(operator).rule is rule
 
 
 def test_other_functions_are_wrapped_where_they_are_once() -> None:

@@ -171,16 +171,6 @@ def test_kept_modules_compute_in_float32(keep: Any, dtype: torch.dtype, in_regio
         half(model, keep_fp32="1")
 
 
-def test_ties_stay() -> None:
-    model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 4, bias=False))
-    model[1].weight = model[0].weight
-    low = half(model)
-    assert low[1].weight is low[0].weight
-    assert low(torch.arange(4)).dtype is torch.float16
-    with pytest.raises(ValueError, match=r"parameters 1.weight and 0.weight are one tensor.*name both their modules"):
-        half(model, keep_fp32="1")
-
-
 @pytest.mark.parametrize("in_region", [False, True])
 def test_copies_pickles_threads_and_compiled_code_keep_casts(in_region: bool) -> None:
     """Of kept modules too, and of one that is kept itself; what is a region in one thread is one in each."""
@@ -216,7 +206,8 @@ def test_a_parameter_that_does_not_fit_is_found_before_anything_changes() -> Non
 
 
 def test_what_half_refuses() -> None:
-    model = Net()
+    model, tied = Net(), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    tied[1].weight = tied[0].weight
     for refused, error, message in (
         (lambda: half("model"), TypeError, r"half takes an nn.Module, got str"),  # type: ignore[arg-type]
         (lambda: half(model, torch.float32), ValueError, r"dtype is torch.float32; expected torch.float16, torch.bf"),
@@ -224,6 +215,7 @@ def test_what_half_refuses() -> None:
         (lambda: half(model, keep_fp32="blocks.*"), ValueError, r"pattern 'blocks.\*' names no module of this Net;"),
         (lambda: half(model, keep_fp32=[nn.Linear(1, 1)]), ValueError, "holds a Linear that is no part of this Net"),
         (lambda: half(model, keep_fp32=[3]), TypeError, r"keep_fp32 holds 3; expected"),  # type: ignore[list-item]
+        (lambda: half(tied, keep_fp32="1"), ValueError, "1.weight and 0.weight are one tensor.*name both their"),
         (lambda: half(half(model)), RuntimeError, r"this Net has been through ampkit.half or amp.initialize already"),
     ):
         with pytest.raises(error, match=message):

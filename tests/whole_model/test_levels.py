@@ -1,14 +1,17 @@
-"""initialize and scale_loss: each level against what it stands for."""
+"""initialize and scale_loss: each level against what it stands for; losses that overflow, add up and accumulate."""
 
-import copy
 import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ampkit import Policy, autocast
+from ampkit import Policy, amp, autocast
 from ampkit.amp import loss_scalers, master_params
 from ampkit.containers import SIXTEEN_BIT
 from ampkit.optim import SGD, AdamW
@@ -17,15 +20,17 @@ from ampkit.scaler.loss_scale import DynamicLossScale, NoOpLossScale
 from ampkit.whole_model.half import half
 from ampkit.whole_model.levels import LEVELS
 from ampkit.whole_model.master_weights import MasterWeights
+from tests.helpers.scaler_tools import count_reads
 from tests.helpers.whole_model import BATCH, OPTIMIZERS, backward, batches, both_dtypes, loss_of, make, set_up
+
+SCALED = pytest.mark.parametrize("opt_level", ["O1", "O2", "O3"])
 
 
 @both_dtypes
 @pytest.mark.parametrize(
-    ("opt_level", "low", "scales"), [("O0", "", []), ("O1", "", ["grows"]), ("O2", "conv", ["grows"]),
-                                     ("O3", "conv bn stepped", [None])],
+    ("opt_level", "low"), [("O0", ""), ("O1", "scale"), ("O2", "conv scale"), ("O3", "conv bn stepped")]
 )
-def test_what_a_level_is(opt_level: str, low: str, scales: list[str | None], dtype: torch.dtype) -> None:
+def test_what_a_level_is(opt_level: str, low: str, dtype: torch.dtype) -> None:
     """Apex's table of dtypes and scales, with no scale where bfloat16 needs none."""
     model, optimizer = set_up(opt_level, **({} if opt_level == "O0" else {"dtype": dtype}))
 
@@ -35,8 +40,8 @@ def test_what_a_level_is(opt_level: str, low: str, scales: list[str | None], dty
     assert model.conv.weight.dtype == model.head.weight.dtype == of("conv")
     assert model.bn.weight.dtype == model.bn.running_var.dtype == of("bn")
     assert {p.dtype for p in master_params(optimizer)} == {of("stepped")}
-    strategy = {"grows": DynamicLossScale(max_scale=2.0**24) if dtype is torch.float16 else NoOpLossScale()}
-    assert [s.loss_scale for s in loss_scalers(optimizer)] == [strategy.get(scale, NoOpLossScale()) for scale in scales]
+    scale = DynamicLossScale(max_scale=2.0**24) if of("scale") is torch.float16 else NoOpLossScale()
+    assert [one.loss_scale for one in loss_scalers(optimizer)] == [scale] * (opt_level != "O0")
     seen = []
     model.head.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
     x = BATCH[0]
@@ -122,28 +127,25 @@ def test_o2_masters_stay_within_the_derived_bound_of_float32(dtype: torch.dtype)
     x, truth = torch.randn(n, d), torch.randn(d)
     y = x @ truth + 0.5 * torch.randn(n)
     assert lr <= 2 / float(torch.linalg.matrix_norm(2 / n * x.T @ x, 2))
-    plain = nn.Linear(d, 1, bias=False)
-    start, plain_optimizer = plain.weight.detach().clone(), torch.optim.SGD(plain.parameters(), lr=lr)
     model, optimizer = set_up(
-        "O2", copy.deepcopy(plain), lambda model: torch.optim.SGD(model.parameters(), lr=lr), dtype=dtype,
+        "O2", nn.Linear(d, 1, bias=False), lambda model: torch.optim.SGD(model.parameters(), lr=lr), dtype=dtype,
         loss_scale=64.0 if dtype is torch.float16 else 1.0,
     )
     (master,) = master_params(optimizer)
+    start = plain = master.detach().clone().flatten()
     allowed = distance = 0.0
     for step in range(1, 61):
         here = master.detach().double().flatten()
         allowed += lr * float(gradient_error_bound(x.double(), y.double(), here, dtype).norm())
-        plain_optimizer.zero_grad()
-        F.mse_loss(plain(x).flatten(), y).backward()
-        plain_optimizer.step()
+        plain = plain - lr * 2 / n * (x.T @ (x @ plain - y))
         optimizer.zero_grad()
         backward(F.mse_loss(model(x).flatten(), y), optimizer)
         optimizer.step()
-        distance = float((master - plain.weight).detach().double().norm())
+        distance = float((master.detach().flatten() - plain).double().norm())
         # float32's own rounding of each update, on both sides
-        assert distance <= allowed + 4 * step * 2.0**-24 * float(plain.weight.detach().norm())
+        assert distance <= allowed + 4 * step * 2.0**-24 * float(plain.norm())
         assert torch.equal(model.weight, master.to(dtype))
-    assert 0.0 < distance < 0.02 * float((plain.weight.detach() - start).norm())
+    assert 0.0 < distance < 0.02 * float((plain - start).norm())
     assert loss_scalers(optimizer)[0].stats().skips == 0
 
 
@@ -169,9 +171,133 @@ def test_memory_per_parameter(opt_level: str) -> None:
     assert (at_step, held()) == {"O0": (16, 16), "O1": (16, 16), "O2": (18, 14), "O3": (8, 8)}[opt_level]
 
 
+@SCALED
+@both_dtypes
+def test_losses_add_up_under_scales_of_their_own(opt_level: str, dtype: torch.dtype) -> None:
+    """Two losses with static scales give the gradients of their sum with none, as far as rounding goes."""
+    grads = []
+    for scales in ((1.0, 1.0), (64.0, 1024.0)):
+        model, optimizer = set_up(opt_level, dtype=dtype, num_losses=2, loss_scale="2.0")
+        saved = {f"loss_scaler{i}": {"loss_scale": scale, "unskipped": 0} for i, scale in enumerate(scales)}
+        amp.load_state_dict(saved, optimizer)
+        for loss_id in range(2):
+            backward(loss_of(model.eval(), batches(2)[loss_id]), optimizer, loss_id=loss_id)
+        grads.append([p.grad.float() for p in master_params(optimizer)])
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_accumulation_with_and_without_delay_and_over_gradients_that_view_ddps_buckets(
+    opt_level: str, tmp_path: Path
+) -> None:
+    """Powers of two scale exactly, so that gradients unscaled one by one or all at once are the same at O1; at O2
+    float32 masters add up without delay, and the 16-bit model with it."""
+
+    def weights(delayed: tuple[int, ...] = (), wrap: Callable[[Any], nn.Module] = lambda model: model) -> list[Tensor]:
+        model, optimizer = set_up(opt_level, dtype=torch.float16, loss_scale=256.0)
+        wrapped = wrap(model.eval())
+        for _ in range(2):
+            optimizer.zero_grad()
+            for index, batch in enumerate(batches(3)):
+                backward(loss_of(wrapped, batch) / 3, optimizer, delay_unscale=index in delayed)
+            optimizer.step()
+        return list(master_params(optimizer))
+
+    expected = weights()
+    exactly = {"rtol": 0.0, "atol": 0.0} if opt_level == "O1" else {"rtol": 1e-3, "atol": 1e-4}
+    torch.testing.assert_close(weights(delayed=(0, 1)), expected, **exactly)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        views = weights(wrap=lambda model: nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True))
+    finally:
+        dist.destroy_process_group()
+    assert all(map(torch.equal, views, expected))
+
+
+@SCALED
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overflow_is_printed_reported_and_leaves_no_flag_behind(
+    opt_level: str, fused: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`test_a_level_is_its_parts_to_the_bit` has what it skips."""
+    model, optimizer = set_up(
+        opt_level, optimizer_of=lambda model: torch.optim.SGD(model.parameters(), 0.1, 0.9, fused=fused),
+        dtype=torch.float16, loss_scale="dynamic", verbosity=1,
+    )
+    scaler, = loss_scalers(optimizer)
+    for bad in (False, True, False):
+        model.zero_grad()       # is enough: masters let go of their gradients at each step
+        backward(loss_of(model) * 1e30 if bad else loss_of(model), optimizer)
+        optimizer.step()
+        assert bool(scaler.found_inf(optimizer)) is bad
+        assert not hasattr(optimizer, "found_inf")
+        assert ("step skipped; the loss scale is 32768 now" in capsys.readouterr().out) is (bad and not fused)
+        assert not bad or "head.weight" in str(scaler.overflow_report(model))
+    optimizer.zero_grad()
+    backward(loss_of(model) * 1e30, optimizer)
+    optimizer.zero_grad()       # drops that batch, and its overflow
+    backward(loss_of(model), optimizer)
+    optimizer.step()
+    assert (scaler.stats().steps, scaler.stats().skips) == (3, 1)
+
+
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("bad", [0, 1, 2])
+@SCALED
+def test_an_overflow_skips_every_optimizer_of_its_loss_and_no_other(
+    opt_level: str, bad: int, fused: bool, delay: bool
+) -> None:
+    """A loss of both optimizers, then one of each, as in Apex's documentation; the second iteration is clean.
+
+    Two networks that are trained together do not step apart, whichever of them overflows.
+    """
+    towers, optimizers = set_up(
+        opt_level, [nn.Linear(4, 4), nn.Linear(4, 4)],
+        lambda towers: [torch.optim.SGD(tower.parameters(), 0.1, fused=fused) for tower in towers],
+        dtype=torch.float16, loss_scale=DynamicLossScale(init_scale=2.0**8), num_losses=3,
+    )
+    for bad_loss in (bad, None):
+        before = [[p.detach().clone() for p in master_params(optimizer)] for optimizer in optimizers]
+        for loss_id, whose in enumerate((optimizers, optimizers[:1], optimizers[1:])):
+            factor = 1e38 if loss_id == bad_loss else 1.0
+            # delayed, the overflow is in a micro-batch before the last
+            for huge, last in ((factor, False), (1.0, True)) if delay and loss_id == 0 else ((factor, True),):
+                first, second = (tower(torch.ones(2, 4)).square().mean() for tower in towers)
+                loss = (first + second * huge, first * huge, second * huge)[loss_id]
+                backward(loss, whose, loss_id=loss_id, delay_unscale=not last)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        same = [all(map(torch.equal, old, master_params(one))) for old, one in zip(before, optimizers, strict=True)]
+        assert same == [bad_loss in (0, 1), bad_loss in (0, 2)]
+    assert [s.get_scale() for s in loss_scalers(optimizers[0])] == [2.0**7 if bad == i else 2.0**8 for i in range(3)]
+
+
+def test_an_exception_inside_puts_gradients_back() -> None:
+    model, optimizer = set_up("O1", dtype=torch.float16)
+    backward(loss_of(model), optimizer)
+    grads = [p.grad.clone() for p in model.parameters()]
+    with model.conv.weight.register_hook(lambda grad: 1 / 0), pytest.raises(ZeroDivisionError):
+        backward(loss_of(model), optimizer)     # after the head has its gradients
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), grads, strict=True))
+    backward(loss_of(model), optimizer)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("cls", "expected"), [(torch.optim.SGD, 1), (SGD, 0)])
+def test_backward_reads_nothing_and_an_ordinary_step_one_flag(cls: Any, expected: int) -> None:
+    model, optimizer = set_up("O2", optimizer_of=lambda model: cls(model.parameters(), 0.1), dtype=torch.float16)
+    with count_reads() as reads:
+        backward(loss_of(model), optimizer)
+        optimizer.step()
+    assert reads.count("aten._local_scalar_dense.default") == expected
+
+
 @pytest.mark.gpu
 @both_dtypes
-@pytest.mark.parametrize("opt_level", ["O1", "O2", "O3"])
+@SCALED
 def test_on_cuda_levels_train_without_waiting_for_the_device(opt_level: str, dtype: torch.dtype) -> None:
     """With an optimizer that skips on the device, an overflow among the steps included."""
     model, optimizer = set_up(

@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from ampkit import optim
 from ampkit.amp import loss_scalers
@@ -248,32 +250,22 @@ def test_what_autograd_saved_before_a_step_is_stale_after_it() -> None:
 
 
 def sharded_parameters(rank: int, world: int) -> None:
-    """16-bit parameters sharded as DTensors against one process."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (2,))
-    torch.manual_seed(0)
-    whole = torch.randn(6, 4).bfloat16()
-    grads = [torch.randn(6, 4).bfloat16() for _ in range(3)]
-    plain = nn.Parameter(whole.clone())
-    sharded = nn.Parameter(distribute_tensor(whole.clone(), mesh, [Shard(0)]))
-    ends = []
-    for param in (plain, sharded):
-        optimizer = torch.optim.AdamW([param], lr=0.1)
-        masters = MasterWeights(optimizer)
-        found: dict[torch.device, Tensor] = {}
-        for index, grad in enumerate(grads):
-            param.grad = grad.clone() if param is plain else distribute_tensor(grad, mesh, [Shard(0)])
+    """16-bit parameters that are DTensors step as plain ones do."""
+    mesh, ends = init_device_mesh("cpu", (world,)), []
+    weight, *grads = torch.randn(4, 6, 4).bfloat16()
+    for place in (Tensor.clone, lambda value: distribute_tensor(value, mesh, [Shard(0)])):
+        param = nn.Parameter(place(weight))
+        optimizer = OPTIMIZERS["torch-adamw"]([param])
+        masters, found = MasterWeights(optimizer), {}
+        for grad in grads:
+            param.grad = place(grad)
             masters.take_gradients_(torch.tensor(0.5), found)
             optimizer.step()
-            if index == 1:
-                masters.load_state_dict(copy.deepcopy(masters.state_dict()))
-        assert not any(bool(flag) for flag in found.values())
+            masters.load_state_dict(copy.deepcopy(masters.state_dict()))
+        assert list(map(bool, found.values())) == [False]
         ends.append((masters.masters()[0].detach(), param.detach()))
-    for a, b in zip(*ends, strict=True):
-        assert isinstance(b, DTensor)
-        assert torch.equal(a, b.full_tensor())
+    for plain, sharded in zip(*ends, strict=True):
+        assert torch.equal(plain, sharded.full_tensor())
 
 
 def o2_under_ddp(rank: int, world: int) -> None:
@@ -300,7 +292,6 @@ def o2_under_ddp(rank: int, world: int) -> None:
     assert torch.equal(*others)
 
 
-@pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 @pytest.mark.parametrize("function", [sharded_parameters, o2_under_ddp])
 def test_on_two_ranks(function: Callable[[int, int], None]) -> None:
     on_ranks(function)
