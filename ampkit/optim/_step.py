@@ -10,13 +10,14 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 import ampkit_kernels as kernels
 from ampkit.gradients.amp_optimizers import StepScalars
 from ampkit.gradients.transfer import host_value_or_none, moved
 from ampkit.optim._precision import Precision
 from ampkit.torch_internals.operator_tracing import StorageWeakRef
-from ampkit.torch_internals.optimizers import foreach_mul, foreach_mul_
+from ampkit.torch_internals.optimizers import foreach_mul, foreach_mul_, skip_compilation
 
 Loss = TypeVar("Loss")      # that a closure returns, and `step` then
 # Neither has a local part of its own; by type, because a failing attribute lookup costs more than the rest.
@@ -127,6 +128,7 @@ class DeviceStep(ABC):
         optimizer have copies of their own.
 
         Raises:
+            TypeError: `copies` is no mapping.
             ValueError: a key is not one of the optimizer's parameters, a copy differs in shape or device, or the
                 optimizer has remainders.
         """
@@ -150,6 +152,8 @@ class DeviceStep(ABC):
         return [param for group in self.param_groups for param in group["params"]]
 
     def _check_known(self, method: str, tensors: Mapping[Tensor, Tensor]) -> None:
+        if not isinstance(tensors, Mapping):
+            raise TypeError(f"{method} got {_described(tensors)}; expected a dict of tensors by parameter")
         known = set(self._parameters())
         for param in tensors:
             if param not in known:
@@ -175,6 +179,7 @@ class DeviceStep(ABC):
         """Set parameters, and their remainders, to these float32 values. Never synchronises.
 
         Raises:
+            TypeError: `masters` is no mapping.
             ValueError: the optimizer has no remainders, a key is not one of its bfloat16 parameters, or a value is not
                 a float32 tensor of its shape, device and placements. Nothing has changed then.
         """
@@ -423,7 +428,16 @@ def _mark(param: Tensor) -> tuple[Any, ...]:
     from being taken by another, not its memory.
     """
     local = local_tensor(param)
-    return param._version, local._version, local.storage_offset(), StorageWeakRef(local.untyped_storage())
+    storage = _weak_storage if not is_compiling() else _weak_storage_uncompiled
+    return param._version, local._version, local.storage_offset(), storage(local)
+
+
+def _weak_storage(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+# Dynamo makes an object of the class while it traces, whose deletion fails.
+_weak_storage_uncompiled = skip_compilation(_weak_storage)
 
 
 def _place(tensor: Any) -> tuple[Any, ...]:
