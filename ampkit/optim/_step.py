@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, TypeVar, overload
 
@@ -17,7 +18,7 @@ from ampkit.gradients.amp_optimizers import StepScalars
 from ampkit.gradients.transfer import host_value_or_none, moved
 from ampkit.optim._precision import Precision
 from ampkit.torch_internals.operator_tracing import StorageWeakRef
-from ampkit.torch_internals.optimizers import foreach_mul, foreach_mul_, skip_compilation
+from ampkit.torch_internals.optimizers import foreach_add_, foreach_mul, foreach_mul_, skip_compilation
 
 Loss = TypeVar("Loss")      # that a closure returns, and `step` then
 # Neither has a local part of its own; by type, because a failing attribute lookup costs more than the rest.
@@ -365,19 +366,20 @@ class DeviceStep(ABC):
         plain = all(param is local for param, local in zip(params, columns[0], strict=True))
         masters = self.has_remainders
         beside = self._remainders(params) if masters else self._copies
-        for rows, copies in split_by_copy(params, beside):
-            lists = columns if rows is None else [[column[i] for i in rows] for column in columns]
-            options = self._all_options(group, scalars, device)
-            options["remainders" if masters else "copies"] = copies
-            if "stream" in names:
-                *lists, options["streams"] = lists
-            self._step_kernel(
-                group, lists, impl=self.impl,
-                cache=self._caches.setdefault((number, copies is not None, self.impl), kernels.StepCache())
-                if plain else None,
-                **options,
-            )
-            torch.autograd.graph.increment_version(lists[0])
+        with nullcontext() if plain or "stream" not in names else _shifted_by_shard(columns[-1], params):
+            for rows, copies in split_by_copy(params, beside):
+                lists = columns if rows is None else [[column[i] for i in rows] for column in columns]
+                options = self._all_options(group, scalars, device)
+                options["remainders" if masters else "copies"] = copies
+                if "stream" in names:
+                    *lists, options["streams"] = lists
+                self._step_kernel(
+                    group, lists, impl=self.impl,
+                    cache=self._caches.setdefault((number, copies is not None, self.impl), kernels.StepCache())
+                    if plain else None,
+                    **options,
+                )
+                torch.autograd.graph.increment_version(lists[0])
         if masters:
             self._see(beside)
 
@@ -419,6 +421,30 @@ def local_tensor(tensor: Tensor) -> Tensor:
     if type(tensor) in _ORDINARY or not hasattr(tensor, "to_local"):
         return tensor
     return tensor.to_local()  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _shifted_by_shard(streams: list[Tensor], params: Sequence[Tensor]) -> Iterator[None]:
+    """Shift streams for a step, so that shards of a DTensor round apart; state stays the same on all ranks."""
+    shifts = [_shard_number(param) << 32 for param in params]
+    if not any(shifts):
+        yield
+        return
+    foreach_add_(streams, shifts)
+    try:
+        yield
+    finally:
+        foreach_add_(streams, [-shift for shift in shifts])
+
+
+def _shard_number(param: Any) -> int:
+    """The number of the shard of a DTensor that is here, the same for replicas of it; 0 for any other tensor."""
+    mesh: Any = getattr(param, "device_mesh", None)
+    coordinate, number = () if mesh is None else mesh.get_coordinate(), 0
+    for dim, place in enumerate(coordinate or ()):      # None on a rank outside of the mesh
+        if not param.placements[dim].is_replicate():
+            number = number * mesh.size(dim) + place
+    return number
 
 
 def _mark(param: Tensor) -> tuple[Any, ...]:
