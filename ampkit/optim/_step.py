@@ -439,11 +439,11 @@ def _shifted_by_shard(streams: list[Tensor], params: Sequence[Tensor]) -> Iterat
 
 def _shard_number(param: Any) -> int:
     """The number of the shard of a DTensor that is here, the same for replicas of it; 0 for any other tensor."""
-    mesh: Any = getattr(param, "device_mesh", None)
-    coordinate, number = () if mesh is None else mesh.get_coordinate(), 0
-    for dim, place in enumerate(coordinate or ()):      # None on a rank outside of the mesh
-        if not param.placements[dim].is_replicate():
-            number = number * mesh.size(dim) + place
+    number, placements = 0, getattr(param, "placements", ())
+    coordinate = param.device_mesh.get_coordinate() if placements else None     # None outside of the mesh too
+    for dim, place in enumerate(coordinate or ()):
+        if not placements[dim].is_replicate():
+            number = number * param.device_mesh.size(dim) + place
     return number
 
 
