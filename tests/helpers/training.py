@@ -5,6 +5,7 @@ a `Case`.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from ampkit import WeightCache
 from tests.helpers.regions import like_torch
 
 Region = Callable[[], contextlib.AbstractContextManager[Any]]
+native = functools.partial(torch.autocast, "cpu")
 
 
 def train(
@@ -70,7 +72,7 @@ def trains_as_torch(
     def bits(value: Tensor) -> Tensor:
         return value.detach().contiguous().reshape(-1).view(torch.uint8)
 
-    expected = train(build, loss_of, lambda: torch.autocast("cpu", dtype), **settings)
+    expected = train(build, loss_of, lambda: native(dtype), **settings)
     got = train(build, loss_of, lambda: like_torch(dtype, cache=cache), **settings)
     assert got.keys() == expected.keys()
     assert len(got) > 20

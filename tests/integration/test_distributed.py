@@ -23,10 +23,9 @@ from benchmarks.workloads import Decoder, DecoderBlock
 from tests.helpers.models import CASES
 from tests.helpers.ranks import on_ranks
 from tests.helpers.regions import like_torch as ours
-from tests.helpers.training import Region, trains_as_torch
+from tests.helpers.training import Region, native, trains_as_torch
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
-native = functools.partial(torch.autocast, "cpu")
 
 
 def ddp_has_torchs_bits(rank: int, world: int) -> None:
