@@ -151,23 +151,6 @@ def test_a_thread_of_a_child_can_fork() -> None:
     assert in_a_child(fork_in_a_thread) == 0
 
 
-def test_a_child_forked_while_a_policy_is_hashed_hashes_others() -> None:
-    class Slow(type(Policy.default("cpu").modules)):
-        def __hash__(self) -> int:
-            inside.set()
-            time.sleep(0.5)
-            return 1
-
-    inside = threading.Event()
-    slow, other = (Policy.default("cpu").with_rules({op: Rule.FLOAT32}) for op in ("aten::mm", "aten::bmm"))
-    object.__setattr__(slow, "modules", Slow(()))
-    thread = threading.Thread(target=lambda: hash(slow))
-    thread.start()
-    assert inside.wait(10)
-    assert in_a_child(lambda: {other}, seconds=5.0) == 0
-    thread.join()
-
-
 class Products(torch.utils.data.Dataset[torch.Tensor]):
     """Items that a region in the worker would cast, and whether the worker is in one."""
 
