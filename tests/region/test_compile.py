@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import flex_attention
 import ampkit
 from ampkit import Policy, Rule, WeightCache, autocast
 from tests.helpers.compiled_regions import INSIDE, RULES, TORCH, Net, assert_same, module_rules, outputs, step
-from tests.helpers.models import Encoder
+from tests.helpers.models import CASES
 from tests.helpers.regions import BF16, FP16, FP32, product, state
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:bf16 and fp16 are mixed")
@@ -165,13 +165,14 @@ def traced(region: Callable[[], Any]) -> list[list[str]]:
         return make_boxed_func(graph.forward)
 
     torch._dynamo.reset()
-    model = Encoder(blocks=1)
+    case = CASES["encoder"]
+    model, ids = case.build(), torch.arange(8).view(2, 4)
 
-    def loss(ids: Tensor) -> Tensor:
+    def loss() -> Tensor:
         with region():
-            return F.cross_entropy(model(ids), torch.tensor([0, 1]))
+            return case.loss(model(ids), ids)
 
-    torch.compile(loss, backend=aot_autograd(fw_compiler=keep), fullgraph=True)(torch.arange(8).view(2, 4)).backward()
+    torch.compile(loss, backend=aot_autograd(fw_compiler=keep), fullgraph=True)().backward()
     return graphs
 
 
