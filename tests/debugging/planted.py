@@ -79,7 +79,10 @@ def planted(
     `source`: what holds the line, where it is not the function.
     """
     def add(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> Tensor:
+        low = dtype if kind == "none" else F32
+
+        def step(model: nn.Module, state: tuple[torch.optim.Optimizer, Tensor]) -> Tensor:
+            optimizer, batch = state
             optimizer.zero_grad()
             with region(kind, dtype):
                 out = loss(model(batch))
@@ -87,15 +90,9 @@ def planted(
             optimizer.step()
             return out.detach()
 
-        def build() -> tuple[nn.Module, Step]:
-            torch.manual_seed(0)
-            model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), Middle(function))
-            batch = torch.randn(8, 16)
-            if kind == "none":
-                model, batch = model.to(dtype), batch.to(dtype)
-            return model, functools.partial(step, model, SGD(model.parameters()), batch)
-
-        FAULTS.append(Fault(name or function.__name__, tool, build, source or function, op, module, cause, change))
+        whole(tool, cause, change, op, module, source=source or function, name=name or function.__name__,
+              model=lambda: nn.Sequential(nn.Linear(16, 16), nn.Tanh(), Middle(function)).to(low),
+              state=lambda parameters: (SGD(parameters), torch.randn(8, 16).to(low)))(step)
         return function
 
     return add

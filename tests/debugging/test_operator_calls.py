@@ -1,6 +1,8 @@
 """What every tool leaves out of a step, and that nothing of a tool stays behind."""
 
 import gc
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks  # pyright: ignore[reportAttributeAccessIssue]
 
-from ampkit.debugging import compare_precision, detect_nonfinite
+from ampkit.debugging import TensorMonitor, compare_precision, detect_nonfinite, find_nonfinite
 from ampkit.debugging.storage_map import StorageMap
 
 
@@ -42,10 +44,23 @@ def test_hooks_leave_with_the_context() -> None:
     assert [len(table) for table in tables] == before
 
 
-@pytest.mark.parametrize("tool", [detect_nonfinite, lambda model: compare_precision(lambda: None, model)])
-def test_the_model_must_be_a_module(tool: type) -> None:
-    with pytest.raises(TypeError, match=r"model is list; expected a torch\.nn\.Module, or None"):
-        tool([nn.Linear(1, 1)])
+WRONG: Any = 3
+
+
+@pytest.mark.parametrize(("call", "error", "says"), [
+    (lambda: detect_nonfinite(WRONG), TypeError, r"model is int; expected a torch\.nn\.Module, or None"),
+    (lambda: compare_precision(lambda: None, WRONG), TypeError, r"model is int; expected a torch\.nn\.Module, or None"),
+    (lambda: TensorMonitor(WRONG), TypeError, r"model is int; expected a torch\.nn\.Module"),
+    (lambda: TensorMonitor(every=0), ValueError, "every is 0; expected a number of steps, 1 or more"),
+    (lambda: detect_nonfinite(on_found=WRONG), ValueError, "on_found is 3; expected 'raise' or 'record'"),
+    (lambda: compare_precision(lambda: None, None, torch.float16), ValueError,
+     r"reference is torch\.float16; expected torch\.float32 or torch\.float64"),
+    (lambda: find_nonfinite(lambda: None, nn.Linear(1, 1), state=[WRONG]), TypeError,
+     "state holds int, which cannot be put back; expected state_dict and load"),
+])
+def test_bad_input(call: Callable[[], Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        call()
 
 
 def test_memory_that_is_gone_is_forgotten() -> None:
