@@ -20,16 +20,13 @@ from tests.helpers.module_rules import ALL, Block, Model, X, dtypes, only, rules
 from tests.helpers.regions import BF16, FP16, FP32, state
 
 
-@pytest.mark.parametrize(
-    ("pattern", "bound"),
-    [
-        ("head", {"head"}),
-        ("blocks.*.attn", {"blocks.0.attn", "blocks.1.attn"}),
-        ("*", ALL),             # of `blocks`, a list that is never called, its modules
-        (Block, ALL - {"head"}),
-        (nn.Module, ALL),
-    ],
-)
+@pytest.mark.parametrize(("pattern", "bound"), [
+    ("head", {"head"}),
+    ("blocks.*.attn", {"blocks.0.attn", "blocks.1.attn"}),
+    ("*", ALL),             # of `blocks`, a list that is never called, its modules
+    (Block, ALL - {"head"}),
+    (nn.Module, ALL),
+])
 def test_keys(pattern, bound):
     model = Model()
     assert dtypes(model, rules(model, {pattern: FP32})) == only(*bound)
