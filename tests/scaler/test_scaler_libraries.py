@@ -9,7 +9,7 @@ from collections import defaultdict
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.amp.grad_scaler import OptState
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from ampkit import DynamicLossScale, NoOpLossScale, StaticLossScale
 from ampkit.optim import SGD
@@ -21,11 +21,6 @@ INF = float("inf")
 
 
 # Records
-
-
-def torchs_state() -> dict[str, object]:
-    """A record as torch's scaler makes it."""
-    return {"stage": OptState.READY, "found_inf_per_device": {}}
 
 
 def test_records_that_code_for_torchs_scaler_makes_are_taken() -> None:
@@ -46,7 +41,7 @@ def test_a_subclass_whose_own_update_replaces_the_records_begins_an_iteration() 
 
     class Updates(GradScaler):
         def update(self, new_scale=None):
-            self._per_optimizer_states = defaultdict(torchs_state)
+            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
     scaler, alive = Updates("cpu", 4.0, skip_above=10.0), []
     for value in (1.0, 100.0, 1.0):
@@ -126,7 +121,7 @@ def test_private_attributes_can_be_set() -> None:
     for name, value in (
         ("_scale", torch.tensor(2.0)), ("_growth_tracker", torch.tensor(3, dtype=torch.int32)), ("_growth_factor", 3.0),
         ("_backoff_factor", 0.25), ("_growth_interval", 7), ("_init_scale", 2.0), ("_init_growth_tracker", 1),
-        ("_per_optimizer_states", defaultdict(torchs_state)),
+        ("_per_optimizer_states", defaultdict(_refresh_per_optimizer_state)),
     ):
         setattr(scaler, name, value)
         assert getattr(scaler, name) is value or getattr(scaler, name) == value

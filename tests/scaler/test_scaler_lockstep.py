@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from torch.amp.grad_scaler import OptState
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from ampkit.scaler.grad_scaler import GradScaler
 from tests.helpers.scaler_tools import alike
@@ -95,7 +95,7 @@ class Run:
 
     def replace_records(self) -> None:
         """As Composer, fairscale and torch's own `update` begin an iteration."""
-        self.scaler._per_optimizer_states = defaultdict(lambda: {"stage": OptState.READY, "found_inf_per_device": {}})
+        self.scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
     def copied(self, how: Callable[[Any], Any]) -> None:
         self.scaler = how(self.scaler)
