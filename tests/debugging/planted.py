@@ -24,11 +24,6 @@ from torch import Tensor, nn
 from ampkit import GradScaler, autocast, debugging
 from tests.debugging.models import Middle
 
-__all__ = [
-    "B16", "F16", "F32", "FAULTS", "FLOAT", "LINES", "POLICY", "SGD", "Fault", "Step", "judged", "loss_of", "planted",
-    "region", "table", "whole",
-]
-
 Step = Callable[[], Any]
 F16, B16, F32 = torch.float16, torch.bfloat16, torch.float32
 # Changes: a policy for steps in ampkit's regions, code around lines for those in torch's, `.float()` for the rest.

@@ -175,13 +175,6 @@ def test_every_tool_checks_the_loop(debug: Command, tool: list[str]) -> None:
     assert debug.out.startswith("the optimizer steps with scaled gradients")
 
 
-def test_a_body_that_raises_leaves_an_inconclusive_report() -> None:
-    """Also without the command."""
-    with pytest.raises(KeyError), debugging.detect_nonfinite(nn.Linear(1, 1)) as report:
-        raise KeyError
-    assert (report.status, str(report).partition(":")[0]) == ("inconclusive", "inconclusive")
-
-
 @pytest.mark.parametrize(("tool", "option"), [("nonfinite", "--json"), ("precision", "--json"), ("monitor", "--out")])
 def test_a_folder_that_is_not_there_is_told_before_the_script_runs(debug: Command, tool: str, option: str) -> None:
     file = str(debug.folder / "none" / "f")
