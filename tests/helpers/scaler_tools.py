@@ -42,10 +42,10 @@ def count_reads() -> Iterator[list[str]]:
         yield reads
 
 
-def started(cls: Any = GradScaler, *arguments: Any, **options: Any) -> Any:
-    """A scaler whose scale is on the CPU already."""
-    scaler = cls("cpu", *arguments, **options)
-    scaler.scale(torch.ones((), requires_grad=True))
+def started(cls: Any = GradScaler, *arguments: Any, device: str = "cpu", **options: Any) -> Any:
+    """A scaler whose scale is on the device already."""
+    scaler = cls(device, *arguments, **options)
+    scaler.scale(torch.ones((), device=device, requires_grad=True))
     return scaler
 
 
