@@ -13,7 +13,7 @@ from ampkit import Policy, autocast, record_casts
 from ampkit.policy.operator_keys import resolve
 from ampkit.torch_internals import dispatcher
 from ampkit.torch_internals.bindings import NAMES, binding
-from tests.helpers.op_samples import Call, difference, op_db_calls, region, run_with_gradients
+from tests.helpers.op_samples import Call, difference, op_db_calls, region, run
 from tests.helpers.regions import BF16, FP32
 
 DEFAULT = Policy.default("cpu").with_rules({"aten::batch_norm": "float32"})     # as torch's list for MPS has it
@@ -27,9 +27,9 @@ def test_every_sample_comes_out_the_same_in_both_ways(policy: Policy, dtype: tor
     calls = [call for call in op_db_calls(dtype, 2) if "empty" not in call.name]
     volumes, rows = torch.randn(2, 2, 2, 2, 2, dtype=dtype), torch.randn(3, 4, dtype=dtype)
     calls += [Call("conv3d", F.conv3d, (volumes, volumes), {}), Call("lerp", torch.lerp, tuple(rows), {})]
-    want = [run_with_gradients(call, region(policy, BF16)) for call in calls]
+    want = [run(call, region(policy, BF16), backward="outside") for call in calls]
     with record_casts(check_integers=False) as record:
-        got = [run_with_gradients(call, region(policy, BF16)) for call in calls]
+        got = [run(call, region(policy, BF16), backward="outside") for call in calls]
     found = {call.name: difference(*pair) for call, *pair in zip(calls, want, got, strict=True)}
     assert not {name: text for name, text in found.items() if text}
     assert len(calls) > 900
