@@ -2,12 +2,14 @@
 
 All runs start from the same weights, which bfloat16 holds exactly, and see the same batches. Activations are float32:
 weights, their gradients and the optimizer's state alone differ. Prints the mean training loss of every 50 steps and
-bits per character on held-out text, as in the table of docs/optim.md. `python examples/optim_bfloat16.py --steps 300`
+bits per character on held-out text, as in the table of docs/optim.md; `--plot losses.svg` draws the curves (it needs
+matplotlib). `python examples/optim_bfloat16.py --steps 300`
 """
 
 import argparse
 import copy
 import math
+import re
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def train(task: Characters, model: torch.nn.Module, options: dict[str, Any], steps: int, lr: float) -> list[float]:
-    """The mean loss of every 50 steps, then bits per character on held-out text."""
+    """The loss of each step, then bits per character on held-out text."""
     optimizer = AdamW(model.parameters(), lr=lr, **options)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, steps)
     batches, losses = torch.Generator().manual_seed(1), []
@@ -46,8 +48,25 @@ def train(task: Characters, model: torch.nn.Module, options: dict[str, Any], ste
         schedule.step()
         losses.append(loss.item())
     with torch.no_grad():
-        held_out = task.evaluate(model.float())
-    return [math.fsum(losses[i : i + 50]) / len(losses[i : i + 50]) for i in range(0, steps, 50)] + [held_out]
+        return [*losses, task.evaluate(model.float())]
+
+
+def means(losses: list[float], count: int) -> list[float]:
+    """The mean of every so many losses."""
+    parts = [losses[i : i + count] for i in range(0, len(losses), count)]
+    return [math.fsum(part) / len(part) for part in parts]
+
+
+def plot(curves: dict[str, list[float]], path: str) -> None:
+    """Draw the mean loss of every 10 steps."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 3.5), layout="constrained")
+    for name, losses in curves.items():
+        axes.plot([10 * (i + 1) for i in range(len(means(losses, 10)))], means(losses, 10), label=name, linewidth=1.2)
+    axes.set(xlabel="step", ylabel="training loss (nats)")
+    axes.legend(frameon=False)
+    figure.savefig(path)
 
 
 def main(argv: list[str] | None = None) -> dict[str, list[float]]:
@@ -55,17 +74,21 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--only", default="", help="ways whose name contains this")
+    parser.add_argument("--only", default="", help="ways whose name has this, a regular expression")
+    parser.add_argument("--plot", help="a file for the curves, as losses.svg")
     options = parser.parse_args(argv)
     task = Characters(torch.device("cpu"))
     torch.manual_seed(0)
     start = task.model().bfloat16().float()
-    rows = {}
+    rows, curves = {}, {}
     for name, arguments in WAYS.items():
-        if options.only in name:
+        if re.search(options.only, name):
             model = copy.deepcopy(start) if name == "float32" else copy.deepcopy(start).bfloat16()
-            rows[name] = train(task, model, arguments, options.steps, options.lr)
+            *curves[name], held_out = train(task, model, arguments, options.steps, options.lr)
+            rows[name] = [*means(curves[name], 50), held_out]
             print(f"| {name} | " + " | ".join(f"{value:.3f}" for value in rows[name]) + " |", flush=True)
+    if options.plot:
+        plot(curves, options.plot)
     return rows
 
 

@@ -88,12 +88,15 @@ class CastRecord:
 
     def merged_lines(self) -> list[str]:
         """A line for each place whose casts made distinct integers equal."""
-        lines = (
-            f"distinct integers became equal: {call.op} in {starred(call.module) or call.line}, "
-            f"{_named(call.operands)} cast to {_named(call.computed_in)}"
-            for call in self.merged
+        found = _grouped(
+            self.merged,
+            lambda call: (call.op, starred(call.module) or call.line, call.operands, call.computed_in),
         )
-        return [*dict.fromkeys(lines)]
+        return [
+            f"distinct integers became equal: {some[0].op} in {_path([call.module for call in some]) or some[0].line}, "
+            f"{_named(some[0].operands)} cast to {_named(some[0].computed_in)}"
+            for some in found
+        ]
 
     def _table(self) -> list[str]:
         lines = table([_HEADER, *(_row(calls) for calls in _alike(self.calls))], {"calls", "casts", "cached", "MB"})

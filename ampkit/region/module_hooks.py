@@ -53,6 +53,7 @@ class ModuleRuleHooks:
         self.called_a_model = False     # any module that has modules
         self.called_another = False     # one of the class of a bound model, neither bound nor a copy
         self.ran = False                # a bound module
+        self.failed = False             # the region ended by an exception
 
     def begin(self) -> None:
         """Have modules that this thread calls looked up from here on."""
@@ -71,7 +72,7 @@ class ModuleRuleHooks:
             self.outer.called_a_model |= self.called_a_model
             self.outer.called_another |= self.called_another
             self.outer.ran |= self.ran
-        elif self.called_a_model or self.ran:
+        elif (self.called_a_model or self.ran) and not self.failed:
             self._report()
 
     def _report(self) -> None:

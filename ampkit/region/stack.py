@@ -57,6 +57,8 @@ class RegionOrderError(RuntimeError):
 class Hooks(Protocol):
     """What a region with module rules needs while it is open."""
 
+    failed: bool    # an exception ended the region, perhaps before it came to every module
+
     def begin(self) -> None: ...
     def remove(self) -> None: ...
 
@@ -247,6 +249,8 @@ def pop(spec: RegionSpec, exc_type: type[BaseException] | None = None) -> None:
     stack = thread.regions
     if stack and stack[-1].spec is spec and not stack[-1].ended:
         entry = stack[-1]
+        if exc_type is not None and entry.hooks is not None:
+            entry.hooks.failed = True
         entry.leave(last=len(stack) == 1)
         if stack and stack[-1] is entry:
             stack.pop()

@@ -24,6 +24,8 @@ NEWEST = parsed(torch.__version__) >= (2, 15)
 # --- in one line
 
 
+ALL_BUT_3 = (torch.arange(8) != 3)[:, None].expand(8, 16).float()
+
 table(rows=[
     ("log_of_zero", lambda x: (x * 0).log() + x, "aten::log", r"log.*0|of 0", r"clamp"),
     ("angle_of_the_same", lambda x: torch.acos(x * 0 + 1) + x, "aten::acos", r"at 1", r"clamp"),
@@ -73,6 +75,8 @@ table(rows=[
      "aten::div.Tensor", r"0 / 0|by 0|is 0", r"clamp"),
     ("a_row_that_is_masked_out", lambda x: F.log_softmax(x.masked_fill(torch.arange(8)[:, None] == 3, -math.inf), -1),
      "aten::_log_softmax", "1 of 8 rows are -inf throughout", "unmasked"),
+    ("one_sample_without_elements", lambda x: (x * ALL_BUT_3).sum(-1) / ALL_BUT_3.sum(-1),
+     "aten::div.Tensor", r"row 3", r"clamp"),
     ("where_that_hides_a_log", lambda x: torch.where(x > 9, (x * 0).log(), x),
      "in backward of aten::log", "division by 0|of 0", "clamp"),
     ("targets_longer_than_inputs",
@@ -96,6 +100,8 @@ table(dtype=F16, rows=[
      "aten::bmm", "overflow", FLOAT),
     ("scattered_sum", lambda x: torch.zeros_like(x).index_add_(0, torch.zeros(8).long(), x.detach() * 0 + 3e4) + x,
      "aten::index_add_", "overflow", FLOAT),
+    ("in_place_on_a_copy", lambda x: x + (x * 0 + 500).detach().clone().mul_(x.detach() * 0 + 500),
+     "aten::mul_.Tensor", "overflow", FLOAT),
     ("convolution_with_large_weights",
      lambda x: F.conv2d((x + 300).view(1, 1, 8, 16), torch.full((1, 1, 3, 3), 300.0, dtype=x.dtype)) * 1e-4,
      "aten::convolution", "overflow", FLOAT),
@@ -243,12 +249,6 @@ def attention_without_keys(x: Tensor) -> Tensor:
     return scores.softmax(-1) @ x       # here
 
 
-@planted("aten::mul_.Tensor", "overflow", FLOAT, dtype=F16)
-def in_place_on_a_copy(x: Tensor) -> Tensor:
-    y = (x * 0 + 500).detach().clone()
-    return x + y.mul_(y)        # here
-
-
 @planted("aten::fill_.Scalar" if NEWEST else "aten::copy_", "asks for", r"do not write|finfo")
 def an_infinity_assigned(x: Tensor) -> Tensor:
     y = x.detach().clone()
@@ -310,13 +310,6 @@ def the_second_call_of_a_module(model: nn.Module) -> None:
 
 
 # --- a bad sample, a bad micro-batch: which
-
-
-@planted("aten::div.Tensor", r"row 3", r"clamp")
-def one_sample_without_elements(x: Tensor) -> Tensor:
-    mask = torch.ones(8, 16)
-    mask[3] = 0
-    return (x * mask).sum(-1) / mask.sum(-1)        # here
 
 
 def logarithm(x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Faults from public threads, as people met them there; the answers were written down before any tool saw them.
 
-The thread is above each, as repository#number.
+The thread is beside each, as repository#number.
 """
 
 from __future__ import annotations
@@ -81,57 +81,50 @@ table(rows=[
 # --- overflows
 
 
-# huggingface/transformers#19229
 @planted("aten::add.Tensor", r"overflow", FLOAT, dtype=F16)
-def residual_of_long_t5(x: Tensor) -> Tensor:
+def residual_of_long_t5(x: Tensor) -> Tensor:     # huggingface/transformers#19229
     hidden = x * 0 + 4e4
     forwarded = hidden * 0.9
     return (hidden + forwarded) * 1e-4 + x      # here
 
 
-# huggingface/transformers#9295: tanh takes the inf, its gradient does not
 @planted("aten::pow.Tensor_Scalar", r"overflow", FLOAT, dtype=F16)
-def gelu_by_tanh(x: Tensor) -> Tensor:
+def gelu_by_tanh(x: Tensor) -> Tensor:     # huggingface/transformers#9295: tanh takes the inf, its gradient does not
     y = x + 300
     return 0.5 * y * (1 + torch.tanh(0.79788 * (y + 0.044715 * torch.pow(y, 3))))       # here
 
 
-# qubvel-org/segmentation_models.pytorch#463
 @planted("aten::sum", r"overflow", FLOAT, dtype=F16)
-def dice_score(x: Tensor) -> Tensor:
+def dice_score(x: Tensor) -> Tensor:     # qubvel-org/segmentation_models.pytorch#463
     p, target = x * 0 + 600, torch.ones_like(x)
     intersection = (p * target).sum()       # here
     return x + 2 * intersection / (p.sum() + target.sum())
 
 
-# idiap/fast-transformers#32
 @planted("aten::mm", r"overflow", LINES, dtype=F16, kind="torch")
-def linear_attention(x: Tensor) -> Tensor:
+def linear_attention(x: Tensor) -> Tensor:     # idiap/fast-transformers#32
     q = F.elu(x + 100) + 1
     normalizer = 1 / (q.float() * q.float().sum(0)).sum(-1, keepdim=True)
     context = q.t() @ (x * 0 + 1)
     return (q @ context) * normalizer       # here
 
 
-# facebookresearch/fvcore#114
 @planted("aten::mul.Tensor", r"overflow", FLOAT, dtype=F16)
-def overlap_of_boxes(x: Tensor) -> Tensor:
+def overlap_of_boxes(x: Tensor) -> Tensor:     # facebookresearch/fvcore#114
     width, height = x * 0 + 800, x * 0 + 1333
     area = width * height       # here
     return x + area / (area + area - area / 2)
 
 
-# radixark/miles#1363
 @planted("aten::exp", r"overflow", r"clamp")
-def ratio_of_policies(x: Tensor) -> Tensor:
+def ratio_of_policies(x: Tensor) -> Tensor:     # radixark/miles#1363
     old, advantage = x.detach() - 120, torch.zeros(8, 16)
     ratio = (x - old).exp()     # here
     return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
 
 
-# NVIDIA-NeMo/RL#876: the clamp is too wide for float16
 @planted("aten::exp", r"overflow", FLOAT + r"|clamp", dtype=F16)
-def divergence_in_half(x: Tensor) -> Tensor:
+def divergence_in_half(x: Tensor) -> Tensor:     # NVIDIA-NeMo/RL#876: the clamp is too wide for float16
     difference = (x + 15).clamp(-20, 20)
     return (difference.exp() - difference - 1) * 1e-6       # here
 
@@ -139,17 +132,15 @@ def divergence_in_half(x: Tensor) -> Tensor:
 # --- constants that are 0 or 1 in float16
 
 
-# NVIDIA/Megatron-LM#2741
 @planted("aten::div.Tensor", r"1e-20 is 0 in float16", FLOAT, dtype=F16)
-def scores_of_experts(x: Tensor) -> Tensor:
+def scores_of_experts(x: Tensor) -> Tensor:     # NVIDIA/Megatron-LM#2741
     scores = torch.sigmoid(x - 200)
     total = scores.sum(-1, keepdim=True) + 1e-20        # here
     return scores / total + x
 
 
-# qitianwu/DIFFormer#3
 @planted("aten::div.Tensor", r"0 in float16|underflow", FLOAT, dtype=F16)
-def attention_by_sigmoid(x: Tensor) -> Tensor:
+def attention_by_sigmoid(x: Tensor) -> Tensor:     # qitianwu/DIFFormer#3
     weight = torch.sigmoid(x - 20)      # here
     return weight / weight.sum(-1, keepdim=True) * torch.arange(16).to(x.dtype)
 
@@ -162,17 +153,15 @@ def gumbel_noise(x: Tensor) -> Tensor:
     return (x + noise).softmax(-1) * torch.arange(16).to(x.dtype)
 
 
-# ray-project/ray#14878
 @planted("aten::atanh", r"0\.999999|is 1 in float16|rounded", FLOAT, dtype=F16)
-def unsquashed_action(x: Tensor) -> Tensor:
+def unsquashed_action(x: Tensor) -> Tensor:     # ray-project/ray#14878
     action = torch.tanh(x + 9)
     action = action.clamp(-1 + 1e-6, 1 - 1e-6)      # here
     return torch.atanh(action) + x
 
 
-# NVIDIA/apex#654
 @planted("in backward of aten::sqrt", r"1e-12 is 0 in float16", r"that the dtype holds", dtype=F16)
-def penalty_of_a_critic(x: Tensor) -> Tensor:
+def penalty_of_a_critic(x: Tensor) -> Tensor:     # NVIDIA/apex#654
     gradient, = torch.autograd.grad((x.pow(3) * 0).sum(), x, create_graph=True)
     norm = torch.sqrt(torch.sum(gradient**2, -1) + 1e-12)       # here
     return (norm - 1) ** 2 + x.sum(-1)
@@ -181,56 +170,49 @@ def penalty_of_a_critic(x: Tensor) -> Tensor:
 # --- undefined in any precision
 
 
-# pytorch/pytorch#152088
 @planted("aten::log1p", r"at -1|of 0|-1|is 0", r"where|clamp")
-def logarithm_of_chosen_values(x: Tensor) -> Tensor:
+def logarithm_of_chosen_values(x: Tensor) -> Tensor:     # pytorch/pytorch#152088
     y = x * (x > 0) - (x <= 0).float()
     return torch.log1p(y)[y > -1]       # here
 
 
-# pytorch/pytorch#49886
 @planted("in backward of aten::_linalg_svd", r"equal|repeated|0 / 0|by 0|is 0", r"svdvals|distinct|noise|perturb|eigh")
-def directions_of_equal_strength(x: Tensor) -> Tensor:
+def directions_of_equal_strength(x: Tensor) -> Tensor:     # pytorch/pytorch#49886
     u, _, vh = torch.linalg.svd(x[:, :8] * 0 + torch.eye(8))        # here
     return u @ vh + x[:, 8:]
 
 
-# pytorch/pytorch#4320
 @planted("in backward of aten::sqrt", r"at 0", r"where|eps|clamp")
-def deviation_over_equal_samples(x: Tensor) -> Tensor:
+def deviation_over_equal_samples(x: Tensor) -> Tensor:     # pytorch/pytorch#4320
     y = x[:1].expand(8, 16)
     return y + (y - y.mean(0)).square().mean(0).sqrt()      # here
 
 
-# TiankaiHang/Min-SNR-Diffusion-Training#2
 @planted("aten::div.Tensor", r"(0 / 0|by 0|is 0)(.|\n)*row 7|row 7(.|\n)*(0 / 0|by 0|is 0)", r"clamp|eps|where")
-def weight_of_a_timestep(x: Tensor) -> Tensor:
+def weight_of_a_timestep(x: Tensor) -> Tensor:     # TiankaiHang/Min-SNR-Diffusion-Training#2
     alphas = torch.linspace(0.99, 0.0, 8)[:, None]
     snr = alphas / (1 - alphas)
     return x * (snr.clamp(max=5.0) / snr)       # here
 
 
-# emadeldeen24/TS-TCC#25
 @planted("aten::log", r"of 0|log.*0|is 0", r"clamp|eps|logsumexp|log_softmax")
-def contrast_without_others(x: Tensor) -> Tensor:
+def contrast_without_others(x: Tensor) -> Tensor:     # emadeldeen24/TS-TCC#25
     logits = (x * 60) @ (x * 60).t()
     logits = logits - logits.amax(-1, keepdim=True).detach()
     others = torch.exp(logits) * (1 - torch.eye(8))
     return logits - torch.log(others.sum(1, keepdim=True))      # here
 
 
-# NVIDIA-NeMo/RL#4154
 @planted("aten::sub.Tensor", r"-inf|inf - inf", r"where|masked_fill|finfo|nan_to_num|isfinite")
-def divergence_of_filtered_policies(x: Tensor) -> Tensor:
+def divergence_of_filtered_policies(x: Tensor) -> Tensor:     # NVIDIA-NeMo/RL#4154
     dropped = torch.arange(16) > 3
     policy = x.masked_fill(dropped, -INF).log_softmax(-1)
     reference = x.detach().masked_fill(dropped, -INF).log_softmax(-1)
     return policy.exp() * (policy - reference)      # here
 
 
-# NVIDIA/TensorRT-LLM#19220
 @planted("aten::sub.Tensor", r"-inf|inf - inf", r"where|finfo|clamp|finite|nan_to_num")
-def softmax_over_a_masked_block(x: Tensor) -> Tensor:
+def softmax_over_a_masked_block(x: Tensor) -> Tensor:     # NVIDIA/TensorRT-LLM#19220
     scores = x.masked_fill(torch.arange(16) < 4, -INF)
     best, total = torch.full((8, 1), -INF), torch.zeros(8, 1)
     for block in scores.split(4, -1):
@@ -253,10 +235,9 @@ class Attends(nn.Module):
         return out[:1]
 
 
-# pytorch/pytorch#41508
 @whole("nonfinite", r"mask", r"nan_to_num|where|mask", "aten::_softmax", "attention",
        model=Attends, source=Attends.forward)
-def padding_throughout(model: nn.Module) -> None:
+def padding_throughout(model: nn.Module) -> None:     # pytorch/pytorch#41508
     model(torch.ones(2, 4, 8)).sum().backward()
 
 
@@ -266,10 +247,9 @@ def normalised_zeros() -> nn.Module:
     return nn.Sequential(layer, nn.Linear(8, 1))
 
 
-# pytorch/pytorch#19126
 @whole("nonfinite", r"0 / 0|is 0|by 0|of 0", r"eps|init|not 0", "aten::_weight_norm_interface",
        "0.parametrizations.weight.0", model=normalised_zeros)
-def weight_norm_of_zeros(model: nn.Module) -> Tensor:
+def weight_norm_of_zeros(model: nn.Module) -> Tensor:     # pytorch/pytorch#19126
     loss: Tensor = model(torch.ones(2, 8)).sum()        # here
     loss.backward()
     return loss.detach()
@@ -286,33 +266,29 @@ def norm_that_overflows_in_silence(x: Tensor) -> Tensor:
     return y * torch.rsqrt(variance + 1e-6)
 
 
-# EleutherAI/gpt-neox#1003
 @planted("aten::(_to_copy|mul.Tensor)", r"cast|made|rounded", WIDER, dtype=B16, tool="precision")
-def rotary_positions(x: Tensor) -> Tensor:
+def rotary_positions(x: Tensor) -> Tensor:     # EleutherAI/gpt-neox#1003
     frequency = 0.1 ** (torch.arange(8) / 8)
     angle = torch.arange(1000, 1008).type_as(x)[:, None] * frequency.type_as(x)     # here
     return torch.cat([x[:, :8] * angle.cos(), x[:, 8:] * angle.sin()], -1)
 
 
-# modelscope/DiffSynth-Studio#562
 @planted("aten::_to_copy", r"cast|made|rounded", WIDER, dtype=B16, tool="precision")
-def embedding_of_a_timestep(x: Tensor) -> Tensor:
+def embedding_of_a_timestep(x: Tensor) -> Tensor:     # modelscope/DiffSynth-Studio#562
     timestep = torch.tensor([999.4, 988.5, 987.2, 962.6, 937.5, 833.3, 750.1, 625.9])
     timestep = timestep.to(x.dtype)     # here
     angle = timestep.float()[:, None] * 0.5 ** torch.arange(16)
     return x * angle.sin().to(x.dtype)
 
 
-# fla-org/flash-linear-attention#1261
 @planted("aten::(elu|add.Tensor)", r"made|rounded|amplified", WIDER + "|exp", dtype=B16, tool="precision")
-def feature_map_of_attention(x: Tensor) -> Tensor:
+def feature_map_of_attention(x: Tensor) -> Tensor:     # fla-org/flash-linear-attention#1261
     q = F.elu(x - 6) + 1        # here
     return q / q.sum(-1, keepdim=True) * torch.arange(16)
 
 
-# RosettaCommons/foundry#236
 @planted("aten::arange.*", r"arange|made|rounded", WIDER + "|int", dtype=B16, tool="precision")
-def index_of_neighbours(x: Tensor) -> Tensor:
+def index_of_neighbours(x: Tensor) -> Tensor:     # RosettaCommons/foundry#236
     index = torch.arange(600, dtype=x.dtype)[-16:]      # here
     table = torch.arange(601).mul(0.7).sin().to(x.dtype)
     return x * table[index.long()]
@@ -328,9 +304,8 @@ def average_of_a_bfloat16_model(model: nn.Module, average: list[Tensor]) -> None
             mean.copy_(0.9999 * mean + 0.0001 * (p + 0.5))      # here
 
 
-# Nerogar/OneTrainer#996
 @whole("precision", r"update.*(nothing|lost|rounds)|mul_", WIDER + "|master", "aten::mul_.*", model=in_16_bits)
-def decay_in_bfloat16(model: Any) -> None:
+def decay_in_bfloat16(model: Any) -> None:     # Nerogar/OneTrainer#996
     model.zero_grad()
     model(torch.ones(2, 8, dtype=B16)).float().sum().backward()
     with torch.no_grad():
@@ -339,28 +314,25 @@ def decay_in_bfloat16(model: Any) -> None:
             p.add_(p.grad, alpha=-0.1)
 
 
-# meta-pytorch/torchtune#2254
 @whole("precision", r"update.*(nothing|lost|rounds)", WIDER + "|[mM]aster", "aten::.*", model=in_16_bits,
        state=functools.partial(torch.optim.AdamW, lr=6e-7))
-def optimizer_in_bfloat16(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def optimizer_in_bfloat16(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:     # meta-pytorch/torchtune#2254
     optimizer.zero_grad()
     model(torch.ones(2, 8, dtype=B16)).float().sum().backward()
     optimizer.step()        # here
 
 
-# NVIDIA-NeMo/Automodel#2248
 @whole("precision", r"update.*(nothing|lost|rounds)", WIDER + "|[mM]aster", "aten::.*", model=in_16_bits,
        state=functools.partial(torch.optim.AdamW, lr=1e-7, betas=(0.9, 0.9999)), before=1)
-def moments_in_bfloat16(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def moments_in_bfloat16(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:     # NVIDIA-NeMo/Automodel#2248
     optimizer.zero_grad()
     model(torch.ones(2, 8, dtype=B16)).float().square().sum().backward()
     optimizer.step()        # here
 
 
-# deepspeedai/DeepSpeed#2768
 @whole("precision", r"add_|accumul", r"(accumul|gradients|keep what).*float32", "aten::add.*",
        model=lambda: nn.Linear(8, 1, bias=False).bfloat16())
-def accumulation_in_bfloat16(model: nn.Module) -> None:
+def accumulation_in_bfloat16(model: nn.Module) -> None:     # deepspeedai/DeepSpeed#2768
     model.zero_grad()
     for tokens in [400] + [1] * 40:
         model(torch.ones(tokens, 8, dtype=B16)).float().sum().backward()        # here
@@ -420,40 +392,35 @@ def statistics_after_a_skipped_step(model: nn.Module, optimizer: torch.optim.Opt
     scaler.update()
 
 
-# pytorch/pytorch#31829
 @planted("in backward of aten::logsumexp", r"-inf|inf - inf|masked", r"finfo|clamp|where")
-def sum_over_no_path(x: Tensor) -> Tensor:
+def sum_over_no_path(x: Tensor) -> Tensor:     # pytorch/pytorch#31829
     paths = x + torch.where(torch.arange(8) == 5, -INF, 0.0)[:, None]
     total = torch.logsumexp(paths, -1)      # here
     return torch.where(total.isinf(), 0.0, total)
 
 
-# HobbitLong/SupContrast#141
 @planted("aten::div.Tensor", r"rows 0, 3(.|\n)*(0 / 0|by 0|is 0)", r"clamp")
-def contrast_without_positives(x: Tensor) -> Tensor:
+def contrast_without_positives(x: Tensor) -> Tensor:     # HobbitLong/SupContrast#141
     labels = torch.tensor([0, 1, 1, 3, 4, 4, 4, 1])
     positive = (labels[:, None] == labels).float() - torch.eye(8)
     return -(positive * (x @ x.t()).log_softmax(-1)).sum(1) / positive.sum(1)       # here
 
 
-# NVIDIA-NeMo/RL#4161
 @planted("aten::sqrt", r"negative", r"clamp|var\(|std\(")
-def deviation_by_moments(x: Tensor) -> Tensor:
+def deviation_by_moments(x: Tensor) -> Tensor:     # NVIDIA-NeMo/RL#4161
     reward = x * 0 + 1000.35
     deviation = (reward.square().mean(-1, keepdim=True) - reward.mean(-1, keepdim=True).square() - 1e-3).sqrt()  # here
     return x / (deviation + 1e-4)
 
 
-# NVIDIA/apex#812
 @planted("aten::log", r"0 in float16|underflow", FLOAT, dtype=F16)
-def divergence_of_normals(x: Tensor) -> Tensor:
+def divergence_of_normals(x: Tensor) -> Tensor:     # NVIDIA/apex#812
     ratio = ((x * 1e-6 + 1e-4) / 1).pow(2)      # here
     return 0.5 * (ratio - 1 - ratio.log()) + x
 
 
-# p-e-w/heretic#348
 @planted("aten::(sub.Tensor|kl_div)", r"-inf|inf - inf", r"where|mask|finfo|nan_to_num")
-def divergence_of_suppressed_tokens(x: Tensor) -> Tensor:
+def divergence_of_suppressed_tokens(x: Tensor) -> Tensor:     # p-e-w/heretic#348
     logits = x.masked_fill(torch.arange(16) == 7, -INF)
     reference = logits.detach().log_softmax(-1)
     return F.kl_div(logits.log_softmax(-1), reference, log_target=True, reduction="none")       # here
@@ -467,8 +434,7 @@ def perturbation_of_an_embedding(x: Tensor) -> Tensor:
     return x * (gradient / norm * 4)
 
 
-# Comfy-Org/ComfyUI#16001
 @planted("aten::linspace", r"linspace|made|rounded", WIDER, dtype=B16, tool="precision")
-def schedule_in_bfloat16(x: Tensor) -> Tensor:
+def schedule_in_bfloat16(x: Tensor) -> Tensor:     # Comfy-Org/ComfyUI#16001
     sigmas = torch.linspace(1.0, 0.9, 201, dtype=x.dtype)       # here
     return x * (sigmas[:16] - sigmas[1:17]) * 2000

@@ -1,10 +1,9 @@
 """Planted faults: the form they are written in, and how the answers of a report are judged.
 
-A fault is a row of a table, or a function under one of two decorators; its file is named in `test_battery.py`. Each
-has five answers: operator, module, line, cause, change. The line is that of the lambda, or the one with the comment
-`# here`, in the function or its decorator;
-the others are patterns that the report must contain, and "" is not asked for. An operator of backward is written
-"in backward of aten::sqrt".
+A fault is a row of a table, or a function under one of two decorators: a layer (`planted`) or a step (`whole`). Its
+file is named in `test_battery.py`. Each has five answers: operator, module, line, cause, change. The line is that of
+the lambda, or the one with the comment `# here`, in the function or its decorator; the others are patterns that the
+report must contain, and "" is not asked for. An operator of backward is written "in backward of aten::sqrt".
 """
 
 from __future__ import annotations
@@ -23,11 +22,6 @@ from torch import Tensor, nn
 
 from ampkit import GradScaler, autocast, debugging
 from tests.debugging.models import Middle
-
-__all__ = [
-    "B16", "F16", "F32", "FAULTS", "FLOAT", "LINES", "POLICY", "SGD", "Fault", "Step", "judged", "loss_of", "planted",
-    "region", "table", "whole",
-]
 
 Step = Callable[[], Any]
 F16, B16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -79,7 +73,10 @@ def planted(
     `source`: what holds the line, where it is not the function.
     """
     def add(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> Tensor:
+        low = dtype if kind == "none" else F32
+
+        def step(model: nn.Module, state: tuple[torch.optim.Optimizer, Tensor]) -> Tensor:
+            optimizer, batch = state
             optimizer.zero_grad()
             with region(kind, dtype):
                 out = loss(model(batch))
@@ -87,15 +84,9 @@ def planted(
             optimizer.step()
             return out.detach()
 
-        def build() -> tuple[nn.Module, Step]:
-            torch.manual_seed(0)
-            model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), Middle(function))
-            batch = torch.randn(8, 16)
-            if kind == "none":
-                model, batch = model.to(dtype), batch.to(dtype)
-            return model, functools.partial(step, model, SGD(model.parameters()), batch)
-
-        FAULTS.append(Fault(name or function.__name__, tool, build, source or function, op, module, cause, change))
+        whole(tool, cause, change, op, module, source=source or function, name=name or function.__name__,
+              model=lambda: nn.Sequential(nn.Linear(16, 16), nn.Tanh(), Middle(function)).to(low),
+              state=lambda parameters: (SGD(parameters), torch.randn(8, 16).to(low)))(step)
         return function
 
     return add
@@ -112,9 +103,10 @@ def whole(
     state: Callable[[Any], Any] | None = None, scale: float = 0.0, before: int = 0,
     source: Callable[..., Any] | None = None, name: str = "",
 ) -> Callable[[Any], Any]:
-    """A function as the step: of the model, and of what the next two ask for; after `before` steps without a tool.
+    """A function as the step: of the model, and of an optimizer and a scaler where they are asked for.
 
-    `state`: makes an optimizer, or other memory, of the parameters. `scale`: a scaler begins with it.
+    `state`: makes the optimizer, or other memory, of the parameters. `scale`: with which the scaler begins.
+    `before`: so many steps run without a tool.
     """
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         def build() -> tuple[nn.Module, Step]:

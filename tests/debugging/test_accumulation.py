@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from ampkit import GradScaler, autocast
-from ampkit.debugging import compare_precision, detect_nonfinite
+from ampkit.debugging import compare_precision, detect_nonfinite, find_nonfinite
+from tests.debugging.planted import loss_of
 
-SCALERS = [GradScaler, torch.amp.GradScaler]
+scalers = pytest.mark.parametrize("cls", [GradScaler, torch.amp.GradScaler])
 
 
 class Training:
@@ -21,15 +22,15 @@ class Training:
     def __init__(self, cls: Any, scale: float) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.scaler = cls("cpu", init_scale=scale)
         self.batch = torch.randn(8, 16)
 
-    def run(self, steps: int, micro: int, unscale: bool = False) -> None:
+    def run(self, steps: int, micro: int = 1, unscale: bool = False) -> None:
+        loss = torch.zeros(())
         for _ in range(steps):
             for _ in range(micro):
-                with autocast("cpu", dtype=torch.float16):
-                    loss = self.model(self.batch).float().square().mean() / micro
+                loss = loss_of(self.model, self.batch) / micro
                 self.scaler.scale(loss).backward()
             if unscale:
                 self.scaler.unscale_(self.optimizer)
@@ -40,34 +41,28 @@ class Training:
             float(loss.detach())
 
 
+@pytest.mark.parametrize("scale", [2.0**4, 2.0**24])
 @pytest.mark.parametrize("unscale", [False, True])
 @pytest.mark.parametrize("micro", [1, 2, 4])
-@pytest.mark.parametrize("cls", SCALERS)
-def test_steps_are_counted(cls: Any, micro: int, unscale: bool) -> None:
-    training = Training(cls, 16.0)
+@scalers
+def test_steps_are_counted_and_what_a_scaler_skips_is_no_finding(
+    cls: Any, micro: int, unscale: bool, scale: float
+) -> None:
+    training = Training(cls, scale)
     with detect_nonfinite(training.model) as report:
-        training.run(5, micro, unscale)
-    assert report.steps == 5
-
-
-@pytest.mark.parametrize("unscale", [False, True])
-@pytest.mark.parametrize("micro", [1, 2, 4])
-@pytest.mark.parametrize("cls", SCALERS)
-def test_what_a_scaler_skips_is_no_finding(cls: Any, micro: int, unscale: bool) -> None:
-    training = Training(cls, 2.0**24)
-    with detect_nonfinite(training.model, on_found="record") as report:
         training.run(12, micro, unscale)
-    skips = 24 - math.log2(training.scaler.get_scale())
-    assert skips > 1
+    skips = math.log2(scale / training.scaler.get_scale())
+    assert (skips > 1) is (scale > 2.0**4)
     assert not report, str(report)
-    assert report.skipped[0].step == 0
-    assert max(one.step for one in report.skipped) < skips
-    assert report.skipped[0].scale == 2.0**24
     assert report.steps == 12
+    if skips:
+        assert report.skipped[0].step == 0
+        assert report.skipped[0].scale == scale
+        assert max(one.step for one in report.skipped) < skips
 
 
 @pytest.mark.parametrize("micro", [1, 4])
-@pytest.mark.parametrize("cls", SCALERS)
+@scalers
 def test_after_a_skipped_step_the_reference_has_the_users_scale(cls: Any, micro: int) -> None:
     """The reference overflows nowhere, and its own scale would not have been halved."""
     training = Training(cls, 2.0**24)
@@ -78,8 +73,34 @@ def test_after_a_skipped_step_the_reference_has_the_users_scale(cls: Any, micro:
     assert report.scale == training.scaler.get_scale()      # of the last step
 
 
+def test_find_nonfinite_leaves_scaler_and_optimizer_as_they_were() -> None:
+    training = Training(GradScaler, 2.0**24)
+    report = find_nonfinite(lambda: training.run(1), training.model, state=[training.scaler])
+    assert training.scaler.get_scale() == report.skipped[0].scale == 2.0**24
+    assert not training.optimizer.state
+    assert not report.findings
+
+
+@pytest.mark.parametrize("scale", [2.0**4, 2.0**40])
+@scalers
+def test_gradients_are_taken_before_the_loop_clears_them(cls: Any, scale: float) -> None:
+    plain, training = Training(cls, scale), Training(cls, scale)
+    plain.model(plain.batch).square().mean().backward()
+    norms = {name: float(p.grad.norm()) for name, p in plain.model.named_parameters() if p.grad is not None}
+    report = compare_precision(lambda: training.run(1), training.model)
+    assert report.gradients.keys() == norms.keys()
+    assert report.scale == scale
+    assert report.loss is not None
+    assert report.loss == pytest.approx(report.reference_loss, rel=1e-2)
+    if scale == 2.0**4:
+        assert {name: one.norm for name, one in report.gradients.items()} == pytest.approx(norms, rel=1e-6)
+        assert report.gradient_error < 1e-2
+    else:       # the scaler skips the step
+        assert report.gradient_error == math.inf
+
+
 @pytest.mark.parametrize("factors", [(1.0, 3e4), (3e4, 1.0)])
-@pytest.mark.parametrize("cls", SCALERS)
+@scalers
 def test_gradients_of_a_skipped_step_that_others_add_to(cls: Any, factors: tuple[float, float]) -> None:
     """A discriminator's step is skipped; the generator's backward adds to its gradients, which nobody takes."""
     torch.manual_seed(0)
@@ -104,8 +125,7 @@ def test_gradients_of_a_skipped_step_that_others_add_to(cls: Any, factors: tuple
         run(14)
     assert report.skipped
     assert not report, str(report)
-    with torch.no_grad():
-        judge.weight.fill_(float("nan"))
+    nn.init.constant_(judge.weight, math.nan)
     with detect_nonfinite(None, on_found="record") as report:
         run(1)
     assert report

@@ -1,6 +1,8 @@
 """What every tool leaves out of a step, and that nothing of a tool stays behind."""
 
 import gc
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +10,8 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks  # pyright: ignore[reportAttributeAccessIssue]
 
-from ampkit.debugging import compare_precision, detect_nonfinite
+from ampkit import GradScaler
+from ampkit.debugging import TensorMonitor, check_loop, compare_precision, detect_nonfinite, find_nonfinite
 from ampkit.debugging.storage_map import StorageMap
 
 
@@ -29,23 +32,48 @@ def test_tensor_subclasses_take_themselves_apart() -> None:
     assert report.operators == 2
 
 
-def test_hooks_leave_with_the_context() -> None:
-    """Also after an exception."""
+def state() -> list[Any]:
+    """What a tool hooks into or wraps."""
     tables = (
         module_hooks._global_forward_hooks, module_hooks._global_forward_pre_hooks,
         optimizer_hooks._global_optimizer_pre_hooks, optimizer_hooks._global_optimizer_post_hooks,
     )
-    before = [len(table) for table in tables]
-    with pytest.raises(KeyError), detect_nonfinite():   # noqa: PT012  the context's own end is what is tested
-        assert all(len(table) > count for table, count in zip(tables, before, strict=True))
+    return [*map(len, tables), vars(torch.amp.GradScaler)["step"], vars(GradScaler)["step"], torch.autograd.backward,
+            vars(torch.autocast)["__enter__"], nn.utils.clip_grad_value_]
+
+
+def test_nothing_is_left_behind() -> None:
+    """Also after an exception; and a function that is wrapped is still itself to the user."""
+    before = state()
+    with pytest.raises(KeyError), detect_nonfinite() as report:     # noqa: PT012  the context's own end is what is tested
+        assert all(one != other for one, other in zip(before, state(), strict=True))
+        assert torch.autograd.backward.__name__ == "backward"
         raise KeyError
-    assert [len(table) for table in tables] == before
+    assert report.status == "inconclusive"
+    assert before == state()
+    with pytest.raises(KeyError), check_loop() as report:
+        raise KeyError
+    assert report.status == "inconclusive"
+    assert before == state()
 
 
-@pytest.mark.parametrize("tool", [detect_nonfinite, lambda model: compare_precision(lambda: None, model)])
-def test_the_model_must_be_a_module(tool: type) -> None:
-    with pytest.raises(TypeError, match=r"model is list; expected a torch\.nn\.Module, or None"):
-        tool([nn.Linear(1, 1)])
+WRONG: Any = 3
+
+
+@pytest.mark.parametrize(("call", "error", "says"), [
+    (lambda: detect_nonfinite(WRONG), TypeError, r"model is int; expected a torch\.nn\.Module, or None"),
+    (lambda: compare_precision(lambda: None, WRONG), TypeError, r"model is int; expected a torch\.nn\.Module, or None"),
+    (lambda: TensorMonitor(WRONG), TypeError, r"model is int; expected a torch\.nn\.Module"),
+    (lambda: TensorMonitor(every=0), ValueError, "every is 0; expected a number of steps, 1 or more"),
+    (lambda: detect_nonfinite(on_found=WRONG), ValueError, "on_found is 3; expected 'raise' or 'record'"),
+    (lambda: compare_precision(lambda: None, None, torch.float16), ValueError,
+     r"reference is torch\.float16; expected torch\.float32 or torch\.float64"),
+    (lambda: find_nonfinite(lambda: None, nn.Linear(1, 1), state=[WRONG]), TypeError,
+     "state holds int, which cannot be put back; expected state_dict and load"),
+])
+def test_bad_input(call: Callable[[], Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        call()
 
 
 def test_memory_that_is_gone_is_forgotten() -> None:

@@ -1,6 +1,7 @@
 """Reports as files; the command on scripts that end in every way."""
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,12 @@ from torch import nn
 from ampkit import autocast, debugging
 from ampkit.__main__ import main
 from ampkit.debugging.report import NonFiniteReport
+from tests.debugging.models import filled
 
 
 def found() -> NonFiniteReport:
     """Findings of several kinds."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    with torch.no_grad():
-        model[1].weight.fill_(1e6)
+    model = filled(nn.Sequential(nn.Linear(4, 1)), 1e6)
     with debugging.detect_nonfinite(model, on_found="record") as report:
         with autocast("cpu", dtype=torch.float16):
             model(torch.full((2, 4), 100.0)).sum().backward()
@@ -47,66 +47,67 @@ def test_every_key_is_on_the_page() -> None:
 
 SCRIPT = """
 import sys, torch
-model = torch.nn.Linear(4, 1)
+steps, broken = map(int, sys.argv[1:])
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(4):
-    loss = model(torch.ones(2, 4)).sum()
-    if step == int(sys.argv[1]):
+for step in range(steps):
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = model(torch.full((2, 4), 1.1 + step)).float().mean()
+    if step == broken:
         loss = loss - loss.detach() + (0 * loss).log()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+    print("step", step)
 print("the end", __name__, sys.argv)
 """
 
 
-PRECISION_SCRIPT = """
-import sys, torch
-torch.manual_seed(0)
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-scale = float(sys.argv[2])
-try:
-    for step in range(int(sys.argv[1])):
-        with torch.autocast("cpu", dtype=torch.float16):
-            loss = model(torch.full((2, 4), 1.1 + step)).float().mean()
-        optimizer.zero_grad()
-        (loss * scale).backward()
-        optimizer.step()
-        print("step", step)
-except Exception:
-    print("swallowed")
-"""
+class Command:
+    """`ampkit debug` on a script, and what it printed."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.capsys, self.script = folder, capsys, str(folder / "train.py")
+        self.write(SCRIPT)
+
+    def write(self, text: str) -> None:
+        Path(self.script).write_text(text)
+
+    def __call__(self, tool: str, *arguments: str) -> int:
+        """The exit code of a tool; its options, then the script's: how many steps, and which is broken."""
+        *options, steps, broken = arguments
+        self.capsys.readouterr()
+        code = main(["debug", tool, *options, self.script, steps, broken])
+        self.out, self.err = self.capsys.readouterr()
+        return code
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> str:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    return str(tmp_path / "train.py")
+def debug(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    monkeypatch.chdir(tmp_path)
+    return Command(tmp_path, capsys)
 
 
-def test_debug_nonfinite(script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_nonfinite(debug: Command) -> None:
     """The user's script, unchanged: found, clean, too short, absent."""
-    file = tmp_path / "r{rank}.json"
-    assert main(["debug", "nonfinite", "--json", str(file), script, "2"]) == 1
-    printed = capsys.readouterr().out
-    assert "the end" not in printed
-    assert "the loss is -inf in step 2" in printed
-    assert "aten::log, " in printed
-    assert "train.py:8" in printed
-    written = str(file).replace("{rank}", "0")
-    assert f"{json.loads(Path(written).read_text())['text']}\n" == printed
-    assert main(["debug", "nonfinite", script, "9", "--flag"]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith(f"the end __main__ {[script, '9', '--flag']}\n")
-    assert "no inf or NaN reached a loss" in out
-    assert "in 4 steps" in out
-    assert main(["debug", "nonfinite", "--from-step", "2", script, "3"]) == 1
-    assert "the loss is -inf in step 3" in capsys.readouterr().out
-    assert main(["debug", "nonfinite", "--from-step", "3", script, "2"]) == 1   # the parameter is broken by then
-    assert "look at what wrote" in capsys.readouterr().out
-    assert main(["debug", "nonfinite", str(tmp_path / "no.py")]) == 2
-    assert "no.py is no file; expected the training script" in capsys.readouterr().err
+    assert debug("nonfinite", "--json", "r{rank}.json", "4", "2") == 1
+    assert "the end" not in debug.out
+    assert "the loss is -inf in step 2" in debug.out
+    assert "aten::log, " in debug.out
+    assert "train.py:11" in debug.out
+    assert debug.out.endswith(f"step 1\n{json.loads(Path('r0.json').read_text())['text']}\n")
+    assert debug("nonfinite", "4", "9") == 0
+    assert f"the end __main__ {[debug.script, '4', '9']}\n" in debug.out
+    assert "no inf or NaN reached a loss" in debug.out
+    assert "in 4 steps" in debug.out
+    assert debug("nonfinite", "--from-step", "2", "4", "3") == 1
+    assert "the loss is -inf in step 3" in debug.out
+    assert debug("nonfinite", "--from-step", "3", "4", "2") == 1    # the parameter is broken by then
+    assert "look at what wrote" in debug.out
+    Path(debug.script).unlink()
+    assert debug("nonfinite", "4", "2") == 2
+    assert "train.py is no file; expected the training script" in debug.err
 
 
 @pytest.mark.parametrize("tool", ["nonfinite", "precision"])
@@ -116,61 +117,74 @@ def test_debug_nonfinite(script: str, tmp_path: Path, capsys: pytest.CaptureFixt
     ("raise KeyboardInterrupt", 130, "the script was interrupted"),
 ])
 def test_a_script_that_does_not_run_to_its_end_is_inconclusive(
-    tool: str, body: str, code: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    debug: Command, tool: str, body: str, code: int, says: str
 ) -> None:
     """In the text, the file and the exit code. It may go to another folder."""
-    monkeypatch.chdir(tmp_path)
-    script, file = tmp_path / "s.py", tmp_path / "r.json"
-    script.write_text(f"import os, torch\nos.chdir('/')\ntorch.ones(1).exp()\n{body}\n")
-    assert main(["debug", tool, "--json", "r.json", str(script)]) == code
-    assert f"inconclusive: {says}" in capsys.readouterr().out
-    assert json.loads(file.read_text())["status"] == "inconclusive"
+    debug.write(f"import os, torch\nos.chdir('/')\ntorch.ones(1).exp()\n{body}\n")
+    assert debug(tool, "--json", "r.json", "4", "9") == code
+    assert f"inconclusive: {says}" in debug.out
+    assert json.loads((debug.folder / "r.json").read_text())["status"] == "inconclusive"
 
 
-def test_debug_precision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_precision(debug: Command) -> None:
     """One step is compared, and the script ends, also where it catches everything; an overflow is a finding."""
-    script, file = tmp_path / "train.py", tmp_path / "report.json"
-    script.write_text(PRECISION_SCRIPT)
-    assert main(["debug", "precision", "--at-step", "2", "--json", str(file), str(script), "9", "1"]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("step 0\nstep 1\ngradients are ")    # the third one's optimizer has stepped, and that is all
-    assert out.count("\nstep ") == 1
-    assert "in step 2, against the same step in float32" in out
-    assert f"{script}:10" in out
-    assert set(json.loads(file.read_text())["gradients"]) == {"weight", "bias"}
-    assert main(["debug", "precision", str(script), "2", "1e6"]) == 1
+    debug.write(f"try:{textwrap.indent(SCRIPT, '    ')}except Exception:\n    print('swallowed')\n")
+    assert debug("precision", "--at-step", "2", "--json", "r.json", "9", "99") == 0
+    assert debug.out.startswith("step 0\nstep 1\ngradients are ")  # the third one's optimizer has stepped, that is all
+    assert debug.out.count("\nstep ") == 1
+    assert "in step 2, against the same step in float32" in debug.out
+    assert "train.py:9" in debug.out
+    assert set(json.loads(Path("r.json").read_text())["gradients"]) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    debug.write(SCRIPT.replace("loss.backward", "(loss * 1e6).backward"))
+    assert debug("precision", "2", "9") == 1
 
 
-def test_a_script_that_ends_too_early_is_inconclusive(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_that_ends_too_early_is_inconclusive(debug: Command) -> None:
     """Too few steps, or nothing but a loss that a loop prints after its last one."""
     for tool, option in (("nonfinite", "--from-step"), ("precision", "--at-step")):
-        assert main(["debug", tool, option, "9", script, "9"]) == 3
-        assert "inconclusive: the script ended before step 9" in capsys.readouterr().out
-    Path(script).write_text(SCRIPT + "print(float(loss.detach()) + float(torch.ones(2).mean()))")
-    assert main(["debug", "nonfinite", "--from-step", "4", script, "9"]) == 3
-    assert "ended before step 4, and nothing was looked at. Steps that a scaler" in capsys.readouterr().out
+        assert debug(tool, option, "9", "4", "9") == 3
+        assert "inconclusive: the script ended before step 9" in debug.out
+    debug.write(SCRIPT + "print(float(loss.detach()) + float(torch.ones(2).mean()))")
+    assert debug("nonfinite", "--from-step", "4", "4", "9") == 3
+    assert "ended before step 4, and nothing was looked at. Steps that a scaler" in debug.out
 
 
-def test_a_body_that_raises_leaves_an_inconclusive_report() -> None:
-    """Also without the command."""
-    with pytest.raises(KeyError), debugging.detect_nonfinite(nn.Linear(1, 1)) as report:
-        raise KeyError
-    assert (report.status, str(report).partition(":")[0]) == ("inconclusive", "inconclusive")
+def test_debug_monitor(debug: Command) -> None:
+    """Also on a script that compiles, and refuses graph breaks; a former run's lines are none of this one's."""
+    compiled = "torch.compile(model, backend='aot_eager', fullgraph=True)"
+    debug.write(SCRIPT.replace("for step", f"run = {compiled}\nfor step").replace("loss = model", "loss = run"))
+    assert debug("monitor", "--every", "2", "--out", "m.jsonl", "3", "9") == 0
+    assert "updates" in debug.out
+    debug.write(SCRIPT)
+    assert debug("monitor", "--every", "2", "--out", "m.jsonl", "5", "9") == 0
+    samples = [json.loads(line) for line in Path("m.jsonl").read_text().splitlines()]
+    assert [one["step"] for one in samples] == [0, 2, 4]
+    assert all(set(one["lost_updates"]) == {"0.weight", "0.bias", "1.weight", "1.bias"} for one in samples)
+    assert all(set(one["gradients"]) == {"0", "1", "Sequential"} for one in samples)
+    assert "step 4\n  outputs" in debug.out
+    assert debug("monitor", "--out", "m.jsonl", "0", "9") == 3
+    assert debug("monitor", "--every", "0", "5", "9") == 2
 
 
-@pytest.mark.parametrize("arguments", [["nonfinite", "--json"], ["precision", "--json"], ["monitor", "--out"]])
-def test_a_folder_that_is_not_there_is_told_before_the_script_runs(
-    arguments: list[str], script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = str(tmp_path / "none" / "f")
-    assert main(["debug", *arguments, file, script, "9"]) == 2
-    printed = capsys.readouterr()
-    assert printed.err == f"ampkit debug: {arguments[1]} is {file}; expected a file in a folder that is there\n"
-    assert printed.out == ""
+@pytest.mark.parametrize("tool", [["loop"], ["nonfinite", "--keep-going"], ["monitor"], ["precision"]])
+def test_every_tool_checks_the_loop(debug: Command, tool: list[str]) -> None:
+    """And says so before anything else."""
+    scaled = "torch.amp.GradScaler('cpu').scale(loss).backward"
+    float32 = SCRIPT.replace("dtype=torch.float16", "enabled=False")     # the tools have little else to say of it
+    debug.write(float32.replace("loss.backward", scaled).replace("print", "str"))
+    assert debug(*tool, "3", "9") == 1
+    assert debug.out.startswith("the optimizer steps with scaled gradients")
 
 
-def test_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("tool", "option"), [("nonfinite", "--json"), ("precision", "--json"), ("monitor", "--out")])
+def test_a_folder_that_is_not_there_is_told_before_the_script_runs(debug: Command, tool: str, option: str) -> None:
+    file = str(debug.folder / "none" / "f")
+    assert debug(tool, option, file, "4", "9") == 2
+    assert debug.err == f"ampkit debug: {option} is {file}; expected a file in a folder that is there\n"
+    assert debug.out == ""
+
+
+def test_bad_input(debug: Command, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["debug", "nonfinite", "--from-step", "-1", "train.py"])
+        debug("nonfinite", "--from-step", "-1", "4", "9")
     assert "'-1' is no number of steps" in capsys.readouterr().err

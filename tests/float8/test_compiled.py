@@ -1,32 +1,19 @@
 """FP8 rules in compiled and exported code: aot_eager has eager's bits, one graph serves all numbers of rows."""
 
-from collections.abc import Iterator
+import contextlib
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from ampkit import autocast
-from tests.helpers.float8 import BF16, GW_HP, ROWWISE, RULES, TENSORWISE, fp8, policy, same, step
+from tests.helpers.float8 import BF16, GW_HP, ROWWISE, RULES, TENSORWISE, fp8, policy, same, step, with_forward
 
 
 @pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
+def _fresh() -> None:
     torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-class Inside(nn.Module):
-    """A model with the region in its forward."""
-
-    def __init__(self, model, policy):
-        super().__init__()
-        self.model, self.policy = model, policy
-
-    def forward(self, x):
-        with autocast("cpu", BF16, policy=self.policy):
-            return self.model(x)
 
 
 def layers():
@@ -35,30 +22,29 @@ def layers():
 
 @pytest.mark.parametrize(("rule", "inside"), [(TENSORWISE, False), (ROWWISE, True), (GW_HP, False)])
 def test_aot_eager_has_the_bits_of_eager(rule, inside):
-    model, x, grad = layers(), torch.randn(13, 32), torch.randn(13, 16)
+    """Also with the region inside."""
+    model, x, grad, given = layers(), torch.randn(13, 32), torch.randn(13, 16), policy(rule)
     want = step(model, x, grad, fp8(rule))
-    if inside:
-        model = Inside(model, policy(rule))
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert same(step(compiled, x, grad, autocast("cpu", enabled=False) if inside else fp8(rule)), want)
+
+    def with_region(x):
+        with autocast("cpu", BF16, policy=given):
+            return model(x)
+
+    compiled = torch.compile(with_region if inside else model.forward, backend="aot_eager", fullgraph=True)
+    assert same(step(with_forward(model, compiled), x, grad, contextlib.nullcontext() if inside else fp8(rule)), want)
 
 
 def test_rows_are_dynamic_and_another_rule_compiles_again():
     """Two graphs for training: numbers of rows in multiples of 16, and others, which are padded."""
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return torch._dynamo.backends.debugging.aot_eager(graph, inputs)
-
-    model = torch.compile(nn.Linear(32, 16), backend=backend, dynamic=True, fullgraph=True)
+    counter = CompileCounterWithBackend("aot_eager")
+    model = torch.compile(nn.Linear(32, 16), backend=counter, dynamic=True, fullgraph=True)
     for rows, n_graphs in ((80, 1), (48, 1), (160, 1), (33, 2), (47, 2), (64, 2)):      # none is K or N
         with fp8(ROWWISE):
             model(torch.randn(rows, 32)).sum().backward()
-        assert len(graphs) == n_graphs
+        assert counter.frame_count == n_graphs
     with fp8(GW_HP):
         model(torch.randn(80, 32))
-    assert len(graphs) == 3
+    assert counter.frame_count == 3
 
 
 @pytest.mark.parametrize("rule", RULES)

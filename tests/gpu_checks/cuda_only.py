@@ -2,13 +2,14 @@
 
 import copy
 import itertools
+from collections.abc import Sequence
 
 import torch
 
 import ampkit_kernels as kernels
 from ampkit import Policy, Rule, autocast
 from benchmarks.float8 import FORMS, RECIPES
-from tests.gpu_checks.tools import Registry, close, gradients, same, scalar
+from tests.gpu_checks.tools import FLOATS, Registry, close, gradients, same, scalar
 from tests.helpers.float8 import fp8, step
 
 CHECKS = Registry()
@@ -17,17 +18,14 @@ check = CHECKS.add
 
 @check
 def unscale_has_torchs_bits(device: torch.device) -> None:
-    for dtype in (torch.float32, torch.float16, torch.float64):
-        grads = gradients(dtype, scale=8.0, device=device)
+    """In every dtype that torch's operator takes, and over 5,000 tiny tensors."""
+    assert kernels.uses_triton("auto", device), kernels.why_not_triton(device)
+    tiny = [torch.randn(1 + i % 200, device=device) for i in range(5000)]
+    for grads in (tiny, *(gradients(dtype, scale=8.0, device=device) for dtype in FLOATS[:3])):
         want, flags = [g.clone() for g in grads], [scalar(0.0, device), scalar(0.0, device)]
         torch._amp_foreach_non_finite_check_and_unscale_(want, flags[0], scalar(0.001, device))
         kernels.unscale_(grads, scalar(0.001, device), flags[1])
-        same([*grads, flags[1]], [*want, flags[0]], str(dtype))
-
-
-@check
-def auto_takes_triton(device: torch.device) -> None:
-    assert kernels.uses_triton("auto", device), kernels.why_not_triton(device)
+        same([*grads, flags[1]], [*want, flags[0]], str(grads[0].dtype))
 
 
 @check
@@ -67,9 +65,8 @@ def captured_operations_replay(device: torch.device) -> None:
     """The graph's tables are copied from memory that nothing else is given."""
     from ampkit_kernels.triton_ops import pointer_table
 
-    pointer_table._kept = pointer_table._Kept()
-    grads, flag = gradients(torch.float32, scale=8.0, device=device), torch.zeros((), device=device)
-    inv = scalar(0.5, device)
+    grads, others = (gradients(torch.float32, scale=8.0, device=device) for _ in range(2))
+    flag, inv, graph = scalar(0.0, device), scalar(0.5, device), torch.cuda.CUDAGraph()
 
     def work() -> torch.Tensor:
         flag.zero_()
@@ -77,39 +74,22 @@ def captured_operations_replay(device: torch.device) -> None:
         kernels.unscale_(grads, inv, flag)
         return norm
 
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        work()  # compiles
-        torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
+    work()  # compiles
     with torch.cuda.graph(graph):
         norm = work()
     for i in range(4):
-        # Whatever host and device memory the eager path used may be gone or rewritten by now.
-        if i % 2:
-            pointer_table._kept = pointer_table._Kept()
-        with torch.cuda.stream(side):
-            kernels.unscale_(gradients(torch.float32, device=device), inv, torch.zeros((), device=device))
-        torch.cuda.synchronize(device)
+        # Whatever host and device memory the eager path used is gone, or rewritten.
+        pointer_table._kept = pointer_table._Kept()
+        kernels.unscale_([g.clone() for g in others], inv, scalar(0.0, device))
         values = [torch.randn_like(g) for g in grads]
         if i == 3:
             values[2][0] = float("inf")
         torch._foreach_copy_(grads, values)
         graph.replay()
-        torch.cuda.synchronize(device)
         same(grads, [v * 0.5 for v in values], f"replay {i}")
         assert flag.item() == float(i == 3)
         if i < 3:
             close(norm, torch.cat(values).double().norm() * 0.5, 1e-5, f"norm of replay {i}")
-
-
-@check
-def five_thousand_tiny_tensors(device: torch.device) -> None:
-    grads = [torch.randn(1 + i % 200, device=device) for i in range(5000)]
-    want, flag = [g * 0.5 for g in grads], torch.zeros((), device=device)
-    kernels.unscale_(grads, scalar(0.5, device), flag)
-    same([torch.cat(grads), flag], [torch.cat(want), torch.zeros(())], "tiny")
 
 
 @check
@@ -129,18 +109,27 @@ def more_than_two_to_the_31_elements(device: torch.device) -> None:
 def adamw_stays_beside_torchs_fused(device: torch.device) -> None:
     from ampkit.optim import AdamW
 
-    values = [torch.randn(n, device=device) for n in (1, 17, 5000, 300_000)]
-    params, others = ([torch.nn.Parameter(v.clone()) for v in values] for _ in range(2))
-    mine, fused = AdamW(params, lr=1e-3), torch.optim.AdamW(others, lr=1e-3, fused=True)
+    ours = [torch.nn.Parameter(torch.randn(n, device=device)) for n in (1, 17, 5000, 300_000)]
+    theirs = copy.deepcopy(ours)
+    mine, fused = AdamW(ours, lr=1e-3), torch.optim.AdamW(theirs, lr=1e-3, fused=True)
     for _ in range(100):
-        for p, q in zip(params, others, strict=True):
-            p.grad = torch.randn_like(p)
-            q.grad = p.grad
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = q.grad = torch.randn_like(p)
         mine.step()
         fused.step()
-    for p, q in zip(params, others, strict=True):
-        # 100 steps, each within an ulp of numbers around 4.
-        assert (p - q).abs().max().item() <= 100 * 2.0**-21
+    for p, q in zip(ours, theirs, strict=True):
+        assert (p - q).abs().max().item() <= 100 * 2.0**-21     # each step within an ulp of numbers around 4
+
+
+def same_forms(x: torch.Tensor, forms: Sequence[kernels.Scaling | None], device: torch.device) -> None:
+    """The FP8 kernels beside PyTorch's operators on the CPU."""
+    got, want = kernels.quantize(x.to(device), *forms, impl="triton"), kernels.quantize(x, *forms)
+    for form, expected in zip(got, want, strict=True):
+        assert (form is None) is (expected is None)
+        if form is not None and expected is not None:
+            assert form.data.dtype is expected.data.dtype
+            tensors = [form.data.float(), form.scale], [expected.data.float(), expected.scale]
+            same(*tensors, f"{forms} of {x.dtype} {tuple(x.shape)}")
 
 
 @check
@@ -148,17 +137,12 @@ def float8_casts_have_the_reference_bits(device: torch.device) -> None:
     """On compute capability 8.9 Triton rounds some values twice: nothing is compared there."""
     if torch.cuda.get_device_capability(device) < (9, 0):
         return
-    for (along_rows, along_columns, _), shape, dtype in itertools.product(
+    for (*forms, _), shape, dtype in itertools.product(
         FORMS.values(), ((64, 128), (1000, 4096), (13, 48), (3, 9)), (torch.float32, torch.bfloat16)
     ):
         x = (torch.randn(shape) * torch.randn(shape[0], 1).exp()).to(dtype)
         x[0, 1], x[-1, 0] = float("nan"), float("inf")
-        got = kernels.quantize(x.to(device), along_rows, along_columns, impl="triton")
-        want = kernels.quantize(x, along_rows, along_columns)
-        for form, expected in zip(got, want, strict=True):
-            if form is not None and expected is not None:
-                tensors = [form.data.float(), form.scale], [expected.data.float(), expected.scale]
-                same(*tensors, f"{along_rows}, {along_columns} of {dtype} {shape}")
+        same_forms(x, forms, device)
 
 
 @check

@@ -10,21 +10,20 @@ from hypothesis import given, settings
 import ampkit.optim
 from ampkit.scaler.grad_scaler import GradScaler
 from tests.helpers.op_samples import same
-from tests.helpers.scaler_tools import iterate, started, with_grads
+from tests.helpers.scaler_tools import iterate, one_parameter, started, with_grads
 
 NORMS = [2.0, 1.0, math.inf, 3.0, 0.5]
 
 
-def torch_clips(grads: list[torch.Tensor], scale: float, max_norm, norm_type: float):
-    """What unscale_ followed by torch.nn.utils.clip_grad_norm_ makes of these gradients."""
+def clips(cls, grads: list[torch.Tensor], scale: float, max_norm, norm_type: float):
+    """The norm of these scaled gradients, and what is left of them; with torch's scaler by torch's two calls."""
     params = with_grads(grads)
-    started(torch.amp.GradScaler, scale).unscale_(torch.optim.SGD(params, lr=0.1))
-    return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type), [p.grad for p in params]
-
-
-def ours_clips(grads: list[torch.Tensor], scale: float, max_norm, norm_type: float):
-    params = with_grads(grads)
-    norm = started(GradScaler, scale).clip_grad_norm_(torch.optim.SGD(params, lr=0.1), max_norm, norm_type)
+    scaler, optimizer = started(cls, scale), torch.optim.SGD(params, lr=0.1)
+    if cls is GradScaler:
+        norm = scaler.clip_grad_norm_(optimizer, max_norm, norm_type)
+    else:
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
     return norm, [p.grad for p in params]
 
 
@@ -45,8 +44,8 @@ def test_equal_to_torch_to_the_bit_at_powers_of_two(shapes, seed, exponent, max_
         return
     generator = torch.Generator().manual_seed(seed)
     grads = [torch.randn(shape, generator=generator, dtype=dtype) * 2.0**exponent for shape in shapes]
-    norm, clipped = ours_clips(grads, 2.0**exponent, max_norm, norm_type)
-    expected_norm, expected = torch_clips(grads, 2.0**exponent, max_norm, norm_type)
+    norm, clipped = clips(GradScaler, grads, 2.0**exponent, max_norm, norm_type)
+    expected_norm, expected = clips(torch.amp.GradScaler, grads, 2.0**exponent, max_norm, norm_type)
     assert torch.equal(norm, expected_norm)
     assert all(map(same, clipped, expected))
 
@@ -57,8 +56,8 @@ def test_within_one_unit_of_torch_at_any_scale(seed, scale) -> None:
     """One rounding of inv_scale * coefficient instead of two, and a norm that may itself differ in its last bit."""
     generator = torch.Generator().manual_seed(seed)
     grads = [torch.randn(50, generator=generator) * scale for _ in range(3)]
-    norm, clipped = ours_clips(grads, scale, 1.0, 2.0)
-    expected_norm, expected = torch_clips(grads, scale, 1.0, 2.0)
+    norm, clipped = clips(GradScaler, grads, scale, 1.0, 2.0)
+    expected_norm, expected = clips(torch.amp.GradScaler, grads, scale, 1.0, 2.0)
     assert torch.allclose(norm, expected_norm, rtol=2.5e-7, atol=0.0)
     exact = [g.double() / scale for g in grads]
     coefficient = 1.0 / (torch.cat(exact).norm() + 1e-6)
@@ -89,32 +88,28 @@ def test_values_of_complex_gradients_are_clipped_by_part() -> None:
     assert param.grad.item() == 1.5 - 1.5j
 
 
-def test_norms_of_mixed_dtypes_are_float32_or_wider() -> None:
-    """torch returns the dtype of the first norm, so a bfloat16 gradient rounds the whole norm to 8 bits."""
-    grads = [torch.full((1000,), 1.0, dtype=torch.bfloat16), torch.full((1000,), 1.0)]
-    norm, _ = ours_clips(grads, 1.0, 1e9, 2.0)
-    assert norm.dtype is torch.float32
-    assert norm.item() == pytest.approx(math.sqrt(2000), rel=1e-6)
-    norm, _ = ours_clips([torch.full((9,), 1.0, dtype=torch.float64)], 1.0, 1e9, 2.0)
-    assert (norm.dtype, norm.item()) == (torch.float64, 3.0)
+@pytest.mark.parametrize(("grads", "norm_type", "expected"), [
+    # torch returns the dtype of the first norm, so a bfloat16 gradient rounds the whole norm to 8 bits
+    ([torch.ones(1000, dtype=torch.bfloat16), torch.ones(1000)], 2.0, torch.tensor(math.sqrt(2000))),
+    ([torch.ones(9, dtype=torch.float64)], 2.0, torch.tensor(3.0, dtype=torch.float64)),
+    ([torch.zeros(0), torch.tensor([-3.0])], math.inf, torch.tensor(3.0)),          # torch raises
+    ([torch.tensor([1e25, 1e25])], 2.0, torch.tensor(math.sqrt(2) * 1e25)),         # whose squares are inf
+], ids=["mixed", "float64", "empty", "large"])
+def test_norms_are_float32_or_wider_and_no_finite_one_is_an_overflow(grads, norm_type, expected) -> None:
+    optimizer, scaler = torch.optim.SGD(with_grads(grads), lr=0.0), started(GradScaler, 1.0)
+    torch.testing.assert_close(scaler.clip_grad_norm_(optimizer, 1e9, norm_type), expected, rtol=1e-6, atol=0.0)
+    scaler.step(optimizer)
+    assert scaler.stepped(optimizer)
 
 
 def test_float64_gradients_beside_float32_ones_are_clipped_by_a_float64_factor() -> None:
     """Where torch clips by a norm of fewer digits."""
     generator = torch.Generator().manual_seed(0)
     grads = [1e4 * torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(2)]
-    _, clipped = ours_clips([grads[0], grads[1].float()], 2.0**10, 0.7, 2.0)
-    _, exact = torch_clips([grads[0], grads[1].float().double()], 2.0**10, 0.7, 2.0)
+    _, clipped = clips(GradScaler, [grads[0], grads[1].float()], 2.0**10, 0.7, 2.0)
+    _, exact = clips(torch.amp.GradScaler, [grads[0], grads[1].float().double()], 2.0**10, 0.7, 2.0)
     torch.testing.assert_close(clipped[0], exact[0], rtol=1e-15, atol=0.0)
     torch.testing.assert_close(clipped[1], exact[1].float(), rtol=1e-6, atol=0.0)
-
-
-def test_squares_that_overflow_are_no_overflow() -> None:
-    params = with_grads([torch.tensor([1e25, 1e25])])
-    optimizer, scaler = torch.optim.SGD(params, lr=0.0), started(GradScaler, 1.0)
-    assert scaler.clip_grad_norm_(optimizer, 1.0).item() == pytest.approx(math.sqrt(2) * 1e25)
-    scaler.step(optimizer)
-    assert scaler.stepped(optimizer)
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
@@ -130,37 +125,21 @@ def test_an_overflow_sets_the_flag_and_nothing_is_multiplied(bad, norm_type) -> 
 
 
 def test_no_gradients_have_norm_zero_and_the_limit_may_live_on_the_device() -> None:
-    scaler = started(GradScaler)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    scaler, (_, optimizer) = started(GradScaler), one_parameter()
     assert scaler.clip_grad_norm_(optimizer, 1.0).item() == 0.0
     iterate(scaler, optimizer)
     assert scaler.stats().no_gradients == 1
-    assert ours_clips([torch.zeros(0), torch.tensor([-6.0])], 2.0, 1.0, math.inf)[0].item() == 3.0     # torch raises
-    _, clipped = ours_clips([torch.tensor([8.0])], 4.0, torch.tensor(0.5), 2.0)
+    _, clipped = clips(GradScaler, [torch.tensor([8.0])], 4.0, torch.tensor(0.5), 2.0)
     assert clipped[0].item() == pytest.approx(0.5, rel=1e-5)
 
 
-# Optimizers that unscale and clip on the fly. That their steps are torch's: scaler/test_scaler_optimizers.py
-
-
-def clipped_for_later():
-    """Two parameters, an optimizer that takes a multiplier, and a scaler that has clipped by one half."""
+@pytest.mark.parametrize("settle", ["step", "clip_grad_value_", "unscale_", "clip_grad_norm_", "a step that raises"])
+def test_gradients_stay_scaled_until_the_step_or_until_something_needs_them(settle, monkeypatch) -> None:
+    """Of optimizers that unscale and clip on the fly; that their steps are torch's: scaler/test_scaler_optimizers."""
     params = with_grads([torch.tensor([6.0, 8.0]), torch.tensor([24.0])])
     optimizer, scaler = ampkit.optim.AdamW(params, lr=0.1), started(GradScaler, 2.0)
     assert scaler.clip_grad_norm_(optimizer, 6.5).item() == 13.0
-    return params, optimizer, scaler
-
-
-def test_gradients_stay_scaled_until_the_step() -> None:
-    params, optimizer, scaler = clipped_for_later()
     assert params[1].grad.item() == 24.0
-    scaler.step(optimizer)
-    assert not any(hasattr(optimizer, name) for name in ("grad_scale", "found_inf", "grad_multiplier"))
-
-
-@pytest.mark.parametrize("settle", ["clip_grad_value_", "unscale_", "clip_grad_norm_", "a step that raises"])
-def test_whatever_needs_the_gradients_settles_the_multiplier(settle, monkeypatch) -> None:
-    params, optimizer, scaler = clipped_for_later()
     if settle == "clip_grad_value_":
         scaler.clip_grad_value_(optimizer, 100.0)
     elif settle == "clip_grad_norm_":
@@ -170,6 +149,9 @@ def test_whatever_needs_the_gradients_settles_the_multiplier(settle, monkeypatch
             patch.setattr(optimizer, "step", lambda: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 scaler.step(optimizer)
-        assert not hasattr(optimizer, "grad_multiplier")
-    scaler.unscale_(optimizer, allow_repeat=True)
-    assert params[1].grad.item() == pytest.approx(6.0)
+    elif settle == "step":
+        scaler.step(optimizer)
+    assert not any(hasattr(optimizer, name) for name in ("grad_scale", "found_inf", "grad_multiplier"))
+    if settle != "step":
+        scaler.unscale_(optimizer, allow_repeat=True)
+        assert params[1].grad.item() == pytest.approx(6.0)

@@ -77,6 +77,9 @@ def test_uncoalesced_gradients_stay_so_unless_asked() -> None:
     assert (found[CPU], param.grad.is_coalesced()) == (0.0, False)
     check_finite(gradients, torch.tensor(2e38), found)       # finite apart, not added up
     assert found[CPU] == 1.0
+    found = {CPU: torch.zeros(())}
+    check_finite(collect([with_grad(sparse([0, 0], [6e4, 6e4], dtype=torch.float16))]), torch.ones(()), found)
+    assert found[CPU] == 1.0
     assert collect([param], coalesce=True).duplicated == []
     assert param.grad.is_coalesced()
     assert param.grad.to_dense().tolist() == [3.0, 0.0, 0.0, 0.0]
@@ -94,16 +97,12 @@ def test_each_gradient_is_listed_once_in_order() -> None:
     assert dtypes == [torch.float32, torch.bfloat16, torch.float32, torch.float32]
 
 
-def test_integer_gradients_are_refused() -> None:
+def test_what_is_no_gradient_and_no_parameter_is_refused() -> None:
     param = torch.nn.Parameter(torch.zeros(2, dtype=torch.int32), requires_grad=False)
     param.grad = torch.ones(2, dtype=torch.int32)
     with pytest.raises(TypeError, match=r"dtype torch.int32 .*; expected a floating-point or complex"):
         collect([param])
-
-
-def test_parameters_must_be_tensors() -> None:
-    class Odd:
-        param_groups = [{"params": [3.0]}]
-
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    optimizer.param_groups[0]["params"] = [3.0]
     with pytest.raises(AssertionError, match=r"expected param to be torch\.Tensor, got float"):
-        parameters(Odd())
+        parameters(optimizer)

@@ -1,5 +1,6 @@
 """Shared by the tests of FP8 rules: regions under one, and a step of a model in them."""
 
+import copy
 from typing import Any
 
 import torch
@@ -34,6 +35,13 @@ def step(model: Any, x: Tensor, grad: Tensor, region: Any) -> list[Any]:
         y = model(x)
     y.backward(grad.to(y.dtype))
     return [y.detach(), x.grad, *(parameter.grad for parameter in model.parameters())]
+
+
+def with_forward(model: nn.Module, forward: Any) -> nn.Module:
+    """`model` with another forward."""
+    wrapped = copy.copy(model)
+    wrapped.forward = forward
+    return wrapped
 
 
 def mlp(width: int = 64) -> nn.Module:

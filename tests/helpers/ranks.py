@@ -12,7 +12,6 @@ Starting Python and importing torch costs seconds; running a function on ranks t
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import faulthandler
 import gc
@@ -21,16 +20,17 @@ import os
 import pickle
 import random
 import runpy
-import shutil
 import socket
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from datetime import timedelta
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing import active_children, get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ import torch.distributed as dist
 
 START = 200      # seconds in which a process has to start
 CONNECT = 20     # seconds in which ranks have to find each other
-_pools: dict[int, _Pool] = {}
+_pools: dict[int, list[tuple[ProcessPoolExecutor, BaseProcess]]] = {}   # by the number of ranks: one process for each
 
 
 class RankError(AssertionError):
@@ -52,111 +52,57 @@ def on_ranks(function: Callable[..., Any], *arguments: Any, world: int = 2, time
 
     The function, the arguments and the results are pickled, so the function stands at the top of a module. Each call
     has a new process group and the seeds of a new test; other state of the process stays, so a function that changes
-    some restores it. The first call for a world size starts its processes, and the first after a death does again.
+    some restores it. The first call for a world size starts its processes, and the first after an error does again.
 
     Raises:
-        RankError: a rank raised, died, or did not answer within `timeout` seconds.
+        RankError: a rank raised, died, or did not answer within `timeout` seconds; where each hung is on stderr.
     """
-    try:
-        if world not in _pools:
-            _pools[world] = _Pool(world)
-        return _pools[world].run(function, arguments, timeout)
-    except _Lost as lost:
-        if world in _pools:
-            _pools.pop(world).close()
-        raise RankError(str(lost)) from None
-
-
-class _Lost(Exception):
-    """A rank died or hung: its pool is of no use any more."""
-
-
-class _Pool:
-    def __init__(self, world: int) -> None:
-        context = get_context("spawn")
-        self.folder = Path(tempfile.mkdtemp(prefix="ampkit-ranks-"))
-        self.calls = 0
-        self.processes, self.connections = [], []
-        for rank in range(world):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world, self.folder, theirs), daemon=True)
-            process.start()
-            theirs.close()      # so that the end of the process is the end of the pipe
-            self.processes.append(process)
-            self.connections.append(ours)
-        for rank in range(world):       # importing torch is not the first function's time
-            self._answer(rank, time.monotonic() + START)
-
-    def run(self, function: Callable[..., Any], arguments: tuple[Any, ...], timeout: float) -> list[Any]:
-        self.calls += 1
-        call = pickle.dumps((self.calls, timeout, list(sys.path), pickle.dumps((function, arguments))))
-        for rank, connection in enumerate(self.connections):
+    if world not in _pools:
+        _pools[world] = _start(world)
+    pool, call = _pools.pop(world), pickle.dumps((function, arguments))
+    until, results, errors = time.monotonic() + timeout, [], []
+    with tempfile.TemporaryDirectory(prefix="ampkit-ranks-") as folder:
+        answers = [
+            executor.submit(_run, rank, world, f"file://{folder}/meeting", timeout, sys.path, call)
+            for rank, (executor, _) in enumerate(pool)
+        ]
+        for rank, (answer, (executor, process)) in enumerate(zip(answers, pool, strict=True)):
             try:
-                connection.send_bytes(call)
-            except OSError:
-                raise _Lost(f"rank {rank} died before the call") from None
-        until = time.monotonic() + timeout
-        answers = [self._answer(rank, until) for rank in range(len(self.connections))]
-        errors = [f"rank {rank}:\n{value}" for rank, (good, value) in enumerate(answers) if not good]
-        if any("init_process_group" in error for error in errors):
-            raise _Lost("\n".join(errors))      # ranks count their groups, and do not count alike any more
-        if errors:
-            raise RankError("\n".join(errors))
-        return [value for _, value in answers]
-
-    def _answer(self, rank: int, until: float) -> tuple[bool, Any]:
-        try:
-            if self.connections[rank].poll(max(until - time.monotonic(), 0)):
-                return pickle.loads(self.connections[rank].recv_bytes())
-        except (EOFError, ConnectionError):
-            self.processes[rank].join(5)
-            raise _Lost(f"rank {rank} died with exit code {self.processes[rank].exitcode}") from None
-        stacks = [f"{path.name}:\n{path.read_text()}" for path in sorted(self.folder.glob("rank*.stack"))]
-        raise _Lost("\n".join([f"rank {rank} did not answer in time", *stacks]))
-
-    def close(self) -> None:
-        for process in self.processes:
+                results.append(answer.result(max(until - time.monotonic(), 0)))
+            except BrokenProcessPool:
+                executor.shutdown()
+                errors.append(f"rank {rank} died with exit code {process.exitcode}")
+            except Exception as error:
+                errors.append(f"rank {rank}:\n{''.join(traceback.format_exception(error))}")
+    if errors:      # ranks may count their groups, and not count alike any more
+        for _, process in pool:
             process.kill()
-            process.join()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        raise RankError("\n".join(errors))
+    _pools[world] = pool
+    return results
 
 
-@atexit.register
-def _close_all() -> None:
-    for pool in _pools.values():
-        pool.close()
+def _start(world: int) -> list[tuple[ProcessPoolExecutor, BaseProcess]]:
+    context = get_context("spawn")
+    executors = [ProcessPoolExecutor(1, context, _prepare, (rank, world)) for rank in range(world)]
+    pids = [executor.submit(os.getpid) for executor in executors]
+    processes = {process.pid: process for process in active_children()}
+    return [(executor, processes[pid.result(START)]) for executor, pid in zip(executors, pids, strict=True)]
 
 
-def _serve(rank: int, world: int, folder: Path, connection: Connection) -> None:
-    """What a rank's process does: run each function that arrives, and answer, until the pipe ends."""
-    connection.send_bytes(pickle.dumps((True, None)))
+def _prepare(rank: int, world: int) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-    with open(folder / f"rank{rank}.stack", "w") as stack:
-        while True:
-            try:
-                number, timeout, path, call = pickle.loads(connection.recv_bytes())
-            except EOFError:
-                return
-            faulthandler.dump_traceback_later(max(timeout - 1, 1), file=stack)
-            sys.path[:] = path
-            try:
-                answer = (True, _run(rank, world, f"file://{folder}/call{number}", timeout, call))
-            except Exception:
-                answer = (False, traceback.format_exc())
-            faulthandler.cancel_dump_traceback_later()
-            try:
-                connection.send_bytes(pickle.dumps(answer))
-            except Exception:
-                connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
 
 
-def _run(rank: int, world: int, meeting: str, timeout: float, call: bytes) -> Any:
+def _run(rank: int, world: int, meeting: str, timeout: float, path: list[str], call: bytes) -> Any:
     """Run one function in a process group of its own. Leaving the group ends what other ranks wait for.
 
     The barrier is for functions that do not communicate: a rank that left at once would close connections that
     another one is still making.
     """
+    sys.path[:] = path
+    faulthandler.dump_traceback_later(max(timeout - 1, 1))
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -171,6 +117,7 @@ def _run(rank: int, world: int, meeting: str, timeout: float, call: bytes) -> An
         if dist.is_initialized():
             dist.destroy_process_group()
         gc.collect()
+        faulthandler.cancel_dump_traceback_later()
 
 
 def run_script(rank: int, world: int, path: Path, *arguments: Any) -> str:

@@ -1,24 +1,33 @@
 """Shared vocabulary of the scaler's tests."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import ampkit.optim
 from ampkit.scaler.grad_scaler import GradScaler
 from tests.helpers.op_samples import same
 
 BOTH = pytest.mark.parametrize("cls", [GradScaler, torch.amp.GradScaler], ids=["ampkit", "torch"])
+# one that the host skips, two that skip on the device
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "ordinary": lambda params: torch.optim.AdamW(params, lr=0.1),
+    "fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+    "ampkit": lambda params: ampkit.optim.AdamW(params, lr=0.1),
+}
 READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default}
 
 
-class _CountReads(TorchDispatchMode):
-    def __init__(self, reads: list[str]) -> None:
-        super().__init__()
-        self.reads = reads
+class count_reads(TorchDispatchMode):
+    """The operators run inside that hand a value to the host: where a GPU would be waited for."""
+
+    def __enter__(self) -> Any:
+        super().__enter__()
+        self.reads: list[str] = []
+        return self.reads
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         leaves_device = func is torch.ops.aten._to_copy.default and (kwargs or {}).get("device") is not None
@@ -27,22 +36,14 @@ class _CountReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def count_reads() -> Iterator[list[str]]:
-    """The operators run inside that hand a value to the host: where a GPU would be waited for."""
-    reads: list[str] = []
-    with _CountReads(reads):
-        yield reads
-
-
-def started(cls: type = GradScaler, *arguments, **options):
-    """A scaler whose scale is on the CPU already."""
-    scaler = cls("cpu", *arguments, **options)
-    scaler.scale(torch.ones((), requires_grad=True))
+def started(cls: Any = GradScaler, *arguments: Any, device: str = "cpu", **options: Any) -> Any:
+    """A scaler whose scale is on the device already."""
+    scaler = cls(device, *arguments, **options)
+    scaler.scale(torch.ones((), device=device, requires_grad=True))
     return scaler
 
 
-def one_parameter(value: float = 1.0, grad: float | None = None, **options):
+def one_parameter(value: float = 1.0, grad: float | None = None, **options: Any) -> Any:
     """A parameter, its SGD optimizer, and a gradient that is taken as already scaled."""
     param = torch.nn.Parameter(torch.tensor([value], **options))
     if grad is not None:
@@ -50,7 +51,7 @@ def one_parameter(value: float = 1.0, grad: float | None = None, **options):
     return param, torch.optim.SGD([param], lr=1.0)
 
 
-def with_grads(grads: Sequence[torch.Tensor]) -> list[torch.nn.Parameter]:
+def with_grads(grads: Sequence[torch.Tensor]) -> list[Any]:
     """Parameters of ones that hold copies of these gradients."""
     params = [torch.nn.Parameter(torch.ones_like(grad)) for grad in grads]
     for param, grad in zip(params, grads, strict=True):
@@ -58,8 +59,12 @@ def with_grads(grads: Sequence[torch.Tensor]) -> list[torch.nn.Parameter]:
     return params
 
 
-def iterate(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-    """What ends an iteration."""
+def iterate(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *grads: float | None) -> None:
+    """Step and update; before that put a gradient of one value, taken as scaled, or None, on each parameter in order.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param, grad in zip(params, grads, strict=False):
+        param.grad = None if grad is None else torch.full_like(param, grad)
     scaler.step(optimizer)
     scaler.update()
 

@@ -134,6 +134,15 @@ def test_torchs_policy_trains_as_lightning_to_the_bit(tmp_path: Path) -> None:
         assert all(map(torch.equal, weights(ours), weights(plain)))
 
 
+def test_rules_for_modules_hold_under_the_trainer(tmp_path: Path) -> None:
+    module, seen = Module(), []
+    module.layers[0].register_forward_hook(lambda *call: seen.append(call[-1].dtype))
+    policy = Policy.default("cpu").for_modules(module, {"layers.0": torch.float32})
+    fit(module, MixedPrecision("bf16-mixed", "cpu", policy=policy), tmp_path)
+    assert set(seen) == {torch.float32}
+    assert module.dtypes == {torch.bfloat16}
+
+
 def test_an_overflow_is_skipped_logged_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """By the callback, from what the scaler counted, and it says when there is nothing to log."""
     module = Module("fused")

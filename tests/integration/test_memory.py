@@ -1,7 +1,6 @@
 """A region holds no more memory than torch.autocast: allocations counted through whole training steps."""
 
 import contextlib
-import functools
 import gc
 import itertools
 from collections.abc import Callable
@@ -14,10 +13,9 @@ from ampkit import WeightCache, autocast
 from benchmarks.workloads import Decoder
 from tests.helpers.models import CASES
 from tests.helpers.regions import like_torch as ours
-from tests.helpers.training import Region
+from tests.helpers.training import Region, native
 
 DECODER = CASES["decoder"]
-native = functools.partial(torch.autocast, "cpu")
 
 
 class Traffic(NamedTuple):

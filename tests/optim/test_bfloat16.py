@@ -135,33 +135,22 @@ def test_a_skipped_step_changes_nothing(cls: Any, impl: str) -> None:
     assert_equal(everything(optimizer, params), before)
 
 
-def test_equal_seeds_round_alike_and_parameters_apart() -> None:
-    """As replicas of a weight on several ranks do."""
-    runs = []
-    for seed in (0, 0, 1):
-        params = [Parameter(torch.ones(500).bfloat16()) for _ in range(2)]
-        optimizer = SGD([{"params": params[:1]}, {"params": params[1:]}], lr=2**-9, seed=seed, **STOCHASTIC)
-        for param in params:
-            param.grad = torch.ones_like(param)
-        optimizer.step()
-        runs.append([param.detach() for param in params])
-    assert_equal(runs[0], runs[1])
-    assert not torch.equal(runs[0][0], runs[0][1])
-    assert not torch.equal(runs[0][0], runs[2][0])
-
-
 @pytest.mark.parametrize("given", [{**STOCHASTIC, **REMAINDER}, BOTH], ids=str)
 @pytest.mark.parametrize("pair", ["AdamW amsgrad maximize", "SGD nesterov"])
 def test_masters_before_the_first_step_leave_what_a_first_step_would_have_made(pair: str, given: Any) -> None:
-    """Streams of their own above all."""
+    """Streams above all: equal ones for equal seeds, as replicas on several ranks need them, and one per parameter."""
     cls, _, options = PAIRS[pair]
-    params, others = parameters(), parameters()
-    optimizer, other = (cls(one, **options, **given) for one in (params, others))
-    optimizer.set_masters({p: p.detach().float() for p in params})
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train(optimizer, params, range(3))
-    train(other, others, range(3))
-    assert_equal(everything(optimizer, params), everything(other, others))
+    runs = []
+    for seed, has_masters in ((0, True), (0, False), (1, False)):
+        params = parameters()
+        optimizer = cls([{"params": params[:2]}, {"params": params[2:]}], seed=seed, **options, **given)
+        if has_masters:
+            optimizer.set_masters({p: p.detach().float() for p in params})
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train(optimizer, params, range(3))
+        runs.append((everything(optimizer, params), {int(optimizer.state[p]["stream"]) for p in params}))
+    assert_equal(runs[0][0], runs[1][0])
+    assert len(runs[1][1] | runs[2][1]) == 8
 
 
 def by_another_optimizer(param: Parameter, value: Tensor) -> None:
@@ -189,6 +178,19 @@ def test_a_weight_that_is_written_from_outside_loses_its_remainder(write: Callab
     write(params[0], torch.full((5, 3), 0.25).bfloat16())
     assert torch.equal(optimizer.masters()[params[0]], torch.full((5, 3), 0.25))
     assert not torch.equal(before[3], before[3].bfloat16().float())
+
+
+def test_a_compiled_step_keeps_masters() -> None:
+    """With nothing that Dynamo made of their marks left to fail when it is deleted."""
+    ends = []
+    for compile in (lambda step, **_: step, torch.compile):
+        param = Parameter(torch.ones(3).bfloat16())
+        optimizer = SGD([param], lr=1e-3, **REMAINDER)
+        step, param.grad = compile(optimizer.step, backend="eager"), torch.ones_like(param)
+        for _ in range(3):
+            step()
+        ends.append([*optimizer.masters().values()])
+    assert_equal(*ends)
 
 
 def test_every_assignment_of_data_is_noticed() -> None:
@@ -259,8 +261,9 @@ def test_masters_are_given_and_taken() -> None:
         ({params[0]: wide[0], params[1]: 1.0}, r"set_masters got 1\.0 for a parameter, a torch.bfloat16 tensor"),
         ({wide[0]: wide[0]}, "set_masters got a key that is not a parameter of this optimizer, a torch.float32"),
         ({"weight": wide[0]}, "set_masters got a key that is not a parameter of this optimizer, 'weight'"),
+        (None, "set_masters got None; expected a dict of tensors by parameter"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((TypeError, ValueError), match=message):
             optimizer.set_masters(masters)
         assert_equal([p.detach() for p in params], before)
     assert [m.dtype for m in optimizer.masters().values()] == [torch.float32] * 4

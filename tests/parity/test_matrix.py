@@ -7,6 +7,7 @@ allows. At the end: modes that watch or replace what runs.
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,8 +25,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ampkit import autocast
 from tests.helpers.regions import like_torch as ours
+from tests.helpers.training import Region, native
 
-Region = Callable[[], contextlib.AbstractContextManager[Any]]
 Program = Callable[[Region], Any]
 
 # torch's own: what forward-mode differentiation, linearize and nested tensors say when they are used.
@@ -35,20 +36,13 @@ pytestmark = [
     pytest.mark.filterwarnings(r"ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning"),
 ]
 PROGRAMS: dict[str, Program] = {}
+default = functools.partial(autocast, "cpu")
 
 
 def program(function: Program) -> Program:
     """Add a function to the programs."""
     PROGRAMS[function.__name__] = function
     return function
-
-
-def native() -> contextlib.AbstractContextManager[Any]:
-    return torch.autocast("cpu", torch.bfloat16)
-
-
-def default() -> contextlib.AbstractContextManager[Any]:
-    return autocast("cpu", torch.bfloat16)
 
 
 class Net(nn.Module):
@@ -285,6 +279,19 @@ def transforms(region: Region) -> Any:
     return found
 
 
+# --- what counts operators
+
+
+@program
+def counted_flops(region: Region) -> Any:
+    """By a dispatch mode of torch's, around the region and inside."""
+    model, x = Net(), torch.randn(4, 6)
+    with FlopCounterMode(display=False) as around, region(), FlopCounterMode(display=False) as inside:
+        model(x)
+    assert around.get_total_flops() > 0
+    return torch.tensor([around.get_total_flops(), inside.get_total_flops()])
+
+
 # --- what holds of each
 
 
@@ -332,22 +339,6 @@ def test_vmap_over_models_is_the_loop_over_models() -> None:
 
 
 # --- modes that watch or replace what runs
-
-
-@pytest.mark.parametrize("region", [ours, default])
-def test_flops_are_counted_inside_and_outside(region: Region) -> None:
-    def flops(*contexts: Any) -> int:
-        """Of a forward in these contexts."""
-        with contextlib.ExitStack() as stack:
-            for context in contexts:
-                stack.enter_context(context)
-            nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Conv1d(4, 3, 3))(torch.randn(2, 4, 6))
-        return next(each for each in contexts if isinstance(each, FlopCounterMode)).get_total_flops()
-
-    def counter() -> Any:
-        return FlopCounterMode(display=False)
-
-    assert flops(counter(), region()) == flops(region(), counter()) == flops(counter()) > 0
 
 
 class Seen(TorchDispatchMode):

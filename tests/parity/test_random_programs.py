@@ -18,7 +18,9 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
-from ampkit import Policy, autocast, record_casts
+from ampkit import record_casts
+from tests.helpers.regions import like_torch as ours
+from tests.helpers.training import native
 
 N = 4           # every tensor is (N, N, N) before the transforms
 
@@ -74,14 +76,6 @@ PLAIN_ONLY = {"index_copy", "index_put", "embed", "gru_cell", "cdist", "kl", "cr
 
 Region = Callable[..., contextlib.AbstractContextManager[Any]]
 Step = tuple[str, Any]      # an operator and the numbers of its arguments, or a context, its input and its steps
-
-
-def native(dtype: torch.dtype | None = None, **options: Any) -> Any:
-    return torch.autocast("cpu", dtype, **options)
-
-
-def ours(dtype: torch.dtype | None = None, **options: Any) -> Any:
-    return autocast("cpu", dtype, policy=Policy.torch("cpu"), **options)
 
 
 CONTEXTS: dict[str, Callable[[Region, torch.dtype], Any]] = {

@@ -6,17 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-import ampkit.optim
-from ampkit.scaler.grad_scaler import GradScaler, LossScaleStuckError
-from ampkit.scaler.loss_scale import DynamicLossScale, StaticLossScale
+from ampkit import DynamicLossScale, GradScaler, StaticLossScale
+from ampkit.scaler.grad_scaler import LossScaleStuckError
 from tests.helpers.faults import plant_nonfinite
-from tests.helpers.scaler_tools import count_reads, iterate, started, with_grads
-
-MAKERS = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
-    "adam_fused": lambda params: torch.optim.Adam(params, lr=0.1, fused=True),
-    "ampkit": lambda params: ampkit.optim.AdamW(params, lr=0.1),
-}
+from tests.helpers.scaler_tools import OPTIMIZERS, count_reads, iterate, one_parameter, started
 
 
 def small_model() -> nn.Sequential:
@@ -30,11 +23,10 @@ def train(scaler, model, optimizer, steps: int) -> None:
         iterate(scaler, optimizer)
 
 
-@pytest.mark.parametrize("maker", MAKERS)
-def test_the_offending_parameters_are_named_and_counted_as_backward_meets_them(maker) -> None:
-    model = small_model()
-    optimizer = MAKERS[maker](model.named_parameters())
-    scaler = GradScaler("cpu")
+@pytest.mark.parametrize("which", OPTIMIZERS)
+def test_the_offending_parameters_are_named_and_counted_as_backward_meets_them(which) -> None:
+    model, scaler = small_model(), GradScaler("cpu")
+    optimizer = OPTIMIZERS[which](model.named_parameters())
     plant_nonfinite(model[0].weight, 3, "nan", index=5)
     plant_nonfinite(model[2].weight, 3, "inf")
     with plant_nonfinite(model[2].weight, 3, "-inf", index=1):
@@ -50,57 +42,47 @@ def test_the_offending_parameters_are_named_and_counted_as_backward_meets_them(m
 
 
 def test_the_report_stays_when_gradients_are_gone_and_training_goes_on() -> None:
-    model = small_model()
+    """Without names it says how to get them, and without a finite gradient before the first bad one that."""
+    model, scaler = small_model(), GradScaler("cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu")
     train(scaler, model, optimizer, 1)
     assert str(scaler.overflow_report(model)) == "no parameter held inf or NaN"
-    plant_nonfinite(model[0].bias, 1)
+    plant_nonfinite(model[2].bias, 1)
     train(scaler, model, optimizer, 1)
     optimizer.zero_grad(set_to_none=True)
     with pytest.MonkeyPatch.context() as patch:     # no skip, no cost
         patch.delattr("ampkit.scaler.grad_scaler.count_nonfinite")
         train(scaler, model, optimizer, 2)
-    assert [c.name for c in scaler.overflow_report()] == ["group 0, parameter 1"]
-    assert [c.name for c in scaler.overflow_report(model, optimizer=optimizer)] == ["0.bias"]
-
-
-# Where an overflow began, beside what hooks see while backward runs
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.inner, self.out = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6)
-
-    def forward(self, x):
-        return x + self.out(self.inner(self.norm(x)).relu())
+    assert [c.name for c in scaler.overflow_report(model, optimizer=optimizer)] == ["2.bias"]
+    assert str(scaler.overflow_report()).splitlines()[:-1] == [
+        "no gradient was finite before group 0, parameter 3: it began there, or in the loss",
+        "  group 0, parameter 3: 1 inf, 0 NaN of 2 (float32)",
+        "for names call overflow_report(model), or make the optimizer with model.named_parameters()",
+    ]
 
 
 def deep_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(10, 6), *(Block() for _ in range(3)), nn.Linear(6, 10))
-
-
-def exploding(x: torch.Tensor) -> torch.Tensor:
-    """The same values, whose gradient is inf."""
-    x = x.clone()
-    x.register_hook(lambda grad: torch.full_like(grad, math.inf))
-    return x
+    blocks = (nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)) for _ in range(3))
+    return nn.Sequential(nn.Embedding(10, 6), *blocks, nn.Linear(6, 10))
 
 
 @pytest.mark.parametrize(
     "path", [path for path, module in deep_model().named_modules() if [*module.parameters(recurse=False)]]
 )
 def test_the_origin_is_where_hooks_see_the_first_bad_gradient(path: str) -> None:
-    """In a step that is skipped because the gradient of a module's output is inf."""
+    """Beside what hooks see while backward runs, in a step that is skipped as a module's output has a gradient of inf.
+    """
     model, seen = deep_model(), []
     for name, param in model.named_parameters():
         param.register_post_accumulate_grad_hook(
             lambda param, name=name: None if param.grad.isfinite().all() else seen.append(name)
         )
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler("cpu", 1.0)
-    model.get_submodule(path).register_forward_hook(lambda module, args, output: exploding(output))
+
+    def explode(module, args, output) -> None:
+        output.register_hook(lambda grad: torch.full_like(grad, math.inf))
+
+    model.get_submodule(path).register_forward_hook(explode)
     scaler.scale(model(torch.arange(8).view(2, 4)).square().mean()).backward()
     iterate(scaler, optimizer)
     report = scaler.overflow_report(model)
@@ -111,56 +93,17 @@ def test_the_origin_is_where_hooks_see_the_first_bad_gradient(path: str) -> None
     assert lines[:-1] == [f"  {each}" for each in report[:6]] + [f"  and {len(report) - 6} more"] * (len(report) > 6)
 
 
-def test_without_names_and_without_a_finite_gradient_the_report_says_so() -> None:
-    model = nn.Linear(2, 2)
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler("cpu", 1.0)
-    plant_nonfinite(model.bias, 1)
-    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
-    scaler.step(optimizer)
-    assert str(scaler.overflow_report()).splitlines()[:-1] == [
-        "no gradient was finite before group 0, parameter 1: it began there, or in the loss",
-        "  group 0, parameter 1: 1 inf, 0 NaN of 2 (float32)",
-        "for names call overflow_report(model), or make the optimizer with model.named_parameters()",
-    ]
-
-
-class Aware(torch.optim.SGD):
-    """Skips by itself, as on an accelerator; there is nothing to update here."""
-
-    _step_supports_amp_scaling = True
-
-    def step(self) -> None:
-        pass
-
-
-def test_on_an_accelerator_the_gradients_are_examined_when_asked(monkeypatch) -> None:
-    """A flag that the host cannot see for free, as on a GPU: the step reads nothing, the report does."""
-    monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda _: False))
-    (param,) = with_grads([torch.tensor([math.inf])])
-    optimizer = Aware([("w", param)], lr=0.1)
-    scaler = started(GradScaler)
-    with count_reads() as reads:
-        iterate(scaler, optimizer)
-    assert reads == []
-    assert [c.name for c in scaler.overflow_report()] == ["w"]
-    assert not scaler.stepped(optimizer)
-    param.grad = None
-    assert scaler.overflow_report() == ()
-
-
 def overflow(scaler: GradScaler, times: int = 1) -> None:
     for _ in range(times):
         scaler.scale(torch.ones((), requires_grad=True))
-        scaler.step(torch.optim.SGD(with_grads([torch.tensor([math.inf])]), lr=0.1))
-        scaler.update()
+        iterate(scaler, one_parameter()[1], math.inf)
 
 
 def test_a_collapsed_scale_warns_once() -> None:
     scaler = GradScaler("cpu", 2.0**-13)
     overflow(scaler)
-    with pytest.warns(UserWarning, match=r"fallen to 6.1e-05 and gradients still overflow") as caught:
+    with pytest.warns(UserWarning, match=r"fallen to 6.1e-05 and gradients still overflow"):
         overflow(scaler)
-    assert caught[0].filename == __file__
     overflow(scaler, 5)
     overflow(GradScaler("cpu", loss_scale=StaticLossScale(2.0**-20), on_stuck="raise"), 3)     # is not stuck
 
@@ -177,10 +120,26 @@ def test_a_collapsed_scale_can_raise_with_everything_in_order_or_call_the_user()
     assert [(stats.skips, stats.scale) for stats in seen] == [(1, 2.0), (2, 2.0), (3, 2.0)]
 
 
-def test_where_only_the_device_knows_a_collapse_is_seen_when_stats_are_read(monkeypatch) -> None:
+def test_where_only_the_device_knows_reports_and_a_collapse_wait_until_they_are_asked_for(monkeypatch) -> None:
+    """A flag that the host cannot see for free, as on a GPU: the step reads nothing, the report and the stats do."""
+
+    class Aware(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self) -> None:
+            """It would skip on the device: there is nothing to update."""
+
     monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda _: False))
-    scaler = started(GradScaler, 2.0**-14)
-    iterate(scaler, Aware(with_grads([torch.tensor([math.inf])]), lr=0.1))
-    with pytest.warns(UserWarning, match="gradients still overflow"):
+    param, _ = one_parameter(grad=math.inf)
+    optimizer, scaler = Aware([("w", param)], lr=0.1), started(GradScaler, 2.0**-14)
+    with count_reads() as reads:
+        iterate(scaler, optimizer)
+    assert reads == []
+    assert [c.name for c in scaler.overflow_report()] == ["w"]
+    assert not scaler.stepped(optimizer)
+    with pytest.warns(UserWarning, match="gradients still overflow") as caught:
         scaler.stats()
+    assert caught[0].filename == __file__
     scaler.stats()
+    param.grad = None
+    assert scaler.overflow_report() == ()

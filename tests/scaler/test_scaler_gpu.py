@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import ampkit.optim
-from ampkit.scaler.grad_scaler import GradScaler
-from ampkit.scaler.loss_scale import DynamicLossScale
-from tests.helpers.scaler_tools import iterate, with_grads
+from ampkit import DynamicLossScale, GradScaler
+from tests.helpers.scaler_tools import iterate, started, with_grads
 
 pytestmark = pytest.mark.gpu
 
@@ -23,49 +22,32 @@ AWARE = {
 }
 
 
-@pytest.fixture
-def sync_is_an_error():
-    """Any host wait inside raises."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
-
-
-def started(*arguments, **options) -> GradScaler:
-    scaler = GradScaler("cuda", *arguments, **options)
-    scaler.scale(torch.ones((), device="cuda", requires_grad=True))
-    return scaler
-
-
 @pytest.mark.parametrize("which", AWARE)
 @pytest.mark.parametrize("rule", [DynamicLossScale(), DynamicLossScale(hysteresis=2, tolerance=0.1)])
-def test_no_host_wait_in_an_iteration(which, rule, sync_is_an_error) -> None:
-    torch.cuda.set_sync_debug_mode("default")
-    params = with_grads([torch.randn(1000, device="cuda"), torch.randn(3, 5, device="cuda")])
-    optimizer = AWARE[which](params)
-    scaler = started(loss_scale=rule)
-    loss = torch.ones((), device="cuda", requires_grad=True)
-    scaler.step(optimizer)  # the first step compiles kernels and makes the optimizer's state
-    scaler.update()
+def test_no_host_wait_in_an_iteration(which, rule) -> None:
+    optimizer = AWARE[which](with_grads([torch.randn(1000, device="cuda"), torch.randn(3, 5, device="cuda")]))
+    scaler, loss = started(device="cuda", loss_scale=rule), torch.ones((), device="cuda", requires_grad=True)
+    iterate(scaler, optimizer)      # the first step compiles kernels and makes the optimizer's state
     torch.cuda.set_sync_debug_mode("error")
-    for step in range(300):  # past a folding of the counts
-        scaler.scale(loss)
-        if step % 3 == 0:
-            scaler.unscale_(optimizer)
-        elif step % 3 == 1:
-            scaler.clip_grad_norm_(optimizer, 1.0)
-        scaler.step(optimizer)
-        scaler.found_inf(optimizer)
-        scaler.update()
+    try:
+        for step in range(300):  # past a folding of the counts
+            scaler.scale(loss)
+            if step % 3 == 0:
+                scaler.unscale_(optimizer)
+            elif step % 3 == 1:
+                scaler.clip_grad_norm_(optimizer, 1.0)
+            scaler.step(optimizer)
+            scaler.found_inf(optimizer)
+            scaler.update()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("which", AWARE)
 def test_step_and_update_replay_in_a_cuda_graph(which) -> None:
     """Scales as eager, and replays are counted."""
     params = with_grads([torch.ones(16, device="cuda")])
-    optimizer = AWARE[which](params)
-    scaler = started(8.0, growth_interval=2)
+    optimizer, scaler = AWARE[which](params), started(GradScaler, 8.0, device="cuda", growth_interval=2)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -86,16 +68,13 @@ def test_step_and_update_replay_in_a_cuda_graph(which) -> None:
         graph.replay()
         seen.append((scaler.get_scale(), scaler._get_growth_tracker()))
     assert seen == [(8.0, 1), (16.0, 0), (8.0, 0), (8.0, 1)]
-    stats = scaler.stats()
-    assert stats.updates - warmed_up.updates == 4
-    assert stats.skips - warmed_up.skips == 1
-    assert stats.backoffs - warmed_up.backoffs == 1
+    counted = [getattr(scaler.stats(), name) - getattr(warmed_up, name) for name in ("updates", "skips", "backoffs")]
+    assert counted == [4, 1, 1]
 
 
 def test_gradients_offloaded_to_the_host() -> None:
     params = with_grads([torch.full((5,), 8.0, device="cuda"), torch.full((5,), 8.0)])
-    scaler = started(4.0)
-    optimizer = torch.optim.SGD(params, lr=1.0)
+    optimizer, scaler = torch.optim.SGD(params, lr=1.0), started(GradScaler, 4.0, device="cuda")
     norm = scaler.clip_grad_norm_(optimizer, 1e9)
     assert norm.is_cuda
     assert norm.item() == pytest.approx(2.0 * math.sqrt(10))
@@ -108,10 +87,9 @@ def test_gradients_offloaded_to_the_host() -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_two_devices_overflow_as_one() -> None:
-    params = with_grads([torch.full((5,), math.inf, device="cuda:0"), torch.full((5,), math.inf, device="cuda:1")])
-    optimizer = AWARE["torch_fused"](params)
-    scaler = started()
-    scaler.step(optimizer)
+    params = with_grads([torch.full((5,), math.inf, device=f"cuda:{i}") for i in range(2)])
+    scaler = started(device="cuda")
+    scaler.step(AWARE["torch_fused"](params))
     assert all((param == 1.0).all() for param in params)
     outputs = scaler.scale([torch.ones((), device=f"cuda:{i}", requires_grad=True) for i in range(2)])
     assert [output.device.index for output in outputs] == [0, 1]

@@ -9,7 +9,7 @@ from collections import defaultdict
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.amp.grad_scaler import OptState
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from ampkit import DynamicLossScale, NoOpLossScale, StaticLossScale
 from ampkit.optim import SGD
@@ -23,39 +23,15 @@ INF = float("inf")
 # Records
 
 
-def torchs_state() -> dict[str, object]:
-    """A record as torch's scaler makes it."""
-    return {"stage": OptState.READY, "found_inf_per_device": {}}
-
-
-@BOTH
-@pytest.mark.parametrize("replaced", [True, False])
-def test_the_record_that_a_caller_holds_is_the_record(cls, replaced: bool) -> None:
-    """Composer, fairscale and torch's own `update` begin an iteration by replacing the dict of records."""
-    scaler = started(cls, 4.0)
-    _, optimizer = one_parameter(grad=INF)
-    if replaced:
-        scaler._per_optimizer_states = defaultdict(torchs_state)
-    state = scaler._per_optimizer_states[id(optimizer)]
-    assert state == {"stage": OptState.READY, "found_inf_per_device": {}}
-    scaler.unscale_(optimizer)
-    assert state["stage"] is OptState.UNSCALED
-    assert state == {"stage": OptState.UNSCALED, "found_inf_per_device": {CPU: torch.tensor(1.0)}}
-    assert scaler._per_optimizer_states[id(optimizer)] is state
-    scaler.step(optimizer)
-    assert state["stage"] is OptState.STEPPED
-
-
 def test_records_that_code_for_torchs_scaler_makes_are_taken() -> None:
     scaler = started(GradScaler, 4.0)
-    first, second = one_parameter(grad=8.0)[1], one_parameter(grad=16.0)[1]
+    (a, first), (b, second) = one_parameter(grad=8.0), one_parameter(grad=16.0)
     scaler._per_optimizer_states[id(second)] = {
         "stage": OptState.UNSCALED, "found_inf_per_device": {CPU: torch.ones(1)}
     }
-    scaler.step(first)
-    scaler.step(second)
-    assert [one.param_groups[0]["params"][0].grad.item() for one in (first, second)] == [2.0, 16.0]
-    assert (scaler.stepped(first), scaler.stepped(second)) == (True, False)
+    for optimizer in (first, second):
+        scaler.step(optimizer)
+    assert (a.grad.item(), scaler.stepped(first), b.grad.item(), scaler.stepped(second)) == (2.0, True, 16.0, False)
     scaler.update()
     assert scaler.get_scale() == 2.0
 
@@ -65,7 +41,7 @@ def test_a_subclass_whose_own_update_replaces_the_records_begins_an_iteration() 
 
     class Updates(GradScaler):
         def update(self, new_scale=None):
-            self._per_optimizer_states = defaultdict(torchs_state)
+            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
     scaler, alive = Updates("cpu", 4.0, skip_above=10.0), []
     for value in (1.0, 100.0, 1.0):
@@ -84,26 +60,18 @@ def test_a_subclass_whose_own_update_replaces_the_records_begins_an_iteration() 
 @pytest.mark.parametrize("stage", [2, OptState.READY])
 def test_a_stage_set_by_hand_lets_gradients_be_unscaled_again(cls, stage) -> None:
     """Loops for SAM set 2, others READY, to compute an iteration's gradients again."""
-    scaler = started(cls, 4.0)
-    param, _ = one_parameter(grad=8.0)
+    scaler, (param, _) = started(cls, 4.0), one_parameter(grad=8.0)
     optimizer = (SGD if cls is GradScaler else torch.optim.SGD)([param], lr=1.0)
-    for repeated in (False, True):
-        if cls is GradScaler and not repeated:      # a factor that clipping left to the step is forgotten then
-            scaler.clip_grad_norm_(optimizer, 1e-9)
-        else:
-            scaler.unscale_(optimizer)
-            assert param.grad.item() == 2.0
-        if repeated:
-            break
-        scaler._per_optimizer_states[id(optimizer)]["stage"] = stage
-        scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {}
-        param.grad = torch.tensor([8.0])
+    if cls is GradScaler:       # a factor that clipping left to the step is forgotten then
+        scaler.clip_grad_norm_(optimizer, 1e-9)
+    else:
+        scaler.unscale_(optimizer)
+    scaler._per_optimizer_states[id(optimizer)].update(stage=stage, found_inf_per_device={})
+    param.grad = torch.tensor([8.0])
+    scaler.unscale_(optimizer)
+    assert param.grad.item() == 2.0
     scaler.step(optimizer)
     assert param.item() == -1.0
-    param.grad = torch.tensor([8.0])
-    scaler._per_optimizer_states.pop(id(optimizer))
-    scaler.step(optimizer)
-    assert param.item() == -3.0
 
 
 # Private methods and attributes
@@ -118,19 +86,12 @@ def test_private_methods_that_a_subclass_replaces_are_called() -> None:
             called.append("_unscale_grads_")
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
 
-        def _maybe_opt_step(self, optimizer, optimizer_state, *args, **kwargs):
-            called.append("_maybe_opt_step")
-            assert not sum(flag.item() for flag in optimizer_state["found_inf_per_device"].values())
-            return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
+    for name in ("_maybe_opt_step", "_check_inf_per_device", "_lazy_init_scale_growth_tracker"):
+        def noted(self, *arguments, name=name):
+            called.append(name)
+            return getattr(GradScaler, name)(self, *arguments)
 
-        def _check_inf_per_device(self, optimizer):
-            called.append("_check_inf_per_device")
-            return super()._check_inf_per_device(optimizer)
-
-        def _lazy_init_scale_growth_tracker(self, dev):
-            called.append("_lazy_init_scale_growth_tracker")
-            super()._lazy_init_scale_growth_tracker(dev)
-
+        setattr(Overrides, name, noted)
     scaler = Overrides("cpu", 4.0)
     param = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
     for fused in (False, True):
@@ -160,28 +121,12 @@ def test_private_attributes_can_be_set() -> None:
     for name, value in (
         ("_scale", torch.tensor(2.0)), ("_growth_tracker", torch.tensor(3, dtype=torch.int32)), ("_growth_factor", 3.0),
         ("_backoff_factor", 0.25), ("_growth_interval", 7), ("_init_scale", 2.0), ("_init_growth_tracker", 1),
-        ("_per_optimizer_states", defaultdict(torchs_state)),
+        ("_per_optimizer_states", defaultdict(_refresh_per_optimizer_state)),
     ):
         setattr(scaler, name, value)
         assert getattr(scaler, name) is value or getattr(scaler, name) == value
-    scaler.step(one_parameter(grad=1.0)[1])     # with the scale that was put there by hand
-    scaler.update()
+    iterate(scaler, one_parameter(grad=1.0)[1])     # with the scale that was put there by hand
     assert (scaler.get_scale(), scaler._get_growth_tracker()) == (2.0, 4)
-
-
-def test_a_scale_that_is_taken_away_is_made_anew() -> None:
-    """With the error that torch has until then, and the answers of a scaler that has scaled nothing."""
-    scaler, (_, optimizer) = started(GradScaler, 4.0), one_parameter(grad=8.0)
-    iterate(scaler, optimizer)
-    scaler._scale = scaler._growth_tracker = None
-    for use in (scaler.unscale_, lambda each: scaler.clip_grad_norm_(each, 1.0), scaler._check_inf_per_device,
-                scaler.step, lambda _: scaler.update()):
-        with pytest.raises(AssertionError, match=r"Attempted .* but _scale is None"):
-            use(optimizer)
-    assert (scaler.stats().scale, scaler.state_dict()["scale"], scaler.history) == (4.0, 4.0, [])
-    scaler.scale(torch.ones(()))
-    iterate(scaler, optimizer)
-    assert scaler.stats().steps == 1
 
 
 def test_compiled_code_scales_and_reads_the_scale() -> None:
@@ -254,36 +199,28 @@ def test_fake_tensors_are_unscaled_and_stepped(cls) -> None:
 @BOTH
 @pytest.mark.parametrize("fused", [True, False])
 def test_parameters_may_be_swapped_after_an_iteration(cls, fused: bool) -> None:
-    """`torch.utils.swap_tensors` and `Module.to` refuse tensors with weak references."""
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
-    scaler = cls("cpu")
+    """`torch.utils.swap_tensors`, which `Module.to` may call, refuses tensors with weak references."""
+    scaler, param = cls("cpu"), torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=0.1, fused=fused)
     for factor in (1.0, INF):
         optimizer.zero_grad()
-        scaler.scale(model(torch.ones(1, 2)).sum() * factor).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    torch.utils.swap_tensors(model.weight, torch.nn.Parameter(torch.zeros(2, 2)))
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        model.to(torch.float64)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-    assert model.weight.dtype is torch.float64
+        scaler.scale((param * factor).sum()).backward()
+        iterate(scaler, optimizer)
+    grad, param.grad = param.grad, None     # as `Module.to` does
+    torch.utils.swap_tensors(grad, torch.zeros(2))
+    torch.utils.swap_tensors(param, torch.nn.Parameter(torch.zeros(2)))
+    assert grad.tolist() == param.tolist() == [0.0, 0.0]
 
 
 def test_an_optimizer_that_never_finds_gradients_is_named_once() -> None:
-    scaler = started()
-    _, optimizer = one_parameter()
+    scaler, (_, optimizer), (_, other) = started(), one_parameter(), one_parameter()
     for _ in range(2):
         iterate(scaler, optimizer)
     with pytest.warns(UserWarning, match=r"SGD has found no gradients in its first 3 steps.*another model") as caught:
         scaler.step(optimizer)
     assert caught[0].filename == __file__
     scaler.update()
-    param, other = one_parameter(grad=1.0)
-    iterate(scaler, other)      # a phase without gradients after steps is no cause to warn
-    param.grad = None
+    iterate(scaler, other, 1.0)     # a phase without gradients after steps is no cause to warn
     for each in (optimizer, other) * 5:
-        iterate(scaler, each)
+        iterate(scaler, each, None)
     assert scaler.stats().no_gradients == 13
