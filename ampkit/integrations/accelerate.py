@@ -46,8 +46,7 @@ def use_ampkit(
     Args:
         accelerator: one that has prepared nothing yet.
         policy: what its regions cast; None: the default for its device.
-        scaler: in place of one made of `GradScalerKwargs`; in bfloat16, where there is none, for the steps that it
-            skips: `GradScaler(device, loss_scale=NoOpLossScale(), skip_above=...)`.
+        scaler: in place of one made of `GradScalerKwargs`; in bfloat16 for the steps that it skips (`skip_above`).
         cache: a `WeightCache` that keeps casts between batches.
 
     After an error the accelerator is as it was.
