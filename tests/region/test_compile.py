@@ -84,12 +84,8 @@ def test_register_op_is_seen_by_code_compiled_before() -> None:
                 return [around(torch.ones(2, 2)).dtype, inside(torch.ones(2, 2)).dtype]
 
         assert dtypes() == [FP32, FP32]
-        try:
-            ampkit.register_op(op, Rule.LOWER)
-            assert dtypes() == [BF16, BF16]
-        finally:
-            ampkit.policy.policy._Registered.rules.pop(op, None)
-            ampkit.policy.policy._Registered.changes += 1
+        ampkit.register_op(op, Rule.LOWER)
+        assert dtypes() == [BF16, BF16]
 
 
 # State, failures, and what keeps code compiled for one policy from running under another
