@@ -76,8 +76,8 @@ class GradScaler(torch.amp.GradScaler):
             "warn" once, "raise" `LossScaleStuckError`, or call a function with `ScalerStats`.
         skip_above: skip steps whose gradient norm, over all parameters of the optimizer and before clipping, is above
             a number or a multiple of the running median (`TimesMedian`), without an effect on the scale. The norm is
-            that of `clip_grad_norm_` of order 0, 1, 2 or inf, else the 2-norm; without clipping, `unscale_` and `step`
-            read the gradients once more for it.
+            of the order that `clip_grad_norm_` has, if 0, 1, 2 or inf, else the 2-norm, and that of the whole
+            `process_group`; without clipping, `unscale_` and `step` read the gradients once more for it.
 
     Raises:
         AssertionError: growth_factor <= 1 or backoff_factor >= 1, as torch.
@@ -426,7 +426,8 @@ class GradScaler(torch.amp.GradScaler):
                 self.unscale_(optimizer)
         norm = self._clip_norm_(notes, max_norm, norm_type, () if process_group is None else (process_group,))
         if self._skip_above is not None and notes.outlier is None and notes.state["found_inf_per_device"]:
-            self._judge(notes, norm)
+            also = self.process_group if process_group is None else None    # the norm is of `process_group` already
+            self._judge(notes, norm if also is None else ranks.total(norm.clone(), norm_type, (also,)))
         largest = self._largest_norm
         self._largest_norm = norm if largest is None else torch.maximum(largest, norm.to(largest))
         return norm
