@@ -10,20 +10,15 @@ from hypothesis import given, settings
 import ampkit.optim
 from ampkit.scaler.grad_scaler import GradScaler
 from tests.helpers.op_samples import same
-from tests.helpers.scaler_tools import iterate, one_parameter, started, with_grads
+from tests.helpers.scaler_tools import clip, iterate, one_parameter, started, with_grads
 
 NORMS = [2.0, 1.0, math.inf, 3.0, 0.5]
 
 
 def clips(cls, grads: list[torch.Tensor], scale: float, max_norm, norm_type: float):
-    """The norm of these scaled gradients, and what is left of them; with torch's scaler by torch's two calls."""
+    """The norm of these scaled gradients, and what is left of them."""
     params = with_grads(grads)
-    scaler, optimizer = started(cls, scale), torch.optim.SGD(params, lr=0.1)
-    if cls is GradScaler:
-        norm = scaler.clip_grad_norm_(optimizer, max_norm, norm_type)
-    else:
-        scaler.unscale_(optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+    norm = clip(started(cls, scale), torch.optim.SGD(params, lr=0.1), max_norm, norm_type)
     return norm, [p.grad for p in params]
 
 

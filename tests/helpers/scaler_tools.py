@@ -59,14 +59,27 @@ def with_grads(grads: Sequence[torch.Tensor]) -> list[Any]:
     return params
 
 
+def parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The parameters of all groups, in order."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 def iterate(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *grads: float | None) -> None:
     """Step and update; before that put a gradient of one value, taken as scaled, or None, on each parameter in order.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for param, grad in zip(params, grads, strict=False):
+    for param, grad in zip(parameters(optimizer), grads, strict=False):
         param.grad = None if grad is None else torch.full_like(param, grad)
     scaler.step(optimizer)
     scaler.update()
+
+
+def clip(scaler: Any, optimizer: torch.optim.Optimizer, *limits: Any, by: str = "norm") -> Any:
+    """Unscale and clip in one, with torch's scaler by torch's two calls; returns the norm."""
+    name = f"clip_grad_{by}_"
+    if isinstance(scaler, GradScaler):
+        return getattr(scaler, name)(optimizer, *limits)
+    scaler.unscale_(optimizer)
+    return getattr(torch.nn.utils, name)(parameters(optimizer), *limits)
 
 
 def alike(ours: Any, theirs: Any) -> bool:

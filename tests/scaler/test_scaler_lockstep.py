@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from ampkit.scaler.grad_scaler import GradScaler
-from tests.helpers.scaler_tools import alike
+from tests.helpers.scaler_tools import alike, clip
 
 OPTIMIZERS: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=False),
@@ -70,18 +70,8 @@ class Run:
                 loss = loss + (param * noise * (fault if i == 1 else 1.0)).sum()
         self.scaler.scale(loss).backward()
 
-    def clip(self, which: int, limit: float) -> Any:
-        if self.cls is GradScaler:
-            return self.scaler.clip_grad_norm_(self.optimizers[which], limit)
-        self.scaler.unscale_(self.optimizers[which])
-        return torch.nn.utils.clip_grad_norm_(self.params[which], limit)
-
-    def clip_value(self, which: int, limit: float) -> None:
-        if self.cls is GradScaler:
-            self.scaler.clip_grad_value_(self.optimizers[which], limit)
-        else:
-            self.scaler.unscale_(self.optimizers[which])
-            torch.nn.utils.clip_grad_value_(self.params[which], limit)
+    def clip(self, which: int, limit: float, by: str) -> Any:
+        return clip(self.scaler, self.optimizers[which], limit, by=by)
 
     def maybe_step(self, which: int, flag: float | None) -> Any:
         found = {} if flag is None else {torch.device("cpu"): torch.tensor(flag)}
@@ -200,9 +190,9 @@ class Lockstep(RuleBasedStateMachine):
             if how[which] == "unscale":
                 self.both(CALLS["unscale_"], which, 0)
             elif how[which] == "clip" and finite and exact and "fused" in name:
-                self.both(Run.clip, which, limit)
+                self.both(Run.clip, which, limit, "norm")
             elif how[which] == "clip_value":
-                self.both(Run.clip_value, which, limit)
+                self.both(Run.clip, which, limit, "value")
             before = [param.detach().clone() for param in params]
             assert self.both(CALLS["step"], which, 0) is None
             scaler, optimizer = self.runs[0].scaler, self.runs[0].optimizers[which]
