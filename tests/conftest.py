@@ -49,10 +49,17 @@ def _seed() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _module_rules_without_effect_are_reported_again() -> None:
-    """They are once in a process."""
+def _rules_of_the_process_are_as_before() -> Iterator[None]:
+    """Those of `register_op` are taken back; of module rules without effect, a process is told once."""
     if "ampkit.region.module_hooks" in sys.modules:
         sys.modules["ampkit.region.module_hooks"]._warned.clear()
+    policy = sys.modules.get("ampkit.policy.policy")
+    before = dict(policy._Registered.rules) if policy else {}
+    yield
+    if policy and policy._Registered.rules != before:
+        policy._Registered.rules.clear()
+        policy._Registered.rules.update(before)
+        policy._Registered.changes += 1
 
 
 @pytest.fixture(autouse=True)

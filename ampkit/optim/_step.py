@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 import ampkit_kernels as kernels
 from ampkit.gradients.amp_optimizers import StepScalars
 from ampkit.gradients.transfer import host_value_or_none, moved
 from ampkit.optim._precision import Precision
 from ampkit.torch_internals.operator_tracing import StorageWeakRef
-from ampkit.torch_internals.optimizers import foreach_mul, foreach_mul_
+from ampkit.torch_internals.optimizers import foreach_add_, foreach_mul, foreach_mul_, skip_compilation
 
 Loss = TypeVar("Loss")      # that a closure returns, and `step` then
 # Neither has a local part of its own; by type, because a failing attribute lookup costs more than the rest.
@@ -127,6 +129,7 @@ class DeviceStep(ABC):
         optimizer have copies of their own.
 
         Raises:
+            TypeError: `copies` is no mapping.
             ValueError: a key is not one of the optimizer's parameters, a copy differs in shape or device, or the
                 optimizer has remainders.
         """
@@ -150,6 +153,8 @@ class DeviceStep(ABC):
         return [param for group in self.param_groups for param in group["params"]]
 
     def _check_known(self, method: str, tensors: Mapping[Tensor, Tensor]) -> None:
+        if not isinstance(tensors, Mapping):
+            raise TypeError(f"{method} got {_described(tensors)}; expected a dict of tensors by parameter")
         known = set(self._parameters())
         for param in tensors:
             if param not in known:
@@ -175,6 +180,7 @@ class DeviceStep(ABC):
         """Set parameters, and their remainders, to these float32 values. Never synchronises.
 
         Raises:
+            TypeError: `masters` is no mapping.
             ValueError: the optimizer has no remainders, a key is not one of its bfloat16 parameters, or a value is not
                 a float32 tensor of its shape, device and placements. Nothing has changed then.
         """
@@ -360,19 +366,20 @@ class DeviceStep(ABC):
         plain = all(param is local for param, local in zip(params, columns[0], strict=True))
         masters = self.has_remainders
         beside = self._remainders(params) if masters else self._copies
-        for rows, copies in split_by_copy(params, beside):
-            lists = columns if rows is None else [[column[i] for i in rows] for column in columns]
-            options = self._all_options(group, scalars, device)
-            options["remainders" if masters else "copies"] = copies
-            if "stream" in names:
-                *lists, options["streams"] = lists
-            self._step_kernel(
-                group, lists, impl=self.impl,
-                cache=self._caches.setdefault((number, copies is not None, self.impl), kernels.StepCache())
-                if plain else None,
-                **options,
-            )
-            torch.autograd.graph.increment_version(lists[0])
+        with nullcontext() if plain or "stream" not in names else _shifted_by_shard(columns[-1], params):
+            for rows, copies in split_by_copy(params, beside):
+                lists = columns if rows is None else [[column[i] for i in rows] for column in columns]
+                options = self._all_options(group, scalars, device)
+                options["remainders" if masters else "copies"] = copies
+                if "stream" in names:
+                    *lists, options["streams"] = lists
+                self._step_kernel(
+                    group, lists, impl=self.impl,
+                    cache=self._caches.setdefault((number, copies is not None, self.impl), kernels.StepCache())
+                    if plain else None,
+                    **options,
+                )
+                torch.autograd.graph.increment_version(lists[0])
         if masters:
             self._see(beside)
 
@@ -416,6 +423,30 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local()  # type: ignore[attr-defined]
 
 
+@contextmanager
+def _shifted_by_shard(streams: list[Tensor], params: Sequence[Tensor]) -> Iterator[None]:
+    """Shift streams for a step, so that shards of a DTensor round apart; state stays the same on all ranks."""
+    shifts = [_shard_number(param) << 32 for param in params]
+    if not any(shifts):
+        yield
+        return
+    foreach_add_(streams, shifts)
+    try:
+        yield
+    finally:
+        foreach_add_(streams, [-shift for shift in shifts])
+
+
+def _shard_number(param: Any) -> int:
+    """The number of the shard of a DTensor that is here, the same for replicas of it; 0 for any other tensor."""
+    number, placements = 0, getattr(param, "placements", ())
+    coordinate = param.device_mesh.get_coordinate() if placements else None     # None outside of the mesh too
+    for dim, place in enumerate(coordinate or ()):
+        if not placements[dim].is_replicate():
+            number = number * param.device_mesh.size(dim) + place
+    return number
+
+
 def _mark(param: Tensor) -> tuple[Any, ...]:
     """What a write to a parameter changes, or an assignment to its `data`; a write through `data` changes nothing.
 
@@ -423,7 +454,16 @@ def _mark(param: Tensor) -> tuple[Any, ...]:
     from being taken by another, not its memory.
     """
     local = local_tensor(param)
-    return param._version, local._version, local.storage_offset(), StorageWeakRef(local.untyped_storage())
+    storage = _weak_storage if not is_compiling() else _weak_storage_uncompiled
+    return param._version, local._version, local.storage_offset(), storage(local)
+
+
+def _weak_storage(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+# Dynamo makes an object of the class while it traces, whose deletion fails.
+_weak_storage_uncompiled = skip_compilation(_weak_storage)
 
 
 def _place(tensor: Any) -> tuple[Any, ...]:

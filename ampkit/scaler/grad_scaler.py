@@ -76,8 +76,8 @@ class GradScaler(torch.amp.GradScaler):
             "warn" once, "raise" `LossScaleStuckError`, or call a function with `ScalerStats`.
         skip_above: skip steps whose gradient norm, over all parameters of the optimizer and before clipping, is above
             a number or a multiple of the running median (`TimesMedian`), without an effect on the scale. The norm is
-            that of `clip_grad_norm_` of order 0, 1, 2 or inf, else the 2-norm; without clipping, `unscale_` and `step`
-            read the gradients once more for it.
+            of the order that `clip_grad_norm_` has, if 0, 1, 2 or inf, else the 2-norm, and that of the whole
+            `process_group`; without clipping, `unscale_` and `step` read the gradients once more for it.
 
     Raises:
         AssertionError: growth_factor <= 1 or backoff_factor >= 1, as torch.
@@ -132,7 +132,7 @@ class GradScaler(torch.amp.GradScaler):
         self._init_growth_tracker = 0
         self._init_counters: dict[str, int] = {}
         self._init_totals: dict[str, int] = {}
-        self._init_norms: list[list[float]] = []
+        self._init_norms: list[list[Any]] = []
         self._start()
 
     def _start(self) -> None:
@@ -176,14 +176,20 @@ class GradScaler(torch.amp.GradScaler):
         found = self._last_steps.get(optimizer)
         if found is None:
             holds_shards = any(map(is_flat, parameters(optimizer)))
-            found = self._last_steps[optimizer] = LastStep(holds_shards, norms=self._first_norms())
+            found = self._last_steps[optimizer] = LastStep(holds_shards, norms=self._first_norms(optimizer))
         return found
 
-    def _first_norms(self) -> Tensor | None:
-        """What `TimesMedian` begins with for one more optimizer: the next norms of a saved state, if any are left."""
+    def _first_norms(self, optimizer: Any) -> Tensor | None:
+        """What `TimesMedian` begins with for one more optimizer: the saved norms of the only one of its size.
+
+        Where there are several it begins anew: with the norms of another it would skip good steps.
+        """
         if not isinstance(self._skip_above, TimesMedian):
             return None
-        return self._skip_above.init(self._init_norms.pop(0) if self._init_norms else ())
+        size = norm_limit.size(optimizer)
+        fitting = [norms for *saved, norms in self._init_norms if saved == size]
+        self._init_norms = [each for each in self._init_norms if each[:2] != size]
+        return self._skip_above.init(fitting[0] if len(fitting) == 1 else ())
 
     # Scaling
 
@@ -420,7 +426,8 @@ class GradScaler(torch.amp.GradScaler):
                 self.unscale_(optimizer)
         norm = self._clip_norm_(notes, max_norm, norm_type, () if process_group is None else (process_group,))
         if self._skip_above is not None and notes.outlier is None and notes.state["found_inf_per_device"]:
-            self._judge(notes, norm)
+            also = self.process_group if process_group is None else None    # the norm is of `process_group` already
+            self._judge(notes, norm if also is None else ranks.total(norm.clone(), norm_type, (also,)))
         largest = self._largest_norm
         self._largest_norm = norm if largest is None else torch.maximum(largest, norm.to(largest))
         return norm
@@ -951,8 +958,8 @@ class GradScaler(torch.amp.GradScaler):
                 "totals": totals,
                 "norms": [
                     *(
-                        [norm for norm in last.norms.tolist() if norm < math.inf]
-                        for last in self._last_steps.values() if last.norms is not None
+                        [*norm_limit.size(optimizer), [norm for norm in last.norms.tolist() if norm < math.inf]]
+                        for optimizer, last in self._last_steps.items() if last.norms is not None
                     ),
                     *self._init_norms,
                 ],
@@ -981,8 +988,8 @@ class GradScaler(torch.amp.GradScaler):
         self._rule, self._init_scale = new.rule, new.scale
         self._init_growth_tracker, self._init_counters = new.growth_tracker, new.counters
         self._init_totals, self._init_norms = new.totals, new.norms
-        for last in self._last_steps.values():
-            norms = self._first_norms()
+        for optimizer, last in self._last_steps.items():
+            norms = self._first_norms(optimizer)
             if last.norms is not None and norms is not None:
                 last.norms.copy_(norms)
         if self._scale is not None and self._growth_tracker is not None:

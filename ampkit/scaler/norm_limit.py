@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampkit.gradients.collect import parameters
 from ampkit.scaler.loss_scale import number, to_python_numbers
 
-__all__ = ["TimesMedian", "checked", "is_outlier"]
+__all__ = ["TimesMedian", "checked", "is_outlier", "size"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,12 @@ class TimesMedian:
         with_this = torch.cat((norms[1:], norm.reshape(1)))
         norms.copy_(torch.where(torch.isfinite(norm), with_this, norms))
         return is_outlier(norm, torch.where(has_limit, median * self.factor, math.inf))
+
+
+def size(optimizer: Any) -> list[int]:
+    """The number of an optimizer's parameters, and of their elements: what its saved norms are found by."""
+    counts = [param.numel() for param in parameters(optimizer)]
+    return [len(counts), sum(counts)]
 
 
 def is_outlier(norm: Tensor, limit: float | Tensor) -> Tensor:

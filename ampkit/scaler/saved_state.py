@@ -30,7 +30,7 @@ class Loadable:
     growth_tracker: int
     counters: dict[str, int]
     totals: dict[str, int]
-    norms: list[list[float]]
+    norms: list[list[Any]]
 
 
 def loadable(state_dict: Any, rule: LossScale) -> Loadable:
@@ -96,13 +96,20 @@ def _counts(saved: Any, what: str, known: Collection[str], most: int) -> dict[st
     return {name: _whole(value, f"{name} of {what!r}", most) for name, value in _mapping(saved, what, known).items()}
 
 
-def _norms(saved: Any) -> list[list[float]]:
-    """The norms of each optimizer that `TimesMedian` goes on from."""
-    if not isinstance(saved, list) or not all(isinstance(each, list) for each in saved):
-        raise TypeError(f"the saved 'norms' are a {type(saved).__name__}; expected a list of norms for each optimizer")
-    if not all(0.0 <= scales.number(norm, "a saved norm") <= scales.LARGEST_SCALE for each in saved for norm in each):
-        raise ValueError("the saved 'norms' have one that is negative, inf or NaN; expected finite ones of 0 or more")
-    return [[float(norm) for norm in each] for each in saved]
+def _norms(saved: Any) -> list[list[Any]]:
+    """For each optimizer the number of its parameters, of their elements, and its norms, for `TimesMedian`."""
+    found = []
+    for each in saved if isinstance(saved, list) else [saved]:
+        if not isinstance(each, list) or len(each) != 3 or not isinstance(each[2], list):
+            raise TypeError(
+                f"the saved 'norms' have {each!r}; expected a list for each optimizer: the number of its parameters, "
+                "of their elements, and a list of norms"
+            )
+        *size, norms = each
+        if not all(0.0 <= scales.number(norm, "a saved norm") <= scales.LARGEST_SCALE for norm in norms):
+            raise ValueError("the saved 'norms' have one that is negative, inf or NaN; expected finite ones from 0 on")
+        found.append([*(_whole(count, "size of 'norms'", _MOST_IN_TOTAL) for count in size), list(map(float, norms))])
+    return found
 
 
 def _mapping(value: Any, name: str, known: Collection[str] | None = None) -> Mapping[Any, Any]:

@@ -9,6 +9,7 @@ import torch
 update_scale_ = torch._amp_update_scale_
 """torch.amp's rule for the next scale, as one kernel: bit for bit what its `GradScaler.update` computes."""
 
+foreach_add_ = torch._foreach_add_
 foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
 foreach_clamp_min_ = torch._foreach_clamp_min_

@@ -28,7 +28,7 @@ __all__ = ["MasterWeights"]
 
 @dataclass
 class _Pair:
-    """A 16-bit parameter, its master, and the parameter's version counter when the two last agreed."""
+    """A 16-bit parameter, its master, and the parameter's version counter when it was last written from it."""
 
     param: Tensor
     master: Parameter
@@ -201,7 +201,6 @@ class MasterWeights:
             if pair.param._version != pair.version:
                 param, master = pair.param, pair.master
                 master.copy_(torch.where(param == master.to(param.dtype), master, param.to(torch.float32)))
-                pair.version = param._version
 
     def _adopt(self) -> None:
         """Put masters in the place of the 16-bit parameters that the optimizer still holds."""

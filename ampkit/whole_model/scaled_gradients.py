@@ -233,7 +233,6 @@ class LossScaler(GradScaler):
 
     def _unscale(self, gradients: ScaledGradients) -> Tensor | None:
         """A flag, 1 where a gradient was not finite; None where none had arrived."""
-        self._check_scale_growth_tracker("unscale_")
         found, groups = gradients.unscale_(self._inverse_scale()[0])
         notes = self._notes_of(gradients.optimizer)
         self._agree(gradients.optimizer, found, groups)

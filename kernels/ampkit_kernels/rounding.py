@@ -20,7 +20,8 @@ step that is not skipped adds an odd constant to the stream. Its halves, mixed, 
 (the finalizer of MurmurHash3) that is applied twice to the number: `mix(mix(number ^ key0) ^ key1)` gives 16 bits for
 the weight and 16 for its first moment, another last key those for the second moment and its maximum. Elements 2**32
 apart in one tensor share theirs. Nothing else goes in: a rerun, a resumed run, a replayed CUDA graph and every
-replica of a weight round alike. All of it is done with integers, so a kernel and these functions give the same bits.
+replica of a weight round alike. For the time of a step, an optimizer adds the number of a DTensor's shard to the upper
+half of the stream. All of it is done with integers, so a kernel and these functions give the same bits.
 """
 
 import hashlib

@@ -13,8 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.workloads import Decoder
 
-__all__ = ["MODELS", "Middle", "filled", "loss_of", "make", "mlp"]
-
 
 class Middle(nn.Module):
     """A function of an input and of layers, as a layer."""

@@ -1,10 +1,9 @@
 """Planted faults: the form they are written in, and how the answers of a report are judged.
 
-A fault is a row of a table, or a function under one of two decorators; its file is named in `test_battery.py`. Each
-has five answers: operator, module, line, cause, change. The line is that of the lambda, or the one with the comment
-`# here`, in the function or its decorator;
-the others are patterns that the report must contain, and "" is not asked for. An operator of backward is written
-"in backward of aten::sqrt".
+A fault is a row of a table, or a function under one of two decorators: a layer (`planted`) or a step (`whole`). Its
+file is named in `test_battery.py`. Each has five answers: operator, module, line, cause, change. The line is that of
+the lambda, or the one with the comment `# here`, in the function or its decorator; the others are patterns that the
+report must contain, and "" is not asked for. An operator of backward is written "in backward of aten::sqrt".
 """
 
 from __future__ import annotations
@@ -23,11 +22,6 @@ from torch import Tensor, nn
 
 from ampkit import GradScaler, autocast, debugging
 from tests.debugging.models import Middle
-
-__all__ = [
-    "B16", "F16", "F32", "FAULTS", "FLOAT", "LINES", "POLICY", "SGD", "Fault", "Step", "judged", "loss_of", "planted",
-    "region", "table", "whole",
-]
 
 Step = Callable[[], Any]
 F16, B16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -109,9 +103,10 @@ def whole(
     state: Callable[[Any], Any] | None = None, scale: float = 0.0, before: int = 0,
     source: Callable[..., Any] | None = None, name: str = "",
 ) -> Callable[[Any], Any]:
-    """A function as the step: of the model, and of what the next two ask for; after `before` steps without a tool.
+    """A function as the step: of the model, and of an optimizer and a scaler where they are asked for.
 
-    `state`: makes an optimizer, or other memory, of the parameters. `scale`: a scaler begins with it.
+    `state`: makes the optimizer, or other memory, of the parameters. `scale`: with which the scaler begins.
+    `before`: so many steps run without a tool.
     """
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         def build() -> tuple[nn.Module, Step]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ampkit import GradScaler, autocast
-from ampkit.debugging import compare_precision, detect_nonfinite
+from ampkit.debugging import compare_precision, detect_nonfinite, find_nonfinite
 from tests.debugging.planted import loss_of
 
 scalers = pytest.mark.parametrize("cls", [GradScaler, torch.amp.GradScaler])
@@ -22,7 +22,7 @@ class Training:
     def __init__(self, cls: Any, scale: float) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.scaler = cls("cpu", init_scale=scale)
         self.batch = torch.randn(8, 16)
 
@@ -71,6 +71,14 @@ def test_after_a_skipped_step_the_reference_has_the_users_scale(cls: Any, micro:
     assert report.loss == pytest.approx(report.reference_loss, rel=1e-2)
     assert report.gradient_error < 1e-2
     assert report.scale == training.scaler.get_scale()      # of the last step
+
+
+def test_find_nonfinite_leaves_scaler_and_optimizer_as_they_were() -> None:
+    training = Training(GradScaler, 2.0**24)
+    report = find_nonfinite(lambda: training.run(1), training.model, state=[training.scaler])
+    assert training.scaler.get_scale() == report.skipped[0].scale == 2.0**24
+    assert not training.optimizer.state
+    assert not report.findings
 
 
 @pytest.mark.parametrize("scale", [2.0**4, 2.0**40])

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks  # pyright: ignore[reportAttributeAccessIssue]
 
-from ampkit.debugging import TensorMonitor, compare_precision, detect_nonfinite, find_nonfinite
+from ampkit import GradScaler
+from ampkit.debugging import TensorMonitor, check_loop, compare_precision, detect_nonfinite, find_nonfinite
 from ampkit.debugging.storage_map import StorageMap
 
 
@@ -31,17 +32,29 @@ def test_tensor_subclasses_take_themselves_apart() -> None:
     assert report.operators == 2
 
 
-def test_hooks_leave_with_the_context() -> None:
-    """Also after an exception."""
+def state() -> list[Any]:
+    """What a tool hooks into or wraps."""
     tables = (
         module_hooks._global_forward_hooks, module_hooks._global_forward_pre_hooks,
         optimizer_hooks._global_optimizer_pre_hooks, optimizer_hooks._global_optimizer_post_hooks,
     )
-    before = [len(table) for table in tables]
-    with pytest.raises(KeyError), detect_nonfinite():   # noqa: PT012  the context's own end is what is tested
-        assert all(len(table) > count for table, count in zip(tables, before, strict=True))
+    return [*map(len, tables), vars(torch.amp.GradScaler)["step"], vars(GradScaler)["step"], torch.autograd.backward,
+            vars(torch.autocast)["__enter__"], nn.utils.clip_grad_value_]
+
+
+def test_nothing_is_left_behind() -> None:
+    """Also after an exception; and a function that is wrapped is still itself to the user."""
+    before = state()
+    with pytest.raises(KeyError), detect_nonfinite() as report:     # noqa: PT012  the context's own end is what is tested
+        assert all(one != other for one, other in zip(before, state(), strict=True))
+        assert torch.autograd.backward.__name__ == "backward"
         raise KeyError
-    assert [len(table) for table in tables] == before
+    assert report.status == "inconclusive"
+    assert before == state()
+    with pytest.raises(KeyError), check_loop() as report:
+        raise KeyError
+    assert report.status == "inconclusive"
+    assert before == state()
 
 
 WRONG: Any = 3

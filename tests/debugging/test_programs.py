@@ -346,21 +346,11 @@ def alibi(scores: Tensor) -> Tensor:
     return scores + torch.where(distance > 0, -INF, distance * 0.5).to(scores.dtype)
 
 
-def double_where(y: Tensor) -> Tensor:
-    safe = torch.where(y > 0, y, 1.0)
-    return torch.where(y > 0, safe.log(), 0.0)
-
-
 def logsumexp_by_hand(y: Tensor) -> Tensor:
     best = torch.full(y.shape[:-1], -INF, dtype=y.dtype)
     for i in range(y.shape[-1]):
         best = torch.logaddexp(best, y[..., i])
     return best
-
-
-def top_k(y: Tensor) -> Tensor:
-    kept = torch.full_like(y, -INF).scatter(-1, y.topk(3).indices, y.topk(3).values)
-    return kept.softmax(-1)
 
 
 def in_place_mask(y: Tensor) -> Tensor:
@@ -375,18 +365,6 @@ def slices(y: Tensor) -> Tensor:
     for i in range(y.shape[1]):
         out[:, i] = y[:, i] * i
     return out
-
-
-def scattered(y: Tensor) -> Tensor:
-    out = torch.empty(y.shape, dtype=y.dtype)
-    out.index_copy_(1, torch.arange(LENGTH), y)
-    return out
-
-
-def missing(y: Tensor) -> Tensor:
-    """NaN marks what is missing, and nanmean passes over it."""
-    gaps = torch.where(torch.arange(WIDTH) % 5 == 0, math.nan, 1.0)
-    return y * torch.nanmean(gaps)
 
 
 def online_softmax(y: Tensor) -> Tensor:
@@ -437,8 +415,7 @@ def attention(masked: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 LAYERS: dict[str, Callable[[Tensor], Tensor]] = {
     **{function.__name__: function for function in (
-        beams, double_where, forbidden_transitions, in_place_mask, labels_with_gaps, logsumexp_by_hand, missing,
-        online_softmax, scattered, slices, top_k)},
+        beams, forbidden_transitions, in_place_mask, labels_with_gaps, logsumexp_by_hand, online_softmax, slices)},
     "masked_fill": attention(lambda s: s.masked_fill(MASK, -INF)),
     "masked_fill by a tensor": attention(lambda s: s.masked_fill(MASK, torch.tensor(-INF, dtype=s.dtype))),
     "masked_fill in place": attention(lambda s: s.clone().masked_fill_(MASK, -INF)),
@@ -447,10 +424,19 @@ LAYERS: dict[str, Callable[[Tensor], Tensor]] = {
     "least value": attention(lambda s: s.masked_fill(MASK, torch.finfo(s.dtype).min)),
     "alibi": attention(alibi),
     "log of a mask": attention(lambda s: s + (~MASK).to(s.dtype).log()),
+    "double where": lambda y: torch.where(y > 0, torch.where(y > 0, y, 1.0).log(), 0.0),
+    "missing data": lambda y: y * torch.where(torch.arange(WIDTH) % 5 == 0, math.nan, 1.0).nanmean(),
+    "top k": lambda y: torch.full_like(y, -INF).scatter(-1, y.topk(3).indices, y.topk(3).values).softmax(-1),
+    "scattered": lambda y: torch.empty(y.shape, dtype=y.dtype).index_copy_(1, torch.arange(LENGTH), y),
     "sdpa causal": lambda y: F.scaled_dot_product_attention(y, y, y, is_causal=True),
     "sdpa mask": lambda y: F.scaled_dot_product_attention(y, y, y, attn_mask=~MASK),
     "sigmoid by hand": lambda y: 1 / (1 + (-60 * y.detach()).half().exp()) + y,
     "clamp without bounds": lambda y: y.clamp(min=-INF, max=INF),
+    "sigmoid of -inf": lambda y: y.clone().masked_fill_(torch.arange(WIDTH) == 2, -INF).sigmoid(),
+    "chosen of both": lambda y: torch.cat([torch.where(y > 0, y, -INF), torch.zeros_like(y)], -1).softmax(-1),
+    "mask without effect": lambda y: y + torch.full((WIDTH,), -INF).clamp(min=0.0),
+    "mask that is not read": lambda y: (torch.full((WIDTH,), -INF), y)[1],
+    "best so far": lambda y: y * torch.minimum(torch.full((), INF), y.detach().float().mean()),
     "running least": lambda y: torch.minimum(torch.full_like(y, INF), y),
     "max pool": lambda y: F.max_pool1d(y, 3, padding=1),
     "gumbel": lambda y: F.gumbel_softmax(y.float(), hard=True),
@@ -596,7 +582,7 @@ def compiled() -> tuple[nn.Module, Step]:
 
 
 # Their gradients are 0 but for rounding, or one element decides them.
-SENSITIVE = ("norm ", "double_where ", "greatest of a group ", "inf sorted last ")
+SENSITIVE = ("norm ", "double where ", "greatest of a group ", "inf sorted last ")
 for dtype in (F16, B16):
     PROGRAMS |= {f"{name} {dtype}": functools.partial(network, loss, dtype) for name, loss in LOSSES.items()}
     PROGRAMS |= {f"{name} {dtype}": functools.partial(layer, function, dtype) for name, function in LAYERS.items()}

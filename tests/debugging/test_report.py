@@ -170,16 +170,10 @@ def test_debug_monitor(debug: Command) -> None:
 def test_every_tool_checks_the_loop(debug: Command, tool: list[str]) -> None:
     """And says so before anything else."""
     scaled = "torch.amp.GradScaler('cpu').scale(loss).backward"
-    debug.write(SCRIPT.replace("loss.backward", scaled).replace("print", "str"))
+    float32 = SCRIPT.replace("dtype=torch.float16", "enabled=False")     # the tools have little else to say of it
+    debug.write(float32.replace("loss.backward", scaled).replace("print", "str"))
     assert debug(*tool, "3", "9") == 1
     assert debug.out.startswith("the optimizer steps with scaled gradients")
-
-
-def test_a_body_that_raises_leaves_an_inconclusive_report() -> None:
-    """Also without the command."""
-    with pytest.raises(KeyError), debugging.detect_nonfinite(nn.Linear(1, 1)) as report:
-        raise KeyError
-    assert (report.status, str(report).partition(":")[0]) == ("inconclusive", "inconclusive")
 
 
 @pytest.mark.parametrize(("tool", "option"), [("nonfinite", "--json"), ("precision", "--json"), ("monitor", "--out")])

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from collections.abc import Sequence
 
 import torch
 
@@ -120,22 +121,28 @@ def adamw_stays_beside_torchs_fused(device: torch.device) -> None:
         assert (p - q).abs().max().item() <= 100 * 2.0**-21     # each step within an ulp of numbers around 4
 
 
+def same_forms(x: torch.Tensor, forms: Sequence[kernels.Scaling | None], device: torch.device) -> None:
+    """The FP8 kernels beside PyTorch's operators on the CPU."""
+    got, want = kernels.quantize(x.to(device), *forms, impl="triton"), kernels.quantize(x, *forms)
+    for form, expected in zip(got, want, strict=True):
+        assert (form is None) is (expected is None)
+        if form is not None and expected is not None:
+            assert form.data.dtype is expected.data.dtype
+            tensors = [form.data.float(), form.scale], [expected.data.float(), expected.scale]
+            same(*tensors, f"{forms} of {x.dtype} {tuple(x.shape)}")
+
+
 @check
 def float8_casts_have_the_reference_bits(device: torch.device) -> None:
     """On compute capability 8.9 Triton rounds some values twice: nothing is compared there."""
     if torch.cuda.get_device_capability(device) < (9, 0):
         return
-    for (along_rows, along_columns, _), shape, dtype in itertools.product(
+    for (*forms, _), shape, dtype in itertools.product(
         FORMS.values(), ((64, 128), (1000, 4096), (13, 48), (3, 9)), (torch.float32, torch.bfloat16)
     ):
         x = (torch.randn(shape) * torch.randn(shape[0], 1).exp()).to(dtype)
         x[0, 1], x[-1, 0] = float("nan"), float("inf")
-        got = kernels.quantize(x.to(device), along_rows, along_columns, impl="triton")
-        want = kernels.quantize(x, along_rows, along_columns)
-        for form, expected in zip(got, want, strict=True):
-            if form is not None and expected is not None:
-                tensors = [form.data.float(), form.scale], [expected.data.float(), expected.scale]
-                same(*tensors, f"{along_rows}, {along_columns} of {dtype} {shape}")
+        same_forms(x, forms, device)
 
 
 @check

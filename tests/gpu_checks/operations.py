@@ -86,7 +86,7 @@ def casts_equal_pytorchs(device: torch.device, impl: str = "triton") -> None:
 
 @check
 def every_half_pattern(device: torch.device, impl: str = "triton") -> None:
-    """In place and into float32, by a factor that overflows, one that makes subnormals, and without one."""
+    """In place and into float32, by a factor that overflows, one that makes subnormals, and without one; every tie."""
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     for dtype, factor in itertools.product(HALF, (1.0, 0.5, 0.001, 3.0)):
         patterns, exact, what = bits.view(dtype), truncates(device, impl, dtype), f"{dtype} factor {factor}"
@@ -105,15 +105,11 @@ def every_half_pattern(device: torch.device, impl: str = "triton") -> None:
                 flag, _ = flagged(kernels.unscale_, [got], factor=factor, impl=impl)
                 same([got], [want], what)
                 assert flag == float(not want.isfinite().all()), what
-
-
-@check
-def casts_round_every_tie_to_even(device: torch.device, impl: str = "triton") -> None:
     halves = torch.arange(0x7C00, dtype=torch.int16).view(torch.float16).float()
-    middles = ((halves[:-1] + halves[1:]) / 2).to(device)
-    rounded = torch.full_like(middles, torch.nan, dtype=torch.float16)
-    kernels.cast_([middles], [rounded], impl=impl)
-    same([rounded], [middles.half()], "ties")
+    ties = ((halves[:-1] + halves[1:]) / 2).to(device)
+    rounded = torch.full_like(ties, torch.nan, dtype=torch.float16)
+    kernels.cast_([ties], [rounded], impl=impl)
+    same([rounded], [ties.half()], "ties")
 
 
 @check
@@ -292,26 +288,26 @@ def streams_on(device: torch.device) -> list[Tensor]:
 
 
 def stepped(
-    kind: str, param: torch.dtype, state: torch.dtype, device: torch.device, impl: str, **given: Any
+    operation: Callable[..., None], param: torch.dtype, state: torch.dtype, device: torch.device, **given: Any
 ) -> list[list[Tensor]]:
     """Parameters and state after a step from values that bfloat16 holds."""
-    params, grads = from_bfloat16(param, device), from_bfloat16(torch.bfloat16, device, 1)
-    moments = [[t.abs() for t in from_bfloat16(state, device, seed)] for seed in (2, 3, 4)]
-    options = {"lr": 0.01, "weight_decay": 0.1, "impl": impl, **given}
-    if kind == "adamw":
-        counts = [scalar(1.0, device) for _ in params]
-        kernels.adamw_(params, grads, *moments, counts, beta1=0.9, beta2=0.999, eps=1e-8, amsgrad=True, **options)
-        return [params, *moments]
-    kernels.sgd_(params, grads, moments[0], momentum=0.9, **options)
-    return [params, moments[0]]
+    lists = {"params": from_bfloat16(param, device), "grads": from_bfloat16(torch.bfloat16, device, 1)}
+    for seed, name in enumerate(STATE[operation], 2):
+        lists[name] = [t.abs() for t in from_bfloat16(state, device, seed)]
+    if operation is kernels.adamw_:
+        given |= {**USUAL, "amsgrad": True, "steps": [scalar(1.0, device) for _ in lists["params"]]}
+    else:
+        given |= {"lr": 0.1, "momentum": 0.9}
+    operation(**lists, **{**given, "weight_decay": 0.1})
+    return [lists["params"], *(lists[name] for name in STATE[operation])]
 
 
 @check
 def bfloat16_steps_are_float32_ones_rounded(device: torch.device, impl: str = "triton") -> None:
     """What is computed in float32, rounded at random by PyTorch's operations, is stored in bfloat16, to the bit."""
     low, wide, skip = torch.bfloat16, torch.float32, scalar(1.0, device)
-    for kind in ("adamw", "sgd"):
-        step = functools.partial(stepped, kind, device=device, impl=impl)
+    for operation in STATE:
+        kind, step = operation.__name__, functools.partial(stepped, operation, device=device, impl=impl)
         exact, streams = step(wide, wide), streams_on(device)
         advanced = [stream + rounding.STEP for stream in streams]
         same(step(low, low, streams=streams, found_inf=skip)[0], from_bfloat16(low, device), "a skipped step")
@@ -332,8 +328,8 @@ def remainders_are_stepped_as_float32(device: torch.device, impl: str = "triton"
     def numbers(remainders: Sequence[Tensor]) -> list[Tensor]:
         return [remainder.view(torch.int16) for remainder in remainders]    # as float16 some are NaN
 
-    for kind in ("adamw", "sgd"):
-        step = functools.partial(stepped, kind, device=device, impl=impl)
+    for operation in STATE:
+        kind, step = operation.__name__, functools.partial(stepped, operation, device=device, impl=impl)
         exact, zeros = step(wide, wide), [torch.zeros_like(t).half() for t in from_bfloat16(low, device)]
         remainders = [t.clone() for t in zeros]
         found = step(low, wide, remainders=remainders)

@@ -28,21 +28,18 @@ class Guarded:
     """Copies of tensors at element offsets into larger buffers, whose other elements must not change."""
 
     def __init__(self, values: Sequence[Tensor], offsets: Sequence[int] = (0, 1, 3)) -> None:
-        self.buffers, self.views, self._inside = [], [], []
+        self.buffers, self.views = [], []
         for i, value in enumerate(values):
             # Allocations start on 64-byte boundaries, so the offset decides the alignment.
             start = 16 + offsets[i % len(offsets)]
-            buffer = torch.full((value.numel() + 64,), GUARD, dtype=value.dtype, device=value.device)
-            view = buffer[start : start + value.numel()]
-            view.copy_(value)
-            self.buffers.append(buffer)
-            self.views.append(view)
-            self._inside.append((start, start + value.numel()))
+            self.buffers.append(torch.full((value.numel() + 64,), GUARD, dtype=value.dtype, device=value.device))
+            self.views.append(self.buffers[-1][start : start + value.numel()].copy_(value))
 
     def check(self, what: str) -> None:
-        """Raise where an element outside the views has changed."""
-        for buffer, (start, stop) in zip(self.buffers, self._inside, strict=True):
-            assert bool((buffer[:start] == GUARD).all() and (buffer[stop:] == GUARD).all()), f"{what}: wrote outside"
+        """Raise where an element outside the views has changed; their own are written over."""
+        for buffer, view in zip(self.buffers, self.views, strict=True):
+            view.fill_(GUARD)
+            assert bool((buffer == GUARD).all()), f"{what}: wrote outside"
 
 
 def gradients(

@@ -7,7 +7,7 @@ still say what torch.amp does on one. `Call`s are made from samples on the CPU a
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -68,28 +68,20 @@ def region(policy: Policy, dtype: torch.dtype) -> autocast:
     return autocast(device, dtype, policy=policy)
 
 
-def run(call: Call, context: contextlib.AbstractContextManager[Any]) -> list[Any] | Exception:
-    """The flat results of a call on copies of its arguments, or what it raised."""
-    seed(0)
-    args, kwargs = tree_map(_copied, (call.args, call.kwargs))
-    try:
-        with context:
-            return tree_leaves(call.function(*args, **kwargs))
-    except Exception as error:
-        return error
-
-
-def run_with_gradients(
-    call: Call, context: contextlib.AbstractContextManager[Any], *, inside: bool = False
+def run(
+    call: Call, context: contextlib.AbstractContextManager[Any], *, backward: Literal["outside", "inside"] | None = None
 ) -> list[Any] | Exception:
-    """As `run`, followed by the gradients of every floating-point argument, computed outside the context or inside."""
+    """The flat results of a call on copies of its arguments, or what it raised.
+
+    With `backward`, the gradients of every floating-point argument follow, computed outside the context or inside.
+    """
     seed(0)
     args, kwargs = tree_map(_copied, (call.args, call.kwargs))
     leaves = [
         leaf.requires_grad_()
         for leaf in tree_leaves((args, kwargs))
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.layout is torch.strided
-    ]
+    ] if backward else []
 
     def gradients(results: list[Any]) -> tuple[Any, ...]:
         outputs = [out for out in results if isinstance(out, torch.Tensor) and out.requires_grad]
@@ -100,9 +92,9 @@ def run_with_gradients(
     try:
         with context:
             results = tree_leaves(call.function(*args, **kwargs))
-            if inside:
+            if backward == "inside":
                 return [*results, *gradients(results)]
-        return [*results, *gradients(results)]
+        return [*results, *gradients(results)] if backward else results
     except Exception as error:
         return error
 

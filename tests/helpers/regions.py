@@ -27,6 +27,14 @@ def product(dtype: torch.dtype = FP32, device: str = "cpu") -> torch.dtype:
     return torch.mm(a, a).dtype
 
 
+def copies(call: Callable[[], Any]) -> int:
+    """How many dtype conversions a call makes; one that a cache has answered copies nothing."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        call()
+    conversions = [event for event in profile.events() or () if event.name == "aten::_to_copy"]
+    return sum(any(child.name == "aten::copy_" for child in event.cpu_children) for event in conversions)
+
+
 def state() -> tuple[Any, ...]:
     """torch's autocast state in this thread: enabled and dtype per device, cache flag, nesting."""
     torch.autocast_increment_nesting()

@@ -1,7 +1,6 @@
 """Shared vocabulary of the scaler's tests."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -22,24 +21,19 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default}
 
 
-class _CountReads(TorchDispatchMode):
-    def __init__(self, reads: list[str]) -> None:
-        super().__init__()
-        self.reads = reads
+class count_reads(TorchDispatchMode):
+    """The operators run inside that hand a value to the host: where a GPU would be waited for."""
+
+    def __enter__(self) -> Any:
+        super().__enter__()
+        self.reads: list[str] = []
+        return self.reads
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         leaves_device = func is torch.ops.aten._to_copy.default and (kwargs or {}).get("device") is not None
         if func in READS or leaves_device:
             self.reads.append(str(func))
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def count_reads() -> Iterator[list[str]]:
-    """The operators run inside that hand a value to the host: where a GPU would be waited for."""
-    reads: list[str] = []
-    with _CountReads(reads):
-        yield reads
 
 
 def started(cls: Any = GradScaler, *arguments: Any, device: str = "cpu", **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Training in torch.autocast and in ampkit with torch's list: the same bits, step after step.
+"""Training in torch.autocast with torch's scaler, and in ampkit with torch's list and its scaler: the same bits.
 
 A model is given as a function that builds it, and one that draws a batch and returns its loss: `build` and `loss_of` of
 a `Case`.
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampkit import WeightCache
+from ampkit import GradScaler, WeightCache
 from tests.helpers.regions import like_torch
 
 Region = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -29,6 +29,7 @@ def train(
     scaled: bool = False,
     backward_inside: bool = False,
     micro_batches: int = 1,
+    scaler_class: Any = torch.amp.GradScaler,
 ) -> dict[str, Tensor]:
     """The loss and every gradient of each step, then the parameters and buffers; of a DTensor this rank's part.
 
@@ -38,7 +39,7 @@ def train(
     model = build()
     torch.manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
+    scaler = scaler_class("cpu", init_scale=2.0**10, enabled=scaled)
     found: dict[str, Any] = {}
     for step in range(steps):
         for part in range(micro_batches):
@@ -73,7 +74,7 @@ def trains_as_torch(
         return value.detach().contiguous().reshape(-1).view(torch.uint8)
 
     expected = train(build, loss_of, lambda: native(dtype), **settings)
-    got = train(build, loss_of, lambda: like_torch(dtype, cache=cache), **settings)
+    got = train(build, loss_of, lambda: like_torch(dtype, cache=cache), scaler_class=GradScaler, **settings)
     assert got.keys() == expected.keys()
     assert len(got) > 20
     different = [

@@ -3,13 +3,13 @@
 import contextlib
 import copy
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -80,19 +80,7 @@ def sharded_weights_written_between_regions_are_recast(rank: int, world: int) ->
                     p.mul_(-0.9)
 
 
-class Perceptron(nn.Module):
-    """Norm, up, GELU, down: what column-wise and row-wise parallelism are made for."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(self.norm(x))))
-
-
-def parallel_step(model: Perceptron, x: Tensor, region: Region) -> dict[str, Tensor]:
+def parallel_step(model: nn.Module, x: Tensor, region: Region) -> dict[str, Tensor]:
     """Output and whole gradients of one step, all of them checked to be what float32 parameters should get."""
     model.zero_grad()
     with region():
@@ -118,7 +106,9 @@ def tensor_and_sequence_parallel_have_torchs_bits(rank: int, world: int) -> None
     }
     x = torch.randn(2, 4, 8)
     for plan, given in ((tensor, x), (sequence, distribute_tensor(x, mesh, [Shard(1)]))):
-        model = Perceptron()
+        model = nn.Sequential(OrderedDict(
+            norm=nn.LayerNorm(8), up=nn.Linear(8, 32), activation=nn.GELU(), down=nn.Linear(32, 8)
+        ))
         exact = parallel_step(copy.deepcopy(model), x, contextlib.nullcontext)
         parallelize_module(model, mesh, plan)
         expected, got = parallel_step(model, given, native), parallel_step(model, given, ours)

@@ -20,23 +20,21 @@ from tests.helpers.training import Region, native, train, trains_as_torch
 transformers = pytest.importorskip("transformers", reason="it is in ampkit[dev]")
 
 TOKENS = 64
-_TEXT = {"vocab_size": TOKENS, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
 class Real(NamedTuple):
-    """A model of a library: its class and config by name, and the batch it takes with labels."""
+    """A model of a library: its type and what it is for, as the library names them, and a batch with labels."""
 
-    name: str
-    model: str
-    config: str
+    kind: str
+    task: str
     settings: dict[str, Any]
     batch: Callable[[], dict[str, Tensor]]
     generates: bool = False
 
     def build(self) -> Any:
         """The model with random weights from the current seed, in training mode."""
-        config = getattr(transformers, self.config)(**self.settings)
-        return getattr(transformers, self.model)(config).train()
+        config = transformers.AutoConfig.for_model(self.kind, **self.settings)
+        return getattr(transformers, f"AutoModelFor{self.task}").from_config(config).train()
 
     def loss_of(self, model: Any) -> Tensor:
         """The loss of a model on a new batch."""
@@ -58,27 +56,22 @@ def _speech() -> dict[str, Tensor]:
     return {"input_features": torch.randn(2, 8, 32), "labels": torch.randint(3, TOKENS, (2, 6))}
 
 
+_SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+_TEXT = {"vocab_size": TOKENS, "max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 REAL = (
-    Real("gpt2", "GPT2LMHeadModel", "GPT2Config",
-         {**_TEXT, "n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 32}, _text, generates=True),
-    Real("llama", "LlamaForCausalLM", "LlamaConfig",
-         {**_TEXT, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-          "num_key_value_heads": 1, "max_position_embeddings": 32}, _text, generates=True),
-    Real("bert", "BertForMaskedLM", "BertConfig",
-         {"vocab_size": TOKENS, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
-          "num_attention_heads": 2, "max_position_embeddings": 32}, _text),
-    Real("t5", "T5ForConditionalGeneration", "T5Config",
+    Real("gpt2", "CausalLM", _SMALL | _TEXT, _text, generates=True),
+    Real("llama", "CausalLM", {**_SMALL, **_TEXT, "num_key_value_heads": 1}, _text, generates=True),
+    Real("bert", "MaskedLM", _SMALL | _TEXT, _text),
+    Real("t5", "Seq2SeqLM",
          {"vocab_size": TOKENS, "d_model": 16, "d_ff": 32, "d_kv": 8, "num_layers": 2, "num_heads": 2,
           "decoder_start_token_id": 0}, _text, generates=True),
-    Real("vit", "ViTForImageClassification", "ViTConfig",
-         {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-          "image_size": 16, "patch_size": 4, "num_labels": 4}, _images),
-    Real("whisper", "WhisperForConditionalGeneration", "WhisperConfig",
+    Real("vit", "ImageClassification", {**_SMALL, "image_size": 16, "patch_size": 4, "num_labels": 4}, _images),
+    Real("whisper", "SpeechSeq2Seq",
          {**_TEXT, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
           "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "num_mel_bins": 8,
           "max_source_positions": 16, "max_target_positions": 32, "decoder_start_token_id": 1}, _speech),
 )
-every_model = pytest.mark.parametrize("real", REAL, ids=lambda real: real.name)
+every_model = pytest.mark.parametrize("real", REAL, ids=lambda real: real.kind)
 
 
 @pytest.mark.parametrize("how", ["bfloat16", "float16", "frames", "reentrant"])
@@ -141,7 +134,7 @@ def test_evaluation_equals_torchs(real: Real) -> None:
             assert output.logits.is_inference() == wanted.logits.is_inference()
 
 
-@pytest.mark.parametrize("real", [real for real in REAL if real.generates], ids=lambda real: real.name)
+@pytest.mark.parametrize("real", [real for real in REAL if real.generates], ids=lambda real: real.kind)
 def test_generation_equals_torchs(real: Real) -> None:
     """`generate()` with beams and its key-value cache: the same tokens and the same scores."""
     model, batch = real.build().eval(), real.batch()

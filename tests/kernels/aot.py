@@ -8,8 +8,8 @@ import struct
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +35,14 @@ class Case:
     """
 
     name: str
-    kernel: Any
-    constants: Mapping[str, Any]
-    types: Mapping[str, str]        # of every parameter
-    num_warps: int
+    source: ASTSource
+    options: dict[str, Any]
     max_registers: int
     capabilities: Sequence[int]
     wide_loads: int = 0
     wide_stores: int = 0
     lists_read: int = 1
     programs: int = 0
-    options: Mapping[str, Any] = field(default_factory=dict)
-    aligned: Sequence[str] = ()     # addresses that every launch gives in multiples of 16 bytes
     bad: str = ""
 
 
@@ -68,10 +64,7 @@ class Code:
 
 def compile_case(case: Case, capability: int) -> bytes:
     """The binary of one variant for one architecture."""
-    attrs = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(case.kernel.arg_names) if name in case.aligned}
-    source = ASTSource(fn=case.kernel, signature=dict(case.types), constexprs=dict(case.constants), attrs=attrs)
-    target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options={"num_warps": case.num_warps, **case.options}).asm["cubin"]
+    return triton.compile(case.source, GPUTarget("cuda", capability, 32), case.options).asm["cubin"]
 
 
 def read(binaries: Sequence[bytes], capability: int) -> list[Code]:
@@ -156,7 +149,7 @@ def faults(case: Case, code: Code) -> list[str]:
                 f"a load waits for a store: {n_loads} loads before the first one in a turn of a loop over "
                 f"{case.lists_read} lists: {', '.join(one_turn(loop))}"
             )
-    resident = resident_programs(code.registers, case.num_warps)
+    resident = resident_programs(code.registers, case.options["num_warps"])
     if code.capability >= 90 and resident < case.programs:
         wrong.append(
             f"{resident} programs of {code.registers} registers fit a multiprocessor, its grid has {case.programs}"

@@ -8,9 +8,10 @@ import torch
 
 from ampkit_kernels import Scaling, quantize
 from benchmarks import byte_model as model
+from tests.gpu_checks.cuda_only import same_forms
 from tests.kernels.test_bytes import count_accesses
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+CPU, E4M3, E5M2 = torch.device("cpu"), torch.float8_e4m3fn, torch.float8_e5m2
 TENSOR, GRADIENT = Scaling(False, E4M3, False), Scaling(False, E5M2, False)
 ROW = Scaling(True, E4M3, True)
 FORMS = [
@@ -47,27 +48,18 @@ def matrix(rows, columns, dtype, special):
     return x.to(dtype)
 
 
-def assert_same_forms(x, forms):
-    for got, want in zip(quantize(x, *forms, impl="triton"), quantize(x, *forms), strict=True):
-        assert (got is None) is (want is None)
-        if got is not None and want is not None:
-            assert (got.data.dtype, got.scale.shape) == (want.data.dtype, want.scale.shape)
-            torch.testing.assert_close(got.data.float(), want.data.float(), rtol=0, atol=0, equal_nan=True)
-            torch.testing.assert_close(got.scale, want.scale, rtol=0, atol=0, equal_nan=True)
-
-
 @pytest.mark.parametrize("forms", FORMS, ids=[f"{rows}, {columns}" for rows, columns in FORMS])
 def test_the_bits_of_pytorchs_operators(interpreted_float8, forms):
     """Zeros, inf and NaN among them; sizes that are no multiple of a tile or of 16."""
-    assert_same_forms(matrix(80, 48, torch.bfloat16, ()), forms)
-    assert_same_forms(matrix(13, 80, torch.float32, (float("nan"), float("inf"))), forms)
+    same_forms(matrix(80, 48, torch.bfloat16, ()), forms, CPU)
+    same_forms(matrix(13, 80, torch.float32, (float("nan"), float("inf"))), forms, CPU)
 
 
 @pytest.mark.parametrize("forms", [(TENSOR, TENSOR), (ROW, ROW)], ids=["tensor", "row"])
 def test_any_strides(interpreted_float8, forms):
     x = matrix(7, 18, torch.float16, (-float("inf"),))
     for each in (x.t(), x[:, ::2], torch.cat([x[:1], x])[1:], x[:1], x[:, :1], torch._neg_view(x)):
-        assert_same_forms(each, forms)
+        same_forms(each, forms, CPU)
 
 
 def test_long_rows_take_pytorchs_operators(interpreted_float8, monkeypatch):

@@ -212,6 +212,9 @@ def test_results_are_where_the_tensors_are(impl: str, context: Any, empty: bool)
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("impl", ["auto", "triton"])
-def test_the_norm_of_nothing_is_0(impl: str) -> None:
+def test_nothing_has_norm_0_and_is_stepped(impl: str) -> None:
     assert [found.item() for found in all_operations(impl, empty=True)] == [0.0] * 3
-    assert kernels.norm_and_check([torch.zeros(0)], HALF, FLAG, impl=impl) == 0.0
+    empty, count = [torch.zeros(0)], scalar(0.0)
+    assert kernels.norm_and_check(empty, HALF, FLAG, impl=impl) == 0.0
+    kernels.adamw_(empty, empty, empty, empty, [], [count], impl=impl, **ADAMW)
+    assert count == 1.0

@@ -1,6 +1,5 @@
 """A cache of a step takes no lists for others; `tests/optim/test_known_steps.py` has what programs change."""
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from unittest import mock
@@ -12,7 +11,7 @@ from torch import Tensor
 from ampkit_kernels import StepCache, adamw_
 from tests.kernels.launches import noted_launches
 
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter")
+pytestmark = pytest.mark.usefixtures("interpreted")
 OPTIONS = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.0}
 
 

@@ -180,6 +180,19 @@ def test_a_weight_that_is_written_from_outside_loses_its_remainder(write: Callab
     assert not torch.equal(before[3], before[3].bfloat16().float())
 
 
+def test_a_compiled_step_keeps_masters() -> None:
+    """With nothing that Dynamo made of their marks left to fail when it is deleted."""
+    ends = []
+    for compile in (lambda step, **_: step, torch.compile):
+        param = Parameter(torch.ones(3).bfloat16())
+        optimizer = SGD([param], lr=1e-3, **REMAINDER)
+        step, param.grad = compile(optimizer.step, backend="eager"), torch.ones_like(param)
+        for _ in range(3):
+            step()
+        ends.append([*optimizer.masters().values()])
+    assert_equal(*ends)
+
+
 def test_every_assignment_of_data_is_noticed() -> None:
     """Also where the storage lies where the old one lay, or is the old one."""
     for n_assignments in range(1, 6):
@@ -248,8 +261,9 @@ def test_masters_are_given_and_taken() -> None:
         ({params[0]: wide[0], params[1]: 1.0}, r"set_masters got 1\.0 for a parameter, a torch.bfloat16 tensor"),
         ({wide[0]: wide[0]}, "set_masters got a key that is not a parameter of this optimizer, a torch.float32"),
         ({"weight": wide[0]}, "set_masters got a key that is not a parameter of this optimizer, 'weight'"),
+        (None, "set_masters got None; expected a dict of tensors by parameter"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((TypeError, ValueError), match=message):
             optimizer.set_masters(masters)
         assert_equal([p.detach() for p in params], before)
     assert [m.dtype for m in optimizer.masters().values()] == [torch.float32] * 4

@@ -1,10 +1,13 @@
 """Every operator that torch has samples for, under torch.amp and under ampkit: same dtypes, same bits, same errors."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 
 from ampkit import Policy
-from tests.helpers.op_samples import difference, native, op_db_calls, region, run, run_fake, run_with_gradients
+from tests.helpers.op_samples import Call, difference, native, op_db_calls, region, run, run_fake
 
 pytest.importorskip("expecttest", reason="torch's operator database imports it; it is in ampkit[dev]")
 # The samples call deprecated operators on purpose.
@@ -15,15 +18,15 @@ LOWER = [torch.bfloat16, torch.float16]
 UNREPEATABLE = ("empty", "new_empty", "linalg.lstsq")
 
 
-def _repeatable(name: str) -> bool:
-    return not name.startswith(UNREPEATABLE)
+def repeatable(dtype: torch.dtype, limit: int) -> Iterator[Call]:
+    return (call for call in op_db_calls(dtype, limit) if not call.name.startswith(UNREPEATABLE))
 
 
 @pytest.mark.parametrize("dtype", LOWER, ids=str)
 def test_cpu_results_equal_torch_amp_to_the_bit(dtype: torch.dtype) -> None:
     policy, seen, wrong = Policy.torch("cpu"), 0, []
     for given in (torch.float32, dtype):
-        for call in filter(lambda call: _repeatable(call.name), op_db_calls(given, limit=3)):
+        for call in repeatable(given, 3):
             want = run(call, torch.autocast("cpu", dtype))
             got = run(call, region(policy, dtype))
             seen += not isinstance(want, Exception)
@@ -33,12 +36,12 @@ def test_cpu_results_equal_torch_amp_to_the_bit(dtype: torch.dtype) -> None:
     assert seen > 2500
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
-def test_cpu_gradients_equal_torch_amp_to_the_bit(inside: bool) -> None:
+@pytest.mark.parametrize("backward", ["outside", "inside"])
+def test_cpu_gradients_equal_torch_amp_to_the_bit(backward: Any) -> None:
     policy, seen, wrong = Policy.torch("cpu"), 0, []
-    for call in filter(lambda call: _repeatable(call.name), op_db_calls(torch.float32, limit=2)):
-        want = run_with_gradients(call, torch.autocast("cpu", torch.bfloat16), inside=inside)
-        got = run_with_gradients(call, region(policy, torch.bfloat16), inside=inside)
+    for call in repeatable(torch.float32, 2):
+        want = run(call, torch.autocast("cpu", torch.bfloat16), backward=backward)
+        got = run(call, region(policy, torch.bfloat16), backward=backward)
         seen += not isinstance(want, Exception)
         if found := difference(want, got):
             wrong.append(f"{call.name}: {found}")
@@ -60,16 +63,16 @@ def test_cuda_gives_the_dtypes_torch_amp_gives() -> None:
     assert seen > 1000
 
 
-@pytest.mark.parametrize(("dtype", "inside"), [(torch.bfloat16, False), (torch.float16, True)], ids=str)
-def test_the_default_policy_runs_whatever_torch_amp_runs(dtype: torch.dtype, inside: bool) -> None:
+@pytest.mark.parametrize(("dtype", "backward"), [(torch.bfloat16, "outside"), (torch.float16, "inside")], ids=str)
+def test_the_default_policy_runs_whatever_torch_amp_runs(dtype: torch.dtype, backward: Any) -> None:
     """Rules on top of torch's must not send an operator, or its derivative, to a dtype it has no kernel for."""
     policy, seen, wrong = Policy.default("cpu"), 0, []
     for given in (torch.float32, dtype):
         for call in op_db_calls(given, limit=2):
-            if isinstance(run_with_gradients(call, torch.autocast("cpu", dtype), inside=inside), Exception):
+            if isinstance(run(call, torch.autocast("cpu", dtype), backward=backward), Exception):
                 continue
             seen += 1
-            got = run_with_gradients(call, region(policy, dtype), inside=inside)
+            got = run(call, region(policy, dtype), backward=backward)
             if isinstance(got, Exception):
                 wrong.append(f"{call.name}: {type(got).__name__}: {str(got)[:160]}")
     assert not wrong, "\n".join(wrong)

@@ -218,19 +218,6 @@ def test_dtypes_as_configuration_files_name_them():
 # register_op
 
 
-@pytest.fixture(autouse=True)
-def registered():
-    """What `register_op` declares in a test is taken back after it."""
-    from ampkit.policy.policy import _Registered
-
-    before = dict(_Registered.rules)
-    yield
-    if _Registered.rules != before:
-        _Registered.rules.clear()
-        _Registered.rules.update(before)
-        _Registered.changes += 1
-
-
 def test_operator_of_a_library():
     """Also in policies and regions that were made before."""
     @torch.library.custom_op("ampkit_tests::scaled", mutates_args=())

@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from functorch.compile import make_boxed_func
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import AotEagerAndRecordGraphs
 from torch._higher_order_ops import associative_scan, scan, while_loop
 from torch.nn.attention.flex_attention import flex_attention
 
 import ampkit
 from ampkit import Policy, Rule, WeightCache, autocast
 from tests.helpers.compiled_regions import INSIDE, RULES, TORCH, Net, assert_same, module_rules, outputs, step
-from tests.helpers.models import Encoder
+from tests.helpers.models import CASES
 from tests.helpers.regions import BF16, FP16, FP32, product, state
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:bf16 and fp16 are mixed")
@@ -85,12 +84,8 @@ def test_register_op_is_seen_by_code_compiled_before() -> None:
                 return [around(torch.ones(2, 2)).dtype, inside(torch.ones(2, 2)).dtype]
 
         assert dtypes() == [FP32, FP32]
-        try:
-            ampkit.register_op(op, Rule.LOWER)
-            assert dtypes() == [BF16, BF16]
-        finally:
-            ampkit.policy.policy._Registered.rules.pop(op, None)
-            ampkit.policy.policy._Registered.changes += 1
+        ampkit.register_op(op, Rule.LOWER)
+        assert dtypes() == [BF16, BF16]
 
 
 # State, failures, and what keeps code compiled for one policy from running under another
@@ -155,26 +150,25 @@ def test_compiled_code_does_not_fill_the_weight_cache() -> None:
 
 def traced(region: Callable[[], Any]) -> list[list[str]]:
     """What AOTAutograd hands to a compiler for a training step of a transformer: operators and dtypes of each graph."""
-    graphs: list[list[str]] = []
+    torch._dynamo.reset()
+    case, ids, backend = CASES["encoder"], torch.arange(8).view(2, 4), AotEagerAndRecordGraphs()
+    model = case.build()
 
-    def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        graphs.append([
+    def loss() -> Tensor:
+        with region():
+            return case.loss(model(ids), ids)
+
+    torch.compile(loss, backend=backend, fullgraph=True)().backward()
+    return [
+        [
             f"{node.target} {node.meta['val'].dtype if isinstance(node.meta.get('val'), Tensor) else ''}"
             for node in graph.graph.nodes if node.op == "call_function"
-        ])
-        return make_boxed_func(graph.forward)
-
-    torch._dynamo.reset()
-    model = Encoder(blocks=1)
-
-    def loss(ids: Tensor) -> Tensor:
-        with region():
-            return F.cross_entropy(model(ids), torch.tensor([0, 1]))
-
-    torch.compile(loss, backend=aot_autograd(fw_compiler=keep), fullgraph=True)(torch.arange(8).view(2, 4)).backward()
-    return graphs
+        ]
+        for graph in (*backend.fw_graphs, *backend.bw_graphs)
+    ]
 
 
+@pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd is returning a function that doesn't take boxed")
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_the_graph_that_a_compiler_gets_is_that_of_torch_amp(dtype: torch.dtype) -> None:
     """Operator for operator, forward and backward: compiled code costs what torch.amp's costs."""

@@ -76,20 +76,21 @@ decorators = pytest.mark.parametrize(("region", "fwd", "bwd"), [TORCH, AMPKIT], 
 styles = pytest.mark.parametrize("classic", [True, False], ids=["with ctx", "setup_context"])
 
 
-def noting(fwd, bwd, classic=True, cast_inputs=None):
+def noting(fwd, bwd, classic=True, cast_inputs=None, device_type="cpu"):
     """An autograd function and what it saw: the state, and the dtypes of its arguments.
 
     In the style of `setup_context` that is decorated too: only it gets the `ctx` that backward has.
     """
-    seen, forward = {}, fwd(device_type="cpu", cast_inputs=cast_inputs)
+    seen, forward = {}, fwd(device_type=device_type, cast_inputs=cast_inputs)
+    device = autocast(device_type).device
 
     def run(x, other):
-        seen.update(forward=here(), dtypes=(x.dtype, other.dtype))
+        seen.update(forward=here(device), dtypes=(x.dtype, other.dtype))
         return x.clone()
 
-    @bwd(device_type="cpu")
+    @bwd(device_type=device_type)
     def backward(ctx, gradient):
-        seen["backward"] = here()
+        seen["backward"] = here(device)
         return gradient, None
 
     body = {"forward": forward(lambda ctx, x, other: run(x, other)), "backward": backward}
@@ -195,21 +196,12 @@ def test_backward_without_forward(region, fwd, bwd):
 
 
 def test_device_type_may_be_left_out():
-    seen = []
-
-    class Function(torch.autograd.Function):
-        forward = staticmethod(ampkit.custom_fwd(lambda ctx, x: x.clone()))
-
-        @staticmethod
-        @ampkit.custom_bwd
-        def backward(ctx, gradient):
-            seen.append(torch.is_autocast_enabled(autocast().device))
-            return gradient
-
+    function, seen = noting(*AMPKIT[1:], device_type=None)
     with autocast():
-        y = Function.apply(torch.ones(2, requires_grad=True))
+        y = function.apply(torch.ones(2, requires_grad=True), OTHER)
     y.sum().backward()
-    assert seen == [True]
+    assert seen["forward"] == seen["backward"]
+    assert seen["backward"][0] is True
 
 
 def product(cast_inputs):

@@ -17,28 +17,25 @@ from tests.helpers.module_rules import Model, dtypes, rules
 from tests.helpers.regions import BF16, FP16, FP32
 
 
-@pytest.mark.parametrize(
-    ("modules", "error", "message"),
-    [
-        ([("head", FP32)], TypeError, "for_modules takes a model and a dict of its modules .* got Model and list"),
-        ({"a..b": FP32}, ValueError, r"the pattern 'a..b' of for_modules matches no module of Model; nearest: "),
-        ({1: FP32}, TypeError, "a key of for_modules is a path pattern, a module class or a module, got 1"),
-        ({torch.Tensor: FP32}, TypeError, "a key of for_modules is a path pattern, a module class or a module"),
-        ({"head": torch.float64}, ValueError, "torch.float64 is no precision for module 'head'; expected"),
-        ({"head": "half"}, ValueError, "'half' is no precision for module 'head'; expected .* a name among float32, "),
-        ({nn.Linear: None}, ValueError, "None is no precision for module 'class torch.nn.modules.linear:Linear'"),
-        ({"head": Policy.torch("cuda")}, ValueError, "the policy for module 'head' is for 'cuda', not 'cpu'"),
-        ({"head": rules(model := Model(), {model: FP32})}, ValueError, "module .head. has rules for modules itself"),
-        ({"haed": FP32}, ValueError, r"pattern 'haed' of for_modules matches no module of Model; nearest: head\. "),
-        ({"net.head": FP32}, ValueError, "'net.head' of for_modules matches no module of Model; nearest: head"),
-        ({"zzz.**": FP32}, ValueError, r"matches no module of Model; nearest: blocks, blocks\.0, blocks\.0\.attn"),
-        ({nn.Conv2d: FP32}, ValueError,
-         r"no module of Model is a .*conv.Conv2d'; its modules are Model, ModuleList, Block, Linear"),
-        ({nn.Linear(2, 2): FP32}, ValueError, "<Linear at 0x.*> is no module of Model; give for_modules the model"),
-        ({"blocks.*.attn": FP32, "blocks.0.*": FP16}, ValueError,
-         r"'blocks.0.attn' matches two rules that disagree: 'blocks.\*.attn': torch.float32 and 'blocks.0.\*': tor"),
-    ],
-)
+@pytest.mark.parametrize(("modules", "error", "message"), [
+    ([("head", FP32)], TypeError, "for_modules takes a model and a dict of its modules .* got Model and list"),
+    ({"a..b": FP32}, ValueError, r"the pattern 'a..b' of for_modules matches no module of Model; nearest: "),
+    ({1: FP32}, TypeError, "a key of for_modules is a path pattern, a module class or a module, got 1"),
+    ({torch.Tensor: FP32}, TypeError, "a key of for_modules is a path pattern, a module class or a module"),
+    ({"head": torch.float64}, ValueError, "torch.float64 is no precision for module 'head'; expected"),
+    ({"head": "half"}, ValueError, "'half' is no precision for module 'head'; expected .* a name among float32, "),
+    ({nn.Linear: None}, ValueError, "None is no precision for module 'class torch.nn.modules.linear:Linear'"),
+    ({"head": Policy.torch("cuda")}, ValueError, "the policy for module 'head' is for 'cuda', not 'cpu'"),
+    ({"head": rules(model := Model(), {model: FP32})}, ValueError, "module .head. has rules for modules itself"),
+    ({"haed": FP32}, ValueError, r"pattern 'haed' of for_modules matches no module of Model; nearest: head\. "),
+    ({"net.head": FP32}, ValueError, "'net.head' of for_modules matches no module of Model; nearest: head"),
+    ({"zzz.**": FP32}, ValueError, r"matches no module of Model; nearest: blocks, blocks\.0, blocks\.0\.attn"),
+    ({nn.Conv2d: FP32}, ValueError,
+     r"no module of Model is a .*conv.Conv2d'; its modules are Model, ModuleList, Block, Linear"),
+    ({nn.Linear(2, 2): FP32}, ValueError, "<Linear at 0x.*> is no module of Model; give for_modules the model"),
+    ({"blocks.*.attn": FP32, "blocks.0.*": FP16}, ValueError,
+     r"'blocks.0.attn' matches two rules that disagree: 'blocks.\*.attn': torch.float32 and 'blocks.0.\*': tor"),
+])
 def test_rules_that_are_refused(modules, error, message):
     model = Model()
     with pytest.raises(error, match=message):

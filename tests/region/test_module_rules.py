@@ -20,16 +20,13 @@ from tests.helpers.module_rules import ALL, Block, Model, X, dtypes, only, rules
 from tests.helpers.regions import BF16, FP16, FP32, state
 
 
-@pytest.mark.parametrize(
-    ("pattern", "bound"),
-    [
-        ("head", {"head"}),
-        ("blocks.*.attn", {"blocks.0.attn", "blocks.1.attn"}),
-        ("*", ALL),             # of `blocks`, a list that is never called, its modules
-        (Block, ALL - {"head"}),
-        (nn.Module, ALL),
-    ],
-)
+@pytest.mark.parametrize(("pattern", "bound"), [
+    ("head", {"head"}),
+    ("blocks.*.attn", {"blocks.0.attn", "blocks.1.attn"}),
+    ("*", ALL),             # of `blocks`, a list that is never called, its modules
+    (Block, ALL - {"head"}),
+    (nn.Module, ALL),
+])
 def test_keys(pattern, bound):
     model = Model()
     assert dtypes(model, rules(model, {pattern: FP32})) == only(*bound)
@@ -74,22 +71,16 @@ def test_float32_computes_all_of_a_module_in_float32():
     assert found["on"] is False
 
 
-class Recursive(nn.Module):
+class Recursive(nn.Linear):
     """Calls itself, then computes."""
 
-    def __init__(self):
-        super().__init__()
-        self.l = nn.Linear(4, 4)
-
     def forward(self, x, n=2):
-        if n:
-            x = self(x, n - 1)
-        return torch.softmax(self.l(x), -1)
+        return torch.softmax(super().forward(self(x, n - 1) if n else x), -1)
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_a_rule_holds_after_a_module_has_called_itself(backend):
-    model = nn.Sequential(Recursive())
+    model = nn.Sequential(Recursive(4, 4))
     call = model if backend is None else torch.compile(lambda x: model(x), backend=backend)
     with autocast("cpu", policy=rules(model, {"0": Policy.torch("cpu")})):
         assert call(X).dtype is BF16

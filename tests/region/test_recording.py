@@ -7,13 +7,11 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from ampkit import Policy, Rule, WeightCache, autocast, record_casts
 from ampkit.region.mode import AutocastMode
 from ampkit.torch_internals import dispatcher
-
-BF16, FP32 = torch.bfloat16, torch.float32
+from tests.helpers.regions import BF16, FP32, copies
 
 
 class Net(nn.Module):
@@ -37,14 +35,6 @@ def net():
 
 X = torch.ones(2, 8)
 NOTHING = "no operator with a rule was called in a region that was entered while recording"
-
-
-def copies(run):
-    """How many dtype conversions torch made; one that `WeightCache` has answered copies nothing."""
-    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
-        run()
-    conversions = [event for event in seen.events() if event.name == "aten::_to_copy"]
-    return sum(any(child.name == "aten::copy_" for child in event.cpu_children) for event in conversions)
 
 
 def test_calls_in_order_with_rule_place_and_reason(net):
@@ -71,13 +61,7 @@ def test_calls_in_order_with_rule_place_and_reason(net):
 @pytest.mark.parametrize("base", [Policy.default, Policy.torch])
 @pytest.mark.parametrize("cache", [None, WeightCache()])
 def test_casts_are_those_that_torch_makes(net, base, cache):
-    policy = base("cpu")
-
-    def step():
-        with autocast("cpu", policy=policy, cache=cache):
-            net(X)
-            net(X)
-
+    step = autocast("cpu", policy=base("cpu"), cache=cache)(lambda: (net(X), net(X)))
     step()
     wanted = copies(step)
     with record_casts() as record:

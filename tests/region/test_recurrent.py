@@ -1,6 +1,7 @@
 """Recurrent layers in a region: dtypes, gradients, packed sequences, and the layout that cuDNN asks for."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -11,14 +12,9 @@ from ampkit import Policy, WeightCache, autocast
 from ampkit.region import recurrent
 from tests.helpers.regions import BF16, FP16, FP32
 
-LAYERS = {
-    "LSTM": lambda **k: nn.LSTM(4, 3, **k),
-    "GRU": lambda **k: nn.GRU(4, 3, **k),
-    "RNN": lambda **k: nn.RNN(4, 3, **k),
-    "RNN relu": lambda **k: nn.RNN(4, 3, nonlinearity="relu", **k),
-}
 CUDNN_MODES = {"RNN_RELU": 0, "RNN_TANH": 1, "LSTM": 2, "GRU": 3}
-layers = pytest.mark.parametrize("name", LAYERS)
+LAYERS = nn.LSTM, nn.GRU, nn.RNN, functools.partial(nn.RNN, nonlinearity="relu")
+layers = pytest.mark.parametrize("make", LAYERS, ids=["LSTM", "GRU", "RNN", "RNN relu"])
 
 
 def first(result):
@@ -63,18 +59,18 @@ def test_dtypes_that_torch_refuses_outside_a_region_run_inside():
 @layers
 @pytest.mark.parametrize("packed", [False, True], ids=["input", "packed"])
 @pytest.mark.parametrize("options", [{"num_layers": 2, "bidirectional": True}, {"bias": False, "batch_first": True}])
-def test_layout_is_asked_for_as_the_module_asks(monkeypatch, name, packed, options):
+def test_layout_is_asked_for_as_the_module_asks(monkeypatch, make, packed, options):
     """If the weights were casts on CUDA."""
     class OnCuda(torch.Tensor):
         is_cuda = True
 
-    calls, layer = [], LAYERS[name](**options)
+    calls, layer = [], make(4, 3, **options)
     monkeypatch.setattr(torch, "_cudnn_rnn_flatten_weight", lambda *args: calls.append(args))
     monkeypatch.setattr(recurrent, "_acceptable", lambda weights: True)
     monkeypatch.setattr(recurrent, "_in_one_buffer", lambda weights: False)
     state = torch.zeros(layer.num_layers * (2 if layer.bidirectional else 1), 2, 3)
     weights = [w.detach().as_subclass(OnCuda) for w in layer._flat_weights]
-    call = [torch.zeros(5, 2, 4), [state, state] if name == "LSTM" else state, weights, layer.bias, layer.num_layers]
+    call = [torch.zeros(5, 2, 4), [state, state] if make is nn.LSTM else state, weights, layer.bias, layer.num_layers]
     call += [0.0, False, layer.bidirectional]
     packet = getattr(torch.ops.aten, layer.mode.lower())
     if packed:
@@ -93,13 +89,12 @@ def test_a_wrong_dtype_in_an_island_is_refused():
     """torch's own check asks whether autocast is on anywhere; in torch's disabled regions a policy's mark answers."""
     layer, x = nn.LSTM(4, 3), torch.randn(5, 2, 4, dtype=FP16)
     marked = autocast("cpu", policy=Policy.torch("cpu").with_rules({"gelu": "keep"}))
-    with marked, autocast("cpu", enabled=False), pytest.raises(ValueError, match=r"RNN input dtype .* does not match"):
-        layer(x)
-    with autocast("cpu", policy=Policy.torch("cpu")), torch.autocast("cpu", enabled=False):
-        with pytest.raises(ValueError, match=r"RNN input dtype .* does not match"):
-            layer(x)
-    with marked, torch.autocast("cpu", enabled=False):
-        with pytest.raises(RuntimeError, match="must have the same dtype, but got Half and Float"):
+    for outer, region, error, message in (
+        (marked, autocast, ValueError, r"RNN input dtype .* does not match"),
+        (autocast("cpu", policy="torch"), torch.autocast, ValueError, r"RNN input dtype .* does not match"),
+        (marked, torch.autocast, RuntimeError, "must have the same dtype, but got Half and Float"),
+    ):
+        with outer, region("cpu", enabled=False), pytest.raises(error, match=message):
             layer(x)
 
 
@@ -107,9 +102,9 @@ def test_a_wrong_dtype_in_an_island_is_refused():
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 @layers
 @pytest.mark.parametrize("packed", [False, True], ids=["input", "packed"])
-def test_cudnn_neither_warns_nor_changes_values(name, packed, dtype):
+def test_cudnn_neither_warns_nor_changes_values(make, packed, dtype):
     """Warnings are errors here: cuDNN warns where weights are not in one buffer."""
-    layer, x = LAYERS[name](num_layers=2).cuda(), torch.randn(5, 2, 4, device="cuda")
+    layer, x = make(4, 3, num_layers=2).cuda(), torch.randn(5, 2, 4, device="cuda")
     x = pack_padded_sequence(x, torch.tensor([5, 3])) if packed else x
     cache = WeightCache()
     for _ in range(3):

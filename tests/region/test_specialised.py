@@ -1,6 +1,7 @@
 """Kernels written for one operator: they do what the general kernel does, to the bit, and say what they do."""
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from ampkit import Policy, autocast, record_casts
 from ampkit.policy.operator_keys import resolve
 from ampkit.torch_internals import dispatcher
 from ampkit.torch_internals.bindings import NAMES, binding
-from tests.helpers.op_samples import Call, difference, op_db_calls, region, run_with_gradients
+from tests.helpers.op_samples import Call, difference, op_db_calls, region, run
 from tests.helpers.regions import BF16, FP32
 
 DEFAULT = Policy.default("cpu").with_rules({"aten::batch_norm": "float32"})     # as torch's list for MPS has it
@@ -26,9 +27,9 @@ def test_every_sample_comes_out_the_same_in_both_ways(policy: Policy, dtype: tor
     calls = [call for call in op_db_calls(dtype, 2) if "empty" not in call.name]
     volumes, rows = torch.randn(2, 2, 2, 2, 2, dtype=dtype), torch.randn(3, 4, dtype=dtype)
     calls += [Call("conv3d", F.conv3d, (volumes, volumes), {}), Call("lerp", torch.lerp, tuple(rows), {})]
-    want = [run_with_gradients(call, region(policy, BF16)) for call in calls]
+    want = [run(call, region(policy, BF16), backward="outside") for call in calls]
     with record_casts(check_integers=False) as record:
-        got = [run_with_gradients(call, region(policy, BF16)) for call in calls]
+        got = [run(call, region(policy, BF16), backward="outside") for call in calls]
     found = {call.name: difference(*pair) for call, *pair in zip(calls, want, got, strict=True)}
     assert not {name: text for name, text in found.items() if text}
     assert len(calls) > 900
@@ -55,31 +56,32 @@ def test_an_operator_of_another_policy_goes_on_below() -> None:
         assert torch.rsub(x, 1).dtype is BF16
 
 
+def python_of(call: Callable[[], Any]) -> list[str]:
+    """The files of ampkit whose functions a call enters, in order."""
+    called = []
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_filename) if event == "call" else None)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return [file for file in called if "ampkit" in file and file != __file__]
+
+
 def test_no_python_runs_for_operators_that_only_ampkit_lists() -> None:
     """Under `Policy.torch`, for any device, once regions with the default list have run."""
-    x, called = torch.randn(4, 4), []
+    x = torch.randn(4, 4)
     with autocast("cpu"):
         assert torch.special.bessel_j0(x.bfloat16()).dtype is FP32
     with autocast("cpu", policy=Policy.torch("cpu")):
-        sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_filename))
-        try:
-            torch.special.bessel_j0(x)
-        finally:
-            sys.setprofile(None)
-    assert not [file for file in called if "ampkit" in file]
+        assert python_of(lambda: torch.special.bessel_j0(x)) == []
 
 
 def test_a_disabled_region_calls_the_operator_at_once() -> None:
     """For plain tensors, by one function of Python; what is written in terms of others takes none for its parts."""
-    x, w, called = torch.randn(4, 4), nn.Parameter(torch.randn(4, 4)), []
+    x, w = torch.randn(4, 4), nn.Parameter(torch.randn(4, 4))
     with autocast("cpu"), torch.autocast("cpu", enabled=False):
-        nn.functional.linear(x, w)
-        sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_filename) if event == "call" else None)
-        try:
-            nn.functional.linear(x, w)
-        finally:
-            sys.setprofile(None)
-    assert [file for file in called if "ampkit" in file] == ["<ampkit dispatch>", "<ampkit aten::linear LOWER>"]
+        F.linear(x, w)
+        assert python_of(lambda: F.linear(x, w)) == ["<ampkit dispatch>", "<ampkit aten::linear LOWER>"]
 
 
 def test_ctrl_c_after_any_call_of_a_kernel_leaves_the_keys_as_they_were() -> None:

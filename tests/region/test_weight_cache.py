@@ -5,6 +5,7 @@ counted them would keep the cache from being used.
 """
 
 import copy
+import functools
 import gc
 import pickle
 import threading
@@ -25,7 +26,7 @@ from ampkit import WeightCache, autocast, clear_autocast_cache
 from ampkit.region import optimizer_steps
 from ampkit.region.weight_cache import CacheInfo
 from ampkit.torch_internals.tensors import connected
-from tests.helpers.regions import BF16, FP16, REGIONS, both, like_torch
+from tests.helpers.regions import BF16, FP16, REGIONS, both, copies, like_torch
 
 X = torch.ones(2, 4, dtype=BF16)
 
@@ -34,21 +35,9 @@ def weight(requires_grad: bool = True) -> Parameter:
     return Parameter(torch.ones(4, 4), requires_grad)
 
 
-def copies(call) -> int:
-    """How many copies a call makes."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
-        call()
-    return sum(event.count for event in profile.key_averages() if event.key == "aten::copy_")
-
-
-def uses(region, leaf, times: int = 3, **kwargs) -> int:
-    """How many copies it takes to use a leaf so often in one region."""
-    def run():
-        with region("cpu", **kwargs):
-            for _ in range(times):
-                torch.mm(X, leaf)
-
-    return copies(run)
+def uses(region, leaf, **kwargs) -> int:
+    """How many copies it takes to use a leaf three times in one region."""
+    return copies(region("cpu", **kwargs)(lambda: [torch.mm(X, leaf) for _ in range(3)]))
 
 
 def kept(leaf, between=lambda: None) -> bool:
@@ -96,38 +85,22 @@ def test_what_ends_a_cast_amid_a_region(region):
     """A region without a cache inside makes its own, leaving an inner one ends nothing, clearing ends all."""
     clear = torch.clear_autocast_cache if region is torch.autocast else clear_autocast_cache
 
-    def run(leaf, inside):
-        with region("cpu"):
-            for _ in range(2):
-                torch.mm(X, leaf)
-                inside(leaf)
+    use = functools.partial(torch.mm, X, weight())
 
-    def inner(leaf, **options):
-        with region("cpu", **options):
-            torch.mm(X, leaf)
+    def casts(inside):
+        return copies(region("cpu")(lambda: (use(), inside(), use(), inside())))
 
-    leaf = weight()
-    assert copies(lambda: run(leaf, lambda leaf: inner(leaf, cache_enabled=False))) == 3
-    assert copies(lambda: run(leaf, inner)) == 1
-    assert copies(lambda: run(leaf, lambda _: clear())) == 2
-    clear()
+    assert casts(region("cpu", cache_enabled=False)(use)) == 3
+    assert casts(region("cpu")(use)) == 1
+    assert casts(clear) == 2
 
 
 def test_inference_mode():
     """Nothing is kept there; a user-provided cache is used for it too, and gradients after it still flow."""
-    leaf = weight()
-
-    def run(region, **kwargs):
-        with region("cpu", **kwargs):
-            with torch.no_grad():
-                torch.mm(X, leaf)
-            with torch.inference_mode():
-                torch.mm(X, leaf)
-                torch.mm(X, leaf)
-
-    assert copies(lambda: run(torch.autocast)) == 3
-    assert copies(lambda: run(autocast)) == 3
-    assert copies(lambda: run(autocast, cache=WeightCache())) == 1
+    use = functools.partial(torch.mm, X, weight())
+    without_grad, inside = torch.no_grad()(use), torch.inference_mode()(use)
+    regions = torch.autocast("cpu"), autocast("cpu"), autocast("cpu", cache=WeightCache())
+    assert [copies(region(lambda: (without_grad(), inside(), inside()))) for region in regions] == [3, 3, 1]
 
     x = X.clone().requires_grad_()      # so that the cast is saved for backward, which an inference tensor cannot be
     for inside in (True, False):
@@ -193,18 +166,12 @@ def test_other_thread_has_a_cache_of_its_own():
     def casts(region):
         """How many casts one thread's two products use, seen through what autograd saves."""
         leaf, x, saved = weight(), X.clone().requires_grad_(), []
-
-        def visit():
-            with region("cpu"):
-                torch.mm(X, leaf)
-
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-            with region("cpu"):
-                torch.mm(x, leaf)
-                thread = threading.Thread(target=visit)
-                thread.start()
-                thread.join()
-                torch.mm(x, leaf)
+        thread = threading.Thread(target=region("cpu")(lambda: torch.mm(X, leaf)))
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t), region("cpu"):
+            torch.mm(x, leaf)
+            thread.start()
+            thread.join()
+            torch.mm(x, leaf)
         return len({t.data_ptr() for t in saved if t.shape == (4, 4)})
 
     assert casts(torch.autocast) == 2
@@ -467,10 +434,8 @@ def is_right(leaf: Tensor) -> bool:
     return torch.equal(torch.mm(EYE, leaf).detach(), leaf.detach().to(BF16))
 
 
-def step(optimizer: Any) -> None:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            param.grad = torch.ones_like(param)
+def step(optimizer: Any, leaf: Tensor) -> None:
+    leaf.grad = torch.ones_like(leaf)
     optimizer.step()
 
 
@@ -482,29 +447,22 @@ def test_step_is_seen_in_the_open_region_and_in_the_next(name: str, cache: Weigh
     for _ in range(2):
         with autocast("cpu", cache=cache):
             assert is_right(leaf)
-            step(optimizer)
+            step(optimizer, leaf)
             assert is_right(leaf)
-        step(optimizer)
+        step(optimizer, leaf)
         with autocast("cpu", cache=cache):
             assert is_right(leaf)
 
 
 def test_casts_made_in_the_closure_of_a_step() -> None:
     """It is evaluated within the step, before the weights are written."""
-    head, cache = weight(), WeightCache()
-    optimizer = torch.optim.SGD([head], lr=1.0, fused=True)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        with autocast("cpu", cache=cache):
-            loss = torch.mm(EYE, head).float().sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    assert cache.info().entries == 0
+    leaf, cache = weight(), WeightCache()
+    leaf.grad = torch.ones_like(leaf)
+    closure = autocast("cpu", cache=cache)(lambda: torch.mm(EYE, leaf).sum())
+    torch.optim.SGD([leaf], lr=1.0, fused=True).step(closure)
+    assert cache.info() == CacheInfo(0, 0, 0, 1)
     with autocast("cpu", cache=cache):
-        assert is_right(head)
+        assert is_right(leaf)
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["step", "a function around it"])
@@ -533,5 +491,5 @@ def test_step_captured_into_a_graph_ends_keeping(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(optimizer_steps.steps, "captured", False)
     with monkeypatch.context() as patch:
         patch.setattr(optimizer_steps, "is_capturing", lambda: True)
-        step(torch.optim.SGD([weight()], lr=1.0))
+        step(torch.optim.SGD([leaf], lr=0.0), leaf)
     assert not kept(leaf)

@@ -9,49 +9,33 @@ import torch
 from torch import nn
 
 from ampkit import Policy, autocast, unwrap_forward, wrap_forward
-from tests.helpers.regions import BF16, FP16, FP32
-
-
-class Plain(nn.Module):
-    """At module level, so that it can be pickled."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x, *, head=True):
-        """What it does."""
-        x = self.body(x)
-        return self.head(x) if head else x
-
+from tests.helpers.regions import BF16, FP16, FP32, product
 
 X = torch.ones(2, 4)
 
 
 def test_forward_runs_inside_and_its_caller_outside():
-    model = Plain()
+    model = nn.Linear(4, 4)
     assert wrap_forward(model, "cpu", FP16) is model
-    assert model(X).dtype is FP16
-    assert model(X, head=False).dtype is FP16
-    assert model.forward(X).dtype is FP16
-    assert model.body(X).dtype is FP32
+    assert model(X).dtype is model(input=X).dtype is model.forward(X).dtype is FP16
+    assert product() is FP32
 
 
 def test_it_is_still_the_module_it_was():
-    model = wrap_forward(Plain(), "cpu")
-    assert isinstance(model, Plain)
-    assert type(model).__name__ == "Plain"
-    assert repr(model) == repr(Plain())
-    assert list(model.state_dict()) == list(Plain().state_dict())
-    assert model.forward.__doc__ == "What it does."
-    model.load_state_dict(Plain().state_dict())
-    assert model.to(torch.float64).body.weight.dtype is torch.float64
-    assert type(Plain()) is Plain
-    assert Plain()(X).dtype is FP32
+    plain, model = nn.Linear(4, 4), wrap_forward(nn.Linear(4, 4), "cpu")
+    assert isinstance(model, nn.Linear)
+    assert type(model).__name__ == "Linear"
+    assert repr(model) == repr(plain)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert model.forward.__doc__ == plain.forward.__doc__ is not None
+    model.load_state_dict(plain.state_dict())
+    assert model.to(torch.float64).weight.dtype is torch.float64
+    assert type(plain) is nn.Linear
+    assert plain(X).dtype is FP32
 
 
 def test_copies_and_pickles_are_wrapped():
-    model = wrap_forward(Plain(), "cpu", FP16, policy=Policy.torch("cpu"))
+    model = wrap_forward(nn.Linear(4, 4), "cpu", FP16, policy=Policy.torch("cpu"))
     buffer = io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)
@@ -62,7 +46,7 @@ def test_copies_and_pickles_are_wrapped():
     for other in others:
         assert other(X).dtype is FP16
         assert torch.equal(other(X), model(X))
-    with pytest.raises(RuntimeError, match="this Plain is wrapped already; a second region would only repeat"):
+    with pytest.raises(RuntimeError, match="this Linear is wrapped already; a second region would only repeat"):
         wrap_forward(others[0], "cpu")
 
 
@@ -76,11 +60,11 @@ def test_lazy_module_stays_wrapped_when_it_has_its_weights():
 
 
 def test_forward_that_the_class_does_not_know():
-    model = Plain()
+    model = nn.Linear(4, 4)
     model.forward = lambda x: x
     with pytest.raises(RuntimeError, match=r"given a forward of its own.*module.forward = autocast"):
         wrap_forward(model, "cpu")
-    model.forward = autocast("cpu")(Plain().forward)
+    model.forward = autocast("cpu")(nn.Linear(4, 4).forward)
     assert model(X).dtype is BF16
 
 
@@ -109,10 +93,10 @@ def test_outputs_are_cast_in_any_container():
     (lambda model: wrap_forward(model, "cpu", cast_outputs=32), TypeError, "cast_outputs is 32; expected a torch.dt"),
     (lambda model: wrap_forward(model, "cpu", dtyp=FP16), TypeError, "unexpected keyword argument 'dtyp'"),
     (lambda model: unwrap_forward(1), TypeError, "unwrap_forward takes an nn.Module, got int"),
-    (lambda model: unwrap_forward(model), RuntimeError, "this Plain is not under wrap_forward"),
+    (lambda model: unwrap_forward(model), RuntimeError, "this Linear is not under wrap_forward"),
 ])
 def test_what_is_refused_changes_nothing(call, error, message):
-    model = Plain()
+    model = nn.Linear(4, 4)
     with pytest.raises(error, match=message):
         call(model)
-    assert type(model) is Plain
+    assert type(model) is nn.Linear

@@ -61,42 +61,28 @@ def test_the_report_stays_when_gradients_are_gone_and_training_goes_on() -> None
     ]
 
 
-# Where an overflow began, beside what hooks see while backward runs
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.inner, self.out = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6)
-
-    def forward(self, x):
-        return x + self.out(self.inner(self.norm(x)).relu())
-
-
 def deep_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(10, 6), *(Block() for _ in range(3)), nn.Linear(6, 10))
-
-
-def exploding(x: torch.Tensor) -> torch.Tensor:
-    """The same values, whose gradient is inf."""
-    x = x.clone()
-    x.register_hook(lambda grad: torch.full_like(grad, math.inf))
-    return x
+    blocks = (nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)) for _ in range(3))
+    return nn.Sequential(nn.Embedding(10, 6), *blocks, nn.Linear(6, 10))
 
 
 @pytest.mark.parametrize(
     "path", [path for path, module in deep_model().named_modules() if [*module.parameters(recurse=False)]]
 )
 def test_the_origin_is_where_hooks_see_the_first_bad_gradient(path: str) -> None:
-    """In a step that is skipped because the gradient of a module's output is inf."""
+    """Beside what hooks see while backward runs, in a step that is skipped as a module's output has a gradient of inf.
+    """
     model, seen = deep_model(), []
     for name, param in model.named_parameters():
         param.register_post_accumulate_grad_hook(
             lambda param, name=name: None if param.grad.isfinite().all() else seen.append(name)
         )
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler("cpu", 1.0)
-    model.get_submodule(path).register_forward_hook(lambda module, args, output: exploding(output))
+
+    def explode(module, args, output) -> None:
+        output.register_hook(lambda grad: torch.full_like(grad, math.inf))
+
+    model.get_submodule(path).register_forward_hook(explode)
     scaler.scale(model(torch.arange(8).view(2, 4)).square().mean()).backward()
     iterate(scaler, optimizer)
     report = scaler.overflow_report(model)
@@ -105,9 +91,6 @@ def test_the_origin_is_where_hooks_see_the_first_bad_gradient(path: str) -> None
     first, *lines = str(report).splitlines()
     assert first.endswith((f"first bad: {path}", f"finite before {report[0].name}: it began there, or in the loss"))
     assert lines[:-1] == [f"  {each}" for each in report[:6]] + [f"  and {len(report) - 6} more"] * (len(report) > 6)
-
-
-# A scale that has collapsed
 
 
 def overflow(scaler: GradScaler, times: int = 1) -> None:

@@ -87,8 +87,8 @@ def test_numbers_of_other_classes_become_pythons_own() -> None:
     ({"loss_scale": {"kind": "static"}}, ValueError, r"the saved loss scale \(static\) has the fields \[\]; expec"),
     ({"loss_scale": {"kind": "magic"}}, ValueError, r"kind 'magic'; expected one of \['dynamic', 'noop', 'static'"),
     ({"flavour": 1}, ValueError, r"the saved 'ampkit' has unknown entries \['flavour'\].*newer ampkit"),
-    *(({"norms": norms}, (TypeError, ValueError), "saved")
-      for norms in ("1", [1.0], [["1"]], [[-1.0]], [[NAN]], [[1e39]])),
+    *(({"norms": norms}, (TypeError, ValueError), "saved") for norms in ("1", [1.0], [[1, 1]], [[1, -1, []]])),
+    *(({"norms": [[1, 1, norms]]}, (TypeError, ValueError), "saved") for norms in (1.0, ["1"], [-1.0], [NAN], [1e39])),
 ])
 def test_bad_entries_of_a_saved_state(own, error, message) -> None:
     """Any entry of any kind: hostile/test_scaler_state.py."""

@@ -232,9 +232,20 @@ def copying(rank: int, world: int) -> None:
     assert copy.deepcopy(scaler).process_group is dist.group.WORLD
 
 
+def one_norm_is_judged(rank: int, world: int) -> None:
+    """That of the process group, also where clipping takes, and returns, the norm of each rank."""
+    for order, whole in ((2.0, 80**0.5), (1.0, 12.0), (math.inf, 8.0)):
+        for limit in (0.99 * whole, 1.01 * whole):
+            _, optimizer = one_parameter(grad=4.0 * (rank + 1))
+            scaler = started(GradScaler, 1.0, process_group=dist.group.WORLD, skip_above=limit)
+            assert float(scaler.clip_grad_norm_(optimizer, 1e9, order)) == 4.0 * (rank + 1)
+            scaler.step(optimizer)
+            assert scaler.stepped(optimizer) is (limit > whole)
+
+
 @pytest.mark.parametrize(("check", "world"), [
     (norm_over_stages, 2), (drifted, 2), (several_meshes, 4), (pending_reduction, 2), (closure_on_one_rank, 2),
-    (copying, 2),
+    (copying, 2), (one_norm_is_judged, 2),
 ])
 def test_on_ranks(check: Callable[..., None], world: int) -> None:
     on_ranks(check, world=world)

@@ -30,16 +30,6 @@ def test_fp16_gradients_are_refused_untouched(cls) -> None:
     started(cls).step(torch.optim.Adam([b], lr=0.1, fused=True))       # amp-aware ones need no leave
 
 
-@BOTH
-def test_sums_of_sparse_float16_gradients_are_checked(cls) -> None:
-    """Which overflow easily."""
-    param, optimizer = one_parameter(dtype=torch.float16)
-    values = torch.tensor([6e4, 6e4], dtype=torch.float16)
-    param.grad = torch.sparse_coo_tensor([[0, 0]], values, (1,), check_invariants=True)
-    found = started(cls, 4.0)._unscale_grads_(optimizer, torch.tensor(1.0), torch.zeros(()), True)
-    assert [flag.item() for flag in found.values()] == [1.0]
-
-
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_gradients_with_a_graph_are_written_in_place() -> None:
     scaler, (param, _) = started(GradScaler, 4.0), one_parameter()

@@ -8,6 +8,7 @@ import copy
 import math
 import os
 import pickle
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from torch.amp.grad_scaler import OptState
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from ampkit.scaler.grad_scaler import GradScaler
 from tests.helpers.scaler_tools import alike
@@ -42,6 +43,7 @@ class Run:
         self.scaler: Any = self.new(*arguments)
         self.params: list[list[torch.nn.Parameter]] = []
         self.optimizers: list[torch.optim.Optimizer] = []
+        self.held: dict[str, Any] = {}
         for name in names:
             generator = torch.Generator().manual_seed(len(self.params))
             shapes, dtypes = SHAPES["fused" in name], DTYPES["fused" in name]
@@ -87,8 +89,13 @@ class Run:
         return self.scaler._maybe_opt_step(self.optimizers[which], record)
 
     def record(self, which: int) -> Any:
-        state = self.scaler._per_optimizer_states[id(self.optimizers[which])]
-        return state["stage"], state["found_inf_per_device"]
+        """torch's record of an optimizer, held from then on: what becomes of it counts."""
+        self.held = self.scaler._per_optimizer_states[id(self.optimizers[which])]
+        return self.held
+
+    def replace_records(self) -> None:
+        """As Composer, fairscale and torch's own `update` begin an iteration."""
+        self.scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
     def copied(self, how: Callable[[Any], Any]) -> None:
         self.scaler = how(self.scaler)
@@ -98,7 +105,7 @@ class Run:
         saved.pop("ampkit", None)
         grads = [[param.grad for param in params] for params in self.params]
         states = [[dict(one.state[param]) for param in one.param_groups[0]["params"]] for one in self.optimizers]
-        return [self.params, grads, states, saved]
+        return [self.params, grads, states, saved, self.held]
 
 
 CALLS: dict[str, Callable[[Run, int, Any], Any]] = {
@@ -126,6 +133,9 @@ CALLS: dict[str, Callable[[Run, int, Any], Any]] = {
     "_found_inf_per_device": lambda run, which, _: run.scaler._found_inf_per_device(run.optimizers[which]),
     "_maybe_opt_step": lambda run, which, number: run.maybe_step(which, [None, 0.0, 1.0][number]),
     "_per_optimizer_states": lambda run, which, _: run.record(which),
+    "replace the records": lambda run, which, _: run.replace_records(),
+    "drop a record": lambda run, which, _: run.scaler._per_optimizer_states.pop(id(run.optimizers[which]), None),
+    "set the stage": lambda run, which, _: run.record(which).update(stage=OptState.READY, found_inf_per_device={}),
     "_get_scale_async": lambda run, which, _: run.scaler._get_scale_async(),
 }
 WHICH = st.integers(0, 1)

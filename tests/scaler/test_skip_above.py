@@ -86,33 +86,40 @@ def test_the_median_is_that_of_the_last_finite_norms() -> None:
 
 
 def test_each_optimizer_has_its_own_median_and_a_resumed_run_goes_on_with_it() -> None:
-    """Also after a copy, in a scaler that is in use, and without gradients; optimizers that are gone have none."""
-    def train(scaler: GradScaler, *sizes: float) -> list[bool]:
-        for optimizer, size in zip(optimizers, sizes, strict=True):
+    """Also where it begins with another one, after a copy, in a scaler that is in use, and without gradients.
+
+    Those that are gone have none; those of equal size, which cannot be told apart, begin anew.
+    """
+    def train(scaler: GradScaler, *sizes: float, order: int = 1) -> list[bool]:
+        for optimizer, size in [*zip(optimizers, sizes, strict=True)][::order]:
             scaler.scale(torch.ones((), requires_grad=True))
-            optimizer.param_groups[0]["params"][0].grad = torch.tensor([size]) if size else None
+            param = optimizer.param_groups[0]["params"][0]
+            param.grad = torch.full_like(param, size / len(param) ** 0.5) if size else None
             scaler.step(optimizer)
         scaler.step(one_parameter()[1])
         scaler.step(one_parameter(grad=7.0)[1])
         scaler.update()
         return [scaler.stepped(optimizer) for optimizer in optimizers]
 
-    optimizers = [one_parameter()[1], one_parameter()[1]]
+    optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.ones(n))], lr=1.0) for n in (1, 4)]
     late = started(GradScaler, 1.0, skip_above=TimesMedian(3.0))
     assert train(late, 0.0, 100.0) == train(late, 0.0, 100.0) == [False, True]
     train(late, 1.0, 0.0)
-    assert late.state_dict()["ampkit"]["norms"] == [[1.0], [100.0, 100.0]]
+    assert late.state_dict()["ampkit"]["norms"] == [[1, 1, [1.0]], [1, 4, [100.0, 100.0]]]
     scaler, used, fresh = (GradScaler("cpu", 1.0, skip_above=TimesMedian(3.0, window=16)) for _ in range(3))
     assert [train(scaler, 1.0, 100.0) for _ in range(3)] == [[True, True]] * 3
     state = scaler.state_dict()
-    assert state["ampkit"]["norms"] == [[1.0] * 3, [100.0] * 3]
+    assert state["ampkit"]["norms"] == [[1, 1, [1.0] * 3], [1, 4, [100.0] * 3]]
     train(used, 5.0, 5.0)
     for each in (used, fresh):
         each.load_state_dict(state)
         assert each.state_dict()["ampkit"]["norms"] == state["ampkit"]["norms"]
     for each in (scaler, used, fresh, copy.deepcopy(scaler)):
-        assert train(each, 4.0, 100.0) == [False, True]
+        assert train(each, 4.0, 100.0, order=-1) == [False, True]
         assert train(each, 2.0, 301.0) == [True, False]
+    twins = [[1, 1, [1.0] * 9], [1, 1, [100.0] * 9]]
+    fresh.load_state_dict({**state, "ampkit": {**state["ampkit"], "norms": twins}})
+    assert train(fresh, 4.0, 100.0) == [True, True]
 
 
 def test_a_flag_is_that_of_one_iteration() -> None:

@@ -9,8 +9,6 @@ tensors are fake: nothing is computed, and no such device is needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from ampkit.policy.op_table import TORCH, Rule, names
 from ampkit.policy.operator_keys import resolve
 from ampkit.torch_internals.dispatcher import AUTOCAST_KEYS, autocast_key
 from ampkit.torch_internals.operators import FakeTensorMode, OpOverload
+from tests.helpers.op_samples import native
 
 # Defined or registered by the code of a library that a build of torch may lack.
 ONLY_WHERE_BUILT = {"_cudnn_rnn": "cuDNN", "miopen_rnn": "MIOpen"}
@@ -48,7 +47,7 @@ def registered(device_type: str) -> set[str]:
 def rule_of(op: OpOverload, device_type: str) -> Rule | None:
     """What torch.amp does with an operator on a device type; None if that could not be observed."""
     half, single = torch.bfloat16, torch.float32
-    with FakeTensorMode(), _torch_autocast(device_type):
+    with FakeTensorMode(), native(device_type, torch.bfloat16):
         low, full, mixed = (
             _arrival(op, device_type, *dtypes) for dtypes in ((half, half), (single, single), (half, single))
         )
@@ -100,19 +99,6 @@ def _arrival(op: OpOverload, device_type: str, first: torch.dtype, others: torch
         return arrived
     except Exception as error:
         return error
-
-
-@contextmanager
-def _torch_autocast(device_type: str) -> Iterator[None]:
-    """torch.amp in bfloat16 without the device; `torch.autocast` would disable itself."""
-    state = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    torch.set_autocast_enabled(device_type, True)
-    torch.set_autocast_dtype(device_type, torch.bfloat16)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled(device_type, state[0])
-        torch.set_autocast_dtype(device_type, state[1])
 
 
 def _arguments(op: OpOverload, device_type: str, first: torch.dtype, others: torch.dtype) -> list[Any]:

@@ -2,7 +2,7 @@
 
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,20 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ampkit import Policy, amp, autocast
-from ampkit.policy.policy import Rule, _Registered
+from ampkit import Policy, Rule, amp, autocast
 
 LOW, TWICE = torch.bfloat16, "ampkit_function_casts::twice"
-
-
-@pytest.fixture(autouse=True)
-def _rules_as_they_were() -> Iterator[None]:
-    """Take back what a test registers for the whole process."""
-    before = dict(_Registered.rules)
-    yield
-    _Registered.rules.clear()
-    _Registered.rules.update(before)
-    _Registered.changes += 1
 
 
 def seen(*args: Any, **kwargs: Any) -> list[torch.dtype]:

@@ -104,7 +104,7 @@ def test_models_and_optimizers_that_are_refused() -> None:
     MasterWeights(with_masters)
     larc.optim = None
     shared, with_remainders = [sgd(model), sgd(model)], optim.AdamW(other.parameters(), masters="remainder")
-    plain = torch.optim.SGD(model.head.parameters(), lr=0.1)        # some of its parameters
+    plain, on_patched = torch.optim.SGD(model.head.parameters(), lr=0.1), sgd(patched)   # the first of some parameters
     for arguments, error, message in (
         (("resnet50",), TypeError, "models holds a str; expected a torch.nn.Module, or a list of them"),
         ((make().half(),), RuntimeError, "parameter conv.weight is torch.float16; expected a float32 model.*half"),
@@ -112,7 +112,7 @@ def test_models_and_optimizers_that_are_refused() -> None:
         ((masked,), RuntimeError, "buffer mask is torch.bfloat16"),
         ((nn.DataParallel(make()),), RuntimeError, "wrapped in DataParallel already; call amp.initialize on the bare"),
         (([model, model],), ValueError, "models holds one object twice"),
-        ((patched,), RuntimeError, "given a forward of its own"),
+        ((patched, on_patched), RuntimeError, "given a forward of its own"),
         ((done[0],), RuntimeError, "this Net has been through ampkit.half or amp.initialize already"),
         ((model, done[1]), RuntimeError, "this SGD has been through initialize already; call it once"),
         ((model, "sgd"), TypeError, "optimizers holds a str; expected a torch.optim.Optimizer"),
@@ -126,7 +126,8 @@ def test_models_and_optimizers_that_are_refused() -> None:
         with pytest.raises(error, match=message):
             initialize(*arguments)
     assert {p.dtype for p in (*model.parameters(), *other.parameters())} == {torch.float32}
-    initialize([model, other], [plain, sgd(other)], "O2", verbosity=0)      # nothing had changed
+    del patched.forward
+    initialize([model, other, patched], [plain, sgd(other), on_patched], "O2", verbosity=0)      # nothing had changed
 
 
 def test_a_16_bit_parameter_outside_the_models_gets_a_master_from_its_own_value() -> None:

@@ -184,7 +184,9 @@ def test_state_of_a_used_optimizer_moves_to_the_masters() -> None:
 
 
 def test_changes_from_outside_are_followed() -> None:
-    """A mask or a checkpoint written into the model reaches the masters; digits of untouched weights stay."""
+    """A mask or a checkpoint written into the model reaches the masters, masters that are loaded reach the model;
+    digits of untouched weights stay.
+    """
     model = make_half()
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-12)
     masters = MasterWeights(optimizer)
@@ -201,6 +203,8 @@ def test_changes_from_outside_are_followed() -> None:
     model.load_state_dict(make_half(seed=1).state_dict())
     optimizer.step()
     assert torch.equal(master, make_half(seed=1).conv.weight.float())
+    masters.load_state_dict({"masters": [each + 1.0 for each in masters.masters()]})
+    assert torch.equal(model.conv.weight, make_half(seed=1).conv.weight + 1.0)
 
 
 def test_what_is_refused() -> None:
