@@ -25,6 +25,7 @@ class OwnRegions:
 
     device: Any
     precision: Any
+    scaler: Any
 
     def __init__(
         self,
@@ -44,7 +45,8 @@ class OwnRegions:
         self.policy = None if policy is None else named_policy(policy, kind)
         self.cache = cache
         scaler = GradScaler(device) if precision == "16-mixed" and scaler is None else checked(scaler)
-        super().__init__(precision, device, scaler)  # type: ignore[call-arg]
+        super().__init__(precision, device, scaler if precision == "16-mixed" else None)  # type: ignore[call-arg]
+        self.scaler = scaler    # which the libraries' own plugins refuse in bfloat16
 
     def region(self) -> autocast:
         """A region with the plugin's settings."""

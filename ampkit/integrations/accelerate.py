@@ -46,14 +46,13 @@ def use_ampkit(
     Args:
         accelerator: one that has prepared nothing yet.
         policy: what its regions cast; None: the default for its device.
-        scaler: in place of one made of `GradScalerKwargs`.
+        scaler: in place of one made of `GradScalerKwargs`; in bfloat16 for the steps that it skips (`skip_above`).
         cache: a `WeightCache` that keeps casts between batches.
 
     After an error the accelerator is as it was.
 
     Raises:
-        ValueError: a `mixed_precision` other than "fp16", "bf16" or "no", a scaler where nothing is scaled, or the name
-            of no policy.
+        ValueError: a `mixed_precision` other than "fp16", "bf16" or "no", a scaler with "no", or the name of no policy.
         RuntimeError: a model or optimizer has been prepared, or DeepSpeed, Megatron or XLA do the casting.
         TypeError: something that is not an `Accelerator`, or a scaler of torch's.
 
@@ -70,32 +69,37 @@ def use_ampkit(
             f"the accelerator has mixed_precision={precision!r}; expected 'fp16', 'bf16' or 'no'; for FP8, pass "
             f"'bf16', and give use_ampkit a policy.with_rules({{'aten::linear': Rule.FLOAT8_TENSORWISE}})"
         )
-    if precision != "fp16" and (scaler is not None or accelerator.scaler is not None):
+    if precision == "no" and scaler is not None:
         raise ValueError(
-            f"a scaler, but mixed_precision={precision!r}: gradients would be clipped while they are scaled. bfloat16 "
-            f"has float32's range and needs no scaler; for one, pass mixed_precision='fp16' to the Accelerator"
+            "a scaler, but mixed_precision='no', which leaves the accelerator as it is. Pass 'fp16' or 'bf16' to the "
+            "Accelerator (fp16=True or bf16=True to TrainingArguments), or no scaler"
         )
-    settings = {"policy": None if policy is None else named_policy(policy, accelerator.device.type), "cache": cache}
+    policy = None if policy is None else named_policy(policy, accelerator.device.type)
     if precision == "no":
         return accelerator
     if accelerator._models or accelerator._optimizers:
         raise RuntimeError("the accelerator has prepared models or optimizers: call use_ampkit(accelerator) before")
-    if precision == "fp16":
-        accelerator.scaler = _scaler_for(accelerator, scaler)
+    accelerator.scaler = _scaler_for(accelerator, scaler)
     accelerator.native_amp = True
     cls = type(accelerator)
     if not issubclass(cls, _Methods):
         accelerator.__class__ = type(cls.__name__, (_Methods, cls), {"__module__": cls.__module__})
-    vars(accelerator)["_ampkit_settings"] = settings
+    vars(accelerator).update(
+        _ampkit_dtype=_DTYPES[precision], _ampkit_cache=cache, _ampkit_policy=policy, _ampkit_autocast_policy=policy
+    )
     return accelerator
 
 
-def _scaler_for(accelerator: Accelerator, scaler: GradScaler | None) -> GradScaler:
-    scaler = checked(scaler)
-    if scaler is None:
+def _scaler_for(accelerator: Accelerator, scaler: GradScaler | None) -> GradScaler | None:
+    """The scaler that was given; else in float16 one made of `GradScalerKwargs`, in bfloat16 what is there by hand."""
+    is_float16 = accelerator.mixed_precision == "fp16"
+    by_hand: Any = None if is_float16 else accelerator.scaler
+    scaler = checked(scaler or by_hand)
+    if is_float16 and scaler is None:
         handler = accelerator.scaler_handler
         scaler = GradScaler(accelerator.device.type, **({} if handler is None else handler.to_kwargs()))
-    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2 and not scaler.process_group:
+    is_sharded = accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2
+    if scaler is not None and is_sharded and not scaler.process_group:
         scaler.process_group = dist.group.WORLD
     return scaler
 
@@ -103,33 +107,52 @@ def _scaler_for(accelerator: Accelerator, scaler: GradScaler | None) -> GradScal
 class _Methods(Accelerator):
     """What changes about an accelerator. Never made by itself: accelerators get it as a base class."""
 
-    _ampkit_settings: dict[str, Any]
+    _ampkit_dtype: dtype
+    _ampkit_cache: WeightCache | None
+    _ampkit_policy: Policy | None
+    _ampkit_autocast_policy: Policy | None      # what the prepared models want kept in float32 is kept by it
 
-    def _region(self, handler: AutocastKwargs | None, model: Module | None = None) -> region_of:
-        """A region with these settings, in which a model keeps in float32 what it wants kept there."""
-        settings = self._ampkit_settings | ({} if handler is None else handler.to_kwargs())
-        device, low = self.device.type, _DTYPES[str(self.mixed_precision)]
-        policy = settings["policy"] or Policy.default(device)
+    def _region(self, policy: Policy | None, handler: AutocastKwargs | None) -> region_of:
+        settings = {} if handler is None else handler.to_kwargs()
+        return region_of(self.device.type, self._ampkit_dtype, policy=policy, cache=self._ampkit_cache, **settings)
+
+    def _keeping(self, policy: Policy | None, model: Module) -> Policy | None:
+        """A policy that also keeps in float32 what a model wants kept there."""
+        plain = policy or Policy.default(self.device.type)
         # FSDP casts the weights of every module itself.
-        if model is not None and policy.base != "torch" and self.distributed_type != DistributedType.FSDP:
-            kept = policy.keep_in_fp32(model, low)
-            settings["policy"] = settings["policy"] if kept is policy else kept
-        return region_of(device, low, **settings)
+        if plain.base == "torch" or self.distributed_type == DistributedType.FSDP:
+            return policy
+        kept = plain.keep_in_fp32(model, self._ampkit_dtype)
+        return policy if kept is plain else kept
 
     @contextmanager
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
         """A region with these settings, or the accelerator's."""
-        with self._region(autocast_handler or self.autocast_handler):
+        with self._region(self._ampkit_autocast_policy, autocast_handler or self.autocast_handler):
             yield
 
     def prepare_model(self, model: Module, *args: Any, **kwargs: Any) -> Module:
         """As Accelerate prepares it, with a region inside of Accelerate's own: the inner one has its way."""
         if not getattr(model, "_is_accelerate_prepared", False):
-            region, forward = self._region(self.autocast_handler, model), model.forward
+            region = self._region(self._keeping(self._ampkit_policy, model), self.autocast_handler)
+            policy = self._ampkit_autocast_policy = self._keeping(self._ampkit_autocast_policy, model)
+            if policy is not None and policy is not self._ampkit_policy:
+                policy.modules.ran = True       # regions that run other models are no reason to warn
+            forward = model.forward
             # bound again where it was a method: Accelerate's unwrapping takes the function underneath and binds it
             method = getattr(forward, "__func__", None)
             model.forward = region(forward) if method is None else MethodType(region(method), model)
         return super().prepare_model(model, *args, **kwargs)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Unscale gradients before they are clipped, with a scaler in bfloat16 too, where Accelerate does not."""
+        if self.scaler is None:
+            return
+        given = self._optimizers if optimizer is None else optimizer
+        for each in given if isinstance(given, list | tuple) else [given]:
+            while isinstance(each, AcceleratedOptimizer):
+                each = each.optimizer
+            self.scaler.unscale_(each)
 
     def prepare_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """As Accelerate prepares it, and it knows whether its step was skipped."""

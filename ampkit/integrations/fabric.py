@@ -21,7 +21,8 @@ class MixedPrecision(OwnRegions, FabricMixedPrecision):
     Args:
         precision: "16-mixed" or "bf16-mixed".
         device: the device type, as "cuda".
-        scaler: for "16-mixed"; None: `GradScaler(device)`.
+        scaler: None: `GradScaler(device)` for "16-mixed", none for "bf16-mixed"; there one can skip steps:
+            `GradScaler(device, loss_scale=NoOpLossScale(), skip_above=...)`.
         policy: what the regions cast; None: the default for the device.
         cache: a `WeightCache` that keeps casts between batches.
 

@@ -32,7 +32,8 @@ class MixedPrecision(OwnRegions, LightningMixedPrecision):
     Args:
         precision: "16-mixed" or "bf16-mixed".
         device: the device type, as "cuda".
-        scaler: for "16-mixed"; None: `GradScaler(device)`.
+        scaler: None: `GradScaler(device)` for "16-mixed", none for "bf16-mixed"; there one can skip steps:
+            `GradScaler(device, loss_scale=NoOpLossScale(), skip_above=...)`.
         policy: what the regions cast; None: the default for the device.
         cache: a `WeightCache` that keeps casts between batches.
 
@@ -139,7 +140,7 @@ class FSDPPrecision(MixedPrecision, LightningFSDPPrecision):
 
 
 class ScaleMonitor(Callback):
-    """Logs the loss scale and how many steps were skipped, and says where the first skips began.
+    """Logs the loss scale and how many steps were skipped, and says where the first overflows began.
 
     `loss_scale` and `skipped_steps` are logged every `log_every_n_steps` of the trainer, at one host read; of several
     ranks it is checked that they agree, at one more. Says so where the trainer's plugin has no `ampkit.GradScaler`.
@@ -155,7 +156,7 @@ class ScaleMonitor(Callback):
             rank_zero_info(
                 f"ScaleMonitor logs nothing: the precision plugin is {plugin.__module__}.{plugin.__name__}, without an "
                 f"ampkit.GradScaler. Pass plugins=[ampkit.integrations.lightning.MixedPrecision('16-mixed', device)]; "
-                f"'bf16-mixed' scales nothing"
+                f"'bf16-mixed' has a scaler only if it is given one"
             )
 
     def on_train_batch_end(
@@ -167,7 +168,7 @@ class ScaleMonitor(Callback):
             return
         scaler.check_ranks()
         stats = scaler.stats()
-        pl_module.log_dict({"loss_scale": stats.scale, "skipped_steps": float(stats.skips)})
+        pl_module.log_dict({"loss_scale": stats.scale, "skipped_steps": float(stats.skips + stats.outliers)})
         if stats.skips and not self._has_reported:
             rank_zero_info(f"steps have been skipped; in the last one:\n{scaler.overflow_report(pl_module)}")
             self._has_reported = True

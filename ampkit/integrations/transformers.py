@@ -26,33 +26,28 @@ def use_ampkit(
     """Let a `Trainer` cast by ampkit's regions and scale by its `GradScaler`; returns it. Call it before `train`.
 
     `TrainingArguments` say what is done, as ever: `bf16=True`, `fp16=True` or neither, which leaves the trainer as it
-    is. Clipping, `grad_norm`, schedulers and checkpoints follow; with `fp16=True` the logs also have `loss_scale` and
+    is. Clipping, `grad_norm`, schedulers and checkpoints follow; with a scaler the logs also have `loss_scale` and
     `skipped_steps`. What the model wants kept in float32 is kept (`Policy.keep_in_fp32`), except under FSDP and torch's
     own policy: T5 trains in float16.
 
     Args:
         trainer: one that has not trained yet.
         policy: what its regions cast; None: the default for its device.
-        scaler: in place of `GradScaler(device)`, with `fp16=True`.
+        scaler: in place of `GradScaler(device)`, with `fp16=True`; with `bf16=True`, where there is none, for the steps
+            that it skips: `GradScaler(device, loss_scale=NoOpLossScale(), skip_above=...)`.
         cache: a `WeightCache` that keeps casts between batches.
 
     After an error the trainer is as it was.
 
     Raises:
-        ValueError: a scaler without `fp16`, or the name of no policy.
+        ValueError: a scaler with neither `fp16` nor `bf16`, or the name of no policy.
         RuntimeError: the trainer has prepared its model, or DeepSpeed or XLA do the casting.
         TypeError: something that is not a `Trainer`, or a scaler of torch's.
     """
     if not isinstance(trainer, Trainer):
         raise TypeError(f"use_ampkit takes a transformers.Trainer; got {type(trainer).__name__}")
-    args = trainer.args
-    if not args.fp16 and (scaler is not None or trainer.accelerator.scaler is not None):
-        raise ValueError(
-            "a scaler, but fp16=False: gradients would be scaled, and clipped while they are. Pass "
-            "TrainingArguments(fp16=True), or no scaler"
-        )
     accelerate.use_ampkit(trainer.accelerator, policy=policy, scaler=scaler, cache=cache)
-    if args.fp16:
+    if isinstance(trainer.accelerator.scaler, GradScaler):
         trainer.callback_handler.callbacks.insert(0, _LogScale(trainer.accelerator))    # before those that report logs
     return trainer
 
@@ -75,6 +70,6 @@ class _LogScale(TrainerCallback):
         if logs is not None and "loss" in logs:
             self._accelerator.scaler.check_ranks()
             stats = self._accelerator.scaler.stats()
-            seen = {"loss_scale": stats.scale, "skipped_steps": stats.skips}
+            seen = {"loss_scale": stats.scale, "skipped_steps": stats.skips + stats.outliers}
             logs.update(seen)
             state.log_history[-1].update(seen)

@@ -1,12 +1,13 @@
 """Modules that a model itself wants in float32: `_keep_in_fp32_modules` of transformers' models.
 
 transformers looks for these patterns in the names of parameters when it loads a model in 16 bits. Under autocast
-parameters are float32 anyway, and it is operators that are to be kept out of 16 bits, so patterns mean modules here:
-those of which they match every parameter and buffer. `sinks`, one of an attention layer's, means none.
+parameters stay float32, and it is operators that are to be kept out of 16 bits, so patterns mean modules here: those of
+which they match every parameter and buffer. `sinks`, one of an attention layer's, means none.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 
@@ -17,6 +18,9 @@ from ampkit.policy.module_paths import is_container, named_paths, unwrapped
 from ampkit.policy.module_rules import ModuleRules
 
 __all__ = ["kept_modules"]
+
+_WISHES = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")     # the second in float16 only
+_PEFT = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")    # what PEFT adds to a path
 
 
 def kept_modules(model: Module, dtype: torch.dtype, rules: ModuleRules) -> list[Module]:
@@ -40,7 +44,7 @@ def _matched(path: str, module: Module, pattern: re.Pattern[str]) -> Iterator[Mo
     """The outermost modules, from this one on, that have tensors, in the names of all of which the pattern is found."""
     module = unwrapped(module)
     names = [
-        f"{inner}.{name}".removeprefix(".")
+        _PEFT.sub("", f"{inner}.{name}".removeprefix("."))
         for inner, each in named_paths(module, path)
         for name, tensor in (*each._parameters.items(), *each._buffers.items()) if tensor is not None
     ]
@@ -52,8 +56,18 @@ def _matched(path: str, module: Module, pattern: re.Pattern[str]) -> Iterator[Mo
 
 
 def _pattern(module: Module, dtype: torch.dtype) -> re.Pattern[str] | None:
-    """What a module wants kept in float32 in regions of `dtype`, as one regular expression; None for nothing."""
-    always = getattr(module, "_keep_in_fp32_modules_strict", None) or ()
-    in_float16 = getattr(module, "_keep_in_fp32_modules", None) or ()
-    patterns = [*always, *(in_float16 if dtype is torch.float16 else ())] if dtype.itemsize == 2 else []
-    return re.compile("|".join(f"(?:{pattern.replace('*', '.*')})" for pattern in patterns)) if patterns else None
+    """What a module wants kept in float32 in regions of `dtype`, as one regular expression; None for nothing.
+
+    Raises `ValueError`, naming the module's class, for what is no regular expression.
+    """
+    patterns = list[str]()
+    for name in _WISHES[: {torch.bfloat16: 1, torch.float16: 2}.get(dtype, 0)]:
+        # of the module itself: PEFT's answer `getattr` with what the model inside them has
+        wanted = inspect.getattr_static(module, name, None) or ()
+        patterns += [wanted] if isinstance(wanted, str) else wanted
+    try:
+        return re.compile("|".join(f"(?:{each.replace('*', '.*')})" for each in patterns)) if patterns else None
+    except re.error as error:
+        raise ValueError(
+            f"_keep_in_fp32_modules of {type(module).__name__} has {patterns}; expected regular expressions: {error}"
+        ) from None

@@ -166,12 +166,13 @@ class Policy:
         """A policy that also keeps in float32 what a model of transformers wants kept there, in regions of `dtype`.
 
         `_keep_in_fp32_modules` of the model, or of models in it, counts in float16, `_keep_in_fp32_modules_strict` in
-        bfloat16 too. As in transformers these are regular expressions, looked for in the names of parameters; a module
-        becomes float32 if they match every parameter and buffer in it, this policy has no rule for it, and its weights
-        are not of 16 bits. `print(policy.check())` shows them; a model that wants nothing gets this policy back.
+        bfloat16 too. As in transformers these are regular expressions, looked for in the names of parameters, which are
+        those without PEFT; a module becomes float32 if they match every parameter and buffer in it, this policy has no
+        rule for it, and its weights are not of 16 bits. `print(policy.check())` shows them; a model that wants nothing
+        gets this policy back.
 
         Raises:
-            ValueError: an unknown dtype.
+            ValueError: an unknown dtype, or a model whose patterns are no regular expressions.
             TypeError: something that is no model.
         """
         if not isinstance(model, Module):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ampkit.optim
-from ampkit import GradScaler, Policy, WeightCache
+from ampkit import GradScaler, NoOpLossScale, Policy, WeightCache
 
 accelerate = pytest.importorskip("accelerate", reason="it is in ampkit[dev]")
 
@@ -79,13 +79,17 @@ def test_float16_skips_are_seen_and_schedulers_wait(which: str) -> None:
 
 
 def test_bfloat16_with_torchs_policy_is_accelerates_own_training_to_the_bit() -> None:
-    """Nothing but the casts changes hands."""
+    """Nothing but the casts changes hands, and a scaler skips the steps of a large norm alone."""
     plain = train(make("bf16"), "foreach")
-    AcceleratorState._reset_state(reset_partial_state=True)
-    ours = train(use_ampkit(make("bf16"), policy=Policy.torch("cpu")), "foreach")
-    assert ours["losses"] == plain["losses"]
-    assert all(map(torch.equal, ours["weights"], plain["weights"]))
-    assert ours["dtypes"] == {torch.bfloat16}
+    for limit in (None, 0.7, 0.12):     # the norms are 0.22 to 0.63, and clipped to 0.1
+        AcceleratorState._reset_state(reset_partial_state=True)
+        scaler = None if limit is None else GradScaler("cpu", loss_scale=NoOpLossScale(), skip_above=limit)
+        ours = train(use_ampkit(make("bf16"), policy=Policy.torch("cpu"), scaler=scaler), "foreach")
+        assert ours["skipped"] == [limit == 0.12] * 4
+        if limit != 0.12:
+            assert ours["losses"] == plain["losses"]
+            assert all(map(torch.equal, ours["weights"], plain["weights"]))
+        assert ours["dtypes"] == {torch.bfloat16}
 
 
 def test_handlers_are_read() -> None:
@@ -109,6 +113,21 @@ def test_accumulated_batches_are_clipped_and_stepped_once() -> None:
     accelerator = use_ampkit(make("fp16", GradScalerKwargs(256.0), gradient_accumulation_steps=2), cache=cache)
     assert len(train(accelerator, "ampkit", steps=8)["norms"]) == accelerator.scaler.stats().steps == 4
     assert (cache.info().hits, cache.info().misses) == (16, 16)
+
+
+def test_autocast_keeps_in_float32_what_prepared_models_want() -> None:
+    """Of modules that are called by themselves; a region that runs other models is no reason to warn."""
+    accelerator = use_ampkit(make("fp16"))
+    models: list[Any] = [network(), network()]
+    models[0]._keep_in_fp32_modules, models[1]._keep_in_fp32_modules = ["0"], ["2"]
+    accelerator.prepare(*models)
+    batch = batches(1)[0]
+    for other in (network(), *models):
+        with accelerator.autocast():
+            other(batch)
+    with accelerator.autocast():
+        assert [model[0](batch).dtype for model in models] == [torch.float32, torch.float16]
+        assert [model[2](torch.ones(1, 8)).dtype for model in models] == [torch.float16, torch.float32]
 
 
 def test_unwrapped_models_compute_as_before() -> None:
@@ -146,17 +165,15 @@ def test_the_scale_resumes_both_ways_with_torchs(tmp_path: Path, ours_saves: boo
 
 
 def test_refusals_leave_the_accelerator_as_it_was() -> None:
-    """Each says what to do. A scaler without float16, however it got there, would have scaled gradients clipped."""
+    """Each says what to do."""
     assert type(use_ampkit(make("no"), policy="torch")) is Accelerator      # a baseline of the same script
     AcceleratorState._reset_state(reset_partial_state=True)
-    ours = GradScaler("cpu")
     late, by_hand, odd = make("bf16"), make("bf16"), make("bf16")
     late.prepare(network())
-    by_hand.scaler = ours
+    by_hand.scaler = torch.amp.GradScaler("cpu")
     for accelerator, options, error, message in (
         (make("bf16"), {"policy": "defalt"}, ValueError, "policy is 'defalt'; expected a Policy for 'cpu'"),
-        (make("bf16"), {"scaler": ours}, ValueError, "a scaler, but mixed_precision='bf16': gradients would"),
-        (by_hand, {}, ValueError, "a scaler, but mixed_precision='bf16'"),
+        (by_hand, {}, TypeError, "expected an ampkit.GradScaler"),
         (late, {}, RuntimeError, r"call use_ampkit\(accelerator\) before"),
         (network(), {}, TypeError, r"takes an accelerate\.Accelerator; got Sequential"),
         # FP8, which Accelerate itself takes only where a library for it is installed; last, as they share their state.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ampkit.optim
-from ampkit import GradScaler, Policy, WeightCache
+from ampkit import DynamicLossScale, GradScaler, NoOpLossScale, Policy, StaticLossScale, WeightCache
 from tests.helpers.faults import plant_nonfinite
 
 pytest.importorskip("lightning", reason="it is in ampkit[dev]")
@@ -35,7 +35,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "fused": lambda params: torch.optim.SGD(params, lr=0.1, fused=True),
     "ampkit": lambda params: ampkit.optim.SGD(params, lr=0.1),
 }
-RUNS = [*(("16-mixed", name) for name in OPTIMIZERS), ("bf16-mixed", "fused")]
+RUNS: list[tuple[Any, ...]] = [
+    *(("16-mixed", name, DynamicLossScale(256.0)) for name in OPTIMIZERS),
+    ("bf16-mixed", "fused", None), ("bf16-mixed", "foreach", NoOpLossScale()),
+]
 
 
 class Module(LightningModule):
@@ -96,18 +99,22 @@ def sixteen(scale: float = 256.0, **settings: Any) -> MixedPrecision:
     return MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=scale), **settings)
 
 
+def scaler_of(scale: Any) -> Any:
+    return None if scale is None else GradScaler("cpu", loss_scale=scale, skip_above=1e3)
+
+
 def weights(module: Module) -> list[torch.Tensor]:
     return [param.detach().clone() for param in module.parameters()]
 
 
 @pytest.mark.parametrize("manual", [False, True])
-@pytest.mark.parametrize(("precision", "which"), RUNS)
-def test_every_optimizer_clips(tmp_path: Path, which: str, precision: str, manual: bool) -> None:
+@pytest.mark.parametrize(("precision", "which", "scale"), RUNS)
+def test_every_optimizer_clips(tmp_path: Path, which: str, precision: Any, scale: Any, manual: bool) -> None:
     """Hooks see unscaled gradients, and weights end where float32 training with clipping ends."""
     true = Module(which, manual=manual)
     fit(true, None, tmp_path)
     ours = Module(which, manual=manual)
-    fit(ours, sixteen() if precision == "16-mixed" else MixedPrecision("bf16-mixed", "cpu"), tmp_path)
+    fit(ours, MixedPrecision(precision, "cpu", scaler_of(scale)), tmp_path)
     assert ours.dtypes == {torch.float16 if precision == "16-mixed" else torch.bfloat16}
     if (manual, which, precision) != (True, "ampkit", "16-mixed"):      # there hooks run before the multiplication
         assert ours.norms == pytest.approx(true.norms, rel=0.05)
@@ -149,6 +156,17 @@ def test_an_overflow_is_skipped_logged_and_named(tmp_path: Path, caplog: pytest.
         trainer = fit(Module(), MixedPrecision("bf16-mixed", "cpu"), tmp_path, callbacks=[ScaleMonitor()])
     assert "loss_scale" not in trainer.callback_metrics
     assert "ScaleMonitor logs nothing: the precision plugin is ampkit" in caplog.text
+
+
+@pytest.mark.parametrize(("precision", "scale"), [("16-mixed", StaticLossScale(4.0)), ("bf16-mixed", NoOpLossScale())])
+def test_steps_of_a_large_norm_are_skipped_and_logged(tmp_path: Path, precision: Any, scale: Any) -> None:
+    """Although Lightning clips their gradients."""
+    for manual in (False, True):
+        module = Module(manual=manual)
+        plugin = MixedPrecision(precision, "cpu", GradScaler("cpu", loss_scale=scale, skip_above=0.12))
+        trainer = fit(module, plugin, tmp_path, callbacks=[ScaleMonitor()], log_every_n_steps=4)
+        assert trainer.callback_metrics["skipped_steps"] == 4.0
+        assert all(map(torch.equal, weights(module), weights(Module())))
 
 
 def test_accumulation_and_batches_without_a_loss(tmp_path: Path) -> None:
@@ -241,8 +259,6 @@ def test_what_does_not_fit_is_refused() -> None:
                 cls("16-mixed", "cuda")
         with pytest.raises(TypeError, match=r"torch\.amp\.grad_scaler\.GradScaler; expected an ampkit.GradScaler"):
             cls("16-mixed", "cpu", torchs)
-        with pytest.raises(Exception, match="does not use a scaler"):
-            cls("bf16-mixed", "cpu", GradScaler("cpu"))
     with pytest.raises(ValueError, match="Precision must be '16-mixed' or 'bf16-mixed'"):
         FSDPPrecision("32-true")  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="expected an ampkit"):
@@ -252,11 +268,10 @@ def test_what_does_not_fit_is_refused() -> None:
         fabric.setup(torch.nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize(("precision", "which"), RUNS)
-def test_fabric_clips_steps_and_resumes(tmp_path: Path, which: str, precision: Any) -> None:
+@pytest.mark.parametrize(("precision", "which", "scale"), RUNS)
+def test_fabric_clips_steps_and_resumes(tmp_path: Path, which: str, precision: Any, scale: Any) -> None:
     """The norm is that of unscaled gradients; the plugin's state goes into the checkpoint."""
-    scaler = GradScaler("cpu", init_scale=256.0) if precision == "16-mixed" else None
-    plugin = for_fabric.MixedPrecision(precision, "cpu", scaler)
+    plugin = for_fabric.MixedPrecision(precision, "cpu", scaler_of(scale))
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
     layers = Module().layers
     seen: list[bool] = []
@@ -274,13 +289,14 @@ def test_fabric_clips_steps_and_resumes(tmp_path: Path, which: str, precision: A
         norm = fabric.clip_gradients(model, optimizer, max_norm=0.1, error_if_nonfinite=False)
         if step == 0:
             torch.testing.assert_close(norm, true, rtol=0.05, atol=0.0)
-        if precision == "16-mixed" or step != 2:
+        if scale is not None or step != 2:
             optimizer.step()
     assert all(seen)
     assert all(bool(param.isfinite().all()) for param in layers.parameters())
     fabric.save(tmp_path / "run.ckpt", {"model": model, "precision": plugin})
-    again = for_fabric.MixedPrecision(precision, "cpu")
+    again = for_fabric.MixedPrecision(precision, "cpu", scaler_of(scale))
     fabric.load(tmp_path / "run.ckpt", {"model": model, "precision": again}, weights_only=False)
-    if scaler is not None:
-        assert again.scaler is not None
-        assert again.scaler.get_scale() == scaler.get_scale() == 128.0
+    if scale is not None:
+        stats = again.scaler.stats()
+        assert stats == plugin.scaler.stats()
+        assert (stats.scale, stats.skips) == (128.0 if precision == "16-mixed" else 1.0, 1)

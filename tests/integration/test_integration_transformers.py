@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ampkit import GradScaler, Policy
+from ampkit import GradScaler, NoOpLossScale, Policy, StaticLossScale
 from tests.helpers.faults import plant_nonfinite
 
 pytest.importorskip("transformers", reason="it is in ampkit[dev]")
@@ -93,6 +93,18 @@ def test_a_skipped_step_is_logged_and_not_scheduled_and_checkpoints_bring_the_sc
     assert resumed.accelerator.scaler.stats().skips == 1
 
 
+@pytest.mark.parametrize(("dtype", "scale"), [("fp16", StaticLossScale(256.0)), ("bf16", NoOpLossScale())])
+def test_steps_of_a_large_norm_are_skipped_logged_and_not_scheduled(tmp_path: Path, dtype: str, scale: Any) -> None:
+    """Although the Trainer clips their gradients."""
+    scaler = GradScaler("cpu", loss_scale=scale, skip_above=0.2)
+    model = Network()
+    ours = use_ampkit(trainer(tmp_path, model, max_grad_norm=0.1, **{dtype: True}), scaler=scaler)
+    ours.train()
+    assert logged(ours, "skipped_steps") == [1, 2, 3, 4]
+    assert len(set(logged(ours, "learning_rate"))) == 1
+    assert all(map(torch.equal, model.parameters(), Network().parameters()))
+
+
 def t5() -> Any:
     """A small T5 whose feed-forward layers give numbers above float16's largest, as those of the large ones do."""
     torch.manual_seed(0)
@@ -123,14 +135,16 @@ def test_t5_trains_in_float16_by_what_it_wants_in_float32(tmp_path: Path, policy
 
 
 def test_refusals(tmp_path: Path) -> None:
-    """Each says what to do; a scaler without fp16 would have scaled gradients clipped."""
-    plain, by_hand, trained = trainer(tmp_path), trainer(tmp_path, bf16=True), trainer(tmp_path, bf16=True, max_steps=1)
+    """Each says what to do."""
+    plain = trainer(tmp_path)
     assert use_ampkit(plain) is plain       # for a script's float32 baseline
-    by_hand.accelerator.scaler = small_scale()
+    with pytest.raises(ValueError, match=r"a scaler, but mixed_precision='no'.*fp16=True or bf16=True to TrainingArg"):
+        use_ampkit(plain, scaler=small_scale())
+    by_hand, trained = trainer(tmp_path, bf16=True), trainer(tmp_path, bf16=True, max_steps=1)
+    by_hand.accelerator.scaler = torch.amp.GradScaler("cpu")
     trained.train()
     for given, options, error, message in (
-        (plain, {"scaler": small_scale()}, ValueError, r"but fp16=False: .* Pass TrainingArguments\(fp16=True\)"),
-        (by_hand, {}, ValueError, "a scaler, but fp16=False"),
+        (by_hand, {}, TypeError, "expected an ampkit.GradScaler"),
         (trainer(tmp_path, bf16=True), {"policy": "defalt"}, ValueError, "policy is 'defalt'; expected a Policy"),
         (Network(), {}, TypeError, r"takes a transformers.Trainer; got Network"),
         (trained, {}, RuntimeError, "has prepared models or optimizers"),

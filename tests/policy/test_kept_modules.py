@@ -1,5 +1,6 @@
 """`Policy.keep_in_fp32`: what a model of transformers wants kept in float32, as rules for its modules."""
 
+import re
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ def found(model: nn.Module, dtype: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(("wanted", "modules"), [
-    (["wo"], ["layers.0.wo", "layers.1.wo"]),
+    (["wo.weight", "wo.bias"], ["layers.0.wo", "layers.1.wo"]),
     ({"gate.weight"}, ["gate"]),
     (["q.weight"], []),                         # and `q.bias` is not wanted
     (["sinks"], []),                            # of a module that has others
@@ -38,7 +39,8 @@ def found(model: nn.Module, dtype: Any) -> list[str]:
     (["layers"], [f"layers.{i}.{name}" for i in range(2) for name in ("q", "wo", "norm")]),
     (["layers.*.norm"], ["layers.0.norm", "layers.1.norm"]),
     (["nor", "gate"], ["layers.0.norm", "layers.1.norm", "gate"]),
-    (["absent"], []), ([], []), (None, []),
+    ("gate", ["gate"]),
+    (["base"], []), ([], []), (None, []),
 ])
 def test_patterns_find_modules(wanted: Any, modules: list[str]) -> None:
     assert found(Wanting(wanted), "float16") == modules
@@ -46,6 +48,11 @@ def test_patterns_find_modules(wanted: Any, modules: list[str]) -> None:
     assert found(Wanting(None, wanted), torch.bfloat16) == found(Wanting(None, wanted), "fp16") == modules
     inside = nn.ModuleDict({"wo": nn.Linear(4, 4), "model": Wanting(wanted)})
     assert found(inside, "float16") == [f"model.{path}" for path in modules]
+    peft = pytest.importorskip("peft", reason="it is in ampkit[dev]")
+    model = peft.get_peft_model(
+        Wanting(wanted), peft.LoraConfig(r=2, target_modules=["q", "gate"], modules_to_save=["wo"])
+    )
+    assert [re.sub(r"base_model\.model\.|\.base_layer", "", path) for path in found(model, "float16")] == modules
 
 
 def test_the_policy_stays_data() -> None:
@@ -103,3 +110,5 @@ def test_refusals() -> None:
         PLAIN.keep_in_fp32({}, "fp16")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"dtype is 'half'; expected that of the region, torch.float16 or"):
         PLAIN.keep_in_fp32(Wanting(), "half")
+    with pytest.raises(ValueError, match=r"_modules of Wanting has \['wo', '\(q'\]; expected regular"):
+        PLAIN.keep_in_fp32(Wanting(["wo", "(q"]), "fp16")
