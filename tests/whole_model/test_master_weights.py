@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ampkit import optim
 from ampkit.amp import loss_scalers
@@ -254,16 +254,17 @@ def test_what_autograd_saved_before_a_step_is_stale_after_it() -> None:
 
 
 def sharded_parameters(rank: int, world: int) -> None:
-    """16-bit parameters that are DTensors step as plain ones do."""
+    """16-bit parameters that are DTensors step as plain ones do, with replicated gradients added to sharded ones."""
     mesh, ends = init_device_mesh("cpu", (world,)), []
     weight, *grads = torch.randn(4, 6, 4).bfloat16()
-    for place in (Tensor.clone, lambda value: distribute_tensor(value, mesh, [Shard(0)])):
-        param = nn.Parameter(place(weight))
+    for place in (lambda value, at: value.clone(), lambda value, at: distribute_tensor(value, mesh, [at])):
+        param = nn.Parameter(place(weight, Shard(0)))
         optimizer = OPTIMIZERS["torch-adamw"]([param])
         masters, found = MasterWeights(optimizer), {}
         for grad in grads:
-            param.grad = place(grad)
-            masters.take_gradients_(torch.tensor(0.5), found)
+            for placement in (Shard(0), Replicate()):
+                param.grad = place(grad, placement)
+                masters.take_gradients_(torch.tensor(0.5), found)
             optimizer.step()
             masters.load_state_dict(copy.deepcopy(masters.state_dict()))
         assert list(map(bool, found.values())) == [False]
