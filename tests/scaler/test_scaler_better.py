@@ -109,10 +109,11 @@ def test_mappings_and_named_tuples_of_outputs(cls) -> None:
 
 @BETTER
 def test_the_scheduler_does_not_complain_about_a_skipped_first_step(cls) -> None:
-    _, optimizer = one_parameter(grad=math.inf)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)
-    iterate(started(cls), optimizer)
-    schedule.step()
+    for grad in (math.inf, None):
+        _, optimizer = one_parameter(grad=grad)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+        iterate(started(cls), optimizer)
+        schedule.step()
 
 
 @BETTER
