@@ -30,7 +30,8 @@ class AdamW(DeviceStep, torch.optim.AdamW):
 
     Args: params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, fused: as in
     `torch.optim.AdamW`. `lr` may be a one-element tensor, `betas` are floats. `foreach`, `capturable` and
-    `fused` choose among torch's functions where those are used. impl: "auto", "triton" (raise where Triton
+    `fused` choose among torch's functions where those are used; on a CPU `fused` does not where a tensor is not
+    contiguous, because torch's step (2.13) then takes elements for others. impl: "auto", "triton" (raise where Triton
     cannot run) or "reference" (torch's functions).
 
     rounding: "nearest", or "stochastic": bfloat16 weights and moments are rounded up or down at random, right in the
@@ -119,9 +120,12 @@ class AdamW(DeviceStep, torch.optim.AdamW):
         except RuntimeError:
             refuse_sparse(self, [param.grad for param in group["params"] if param.grad is not None])
             raise
+        lists = (*params, *grads, *exp_avgs, *exp_avg_sqs, *max_exp_avg_sqs)
+        # On a CPU torch's fused step (2.13) reads memory in order, whatever the strides: `channels_last` beside others.
+        fused = group["fused"] and (not on_host or all(map(Tensor.is_contiguous, lists)))
         torch_adamw(
             params, multiplied(grads, scalars), exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps,
-            foreach=group["foreach"], capturable=group["capturable"], fused=group["fused"],
+            foreach=group["foreach"], capturable=group["capturable"], fused=fused,
             found_inf=None if on_host else scalars.found_inf, has_complex=has_complex,
             amsgrad=group["amsgrad"], lr=group["lr"], weight_decay=group["weight_decay"], maximize=group["maximize"],
             **self._options(group),

@@ -43,6 +43,17 @@ def test_scaled_steps_equal_torchs_unscaled_ones(pair: str, dtype: torch.dtype, 
     assert all(map(torch.equal, params, others))
 
 
+@BOTH
+def test_fused_on_a_cpu_reads_strides(cls: Any) -> None:
+    """As of a channels_last weight with contiguous gradients, whose elements torch's fused AdamW takes for others."""
+    wide, gradient = torch.randn(2, 4, 6, 3, 3).unbind()
+    weights = [Parameter(wide.to(memory_format=torch.channels_last)), Parameter(wide.clone())]
+    for weight in weights:
+        weight.grad = gradient.clone()
+        cls([weight], lr=0.1, fused=True).step()
+    torch.testing.assert_close(*weights, rtol=1e-5, atol=0)
+
+
 @interpreted
 @pytest.mark.parametrize("pair", PAIRS)
 def test_kernel_path_over_many_steps(pair: str) -> None:
