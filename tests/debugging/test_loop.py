@@ -119,3 +119,4 @@ def test_each_optimizer_and_scaler_counts_for_itself() -> None:
             scaler.update()         # and not another
     assert ["clipped" in finding.what for finding in report.loop] == [True, False]
     assert report.loop[1].what.startswith("update is not called after step")
+    assert report.iterations == 3
