@@ -97,7 +97,7 @@ LOOPS: list[Callable[[], None]] = [
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-@pytest.mark.parametrize("loop", LOOPS, ids=str)
+@pytest.mark.parametrize("loop", LOOPS)
 def test_a_correct_loop(loop: Callable[[], None]) -> None:
     with check_loop() as report:
         loop()
