@@ -1,6 +1,6 @@
 """DTensor parameters: ampkit.optim updates this rank's shard, with torch.optim's results and state."""
 
-import math
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -95,8 +95,10 @@ def fsdp_checkpoint(rank: int, world: int, full: bool) -> None:
 
 def rounding(rank: int, world: int) -> None:
     """Equal weights on ranks of a mesh: replicas stay equal, shards do not, and state is that of a plain weight."""
-    mesh, plain = init_device_mesh("cpu", (2, world // 2)), torch.nn.Parameter(torch.ones(500).bfloat16())
-    for placements in ([Replicate()] * 2, [Shard(0), Replicate()], [Replicate(), Shard(0)], [Shard(0)] * 2):
+    plain, shard = torch.nn.Parameter(torch.ones(500).bfloat16()), Shard(0)
+    meshes = {sizes: init_device_mesh("cpu", sizes) for sizes in ((1, world), (world, 1))}
+    pairs = [(a, b) for a in (Replicate(), shard) for b in (Replicate(), shard)]
+    for (sizes, mesh), placements in itertools.product(meshes.items(), pairs):
         param = torch.nn.Parameter(DTensor.from_local(torch.ones(500).bfloat16(), mesh, placements))
         found = []
         for each in (plain, param):
@@ -105,15 +107,15 @@ def rounding(rank: int, world: int) -> None:
             optimizer.step()
             found.append(optimizer.state[each]["stream"])
         assert torch.equal(*found)
-        locals = DTensor.from_local(param.detach().to_local(), mesh, [Shard(0)] * 2).full_tensor().chunk(world)
-        n_shards = math.prod(2 for placement in placements if placement.is_shard())
+        locals = DTensor.from_local(param.detach().to_local(), mesh, [shard] * 2).full_tensor().chunk(world)
+        n_shards = world if placements[sizes.index(world)].is_shard() else 1
         assert len({tuple(local.tolist()) for local in locals}) == n_shards
         assert rank or torch.equal(locals[0], plain)
         plain.data.fill_(1.0)
 
 
 def test_shards_round_apart_and_replicas_alike() -> None:
-    on_ranks(rounding, world=4)
+    on_ranks(rounding)
 
 
 @pytest.mark.parametrize("full", [True, False])

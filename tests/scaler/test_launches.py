@@ -120,7 +120,7 @@ def trained(seed: int, dtype: torch.dtype) -> list[Any]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_runs_have_the_bits_of_runs_without_kernels(launches, monkeypatch, dtype: torch.dtype) -> None:
     """Inverse scales, norms, clip factors, next scales, counts and rows."""
-    for seed in range(8 * dtype.itemsize, 8 * dtype.itemsize + 8):
+    for seed in range(8 * dtype.itemsize, 8 * dtype.itemsize + 4):
         ours = trained(seed, dtype)
         with monkeypatch.context() as patch:
             patch.setattr(ampkit_kernels, "backend", lambda _: ampkit_kernels.reference)
