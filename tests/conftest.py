@@ -4,6 +4,7 @@ Set before anything imports Triton, because Triton reads the variable when a ker
 that the caller has set wins. Tests that compile kernels for real start a process without it.
 """
 
+import gc
 import os
 import random
 import sys
@@ -38,6 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules and tests out of garbage collection, which many tests ask for."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
