@@ -63,7 +63,8 @@ def plot(curves: dict[str, list[float]], path: str) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 3.5), layout="constrained")
     for name, losses in curves.items():
-        axes.plot([10 * (i + 1) for i in range(len(means(losses, 10)))], means(losses, 10), label=name, linewidth=1.2)
+        points = means(losses, 10)
+        axes.plot([10 * (i + 1) for i in range(len(points))], points, label=name, linewidth=1.2)
     axes.set(xlabel="step", ylabel="training loss (nats)")
     axes.legend(frameon=False)
     figure.savefig(path)

@@ -182,7 +182,7 @@ class GradScaler(torch.amp.GradScaler):
     def _first_norms(self, optimizer: Any) -> Tensor | None:
         """What `TimesMedian` begins with for one more optimizer: the saved norms of the only one of its size.
 
-        Where there are several it begins anew: with the norms of another it would skip good steps.
+        Where there are several it starts empty: with the norms of another it would skip good steps.
         """
         if not isinstance(self._skip_above, TimesMedian):
             return None

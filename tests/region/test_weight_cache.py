@@ -374,7 +374,7 @@ def test_a_cache_in_nested_regions(which):
     assert cache.info() == (CacheInfo(2, 64, 1, 2) if which == "outer" else CacheInfo(1, 32, 1, 1))
 
 
-def test_weights_whose_memory_others_have_are_cast_anew_in_each_region():
+def test_weights_whose_memory_others_have_are_recast_in_each_region():
     """Whoever shares it can write without a version counter knowing."""
     for leaf in (weight(), weight(False)):
         assert kept(leaf)

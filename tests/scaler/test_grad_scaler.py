@@ -41,7 +41,7 @@ def test_arguments_are_torchs_with_ours_by_keyword() -> None:
 @BOTH
 @pytest.mark.parametrize("is_taken_away", [False, True])
 def test_calls_out_of_order_say_what_is_wrong(cls, is_taken_away: bool) -> None:
-    """Before a scale is there, and where other code has taken it away: then the next loss makes it anew."""
+    """Before a scale is there, and where other code has taken it away: then the next loss makes a new one."""
     scaler, (_, optimizer) = cls("cpu", 4.0), one_parameter(grad=1.0)
     if is_taken_away:
         scaler.scale(torch.ones(()))

@@ -88,7 +88,7 @@ def test_the_median_is_that_of_the_last_finite_norms() -> None:
 def test_each_optimizer_has_its_own_median_and_a_resumed_run_goes_on_with_it() -> None:
     """Also where it begins with another one, after a copy, in a scaler that is in use, and without gradients.
 
-    Those that are gone have none; those of equal size, which cannot be told apart, begin anew.
+    Those that are gone have none; those of equal size, which cannot be told apart, start empty.
     """
     def train(scaler: GradScaler, *sizes: float, order: int = 1) -> list[bool]:
         for optimizer, size in [*zip(optimizers, sizes, strict=True)][::order]:
