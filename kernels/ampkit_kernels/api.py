@@ -56,10 +56,11 @@ def norm_and_check(
 
     Returns a 0-d tensor on the gradients' device: float64 when any gradient is float64 or complex128, else
     float32. `found_inf` is set to 1.0 exactly as `unscale_` would set it: a finite gradient whose squares
-    overflow sets nothing. Where they do overflow float32 the Triton path returns inf, the CPU path adds
-    them up again in float64. The same list on the same device gives the same bits every time, captured in a
-    CUDA graph or not. An empty list has norm 0. Triton computes orders 1, 2 and inf, PyTorch any. Never
-    synchronises. Moves 4 bytes per float32 element.
+    overflow sets nothing. Where those of gradients times `inv_scale` overflow float32 the CPU path adds
+    them up again in float64, others return inf. The same list on the same device gives the same bits every
+    time, captured in a CUDA graph or not. An empty list has norm 0. Triton computes orders 1, 2 and inf,
+    PyTorch any. Never synchronises. Moves 4 bytes per float32 element; on a GPU without Triton 16, by way of
+    copies in float32, 64 MiB or one gradient at a time.
 
     >>> import torch
     >>> norm_and_check([torch.tensor([3.0]), torch.tensor([4.0])], torch.tensor(1.0), torch.zeros(()))

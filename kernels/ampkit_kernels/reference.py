@@ -17,6 +17,7 @@ from .float8 import quantize as quantize
 from .tensors import by_dtype, written_in_place
 
 INF = float("inf")
+COPIED = 1 << 24    # elements of gradients that a norm copies at a time: 64 MiB
 _DTYPE = attrgetter("dtype")
 
 
@@ -31,14 +32,19 @@ def host_value(scalar: Tensor) -> float:
 
 
 def largest_magnitudes(tensors: Sequence[Tensor]) -> Tensor:
-    """Per tensor max |x| as one fp64 vector; NaN wins, then inf. Empty tensors count 0."""
-    filled = [t for t in tensors if t.numel()]
+    """Per tensor max |x| as one vector, of fp64 if any tensor is, else fp32; NaN wins, then inf. Empty tensors count 0.
+    """
+    filled, dtype = [t for t in tensors if t.numel()], _widest(tensors)     # fp64 only where it is: Metal has none
     if not filled:
-        return torch.zeros(1, dtype=torch.float64, device=tensors[0].device if tensors else "cpu")
+        return torch.zeros(1, dtype=dtype, device=tensors[0].device if tensors else "cpu")
     if filled[0].device.type == "cpu":  # where the infinity norm is twenty times slower than two extremes
-        return torch.stack([torch.stack(torch.aminmax(t)).abs().amax().double() for t in filled])
-    parts = [torch.stack(torch._foreach_norm(group, INF)).double() for group in by_dtype(filled)]
+        return torch.stack([torch.stack(torch.aminmax(t)).abs().amax().to(dtype) for t in filled])
+    parts = [torch.stack(torch._foreach_norm(group, INF)).to(dtype) for group in by_dtype(filled)]
     return torch.cat(parts)
+
+
+def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
+    return torch.float64 if torch.float64 in set(map(_DTYPE, tensors)) else torch.float32
 
 
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
@@ -70,34 +76,37 @@ def norm_and_check(
 ) -> Tensor:
     """Norm of grads * inv_scale without writing them; see `ampkit_kernels.norm_and_check`.
 
-    A finite norm (of any order above 0) proves that every element was finite, so each element is
+    A finite norm (of any order above 0) proves that every element was finite, so on the host each element is
     only checked when the norm is not.
     """
-    out_dtype = torch.float64 if torch.float64 in set(map(_DTYPE, grads)) else torch.float32
+    out_dtype = _widest(grads)
     filled: Sequence[Tensor] = list(filter(Tensor.numel, grads))
     if not filled:
         return torch.zeros((), dtype=out_dtype, device=inv_scale.device)
     if 0 < norm_type < INF:
         # torch.nn.utils.clip_grad_norm_ adds a zero for each empty gradient, which changes the order of summation.
         filled = grads
+    on_host, has_powers = is_on_host(inv_scale), norm_type not in (0.0, INF)
+    if not on_host:
+        _set_unless(_unscaled_is_finite(filled, inv_scale), found_inf)
+        if has_powers:      # of scaled elements they may overflow or vanish, and nothing here can look whether they do
+            return _total_unscaled(filled, inv_scale, norm_type, out_dtype)
     factor = (inv_scale if inv_scale.ndim == 0 else inv_scale.reshape(())) if norm_type != 0 else 1.0
-    raw = _total(filled, norm_type, out_dtype)
-    if is_on_host(raw):
-        inv = host_value(inv_scale)
-        norm = raw * factor
-        if norm_type > 0 and _is_finite(host_value(norm)) and inv <= 1.0:
-            return norm
-        if not host_value(_unscaled_is_finite(filled, inv_scale)):
-            found_inf.fill_(1.0)
-        elif not _is_finite(host_value(norm)):
-            # Finite elements whose powers add up to more than fp32 holds. Under a very large loss scale the unscaled
-            # ones need not, and have the bits that unscaling first would give; else fp64 adds them up.
-            norm = _total_unscaled(filled, inv_scale, norm_type, out_dtype)
-            if not _is_finite(host_value(norm)):
-                norm = (_total(filled, norm_type, torch.float64) * factor).to(out_dtype)
+    norm = _total(filled, norm_type, out_dtype) * factor
+    if not on_host:
         return norm
-    _set_unless(_unscaled_is_finite(filled, inv_scale), found_inf)
-    return raw * factor
+    inv = host_value(inv_scale)
+    if norm_type > 0 and _is_finite(host_value(norm)) and inv <= 1.0:
+        return norm
+    if not host_value(_unscaled_is_finite(filled, inv_scale)):
+        found_inf.fill_(1.0)
+    elif has_powers and (inv > 1.0 or not _is_finite(host_value(norm))):
+        # Finite elements whose powers fp32 may not hold. Those of the unscaled ones it mostly does, and they have the
+        # bits that unscaling first would give; else fp64 adds them up.
+        norm = _total_unscaled(filled, inv_scale, norm_type, out_dtype)
+        if not _is_finite(host_value(norm)):
+            norm = (_total(filled, norm_type, torch.float64) * factor).to(out_dtype)
+    return norm
 
 
 def _is_finite(value: float) -> bool:
@@ -113,9 +122,30 @@ def _total(grads: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> Ten
 
 
 def _total_unscaled(grads: Sequence[Tensor], inv_scale: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor:
-    """`_total` of copies that have been multiplied, one tensor at a time."""
-    norms = [_total([g * inv_scale.reshape(())], norm_type, dtype) for group in by_dtype(grads) for g in group]
+    """`_total` of copies that have been multiplied, those of 16 bits in float32; a few tensors at a time."""
+    factor = inv_scale.reshape(())
+    norms: list[Tensor] = []
+    for group in by_dtype(grads):
+        is_half = group[0].dtype.itemsize == 2
+        for part in _parts(group):
+            # A 0-d factor would leave the products in 16 bits.
+            products = [g * factor[None] for g in part] if is_half else torch._foreach_mul(part, factor)
+            norms += torch._foreach_norm(products, norm_type, dtype=dtype)
+            del products    # before the next ones are made
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def _parts(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors in order, at most `COPIED` elements at a time, or one tensor that has more."""
+    part: list[Tensor] = []
+    n = 0
+    for t in tensors:
+        n += t.numel()
+        if part and n > COPIED:
+            yield part
+            part, n = [], t.numel()
+        part.append(t)
+    yield part
 
 
 def _unscaled_is_finite(grads: Sequence[Tensor], inv_scale: Tensor) -> Tensor:
@@ -124,11 +154,7 @@ def _unscaled_is_finite(grads: Sequence[Tensor], inv_scale: Tensor) -> Tensor:
     for group in by_dtype(grads):
         # Rounding keeps order, so the largest magnitude is the first to overflow.
         largest = largest_magnitudes(group)
-        unscaled = (
-            (largest * inv_scale.double())
-            .to(torch.float32 if group[0].dtype != torch.float64 else torch.float64)
-            .to(group[0].dtype)
-        )
+        unscaled = (largest * inv_scale).to(group[0].dtype)
         finite &= (torch.isfinite(largest) & torch.isfinite(unscaled)).all()
     return finite
 

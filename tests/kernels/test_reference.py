@@ -1,4 +1,4 @@
-"""The reference beside torch to the bit: AdamW and SGD; and norms that only it computes.
+"""The reference beside torch to the bit: AdamW and SGD; and norms that only it computes, on the host and on a device.
 
 That the norm of clipping has torch's bits: `gradients/test_clipping.py`.
 """
@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from ampkit_kernels import adamw_, norm_and_check, sgd_
+from ampkit import GradScaler
+from ampkit_kernels import adamw_, norm_and_check, reference, sgd_
 from tests.gpu_checks.tools import close, gradients, same, scalar
 
 
@@ -24,6 +25,46 @@ def test_sums_that_overflow_are_added_up_again_in_float64() -> None:
     for value in (torch.tensor(1e30), torch.tensor(65504.0).half()):
         got = norm_and_check([value.repeat(300)], scalar(2.0**-10), scalar(0.0))
         close(got, value.double() * 300**0.5 * 2.0**-10, 1e-6, "norm")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("exponent", [-110, -20, 0, 60, 100])
+@pytest.mark.parametrize("on_host", [True, False])
+def test_norms_under_a_loss_scale_of_any_size(
+    monkeypatch: pytest.MonkeyPatch, on_host: bool, exponent: int, dtype: torch.dtype
+) -> None:
+    """Whose powers overflow or vanish while they are scaled. On a device, which cannot look, and with strided ones."""
+    if not on_host:
+        monkeypatch.setattr(reference, "is_on_host", lambda scalar: False)
+    monkeypatch.setattr(reference, "COPIED", 4000, raising=False)
+    if dtype is torch.float16:
+        exponent //= 10
+    scaled = [g * 2.0**exponent for g in gradients(dtype, (0, 1, 17, 4000, 300))]
+    scaled[-1] = scaled[-1][::2]
+    truth, flag = [g.double() * 2.0**-exponent for g in scaled], scalar(0.0)
+    for order in (1.0, 2.0, 3.0):
+        found = norm_and_check(scaled, scalar(2.0**-exponent), flag, order, impl="reference")
+        close(found, torch.linalg.vector_norm(torch.cat(truth), order), 1e-6, f"order {order}")
+        if dtype is torch.float32 and order != 3.0:
+            same([found], [torch.nn.utils.get_total_norm([g.float() for g in truth], order)])
+        assert flag == 0.0
+    for value in (float("inf"), float("nan")):
+        scaled[1].fill_(value)
+        flag = scalar(0.0)
+        assert not norm_and_check(scaled, scalar(2.0**-exponent), flag, impl="reference").isfinite()
+        assert flag == 1.0
+
+
+def test_a_step_under_a_large_scale_is_as_long_on_a_gpu_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of clipping is reached, the step is not of length 0."""
+    monkeypatch.setattr(reference, "is_on_host", lambda scalar: False)
+    param = torch.nn.Parameter(torch.zeros(100))
+    optimizer, scaler = torch.optim.SGD([param], 1.0), GradScaler("cpu", init_scale=2.0**64, skip_above=1e6)
+    scaler.scale((param * torch.arange(100.0)).sum()).backward()
+    norm = scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer)
+    close(norm, torch.arange(100.0).double().norm(), 1e-6, "norm")
+    close(param.detach().norm(), torch.ones((), dtype=torch.float64), 1e-5, "length of the step")
 
 
 @pytest.mark.parametrize("impl", ["auto", "triton"])
