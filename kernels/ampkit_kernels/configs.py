@@ -5,12 +5,14 @@ spills, and from sm_90 on all programs of a grid resident at once, which the ahe
 `benchmarks/gpu.sh` compares them with others on a device.
 """
 
+import contextlib
 import threading
 from dataclasses import dataclass
 
 import torch
 
 REGISTERS, WARPS = 65536, 64  # of a multiprocessor, sm_80 to sm_100
+_NOTHING = contextlib.nullcontext()
 
 # Stands in for a GPU's multiprocessors in the interpreter: few, so that tests cross from program to program.
 INTERPRETED_MULTIPROCESSORS = 2
@@ -52,9 +54,19 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def on_device(device: torch.device) -> contextlib.AbstractContextManager:
+    """Make `device` current while launching: Triton launches on the current device, not on the tensors'."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(device)
+
+
 def is_capturing(device: torch.device) -> bool:
-    """Whether what is launched on this device now goes into a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    """Whether what is launched on this device now goes into a CUDA graph; torch only answers for the current device."""
+    if device.type != "cuda":
+        return False
+    with on_device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def place(device: torch.device) -> tuple[torch.device, int, int]:

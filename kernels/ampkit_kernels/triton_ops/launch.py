@@ -1,6 +1,5 @@
 """What every kernel and launcher needs: how a kernel is declared, dtypes and devices, lists sorted into launches."""
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..configs import on_device as on_device
 from ..tensors import FlatList, all_aligned
 
 TRITON_DTYPES = {
@@ -21,7 +21,6 @@ TRITON_DTYPES = {
     torch.float64: tl.float64,
 }
 _DTYPE = attrgetter("dtype")
-_NOTHING = contextlib.nullcontext()
 _is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 
 
@@ -46,13 +45,6 @@ def accumulator(dtype: torch.dtype) -> tl.dtype:
 def one_list(dtype: torch.dtype) -> dict[str, Any]:
     """The constants of a kernel that walks one list."""
     return {"DTYPE": TRITON_DTYPES[dtype], "ACC": accumulator(dtype), "ITEMSIZE": dtype.itemsize}
-
-
-def on_device(device: torch.device) -> contextlib.AbstractContextManager:
-    """Make `device` current while launching: Triton launches on the current device, not on the tensors'."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return _NOTHING
-    return torch.cuda.device(device)
 
 
 def groups(*lists: Sequence[Tensor]) -> Iterator[tuple[list[list[Tensor]], list[int], bool]]:
