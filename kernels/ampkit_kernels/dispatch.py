@@ -1,16 +1,21 @@
 """Which implementation handles a call, and why: Triton on a CUDA device that can run it, PyTorch elsewhere.
 
 `impl="auto"` may choose; `"triton"` and `"reference"` are explicit requests, and one that cannot be met raises.
-Triton is imported here at first use, never when the package is imported.
+Triton is imported here at first use, never when the package is imported. On a device that the kernels support it must
+also be able to compile, which is tried once: without a C compiler or a cache folder that can be written its first
+launch raises, in images where PyTorch itself works.
 """
 
 import functools
 import importlib.util
 import os
+import textwrap
+import warnings
 from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from . import reference
 
@@ -29,7 +34,16 @@ def interpreting() -> bool:
 
 
 def why_not_triton(device: torch.device) -> str | None:
-    """None where the Triton kernels can run on `device`, else a sentence with the reason."""
+    """None where the Triton kernels can run on `device`, else a sentence with the reason.
+
+    The first question about a CUDA device that they support compiles one of them. Nothing waits for the device.
+    """
+    # Compiled code asks while it is traced, and brings its own compiler.
+    return _unsupported(device) or (None if device.type == "cpu" or is_compiling() else _fault(device))
+
+
+def _unsupported(device: torch.device) -> str | None:
+    """Why the kernels are not made for this device, or are not to run there."""
     if not HAS_TRITON:
         return "Triton is not installed: pip install 'triton>=3.6'"
     if device.type == "cpu":
@@ -54,11 +68,40 @@ def why_not_triton(device: torch.device) -> str | None:
     return None
 
 
+@functools.cache
+def _fault(device: torch.device) -> str | None:
+    """Why Triton cannot compile for this CUDA device; None where it can.
+
+    Everything happens on the host, so a capture of the device may be going on.
+    """
+    try:
+        from .triton_ops.scale import compile_one
+
+        compile_one(device)
+    except Exception as error:      # of the compiler, the linker, the file system, ptxas: each has its own
+        said = textwrap.shorten(f"{type(error).__name__}: {error}", 400)
+        return (
+            f"Triton cannot compile here ({said}); it needs a C compiler, Python's headers, and a cache folder that it "
+            "may write to: TRITON_CACHE_DIR names another"
+        )
+    return None
+
+
+@functools.cache
+def _warn_of(fault: str) -> None:
+    warnings.warn(f"ampkit takes PyTorch's operators in place of its Triton kernels: {fault}", stacklevel=3)
+
+
 def uses_triton(impl: str, device: torch.device) -> bool:
     """Whether a call with this `impl` on this device goes to Triton; raises when an explicit request cannot be met."""
     if impl == "auto":
         # The interpreter is for tests: "auto" never selects it.
-        return device.type == "cuda" and why_not_triton(device) is None
+        if device.type != "cuda":
+            return False
+        reason = why_not_triton(device)
+        if reason is not None and _unsupported(device) is None:
+            _warn_of(reason)
+        return reason is None
     if impl == "triton":
         reason = why_not_triton(device)
         if reason:

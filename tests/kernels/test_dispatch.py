@@ -1,6 +1,8 @@
 """Which implementation handles a call, and what is said when one cannot."""
 
 import functools
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +16,11 @@ ONE = [torch.ones(2)], torch.ones(()), torch.zeros(())
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A CUDA device of capability 7.5, and no interpreter."""
+    """A CUDA device of capability 7.5, no interpreter, and a Triton that can compile."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
+    monkeypatch.setattr(dispatch, "_fault", lambda device: None, raising=False)
     return monkeypatch
 
 
@@ -46,6 +49,62 @@ def test_requests_that_cannot_be_met_raise_with_the_reason(gpu: pytest.MonkeyPat
     gpu.setattr(dispatch, "HAS_TRITON", False)
     assert dispatch.why_not_triton(CUDA) == "Triton is not installed: pip install 'triton>=3.6'"
     assert not dispatch.uses_triton("auto", CUDA)
+
+
+def test_a_triton_that_cannot_compile_is_tried_once_and_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an image without a C compiler. Explicit requests raise; where the kernels would not run nothing is tried."""
+    from ampkit_kernels import reference
+    from ampkit_kernels.triton_ops import scale
+
+    tried = []
+
+    def compile_one(device: torch.device) -> None:
+        tried.append(device)
+        raise RuntimeError("Failed to find C compiler.\nPlease specify")
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9 - 2 * device.index, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    monkeypatch.setattr(scale, "compile_one", compile_one, raising=False)
+    for name in ("_fault", "_warn_of"):
+        monkeypatch.setattr(dispatch, name, functools.cache(getattr(dispatch, name).__wrapped__))
+    others = CPU, META, torch.device("cuda", 1)
+    assert not any(dispatch.uses_triton("auto", device) for device in others)
+    assert tried == []
+    with pytest.raises(TritonUnavailable, match=r"cannot compile here \(RuntimeError: Failed to find C compiler. Pl"):
+        dispatch.uses_triton("triton", CUDA)
+    with pytest.warns(UserWarning, match="PyTorch's operators in place .* it needs a C compiler, Python's") as said:
+        assert dispatch.select("auto", CUDA) is reference
+    for _ in range(2):      # warnings are errors here
+        assert dispatch.select("auto", CUDA) is reference
+    assert (len(said), tried) == (1, [CUDA])
+    dispatch._fault.cache_clear()
+    monkeypatch.setattr(dispatch, "is_compiling", lambda: True)
+    assert dispatch.why_not_triton(CUDA) is None
+    assert tried == [CUDA]
+    monkeypatch.setattr(dispatch, "is_compiling", lambda: False)
+    monkeypatch.setattr(scale, "compile_one", tried.append)
+    assert dispatch.uses_triton("auto", CUDA)
+    assert dispatch.uses_triton("triton", CUDA)
+    assert tried == [CUDA, CUDA]
+
+
+def test_a_cache_that_cannot_be_written_is_found_without_a_launch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from ampkit_kernels.triton_ops import scale
+
+    stand_in = mock.Mock(**{"get_current_target.return_value": GPUTarget("cuda", 90, 32)})
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(driver, "_active", stand_in)
+    monkeypatch.setattr(scale, "inverse_kernel", JITFunction(scale.inverse_kernel.fn))      # not to be interpreted
+    with pytest.raises(OSError, match="Not a directory"):
+        scale.compile_one(CPU)
 
 
 def test_backends_are_the_modules_by_device_and_cached(monkeypatch: pytest.MonkeyPatch) -> None:

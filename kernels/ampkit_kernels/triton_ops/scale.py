@@ -8,12 +8,15 @@ four operators for the first, with hysteresis about fifty for the second, and so
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from .launch import entry, on_device
+
+_ALONE: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": False}
 
 
 @entry
@@ -71,11 +74,20 @@ def tally_kernel(totals_ptr, used_ptr, scale_ptr, found_inf_ptr, steps_ptr, n_st
     tl.store(totals_ptr + 6, skips)
 
 
+def compile_one(device: torch.device) -> None:
+    """Build Triton's driver and compile `inverse_kernel` for a device; raises what its first launch would raise.
+
+    That launch finds it compiled. Nothing is loaded or launched here.
+    """
+    with on_device(device):
+        inverse_kernel.warmup(torch.float32, torch.float32, grid=(1,), **_ALONE)
+
+
 def inverse_scale(scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """1 / scale, a clear flag, and a copy of the scale: 0-d float32 tensors in one piece of memory."""
     result = torch.empty(3, dtype=torch.float32, device=scale.device)
     with on_device(scale.device):
-        inverse_kernel[(1,)](scale, result, num_warps=1, enable_fp_fusion=False)
+        inverse_kernel[(1,)](scale, result, **_ALONE)
     inverse, flag, used = result.unbind()
     return inverse, flag, used
 
@@ -97,7 +109,7 @@ def update_scale_(
     with on_device(found_inf.device):
         update_kernel[(1,)](
             *state, found_inf, growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis,
-            tolerance, REFILLS_WHEN_CLEAN=refills_when_clean, num_warps=1, enable_fp_fusion=False,
+            tolerance, REFILLS_WHEN_CLEAN=refills_when_clean, **_ALONE,
         )
 
 
@@ -110,5 +122,5 @@ def tally_update_(totals: Tensor, used: Tensor, scale: Tensor, found_inf: Tensor
     flags = torch.stack(list(steps)) if len(steps) > 1 else steps[0] if steps else found_inf
     with on_device(totals.device):
         tally_kernel[(1,)](
-            totals, used, scale, found_inf, flags, len(steps), num_warps=1, enable_fp_fusion=False,
+            totals, used, scale, found_inf, flags, len(steps), **_ALONE,
         )
