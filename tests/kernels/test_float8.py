@@ -55,6 +55,19 @@ def test_the_bits_of_pytorchs_operators(interpreted_float8, forms):
     same_forms(matrix(13, 80, torch.float32, (float("nan"), float("inf"))), forms, CPU)
 
 
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_powers_of_two_are_the_largest_that_keep_a_row_in_range(interpreted_float8, dtype, impl):
+    """Right above and below 448 or 57344 over a power of two, where log2 rounds up to the next one."""
+    edges = torch.finfo(dtype).max * 2.0 ** torch.arange(-30, 10, 3)
+    amaxes = torch.cat([edges, edges.nextafter(torch.tensor(0.0)), edges * (1 + 2**-23), edges * (1 + 2**-22)])
+    rows, _ = quantize(torch.stack([amaxes / -3, amaxes], 1), Scaling(True, dtype, True), None, impl=impl)
+    largest = rows.scale[:, 0].double() * amaxes.double()
+    assert (largest <= torch.finfo(dtype).max).all()
+    assert (largest * 2 > torch.finfo(dtype).max).all()
+    assert (torch.frexp(rows.scale).mantissa == 0.5).all()
+
+
 @pytest.mark.parametrize("forms", [(TENSOR, TENSOR), (ROW, ROW)], ids=["tensor", "row"])
 def test_any_strides(interpreted_float8, forms):
     x = matrix(7, 18, torch.float16, (-float("inf"),))

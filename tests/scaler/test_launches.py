@@ -1,5 +1,6 @@
 """What an iteration launches where Triton runs on the scale's device, and that its numbers are those without Triton."""
 
+import itertools
 import math
 import os
 from typing import Any
@@ -85,6 +86,25 @@ def test_clipping_a_step_and_an_update_take_six_launches(launches, monkeypatch, 
         assert [name for name in launches.names if name == "tally_kernel"] == tally
     upload, step = ["upload"] * moved, ["prepare_kernel", "adamw_kernel", "update_kernel"]
     assert launches.names == ["inverse_kernel", *upload, "norm_kernel", "finish_kernel", *step, *tally]
+
+
+def test_scales_at_both_ends_of_float32_are_torchs(launches) -> None:
+    """A growth that would reach inf keeps the scale, `max_scale` or not; the count of clean updates starts again."""
+    from ampkit_kernels import triton_ops
+
+    largest = torch.finfo(torch.float32).max
+    for growth, backoff, start in itertools.product((2.0, 1e30), (0.5, 1e-30), (1.0, 1e30, largest)):
+        rule = DynamicLossScale(1.0, growth_factor=growth, backoff_factor=backoff, growth_interval=2)
+        for flag in (torch.zeros(()), torch.ones(())):
+            state, theirs = (rule.init("cpu", scale=start, growth_tracker=1) for _ in range(2))
+            triton_ops.update_scale_(
+                state, flag, growth_factor=growth, backoff_factor=backoff, growth_interval=2, min_scale=rule.min_scale,
+                max_scale=rule.max_scale, hysteresis=1, refills_when_clean=False, tolerance=0.0,
+            )
+            wanted = rule.next_state(theirs, flag)
+            torch._amp_update_scale_(theirs.scale, theirs.growth_tracker, flag, growth, backoff, 2)
+            assert (state.scale, state.growth_tracker) == (theirs.scale, theirs.growth_tracker), (growth, start)
+            assert list(map(float, state)) == list(map(float, wanted))
 
 
 def trained(seed: int, dtype: torch.dtype) -> list[Any]:
