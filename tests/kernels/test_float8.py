@@ -82,6 +82,19 @@ def test_long_rows_take_pytorchs_operators(interpreted_float8, monkeypatch):
     assert rows.data.shape == (2, 48)
 
 
+def test_older_gpus_take_pytorchs_operators(interpreted_float8, monkeypatch):
+    """An A100 or RTX 30, where e4m3 does not compile."""
+    monkeypatch.setattr(interpreted_float8, "_by_rows", None)
+    monkeypatch.setattr(interpreted_float8, "_converts", lambda device: False, raising=False)
+    rows, _ = quantize(torch.ones(2, 48), ROW, None, impl="triton")
+    assert rows.data.shape == (2, 48)
+    monkeypatch.undo()
+    for capability in ((8, 0), (8, 6), (8, 9), (9, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        converts = interpreted_float8._converts.__wrapped__
+        assert [converts(torch.device(name)) for name in ("cpu", "cuda")] == [True, capability >= (8, 9)]
+
+
 @pytest.mark.parametrize(
     ("forms", "want"),
     [

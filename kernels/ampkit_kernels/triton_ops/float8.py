@@ -2,12 +2,14 @@
 
 Contract. x[rows, columns]: float32, bfloat16 or float16, of any strides, not empty. The result is that of
 `..float8.quantize`, contiguous. Amaxes are taken of bits without the sign, which order like magnitudes, NaN above inf.
-Compute capability 8.9 or newer; on 8.9 itself Triton converts by way of float16, which rounds some values twice. Does
-not synchronise.
+Compute capability 8.9 or newer, PyTorch's operators below; on 8.9 itself Triton converts by way of float16, which
+rounds some values twice. Does not synchronise.
 
 Bytes per element of 2 bytes: one scale, 2 to find it and 4 for both forms, in two launches; rows and columns, 3 and 3
 in two launches, the columns' amaxes found while the rows are cast; rows alone 3 in one.
 """
+
+import functools
 
 import torch
 import triton
@@ -119,7 +121,7 @@ def quantize(
         return rows, columns
     by_row = along_rows is not None and along_rows.rowwise
     by_column = along_columns is not None and along_columns.rowwise
-    if (by_row or by_column) and x.shape[1] > LONGEST_ROW:
+    if ((by_row or by_column) and x.shape[1] > LONGEST_ROW) or not _converts(x.device):
         return reference.quantize(x, along_rows, along_columns)
     x = x.resolve_neg().contiguous()
     x = x.clone() if x.data_ptr() % 16 else x
@@ -136,6 +138,12 @@ def quantize(
         if along_columns is not None and columns is None:
             _, columns = _by_tiles(x, along_columns, _amax(x), casts=False, transposes=True)
     return rows, columns
+
+
+@functools.cache
+def _converts(device: torch.device) -> bool:
+    """Whether Triton converts to FP8 there: below capability 8.9 e4m3 does not compile."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _amax(x: Tensor) -> Tensor:
