@@ -34,17 +34,14 @@ def host_value(scalar: Tensor) -> float:
 def largest_magnitudes(tensors: Sequence[Tensor]) -> Tensor:
     """Per tensor max |x| as one vector, of fp64 if any tensor is, else fp32; NaN wins, then inf. Empty tensors count 0.
     """
-    filled, dtype = [t for t in tensors if t.numel()], _widest(tensors)     # fp64 only where it is: Metal has none
+    filled = [t for t in tensors if t.numel()]
+    dtype = torch.float64 if torch.float64 in set(map(_DTYPE, filled)) else torch.float32   # Metal has no fp64
     if not filled:
         return torch.zeros(1, dtype=dtype, device=tensors[0].device if tensors else "cpu")
     if filled[0].device.type == "cpu":  # where the infinity norm is twenty times slower than two extremes
         return torch.stack([torch.stack(torch.aminmax(t)).abs().amax().to(dtype) for t in filled])
     parts = [torch.stack(torch._foreach_norm(group, INF)).to(dtype) for group in by_dtype(filled)]
     return torch.cat(parts)
-
-
-def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
-    return torch.float64 if torch.float64 in set(map(_DTYPE, tensors)) else torch.float32
 
 
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
@@ -79,7 +76,7 @@ def norm_and_check(
     A finite norm (of any order above 0) proves that every element was finite, so on the host each element is
     only checked when the norm is not.
     """
-    out_dtype = _widest(grads)
+    out_dtype = torch.float64 if torch.float64 in set(map(_DTYPE, grads)) else torch.float32
     filled: Sequence[Tensor] = list(filter(Tensor.numel, grads))
     if not filled:
         return torch.zeros((), dtype=out_dtype, device=inv_scale.device)
