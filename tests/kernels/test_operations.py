@@ -6,6 +6,7 @@ The same checks run on a CUDA device, with those that need one.
 import pytest
 import torch
 
+from ampkit_kernels import reference
 from ampkit_kernels.configs import Config
 from tests.gpu_checks import cuda_only, operations, training
 
@@ -18,8 +19,12 @@ def test_on_the_gpu(name: str) -> None:
     ON_GPU[name](torch.device("cuda", torch.cuda.current_device()))
 
 
+@pytest.mark.parametrize("on_host", [True, False])
 @pytest.mark.parametrize("name", operations.CHECKS)
-def test_reference(name: str) -> None:
+def test_reference(monkeypatch: pytest.MonkeyPatch, name: str, on_host: bool) -> None:
+    """With its decisions on the host, and by arithmetic, as on a GPU without Triton."""
+    if not on_host:
+        monkeypatch.setattr(reference, "is_on_host", lambda scalar: False)
     operations.CHECKS[name](torch.device("cpu"), "reference")
 
 

@@ -42,10 +42,10 @@ def test_norms_under_a_loss_scale_of_any_size(
     scaled = [g * 2.0**exponent for g in gradients(dtype, (0, 1, 17, 4000, 300))]
     scaled[-1] = scaled[-1][::2]
     truth, flag = [g.double() * 2.0**-exponent for g in scaled], scalar(0.0)
-    for order in (1.0, 2.0, 3.0):
+    for order in (0.0, 1.0, 2.0, 3.0, float("inf")):
         found = norm_and_check(scaled, scalar(2.0**-exponent), flag, order, impl="reference")
         close(found, torch.linalg.vector_norm(torch.cat(truth), order), 1e-6, f"order {order}")
-        if dtype is torch.float32 and order != 3.0:
+        if dtype is torch.float32 and order in (1.0, 2.0):
             same([found], [torch.nn.utils.get_total_norm([g.float() for g in truth], order)])
         assert flag == 0.0
     for value in (float("inf"), float("nan")):
@@ -53,6 +53,12 @@ def test_norms_under_a_loss_scale_of_any_size(
         flag = scalar(0.0)
         assert not norm_and_check(scaled, scalar(2.0**-exponent), flag, impl="reference").isfinite()
         assert flag == 1.0
+
+
+def test_norms_copy_a_few_gradients_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "COPIED", 10)
+    parts = reference._parts([torch.zeros(n) for n in (4, 6, 0, 1, 9, 20, 3, 8, 10)])
+    assert [list(map(len, part)) for part in parts] == [[4, 6, 0], [1, 9], [20], [3], [8], [10]]
 
 
 def test_a_step_under_a_large_scale_is_as_long_on_a_gpu_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
