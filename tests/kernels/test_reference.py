@@ -43,7 +43,8 @@ def test_norms_under_a_loss_scale_of_any_size(
     scaled[-1] = scaled[-1][::2]
     truth, flag = [g.double() * 2.0**-exponent for g in scaled], scalar(0.0)
     for order in (0.0, 1.0, 2.0, 3.0, float("inf")):
-        found = norm_and_check(scaled, scalar(2.0**-exponent), flag, order, impl="reference")
+        found = norm_and_check(scaled, scalar(2.0**-exponent)[None], flag, order, impl="reference")
+        assert found.shape == ()
         close(found, torch.linalg.vector_norm(torch.cat(truth), order), 1e-6, f"order {order}")
         if dtype is torch.float32 and order in (1.0, 2.0):
             same([found], [torch.nn.utils.get_total_norm([g.float() for g in truth], order)])
@@ -90,6 +91,7 @@ STEPS: list[dict[str, Any]] = [
     {**ADAMW, "beta1": 0.3},
     {"lr": 0.1}, {"lr": 0.1, "weight_decay": 0.1}, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},
     {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True},
+    {"lr": torch.tensor(0.125), "momentum": 0.9},       # a product that is exact
 ]
 
 
