@@ -10,7 +10,9 @@ A cached cast is used only
 - at the same version counter, which every write that autograd knows of bumps;
 - at the same address in the same memory. An address alone comes back as soon as `p.data = ...` has freed it, so the
   entry has a weak reference to the storage too;
-- until an optimizer steps, whatever it writes: see `optimizer_steps`.
+- until an optimizer steps, whatever it writes: see `optimizer_steps`;
+- in a `WeightCache`, until somebody reads the parameter's `.data`: what is written through it moves no version counter,
+  and so are adapters merged (`p.data += ...`) and averages loaded (`p.data.copy_(...)`). See `_Casts.expose`.
 
 Between regions a weight can be written in ways that change none of these. A `WeightCache` therefore uses a cast in
 another region than the one it was made in only if the weight owns its memory (torch allocated it, and no other tensor,
@@ -25,6 +27,7 @@ of an earlier micro-batch comes last, so all gradients would wait in memory unti
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -36,6 +39,7 @@ from torch.nn import Parameter
 from ampkit.policy.casting import cast_to
 from ampkit.policy.float8_recipes import DTYPES
 from ampkit.region.optimizer_steps import period, steps, watch_steps
+from ampkit.torch_internals.dynamo import dynamo_skip
 from ampkit.torch_internals.operator_tracing import only_observed
 from ampkit.torch_internals.tensors import (
     connected,
@@ -83,7 +87,9 @@ class _Entry:
             self.address = weight.data_ptr()
             self.storage = weakref.ref(weight.untyped_storage())
         if casts.kept:
-            self.layout, self.collectives = _layout(weight), n_collectives()
+            self.collectives = n_collectives()
+            if owns_its_memory(weight):     # else an alias may write in this region, and be gone before the next
+                self.layout = _layout(weight)
 
     def may_be_kept(self, weight: Tensor) -> bool:
         """Whether no write can have gone unseen between two regions."""
@@ -178,6 +184,18 @@ class _Casts(dict[int, _Entry]):
         self[id(weight)] = entry
         return entry.cast
 
+    def expose(self, weight: Tensor) -> None:
+        """Use a weight's cast in no other region; a frozen one's no more at all.
+
+        In the region that is open torch.amp goes on with the cast of a weight that requires grad, and a second one
+        would sum its gradients in another order.
+        """
+        entry = self.get(id(weight))
+        if entry is not None and weight.requires_grad:
+            entry.layout = None
+        else:
+            self.pop(id(weight), None)
+
     def prune(self) -> list[tuple[int, _Entry]]:
         """Drop casts from before an optimizer's step, and those of weights that are gone; returns the others."""
         for key, entry in list(self.items()):
@@ -262,8 +280,9 @@ class WeightCache(RegionCache):
 
     A weight may be written in ways that no cache can see. Call `clear()` after
 
-    - writes in place through an alias that is gone before the next use: `p.data.copy_(average)`, `.numpy()`, DLPack,
-      `p.untyped_storage()`, `torch.ops.aten._unsafe_view`, or under `torch.autograd._unsafe_preserve_version_counter`;
+    - writes in place through an alias that is gone before the next use: `.numpy()`, DLPack, `p.untyped_storage()`,
+      `torch.ops.aten._unsafe_view`, the `.data` of a view or of a tensor that is no `Parameter`; or under
+      `torch.autograd._unsafe_preserve_version_counter`. Writes through the `.data` of a parameter are seen;
     - fused updates without an optimizer: `torch.optim.adam.adam(fused=True)`, `torch._fused_sgd_`;
     - a kernel of your own, and what another process writes to the weight's CUDA memory;
     - `torch.distributed.recv` over NCCL, collectives that do not go through `torch.distributed`, and asynchronous ones
@@ -280,6 +299,10 @@ class WeightCache(RegionCache):
 
     kept = True
 
+    def __init__(self) -> None:
+        super().__init__()
+        _watch_data(self)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()       # what is held belongs to these very weights
 
@@ -292,6 +315,11 @@ class WeightCache(RegionCache):
         sizes = [entry.cast.nbytes for casts in every for _, entry in casts.prune()]
         return CacheInfo(len(sizes), sum(sizes), self.hits, sum(casts.misses for casts in every))
 
+    def expose(self, weight: Tensor) -> None:
+        """A weight may be written unseen from here on."""
+        for casts in tuple(self._casts.values()):
+            casts.expose(weight)
+
     def enter(self) -> None:
         """A region is entered: from here on, casts are revalidated before they are used again."""
         for casts in tuple(self._casts.values()):
@@ -302,6 +330,30 @@ class WeightCache(RegionCache):
         self.last_input = None
         for casts in tuple(self._casts.values()):
             casts.settle()
+
+
+_data: Any = Parameter.data     # torch's own
+_given: dict[int, weakref.ref[WeightCache]] = {}
+
+
+def _watch_data(cache: WeightCache) -> None:
+    """Have `cache` know, as long as it lives, of every parameter whose `.data` is read, whether or not a write follows.
+
+    A read costs more then, operators do not. An alias that is older than a cast is seen by `owns_its_memory`.
+    """
+    key = id(cache)
+    _given[key] = weakref.ref(cache, functools.partial(_given.pop, key))     # as in `watch_steps`
+    if Parameter.data is _data:
+        Parameter.data = property(_read_data, _data.__set__, _data.__delete__)  # type: ignore[assignment]
+
+
+@dynamo_skip        # after a graph break it would be compiled by itself
+def _read_data(param: Parameter) -> Tensor:
+    for ref in list(_given.values()):
+        cache = ref()
+        if cache is not None:
+            cache.expose(param)
+    return _data.__get__(param)
 
 
 def _plain(device_type: str, dtype: Any) -> Any:

@@ -60,6 +60,11 @@ def written(alias: Any, v: Any) -> Any:
     return alias
 
 
+def added(p: Parameter, v: Tensor) -> None:
+    """As adapters are merged into a weight."""
+    p.data += v - p.detach()
+
+
 def flat_buffer(p: Parameter, v: Tensor) -> Any:
     """As FSDP and ZeRO do it: the weight is a piece of something that others fill."""
     flat = torch.zeros(32)
@@ -103,15 +108,18 @@ BETWEEN: dict[str, Write] = {       # seen between regions; inside one torch.amp
     "flat buffer": flat_buffer,
     "shared memory": shared_memory,
 }
-UNSEEN: dict[str, Write] = {        # clear() is needed
+IN_A_WEIGHT_CACHE: dict[str, Write] = {     # seen between regions, and of frozen weights in them, by a `WeightCache`
     "data in place": lambda p, v: p.data.copy_(v),
+    "data added to": lambda p, v: added(p, v),
+}
+UNSEEN: dict[str, Write] = {        # clear() is needed
     "array": lambda p, v: written(p.detach().numpy(), v.numpy()),
     "fused without an optimizer": lambda p, v: torch._fused_sgd_(
         [p], [p.detach() - v], [], weight_decay=0.0, momentum=0.0, lr=1.0, dampening=0.0, nesterov=False,
         maximize=False, is_first_step=False,
     ),
 }
-WRITES = SEEN | BETWEEN | UNSEEN
+WRITES = SEEN | BETWEEN | IN_A_WEIGHT_CACHE | UNSEEN
 
 
 @torch.no_grad()
@@ -147,12 +155,14 @@ def program(draw: random.Random, cache: WeightCache | None, frozen: bool) -> Non
             if draw.random() < 0.5:
                 alive[n].clear()
             return
-        table = draw.choice([SEEN, BETWEEN, UNSEEN])
+        table = draw.choice([SEEN, BETWEEN, IN_A_WEIGHT_CACHE, UNSEEN])
         name = draw.choice(list(table))
         alive[n].append(write(name, p, values(draw)))
         told.append(f"{name} {n}")
         torch_is_stale.discard(n)
         if table is SEEN or (not open_region and (table is BETWEEN or cache is None)):
+            return
+        if table is IN_A_WEIGHT_CACHE and cache is not None and (frozen or not open_region):
             return
         if cache is not None:
             cache.clear()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampkit import WeightCache, autocast, record_casts, unwrap_forward, wrap_forward
+from ampkit import Policy, Rule, WeightCache, autocast, record_casts, unwrap_forward, wrap_forward
 from tests.helpers.regions import like_torch as ours
 from tests.helpers.training import Region, native, train, trains_as_torch
 
@@ -176,3 +176,38 @@ def test_generation_of_a_wrapped_model_casts_weights_once() -> None:
         tokens, moved = generated(cache=cache)
         assert torch.equal(tokens, expected)
         assert moved == n_megabytes
+
+
+@pytest.mark.parametrize("rule", [Rule.LOWER, Rule.FLOAT8_ROWWISE])
+def test_a_weight_cache_follows_adapters_as_they_are_merged(rule: Rule) -> None:
+    """PEFT merges by `weight.data += ...`, also in a forward, where adapters that were merged are disabled."""
+    peft = pytest.importorskip("peft", reason="it is in ampkit[dev]")
+    config = peft.LoraConfig(r=16, target_modules=["0", "2"], init_lora_weights=False)
+    model: Any = peft.get_peft_model(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)), config)
+    cache, x = WeightCache(), torch.randn(4, 32)
+    policy = Policy.default("cpu").with_rules({"aten::linear": rule})
+
+    def same() -> None:
+        def output(cache: WeightCache | None) -> Tensor:
+            with autocast("cpu", policy=policy, cache=cache):
+                return model(x)
+
+        kept = output(cache)
+        assert torch.equal(kept, output(None))
+
+    def disabled() -> None:
+        with autocast("cpu", policy=policy, cache=cache):
+            merged = model(x)
+            with model.disable_adapter():
+                assert not torch.equal(model(x), merged)
+                same()
+
+    def unloaded() -> None:
+        nonlocal model
+        model = model.merge_and_unload()
+
+    same()
+    for change in (model.merge_adapter, disabled, model.merge_adapter, model.unmerge_adapter, unloaded):
+        change()
+        same()
+    assert cache.info().hits > 0

@@ -29,6 +29,7 @@ from ampkit.torch_internals.tensors import connected
 from tests.helpers.regions import BF16, FP16, REGIONS, both, copies, like_torch
 
 X = torch.ones(2, 4, dtype=BF16)
+EYE = torch.eye(4, dtype=BF16)
 
 
 def weight(requires_grad: bool = True) -> Parameter:
@@ -119,7 +120,7 @@ def test_inference_mode():
     (lambda p: p.data.fill_(2.0), False),
 ], ids=["in place", "data =", "data =, with an alias", "data in place"])
 def test_write_inside_a_region_is_seen(write, seen):
-    """torch.amp goes on with the old cast. Nothing can see a write through `.data`, which needs a clear."""
+    """torch.amp goes on with the old cast. A write through `.data` needs a clear."""
     clears = torch.clear_autocast_cache, clear_autocast_cache
     for region, clear, expected in zip(REGIONS, clears, (4, 8 if seen else 4), strict=True):
         leaf = weight()
@@ -391,6 +392,81 @@ def test_weights_whose_memory_others_have_are_recast_in_each_region():
     assert not kept(Parameter(torch.ones(4, 4).as_subclass(type("Sub", (torch.Tensor,), {}))))
 
 
+DATA: dict[str, Callable[[Any], Any]] = {       # how adapters are merged, and averages of weights loaded
+    "copy_": lambda p: p.data.copy_(torch.full((4, 4), 2.0)),
+    "+=": lambda p: exec("p.data += 1.0", {"p": p}),
+    "a part": lambda p: p.data[:2].fill_(2.0),
+    "foreach": lambda p: torch._foreach_add_([p.data], 1.0),
+}
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("write", DATA.values(), ids=DATA)
+def test_writes_through_data_are_seen_between_regions(write: Callable[[Any], Any], trained: bool) -> None:
+    """By every cache that has a cast, whatever has used the weight since."""
+    leaf, caches = weight(trained), [WeightCache(), WeightCache()]
+    for dtype in (BF16, FP16):
+        for cache in caches:
+            with autocast("cpu", dtype, cache=cache):
+                torch.mm(EYE.to(dtype), leaf)
+    version = leaf._version
+    write(leaf)
+    assert leaf._version == version
+    for dtype in (BF16, FP16):
+        for cache in caches:
+            with autocast("cpu", dtype, cache=cache):
+                assert torch.equal(torch.mm(EYE.to(dtype), leaf).detach(), leaf.detach().to(dtype))
+    assert [cache.info().hits for cache in caches] == [0, 0]
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_write_through_data_in_an_open_region(trained: bool) -> None:
+    """torch.amp's own cast of a trained weight goes on, in that region alone; frozen ones it casts at each use."""
+    leaf, cache = weight(trained), WeightCache()
+    with autocast("cpu", cache=cache):
+        torch.mm(X, leaf)
+        leaf.data.fill_(2.0)
+        assert torch.mm(X, leaf)[0, 0] == (4 if trained else 8)
+    with autocast("cpu", cache=cache):
+        assert torch.mm(X, leaf)[0, 0] == 8
+
+
+def test_an_alias_older_than_the_cast_and_gone_with_the_region() -> None:
+    leaf, cache = weight(), WeightCache()
+    alias = leaf.data
+    with autocast("cpu", cache=cache):
+        torch.mm(X, leaf)
+        alias.fill_(2.0)
+        del alias
+    with autocast("cpu", cache=cache):
+        assert torch.mm(X, leaf)[0, 0] == 8
+
+
+def test_data_is_what_it_was_to_everybody_else() -> None:
+    """The property that watches reads of it passes on all that torch's does, in compiled code too."""
+    leaf, cache = weight(), WeightCache()
+    assert type(leaf.data) is Tensor
+    assert (leaf.data.data_ptr(), leaf.data.requires_grad) == (leaf.data_ptr(), False)
+    leaf.data = torch.zeros(2, 2)
+    assert leaf.shape == (2, 2)
+    with pytest.raises(RuntimeError, match="Deleting"):
+        del leaf.data
+    with pytest.raises(TypeError):
+        leaf.data = 3  # type: ignore[assignment]
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def doubled(p: Parameter) -> Tensor:
+        p.data.mul_(2.0)
+        return p * 1
+
+    leaf = weight()
+    with autocast("cpu", cache=cache):
+        torch.mm(X, leaf)
+    assert torch.equal(doubled(leaf), torch.full((4, 4), 2.0))
+    with autocast("cpu", cache=cache):
+        assert torch.mm(X, leaf)[0, 0] == 8
+
+
 def test_any_collective_ends_keeping():
     """None of them moves a version, and each may have written to any weight."""
     leaf = weight()
@@ -420,7 +496,6 @@ def test_a_cache_says_what_it_holds_and_its_copies_start_empty():
 # Any step of any optimizer invalidates every cast, however it writes
 
 
-EYE = torch.eye(4, dtype=BF16)
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "SGD fused": lambda params: torch.optim.SGD(params, lr=1.0, fused=True),
     "Adam foreach": lambda params: torch.optim.Adam(params, lr=1.0, foreach=True),
