@@ -11,7 +11,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypedDict, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -46,7 +46,33 @@ __all__ = [
 Models = TypeVar("Models", bound=Module | Sequence[Module])
 Optimizers = TypeVar("Optimizers")
 
+# Names that scripts have from Apex's amp, or from torch's module of that name, and what stands in their place.
+_ELSEWHERE = {
+    "GradScaler": "ampkit.GradScaler",
+    "autocast": "ampkit.autocast",
+    "custom_bwd": "ampkit.custom_bwd",
+    "custom_fwd": "ampkit.custom_fwd",
+    "is_autocast_available": "torch.amp.is_autocast_available",
+    "FP16_Optimizer": "ampkit.FP16Optimizer",
+    "scaler": "amp.loss_scalers(optimizer)",
+    "_amp_state": "amp.loss_scalers(optimizer) for its loss_scalers, amp.initialize(verbosity=...) for its verbosity",
+    "init": "amp.initialize(model, optimizer, opt_level='O1')",
+    "frontend": "amp.initialize",
+    "opt_levels": "amp.initialize(..., opt_level='O1')",
+    "handle": "amp.scale_loss and amp.disable_casts",
+    "lists": "ampkit.Policy, whose rules() lists them",
+    "register": "amp.register_half_function, amp.register_float_function or amp.register_promote_function",
+}
+
 _BACKWARD = "backward inside `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`"
+
+
+if not TYPE_CHECKING:       # which would take every name for one of these
+
+    def __getattr__(name: str) -> Any:
+        """Raise, saying what stands in the place of a name that is elsewhere."""
+        hint = f"; use {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+        raise AttributeError(f"module 'ampkit.amp' has no attribute {name!r}{hint}")
 
 
 class Overrides(TypedDict, total=False):
@@ -65,6 +91,9 @@ class Overrides(TypedDict, total=False):
         verbosity: 0 prints nothing; 1, the default, prints skipped steps.
         min_loss_scale, max_loss_scale: bounds of a dynamic scale; the upper one is 2**24 by default.
         policy: the operator rules of O1's region; "torch" and "default" are names of two.
+        cast_model_type: Apex's name for `dtype` at O2 and O3, and at O0, where a 16-bit type converts the model too.
+            With float32 the model keeps its weights and its inputs are cast to float32; with False neither is cast.
+        patch_torch_functions: False leaves out O1's region; nothing is ever patched.
     """
 
     dtype: torch.dtype | str | None
@@ -78,6 +107,8 @@ class Overrides(TypedDict, total=False):
     min_loss_scale: float | None
     max_loss_scale: float | None
     policy: Policy | str | None
+    cast_model_type: torch.dtype | str | bool | None
+    patch_torch_functions: bool | None
 
 
 @overload
@@ -179,10 +210,9 @@ def _set_up(
                 scaled.masters = masters
         elif level.casts_model and optimizer.state:
             optimizer.load_state_dict(optimizer.state_dict())   # casts its state to the parameters' dtype
-    inputs = options.dtype if level.casts_model else None if level.has_region else torch.float32
     region = options.dtype if level.has_region else None
     for model in models:
-        put_boundary(model, Boundary(inputs, options.cast_model_outputs, region, policy))
+        put_boundary(model, Boundary(options.inputs, options.cast_model_outputs, region, policy))
         if level.casts_model:
             Fp32Checkpoints(all_masters).attach(model)
 

@@ -36,12 +36,16 @@ class Level(NamedTuple):
     keep_batchnorm_fp32: bool = False
     master_weights: bool = False
     scale: float | str | None = "dynamic"       # None: losses and gradients are left alone altogether
+    inputs: torch.dtype | None = None           # what floating-point inputs of a float32 model are cast to
     takes: tuple[str, ...] = ()
 
 
 LEVELS: dict[str, Level] = {
-    "O0": Level("float32 throughout", scale=None),
-    "O1": Level("float32 weights, forward in an autocast region", has_region=True, takes=("dtype", "policy")),
+    "O0": Level("float32 throughout", scale=None, inputs=torch.float32),
+    "O1": Level(
+        "float32 weights, forward in an autocast region", has_region=True,
+        takes=("dtype", "policy", "patch_torch_functions"),
+    ),
     "O2": Level(
         "a 16-bit model with batch norms and master weights in float32", casts_model=True, keep_batchnorm_fp32=True,
         master_weights=True, takes=_CASTING,
@@ -53,11 +57,13 @@ LEVELS: dict[str, Level] = {
 class LevelOptions(NamedTuple):
     """A level with its overrides resolved.
 
-    `dtype` is the 16-bit type of the region or the model; `loss_scale` None means that there is no scaler.
+    `dtype` is the 16-bit type of the region or the model; `inputs` what the model's inputs are cast to, None if they
+    are not; `loss_scale` None means that there is no scaler.
     """
 
     level: Level
     dtype: torch.dtype
+    inputs: torch.dtype | None
     keep_batchnorm_fp32: bool
     master_weights: bool
     loss_scale: LossScale | None
@@ -72,8 +78,9 @@ def resolve(opt_level: Any, default_dtype: torch.dtype, **overrides: Any) -> Lev
     """
     level = LEVELS[_checked_level(opt_level)]
     given = {name: value for name, value in overrides.items() if value is not None}
-    for name in {"dtype", "cast_model_outputs"} & set(given):
+    for name in {"dtype", "cast_model_outputs", "cast_model_type"} & set(given):
         given[name] = as_dtype(given[name])
+    level = _as_apex_casts(opt_level, level, given)
     batch_norms = given.get("keep_batchnorm_fp32", level.keep_batchnorm_fp32)
     batch_norms = {"True": True, "False": False}.get(batch_norms, batch_norms)      # as argparse hands it over
     if not isinstance(batch_norms, bool):
@@ -83,6 +90,7 @@ def resolve(opt_level: Any, default_dtype: torch.dtype, **overrides: Any) -> Lev
         raise TypeError(f"master_weights is {masters!r}; expected True, False or None")
     # What says what the level does anyway is harmless.
     for name, harmless in (
+        ("patch_torch_functions", given.get("patch_torch_functions") is False),
         ("dtype", False),
         ("keep_batchnorm_fp32", batch_norms is level.keep_batchnorm_fp32),
         ("master_weights", masters is level.master_weights),
@@ -90,10 +98,7 @@ def resolve(opt_level: Any, default_dtype: torch.dtype, **overrides: Any) -> Lev
     ):
         if name in given and name not in level.takes and not harmless:
             others = " or ".join(repr(other) for other in LEVELS if name in LEVELS[other].takes)
-            raise ValueError(
-                f"{name}={given[name]} makes no sense at {opt_level} ({level.what}); leave it out, or use "
-                f"opt_level {others}"
-            )
+            raise _senseless(name, given[name], opt_level, others)
     outputs, num_losses = given.get("cast_model_outputs", torch.float32), given.get("num_losses", 1)
     if not getattr(outputs, "is_floating_point", False):
         raise TypeError(f"cast_model_outputs is {outputs!r}; expected None or a dtype such as torch.float16")
@@ -102,7 +107,36 @@ def resolve(opt_level: Any, default_dtype: torch.dtype, **overrides: Any) -> Lev
     low = given.get("dtype", default_dtype)
     if low not in SIXTEEN_BIT:
         raise ValueError(f"dtype is {low!r}; expected torch.float16 or torch.bfloat16; opt_level 'O0' is float32")
-    return LevelOptions(level, low, batch_norms, masters, _loss_scale(level, low, given), outputs, num_losses)
+    masters = masters and level.casts_model
+    inputs = low if level.casts_model else level.inputs
+    return LevelOptions(level, low, inputs, batch_norms, masters, _loss_scale(level, low, given), outputs, num_losses)
+
+
+def _as_apex_casts(opt_level: str, level: Level, given: dict[str, Any]) -> Level:
+    """The level after Apex's overrides of what it casts; `given` has a 16-bit `cast_model_type` as its `dtype`."""
+    patches = given.get("patch_torch_functions", level.has_region)
+    if not isinstance(patches, bool):
+        raise TypeError(f"patch_torch_functions is {patches!r}; expected True, False or None")
+    level = level._replace(has_region=patches and level.has_region)
+    to = given.get("cast_model_type")
+    if to is None:
+        return level
+    if to is False or to is torch.float32:      # the model keeps its float32 weights
+        return level._replace(casts_model=False, inputs=to or None)
+    if to not in SIXTEEN_BIT:
+        raise ValueError(f"cast_model_type is {to!r}; expected torch.float16, torch.bfloat16, torch.float32 or False")
+    if opt_level == "O1":
+        raise _senseless("cast_model_type", to, opt_level, "'O2' or 'O3'")
+    if given.setdefault("dtype", to) is not to:
+        raise ValueError(f"cast_model_type={to} and dtype={given['dtype']} are one property; leave one out")
+    return LEVELS["O3"]._replace(scale=None) if opt_level == "O0" else level
+
+
+def _senseless(name: str, value: Any, opt_level: str, others: str) -> ValueError:
+    return ValueError(
+        f"{name}={value} makes no sense at {opt_level} ({LEVELS[opt_level].what}); leave it out, or use opt_level "
+        f"{others}"
+    )
 
 
 def _checked_level(opt_level: Any) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
+import ampkit
 from ampkit import Policy, amp, optim
 from ampkit.amp import initialize, loss_scalers, master_params, scale_loss
 from ampkit.whole_model.fp16_optimizer import FP16Optimizer
@@ -40,6 +41,11 @@ def test_options_that_make_no_sense() -> None:
         ("O2", {"loss_scale": "automatic"}, ValueError, f"loss_scale is 'automatic'; {positive}"),
         ("O2", {"loss_scale": True}, TypeError, "loss_scale is True; expected 'dynamic'"),
         ("O2", {"loss_scale": 128.0, "min_loss_scale": 1.0}, ValueError, "min_loss_scale=1.0 makes no sense beside"),
+        ("O2", {"patch_torch_functions": True}, ValueError, f"patch_torch_functions=True {senseless} O2.*level 'O1'"),
+        ("O1", {"patch_torch_functions": "True"}, TypeError, "patch_torch_functions is 'True'; expected True, False"),
+        ("O1", {"cast_model_type": torch.float16}, ValueError, f"cast_model_type=torch.float16 {senseless} O1"),
+        ("O2", {"cast_model_type": torch.float64}, ValueError, "cast_model_type is torch.float64; expected"),
+        ("O2", {"cast_model_type": "fp16", "dtype": "bf16"}, ValueError, "are one property; leave one out"),
         ("O2", {"num_losses": 0}, ValueError, "num_losses is 0; expected how many"),
         ("O2", {"keep_batchnorm_fp32": 1}, TypeError, "keep_batchnorm_fp32 is 1; expected True, False, 'True', "),
         ("O2", {"master_weights": "True"}, TypeError, "master_weights is 'True'; expected True, False or None"),
@@ -64,6 +70,77 @@ def test_overrides_that_make_sense_train(opt_level: str, options: dict[str, Any]
     assert not any(map(torch.equal, model.parameters(), before))
     kept = options.get("keep_batchnorm_fp32", opt_level != "O3") in (True, "True")
     assert (model.bn.running_mean.dtype is torch.float32) is kept
+
+
+CASTS: dict[str, tuple[str, dict[str, Any], torch.dtype, torch.dtype, bool]] = {
+    # level, Apex's overrides, dtype of weights, dtype that the first layer meets, scaled
+    "O0, half": ("O0", {"cast_model_type": torch.float16}, torch.float16, torch.float16, False),
+    "O0, float32": ("O0", {"cast_model_type": torch.float32, "patch_torch_functions": False}, torch.float32,
+                    torch.float32, False),
+    "O0, False": ("O0", {"cast_model_type": False}, torch.float32, torch.float64, False),
+    "O1": ("O1", {"cast_model_type": False, "patch_torch_functions": True}, torch.float32, torch.float64, True),
+    "O1, float32": ("O1", {"cast_model_type": torch.float32}, torch.float32, torch.float32, True),
+    "O1, not patched": ("O1", {"patch_torch_functions": False}, torch.float32, torch.float64, True),
+    "O2, half": ("O2", {"cast_model_type": "fp16", "patch_torch_functions": False}, torch.float16, torch.float16, True),
+    "O2, bfloat16": ("O2", {"cast_model_type": torch.bfloat16}, torch.bfloat16, torch.bfloat16, True),
+    "O2, float32": ("O2", {"cast_model_type": torch.float32}, torch.float32, torch.float32, True),
+    "O3, half": ("O3", {"cast_model_type": torch.float16}, torch.float16, torch.float16, True),
+    "O3, False": ("O3", {"cast_model_type": False, "master_weights": True}, torch.float32, torch.float64, True),
+}
+
+
+@pytest.mark.parametrize("case", CASTS)
+def test_what_is_cast_as_apex_says_it(case: str) -> None:
+    """With all of its properties given by name; and the model trains."""
+    opt_level, overrides, weights, inputs, scaled = CASTS[case]
+    rest = dict.fromkeys((
+        "keep_batchnorm_fp32", "master_weights", "loss_scale", "cast_model_outputs", "min_loss_scale",
+        "cast_model_type", "patch_torch_functions",
+    ))
+    model, optimizer = set_up(
+        opt_level, **{**rest, "num_losses": 1, "max_loss_scale": 2.0**24, "enabled": True, **overrides}
+    )
+    assert model.conv.weight.dtype is weights
+    assert model.bn.weight.dtype is (torch.float32 if opt_level == "O2" else weights)
+    kept = weights is torch.float32 or opt_level == "O2"
+    assert {p.dtype for p in master_params(optimizer)} == {torch.float32 if kept else weights}
+    assert len(loss_scalers(optimizer)) == scaled
+    seen: list[torch.Tensor] = []
+
+    class Conv(nn.Conv2d):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            seen.extend((input, output := super().forward(input.to(self.weight.dtype))))
+            return output
+
+    model.conv.__class__ = Conv
+    in_region = opt_level == "O1" and overrides.get("patch_torch_functions") is not False
+    assert model(batches(1)[0][0].double()).dtype is torch.float32
+    assert seen[0].dtype is inputs
+    assert seen[1].dtype is (torch.get_autocast_dtype("cpu") if in_region else weights)
+    before = [p.detach().clone() for p in model.parameters()]
+    train(model, optimizer, batches(2))
+    assert not any(map(torch.equal, model.parameters(), before))
+
+
+@pytest.mark.parametrize(("opt_level", "override"), [
+    ("O1", {"patch_torch_functions": False}), ("O2", {"cast_model_type": False}), ("O3", {"cast_model_type": False}),
+])
+def test_a_level_without_its_casts_trains_in_float32_to_the_bit(opt_level: str, override: dict[str, Any]) -> None:
+    runs = [set_up("O0"), set_up(opt_level, loss_scale=128.0, **override)]
+    losses = [train(model, optimizer, batches(3)) for model, optimizer in runs]
+    assert all(map(torch.equal, *losses))
+    assert all(map(torch.equal, *[model.parameters() for model, _ in runs]))
+
+
+@pytest.mark.parametrize("name", amp._ELSEWHERE)
+def test_names_of_apex_and_torch_say_what_to_use(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"'ampkit.amp' has no attribute '{name}'; use (amp|ampkit|torch)"):
+        getattr(amp, name)
+    assert not hasattr(amp, "nothing")
+    for word in amp._ELSEWHERE[name].replace("(", " ").replace(",", " ").split():
+        base, _, path = word.partition(".")
+        if path and base in ("amp", "ampkit", "torch"):
+            assert hasattr({"amp": amp, "ampkit": ampkit, "torch": torch}[base], path.split(".")[0])
 
 
 class Larc:
