@@ -2,7 +2,8 @@
 
 The folder holds source checkouts of the installed versions, named as in `SUITES`, or some of them; nothing is fetched.
 Each suite runs twice, with torch.amp and with ampkit. Exit code 1 where a test fails with ampkit alone and is not
-listed, or is listed and does not. Compared last: torch 2.13.0 on a CPU, Lightning 2.6.5, Accelerate 1.15.0.dev0.
+listed, or is listed and does not, and where no test made a region or a scaler of ampkit's. Compared last: torch 2.13.0
+on a CPU (its scaler's tests in the form that torch 2.4 has them), Lightning 2.6.5, Accelerate 1.15.0.dev0.
 """
 
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
+CLASSES = ("autocast", "GradScaler")
 TOOLS = Path(__file__).parent
 ROOT = TOOLS.parents[1]
 
@@ -46,8 +48,11 @@ SUITES = {
 }
 
 
-def failed(suite: Suite, checkout: Path, *plugin: str) -> set[str]:
-    """The tests that fail, or cannot be collected. Raises `FileNotFoundError` where pytest did not finish."""
+def run(suite: Suite, checkout: Path, *plugin: str) -> tuple[set[str], dict[str, int]]:
+    """The tests that fail, or cannot be collected, and in how many tests the plugin's classes were made.
+
+    Raises `FileNotFoundError` where pytest did not finish.
+    """
     paths = (checkout / suite.path, TOOLS, ROOT, ROOT / "kernels")
     settings = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(map(str, paths))}
     with tempfile.TemporaryDirectory() as folder:
@@ -57,9 +62,11 @@ def failed(suite: Suite, checkout: Path, *plugin: str) -> set[str]:
              "--continue-on-collection-errors", "-k", suite.chosen, *plugin, *suite.arguments.split()],
             cwd=checkout / suite.folder, env=os.environ | settings, check=False,
         )
-        cases = ElementTree.parse(report).iter("testcase")
-        return {f"{case.get('classname')}::{case.get('name')}" for case in cases
-                if case.find("failure") is not None or case.find("error") is not None}
+        tree = ElementTree.parse(report)
+    failed = {f"{case.get('classname')}::{case.get('name')}" for case in tree.iter("testcase")
+              if case.find("failure") is not None or case.find("error") is not None}
+    suites = tree.getroot().iterfind("testsuite/properties/property")
+    return failed, {found.attrib["name"]: int(found.attrib["value"]) for found in suites}
 
 
 def main(sources: Path) -> int:
@@ -68,7 +75,10 @@ def main(sources: Path) -> int:
     for name, suite in SUITES.items():
         checkout = sources.resolve() / name
         if checkout.is_dir():
-            ours = failed(suite, checkout, "-p", "as_torch_amp") - failed(suite, checkout)
+            with_ampkit, made = run(suite, checkout, "-p", "as_torch_amp")
+            ours = with_ampkit - run(suite, checkout)[0]
+            print(f"{name}: tests that made {made or 'nothing'} of ampkit's")
+            differs += [f"{name}: no test made ampkit's {kind}" for kind in CLASSES if not made.get(kind)]
             listed = {pattern: [test for test in ours if fnmatchcase(test, pattern)] for pattern in suite.expected}
             differs += [f"{name}: not expected to fail: {test}" for test in sorted(ours.difference(*listed.values()))]
             differs += [f"{name}: expected to fail: {pattern}" for pattern, found in listed.items() if not found]
