@@ -1,6 +1,8 @@
 """Write the row of docs/versions.md for the running torch, from a report of the whole suite: see `make matrix`.
 
-    python docs/make_versions.py REPORT.xml
+For the torch of `.venv`, without another environment:
+
+    make test ARGS=--junitxml=build/report.xml; .venv/bin/python docs/make_versions.py build/report.xml
 """
 
 import importlib.metadata
