@@ -144,6 +144,8 @@ def _checked_level(opt_level: Any) -> str:
         return opt_level
     guess = str(opt_level).upper().replace("0", "O", 1)
     hint = f": did you mean {guess!r}, with the letter O?" if guess in LEVELS else ""
+    if isinstance(opt_level, bool):
+        hint = f"; Apex takes `enabled` there: pass enabled={opt_level}"
     raise ValueError(f"unknown opt_level {opt_level!r}; expected 'O0', 'O1', 'O2' or 'O3'{hint}")
 
 

@@ -30,6 +30,7 @@ def test_options_that_make_no_sense() -> None:
     model, senseless, positive = make(), "makes no sense at", "expected a positive number, or 'dynamic', which older"
     for opt_level, options, error, message in (
         ("01", {}, ValueError, "unknown opt_level '01'; expected 'O0', 'O1', 'O2' or 'O3': did you mean 'O1', with"),
+        (True, {}, ValueError, "unknown opt_level True; .*; Apex takes `enabled` there: pass enabled=True"),
         (1, {}, ValueError, "unknown opt_level 1; expected 'O0', 'O1', 'O2' or 'O3'"),
         ("O0", {"dtype": torch.float16}, ValueError, r"dtype=torch.float16 makes no sense at O0 \(float32 .*'O1' or"),
         ("O1", {"keep_batchnorm_fp32": True}, ValueError, f"keep_batchnorm_fp32=True {senseless} O1 .* 'O2' or 'O3'"),
