@@ -148,7 +148,9 @@ class GradScaler(torch.amp.GradScaler):
         self._states: MutableMapping[int, Any] = defaultdict(ready)
         self._notes: dict[int, Notes] = {}
         self._scale_calls = 0
-        self._largest_norm: Tensor | None = None
+        # The largest by `id(optimizer)`: of what `clip_grad_norm_` returned, and of what was judged without it.
+        self._clipped_norms: dict[int, Tensor] = {}
+        self._judged_norms: dict[int, Tensor] = {}
         self._outlier: Tensor | None = None     # of any optimizer
         self._used_scale: Tensor | None = None      # a copy
 
@@ -303,7 +305,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         notes.clip_factor = None        # left where other code made the optimizer READY again
         if self._skip_above is not None:
-            self.clip_grad_norm_(optimizer, math.inf, process_group=self.process_group)
+            self._unscale_and_judge_(notes)
             self._apply_clip_factor_(notes)
             return
         inv_scale, flag = self._inverse_scale()
@@ -424,15 +426,29 @@ class GradScaler(torch.amp.GradScaler):
             notes.outlier = None        # left where other code made the optimizer READY again
             if norm_type not in clipping.HOMOGENEOUS_ORDERS:
                 self.unscale_(optimizer)
-        norm = self._clip_norm_(notes, max_norm, norm_type, () if process_group is None else (process_group,))
+        norm = self._clip_norm_(notes, max_norm, norm_type, process_group)
         if self._skip_above is not None and notes.outlier is None and notes.state["found_inf_per_device"]:
             also = self.process_group if process_group is None else None    # the norm is of `process_group` already
             self._judge(notes, norm if also is None else ranks.total(norm.clone(), norm_type, (also,)))
-        largest = self._largest_norm
-        self._largest_norm = norm if largest is None else torch.maximum(largest, norm.to(largest))
+        before = self._clipped_norms.get(id(optimizer))
+        self._clipped_norms[id(optimizer)] = norm if before is None else torch.maximum(before, norm)
         return norm
 
-    def _clip_norm_(self, notes: Notes, max_norm: float | Tensor, norm_type: float, across: tuple[Any, ...]) -> Tensor:
+    def _unscale_and_judge_(self, notes: Notes) -> None:
+        """Unscale, check, and judge by `skip_above` the 2-norm of gradients that this class is not asked to clip.
+
+        The factor of optimizers that take one stays with the notes, as clipping leaves it.
+        """
+        if self.process_group is None and notes.last_step.holds_shards and ranks.several():
+            raise clipping.refusal_of_flat_shards()
+        notes.outlier = None        # left where other code made the optimizer READY again
+        norm = self._clip_norm_(notes, math.inf, 2.0, self.process_group)
+        if notes.state["found_inf_per_device"]:
+            self._judge(notes, norm)
+        before = self._judged_norms.get(id(notes.optimizer))
+        self._judged_norms[id(notes.optimizer)] = norm if before is None else torch.maximum(before, norm)
+
+    def _clip_norm_(self, notes: Notes, max_norm: float | Tensor, norm_type: float, process_group: Any) -> Tensor:
         """Unscale unless that is done, check, and clip; returns the unscaled norm."""
         optimizer, state = notes.optimizer, notes.state
         if notes.clip_factor is not None:
@@ -449,6 +465,7 @@ class GradScaler(torch.amp.GradScaler):
             if device not in found:
                 found[device] = flag if device == flag.device else moved(flag, device)
         with torch.set_grad_enabled(False):
+            across = () if process_group is None else (process_group,)
             norm, factor = clipping.norm_and_factor(gradients, inv_scale, found, norm_type, max_norm, across)
             self._agree(optimizer, found, gradients.groups)
             state["found_inf_per_device"], state["stage"] = found, OptState.UNSCALED
@@ -572,7 +589,7 @@ class GradScaler(torch.amp.GradScaler):
             state["stage"] = OptState.STEPPED
             return result
         if state["stage"] is OptState.READY and self._skip_above is not None:
-            self.clip_grad_norm_(optimizer, math.inf, process_group=self.process_group)
+            self._unscale_and_judge_(notes)
         elif state["stage"] is OptState.READY:
             self._check_inf_per_device(optimizer)
         if not state["found_inf_per_device"]:
@@ -763,7 +780,8 @@ class GradScaler(torch.amp.GradScaler):
         """Apply the strategy's rule for one update, in place and without a sync, and note it in the history."""
         rule, scale, history = self._rule, self._scale, self._history
         used = scale.clone() if self._used_scale is None else self._used_scale
-        is_due = history.note_update(used, found_inf, self._largest_norm, self._outlier)
+        norms = self._judged_norms | self._clipped_norms
+        is_due = history.note_update(used, found_inf, norms.values(), self._outlier)
         if history.triton is not None and isinstance(rule, DynamicLossScale):
             history.triton.update_scale_(
                 (scale, self._growth_tracker, *self._counters), found_inf,
@@ -803,7 +821,8 @@ class GradScaler(torch.amp.GradScaler):
                 f"got {new_scale!r}"
             )
         # The history must not count this change as growth or backoff.
-        history.note_update(scale.clone(), torch.zeros_like(scale), self._largest_norm, self._outlier)
+        norms = self._judged_norms | self._clipped_norms
+        history.note_update(scale.clone(), torch.zeros_like(scale), norms.values(), self._outlier)
         history.fold(scale)
         scale.copy_(wanted)
 
@@ -881,7 +900,9 @@ class GradScaler(torch.amp.GradScaler):
     def history(self) -> list[dict[str, Any]]:
         """The last 1,000 updates as plain dicts, oldest first: `update`, `scale`, `overflow`, `grad_norm`, `outlier`.
 
-        Waits for the device.
+        `grad_norm` is what `clip_grad_norm_` returned; without that call the norm that `skip_above` judged, None where
+        there is neither. Of several calls and optimizers it is the largest. Empty before the first update, after
+        `load_state_dict`, and when disabled. Waits for the device.
         """
         return [] if self._scale is None or self._history is None else self._history.rows(self._scale)
 

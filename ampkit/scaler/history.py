@@ -8,8 +8,9 @@ launch. Only reading (`History.totals`, `History.to_dict`, `History.rows`) waits
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -92,13 +93,14 @@ class History:
         self._steps[ampkit_kernels.is_capturing(self._device)].append(found_inf)
 
     def note_update(
-        self, scale: Tensor, found_inf: Tensor, norm: Tensor | None, outlier: Tensor | None = None
+        self, scale: Tensor, found_inf: Tensor, norms: Collection[Tensor], outlier: Tensor | None = None
     ) -> bool:
-        """Note an update: a copy of the scale that the iteration used, and what else `_Update` has.
+        """Note an update: a copy of the scale that the iteration used, and what else `_Update` has; the largest norm.
 
         Returns whether to `fold` once the scale has moved: when a block is full, always under CUDA graph capture and
         after it, and the first time, because a capture must find its kernels loaded.
         """
+        norm = reduce(torch.maximum, norms) if norms else None
         captured, update = ampkit_kernels.is_capturing(self._device), (scale, found_inf, norm, outlier)
         if captured:
             self._has_graph = True

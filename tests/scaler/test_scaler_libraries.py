@@ -49,7 +49,7 @@ def test_a_subclass_whose_own_update_replaces_the_records_begins_an_iteration() 
         scaler.scale((param * value).sum()).backward()
         iterate(scaler, optimizer)
         assert scaler.stepped(optimizer) == (value == 1.0)
-        assert (scaler._outlier, scaler._largest_norm, scaler._scale_calls) == (None, None, 0)
+        assert (scaler._outlier, scaler._clipped_norms, scaler._judged_norms, scaler._scale_calls) == (None, {}, {}, 0)
         alive.append(weakref.ref(optimizer))
         del optimizer
         gc.collect()

@@ -4,6 +4,7 @@ Ranks are in `test_scaler_distributed`, refusals in `test_refusals`.
 """
 
 import copy
+import itertools
 import math
 import statistics
 from collections.abc import Callable
@@ -51,6 +52,32 @@ def test_an_outlier_is_skipped_and_counted_apart(which: str, before: str, limit:
     assert stats.scale == (4.0 if scaled else 1.0)
     assert [row["outlier"] for row in scaler.history] == [norm == 10.0 for norm in NORMS]
     assert [row["grad_norm"] for row in scaler.history] == list(NORMS)
+
+
+@pytest.mark.parametrize("which", OPTIMIZERS)
+@pytest.mark.parametrize("options", [{}, {"skip_above": 1e9}])
+def test_history_has_the_norm_that_clipping_returned(which: str, options: dict[str, float]) -> None:
+    """Of whatever order, also where `unscale_` has judged another; of calls, and of optimizers, the largest."""
+    orders = ((math.inf, 4.0), (1.0, 7.0), (3.0, 91 ** (1 / 3)))
+    for (order, norm), unscales in itertools.product(orders, (True, False)):
+        param, other = with_grads([torch.tensor([3.0, 4.0]), torch.tensor([6.0])])
+        clipped, judged = OPTIMIZERS[which]([param]), OPTIMIZERS[which]([other])
+        scaler = started(GradScaler, 1.0, **options)
+        for step in range(4):
+            for each, grad in ((param, [3.0, 4.0]), (other, [6.0])):
+                each.grad = torch.tensor(grad)
+            if unscales:
+                scaler.unscale_(clipped)
+            assert float(scaler.clip_grad_norm_(clipped, 100.0, order)) == pytest.approx(norm)
+            if step == 1:
+                scaler.clip_grad_norm_(clipped, 1.0, 1.0)
+            scaler.step(clipped)
+            if step > 1:
+                scaler.step(judged)
+            scaler.update(1.0 if step == 3 else None)
+        both = max(norm, 6.0) if options else norm
+        expected = [pytest.approx(value) for value in (norm, max(norm, 7.0), both, both)]
+        assert [row["grad_norm"] for row in scaler.history] == expected
 
 
 @pytest.mark.parametrize("which", OPTIMIZERS)
