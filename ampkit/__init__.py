@@ -6,13 +6,16 @@ from typing import TYPE_CHECKING, Any
 from ampkit import amp, optim
 from ampkit.policy.policy import Policy, Rule, register_op
 from ampkit.region.autocast import autocast, clear_autocast_cache
+from ampkit.region.cast_record import CastRecord
 from ampkit.region.custom_function import custom_bwd, custom_fwd
 from ampkit.region.forward_wrapper import unwrap_forward, wrap_forward
 from ampkit.region.recording import record_casts
 from ampkit.region.weight_cache import WeightCache
-from ampkit.scaler.grad_scaler import GradScaler
+from ampkit.scaler.grad_scaler import GradScaler, LossScaleStuckError
+from ampkit.scaler.history import ScalerStats
 from ampkit.scaler.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from ampkit.scaler.norm_limit import TimesMedian
+from ampkit.scaler.overflow_report import OverflowReport
 from ampkit.whole_model.check_half import check_half
 from ampkit.whole_model.fp16_optimizer import FP16Optimizer
 from ampkit.whole_model.half import half
@@ -24,13 +27,17 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CastRecord",
     "DynamicLossScale",
     "FP16Optimizer",
     "GradScaler",
+    "LossScaleStuckError",
     "MasterWeights",
     "NoOpLossScale",
+    "OverflowReport",
     "Policy",
     "Rule",
+    "ScalerStats",
     "StaticLossScale",
     "TimesMedian",
     "WeightCache",

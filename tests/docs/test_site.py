@@ -1,11 +1,13 @@
 """The documentation as a site: complete, built without a warning, readable without a network."""
 
+import builtins
 import os
 import pydoc
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,6 +39,33 @@ def test_every_public_name_has_its_place_in_the_reference() -> None:
         assert f"{result.__module__}.{result.__qualname__}" == name
     libraries = {name.split(".")[2] for name in found if name.startswith("ampkit.integrations.")}
     assert libraries == set(ampkit.integrations.__all__)
+
+
+def test_members_that_the_reference_lists_are_shown() -> None:
+    """mkdocs leaves out, without a warning, members that have gone, are inherited or have no docstring."""
+    entry = re.compile(r"^::: (?P<name>\S+)\n(?P<options>(?: {4}.*\n)*)", re.MULTILINE)
+    hidden = []
+    for page in REFERENCE.glob("*.md"):
+        for found in entry.finditer(page.read_text(encoding="utf-8") + "\n"):
+            listed = re.search(r"^ +members: \[(.*)\]$", found["options"], re.MULTILINE)
+            owner: Any = pydoc.locate(found["name"]) if listed else None
+            inherits = "inherited_members: true" in found["options"]
+            for member in listed[1].split(", ") if listed else ():
+                if not getattr(getattr(owner, member, None) if inherits else vars(owner).get(member), "__doc__", None):
+                    hidden.append(f"{page.name}: {found['name']}.{member}")
+    assert not hidden
+
+
+def test_errors_that_pages_name_can_be_imported() -> None:
+    """From where a page says, or from `ampkit` or one of its packages, or they are Python's or torch's."""
+    public = {name for package in ("", *PACKAGES) for name in dir(pydoc.locate(f"ampkit.{package}".rstrip(".")))}
+    known = public | set(ampkit_kernels.__all__) | set(dir(builtins))
+    unknown = []
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for name in re.findall(r"`([\w.]*Error)`", page.read_text(encoding="utf-8")):
+            if name not in known and pydoc.locate(name) is None:
+                unknown.append(f"{page.name}: {name}")
+    assert not unknown
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampkit import DynamicLossScale, GradScaler, StaticLossScale
-from ampkit.scaler.grad_scaler import LossScaleStuckError
+from ampkit import DynamicLossScale, GradScaler, LossScaleStuckError, StaticLossScale
 from tests.helpers.faults import plant_nonfinite
 from tests.helpers.scaler_tools import OPTIMIZERS, count_reads, iterate, one_parameter, started
 

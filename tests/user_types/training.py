@@ -11,14 +11,26 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler as TorchScaler
 
 import ampkit
-from ampkit import GradScaler, Policy, Rule, amp, autocast, custom_bwd, custom_fwd, debugging, half, optim
+from ampkit import (
+    CastRecord,
+    GradScaler,
+    LossScaleStuckError,
+    OverflowReport,
+    Policy,
+    Rule,
+    ScalerStats,
+    amp,
+    autocast,
+    custom_bwd,
+    custom_fwd,
+    debugging,
+    half,
+    optim,
+)
 from ampkit.debugging.report import NonFiniteReport, PrecisionReport
 from ampkit.policy.policy import Explanation
-from ampkit.region.cast_record import CastRecord, RecordedCall
+from ampkit.region.cast_record import RecordedCall
 from ampkit.region.weight_cache import CacheInfo
-from ampkit.scaler.grad_scaler import LossScaleStuckError
-from ampkit.scaler.history import ScalerStats
-from ampkit.scaler.overflow_report import OverflowReport
 from ampkit.whole_model.check_half import HalfReport
 
 CONFIGURATION = {"dtype": "bfloat16", "policy": "torch"}
