@@ -107,8 +107,21 @@ def refuse_claimed(grads: Sequence[Tensor], notes: Notes, everyone: Iterable[Not
         mark, version = getattr(grad, MARK, _UNMARKED)
         if mark in owners and version in (-1, grad._version):
             raise RuntimeError(
-                f"a gradient of shape {tuple(grad.shape)} belongs to a {type(owners[mark]).__name__} too, for which it "
-                f"was unscaled or used since the last update(): dividing it twice would ruin it. Give each parameter "
-                f"to one optimizer, pass the same object everywhere (a wrapper or what it wraps), or call "
-                f"zero_grad(set_to_none=True) before the backward of each optimizer"
+                f"a gradient of shape {tuple(grad.shape)} came up for {type(notes.optimizer).__name__} and belongs to "
+                f"{type(owners[mark]).__name__} too, for which it was unscaled or used since the last update(): "
+                f"dividing it twice would ruin it. {_advice(owners[mark], notes.optimizer)}"
             )
+
+
+def _advice(first: Any, second: Any) -> str:
+    """What to do about two optimizers that share a gradient: one may hold the other in an attribute."""
+    for outer, inner in ((first, second), (second, first)):
+        if any(value is inner for value in getattr(outer, "__dict__", {}).values()):
+            return (
+                f"{type(outer).__name__} wraps {type(inner).__name__}: pass one of the two to unscale_, clip_grad_norm_ "
+                "and step alike"
+            )
+    return (
+        "Give each parameter to one optimizer, pass the same object everywhere (a wrapper or what it wraps), or call "
+        "zero_grad(set_to_none=True) before the backward of each optimizer"
+    )

@@ -103,11 +103,25 @@ def test_a_gradient_of_two_optimizers_is_refused(make, first, second, scaled) ->
         for _ in range(scaled):
             scaler.scale(own.sum()).backward()
         seen = [(param.detach().clone(), param.grad.clone()) for param in (shared, own)]
-        with pytest.raises(RuntimeError, match=r"belongs to a .* too, .* since the last update"):
+        name, wraps = type(inner).__name__, isinstance(other, Wrapper)
+        names = rf"came up for {type(other).__name__} and belongs to {name} too, .* since the last update"
+        with pytest.raises(RuntimeError, match=names + (f".* Wrapper wraps {name}: pass one" if wraps else ".* Give each")):
             getattr(scaler, second)(other, *[1e9] * (second == "clip_grad_norm_"))
         assert alike(seen, [(param.detach(), param.grad) for param in (shared, own)])
         scaler.update()
         scaler.unscale_(other)      # the next iteration
+
+
+def test_a_wrapper_may_come_first_and_what_it_wraps_second() -> None:
+    """fairseq and others unscale the one and step the other; torch divides twice."""
+    scaler, (param, inner) = started(GradScaler, 2.0), one_parameter(grad=4.0)
+    outer = Wrapper(inner)
+    scaler.unscale_(outer)
+    with pytest.raises(RuntimeError, match=r"came up for SGD and belongs to Wrapper too.* Wrapper wraps SGD: pass one"):
+        scaler.step(inner)
+    assert (param.item(), param.grad.item()) == (1.0, 2.0)
+    scaler.step(outer)
+    assert param.item() == -1.0
 
 
 @pytest.mark.parametrize("kind", [torch.Tensor, torch.nn.Parameter])
