@@ -58,6 +58,20 @@ __all__ = [
 ]
 
 _ON_DEMAND = ("debugging", "integrations")      # imported when first asked for
+_ELSEWHERE = {      # names of torch.amp and of Apex, and what stands in their place
+    "OptState": "torch.amp.grad_scaler.OptState, which the records of ampkit.GradScaler use",
+    "autocast_mode": "ampkit.autocast, custom_fwd and custom_bwd",
+    "grad_scaler": "ampkit.GradScaler; private names stay those of torch.amp.grad_scaler",
+    "get_autocast_dtype": "torch.get_autocast_dtype: regions set torch's own state",
+    "is_autocast_available": "torch.amp.is_autocast_available",
+    "is_autocast_enabled": "torch.is_autocast_enabled: regions set torch's own state",
+    "DynamicLossScaler": "ampkit.DynamicLossScale",
+    "FP16_Optimizer": "ampkit.FP16Optimizer",
+    "LossScaler": "ampkit.StaticLossScale",
+    "fp16_utils": "ampkit.FP16Optimizer and ampkit.half",
+    "network_to_half": "ampkit.half(model, in_place=True)",
+    "optimizers": "ampkit.optim",
+}
 
 if not TYPE_CHECKING:       # a checker would take every name for one of these
 
@@ -65,7 +79,8 @@ if not TYPE_CHECKING:       # a checker would take every name for one of these
         """Import the packages that only some users need."""
         if name in _ON_DEMAND:
             return importlib.import_module(f"ampkit.{name}")
-        raise AttributeError(f"module 'ampkit' has no attribute {name!r}")
+        instead = f"; expected {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+        raise AttributeError(f"module 'ampkit' has no attribute {name!r}{instead}")
 
 
 def __dir__() -> list[str]:

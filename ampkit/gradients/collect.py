@@ -53,8 +53,14 @@ def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
     Raises:
         AssertionError: a parameter is not a tensor.
+        AttributeError: what is no optimizer; the class of torch's error.
     """
     params: list[Any] = []
+    if not hasattr(optimizer, "param_groups"):
+        raise AttributeError(
+            f"got {type(optimizer).__name__} for an optimizer; expected a torch.optim.Optimizer, or what has its "
+            "param_groups: a scaler's methods take the optimizer, not the parameters or the model"
+        )
     for group in optimizer.param_groups:
         params += group["params"]
     for cls in set(map(type, params)) - _ORDINARY:

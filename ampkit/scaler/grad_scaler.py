@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -81,7 +81,7 @@ class GradScaler(torch.amp.GradScaler):
 
     Raises:
         AssertionError: growth_factor <= 1 or backoff_factor >= 1, as torch.
-        TypeError: a `skip_above` that is neither.
+        TypeError: a `skip_above` that is neither, or a `loss_scale` that is no strategy.
         ValueError: another number out of range, or both a strategy and its numbers.
 
     Host synchronisation: `step` of an ordinary optimizer reads one number, a second where it is skipped or judged by
@@ -119,7 +119,7 @@ class GradScaler(torch.amp.GradScaler):
         self._enabled = enabled and _can_scale_on(self._device)
         plain = (init_scale, growth_factor, backoff_factor, growth_interval)
         # torch checks nothing when disabled
-        self._rule = scales.from_numbers(loss_scale, plain) if self._enabled else loss_scale or DynamicLossScale()
+        self._rule = scales.from_numbers(loss_scale, plain) if self._enabled else scales.checked(loss_scale)
         if on_stuck not in ("warn", "raise") and not callable(on_stuck):
             raise ValueError(f"on_stuck is {on_stuck!r}; expected 'warn', 'raise' or a function of ScalerStats")
         self.process_group = process_group
@@ -168,8 +168,10 @@ class GradScaler(torch.amp.GradScaler):
 
     def _notes_of(self, optimizer: Any) -> Notes:
         """What is known about an optimizer in this iteration, beside its record in `_per_optimizer_states`."""
-        state = self._states[id(optimizer)]
         notes = self._notes.get(id(optimizer))
+        if notes is None and not hasattr(optimizer, "param_groups"):
+            parameters(optimizer)       # raises, before there is a record
+        state = self._states[id(optimizer)]
         if notes is None or notes.state is not state:
             notes = self._notes[id(optimizer)] = Notes(optimizer, state, self._last_step_of(optimizer))
         return notes
@@ -410,8 +412,11 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             AssertionError, ValueError, RuntimeError: as `unscale_`. RuntimeError also for FSDP1 without a
                 `process_group`.
+            TypeError: a `max_norm` that is no number. AttributeError: parameters in place of their optimizer.
         """
         norm_type = float(norm_type)
+        if not isinstance(max_norm, float | int | Tensor):
+            max_norm = scales.number(max_norm, "max_norm")
         if not self._enabled:
             take_master_gradients(optimizer)
             return clipping.clip_plain(parameters(optimizer), max_norm, norm_type, process_group)
@@ -816,9 +821,10 @@ class GradScaler(torch.amp.GradScaler):
             value = saved_state.usable_scale(new_scale, "new_scale")
             wanted = torch.full_like(scale, min(max(value, rule.min_scale), rule.max_scale))
         else:
+            given = type(new_scale).__name__ if hasattr(new_scale, "param_groups") else repr(new_scale)
             raise AssertionError(
                 "new_scale should be a number or a 1-element tensor on the scaler's device with requires_grad=False; "
-                f"got {new_scale!r}"
+                f"got {given}"
             )
         # The history must not count this change as growth or backoff.
         norms = self._judged_norms | self._clipped_norms
@@ -917,6 +923,10 @@ class GradScaler(torch.amp.GradScaler):
         `model` names parameters; without it the optimizer's own names are used, where it was made with
         `named_parameters()`, else group and position. `optimizer` says whose step; by default of every optimizer.
         """
+        if model is not None and not hasattr(model, "named_parameters"):
+            raise TypeError(
+                f"model is {type(model).__name__}; expected the model whose names to use; optimizer= goes by keyword"
+            )
         found: list[Counted] = []
         for each, last in list(self._last_steps.items()):
             if last.found_inf is None or (optimizer is not None and optimizer is not each):
@@ -1020,6 +1030,15 @@ class GradScaler(torch.amp.GradScaler):
                 old.copy_(value)
             self._history = History(self._scale.device, new.totals)
 
+    if not TYPE_CHECKING:       # a checker would take every name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Called for attributes that are not there: say what Apex's are here."""
+            if name in _NAMES_OF_APEX:
+                instead = f"{type(self).__name__!r} object has no attribute {name!r}; expected {_NAMES_OF_APEX[name]}"
+                raise AttributeError(instead, name=name, obj=self)
+            return super().__getattribute__(name)       # raises
+
     def __getstate__(self) -> dict[str, Any]:
         """What lasts: settings, and the state as numbers. Reads the device."""
         blank = object.__new__(GradScaler)
@@ -1053,6 +1072,18 @@ class GradScaler(torch.amp.GradScaler):
         return found
 
 
+_NAMES_OF_APEX = {
+    "clear_overflow_state": "update(), which begins an iteration",
+    "cur_scale": "get_scale()",
+    "dynamic": "isinstance(scaler.loss_scale, ampkit.DynamicLossScale)",
+    "has_overflow": "found_inf(optimizer)",
+    "overflow": "found_inf(optimizer)",
+    "unscale": "unscale_(optimizer)",
+    "update_scale": "update()",
+}
+"""What stands in place of attributes of Apex's loss scalers and FP16_Optimizer."""
+
+
 def _too_late(name: str) -> RuntimeError:
     """The error for a method that is called after `step`."""
     return RuntimeError(
@@ -1068,7 +1099,7 @@ def _device_type(device: str | torch.device | None) -> str:
     if not isinstance(device, str | torch.device):
         raise TypeError(
             f"device is {device!r}; expected None, a torch.device, or a device type like 'cuda'; init_scale comes "
-            "second here, as in torch.amp, where torch.cuda.amp took it first"
+            "second here, as in torch.amp, where torch.cuda.amp took it first; enabled= goes by keyword"
         )
     return torch.device(device).type
 

@@ -230,25 +230,35 @@ LossScale = DynamicLossScale | StaticLossScale
 _KINDS: dict[str, type[LossScale]] = {cls.kind: cls for cls in (DynamicLossScale, StaticLossScale, NoOpLossScale)}
 
 
+def checked(strategy: LossScale | None) -> LossScale:
+    """The strategy, or for None the default one; `TypeError` for what is none."""
+    if not isinstance(strategy, DynamicLossScale | StaticLossScale | None):
+        raise TypeError(
+            f"loss_scale is {strategy!r}; expected DynamicLossScale(), StaticLossScale(scale) or NoOpLossScale()"
+        )
+    return DynamicLossScale() if strategy is None else strategy
+
+
 def from_numbers(strategy: LossScale | None, plain: tuple[float, float, float, int]) -> LossScale:
     """The strategy that a scaler was made with, given as such or as torch's four numbers.
 
     Raises:
+        TypeError: a strategy of another class, or what is no number.
         ValueError: both, or a number out of range. AssertionError: growth_factor <= 1 or backoff_factor >= 1, as torch.
     """
     if strategy is not None:
-        fresh = DynamicLossScale()
+        fresh = checked(None)
         if plain != (fresh.init_scale, fresh.growth_factor, fresh.backoff_factor, fresh.growth_interval):
             raise ValueError(
                 f"got loss_scale={strategy} together with init_scale, growth_factor, backoff_factor or "
                 f"growth_interval; expected one or the other: set the numbers on the strategy"
             )
-        return strategy
+        return checked(strategy)
     _, growth_factor, backoff_factor, _ = plain
     # AssertionError as in torch, so that code that catches it keeps working
-    if not growth_factor > 1.0:
+    if not number(growth_factor, "growth_factor") > 1.0:
         raise AssertionError(f"The growth factor must be > 1.0; got {growth_factor}.")
-    if not backoff_factor < 1.0:
+    if not number(backoff_factor, "backoff_factor") < 1.0:
         raise AssertionError(f"The backoff factor must be < 1.0; got {backoff_factor}.")
     return DynamicLossScale(*plain)
 

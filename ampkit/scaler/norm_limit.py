@@ -75,6 +75,8 @@ def checked(limit: Any) -> float | TimesMedian | None:
     """A limit as `GradScaler(skip_above=...)` takes it; raises `TypeError` or `ValueError` for anything else."""
     if limit is None or isinstance(limit, TimesMedian):
         return limit
+    if limit is TimesMedian:
+        raise TypeError("skip_above is the class TimesMedian; expected a number, or TimesMedian(factor)")
     plain = number(limit, "skip_above")
     if not 0.0 < plain < math.inf:
         raise ValueError(f"skip_above is {plain}; expected a positive finite number, the norm above which to skip")

@@ -118,8 +118,8 @@ def _advice(first: Any, second: Any) -> str:
     for outer, inner in ((first, second), (second, first)):
         if any(value is inner for value in getattr(outer, "__dict__", {}).values()):
             return (
-                f"{type(outer).__name__} wraps {type(inner).__name__}: pass one of the two to unscale_, clip_grad_norm_ "
-                "and step alike"
+                f"{type(outer).__name__} wraps {type(inner).__name__}: pass one of the two to unscale_, "
+                "clip_grad_norm_, clip_grad_value_ and step"
             )
     return (
         "Give each parameter to one optimizer, pass the same object everywhere (a wrapper or what it wraps), or call "

@@ -44,12 +44,14 @@ def loadable(state_dict: Any, rule: LossScale) -> Loadable:
         TypeError: an entry of another type.
         ValueError: a number out of range, or an entry of ampkit's own that this version does not know.
     """
-    given = _mapping(state_dict, "the scaler's state dict")
+    given = _mapping(state_dict, "scaler")
     if not given:
         raise RuntimeError(
             "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
         )
     missing = [key for key in TORCH_KEYS if key not in given]
+    if "loss_scaler0" in given:
+        raise KeyError("the scaler's state dict is that of Apex's amp; expected ampkit.amp.load_state_dict to load it")
     if missing:
         raise KeyError(f"the scaler's state dict has no {', '.join(map(repr, missing))}; expected {list(TORCH_KEYS)}")
     own = _mapping(given.get(OWN_KEY, {}), OWN_KEY, ("loss_scale", "counters", "totals", "norms"))

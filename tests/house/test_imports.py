@@ -70,6 +70,14 @@ def test_importing_ampkit_is_light(seen: dict[str, Any]) -> None:
     assert seen["seconds"] < MOST_SECONDS
 
 
+@pytest.mark.parametrize("name", ["is_autocast_available", "OptState", "FP16_Optimizer", "network_to_half"])
+def test_names_of_torch_amp_and_apex_lead_to_those_here(name: str) -> None:
+    with pytest.raises(AttributeError, match=rf"^module 'ampkit' has no attribute '{name}'; expected (torch|ampkit)\."):
+        getattr(ampkit, name)
+    with pytest.raises(AttributeError, match=r"^module 'ampkit' has no attribute '\w+_flavour'$"):
+        getattr(ampkit, f"{name}_flavour")
+
+
 def test_every_public_name_is_there(seen: dict[str, Any]) -> None:
     """`dir` shows the public names and no other; packages on request are imported by asking for them."""
     assert set(seen["public"]) == set(ampkit.__all__)

@@ -27,6 +27,10 @@ class TakesScaler(torch.optim.SGD):
         (lambda cls=cls: cls("cpu", backoff_factor=1.0), r"The backoff factor must be < 1\.0"),
     )),
     (lambda: GradScaler(2.0**16), TypeError, "device is 65536.0; expected .*; init_scale comes"),
+    (lambda: GradScaler(True), TypeError, "device is True; expected .*; enabled= goes by keyword"),
+    *((lambda given=given, on=on: GradScaler("cpu", loss_scale=given, enabled=on), TypeError, "loss_scale is .*; exp")
+      for given in ("dynamic", 128.0, DynamicLossScale) for on in (True, False)),
+    (lambda: GradScaler("cpu", growth_factor=None), TypeError, "growth_factor is None; expected a number"),
     (lambda: GradScaler("cpu", init_scale=0.0), ValueError, "init_scale is 0"),
     (lambda: GradScaler("cpu", on_stuck="scream"), ValueError, "on_stuck is 'scream'; expected 'warn', 'raise'"),
     (lambda: GradScaler("cpu").set_growth_factor(0.5), ValueError, r"growth_factor is 0\.5"),
@@ -51,6 +55,7 @@ class TakesScaler(torch.optim.SGD):
     (lambda: GradScaler("cpu", skip_above=0.0), ValueError, "skip_above is 0.0; expected a positive"),
     (lambda: GradScaler("cpu", skip_above=NAN), ValueError, "skip_above is nan"),
     (lambda: GradScaler("cpu", skip_above=True), TypeError, "skip_above is True; expected a number"),
+    (lambda: GradScaler("cpu", skip_above=TimesMedian), TypeError, r"the class TimesMedian; .* or TimesMedian\(factor"),
     (lambda: TimesMedian(1.0), ValueError, "factor is 1.0; expected a number above 1"),
     (lambda: TimesMedian(2.0, window=7), ValueError, "window is 7; expected 8 to 65536 norms"),
     (lambda: started(skip_above=5.0).step(TakesScaler([one_parameter(grad=1.0)[0]], lr=0.1)), ValueError,
@@ -61,6 +66,36 @@ class TakesScaler(torch.optim.SGD):
 def test_arguments(make, error, message) -> None:
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_what_is_given_in_place_of_an_optimizer_or_a_model(enabled) -> None:
+    """The parameters, as torch's clipping takes them; the model. Nothing is noted."""
+    scaler, model = started(enabled=enabled), torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for given in (model.parameters(), [*model.parameters()], model, optimizer.step, None, [optimizer]):
+        calls = [lambda given=given: scaler.clip_grad_norm_(given, 1.0)]
+        calls += [lambda given=given: scaler.unscale_(given), lambda given=given: scaler.step(given)] * enabled
+        for call in calls:
+            with pytest.raises(AttributeError, match=rf"got {type(given).__name__} for an optimizer; exp.*_groups"):
+                call()
+    assert len(scaler._per_optimizer_states) == 0
+    for limit in (None, "1"):
+        with pytest.raises(TypeError, match=f"max_norm is {limit!r}; expected a number"):
+            scaler.clip_grad_norm_(optimizer, limit)
+    with pytest.raises(TypeError, match=r"model is SGD; expected the model .*; optimizer= goes by keyword"):
+        scaler.overflow_report(optimizer)
+    if enabled:
+        with pytest.raises(AssertionError, match=r"new_scale should be a number .*; got SGD$"):
+            scaler.update(optimizer)
+
+
+@pytest.mark.parametrize("name", ["update_scale", "unscale", "dynamic", "cur_scale", "overflow"])
+def test_names_of_apex_lead_to_those_here(name) -> None:
+    with pytest.raises(AttributeError, match=rf"^'GradScaler' object has no attribute '{name}'; expected \w"):
+        getattr(started(), name)
+    with pytest.raises(AttributeError, match=r"^'GradScaler' object has no attribute '\w+_flavour'$"):
+        getattr(started(), name + "_flavour")
 
 
 @pytest.mark.parametrize("value", ["2", None, True, [], 1j, torch.ones(2)], ids=str)
@@ -105,6 +140,8 @@ def test_saved_states_as_a_whole() -> None:
     saved = started(GradScaler, 4.0).state_dict()
     for state, error, message in (
         ({}, RuntimeError, "The source state dict is empty"),
+        ({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 0}}, KeyError, "Apex's amp; .*amp.load_state_dict"),
+        ("scaler.pt", TypeError, "the saved 'scaler' is 'scaler.pt'; expected a dict"),
         ({**saved, "scale": INF}, ValueError, "the saved scale is inf; expected a positive finite number"),
         ({key: saved[key] for key in saved.keys() - {"scale", "growth_interval"}}, KeyError,
          "no 'scale', 'growth_interval'"),
