@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.compiler import is_compiling
 
+import ampkit_kernels
 from ampkit.containers import map_tensors
 from ampkit.gradients import amp_optimizers, clipping, closures, ranks
 from ampkit.gradients.collect import Gradients, check_finite, collect, parameters, unscale_
@@ -190,10 +191,12 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not isinstance(self._skip_above, TimesMedian):
             return None
+        device = self._where() if self._scale is not None else torch.device("cpu")
+        _refuse_capture(device, "the last norms of TimesMedian")
         size = norm_limit.size(optimizer)
         fitting = [norms for *saved, norms in self._init_norms if saved == size]
         self._init_norms = [each for each in self._init_norms if each[:2] != size]
-        return self._skip_above.init(fitting[0] if len(fitting) == 1 else ())
+        return self._skip_above.init(fitting[0] if len(fitting) == 1 else ()).to(device)
 
     # Scaling
 
@@ -240,6 +243,7 @@ class GradScaler(torch.amp.GradScaler):
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         if self._growth_tracker is not None:
             raise AssertionError("_growth_tracker initialized before _scale")
+        _refuse_capture(dev, "the scale")
         self._scale, self._growth_tracker, *self._counters = self._first_state(dev)
         self._history = History(dev, self._init_totals)
 
@@ -372,9 +376,13 @@ class GradScaler(torch.amp.GradScaler):
         everyone = [*dict.fromkeys(groups if also is None else (*groups, also))]
         if not everyone:
             return
-        ranks.agree(found, everyone, self._scale_on(next(iter(found), torch.device("cpu"))).device)
+        ranks.agree(found, everyone, self._where() if self._scale is not None or not found else next(iter(found)))
         if notes is not None:
             notes.groups = everyone
+
+    def _where(self) -> torch.device:
+        """Where the scale is, or will be: the device of what the ranks exchange, as NCCL takes none from the CPU."""
+        return torch.device(self._device) if self._scale is None else self._scale.device
 
     def _scale_on(self, device: torch.device) -> Tensor:
         """The scale; before it is on a device, a copy of the first one on `device`."""
@@ -628,8 +636,8 @@ class GradScaler(torch.amp.GradScaler):
             with torch.enable_grad():
                 loss = closure()
             if self._scale is None:
-                self._lazy_init_scale_growth_tracker(loss.device if isinstance(loss, Tensor) else torch.device("cpu"))
-            scale = self._scale_on(torch.device("cpu"))
+                self._lazy_init_scale_growth_tracker(loss.device if isinstance(loss, Tensor) else self._where())
+            scale: Any = self._scale
             if self._scale_calls > calls:
                 state["stage"] = OptState.READY
                 self.unscale_(optimizer)
@@ -954,7 +962,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         stats = self.stats()
         compared = {name: float(getattr(stats, name)) for name in ("scale", "updates", "steps", "skips")}
-        differing = ranks.differing(compared, self._scale_on(torch.device("cpu")).device, process_group)
+        differing = ranks.differing(compared, self._where(), process_group)
         if differing:
             ranges = ", ".join(f"{name} from {low:g} to {high:g}" for name, (low, high) in differing.items())
             raise RuntimeError(
@@ -1090,6 +1098,15 @@ def _too_late(name: str) -> RuntimeError:
         f"{name}() is being called after step(). Call it between backward() and step(), and update() once all "
         "optimizers have stepped."
     )
+
+
+def _refuse_capture(device: torch.device, what: str) -> None:
+    """Raise `RuntimeError` where `what` would be made within a CUDA graph: each replay would make it again."""
+    if ampkit_kernels.is_capturing(device):
+        raise RuntimeError(
+            f"{what} would be made inside a CUDA graph capture, and each replay would reset it; run a whole iteration "
+            "(scale, clipping, step, update) before the capture"
+        )
 
 
 def _device_type(device: str | torch.device | None) -> str:

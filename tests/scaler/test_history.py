@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from ampkit import TimesMedian
 from ampkit.scaler.grad_scaler import GradScaler
 from ampkit.scaler.history import _COUNTED, ScalerStats
 from tests.helpers.scaler_tools import count_reads, iterate, one_parameter, started, with_grads
@@ -88,6 +89,24 @@ def test_an_ordinary_step_reads_one_number(monkeypatch) -> None:
         assert len(reads) == step_reads
         params[0].grad = torch.full((4,), math.inf)
     assert len(scaler.overflow_report()) == 1, "of what was counted in the step"
+
+
+@pytest.mark.parametrize("uses", ["scale", "a median"])
+def test_what_a_capture_would_make_is_refused(monkeypatch, uses) -> None:
+    """Each replay would reset it, and its first values come from memory that a capture cannot copy. Nothing changes."""
+    scaler, (param, optimizer) = GradScaler("cpu", 4.0, skip_above=TimesMedian(3.0)), one_parameter(grad=4.0)
+    if uses == "a median":
+        scaler.scale(torch.ones(()))
+    call = scaler.clip_grad_norm_ if uses == "a median" else lambda *_: scaler.scale(torch.ones(()))
+    with monkeypatch.context() as patch:
+        patch.setattr("ampkit_kernels.is_capturing", lambda _: True)
+        with pytest.raises(RuntimeError, match=r"inside a CUDA graph capture, .*; run a whole iteration .* before"):
+            call(optimizer, 1.0)
+    assert (scaler._scale is None) is (scaler._history is None) is (uses == "scale")
+    scaler.scale(torch.ones(()))
+    scaler.clip_grad_norm_(optimizer, 10.0)
+    iterate(scaler, optimizer)
+    assert (param.item(), scaler.history[0]["grad_norm"]) == (0.0, 1.0)
 
 
 def test_a_captured_iteration_counts_itself_alone(monkeypatch) -> None:

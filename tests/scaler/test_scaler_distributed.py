@@ -251,6 +251,23 @@ def test_on_ranks(check: Callable[..., None], world: int) -> None:
     on_ranks(check, world=world)
 
 
+def where_messages_are(rank: int, world: int, device: str) -> None:
+    """As NCCL, which takes no tensor from the CPU: messages are on the scaler's device before anything is scaled."""
+    param, seen = nn.Parameter(torch.ones(2)), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", lambda tensor, *_, **__: seen.append(tensor.device.type))
+        scaler = GradScaler(device, process_group=dist.group.WORLD)
+        with pytest.raises(NotImplementedError, match="meta"):       # which has no values to read
+            scaler.check_ranks()
+        assert scaler._unscale_grads_(torch.optim.SGD([param], lr=1.0), torch.ones(()), torch.zeros(())).keys()
+    assert seen == [device, device]
+
+
+@pytest.mark.parametrize("device", ["meta"])
+def test_messages_before_the_first_scale_are_on_the_scalers_device(device: str) -> None:
+    on_ranks(where_messages_are, device)
+
+
 def outlier_on_one_rank(rank: int, world: int, which: str, sharded: bool) -> None:
     """The last rank alone has a large gradient in one step."""
     model = nn.Linear(4, 2 * world, bias=False)
