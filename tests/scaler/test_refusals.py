@@ -43,6 +43,7 @@ class TakesScaler(torch.optim.SGD):
     *((lambda options=options: DynamicLossScale(**options), ValueError, message) for options, message in (
         ({"growth_factor": 10**400}, "growth_factor is 1000.*; expected a finite number of 1 or more"),
         ({"growth_interval": 2**63}, "growth_interval is 9223372036854775808; expected a number that fits 64 bits"),
+        ({"growth_interval": -(2**63) - 1}, "growth_interval is -9223372036854775809; expected a number that fits"),
         ({"backoff_factor": 0.0}, "backoff_factor is 0.0; expected a number above 0, at most 1"),
         ({"min_scale": 0.0}, "min_scale is 0.0; expected .*: a scale of 0 or inf destroys gradients"),
         ({"min_scale": 4.0, "max_scale": 2.0}, r"max_scale is 2.0; expected a number from min_scale \(4.0\)"),

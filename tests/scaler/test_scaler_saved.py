@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ampkit import DynamicLossScale, GradScaler, NoOpLossScale, StaticLossScale
+from ampkit import DynamicLossScale, GradScaler, NoOpLossScale, StaticLossScale, TimesMedian
 from tests.helpers.scaler_tools import iterate, one_parameter, started
 
 
@@ -61,6 +61,28 @@ def test_a_distributed_checkpoint_brings_every_count_to_a_fresh_scaler(tmp_path,
     dcp.load({"scaler": fresh}, checkpoint_id=tmp_path / "run")
     assert fresh.state_dict() == used.state_dict()
     assert fresh.stats() == used.stats()
+
+
+def test_fractions_stay_fractions_and_counts_integers() -> None:
+    """Of scales that are set and loaded, and of saved norms; also in a scaler that has not been used."""
+    scaler, (param, optimizer) = started(GradScaler, 1.25, skip_above=TimesMedian(3.0)), one_parameter()
+    for value in (1.5, 0.75, 1.75):
+        param.grad = torch.full((1,), value)
+        scaler.step(optimizer)
+        scaler.update(value)
+        assert scaler.get_scale() == value
+    state = scaler.state_dict()
+    ((_, _, norms),) = state["ampkit"]["norms"]
+    assert norms == pytest.approx([1.5 / 1.25, 0.75 / 1.5, 1.75 / 0.75])
+    for other in (GradScaler("cpu", skip_above=TimesMedian(3.0)), started(GradScaler, skip_above=TimesMedian(3.0))):
+        other.load_state_dict(state)
+        again = other.state_dict()
+        assert again == state
+        assert other.get_scale() == 1.75
+        counts = [again["_growth_tracker"], *again["ampkit"]["counters"].values(), *again["ampkit"]["totals"].values()]
+        assert {type(count) for count in counts} == {int}
+        assert {type(value) for value in vars(other.stats()).values()} == {int, float}
+        assert type(other.stats().updates) is int
 
 
 def test_the_script_decides_about_the_kind_of_strategy() -> None:

@@ -149,6 +149,16 @@ def test_each_optimizer_has_its_own_median_and_a_resumed_run_goes_on_with_it() -
     assert train(fresh, 4.0, 100.0) == [True, True]
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_one_outlier_of_two_optimizers_marks_the_row(order: int) -> None:
+    scaler, pairs = started(GradScaler, 1.0, skip_above=5.0), [one_parameter(grad=value) for value in (1.0, 10.0)]
+    for _, optimizer in pairs[::order]:
+        scaler.step(optimizer)
+    scaler.update()
+    assert [param.item() for param, _ in pairs] == [0.0, 1.0]
+    assert (scaler.history[0]["outlier"], scaler.stats().outliers, scaler.stats().steps) == (True, 1, 1)
+
+
 def test_a_flag_is_that_of_one_iteration() -> None:
     """Also where other code says that an optimizer is READY again, and where `update` gets a scale."""
     param, optimizer = one_parameter(grad=10.0)
