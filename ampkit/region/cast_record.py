@@ -1,9 +1,10 @@
-"""What `record_casts` noted: calls by kind, their casts and bytes."""
+"""What `record_casts` noted: calls by kind, their casts and bytes, and sizes that tensor cores take badly."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import groupby
+from math import prod
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -13,10 +14,15 @@ from ampkit.policy.module_paths import starred
 from ampkit.policy.rules import Rule
 from ampkit.region.float8_record import Float8Losses, Float8Notes, table
 
-__all__ = ["CastRecord", "RecordedCall"]
+__all__ = ["CastRecord", "MisalignedProduct", "MisalignedProducts", "RecordedCall"]
 
 T = TypeVar("T")
+Shape = tuple[int, ...]
 
+_ADDED = frozenset({"addmm", "baddbmm", "addbmm"})     # what is added comes first
+_PRODUCTS = frozenset({"mm", "bmm", "matmul", "linalg_matmul", *_ADDED})
+_CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
+_TRANSPOSED = frozenset({"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})
 _HEADER = ("calls", "operator", "rule, set by", "module", "operands", "computed in", "casts", "cached", "MB")
 
 
@@ -36,6 +42,34 @@ class RecordedCall(NamedTuple):
     nbytes: int                         # read and written by the casts made
     shapes: tuple[tuple[int, ...], ...] = ()        # of the tensors given
     float8: str = ""                    # under an FP8 rule: its name, or why the call followed LOWER
+
+
+class MisalignedProduct(NamedTuple):
+    """A matrix product or convolution with a size that is no multiple of what tensor cores take at once."""
+
+    op: str                     # "aten::linear"
+    module: str                 # as one key of `Policy.for_modules`; "" outside any
+    line: str                   # the call site in the user's code: "model.py:67"
+    dtype: torch.dtype          # of the operands it computed with
+    sizes: dict[str, int]       # {"rows": 4096, "in": 768, "out": 50257}
+    padded: dict[str, int]      # those of them to change, to the next multiple: {"out": 50264}
+    calls: int
+
+    def cells(self) -> tuple[str, ...]:
+        """The cells of a row of the table."""
+        sizes = ", ".join(f"{name} {size}" for name, size in self.sizes.items())
+        change = ", ".join(f"{name} {self.sizes[name]} -> {size}" for name, size in self.padded.items())
+        return str(self.calls), self.op, self.module, self.line, _named([self.dtype]), sizes, change
+
+
+class MisalignedProducts(tuple[MisalignedProduct, ...]):
+    """The rows; `str()` of it is a table."""
+
+    def __str__(self) -> str:
+        if not self:
+            return "no size to pad in the matrix products and convolutions that were recorded"
+        header = ("calls", "operator", "module", "line", "computed in", "sizes", "pad")
+        return "\n".join(table([header, *(one.cells() for one in self)], {"calls"}))
 
 
 class CastRecord:
@@ -75,6 +109,44 @@ class CastRecord:
         """
         return self.float8_notes.losses()
 
+    def misaligned(self, multiple: int = 8) -> MisalignedProducts:
+        """Matrix products and convolutions with sizes that tensor cores take badly: a tuple that prints as a table.
+
+        Tensor cores read 16 bytes at once: 8 elements of float16 or bfloat16, 16 of FP8 or int8. Where a size is no
+        multiple of that, a kernel pads it or computes without them. NVIDIA's "Train With Mixed Precision" (tensor core
+        shape constraints) asks for multiples of 8 in batches, widths of layers, channels, vocabularies and sequences;
+        its "Matrix Multiplication Background" for 128 bytes on an A100, which is `misaligned(64)`.
+
+        Looked at are `linear`, `matmul` and its kind with all three sizes, convolutions with the channels of one group,
+        and attention with the width of a head; not what is computed in float32, `einsum`, recurrent layers, and
+        products with a vector, which no padding helps.
+
+        Args:
+            multiple: elements of 16 bits; of those of one byte, twice as many.
+
+        Raises:
+            ValueError: a `multiple` below 1.
+        """
+        if multiple < 1:
+            raise ValueError(f"multiple is {multiple}; expected a number of elements of 16 bits, such as 8")
+        found = []
+        for call in self.calls:
+            sizes, nbytes = _sizes(call.op, call.shapes), call.computed_in[0].itemsize if call.computed_in else 4
+            if nbytes > 2 or 1 in sizes.values():
+                continue
+            step = multiple * 2 // nbytes
+            padded = {name: -(-size // step) * step for name, size in sizes.items() if size % step}
+            if padded:
+                found.append(
+                    MisalignedProduct(call.op, call.module, call.line, call.computed_in[0], sizes, padded, 1)
+                )
+        groups = _grouped(
+            found, lambda one: (one.op, starred(one.module), one.line, one.dtype, tuple(one.sizes.items()))
+        )
+        return MisalignedProducts(
+            some[0]._replace(module=_path([one.module for one in some]), calls=len(some)) for some in groups
+        )
+
     def __str__(self) -> str:
         lines = self._table() if self.calls else [
             "no operator with a rule was called in a region that was entered while recording"
@@ -113,6 +185,29 @@ class CastRecord:
                 for some in fallbacks
             ),
         ]
+
+
+def _sizes(op: str, shapes: Sequence[Shape]) -> dict[str, int]:
+    """The sizes of the product that an operator computes from tensors of these shapes; none of what is not known."""
+    name = op.removeprefix("aten::").partition(".")[0]
+    if name in _ADDED:
+        shapes = shapes[1:]
+    if len(shapes) < 2 or min(len(shape) for shape in shapes[:2]) < 2:      # a vector, or a nested tensor
+        return {}
+    a, b = shapes[:2]
+    if name == "linear":
+        return {"rows": prod(a[:-1]), "in": a[-1], "out": b[0]}
+    if name in _PRODUCTS:
+        return {"rows": prod(a[:-1]) if len(b) == 2 else a[-2], "inner": a[-1], "columns": b[-1]}
+    if name in _CONVOLUTIONS:       # [out, in / groups, *kernel]
+        groups = max(1, a[1 - len(b)] // max(1, b[1]))
+        return {"in channels": b[1], "out channels": b[0] // groups}
+    if name in _TRANSPOSED:         # [in, out / groups, *kernel]; without a bias, `groups` is not in the shapes
+        groups = max(1, shapes[2][0] // max(1, b[1])) if len(shapes) > 2 else 1
+        return {"in channels": b[0] // groups, "out channels": b[1]}
+    if name == "scaled_dot_product_attention" and len(shapes) > 2:
+        return {"head": a[-1], "value": shapes[2][-1]}
+    return {}
 
 
 def _row(calls: Sequence[RecordedCall]) -> tuple[str, ...]:

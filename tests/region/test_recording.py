@@ -1,12 +1,15 @@
 """`record_casts`: what a record says, beside what was done, and that taking it changes nothing."""
 
+import re
 import textwrap
 import warnings
 import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ampkit import Policy, Rule, WeightCache, autocast, record_casts
 from ampkit.region.mode import AutocastMode
@@ -175,6 +178,91 @@ def test_the_record_keeps_no_tensor():
     assert record.casts == 3
     del model
     assert [ref() for ref in alive] == [None, None]
+
+
+def ones(*shape):
+    return torch.ones(shape)
+
+
+PRODUCTS = {
+    # the language model's head of GPT-2, with its vocabulary, and padded as nanoGPT does
+    "linear": (lambda: F.linear(ones(4, 1024, 768), ones(50257, 768)), {"out": (50257, 50264)}),
+    "linear, padded": (lambda: F.linear(ones(4, 1024, 768), ones(50304, 768)), {}),
+    "linear of the last batch": (lambda: F.linear(ones(13, 768), ones(3072, 768), ones(3072)), {"rows": (13, 16)}),
+    "mm": (lambda: torch.mm(ones(64, 100), ones(100, 64)), {"inner": (100, 104)}),
+    "addmm": (lambda: torch.addmm(ones(1001), ones(64, 2048), ones(2048, 1001)), {"columns": (1001, 1008)}),
+    "bmm": (lambda: torch.bmm(ones(96, 197, 64), ones(96, 64, 197)), {"rows": (197, 200), "columns": (197, 200)}),
+    "baddbmm": (lambda: torch.baddbmm(ones(8, 16, 77), ones(8, 16, 40), ones(8, 40, 77)), {"columns": (77, 80)}),
+    "matmul": (lambda: ones(8, 12, 197, 64) @ ones(8, 12, 64, 197), {"rows": (197, 200), "columns": (197, 200)}),
+    "matmul, the batch in the rows": (lambda: ones(8, 197, 64) @ ones(64, 64), {}),
+    "conv1d": (lambda: F.conv1d(ones(2, 80, 100), ones(500, 80, 3)), {"out channels": (500, 504)}),
+    "conv2d": (lambda: F.conv2d(ones(2, 3, 32, 32), ones(64, 3, 7, 7)), {"in channels": (3, 8)}),
+    "conv2d, one image": (lambda: F.conv2d(ones(3, 32, 32), ones(64, 3, 7, 7)), {"in channels": (3, 8)}),
+    "conv2d in groups": (      # ResNeXt's first stage
+        lambda: F.conv2d(ones(2, 128, 9, 9), ones(128, 4, 3, 3), groups=32),
+        {"in channels": (4, 8), "out channels": (4, 8)},
+    ),
+    "conv2d by channels": (lambda: F.conv2d(ones(2, 60, 9, 9), ones(60, 1, 3, 3), groups=60), {}),
+    "conv3d": (lambda: F.conv3d(ones(2, 64, 4, 4, 4), ones(30, 64, 3, 3, 3)), {"out channels": (30, 32)}),
+    "conv_transpose2d": (
+        lambda: F.conv_transpose2d(ones(2, 64, 9, 9), ones(64, 3, 4, 4), ones(3)), {"out channels": (3, 8)}
+    ),
+    "conv_transpose2d in groups": (
+        lambda: F.conv_transpose2d(ones(2, 24, 9, 9), ones(24, 8, 4, 4), ones(16), groups=2), {"in channels": (12, 16)},
+    ),
+    "attention": (
+        lambda: F.scaled_dot_product_attention(*[ones(2, 8, 77, 60)] * 3), {"head": (60, 64), "value": (60, 64)},
+    ),
+    "a vector": (lambda: F.linear(ones(1, 768), ones(7, 768)), {}),
+    "a score for each row": (lambda: F.linear(ones(30, 770), ones(1, 770), ones(1)), {}),
+    "of one dimension": (lambda: ones(30, 770) @ ones(770), {}),
+    "no product": (lambda: torch.softmax(ones(3, 3), -1), {}),
+}
+
+
+@pytest.mark.parametrize("what", PRODUCTS)
+def test_sizes_that_tensor_cores_take_badly(what):
+    call, padded = PRODUCTS[what]
+    with FakeTensorMode(), record_casts() as record, autocast("cpu", BF16):
+        call()
+    found = record.misaligned(8)
+    assert [one.op for one in found] == [record.calls[0].op] * bool(padded)
+    assert {name: (one.sizes[name], size) for one in found for name, size in one.padded.items()} == padded
+
+
+def test_misaligned_sizes_print_as_a_table(net):
+    with record_casts() as record, autocast("cpu", torch.float16):
+        net(ones(12, 8))
+    rows = [re.split("  +", line.strip()) for line in str(record.misaligned(16)).splitlines()]
+    place = rows[1][3]
+    assert re.fullmatch(r"test_recording.py:\d+", place)
+    assert rows[:3] == [
+        ["calls", "operator", "module", "line", "computed in", "sizes", "pad"],
+        ["2", "aten::linear", "blocks.*.0", place, "float16", "rows 12, in 8, out 8",
+         "rows 12 -> 16, in 8 -> 16, out 8 -> 16"],
+        ["1", "aten::linear", "head", rows[2][3], "float16", "rows 12, in 8, out 4",
+         "rows 12 -> 16, in 8 -> 16, out 4 -> 16"],
+    ]
+    assert str(record.misaligned(4)) == "no size to pad in the matrix products and convolutions that were recorded"
+    with pytest.raises(ValueError, match="multiple is 0; expected a number of elements of 16 bits"):
+        record.misaligned(0)
+
+
+def test_misaligned_sizes_by_what_is_computed_in():
+    """One byte takes twice as many elements; in float32 there is nothing to find, nor in what was not cast."""
+    layer, x = nn.Linear(48, 32), ones(24, 48)
+    rules = {"8-bit": "float8_rowwise", "16-bit": "lower", "32-bit": "float32"}
+    found = {}
+    for name, rule in rules.items():
+        policy = Policy.default("cpu").with_rules({"aten::linear": rule})
+        with record_casts() as record, autocast("cpu", BF16, policy=policy):
+            layer(x)
+        found[name] = [one.padded for one in record.misaligned(8)]
+    assert found == {"8-bit": [{"rows": 32}], "16-bit": [], "32-bit": []}
+    with record_casts() as record, autocast("cpu", BF16):
+        ones(9, 9).double() @ ones(9, 9).double()
+    assert [call.computed_in for call in record.calls] == [(torch.float64,) * 2]
+    assert record.misaligned() == ()
 
 
 POSITIONS = torch.arange(300.0)
