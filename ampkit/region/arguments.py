@@ -132,7 +132,8 @@ def _available(device: str, kind: str, dtype: torch.dtype) -> bool:
     if dtype not in supported:
         warnings.warn(
             f"autocast for {kind} takes {' or '.join(map(str, supported))}, not {dtype}: it is disabled. "
-            "To compute in float32, use autocast(enabled=False) and .float() inputs.",
+            "To compute in float32, decorate a function with amp.float_function, or use autocast(enabled=False) and "
+            ".float() inputs.",
             stacklevel=4,
         )
         return False

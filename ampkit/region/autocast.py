@@ -39,6 +39,7 @@ class autocast:
 
     Inside, matrix products, convolutions and the like take `dtype` inputs; softmax, norms and losses float32 ones;
     operators that need one dtype for all inputs get the widest. `Policy.explain` says what an operator does and why.
+    A function decorated with `ampkit.amp.float_function` computes in float32 inside, 16-bit arguments too.
 
     Warns and disables itself, as torch does, if the device or the dtype is not available. Entering and leaving never
     sync.

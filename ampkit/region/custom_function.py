@@ -71,8 +71,8 @@ def custom_fwd(
             return fwd(*args, **kwargs)
         with autocast(kind, enabled=False):
             # Not `ctx`: before torch 2.12 Dynamo cannot ask it whether it is a dataclass.
-            rest = _cast(args[len(ctx) :], kind, cast_inputs)
-            return fwd(*ctx, *rest, **_cast(kwargs, kind, cast_inputs))
+            rest = cast_eligible(args[len(ctx) :], kind, cast_inputs)
+            return fwd(*ctx, *rest, **cast_eligible(kwargs, kind, cast_inputs))
 
     return decorated
 
@@ -127,6 +127,6 @@ def _policy_here(kind: str) -> Policy:
     return (None if mode is None else dict(mode.policies).get(kind)) or NAMED_POLICIES["torch", kind]
 
 
-def _cast(value: Any, kind: str, dtype: torch.dtype) -> Any:
+def cast_eligible(value: Any, kind: str, dtype: torch.dtype) -> Any:
     """`value` with the eligible tensors in it cast, in any nesting of containers."""
     return map_tensors(value, lambda tensor: tensor.to(dtype) if is_eligible(tensor, kind) else tensor)

@@ -22,25 +22,52 @@ def in_region(region: Region, func: Callable[..., Any]) -> Callable[..., Any]:
     Raises `TypeError` for a class, for an asynchronous generator function, and for what cannot be called.
     """
     name = type(region).__name__
-    body = func if inspect.isroutine(func) or isinstance(func, functools.partial) else type(func).__call__
-    if isinstance(func, type) or not callable(func) or inspect.isasyncgenfunction(body):
-        got = type(func).__name__
-        if isinstance(func, type):
-            got = f"the class {func.__name__}: decorate its forward"
-        elif callable(func):
-            got = "an asynchronous generator function: decorate what it calls"
+    if isinstance(func, type) or not callable(func):
+        got = f"the class {func.__name__}: decorate its forward" if isinstance(func, type) else type(func).__name__
         raise TypeError(
             f"{name}()(func) takes a function or method to decorate, got {got}. "
             f"As a context manager: `with {name}(...):`"
         )
-    if inspect.iscoroutinefunction(body):
-        wrapper = _coroutine(region, func)
-    elif inspect.isgeneratorfunction(body):
-        wrapper = _generator(region, func)
-    else:
-        wrapper = _plain(region, func)
+    run = in_pieces(func)
+    if run is None:
+        return in_place_of(func, _plain(region, func))
+    return in_place_of(func, lambda *args, **kwargs: run(region, func(*args, **kwargs)))
+
+
+def in_pieces(func: Callable[..., Any]) -> Callable[[Region, Any], Any] | None:
+    """What runs, in a region, the generator or coroutine that `func` returns; None for a plain function.
+
+    Raises `TypeError` for an asynchronous generator function.
+    """
+    body = func if inspect.isroutine(func) or isinstance(func, functools.partial) else type(func).__call__
+    if inspect.isasyncgenfunction(body):
+        raise TypeError(
+            "expected a function, generator or coroutine function to decorate, got an asynchronous generator function: "
+            "decorate what it calls"
+        )
+    return _awaited if inspect.iscoroutinefunction(body) else _stepped if inspect.isgeneratorfunction(body) else None
+
+
+def in_place_of(func: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, which returns what `func` does, as a function of the same kind and name."""
+    run = in_pieces(func)
+    wrapper: Any = call if run is None else _coroutine(call) if run is _awaited else _generator(call)
     functools.update_wrapper(wrapper, func, updated=("__dict__",) if getattr(func, "__dict__", None) else ())
     wrapper.__script_unsupported = "a function decorated with ampkit.autocast is not supported in script mode"
+    return wrapper
+
+
+def _coroutine(call: Callable[..., Any]) -> Any:
+    async def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return await call(*args, **kwargs)
+
+    return wrapper
+
+
+def _generator(call: Callable[..., Any]) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return (yield from call(*args, **kwargs))
+
     return wrapper
 
 
@@ -54,20 +81,6 @@ def _plain(region: Region, func: Callable[..., Any]) -> Any:
             raise
         region.__exit__(None, None, None)
         return output
-
-    return wrapper
-
-
-def _generator(region: Region, func: Callable[..., Any]) -> Any:
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return (yield from _stepped(region, func(*args, **kwargs)))
-
-    return wrapper
-
-
-def _coroutine(region: Region, func: Callable[..., Any]) -> Any:
-    async def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return await _awaited(region, func(*args, **kwargs))
 
     return wrapper
 

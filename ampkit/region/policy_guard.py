@@ -28,7 +28,7 @@ from ampkit.torch_internals.forks import renewed_lock
 
 _set_enabled, _set_dtype = torch.set_autocast_enabled, torch.set_autocast_dtype
 
-_DEVICES = ("ipu", "maia")
+MARK_DEVICES = ("ipu", "maia")
 _DIGITS = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 
 Mark = tuple[tuple[str, torch.dtype], ...]
@@ -89,12 +89,12 @@ def _free_mark(text: str) -> Mark:
         _mark_of.cache_clear()
         forget_compiled()       # code compiled under an old mark must not match a new one
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
-    mark: Mark = ((_DEVICES[0], _DIGITS[number % len(_DIGITS)]),)
+    mark: Mark = ((MARK_DEVICES[0], _DIGITS[number % len(_DIGITS)]),)
     if mark not in _texts:
         return mark
     while True:
         first, second = divmod(number % capacity, len(_DIGITS))
-        mark = ((_DEVICES[0], _DIGITS[first]), (_DEVICES[1], _DIGITS[second]))
+        mark = ((MARK_DEVICES[0], _DIGITS[first]), (MARK_DEVICES[1], _DIGITS[second]))
         if mark not in _texts:
             return mark
         number += 1
@@ -104,7 +104,7 @@ def write(mark: Mark) -> None:
     """Set this thread's mark."""
     before, thread.mark = thread.mark, mark     # first: a signal handler may enter and leave a region amid the rest
     try:
-        for device in _DEVICES[len(mark) : len(before)]:
+        for device in MARK_DEVICES[len(mark) : len(before)]:
             _set_enabled(device, False)
         for device, digit in mark:
             _set_dtype(device, digit)

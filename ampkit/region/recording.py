@@ -81,8 +81,9 @@ class record_casts(contextlib.ContextDecorator):
         self.taken.merged = [] if any(exc) else [call for call, merges in self.taken.integers or () if merges]
         if self.taken.merged:
             warn_user(
-                "; ".join(self.taken.merged_lines()) + ". Compute there in float32, by a rule for the module or in "
-                "`with autocast(enabled=False)`; record_casts(check_integers=False) does not look",
+                "; ".join(self.taken.merged_lines()) + ". Compute there in float32, by a rule for the module, in an "
+                "amp.float_function or in `with autocast(enabled=False)`; record_casts(check_integers=False) does not "
+                "look",
                 ("torch.", "contextlib"),
             )
 

@@ -14,13 +14,15 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
 
 from ampkit.containers import map_tensors
-from ampkit.policy import casting
+from ampkit.policy.casting import is_eligible
 from ampkit.policy.op_table import TORCH, Rule
 from ampkit.policy.policy import register_op
 from ampkit.region.autocast import autocast
+from ampkit.region.custom_function import cast_eligible
+from ampkit.region.decorate import in_pieces, in_place_of
+from ampkit.region.policy_guard import MARK_DEVICES
 from ampkit.torch_internals.operators import OpOverload, OpOverloadPacket
 
 P = ParamSpec("P")
@@ -48,10 +50,30 @@ def half_function(fn: Callable[P, R]) -> Callable[P, R]:
 def float_function(fn: Callable[P, R]) -> Callable[P, R]:
     """`fn` computed in float32: its tensor arguments are cast up, and autocast is off inside.
 
-    Outside a region it is called as it is.
+    For a function, method, generator or coroutine that 16 bits spoil, and whose arguments may come in 16 bits: rotary
+    embeddings, quaternions, a solver. Unlike `autocast(enabled=False)` it names no device, and computes in float32
+    whatever comes in; so does its backward. `Policy.for_modules` does it to modules::
+
+        @float_function
+        def rotary(positions, frequencies):
+            return (positions[:, None] @ frequencies[None]).cos()
+
+    Arguments are cast as by `custom_fwd(cast_inputs=torch.float32)`: floating-point tensors on a device whose autocast
+    is on, float64 excepted, in lists, tuples, mappings and dataclasses too; a method of a dataclass gets a copy of it.
+    What the function reads elsewhere, such as 16-bit weights of its module, stays as it is. Results stay float32:
+    rounding them would lose what was gained, and the next operator that wants 16 bits casts by itself.
+
+    Outside a region, and where autocast is off, it is called as it is: nothing casts 16-bit weights there either.
 
     Raises:
-        TypeError: anything but a function.
+        TypeError: anything but a function, or an asynchronous generator function.
+
+    >>> @float_function
+    ... def product(x):
+    ...     return x @ x
+    >>> with autocast("cpu", torch.bfloat16):
+    ...     product(torch.ones(1, 1, dtype=torch.bfloat16))
+    tensor([[1.]])
     """
     return _casting(fn, Rule.FLOAT32, "float_function")
 
@@ -98,46 +120,65 @@ def disable_casts() -> Iterator[None]:
     ...     torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype
     torch.float32
     """
-    with ExitStack() as disabled:
-        for device_type in TORCH:
-            if torch.is_autocast_enabled(device_type):
-                disabled.enter_context(autocast(device_type, enabled=False))
+    with _Disabled():
         yield
 
 
+class _Disabled:
+    """Context in which autocast is off; may be entered again after it was left."""
+
+    def __enter__(self) -> None:
+        with ExitStack() as regions:
+            for kind in _enabled():
+                regions.enter_context(autocast(kind, enabled=False))
+            self.regions = regions.pop_all()
+
+    def __exit__(self, *exc: Any) -> None:
+        self.regions.__exit__(*exc)
+
+
+def _enabled() -> list[str]:
+    """The device types whose autocast is on."""
+    return [kind for kind in TORCH if torch.is_autocast_enabled(kind) and kind not in MARK_DEVICES]
+
+
 def _casting(fn: Callable[P, R], rule: Rule, name: str) -> Callable[P, R]:
-    """`fn` with its tensor arguments cast by `rule` where a region is open for the device of one of them."""
+    """`fn` with its tensor arguments cast by `rule` where a region is open for their device."""
     if not callable(fn) or isinstance(fn, type):
         raise TypeError(f"{name} takes a function, got {fn!r}; decorate a module's forward, not its class")
     function: Callable[..., Any] = fn
+    run = in_pieces(fn) if rule is Rule.FLOAT32 else None
 
-    @functools.wraps(fn)
-    def decorated(*args: Any, **kwargs: Any) -> Any:
-        tensors: list[Tensor] = []
-        map_tensors((args, kwargs), lambda tensor: tensors.append(tensor) or tensor)
-        device_type = next(filter(_is_enabled, (tensor.device.type for tensor in tensors)), None)
-        dtype = None if device_type is None else _dtype(rule, tensors, device_type)
-        if device_type is None or dtype is None:
-            return function(*args, **kwargs)
-        cast = casting.cast_to(device_type, dtype).tensor
-        args, kwargs = map_tensors(args, cast), map_tensors(kwargs, cast)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kinds = _enabled()
+        for kind in kinds:
+            dtype = _dtype(rule, kind, (args, kwargs))
+            args, kwargs = cast_eligible(args, kind, dtype), cast_eligible(kwargs, kind, dtype)
         if rule is not Rule.FLOAT32:
             return function(*args, **kwargs)
-        with autocast(device_type, enabled=False):
-            return function(*args, **kwargs)
+        if run is not None:
+            return run(_Disabled(), function(*args, **kwargs))
+        return _disabled(kinds, function, args, kwargs)
 
+    decorated = in_place_of(fn, call) if rule is Rule.FLOAT32 else functools.wraps(fn)(call)
     decorated._ampkit_casts = name  # type: ignore[attr-defined]
     return decorated
 
 
-def _is_enabled(device_type: str) -> bool:
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+def _disabled(kinds: list[str], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A call with autocast off for these device types. No `ExitStack`: torch.compile traces none."""
+    if not kinds:
+        return function(*args, **kwargs)
+    with autocast(kinds[0], enabled=False):
+        return _disabled(kinds[1:], function, args, kwargs)
 
 
-def _dtype(rule: Rule, tensors: list[Tensor], device_type: str) -> torch.dtype | None:
-    if rule is Rule.PROMOTE:
-        return casting.widest_dtype(tensors, device_type)
-    return torch.float32 if rule is Rule.FLOAT32 else torch.get_autocast_dtype(device_type)
+def _dtype(rule: Rule, kind: str, values: Any) -> torch.dtype:
+    if rule is not Rule.PROMOTE:
+        return torch.float32 if rule is Rule.FLOAT32 else torch.get_autocast_dtype(kind)
+    dtypes: list[torch.dtype] = []
+    map_tensors(values, lambda tensor: dtypes.append(tensor.dtype) or tensor if is_eligible(tensor, kind) else tensor)
+    return dtypes[0] if len(set(dtypes)) == 1 else torch.float32
 
 
 def _register(owner: Any, name: str, rule: Rule, decorator: str) -> None:

@@ -1,16 +1,20 @@
 """half_function and its kin: what functions see, inside regions and outside, and how they are registered."""
 
+import asyncio
+import inspect
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ampkit import Policy, Rule, amp, autocast
+from ampkit.region.thread_state import thread
 
 LOW, TWICE = torch.bfloat16, "ampkit_function_casts::twice"
 
@@ -55,6 +59,160 @@ def test_containers_are_looked_into_and_casts_differentiated() -> None:
     y[0].float().sum().backward()
     assert [one.dtype for one in y] == [LOW, torch.float64]
     assert (x.grad.dtype, x.grad.tolist()) == (torch.float32, [2.0, 2.0])
+
+
+def test_off_is_what_was_on_and_no_other_device() -> None:
+    """The default policy writes a mark that looks like autocast for devices that no torch has."""
+    def depth() -> int:
+        return len(thread.regions)
+
+    with autocast("cpu", LOW), autocast("xpu", LOW, enabled=False):
+        with amp.disable_casts():
+            assert depth() == 3
+        assert amp.float_function(depth)() == 3
+
+
+def angles(n: int) -> Tensor:
+    """A product of tensors that no argument is."""
+    return torch.arange(float(n))[:, None] @ torch.ones(1, 2)
+
+
+@pytest.mark.parametrize("region", [autocast, torch.autocast])
+def test_a_function_without_tensors_computes_in_float32(region: Any) -> None:
+    with region("cpu", LOW):
+        assert angles(3).dtype is LOW
+        assert amp.float_function(angles)(3).dtype is torch.float32
+
+
+def test_a_generator_computes_in_float32_and_its_caller_does_not() -> None:
+    """Wherever it was begun."""
+    x = torch.ones(1, 1)
+
+    @amp.float_function
+    def powers(x: Tensor) -> Iterator[Tensor]:
+        product = x
+        while True:
+            product = product @ x
+            product = product @ (yield product)
+
+    assert inspect.isgeneratorfunction(powers)
+    with autocast("cpu", LOW):
+        generator = powers(x.to(LOW))
+        dtypes = [next(generator).dtype, (x @ x).dtype, generator.send(x).dtype, (x @ x).dtype]
+    assert dtypes == [torch.float32, LOW, torch.float32, LOW]
+    begun = powers(x)
+    next(begun)
+    with autocast("cpu", LOW):
+        assert begun.send(x).dtype is torch.float32
+
+
+def test_a_coroutine_computes_in_float32_and_others_do_not() -> None:
+    async def products(x: Tensor) -> list[torch.dtype]:
+        before = (x @ x).dtype
+        await asyncio.sleep(0)
+        return [before, (x @ x).dtype]
+
+    async def both() -> Any:
+        x = torch.ones(1, 1)
+        with autocast("cpu", LOW):
+            return await asyncio.gather(amp.float_function(products)(x.to(LOW)), products(x))
+
+    assert inspect.iscoroutinefunction(amp.float_function(products))
+    assert asyncio.run(both()) == [[torch.float32] * 2, [LOW] * 2]
+
+    async def streams() -> AsyncIterator[int]:
+        yield 1
+
+    with pytest.raises(TypeError, match="got an asynchronous generator function: decorate what it calls"):
+        amp.float_function(streams)
+
+
+class Net(nn.Module):
+    """A method in float32 between two layers in 16 bits."""
+
+    def __init__(self, decorate: Callable[..., Any] = amp.float_function) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.inside, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.mixed = nn.Parameter(torch.rand(4, 4))
+        self.decorated = decorate(type(self).between)
+
+    def between(self, x: Tensor, *, more: Any) -> Tensor:
+        return (self.inside(x) @ self.mixed).exp() + more["x"][0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(self.decorated(self, x, more={"x": [x]})).float().square().mean()
+
+
+def by_hand(between: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Net, x: Tensor, *, more: Any) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return between(self, x.float(), more={"x": [more["x"][0].float()]})
+
+    return call
+
+
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+
+
+def in_region(run: Callable[[Tensor], Tensor], policy: Policy = Policy.default("cpu")) -> Tensor:  # noqa: B008
+    with autocast("cpu", LOW, policy=policy):
+        return run(X)
+
+
+def bits(model: nn.Module, loss: Tensor) -> list[Tensor]:
+    """The loss and the gradients."""
+    loss.backward()
+    return [loss.detach(), *[param.grad for param in model.parameters() if param.grad is not None]]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) == 8 and all(map(torch.equal, a, b))
+
+
+@pytest.mark.parametrize("policy", [Policy.default("cpu"), Policy.torch("cpu")], ids=["default", "torch"])
+def test_float32_bits_forward_and_backward(policy: Policy) -> None:
+    """Those of torch's own way to write it; also recomputed."""
+    hand, net = Net(by_hand), Net()
+    wanted = bits(hand, in_region(hand, policy))
+    assert same(bits(net, in_region(net, policy)), wanted)
+    for reentrant in (False, True):
+        net = Net()
+        loss = in_region(lambda x: checkpoint(net, x.clone().requires_grad_(), use_reentrant=reentrant), policy)  # noqa: B023
+        assert same(bits(net, loss), wanted)
+
+
+@pytest.mark.parametrize("decorate", [amp.float_function, amp.half_function, amp.promote_function])
+def test_compiled_in_one_graph_with_the_bits_of_eager(decorate: Callable[..., Any]) -> None:
+    eager, net = Net(decorate), Net(decorate)
+    wanted = bits(eager, in_region(eager))
+    compiled = torch.compile(lambda: in_region(net), backend="aot_eager", fullgraph=True)
+    assert same(bits(net, compiled()), wanted)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported(strict: bool) -> None:
+    net = Net()
+    program = torch.export.export(InRegion(net), (X,), strict=strict)
+    assert torch.equal(program.module()(X), in_region(net))
+
+
+class InRegion(nn.Module):
+    def __init__(self, net: Net) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return in_region(self.net)
+
+
+def test_transforms() -> None:
+    product = amp.float_function(lambda x: x @ torch.ones(2, 2))
+    x = torch.ones(3, 2, 2, dtype=LOW)
+    with autocast("cpu", LOW):
+        assert torch.vmap(product)(x).dtype is torch.float32
+        assert torch.func.grad(lambda x: product(x).sum())(x[0]).tolist() == [[2.0, 2.0]] * 2
 
 
 @torch.library.custom_op(TWICE, mutates_args=())
