@@ -29,6 +29,8 @@ from ampkit.torch_internals.operators import current_device_type
 
 _LEVELS = tuple(str(Path(__file__).resolve().parents[1] / name) for name in ("whole_model", "amp.py"))
 _MOST_PARAMETERS = 64       # of an optimizer whose gradients are followed
+_NORMAL = torch.finfo(torch.float16).smallest_normal
+_VANISHING = 2.0**-21       # three bits of float16 are left of smaller numbers, or none
 
 
 @dataclass
@@ -49,6 +51,8 @@ class _Optimizer:
     scaler: Any = None                  # the last that unscaled it or stepped
     unscaled: bool = False              # by `unscale_`, since the last `update`
     stepped: tuple[str, int] | None = None      # where by the scaler, since the last `update`
+    largest: Tensor | None = None       # the magnitude in each gradient of an unscaled backward of float16
+    vanishes: bool = False              # a gradient was next to 0 after one
 
     def current(self) -> list[tuple[int, int]]:
         """Another value where a gradient was written since."""
@@ -64,11 +68,12 @@ class check_loop:
 
     Found, each with its line and the change: gradients that are clipped or read while they are scaled; an optimizer
     that steps with scaled gradients; `update` that is missing or called twice; `unscale_` twice; `backward` inside an
-    autocast region; a scaler with bfloat16; gradients that are never zeroed; accumulation over micro-batches whose
-    losses are not divided; clipping after each of them; zero_grad between backward and step; a second step with the
-    same gradients; a scheduler that steps although the scaler skipped the step. Two iterations are enough for
-    all but the last. Open it before the loop; functions that code holds already are seen all the same, but for
-    `torch.nn.utils.clip_grad_value_`. No host syncs but one small read per step where gradients may be zero.
+    autocast region; a scaler with bfloat16; float16 without a scaler where gradients underflow; gradients that are
+    never zeroed; accumulation over micro-batches whose losses are not divided; clipping after each of them; zero_grad
+    between backward and step; a second step with the same gradients; a scheduler that steps although the scaler skipped
+    the step. Two iterations are enough for all but the last. Open it before the loop; functions that code holds already
+    are seen all the same, but for `torch.nn.utils.clip_grad_value_`. No host syncs but one small read per step where
+    gradients may be zero, and one in float16 without a scaler.
     """
 
     def __init__(self) -> None:
@@ -79,6 +84,7 @@ class check_loop:
         self._updated: set[Any] = set()         # the scalers that were, since the last backward of a scaled loss
         self._pending_scale = False
         self._dtypes: set[torch.dtype] = set()
+        self._casts: list[Tensor] = []      # of float16 in backward: whether one made all of a gradient 0
         self._depth = 0
         self._in_scaler_step = self._optimizer_ran = False
         self._open = ExitStack()
@@ -208,11 +214,17 @@ class check_loop:
             one.marks = one.current()
         retained = kwargs.get("retain_graph", args[1] if len(args) > 1 else None)
         divided = retained or (root is not None and _is_divided(root, scaled))
-        yield
+        unscaled = not scaled and torch.float16 in self._dtypes
+        with ExitStack() as hooks:
+            if unscaled and root is not None and any(one.vanishes for one in self._optimizers.values()):
+                self._casts.clear()
+                _note_casts(root, self._casts, hooks)
+            yield
         line = _caller()
         for one in (*self._optimizers.values(), self._new):
             if one is self._new or one.marks != one.current():
                 one.scaled, one.zeroed = scaled, None
+                one.largest = _largest(one.parameters) if unscaled else None
                 one.divided |= bool(divided)
                 one.backwards[line] = one.backwards.get(line, 0) + 1
 
@@ -275,6 +287,8 @@ class check_loop:
         if one.last and not (closure or one.backwards) and one.marks == one.current() != [(0, 0)] * len(one.marks):
             self._add("the optimizer steps twice with the same gradients",
                       "once: scaler.step(optimizer) where there is a scaler, and remove the other")
+        if one.largest is not None and one.backwards:
+            self._look_for_underflow(one, one.largest.tolist())
         for line, times in one.clips.items():
             if 1 < times == one.backwards.get(max(one.backwards, key=one.backwards.__getitem__, default=line)):
                 self._add(f"gradients are clipped {times} times for one step, after each backward",
@@ -285,6 +299,20 @@ class check_loop:
             self._add(f"gradients of {most} backward calls are summed, and the losses are not divided",
                       f"(loss / {most}).backward(), so that they are averaged", line)
 
+    def _look_for_underflow(self, one: _Optimizer, largest: list[float]) -> None:
+        """Gradients are 0, or next to it, because of float16: a loss scale would keep them.
+
+        Many a gradient is 0 in float32 as well, of what is masked, dead or unused. So there must be more: a cast that
+        made all of a gradient 0, in the next backward, or no gradient as large as float16's normal numbers.
+        """
+        if min(largest) >= _VANISHING:
+            return
+        if self._casts and (0 < max(largest) < _NORMAL or any(map(bool, self._casts))):
+            self._add("gradients underflow in float16, and the loss is not scaled",
+                      "scaler = GradScaler(); scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update(). "
+                      "Or bfloat16 in the region", max(one.backwards, key=one.backwards.__getitem__))
+        one.vanishes = True
+
     def _optimizer_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._ended(optimizer)
 
@@ -293,6 +321,7 @@ class check_loop:
         one.last = [p.grad for p in one.parameters]
         one.cleared = not one.last
         one.scaled = one.divided = False
+        one.largest = None
         one.backwards.clear()
         one.clips.clear()
         one.zeroed, one.marks = None, one.current()
@@ -321,6 +350,34 @@ class check_loop:
 def _holds_numbers(gradient: Tensor) -> bool:
     """Whether a gradient is other than 0; of sparse ones and of subclasses it is not known."""
     return type(gradient) is Tensor and gradient.layout is torch.strided and bool(gradient.any())
+
+
+def _largest(parameters: list[Tensor]) -> Tensor | None:
+    """The largest magnitude in each gradient, on the device; sparse gradients and subclasses are left out."""
+    gradients = [p.grad for p in parameters if type(p.grad) is Tensor and p.grad.layout is torch.strided]
+    with torch.no_grad():
+        largest = [one.abs().amax().float() for one in gradients if one.numel()]
+        return torch.stack([one.to(largest[0].device) for one in largest]) if largest else None
+
+
+def _note_casts(root: Tensor, notes: list[Tensor], hooks: ExitStack) -> None:
+    """Have the first cast on each way back from a loss note, if it is one of float16, whether all became 0 in it."""
+
+    def note(made: Any, given: Any) -> None:
+        before, after = given[0], made[0]
+        if type(before) is type(after) is Tensor and torch.float16 in (before.dtype, after.dtype):
+            notes.append(before.any() & ~after.any())
+
+    nodes, seen = [root.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name().startswith("ToCopy"):
+            hooks.callback(node.register_hook(note).remove)
+        else:
+            nodes += [following for following, _ in node.next_functions]
 
 
 def _with_subclasses(cls: type) -> list[type]:

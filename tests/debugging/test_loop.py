@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import linecache
 import runpy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ampkit import GradScaler
+from ampkit import GradScaler, autocast
 from ampkit.debugging import check_loop
+from ampkit.debugging.report import LoopReport
 from tests.debugging.models import mlp
 from tests.debugging.planted import loss_of
 from tests.helpers.paths import EXAMPLES
@@ -103,6 +105,85 @@ def test_a_correct_loop(loop: Callable[[], None]) -> None:
         loop()
     assert report.status == "clean", str(report)
     assert str(report).startswith("nothing found in ")
+
+
+def unscaled(
+    model: nn.Module, factor: float = 1, dtype: torch.dtype = torch.float16, region: Any = autocast, shift: float = 0
+) -> LoopReport:
+    """Four steps in a region without a scaler."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    x = torch.randn(16, 8)
+    with check_loop() as report:
+        for _ in range(4):
+            optimizer.zero_grad()
+            with region("cpu", dtype):
+                loss = (model(x).float() + shift).relu().square().mean() * factor
+            loss.backward()
+            optimizer.step()
+    return report
+
+
+class Adapter(nn.Module):
+    """Of low rank: in the first step the gradient of `down` is 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.up(self.down(x))
+
+
+def dead(model: nn.Sequential) -> nn.Sequential:
+    """No unit of the first layer is ever above 0."""
+    nn.init.constant_(model[0].bias, -100.0)    # type: ignore[arg-type]
+    return model
+
+
+@pytest.mark.parametrize("region", [autocast, torch.autocast])
+@pytest.mark.parametrize("factor", [1e-6, 1e-8])
+def test_float16_without_a_scaler_where_gradients_underflow(region: Any, factor: float) -> None:
+    """Some of them, and all."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+    report = unscaled(model, factor, region=region, shift=1.0)
+    assert [one.what for one in report.loop] == ["gradients underflow in float16, and the loss is not scaled"]
+    finding, = report.loop
+    assert (finding.first, finding.last) == (1, 3)      # of 0 to 3: the first shows that a gradient is 0, not why
+    assert "loss.backward()" in linecache.getline(finding.file, finding.line)
+    assert finding.change.startswith("scaler = GradScaler(); scaler.scale(loss).backward()")
+
+
+@pytest.mark.parametrize("region", [autocast, torch.autocast])
+@pytest.mark.parametrize(("model", "options"), [
+    (lambda: mlp(8, 16, 1), {}),
+    (lambda: mlp(8, 16, 1), {"factor": 1e-8, "dtype": torch.bfloat16}),
+    (lambda: dead(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))), {"shift": 3.0}),
+    (lambda: dead(nn.Sequential(nn.Linear(8, 8), nn.ReLU())), {"shift": 3.0}),      # no gradient but 0
+    (Adapter, {}),
+    (lambda: mlp(8, 16, 1), {"factor": 0.0}),
+    (lambda: mlp(8, 16, 1), {"shift": -100.0}),     # a hinge that no sample reaches
+], ids=["fine", "bfloat16", "dead units", "all dead", "adapter", "no loss", "hinge"])
+def test_gradients_that_float16_did_not_make_zero(model: Any, options: dict[str, Any], region: Any) -> None:
+    torch.manual_seed(0)
+    assert unscaled(model(), **options, region=region).status == "clean"
+
+
+def test_float16_beside_training_in_float32() -> None:
+    """A teacher in a region, and a student whose gradients are small, and 0 for a dead unit."""
+    torch.manual_seed(0)
+    teacher, student = mlp(8, 8, 1), dead(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)))
+    optimizer = torch.optim.SGD(student.parameters(), lr=1e-3)
+    with check_loop() as report:
+        for _ in range(3):
+            optimizer.zero_grad()
+            x = torch.randn(4, 8)
+            with torch.no_grad(), autocast("cpu", torch.float16):
+                wanted = teacher(x)
+            ((student(x) - wanted.float()).square().mean() * 1e-7).backward()
+            optimizer.step()
+    assert report.status == "clean", str(report)
 
 
 def test_each_optimizer_and_scaler_counts_for_itself() -> None:
