@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ampkit import GradScaler, autocast
 from ampkit.debugging import check_loop
@@ -155,6 +156,13 @@ def test_float16_without_a_scaler_where_gradients_underflow(region: Any, factor:
     assert finding.change.startswith("scaler = GradScaler(); scaler.scale(loss).backward()")
 
 
+class Normalized(nn.Linear):
+    """The mean of squares is 1/8 whatever it computes: gradients are rounding."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.normalize(super().forward(x).float())
+
+
 @pytest.mark.parametrize("region", [autocast, torch.autocast])
 @pytest.mark.parametrize(("model", "options"), [
     (lambda: mlp(8, 16, 1), {}),
@@ -162,9 +170,10 @@ def test_float16_without_a_scaler_where_gradients_underflow(region: Any, factor:
     (lambda: dead(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))), {"shift": 3.0}),
     (lambda: dead(nn.Sequential(nn.Linear(8, 8), nn.ReLU())), {"shift": 3.0}),      # no gradient but 0
     (Adapter, {}),
+    (lambda: Normalized(8, 1), {}),
     (lambda: mlp(8, 16, 1), {"factor": 0.0}),
     (lambda: mlp(8, 16, 1), {"shift": -100.0}),     # a hinge that no sample reaches
-], ids=["fine", "bfloat16", "dead units", "all dead", "adapter", "no loss", "hinge"])
+], ids=["fine", "bfloat16", "dead units", "all dead", "adapter", "norm", "no loss", "hinge"])
 def test_gradients_that_float16_did_not_make_zero(model: Any, options: dict[str, Any], region: Any) -> None:
     torch.manual_seed(0)
     assert unscaled(model(), **options, region=region).status == "clean"
