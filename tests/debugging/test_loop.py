@@ -157,10 +157,10 @@ def test_float16_without_a_scaler_where_gradients_underflow(region: Any, factor:
 
 
 class Normalized(nn.Linear):
-    """The mean of squares is 1/8 whatever it computes: gradients are rounding."""
+    """Squares that add up to 1 whatever it computes: gradients are rounding."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.normalize(super().forward(x).float())
+    def forward(self, input: Tensor) -> Tensor:
+        return F.normalize(super().forward(input).float()).square().sum(-1)
 
 
 @pytest.mark.parametrize("region", [autocast, torch.autocast])
@@ -170,7 +170,7 @@ class Normalized(nn.Linear):
     (lambda: dead(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))), {"shift": 3.0}),
     (lambda: dead(nn.Sequential(nn.Linear(8, 8), nn.ReLU())), {"shift": 3.0}),      # no gradient but 0
     (Adapter, {}),
-    (lambda: Normalized(8, 1), {}),
+    (lambda: Normalized(8, 8), {}),
     (lambda: mlp(8, 16, 1), {"factor": 0.0}),
     (lambda: mlp(8, 16, 1), {"shift": -100.0}),     # a hinge that no sample reaches
 ], ids=["fine", "bfloat16", "dead units", "all dead", "adapter", "norm", "no loss", "hinge"])
