@@ -77,7 +77,8 @@ class Snapshot:
     def restore(self) -> None:
         """Put everything back, in place: what refers to a parameter still does."""
         for buffers, before in self._buffers:
-            buffers.update(before)      # a step may put another tensor in the place of one
+            for name, tensor in before.items():     # a step may put another tensor in the place of one
+                buffers[name] = tensor              # a scripted module's table has no `update`
         for tensor, (value, _) in self._tensors.items():
             tensor.data.copy_(value)
         self.restore_gradients()

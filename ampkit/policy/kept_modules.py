@@ -14,8 +14,9 @@ from collections.abc import Iterator
 import torch
 from torch.nn import Module
 
-from ampkit.policy.module_paths import is_container, named_paths, unwrapped
+from ampkit.policy.module_paths import has_forward, is_container, is_scripted, named_paths, unwrapped
 from ampkit.policy.module_rules import ModuleRules
+from ampkit.user_warnings import warn_user
 
 __all__ = ["kept_modules"]
 
@@ -26,13 +27,14 @@ _PEFT = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)
 def kept_modules(model: Module, dtype: torch.dtype, rules: ModuleRules) -> list[Module]:
     """The modules of `model` to keep in float32 in regions of `dtype`: the outermost, and containers' modules.
 
-    Left out are modules that `rules` bind, and those with 16-bit parameters, which float32 inputs do not fit.
+    Left out are modules that `rules` bind, and those with 16-bit parameters, which float32 inputs do not fit; with a
+    warning, modules in scripted ones.
     """
     found = dict[Module, None]()
     for _, module in named_paths(model):
         pattern = _pattern(module, dtype)
         if pattern is not None:
-            found.update(dict.fromkeys(_matched("", module, pattern)))
+            found.update(dict.fromkeys(_matched("", module, pattern, rules)))
     return [
         module for module in found
         if rules.find(module) is None
@@ -40,7 +42,7 @@ def kept_modules(model: Module, dtype: torch.dtype, rules: ModuleRules) -> list[
     ]
 
 
-def _matched(path: str, module: Module, pattern: re.Pattern[str]) -> Iterator[Module]:
+def _matched(path: str, module: Module, pattern: re.Pattern[str], rules: ModuleRules) -> Iterator[Module]:
     """The outermost modules, from this one on, that have tensors, in the names of all of which the pattern is found."""
     module = unwrapped(module)
     names = [
@@ -51,8 +53,17 @@ def _matched(path: str, module: Module, pattern: re.Pattern[str]) -> Iterator[Mo
     if names and all(map(pattern.search, names)) and not is_container(module):
         yield module
         return
+    if is_scripted(module) and has_forward(module):     # TorchScript calls what is in it, and no rule reaches that
+        wanted = sorted(filter(pattern.search, names))
+        if wanted and rules.find(module) is None:
+            warn_user(
+                f"_keep_in_fp32_modules asks for {', '.join(wanted)} in float32, in the scripted module "
+                f"{path or 'that is the model'}, which computes as a whole in the region's dtype; a rule of "
+                "Policy.for_modules keeps all of it in float32"
+            )
+        return
     for name, child in module.named_children():
-        yield from _matched(f"{path}.{name}".removeprefix("."), child, pattern)
+        yield from _matched(f"{path}.{name}".removeprefix("."), child, pattern, rules)
 
 
 def _pattern(module: Module, dtype: torch.dtype) -> re.Pattern[str] | None:

@@ -9,7 +9,7 @@ import torch
 from torch.nn import Linear, Module
 
 from ampkit.policy.float8_recipes import DTYPES, RECIPES, wrong_size
-from ampkit.policy.module_paths import unwrapped
+from ampkit.policy.module_paths import unwrapped, was_named
 from ampkit.policy.rules import Rule
 from ampkit.torch_internals.float8 import lacks_float8
 
@@ -29,13 +29,19 @@ def linear_layers(policy: Any, model: Module, path: str = "", dtype: torch.dtype
         policy, dtype = policy.inside(value), torch.bfloat16
     # It calls `addmm` and has a weight of shape (K, N).
     is_conv1d = type(module).__module__ == "transformers.pytorch_utils" and type(module).__name__ == "Conv1D"
-    if isinstance(module, Linear) or is_conv1d:
+    scripted = was_named(module, "Linear")
+    if isinstance(module, Linear) or is_conv1d or scripted:
         weight = module.weight
-        k, n = weight.shape if is_conv1d else (module.in_features, module.out_features)
+        n, k = (
+            weight.shape if scripted else weight.shape[::-1] if is_conv1d
+            else (module.out_features, module.in_features)
+        )
         op = torch.ops.aten.addmm.default if is_conv1d else torch.ops.aten.linear.default
         rule = policy.rules().get(op, Rule.DECOMPOSE)
         why = _why_not(policy.device_type, weight, k, n) if rule in RECIPES else ""
         said = "float32" if dtype is torch.float32 else f"LOWER: {why}" if why else rule.name
+        if scripted and said == rule.name and rule in RECIPES:
+            said += " in forward alone: TorchScript has a backward of its own"
         yield f"{path or 'the model itself'} ({n}, {k}) {said}"
     for name, child in module.named_children():
         yield from linear_layers(policy, child, f"{path}.{name}" if path else name, dtype)

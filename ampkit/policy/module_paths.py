@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
+import torch
 from torch.nn import DataParallel, Module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,10 +19,15 @@ _DATA_PARALLEL = (DataParallel, DistributedDataParallel)
 def unwrapped(module: Module) -> Module:
     """The module inside wrappers that torch adds to compile, checkpoint or distribute one; else itself."""
     for name in ("module",) if isinstance(module, _DATA_PARALLEL) else _WRAPPERS:
-        child = module._modules.get(name)
+        child = _child(module, name)
         if child is not None:
             return unwrapped(child)
     return module
+
+
+def _child(module: Module, name: str) -> Module | None:
+    """The child of this name, if any."""
+    return module._modules[name] if name in module._modules else None   # noqa: SIM401 - scripted ones have no `get`
 
 
 def named_paths(model: Module, path: str = "") -> Iterator[tuple[str, Module]]:
@@ -32,9 +39,32 @@ def named_paths(model: Module, path: str = "") -> Iterator[tuple[str, Module]]:
             yield from named_paths(child, f"{path}.{name}" if path else name)
 
 
+def has_forward(module: Module) -> bool:
+    """Whether a module has a `forward` of its own; what has none is never called."""
+    if is_scripted(module):
+        return hasattr(module, "forward")
+    return type(module).forward is not Module.forward or "forward" in vars(module)
+
+
 def is_container(module: Module) -> bool:
     """Whether a module has others and no `forward` of its own, as `ModuleList`: it is they that are called."""
-    return type(module).forward is Module.forward and "forward" not in vars(module) and any(module.children())
+    return not has_forward(module) and next(module.children(), None) is not None
+
+
+def is_scripted(module: Module) -> bool:
+    """Whether TorchScript runs a module, scripted or traced: Python calls it, and none of the modules in it."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def classes_of(module: Any) -> tuple[type, ...]:
+    """The classes of a module, nearest first; of a scripted one, those that it had where they are torch's, before."""
+    before = getattr(torch.nn, module.original_name, None) if is_scripted(module) else None
+    return (*(before.__mro__ if isinstance(before, type) else ()), *type(module).__mro__)
+
+
+def was_named(module: Any, name: str) -> bool:
+    """Whether a scripted module is of a class of this name; which class, TorchScript does not keep."""
+    return is_scripted(module) and module.original_name == name
 
 
 def starred(path: str) -> str:
@@ -55,6 +85,6 @@ def _at(root: Module, path: str) -> Module | None:
     """The module that has this path now."""
     found: Module | None = unwrapped(root)
     for name in path.split(".") if path else ():
-        found = found._modules.get(name) if found is not None else None
+        found = _child(found, name) if found is not None else None
         found = None if found is None else unwrapped(found)
     return found

@@ -9,6 +9,7 @@ values; `region.module_hooks` enters the regions.
 from __future__ import annotations
 
 import difflib
+import re
 import uuid
 import weakref
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,15 @@ from typing import Any, NamedTuple
 
 from torch.nn import Module
 
-from ampkit.policy.module_paths import is_container, named_paths, unwrapped
+from ampkit.policy.module_paths import (
+    classes_of,
+    has_forward,
+    is_container,
+    is_scripted,
+    named_paths,
+    unwrapped,
+    was_named,
+)
 from ampkit.policy.values import short
 from ampkit.torch_internals.forks import renewed_lock
 from ampkit.torch_internals.modules import request_kwargs
@@ -125,21 +134,37 @@ class ModuleRules:
     def extended(self, model: Module, items: Iterable[tuple[Any, Any]]) -> ModuleRules:
         """These rules and more, bound to modules of a model.
 
-        Raises `TypeError` for what is no key, `ValueError` for a key that binds no module or is set already, and for a
-        module whose rules disagree.
+        Raises `TypeError` for what is no key, `ValueError` for a key that binds no module or is set already, for a
+        module whose rules disagree, and for one in a scripted module that follows another rule.
         """
         model = unwrapped(model)
         own, modules = identity(model), list(named_paths(model))
         rules = {(rule.key, rule.model): rule for rule in self.rules}
+        scripted = _in_scripted(modules)
+        out_of_reach: list[tuple[str, ModuleRule, str, Module]] = []
         for given, value in items:
             key = _path_of(given, model, modules) if isinstance(given, Module) else given
-            bound = _bound(key, modules)
-            if not bound:
+            found = _matched(key, modules)
+            if not found:
                 raise ValueError(_unmatched(key, model, modules))
+            bound = tuple(
+                Bound(path, identity(module), rank) for module, (path, rank) in found.items() if module not in scripted
+            )
             rule = ModuleRule(class_key(key) if isinstance(key, type) else key, value, own, bound)
             if rules.setdefault((rule.key, own), rule) is not rule:
-                raise ValueError(f"module {describe(given)} already has a rule in this policy")
+                raise ValueError(
+                    f"module {describe(given)} already has a rule in this policy; give it one, or bind to a policy "
+                    "without it"
+                )
+            out_of_reach += [(found[module][0], rule, *scripted[module]) for module in found if module in scripted]
         extended = ModuleRules(tuple(rules.values()))
+        for path, rule, around, module in out_of_reach:
+            if not rule.bound or extended.find(module) != rule.value:
+                where = repr(around) if around else "the model itself"
+                raise ValueError(
+                    f"key {rule.key!r} of for_modules matches {path!r}, which TorchScript calls: it is part of the "
+                    f"scripted module {where}, which rules can only act on as a whole; give {where} the rule"
+                )
         for rule in extended.rules:
             for bound in rule.bound:
                 request_kwargs(module_of(bound.module))
@@ -202,12 +227,23 @@ def _path_of(given: Module, model: Module, modules: Iterable[tuple[str, Module]]
     )
 
 
-def _bound(key: Any, modules: Iterable[tuple[str, Module]]) -> tuple[Bound, ...]:
-    """Each module that a key matches, once.
+def _in_scripted(modules: Iterable[tuple[str, Module]]) -> dict[Module, tuple[str, Module]]:
+    """What scripted modules call, which runs no hooks, with the path and the outermost scripted module around it."""
+    found = dict[Module, tuple[str, Module]]()
+    for path, module in modules:
+        if is_scripted(module) and has_forward(module):
+            for inner in module.modules():
+                if inner is not module:
+                    found.setdefault(inner, (path, module))
+    return found
+
+
+def _matched(key: Any, modules: Iterable[tuple[str, Module]]) -> dict[Module, tuple[str, int]]:
+    """Each module that a key matches, with the path at which the key is nearest to it, and its rank.
 
     In place of a container, which is never called, its modules: their own rules are nearer to them than this one.
     """
-    found = dict[Module, Bound]()
+    found = dict[Module, tuple[str, int]]()
     ranks = dict[str, int]()        # of what containers hold, by the containers' paths
     for path, module in modules:
         rank = _rank(key, path, module)
@@ -215,9 +251,9 @@ def _bound(key: Any, modules: Iterable[tuple[str, Module]]) -> tuple[Bound, ...]
             rank = ranks.get(path.rpartition(".")[0])
         if rank is not None and is_container(module):
             ranks[path] = rank + _IN_CONTAINER
-        elif rank is not None and module not in found:
-            found[module] = Bound(path, identity(module), rank)
-    return tuple(found.values())
+        elif rank is not None and (module not in found or rank < found[module][1]):
+            found[module] = path, rank
+    return found
 
 
 def _rank(key: Any, path: str, module: Module) -> int | None:
@@ -230,7 +266,9 @@ def _rank(key: Any, path: str, module: Module) -> int | None:
         return int("*" in key) if is_match else None
     if not isinstance(key, str) and not (isinstance(key, type) and issubclass(key, Module)):
         raise TypeError(f"a key of for_modules is a path pattern, a module class or a module, got {short(key)}")
-    return next((2 + n for n, cls in enumerate(type(module).__mro__) if key in (cls, class_key(cls))), None)
+    if was_named(module, re.split("[:.]", key)[-1] if isinstance(key, str) else key.__name__):
+        return 2
+    return next((2 + n for n, cls in enumerate(classes_of(module)) if key in (cls, class_key(cls))), None)
 
 
 def _unmatched(key: Any, model: Module, modules: Iterable[tuple[str, Module]]) -> str:
@@ -268,18 +306,26 @@ def matches(pattern: str, path: str) -> bool:
 
 def _values(rules: Iterable[ModuleRule]) -> Mapping[str, Any]:
     """The value of each bound module's nearest rule, by identity; `ValueError` where two are as near."""
-    nearest: dict[str, tuple[int, ModuleRule]] = {}
+    found: dict[str, list[tuple[int, str, ModuleRule]]] = {}
     for rule in rules:
         for path, module, rank in rule.bound:
-            other = nearest.get(module)
-            if other is None or rank < other[0]:
-                nearest[module] = rank, rule
-            elif rank == other[0] and rule.value != other[1].value:
-                raise ValueError(
-                    f"module {path!r} matches two rules that disagree: {other[1].key!r}: {other[1].value!r} and "
-                    f"{rule.key!r}: {rule.value!r}; make one of them narrower, or give the module itself as a key"
+            found.setdefault(module, []).append((rank, path, rule))
+    nearest: dict[str, Any] = {}
+    for module, matching in found.items():      # all of them first: a nearer rule may come after two that disagree
+        least = min(rank for rank, _, _ in matching)
+        (path, first), *others = [(path, rule) for rank, path, rule in matching if rank == least]
+        for _, other in others:
+            if other.value != first.value:
+                advice = (
+                    "make one of them narrower, or give the module itself as a key" if least
+                    else "they name one module, which follows one rule: give it one"
                 )
-    return {module: rule.value for module, (_, rule) in nearest.items()}
+                raise ValueError(
+                    f"module {path!r} matches two rules that disagree: {first.key!r}: {first.value!r} and "
+                    f"{other.key!r}: {other.value!r}; {advice}"
+                )
+        nearest[module] = first.value
+    return nearest
 
 
 NONE = ModuleRules()

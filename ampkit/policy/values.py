@@ -15,7 +15,11 @@ PRECISIONS = {
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 120
-short = _repr.repr      # one line
+
+
+def short(value: Any) -> str:
+    """The value on one line, cut where it is long."""
+    return " ".join(_repr.repr(value).split())
 
 
 def as_dtype(value: Any) -> Any:

@@ -15,6 +15,7 @@ import torch
 from torch.nn import Module
 
 from ampkit.containers import cast_tree
+from ampkit.policy.module_paths import is_scripted
 from ampkit.policy.policy import Policy
 from ampkit.policy.values import as_dtype
 from ampkit.region.autocast import autocast
@@ -125,7 +126,8 @@ def wrap_forward(
     Raises:
         TypeError: anything but a module or a dtype.
         ValueError: an unknown name of a dtype.
-        RuntimeError: a module that is wrapped already, or has a forward of its own that its class does not know.
+        RuntimeError: a module that is wrapped already, is scripted, or has a forward of its own that its class does
+            not know.
     """
     if not isinstance(module, Module):
         raise TypeError(f"wrap_forward takes an nn.Module, got {type(module).__name__}; decorate functions instead")
@@ -137,6 +139,11 @@ def wrap_forward(
     cls = type(module)
     if isinstance(module, _Wrapped):
         raise RuntimeError(f"this {cls.__name__} is wrapped already; a second region would only repeat the first")
+    if is_scripted(module):
+        raise RuntimeError(
+            "this module is scripted or traced: TorchScript runs its forward, which cannot be decorated; call it in "
+            "`with autocast(...):`, or wrap an nn.Module that calls it"
+        )
     if "forward" in vars(module):
         raise RuntimeError(
             f"this {cls.__name__} was given a forward of its own, which its class does not know; decorate that: "

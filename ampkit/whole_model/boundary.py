@@ -16,6 +16,7 @@ import torch
 from torch.nn import Module
 
 from ampkit.containers import cast_tree
+from ampkit.policy.module_paths import is_scripted
 from ampkit.policy.policy import Policy
 from ampkit.region.autocast import autocast
 from ampkit.region.forward_wrapper import WrappedForward
@@ -98,6 +99,11 @@ def refuse_bounded(module: Module) -> None:
 
 def refuse_patched(module: Module) -> None:
     """Raise `RuntimeError` for a module with a forward that its class does not know, and that no subclass replaces."""
+    if is_scripted(module):
+        raise RuntimeError(
+            "this module is scripted or traced: TorchScript runs its forward, and nothing can be put around that; "
+            "convert the model before torch.jit.script, or convert an nn.Module that calls this one"
+        )
     if "forward" in vars(module):
         raise RuntimeError(
             f"this {type(module).__name__} was given a forward of its own, which its class does not know; convert "

@@ -11,14 +11,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_hook
 
 from ampkit.containers import REAL_FLOATS, map_tensors
+from ampkit.policy.module_paths import is_scripted
+from ampkit.policy.values import short
 from ampkit.whole_model.half import BATCH_NORMS, HalfPlan, Keep, checked_dtypes, half, kept_keys
 
 __all__ = ["HalfModule", "HalfReport", "check_half"]
@@ -50,6 +52,7 @@ class HalfReport:
     `unfit` names parameters that the dtype cannot hold, `too_large` modules whose outputs it cannot carry. `keep` is
     what to add to `keep_fp32`: the owners of `unfit`, modules around what is `too_large` (where there is none, use
     bfloat16), and modules whose own operators make a third of the error; `kept_error` is the error that is left.
+    `largest_input` is the largest finite magnitude in the sample: where `dtype` cannot hold it, no `keep` helps.
     """
 
     dtype: torch.dtype
@@ -59,6 +62,7 @@ class HalfReport:
     unfit: list[str] = field(default_factory=list)
     too_large: list[str] = field(default_factory=list)
     keep: list[str] = field(default_factory=list)
+    largest_input: float = 0.0
 
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
@@ -72,6 +76,12 @@ class HalfReport:
             lines.append(f"parameters that {name} cannot hold: {', '.join(self.unfit)}")
         if self.too_large:
             lines.append(f"outputs that {name} cannot carry: {', '.join(self.too_large)}")
+        limit = torch.finfo(self.dtype).max
+        if self.largest_input > limit:
+            lines.append(
+                f"the sample holds {self.largest_input:.3g} and {name} ends at {limit:.3g}: the inputs are cast before "
+                "any module runs, kept ones too; scale them down first, or use bfloat16"
+            )
         then = f" (output error {self.error:.2e} -> {self.kept_error:.2e})" if self.keep else ""
         lines.append(f"worth keeping in float32: {', '.join(self.keep) or 'nothing'}{then}")
         return "\n".join(lines)
@@ -105,9 +115,15 @@ def check_half(
     >>> report.too_large, report.keep
     ([], [])
     """
+    if isinstance(sample, torch.dtype) or isinstance(dtype, Tensor):
+        raise TypeError(
+            f"sample is {short(sample)} and dtype is a {type(dtype).__name__}; expected the sample first: "
+            "check_half(model, sample, torch.float16)"
+        )
     dtype, _ = checked_dtypes(model, dtype)
     keys, limits = kept_keys(keep_fp32), torch.finfo(dtype)
     plan = HalfPlan(model, dtype, keys)
+    scripted = {path for path, module in model.named_modules() if is_scripted(module)}      # which `half` cannot keep
     expected: dict[str, _Calls] = {}
     output = _called(copy.deepcopy(model), sample, expected)
 
@@ -118,22 +134,28 @@ def check_half(
             return math.inf
         return _compared(_called(low, sample, calls), output)[0]
 
-    keep = list(dict.fromkeys(path for name in plan.unfit if (path := name.rpartition(".")[0])))
+    owners = (_around(name.rpartition(".")[0], scripted.__contains__) for name in plan.unfit)
+    keep = list(dict.fromkeys(path for path in owners if path))
     low: dict[str, _Calls] = {}
     before = error(keep, low)
     largest = {path: max(map(_magnitude, calls.outputs), default=0.0) for path, calls in expected.items()}
     found = low
-    while (path := _overflowing(found, expected, largest, limits.max)) and path not in keep:
+
+    def is_no_place(path: str) -> bool:
+        return path in scripted or largest.get(path, math.inf) > limits.max
+
+    while (path := _overflowing(found, expected, is_no_place)) and path not in keep:
         keep.append(path)
         error(keep, found := {})
-    tried, after = _keep_what_helps(error, keep, list(expected), limits.eps)
+    tried, after = _keep_what_helps(error, keep, [path for path in expected if path not in scripted], limits.eps)
     inside = {path for module, path in plan.kept.items() if module not in plan.outermost}
     too_large = [path for path, most in largest.items() if most > limits.max and path not in inside]
     modules = []
     for path, most in largest.items():
         compared = _compared(low[path].outputs, expected[path].outputs) if path in low else (math.nan, 0)
         modules.append(HalfModule(path, most, *compared, tried.get(path)))
-    return HalfReport(dtype, before, after, modules, list(plan.unfit), too_large, keep)
+    largest_input = max(map(_magnitude, _floats(sample)), default=0.0)
+    return HalfReport(dtype, before, after, modules, list(plan.unfit), too_large, keep, largest_input)
 
 
 @dataclass
@@ -145,18 +167,23 @@ class _Calls:
 
 
 def _overflowing(
-    found: Mapping[str, _Calls], expected: Mapping[str, _Calls], largest: Mapping[str, float], limit: float
+    found: Mapping[str, _Calls], expected: Mapping[str, _Calls], is_no_place: Callable[[str], bool]
 ) -> str:
-    """The module where something overflows first, or the nearest around it that returns what fits; "" for none.
+    """The module where something overflows first, or the nearest around it that can be kept; "" for none.
 
     A module returns 16 bits even when it is kept, so what is too large for that has to stay inside of a kept one.
     """
     for path, calls in found.items():
         if path in expected and calls.took_finite and _compared(calls.outputs, expected[path].outputs)[1]:
-            while path and largest.get(path, math.inf) > limit:
-                path = path.rpartition(".")[0]
-            return path
+            return _around(path, is_no_place)
     return ""
+
+
+def _around(path: str, is_no_place: Callable[[str], bool]) -> str:
+    """The nearest module, from this one outwards, that can be kept; "" for none."""
+    while path and is_no_place(path):
+        path = path.rpartition(".")[0]
+    return path
 
 
 def _keep_what_helps(
@@ -192,18 +219,27 @@ def _called(model: Module, sample: Any, calls: dict[str, _Calls] | None = None) 
     `calls` gets those of each module, in the order in which modules first returned.
     """
 
-    def note(path: str, calls: dict[str, _Calls], module: Module, args: Any, kwargs: Any, output: Any) -> None:
-        known = calls.setdefault(path, _Calls())
-        known.outputs += [tensor.clone() for tensor in _floats(output)]
-        known.took_finite &= all(bool(tensor.isfinite().all()) for tensor in _floats((args, kwargs)))
+    paths = {module: path for path, module in model.named_modules()}
+
+    def note(module: Module, args: Any, kwargs: Any, output: Any) -> None:
+        if calls is not None:
+            known = calls.setdefault(paths[module], _Calls())
+            known.outputs += [tensor.clone() for tensor in _floats(output)]
+            known.took_finite &= all(bool(tensor.isfinite().all()) for tensor in _floats((args, kwargs)))
+
+    def note_scripted(module: Module, *called: Any) -> None:
+        if is_scripted(module) and module in paths:
+            note(module, *called)
 
     args, kwargs = ((), sample) if isinstance(sample, Mapping) else (sample, {})
     args = args if isinstance(args, tuple | list) else (args,)
     args, kwargs = copy.deepcopy((args, kwargs))        # forward may write to it
     with ExitStack() as hooks, torch.no_grad():
         if calls is not None:
-            for path, module in model.named_modules():
-                hooks.callback(module.register_forward_hook(partial(note, path, calls), with_kwargs=True).remove)
+            for module in paths:
+                if not is_scripted(module):     # TorchScript refuses hooks of a module's own
+                    hooks.callback(module.register_forward_hook(note, with_kwargs=True).remove)
+            hooks.callback(register_module_forward_hook(note_scripted, with_kwargs=True).remove)
         return _floats(model.eval()(*args, **kwargs))
 
 

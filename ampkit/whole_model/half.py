@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 from ampkit.containers import REAL_FLOATS, SIXTEEN_BIT, cast
-from ampkit.policy.module_paths import is_container
+from ampkit.policy.module_paths import classes_of, is_container, is_scripted, was_named
 from ampkit.policy.module_rules import matches
-from ampkit.policy.values import as_dtype
+from ampkit.policy.values import as_dtype, short
 from ampkit.torch_internals.module_classes import BatchNorm, InstanceNorm
 from ampkit.whole_model.boundary import Boundary, keep_in_float32, put_boundary, refuse_bounded, refuse_patched
 
@@ -75,10 +75,11 @@ def half(
 
     Raises:
         TypeError: not a module, or a `keep_fp32` entry of another kind.
-        ValueError: another dtype; a pattern that names no module; a parameter that does not fit `dtype`, or is
-            tied between a kept module and another. Nothing has been changed then.
-        RuntimeError: the model is converted already, or the forward of what is converted or kept has been replaced
-            on the object. Nothing has been changed then.
+        ValueError: another dtype; a pattern that names no module; a scripted module to keep, batch norms in one too; a
+            parameter that does not fit `dtype`, or is tied between a kept module and another. Nothing has been
+            changed then.
+        RuntimeError: the model is converted already or scripted, or the forward of what is converted or kept has been
+            replaced on the object. Nothing has been changed then.
 
     Waits for the device while converting, never in forward.
 
@@ -90,7 +91,11 @@ def half(
     keep = kept_keys(keep_fp32)
     if not in_place:
         memo: dict[int, Any] = {}
-        model = copy.deepcopy(model, memo)
+        require_grad = [param.requires_grad for _, param in model.named_parameters(remove_duplicate=False)]
+        with torch.no_grad():       # else the parameters of a scripted module's copy are no leaves
+            model = copy.deepcopy(model, memo)
+        for (_, param), requires_grad in zip(model.named_parameters(remove_duplicate=False), require_grad, strict=True):
+            param.requires_grad_(requires_grad)
         keep = tuple(memo.get(id(key), key) for key in keep)    # modules become those of the copy
     plan = HalfPlan(model, low, keep)
     plan.require_fit()
@@ -126,6 +131,8 @@ class HalfPlan:
             used.update(matching)
             for called_path, called in _called(path, module) if matching else ():
                 if called not in self.kept:
+                    if is_scripted(called):
+                        raise ValueError(_scripted(called_path, called))
                     refuse_patched(called)
                     self.outermost.append(called)
                     self.kept.update((inner, name) for name, inner in called.named_modules(prefix=called_path))
@@ -190,7 +197,17 @@ def _called(path: str, module: Module) -> Iterator[tuple[str, Module]]:
 def _matches(key: Any, module: Module, path: str) -> bool:
     if isinstance(key, str):
         return matches(key, path)
-    return isinstance(module, key) if isinstance(key, type) else module is key
+    if isinstance(key, type):
+        return key in classes_of(module) or was_named(module, key.__name__)
+    return module is key
+
+
+def _scripted(path: str, module: Any) -> str:
+    return (
+        f"keep_fp32 names {path!r}, a {module.original_name} that TorchScript runs: nothing can be cast around it. "
+        "Convert the model before torch.jit.script, or keep a module around it, or leave it out of "
+        "keep_fp32 (of amp.initialize, keep_batchnorm_fp32=False)"
+    )
 
 
 def _beyond(param: Tensor, dtype: torch.dtype) -> float | None:
@@ -218,7 +235,7 @@ def checked_dtypes(model: Any, dtype: Any, cast_outputs: Any = None) -> tuple[to
     if not isinstance(model, Module):
         raise TypeError(f"half takes an nn.Module, got {type(model).__name__}")
     if low not in SIXTEEN_BIT:
-        raise ValueError(f"dtype is {dtype!r}; expected torch.float16, torch.bfloat16 or one's name")
+        raise ValueError(f"dtype is {short(dtype)}; expected torch.float16, torch.bfloat16 or one's name")
     if outputs is not None and outputs not in REAL_FLOATS:
         raise ValueError(f"cast_outputs is {cast_outputs!r}; expected a dtype such as torch.float32, its name, or None")
     refuse_bounded(model)

@@ -1,6 +1,7 @@
 """Keys of module rules: what they match, what is refused, how they are written down and read."""
 
 import copy
+import itertools
 import json
 import pickle
 import re
@@ -41,6 +42,29 @@ def test_rules_that_are_refused(modules, error, message):
     with pytest.raises(error, match=message):
         rules(model, modules)
     assert not any(module._forward_pre_hooks_with_kwargs for module in model.modules())
+
+
+RULES = {"*": FP32, "h*": BF16, "head": FP16}
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(RULES)))
+@pytest.mark.parametrize("itself", [False, True])
+def test_patterns_that_disagree_are_no_conflict_where_a_nearer_key_decides(order, itself):
+    model = Model()
+    policy = rules(model, {model.head if itself and key == "head" else key: RULES[key] for key in order})
+    assert policy.modules.find(model.head) is FP16
+    assert policy.modules.find(model.blocks[0]) is FP32
+    with pytest.raises(ValueError, match="'head' matches two rules that disagree: .* give the module itself as a key"):
+        rules(model, {key: RULES[key] for key in order if key != "head"})
+
+
+def test_one_module_with_several_paths_has_one_rule():
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "blocks": nn.ModuleList([nn.ModuleList([nn.Linear(4, 4)])])})
+    model["b"], model["blocks"][0][0] = model["a"], model["a"]
+    with pytest.raises(ValueError, match=r"they name one module, which follows one rule: give it one"):
+        rules(model, {"a": FP32, "b": FP16})
+    # "b" by its own name, "blocks.0.0" for what is around it
+    assert rules(model, {"b*": FP32, "blocks.0": BF16}).modules.find(model["a"]) is FP32
 
 
 def test_a_module_whose_path_reads_as_a_pattern_is_no_key():
