@@ -58,19 +58,34 @@ __all__ = [
 ]
 
 _ON_DEMAND = ("debugging", "integrations")      # imported when first asked for
-_ELSEWHERE = {      # names of torch.amp and of Apex, and what stands in their place
-    "OptState": "torch.amp.grad_scaler.OptState, which the records of ampkit.GradScaler use",
-    "autocast_mode": "ampkit.autocast, custom_fwd and custom_bwd",
-    "grad_scaler": "ampkit.GradScaler; private names stay those of torch.amp.grad_scaler",
-    "get_autocast_dtype": "torch.get_autocast_dtype: regions set torch's own state",
+# Names that users of torch.amp and Apex bring, and what stands in their place.
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("is_autocast_enabled", "is_autocast_cache_enabled", "get_autocast_dtype", "get_autocast_gpu_dtype",
+         "get_autocast_cpu_dtype", "set_autocast_enabled", "set_autocast_dtype"),
+        "torch's function of this name: regions set torch's own autocast state",
+    ),
     "is_autocast_available": "torch.amp.is_autocast_available",
-    "is_autocast_enabled": "torch.is_autocast_enabled: regions set torch's own state",
-    "DynamicLossScaler": "ampkit.DynamicLossScale",
-    "FP16_Optimizer": "ampkit.FP16Optimizer",
-    "LossScaler": "ampkit.StaticLossScale",
-    "fp16_utils": "ampkit.FP16Optimizer and ampkit.half",
-    "network_to_half": "ampkit.half(model, in_place=True)",
-    "optimizers": "ampkit.optim",
+    "autocast_mode": "ampkit.autocast, ampkit.custom_fwd and ampkit.custom_bwd",
+    "grad_scaler": "ampkit.GradScaler; private names stay those of torch.amp.grad_scaler",
+    "OptState": "torch.amp.grad_scaler.OptState, which the records of ampkit.GradScaler use",
+    "checkpoint": "torch.utils.checkpoint.checkpoint, which recomputes under the region and policy of its forward",
+    **dict.fromkeys(
+        ("disable_casts", "float_function", "half_function", "initialize", "load_state_dict", "master_params",
+         "promote_function", "register_float_function", "register_half_function", "register_promote_function",
+         "scale_loss", "state_dict"),
+        "ampkit.amp, which has Apex's names",
+    ),
+    **dict.fromkeys(("FP16_Optimizer", "fp16_utils"), "ampkit.FP16Optimizer and ampkit.half"),
+    **dict.fromkeys(("network_to_half", "convert_network"), "ampkit.half, which keeps batch norms in float32"),
+    **dict.fromkeys(
+        ("DynamicLossScaler", "LossScaler"),
+        "ampkit.GradScaler with ampkit.DynamicLossScale or ampkit.StaticLossScale",
+    ),
+    **dict.fromkeys(("FusedAdam", "FusedSGD", "optimizers"), "ampkit.optim.AdamW and ampkit.optim.SGD"),
+    **dict.fromkeys(
+        ("clip_grad_norm_", "clip_grad_value_"), "the methods of ampkit.GradScaler, which unscale gradients first"
+    ),
 }
 
 if not TYPE_CHECKING:       # a checker would take every name for one of these

@@ -277,6 +277,12 @@ def _unmatched(key: Any, model: Module, modules: Iterable[tuple[str, Module]]) -
         known = ", ".join(dict.fromkeys(type(module).__name__ for _, module in modules))
         return f"no module of {name} is a {describe(key)}; its modules are {known}"
     paths = [path for path, _ in modules if path]
+    owner, _, last = key.rpartition(".")
+    if any(path == owner and last in {*module._parameters.keys(), *module._buffers.keys()} for path, module in modules):
+        where = repr(owner) if owner else "the model itself"
+        return f"{short(key)} is a tensor of {where}, and for_modules has rules for modules: give {where} as the key"
+    if any(key == type(module).__name__ for _, module in modules):
+        return f"{short(key)} is the name of a class; as a key of for_modules give the class itself, without quotes"
     nearest = difflib.get_close_matches(key[:80], paths, n=3) or paths[:3]
     return (
         f"the pattern {short(key)} of for_modules matches no module of {name}; nearest: "

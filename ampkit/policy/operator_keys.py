@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn import Module
 
 from ampkit.policy import casting
 from ampkit.policy.float8_recipes import PRODUCTS, RECIPES
@@ -39,10 +40,15 @@ def checked_rule(value: Any, op: Any) -> Rule:
     """A `Rule`, or the one of that name; `op` is for the message."""
     if isinstance(value, Rule):
         return value
-    names = {rule.value: rule for rule in Rule}
+    names = {rule.value: rule for rule in Rule} | {rule.name: rule for rule in Rule}    # `explain` prints the second
     if not isinstance(value, str) or value not in names:
-        known = ", ".join(map(repr, names))
-        raise ValueError(f"unknown rule {short(value)} for operator {short(op)}; expected a Rule or one of {known}")
+        hint = ""
+        if isinstance(value, torch.dtype):
+            hint = ". Rule.FLOAT32 computes in float32, Rule.LOWER in the dtype of the region"
+        raise ValueError(
+            f"unknown rule {short(value)} for operator {short(op)}; expected a Rule or one of "
+            f"{', '.join(repr(rule.value) for rule in Rule)}{hint}"
+        )
     return names[value]
 
 
@@ -102,6 +108,12 @@ def named_by(key: Any) -> list[OpOverload]:
 
 
 def _named(key: Any) -> list[OpOverload]:
+    if isinstance(key, Module) or (isinstance(key, type) and issubclass(key, Module)):
+        name = type(key).__name__ if isinstance(key, Module) else key.__name__
+        raise TypeError(
+            f"an operator is no module, and {name} is one: name the function that it calls, such as "
+            "torch.nn.functional.gelu, or give modules a rule with policy.for_modules(model, {...})"
+        )
     name = _name_of_function(key) if callable(key) else key
     if not isinstance(name, str):
         raise TypeError(
@@ -152,7 +164,10 @@ def _find_packet(name: str) -> tuple[OpOverloadPacket, str | None]:
     if not isinstance(packet, OpOverloadPacket):        # an attribute of the namespace object itself
         every = {op.split(".")[0] for op in operator_names()}
         near = difflib.get_close_matches(f"{namespace or 'aten'}::{base}"[:_LONGEST], every, n=3)
-        raise ValueError(f"unknown operator {short(name)} in torch {torch.__version__}; nearest: {near or 'none'}")
+        missing = "" if namespace in ("", "aten") else f". Import what defines {namespace!r} first"
+        raise ValueError(
+            f"unknown operator {short(name)} in torch {torch.__version__}; nearest: {near or 'none'}{missing}"
+        )
     return packet, overload if dot else None
 
 

@@ -50,6 +50,10 @@ class RuleTable(dict[OpOverload, Rule]):
 
     kernels: Any = None     # what regions run for these rules; see `region.specialised`
 
+    def __missing__(self, key: Any) -> Rule:
+        what = f"{key.name()!r} has no rule of its own" if isinstance(key, OpOverload) else f"{short(key)} is no key"
+        raise KeyError(f"{what}; keys are overloads such as torch.ops.aten.mm.default. policy.rule_for takes any name")
+
 
 class _Registered:
     """Rules that `register_op` declared for this process, and the number of changes."""
@@ -191,7 +195,12 @@ class Policy:
 
         With a model, `.layers` has a line for each of its linear layers: the rule that it follows under this policy,
         and why one with an FP8 rule does not run in FP8. Nothing is run.
+
+        Raises:
+            TypeError: something that is no model.
         """
+        if model is not None and not isinstance(model, Module):
+            raise TypeError(f"check takes a model, to list its linear layers, or nothing; got {short(model)}")
         layers = () if model is None else tuple(linear_layers(self, model))
         return module_rules.ModuleCheck(self.modules.check(), layers)
 
@@ -214,6 +223,7 @@ class Policy:
             raise ValueError(
                 f"{short(value)} is no precision for module {module_rules.describe(key)}; expected torch.float32, "
                 f"torch.bfloat16, torch.float16, a name among {', '.join(PRECISIONS)}, or a Policy"
+                f"{_rules_in_a_policy(value, self.device_type)}"
             )
         return dtype
 
@@ -371,6 +381,21 @@ def registered() -> Mapping[OpOverload, Rule]:
 def register_changes() -> int:
     """How many times `register_op` has changed the rules of this process."""
     return _Registered.changes
+
+
+def _rules_in_a_policy(value: Any, device_type: str) -> str:
+    """What to write in place of a rule for operators, or of FP8, as a module's precision."""
+    name = value.name if isinstance(value, Rule) else value
+    is_float8 = isinstance(name, str) and name.lower().startswith(("fp8", "float8"))
+    if isinstance(value, torch.dtype):
+        is_float8 = value.is_floating_point and value.itemsize == 1
+    if not (is_float8 or isinstance(value, Rule)):
+        return ""
+    rule = value if isinstance(value, Rule) else Rule.FLOAT8_ROWWISE
+    return (
+        f". A rule{' of FP8' if is_float8 else ''} is for operators, which a Policy lists: "
+        f"Policy.default({device_type!r}).with_rules({{'aten::linear': {rule}}})"
+    )
 
 
 def _parts(state: Any) -> tuple[Any, Any]:

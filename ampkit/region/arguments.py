@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ampkit.policy.op_table import TORCH
+from ampkit.policy.op_table import TORCH, Rule
 from ampkit.policy.policy import Policy
 from ampkit.policy.values import as_dtype, short
 from ampkit.region.spec import RegionSpec
@@ -39,16 +39,38 @@ def autocast_device_type(device_type: Any) -> str:
         device_type = current_device_type()
     if not isinstance(device_type, str):
         raise ValueError(
-            f"device_type is {device_type!r} of type {type(device_type).__name__}; expected a string such as 'cuda'"
+            f"device_type is {short(device_type)} of type {type(device_type).__name__}; expected a string such as "
+            f"'cuda'{_hint(device_type)}"
         )
     if device_type in _KINDS:
         return device_type
-    kind = torch.device(device_type).type
+    try:
+        kind = torch.device(device_type).type
+    except RuntimeError:
+        raise RuntimeError(
+            f"device_type is {short(device_type)}, no device string of torch; expected one such as 'cuda', 'cuda:0' or "
+            f"'cpu'{_hint(as_dtype(device_type))}"
+        ) from None
     if kind == privateuse1_name():
         kind = "privateuseone"
     if not _has_autocast(kind):
         raise RuntimeError(f"device_type {device_type!r} has no autocast in torch; expected one such as 'cuda'")
     return kind
+
+
+def _hint(device_type: Any) -> str:
+    """What to write for a value that is an argument of another kind."""
+    if isinstance(device_type, bool):
+        return ". enabled= goes by keyword: autocast('cuda', enabled=False)"
+    if isinstance(device_type, torch.dtype):
+        return f". The dtype comes second: autocast('cuda', {device_type})"
+    if isinstance(device_type, torch.device):
+        return f". Of a torch.device, its type: {device_type.type!r}"
+    if isinstance(device_type, Policy):
+        return f". The policy goes by keyword: autocast({device_type.device_type!r}, policy=policy)"
+    if callable(device_type):
+        return ". As a decorator, with arguments first: @autocast('cuda')"
+    return ""
 
 
 @called_while_tracing       # Dynamo traces torch's function, a builtin, only since torch 2.12
@@ -77,17 +99,20 @@ def checked_spec(
     elif not isinstance(dtype, torch.dtype):
         dtype = _named_dtype(dtype)
     if not isinstance(enabled, bool):
-        raise TypeError(f"enabled is {enabled!r}; expected True or False")
+        raise TypeError(f"enabled is {short(enabled)}; expected True or False")
     if enabled and not (kind == "cpu" and dtype in _LOW):
         enabled = _available(device, kind, dtype)
     if cache_enabled is None:
         cache_enabled = torch.is_autocast_cache_enabled()
     elif not isinstance(cache_enabled, bool):
-        raise TypeError(f"cache_enabled is {cache_enabled!r}; expected True or False")
+        raise TypeError(f"cache_enabled is {short(cache_enabled)}; expected True or False")
     if policy is not None and (not isinstance(policy, Policy) or policy.device_type != kind):
         policy = named_policy(policy, kind)
     if cache is not None and not isinstance(cache, WeightCache):
-        raise TypeError(f"cache is {cache!r}; expected a WeightCache")
+        raise TypeError(
+            f"cache is {short(cache)}; expected a WeightCache, such as cache=WeightCache(), made once for all regions. "
+            "Whether a region keeps casts of its own is cache_enabled="
+        )
     return _spec((kind, dtype, enabled, cache_enabled, policy, cache, device, of_module))
 
 
@@ -113,8 +138,13 @@ def named_policy(policy: Any, kind: str) -> Policy:
         return policy
     raise (ValueError if isinstance(policy, str) else TypeError)(
         f"policy is {short(policy)}; expected a Policy for {kind!r}, such as Policy.default({kind!r}), 'default' or "
-        "'torch'"
+        f"'torch'{_rules_hint(policy, kind)}"
     )
+
+
+def _rules_hint(policy: Any, kind: str) -> str:
+    is_rules = isinstance(policy, Mapping | Rule)
+    return f". Rules go into one: Policy.default({kind!r}).with_rules({{operator: rule}})" if is_rules else ""
 
 
 def _available(device: str, kind: str, dtype: torch.dtype) -> bool:
@@ -130,10 +160,17 @@ def _available(device: str, kind: str, dtype: torch.dtype) -> bool:
         return True
     supported = _LOW if kind != "privateuseone" else _supported_by_backend()
     if dtype not in supported:
-        warnings.warn(
-            f"autocast for {kind} takes {' or '.join(map(str, supported))}, not {dtype}: it is disabled. "
+        instead = (
             "To compute in float32, decorate a function with amp.float_function, or use autocast(enabled=False) and "
-            ".float() inputs.",
+            ".float() inputs."
+        )
+        if dtype.is_floating_point and dtype.itemsize == 1:
+            instead = (
+                "FP8 is for operators, in a region of 16 bits: "
+                f"autocast({kind!r}, policy=Policy.default({kind!r}).with_rules({{'aten::linear': 'float8_rowwise'}}))."
+            )
+        warnings.warn(
+            f"autocast for {kind} takes {' or '.join(map(str, supported))}, not {dtype}: it is disabled. {instead}",
             stacklevel=4,
         )
         return False

@@ -8,6 +8,7 @@ from torch import nn
 
 from ampkit import Policy, Rule, autocast, register_op
 from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, fold
+from ampkit.policy.operator_keys import checked_rule
 from tests.helpers.module_rules import Model
 from tests.helpers.regions import BF16, FP16, FP32
 
@@ -125,11 +126,33 @@ def test_policy_is_left_as_it_was():
         ({"aten::add_.Tensor": "float32"}, ValueError, r"'aten::add_.Tensor' writes to its arguments and cannot"),
         ({"aten::batch_norm": "lower"}, ValueError, r"'aten::batch_norm' writes to its arguments"),
         ({"aten::detach": "keep"}, ValueError, r"'aten::detach' cannot have a rule: torch makes parameters"),
+        ({"nolib::op": "keep"}, ValueError, r"nearest: none\. Import what defines 'nolib' first"),
+        ({nn.GELU: "keep"}, TypeError, r"no module, and GELU is one: name the function .* with policy\.for_modules"),
+        ({MODEL: "keep"}, TypeError, r"an operator is no module, and \w+ is one"),
+        ({"aten::mm": BF16}, ValueError, r"unknown rule torch\.bfloat16 .* Rule\.LOWER in the dtype of the region"),
     ],
 )
 def test_rules_that_mean_nothing(rules, error, message):
     with pytest.raises(error, match=message):
         Policy.default("cpu").with_rules(rules)
+
+
+@pytest.mark.parametrize("rule", Rule)
+def test_rules_by_the_names_that_explain_prints(rule):
+    assert checked_rule(rule.name, "aten::mm") is checked_rule(rule.value, "aten::mm") is rule
+    assert str(Policy.default("cpu").with_rules({"aten::mm": "KEEP"}).explain("aten::mm")).startswith("aten::mm: KEEP ")
+
+
+def test_questions_of_the_wrong_type():
+    policy = Policy.default("cpu")
+    for wrong in ("model", nn.Linear):
+        with pytest.raises(TypeError, match=r"check takes a model, .* or nothing; got "):
+            policy.check(wrong)
+    with pytest.raises(KeyError, match=r"'aten::gelu' is no key; keys are .* policy\.rule_for takes any name"):
+        policy.rules()["aten::gelu"]
+    with pytest.raises(KeyError, match=r"'aten::relu' has no rule of its own"):
+        policy.rules()[aten.relu.default]
+    assert policy.rules().get("aten::gelu") is None
 
 
 def test_operators_that_write_may_be_kept():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ampkit import Policy, autocast
+from ampkit import Policy, Rule, autocast
 from ampkit.region.arguments import emulates_bfloat16
 from tests.helpers.regions import BF16, FP16, FP32, FP64, both, like_torch, on_fake_cuda, product
 
@@ -128,11 +128,35 @@ def test_no_arguments_mean_this_machine():
     ({"policy": "apex"}, ValueError, r"policy is 'apex'; expected a Policy for 'cpu', .* 'default' or 'torch'"),
     ({"policy": Policy.torch("cuda")}, TypeError, r"policy is Policy.torch\('cuda'\); expected a Policy for 'cpu'"),
     ({"cache": {}}, TypeError, "cache is {}; expected a WeightCache"),
+    ({"cache": True}, TypeError, r"cache is True; .* such as cache=WeightCache\(\), .* is cache_enabled="),
+    ({"policy": {"aten::gelu": "float32"}}, TypeError, r"\. Rules go into one: Policy.default\('cpu'\)\.with_rules"),
+    ({"policy": Rule.KEEP}, TypeError, r"policy is <Rule\.KEEP.* Rules go into one: Policy"),
+    ({"device_type": True}, ValueError, r"is True of type bool; .* enabled= goes by keyword: auto"),
+    ({"device_type": BF16}, ValueError, r"The dtype comes second: autocast\('cuda', torch\.bfloat16\)"),
+    ({"device_type": "bf16"}, RuntimeError, r"is 'bf16', no .*\. The dtype comes second: auto"),
+    ({"device_type": "gpu"}, RuntimeError, r"'gpu', no device string .* one such as 'cuda', .* 'cpu'$"),
+    ({"device_type": torch.device("cpu")}, ValueError, r"expected a string such as 'cuda'\. Of a .*, its type: 'cpu'"),
+    ({"device_type": Policy.torch("cpu")}, ValueError, r"policy goes by keyword: autocast\('cpu', policy=policy\)"),
+    ({"device_type": 1}, ValueError, r"device_type is 1 of type int; expected a string such as 'cuda'$"),
 ])
 def test_arguments_of_the_wrong_type(arguments, error, message):
     """torch finds a flag of another type on entering, ampkit at once."""
     with pytest.raises(error, match=message):
         autocast(**{"device_type": "cpu"} | arguments)
+
+
+def test_a_decorator_without_parentheses():
+    with pytest.raises(ValueError, match=r"device_type is <function .* with arguments first: @autocast\("):
+        @autocast
+        def function():
+            pass
+
+
+def test_float8_is_no_dtype_of_a_region():
+    with pytest.warns(UserWarning, match=r"not torch\.float8_e4m3fn: it .* FP8 is for operators.*float8_rowwise"):
+        assert not autocast("cpu", torch.float8_e4m3fn).spec.enabled
+    with pytest.warns(UserWarning, match=r"not torch\.int8: it is disabled\. To compute in float32, use"):
+        autocast("cpu", torch.int8)
 
 
 def test_custom_backends(monkeypatch):

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ampkit import Policy
+from ampkit import Policy, Rule
 from ampkit.policy.module_rules import matches
 from tests.helpers.module_rules import Model, dtypes, rules
 from tests.helpers.regions import BF16, FP16, FP32
@@ -34,6 +34,12 @@ from tests.helpers.regions import BF16, FP16, FP32
     ({nn.Conv2d: FP32}, ValueError,
      r"no module of Model is a .*conv.Conv2d'; its modules are Model, ModuleList, Block, Linear"),
     ({nn.Linear(2, 2): FP32}, ValueError, "<Linear at 0x.*> is no module of Model; give for_modules the model"),
+    ({"head": "fp8"}, ValueError, r"a Policy\. A rule of FP8 is for operators, which a Policy lists: .*FLOAT8_ROWWISE"),
+    ({"head": torch.float8_e4m3fn}, ValueError, r"A rule of FP8 is for operators"),
+    ({"head": Rule.FLOAT8_TENSORWISE}, ValueError, r"A rule of FP8 is .*with_rules.*'aten::linear': .*TENSORWISE"),
+    ({"head": Rule.KEEP}, ValueError, r"A rule is for operators, which a Policy lists: .*'aten::linear': Rule\.KEEP"),
+    ({"head.weight": FP32}, ValueError, r"'head\.weight' is a tensor of 'head', .* give 'head' as the key"),
+    ({"Linear": FP32}, ValueError, r"'Linear' is the name of a class; .* give the class itself, without quotes"),
     ({"blocks.*.attn": FP32, "blocks.0.*": FP16}, ValueError,
      r"'blocks.0.attn' matches two rules that disagree: 'blocks.\*.attn': torch.float32 and 'blocks.0.\*': tor"),
 ])
@@ -54,7 +60,7 @@ def test_patterns_that_disagree_are_no_conflict_where_a_nearer_key_decides(order
     policy = rules(model, {model.head if itself and key == "head" else key: RULES[key] for key in order})
     assert policy.modules.find(model.head) is FP16
     assert policy.modules.find(model.blocks[0]) is FP32
-    with pytest.raises(ValueError, match="'head' matches two rules that disagree: .* give the module itself as a key"):
+    with pytest.raises(ValueError, match=r"'head' matches two rules that disagree: .* give the module itself as a key"):
         rules(model, {key: RULES[key] for key in order if key != "head"})
 
 
@@ -77,7 +83,7 @@ def test_a_key_is_set_once():
     model = Model()
     for key, name in (("head", "'head'"), (nn.Linear, "'class torch.nn.modules.linear:Linear"),
                       (model.head, "<Linear at 0x"), (model, "<Model at 0x")):
-        with pytest.raises(ValueError, match=rf"module {name}.* already has a rule in this policy"):
+        with pytest.raises(ValueError, match=rf"module {name}.* already has a rule in this policy; give it one"):
             rules(model, {key: FP32}).for_modules(model, {key: FP16})
     rules(model, {"head": FP32}).for_modules(Model(), {"head": FP16})
 

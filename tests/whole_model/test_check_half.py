@@ -76,6 +76,24 @@ def test_what_is_too_large_with_nothing_around_it_is_named() -> None:
     assert (report.keep, report.kept_error) == ([], math.inf)
 
 
+def test_inputs_that_do_not_fit() -> None:
+    model, x = nn.Linear(4, 4), torch.full((1, 4), 1e6)
+    report = check_half(model, {"input": x})
+    assert (report.largest_input, report.keep) == (1e6, [])
+    assert "the sample holds 1e+06 and float16 ends at 6.55e+04: the inputs are cast before any module" in str(report)
+    for fits in (check_half(model, (x,), torch.bfloat16), check_half(model, [x / 100])):
+        assert "the sample holds" not in str(fits)
+
+
+def test_arguments_in_another_order() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(30, 4)
+    for sample, dtype in ((torch.float16, x), (x, x), (torch.float16, torch.float16)):
+        with pytest.raises(TypeError, match=r"expected the sample first: check_half\(model, sample, torch\.float16\)"):
+            check_half(model, sample, dtype)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^dtype is tensor[^\n]{,150}; expected torch\.float16"):
+        half(model, x)  # type: ignore[arg-type]
+
+
 def test_parameters_that_do_not_fit() -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     with torch.no_grad():
