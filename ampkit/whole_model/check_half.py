@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -115,15 +115,11 @@ def check_half(
     >>> report.too_large, report.keep
     ([], [])
     """
-    if isinstance(sample, torch.dtype) or isinstance(dtype, Tensor):
-        raise TypeError(
-            f"sample is {short(sample)} and dtype is a {type(dtype).__name__}; expected the sample first: "
-            "check_half(model, sample, torch.float16)"
-        )
+    _require_order(sample, dtype)
     dtype, _ = checked_dtypes(model, dtype)
     keys, limits = kept_keys(keep_fp32), torch.finfo(dtype)
     plan = HalfPlan(model, dtype, keys)
-    scripted = {path for path, module in model.named_modules() if is_scripted(module)}      # which `half` cannot keep
+    can_be_kept = {path for path, module in model.named_modules() if not is_scripted(module)}
     expected: dict[str, _Calls] = {}
     output = _called(copy.deepcopy(model), sample, expected)
 
@@ -134,28 +130,37 @@ def check_half(
             return math.inf
         return _compared(_called(low, sample, calls), output)[0]
 
-    owners = (_around(name.rpartition(".")[0], scripted.__contains__) for name in plan.unfit)
+    owners = (_around(name.rpartition(".")[0], can_be_kept) for name in plan.unfit)
     keep = list(dict.fromkeys(path for path in owners if path))
     low: dict[str, _Calls] = {}
     before = error(keep, low)
     largest = {path: max(map(_magnitude, calls.outputs), default=0.0) for path, calls in expected.items()}
+    fit = {path for path, most in largest.items() if most <= limits.max and path in can_be_kept}
     found = low
-
-    def is_no_place(path: str) -> bool:
-        return path in scripted or largest.get(path, math.inf) > limits.max
-
-    while (path := _overflowing(found, expected, is_no_place)) and path not in keep:
+    while (path := _overflowing(found, expected, fit)) and path not in keep:
         keep.append(path)
         error(keep, found := {})
-    tried, after = _keep_what_helps(error, keep, [path for path in expected if path not in scripted], limits.eps)
+    tried, after = _keep_what_helps(error, keep, [path for path in expected if path in can_be_kept], limits.eps)
     inside = {path for module, path in plan.kept.items() if module not in plan.outermost}
     too_large = [path for path, most in largest.items() if most > limits.max and path not in inside]
-    modules = []
-    for path, most in largest.items():
-        compared = _compared(low[path].outputs, expected[path].outputs) if path in low else (math.nan, 0)
-        modules.append(HalfModule(path, most, *compared, tried.get(path)))
+    modules = [_row(path, most, low, expected, tried) for path, most in largest.items()]
     largest_input = max(map(_magnitude, _floats(sample)), default=0.0)
     return HalfReport(dtype, before, after, modules, list(plan.unfit), too_large, keep, largest_input)
+
+
+def _row(
+    path: str, largest: float, low: Mapping[str, _Calls], expected: Mapping[str, _Calls], tried: Mapping[str, float]
+) -> HalfModule:
+    compared = _compared(low[path].outputs, expected[path].outputs) if path in low else (math.nan, 0)
+    return HalfModule(path, largest, *compared, tried.get(path))
+
+
+def _require_order(sample: Any, dtype: Any) -> None:
+    if isinstance(sample, torch.dtype) or isinstance(dtype, Tensor):
+        raise TypeError(
+            f"sample is {short(sample)} and dtype is a {type(dtype).__name__}; expected the sample first: "
+            "check_half(model, sample, torch.float16)"
+        )
 
 
 @dataclass
@@ -167,21 +172,21 @@ class _Calls:
 
 
 def _overflowing(
-    found: Mapping[str, _Calls], expected: Mapping[str, _Calls], is_no_place: Callable[[str], bool]
+    found: Mapping[str, _Calls], expected: Mapping[str, _Calls], places: Container[str]
 ) -> str:
-    """The module where something overflows first, or the nearest around it that can be kept; "" for none.
+    """The nearest of `places` around the module where something overflows first, that module included; "" for none.
 
     A module returns 16 bits even when it is kept, so what is too large for that has to stay inside of a kept one.
     """
     for path, calls in found.items():
         if path in expected and calls.took_finite and _compared(calls.outputs, expected[path].outputs)[1]:
-            return _around(path, is_no_place)
+            return _around(path, places)
     return ""
 
 
-def _around(path: str, is_no_place: Callable[[str], bool]) -> str:
-    """The nearest module, from this one outwards, that can be kept; "" for none."""
-    while path and is_no_place(path):
+def _around(path: str, places: Container[str]) -> str:
+    """The nearest of `places` from this module outwards; "" for none, or for the model itself."""
+    while path and path not in places:
         path = path.rpartition(".")[0]
     return path
 

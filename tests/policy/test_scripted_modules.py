@@ -181,14 +181,14 @@ def test_check_half_measures_scripted_modules_and_proposes_those_around_them() -
     class Outer(nn.Module):
         def __init__(self, part: Any) -> None:
             super().__init__()
-            self.part, self.down = part, Scale(1e-3)
+            self.parts, self.down = nn.ModuleList([part]), Scale(1e-3)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.down(self.part(x))
+            return self.down(self.parts[0](x))
 
     report = check_half(nn.Sequential(Outer(torch.jit.script(Scale(1e5))), nn.Linear(4, 4)), torch.ones(2, 4))
-    assert [row.path for row in report.modules] == ["0.part", "0.down", "0", "1", ""]
-    assert report.too_large == ["0.part"]
+    assert [row.path for row in report.modules] == ["0.parts.0", "0.down", "0", "1", ""]
+    assert report.too_large == ["0.parts.0"]
     assert report.keep == ["0"]
     assert report.kept_error < 1e-3
 
