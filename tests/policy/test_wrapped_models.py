@@ -159,3 +159,12 @@ def test_wrappers_have_no_part_in_the_paths_of_records():
     model.blocks.insert(0, Block())
     model.head = nn.Linear(4, 4)
     assert paths(model) == [*found, "head"]
+
+
+def test_a_module_that_moves_has_its_new_path_in_records():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    for expected in ([3, 2], [2, 3]):
+        with record_casts() as record, autocast("cpu"):
+            model(X)
+        assert [(call.module, len(call.operands)) for call in record.calls] == list(zip("01", expected, strict=True))
+        model[0], model[1] = model[1], model[0]
