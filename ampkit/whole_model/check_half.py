@@ -232,9 +232,9 @@ def _called(model: Module, sample: Any, calls: dict[str, _Calls] | None = None) 
             known.outputs += [tensor.clone() for tensor in _floats(output)]
             known.took_finite &= all(bool(tensor.isfinite().all()) for tensor in _floats((args, kwargs)))
 
-    def note_scripted(module: Module, *called: Any) -> None:
+    def note_scripted(module: Module, args: Any, output: Any) -> None:
         if is_scripted(module) and module in paths:
-            note(module, *called)
+            note(module, args, {}, output)
 
     args, kwargs = ((), sample) if isinstance(sample, Mapping) else (sample, {})
     args = args if isinstance(args, tuple | list) else (args,)
@@ -244,7 +244,8 @@ def _called(model: Module, sample: Any, calls: dict[str, _Calls] | None = None) 
             for module in paths:
                 if not is_scripted(module):     # TorchScript refuses hooks of a module's own
                     hooks.callback(module.register_forward_hook(note, with_kwargs=True).remove)
-            hooks.callback(register_module_forward_hook(note_scripted, with_kwargs=True).remove)
+            # Without keyword arguments: torch never takes the note of a global hook that asks for them back.
+            hooks.callback(register_module_forward_hook(note_scripted).remove)
         return _floats(model.eval()(*args, **kwargs))
 
 

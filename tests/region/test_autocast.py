@@ -155,7 +155,7 @@ def test_a_decorator_without_parentheses():
 def test_float8_is_no_dtype_of_a_region():
     with pytest.warns(UserWarning, match=r"not torch\.float8_e4m3fn: it .* FP8 is for operators.*float8_rowwise"):
         assert not autocast("cpu", torch.float8_e4m3fn).spec.enabled
-    with pytest.warns(UserWarning, match=r"not torch\.int8: it is disabled\. To compute in float32, use"):
+    with pytest.warns(UserWarning, match=r"not torch\.int8: it is disabled\. To compute in float32, decorate"):
         autocast("cpu", torch.int8)
 
 

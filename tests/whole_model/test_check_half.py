@@ -143,6 +143,7 @@ def test_the_sample_and_the_model_are_left_alone() -> None:
     assert seen == []
     assert model.training
     assert not any(m._forward_hooks for m in model.modules())
+    assert not torch.nn.modules.module._has_any_global_hook()
 
 
 class Attention(nn.Module):
