@@ -43,7 +43,8 @@ class AdamW(DeviceStep, torch.optim.AdamW):
     Raises:
         ValueError: for values that torch.optim.AdamW refuses, an unknown `impl`, `rounding`, `masters` or
             `state_dtype`, `differentiable=True`.
-        TypeError: `betas` are tensors; `rounding`, `masters` or `state_dtype` with a parameter of another dtype.
+        TypeError: `betas` are tensors; `rounding`, `masters` or `state_dtype` with a parameter of another dtype; at
+            `step` of a kernel, moments of a parameter that differ in dtype.
         RuntimeError: at `step`, a gradient is sparse.
 
     State: `step`, `exp_avg`, `exp_avg_sq`, `max_exp_avg_sq` as in torch; a `state_dict` of either loads into the other.
@@ -92,10 +93,22 @@ class AdamW(DeviceStep, torch.optim.AdamW):
         return {"beta1": beta1, "beta2": beta2, "eps": group["eps"]}
 
     def _states(self, params: Sequence[Tensor], group: dict[str, Any]) -> list[dict[str, Any]]:
-        states = self._fill(params, (_NAMES_AMSGRAD if group["amsgrad"] else _NAMES)[:-1])
+        moments = (_NAMES_AMSGRAD if group["amsgrad"] else _NAMES)[:-1]
+        states = self._fill(params, moments)
+        for param, state in zip(params, states, strict=True):
+            if len({state[name].dtype for name in moments}) != 1:
+                self._refuse_mixed(param, {name: state[name].dtype for name in moments})
         for param, state in zip(params, states, strict=True):
             _count_on(state, param.device)
         return states
+
+    def _refuse_mixed(self, param: Tensor, dtypes: dict[str, torch.dtype]) -> None:
+        number = next(i for i, one in enumerate(self._parameters()) if one is param)
+        found = ", ".join(f"{name} of {dtype}" for name, dtype in dtypes.items())
+        raise TypeError(
+            f"ampkit.optim.AdamW got, in the state of parameter {number} of shape {tuple(param.shape)}, {found}; "
+            "expected one dtype: convert all of them, or pass state_dtype=, which does"
+        )
 
     def _step_kernel(self, group: dict[str, Any], lists: list[list[Tensor]], **options: Any) -> None:
         params, grads, exp_avgs, exp_avg_sqs, *largest, steps = lists

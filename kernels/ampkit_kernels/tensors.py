@@ -219,3 +219,17 @@ def check_parallel(op: str, **lists: Sequence[Tensor]) -> None:
                 f"{op}: {name}[{i}] has shape {tuple(shapes[i])}, {first_name}[{i}] has {tuple(expected[i])}; "
                 f"expected the same shape"
             )
+
+
+def check_same_dtypes(op: str, **lists: Sequence[Tensor]) -> None:
+    """Refuse parallel lists whose dtypes differ in a row: a kernel takes one for all of them."""
+    (first_name, first), *others = lists.items()
+    expected = list(map(_DTYPE, first))
+    for name, tensors in others:
+        dtypes = list(map(_DTYPE, tensors))
+        if dtypes != expected:
+            i = next(i for i, pair in enumerate(zip(dtypes, expected, strict=True)) if pair[0] != pair[1])
+            raise TypeError(
+                f"{op}: {name}[{i}] is {dtypes[i]}, {first_name}[{i}] is {expected[i]}; expected one dtype for all "
+                f"moments of a parameter: convert one of them"
+            )

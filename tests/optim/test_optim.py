@@ -280,3 +280,25 @@ def test_groups_that_ask_for_what_no_step_does_are_refused(cls: Any) -> None:
         with pytest.raises(ValueError, match="a parameter group has dampening"):
             optimizer.step()
         assert torch.equal(param, torch.ones(2))
+
+
+@interpreted
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"])
+def test_moments_of_several_dtypes_are_refused(name: str, impl: str) -> None:
+    """Kernels take one dtype for all of them: they would write past the end of the narrow one."""
+    params = parameters(torch.bfloat16)
+    options = {"lr": 0.01, "impl": impl, "amsgrad": name.startswith("max")}
+    optimizer = AdamW(params, **options)
+    if impl == "reference":     # where its functions step: torch's own take moments of several dtypes
+        optimizer._step_torch = lambda *_: False  # type: ignore[method-assign]
+    train(optimizer, params, range(3))
+    optimizer.state[params[3]][name] = optimizer.state[params[3]][name].float()
+    before = copy.deepcopy((params, optimizer.state_dict()["state"]))
+    with pytest.raises(TypeError, match=rf"parameter 3 of shape \(40, 6\), .*{name} of torch.float32.*; expected one"):
+        train(optimizer, params, [3])
+    torch.testing.assert_close((params, optimizer.state_dict()["state"]), before, rtol=0, atol=0)
+    converted = AdamW(params, state_dtype=torch.float32, **options)
+    converted.state.update(optimizer.state)
+    train(converted, params, [3])
+    assert {optimizer.state[p][name].dtype for p in params} == {torch.float32}
