@@ -200,6 +200,7 @@ class DeviceStep(ABC):
             weight, remainder = kernels.rounding.split(local_tensor(master))
             local_tensor(param).copy_(weight)
             local_tensor(self.state[param]["remainder"]).copy_(remainder)
+        _note_written(list(masters))
         self._see(masters)
 
     def _remainders(self, params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
@@ -305,11 +306,11 @@ class DeviceStep(ABC):
             cache = self._caches.get((number, copies is not None, self.impl))
             if cache is None or not cache.fits([*lists[:n], *([] if copies is None else [copies]), *lists[n:]]):
                 return False
-            found.append((cache, lists[0]))
-        for cache, stepped in found:
+            found.append((cache, lists[0] if copies is None else [*lists[0], *copies]))
+        for cache, written in found:
             cache.launch(self._all_options(group, scalars, cache.device))
             # As any in-place operation would: what was saved for backward is stale now.
-            torch.autograd.graph.increment_version(stepped)
+            torch.autograd.graph.increment_version(written)
         if self.has_remainders:
             self._see(beside)
         return True
@@ -350,7 +351,9 @@ class DeviceStep(ABC):
         """Write the copies of what torch's functions have stepped."""
         copied = [param for param in params if param in self._copies and param.grad is not None]
         if copied and not scalars.skips_on_host():
-            kernels.cast_(list(map(local_tensor, copied)), [local_tensor(self._copies[param]) for param in copied])
+            targets = [self._copies[param] for param in copied]
+            kernels.cast_(list(map(local_tensor, copied)), list(map(local_tensor, targets)))
+            _note_written(targets)
 
     def _step_kernels(
         self, number: int, group: dict[str, Any], device: torch.device, params: list[Tensor], scalars: StepScalars
@@ -379,7 +382,8 @@ class DeviceStep(ABC):
                     if plain else None,
                     **options,
                 )
-                torch.autograd.graph.increment_version(lists[0])
+                stepped = params if rows is None else [params[i] for i in rows]
+                _note_written([*stepped, *(beside[param] for param in stepped if param in beside)])
         if masters:
             self._see(beside)
 
@@ -421,6 +425,13 @@ def local_tensor(tensor: Tensor) -> Tensor:
     if type(tensor) in _ORDINARY or not hasattr(tensor, "to_local"):
         return tensor
     return tensor.to_local()  # type: ignore[attr-defined]
+
+
+def _note_written(tensors: Sequence[Tensor]) -> None:
+    """Bump the versions of tensors and of their shards, as an in-place operation would: what is saved for backward is
+    stale now. Neither a kernel does it, nor, for the DTensor that autograd has saved, a write to its shard.
+    """
+    torch.autograd.graph.increment_version([*tensors, *map(local_tensor, tensors)])
 
 
 @contextmanager

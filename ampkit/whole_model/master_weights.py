@@ -250,8 +250,10 @@ class MasterWeights:
             pair.master.grad = None
 
     def _note_written(self) -> None:
-        # Kernels that write by address do not bump version counters, by which autograd finds stale saved tensors.
-        torch.autograd.graph.increment_version([_local(pair.param) for pair in self._pairs.values()])
+        # Kernels that write by address do not bump version counters, by which autograd finds stale saved tensors, and a
+        # write to a shard does not bump its DTensor's.
+        params = self.model_parameters()
+        torch.autograd.graph.increment_version([*params, *map(_local, params)])
         for pair in self._pairs.values():
             pair.version = pair.param._version
 

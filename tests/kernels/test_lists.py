@@ -131,6 +131,47 @@ def test_any_list(sizes: list[int], dtypes: list, planted: list, exponent: int, 
     same(found[1][1:], found[0][1:])
 
 
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("impl", IMPLS)
+def test_what_is_written_is_stale_for_backward(impl: str) -> None:
+    """By its version, which autograd compares with that of what it has saved; what is only read stays valid.
+
+    `unscale_` leaves versions alone, as torch's operator does: a scaler tells by them which gradients it has unscaled.
+    """
+    inv_scale, flag = scalar(0.5), scalar(0.0)
+    moments, (step, scale) = [[torch.zeros(3)] for _ in range(2)], (scalar(0.0), scalar(2.0))
+
+    def update() -> None:
+        ops: Any = kernels.triton_ops
+        counts = [torch.zeros((), dtype=torch.int32) for _ in range(4)]
+        ops.update_scale_(
+            (scale, *counts), flag, growth_factor=2.0, backoff_factor=0.5, growth_interval=1, min_scale=1.0,
+            max_scale=2.0, hysteresis=1, refills_when_clean=False, tolerance=0.0,
+        )
+
+    first, second, half = torch.ones(3), torch.ones(3), torch.ones(3).half()
+    sparse = torch.sparse_coo_tensor([[0, 3]], [1.0, 2.0], (5,), check_invariants=True)._values()
+    strided, complexes = torch.ones(3, 4)[:, ::2], torch.ones(3, dtype=torch.complex64)
+    grads = [first, half, sparse, strided, complexes]
+    operations: list[tuple[Callable[[], Any], list[Tensor], list[Tensor]]] = [
+        (lambda: kernels.unscale_(grads, inv_scale, flag, impl=impl), [], [*grads, inv_scale]),
+        (lambda: kernels.multiply_(grads, inv_scale, flag, impl=impl), grads, [inv_scale, flag]),
+        (lambda: kernels.norm_and_check(grads, inv_scale, flag, impl=impl), [], [*grads, inv_scale]),
+        (lambda: kernels.cast_([first, second], [half, strided[:, 0]], impl=impl), [half, strided], [first, second]),
+        (lambda: kernels.unscale_into_([half], [second], inv_scale, flag, impl=impl), [second], [half]),
+        (lambda: kernels.adamw_([first], [second], *moments, [], [step], copies=[half], impl=impl, **ADAMW),
+         [first, half], [second]),
+        (lambda: kernels.sgd_([first], [second], [], copies=[half], lr=0.1, impl=impl), [first, half], [second]),
+    ]
+    if impl == "triton":
+        operations.append((update, [scale], [flag]))
+    for i, (operation, written, read) in enumerate(operations):
+        before = [t._version for t in written], [t._version for t in read]
+        operation()
+        assert all(t._version > version for t, version in zip(written, before[0], strict=True)), i
+        assert [t._version for t in read] == before[1], i
+
+
 # --- refusals
 
 

@@ -79,6 +79,33 @@ def test_kernel_path_over_many_steps(pair: str) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("impl", ["auto", "triton", "reference"])
+@pytest.mark.parametrize("options", [{}, {"masters": "remainder", "rounding": "stochastic"}], ids=["torch", "bfloat16"])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_backward_through_a_weight_that_a_step_has_changed_raises(pair: str, options: Any, impl: str) -> None:
+    """Also in steps taken as the last one was; and through a copy that the step writes. A skipped step counts too."""
+    ours, _, given = PAIRS[pair]
+    weight = Parameter(torch.ones(3, 3, dtype=torch.bfloat16 if options else torch.float32))
+    copied = weight.detach().half()
+    optimizer = ours([weight], impl=impl, **given, **options)
+    if not options:
+        optimizer.write_copies({weight: copied})
+    for _ in range(4):
+        for used in (weight, *([] if options else [copied])):
+            x = torch.ones(3, 3, dtype=used.dtype, requires_grad=True)
+            loss = (x @ used).sum()
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+            with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+                loss.backward()
+    if options:
+        loss = (x @ weight).sum()
+        optimizer.set_masters(optimizer.masters())
+        with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+            loss.backward()
+
+
+@interpreted
 @pytest.mark.parametrize("impl", ["auto", "triton"])
 @pytest.mark.parametrize("pair", PAIRS)
 def test_state_dicts_go_both_ways(pair: str, impl: str) -> None:

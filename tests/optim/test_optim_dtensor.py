@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ampkit.optim import SGD, AdamW
+from ampkit.whole_model.master_weights import MasterWeights
 from tests.helpers.ranks import on_ranks
 
 BFLOAT16 = {"rounding": "stochastic", "masters": "remainder", "state_dtype": torch.bfloat16}
@@ -68,6 +69,26 @@ def test_shards_step_as_plain_weights_do(mesh: DeviceMesh, cls: Any, options: di
         sharded = sharded.full_tensor() if plain.ndim else sharded
         assert sharded.dtype == plain.dtype
         assert torch.equal(*(t.view(torch.int16) if t.dtype is torch.float16 else t for t in (sharded, plain)))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::RuntimeWarning")
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("impl", ["auto", "triton"])
+def test_a_backward_through_a_weight_that_a_step_has_changed_raises(mesh: DeviceMesh, impl: str, masters: bool) -> None:
+    """Autograd has saved the DTensor, or its shard where the program computes with that."""
+    weight = torch.nn.Parameter(distribute_tensor(torch.ones(3, 3).bfloat16(), mesh, [Shard(0)]))
+    optimizer: Any = SGD([weight], lr=0.1, impl=impl, **{} if masters else BFLOAT16)
+    if masters:
+        MasterWeights(optimizer)
+    for of_shard in (False, True):
+        for _ in range(2):
+            x = torch.ones(3, 3).bfloat16()
+            x = (x if of_shard else distribute_tensor(x, mesh, [Replicate()])).requires_grad_()
+            loss = (x @ (weight.to_local() if of_shard else weight)).sum()
+            weight.grad = distribute_tensor(torch.ones(3, 3).bfloat16(), mesh, [Shard(0)])
+            optimizer.step()
+            with pytest.raises(RuntimeError, match="been modified"):
+                loss.backward()
 
 
 def fsdp_checkpoint(rank: int, world: int, full: bool) -> None:

@@ -111,6 +111,7 @@ def update_scale_(
             *state, found_inf, growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis,
             tolerance, REFILLS_WHEN_CLEAN=refills_when_clean, **_ALONE,
         )
+    torch.autograd.graph.increment_version(state)   # a loss that was scaled has saved the scale for its backward
 
 
 def tally_update_(totals: Tensor, used: Tensor, scale: Tensor, found_inf: Tensor, steps: Sequence[Tensor]) -> None:

@@ -58,6 +58,7 @@ def run_step(
         launches.append(Launch(launch, table, coefficients, constants, rows, len(parts)))
     for one in launches:
         launch(one, **options)
+    torch.autograd.graph.increment_version([*picked["params"], *picked.get("copies", ())])
     if cache is not None:
         cache.fill(list(picked.values()), launches)
 

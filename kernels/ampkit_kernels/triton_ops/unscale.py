@@ -15,6 +15,7 @@ Addressing: see `chunks`; any element-aligned address keeps 128-bit accesses in 
 
 from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -86,7 +87,9 @@ def multiply_(grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None 
     if other:
         reference.multiply_(pick(grads, other), factor, found_inf)
     flag = factor if found_inf is None else found_inf
-    _launch(pick(grads, flat), factor, flag, CHECKS=False, SKIPS=found_inf is not None)
+    grads = pick(grads, flat)
+    _launch(grads, factor, flag, CHECKS=False, SKIPS=found_inf is not None)
+    torch.autograd.graph.increment_version(grads)       # `unscale_` leaves versions alone, as torch's operator does
 
 
 def _launch(grads: Sequence[Tensor], factor: Tensor, flag: Tensor, **constants: bool) -> None:

@@ -99,6 +99,7 @@ def unscale_into_(
             SCALES=True, ACCUMULATE=accumulate, ALIGNED=aligned,
             enable_fp_fusion=False,  # product and sum are rounded apart, as on the CPU
         )
+        torch.autograd.graph.increment_version(parts[1])
 
 
 def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
@@ -113,6 +114,7 @@ def cast_(sources: Sequence[Tensor], destinations: Sequence[Tensor]) -> None:
             unscale_into_kernel, table.n_tensors, table.numels, table.numels, **dtypes, ACC=dtypes["SOURCE"],
             SCALES=False, ACCUMULATE=False, ALIGNED=aligned,
         )
+        torch.autograd.graph.increment_version(parts[1])
 
 
 def _dtypes(parts: Sequence[Sequence[Tensor]]) -> dict[str, tl.dtype]:
