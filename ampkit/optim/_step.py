@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, TypeVar, overload
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -45,7 +46,8 @@ class DeviceStep(ABC):
     state: Any
     _precision: Precision
     _copies: dict[Tensor, Tensor]           # that the user wants written
-    _seen: dict[Tensor, tuple[Any, ...]]    # of each weight with a remainder, how the last step left it
+    # Of each weight with a remainder, how the last step left it. Keeps none alive that the program has let go.
+    _seen: dict[ref[Tensor], tuple[Any, ...]]
     # By number of the group, whether copies are written, and `impl`.
     _caches: dict[tuple[int, bool, str], kernels.StepCache]
     _warned = False
@@ -207,9 +209,10 @@ class DeviceStep(ABC):
         """The remainders of bfloat16 parameters, 0 where something else than a step has written to the parameter."""
         found = {param: self.state[param]["remainder"] for param in params if param.dtype is torch.bfloat16}
         for param, remainder in found.items():
-            if param in self._seen and self._seen[param] != _mark(param):
+            weight = ref(param)
+            if weight in self._seen and self._seen[weight] != _mark(param):
                 local_tensor(remainder).zero_()
-                self._seen[param] = _mark(param)
+                self._seen[weight] = _mark(param)
         return found
 
     def _all_remainders(self) -> dict[Tensor, Tensor]:
@@ -316,7 +319,7 @@ class DeviceStep(ABC):
         return True
 
     def _see(self, params: Iterable[Tensor]) -> None:
-        self._seen.update((param, _mark(param)) for param in params)
+        self._seen.update((ref(param), _mark(param)) for param in params)
 
     def _all_options(self, group: dict[str, Any], scalars: StepScalars, device: torch.device) -> dict[str, Any]:
         found_inf, grad_scale, multiplier = scalars.on(device)
@@ -328,24 +331,29 @@ class DeviceStep(ABC):
 
     def _step_validated(self, number: int, group: dict[str, Any], scalars: StepScalars) -> None:
         """Step a group after examining every tensor; kernels keep what that finds out in caches."""
-        if self.impl != "triton" and all(map(_is_cpu, group["params"])):
+        # torch's lists hold plain tensors or DTensors of one mesh: others are stepped in parts.
+        params = group["params"]
+        if self.impl != "triton" and all(map(_is_cpu, params)) and set(map(type, params)) <= _ORDINARY:
             here = scalars.on(_CPU)
             if self._step_torch(group, _CPU, here):
                 if self._copies:
-                    self._write_copies_of(group["params"], here)
+                    self._write_copies_of(params, here)
                 return
         by_device: dict[torch.device, list[Tensor]] = {}
-        for param in group["params"]:
+        for param in params:
             if param.grad is not None:
                 by_device.setdefault(param.device, []).append(param)
         for device, params in by_device.items():
             refuse_sparse(self, [param.grad for param in params])
-            here, part = scalars.on(device), {**group, "params": params}
-            if not kernels.uses_triton(self.impl, device) and self._step_torch(part, device, here):
-                if self._copies:
-                    self._write_copies_of(params, here)
-            else:
+            if kernels.uses_triton(self.impl, device):
                 self._step_kernels(number, group, device, params, scalars)
+                continue
+            here = scalars.on(device)
+            for part in _by_mesh(params):
+                if not self._step_torch({**group, "params": part}, device, here):
+                    self._step_kernels(number, group, device, part, scalars)
+                elif self._copies:
+                    self._write_copies_of(part, here)
 
     def _write_copies_of(self, params: Sequence[Tensor], scalars: StepScalars) -> None:
         """Write the copies of what torch's functions have stepped."""
@@ -425,6 +433,14 @@ def local_tensor(tensor: Tensor) -> Tensor:
     if type(tensor) in _ORDINARY or not hasattr(tensor, "to_local"):
         return tensor
     return tensor.to_local()  # type: ignore[attr-defined]
+
+
+def _by_mesh(params: Sequence[Tensor]) -> Iterable[list[Tensor]]:
+    """The DTensors of each mesh, and the other tensors: what an operation of torch takes as one list."""
+    parts: dict[Any, list[Tensor]] = {}
+    for param in params:
+        parts.setdefault(getattr(param, "device_mesh", None), []).append(param)
+    return parts.values()
 
 
 def _note_written(tensors: Sequence[Tensor]) -> None:

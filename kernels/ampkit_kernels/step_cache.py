@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, is_
+from operator import attrgetter, call, is_
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -40,7 +41,8 @@ class StepCache:
     spares it all that the first one validated; where `fits` is False, the step is taken as the first one, and fills the
     cache again. Types, dtypes, sizes and layouts of parameters and gradients are compared, and those of other lists
     unless they hold the same objects at the same addresses. Addresses are sent where they differ. Belongs to the
-    device, stream and thread of the step that filled it; never fits while a CUDA graph is being captured.
+    device, stream and thread of the step that filled it; never fits while a CUDA graph is being captured. Keeps none of
+    the tensors alive.
     """
 
     def __init__(self) -> None:
@@ -54,10 +56,13 @@ class StepCache:
         if is_capturing(self.device) or place(self.device) != self._place:
             return False
         try:
-            for tensors, kept, facts in zip(lists, self._kept, self._facts, strict=True):
-                same = kept is not None and len(tensors) == len(kept) and all(map(is_, tensors, kept))
-                if not same and _facts(tensors) != facts:
+            for i, (tensors, kept, facts) in enumerate(zip(lists, self._kept, self._facts, strict=True)):
+                if kept is not None and len(tensors) == len(kept) and all(map(is_, tensors, map(call, kept))):
+                    continue
+                if _facts(tensors) != facts:
                     return False
+                if kept is not None:
+                    self._kept[i] = list(map(ref, tensors))
             if any(map(Tensor.is_neg, lists[1])):
                 return False
             columns = [list(map(Tensor.data_ptr, tensors)) for tensors in lists]
@@ -88,8 +93,7 @@ class StepCache:
         if not all(is_plain for _, _, _, is_plain in facts) or any(map(Tensor.is_neg, lists[1])):
             return
         self._place, self._facts = place(self.device), facts
-        # Gradients are not kept, whose memory the next forward pass needs.
-        self._kept = [list(tensors) if i >= _NEW_EVERY_STEP else None for i, tensors in enumerate(lists)]
+        self._kept = [list(map(ref, tensors)) if i >= _NEW_EVERY_STEP else None for i, tensors in enumerate(lists)]
         self._columns = [list(map(Tensor.data_ptr, tensors)) for tensors in lists]
         self._n_wide = launches[0].n_wide
         self._aligned = _aligned_rows(self._columns[: self._n_wide])

@@ -215,6 +215,36 @@ def test_what_is_kept_is_used_and_gradients_are_not_kept(kind: str, monkeypatch:
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_nothing_keeps_state_or_parameters_alive_that_a_program_replaces_or_drops(kind: str) -> None:
+    """As one that offloads state between phases, or thaws layers in turn."""
+    params = parameters(kind)
+    optimizer = OPTIMIZERS[kind](params)
+
+    def step() -> None:
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+
+    def tensors() -> list[Any]:
+        return [weakref.ref(value) for state in optimizer.state.values() for value in state.values()]
+
+    with noted_launches():
+        step()
+        step()
+        old = tensors()
+        _ = [state.update({name: value.clone() for name, value in state.items()}) for state in optimizer.state.values()]
+        gc.collect()
+        assert not any(value() is not None for value in old)
+        step()
+        old = [*tensors(), weakref.ref(params.pop())]
+        del optimizer.param_groups[0]["params"][-1]
+        optimizer.state.clear()
+        gc.collect()
+        assert not any(value() is not None for value in old)
+        step()
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_groups_of_equal_shapes_have_tables_of_their_own_that_end_with_the_optimizer(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

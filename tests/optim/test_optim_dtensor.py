@@ -91,6 +91,36 @@ def test_a_backward_through_a_weight_that_a_step_has_changed_raises(mesh: Device
                 loss.backward()
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::RuntimeWarning")
+@pytest.mark.parametrize("impl", ["auto", "triton"])
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, BFLOAT16], ids=["default", "foreach", "bfloat16"])
+@pytest.mark.parametrize("cls", [AdamW, SGD])
+def test_plain_parameters_beside_dtensors_of_two_meshes(
+    mesh: DeviceMesh, cls: Any, options: dict[str, Any], impl: str
+) -> None:
+    """As tensor and expert parallelism leave them, under a scaler: some gradients are not contiguous."""
+    others = init_device_mesh("cpu", (1, 1))
+    values, places = torch.randn(5, 6, 4), (mesh, None, others, mesh, None)
+    dtype = torch.bfloat16 if options is BFLOAT16 else torch.float32
+    found = []
+    for meshes in (places, [None] * 5):
+        def place(value: torch.Tensor, on: DeviceMesh | None) -> torch.Tensor:
+            return value if on is None else distribute_tensor(value, on, [Replicate()] * (on.ndim - 1) + [Shard(0)])
+
+        params = [torch.nn.Parameter(place(v.to(dtype, copy=True), on)) for v, on in zip(values, meshes, strict=True)]
+        optimizer = cls(params, lr=0.1, impl=impl, **options)
+        for step in range(3):
+            for i, (param, on) in enumerate(zip(params, meshes, strict=True)):
+                grad = values[i - 1].to(dtype) * 8 * (step + 1)
+                param.grad = place(grad.t().contiguous().t() if i % 2 else grad.clone(), on)
+            optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(0.0)
+            optimizer.step()
+        found.append([getattr(param, "full_tensor", lambda param=param: param)() for param in params])
+    # A kernel takes the rows whose strides agree, which those of a shard do, and torch's operations the others.
+    torch.testing.assert_close(*found, rtol=1e-6 if impl == "triton" else 0, atol=1e-6 if impl == "triton" else 0)
+    assert not torch.equal(found[0][1], values[1].to(dtype))
+
+
 def fsdp_checkpoint(rank: int, world: int, full: bool) -> None:
     """A state that leaves one optimizer and enters another, with every remainder and stream; steps keep them."""
     mesh = init_device_mesh("cpu", (world,))
