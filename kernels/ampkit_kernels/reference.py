@@ -18,6 +18,7 @@ from .tensors import by_dtype, written_in_place
 
 INF = float("inf")
 COPIED = 1 << 24    # elements of gradients that a norm copies at a time: 64 MiB
+PIECE = 1 << 20     # elements that an optimizer's step works on at a time: it needs up to 100 bytes for each
 _DTYPE = attrgetter("dtype")
 
 
@@ -239,7 +240,7 @@ def adamw_(
     if _skips_on_host(found_inf):
         return
     skip = _device_flag(found_inf)
-    for row in _rows(lists):
+    for row, numbers, is_last in _pieces(lists):
         p, m, v, step = row["params"], row["exp_avgs"], row["exp_avg_sqs"], row["steps"]
         acc = torch.float64 if p.dtype is torch.float64 else torch.float32
         count, rate = _count_and_rate(step, lr)
@@ -257,7 +258,7 @@ def adamw_(
             second = torch.maximum(largest.to(acc), new_v)
             state.append((largest, second))
         new_p = new_p - step_size * new_m / (second.sqrt() / correction + eps)
-        _store([(p, new_p), *state], [(step, step + 1)], skip, row)
+        _store([(p, new_p), *state], [(step, step + 1)] if is_last else [], skip, row, numbers, is_last)
 
 
 @torch.no_grad()
@@ -282,7 +283,7 @@ def sgd_(
     if _skips_on_host(found_inf):
         return
     skip = _device_flag(found_inf)
-    for row in _rows(lists):
+    for row, numbers, is_last in _pieces(lists):
         p = row["params"]
         acc = torch.float64 if p.dtype is torch.float64 else torch.float32
         g, old_p = _incoming(row["grads"], acc, maximize, multiplier, grad_scale), _weight(row, acc)
@@ -298,13 +299,36 @@ def sgd_(
             new_p = old_p - lr.to(p.device, acc) * g
         else:
             new_p = torch.add(old_p, g, alpha=-lr)
-        _store([(p, new_p), *state], [], skip, row)
+        _store([(p, new_p), *state], [], skip, row, numbers, is_last)
 
 
-def _rows(lists: Mapping[str, Sequence[Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """The tensors of each parameter, by the name of their list."""
-    for row in zip(*lists.values(), strict=True):
-        yield dict(zip(lists, row, strict=True))
+def _pieces(lists: Mapping[str, Sequence[Tensor]]) -> Iterator[tuple[dict[str, Tensor], Tensor | None, bool]]:
+    """The tensors of each parameter by the name of their list, large ones in pieces.
+
+    Beside each the numbers of its elements where it is not all of the parameter, for random bits, and whether it is the
+    last of the parameter. Pieces follow memory; where strides differ, the longest dimension, one index of it at least.
+    """
+    for tensors in zip(*lists.values(), strict=True):
+        row = dict(zip(lists, tensors, strict=True))
+        p = row["params"]
+        if p.numel() <= PIECE:
+            yield row, None, True
+            continue
+        single = {name: row.pop(name) for name in ("steps", "streams") if name in row}
+        strides = rounding.dense_strides(p)
+        if set(map(Tensor.stride, row.values())) == {strides}:
+            row = {name: t.as_strided((t.numel(),), (1,)) for name, t in row.items()}
+            dim, n, each, strides = 0, p.numel(), PIECE, (1,)
+        else:
+            dim = max(range(p.dim()), key=p.size)
+            n, each = p.size(dim), max(1, PIECE * p.size(dim) // p.numel())
+        for first in range(0, n, each):
+            length = min(each, n - first)
+            piece = {name: t.narrow(dim, first, length) for name, t in row.items()} | single
+            numbers = None
+            if "streams" in piece:
+                numbers = rounding.element_numbers(piece["params"], strides, first * strides[dim])
+            yield piece, numbers, first + length == n
 
 
 def _skips_on_host(found_inf: Tensor | None) -> bool:
@@ -347,9 +371,10 @@ def _weight(row: dict[str, Tensor], acc: torch.dtype) -> Tensor:
 
 
 def _store(
-    values: list[tuple[Tensor, Tensor]], exact: list[tuple[Tensor, Tensor]], skip: Tensor | None, row: dict[str, Tensor]
+    values: list[tuple[Tensor, Tensor]], exact: list[tuple[Tensor, Tensor]], skip: Tensor | None,
+    row: dict[str, Tensor], numbers: Tensor | None, is_last: bool,
 ) -> None:
-    """Write new values, or the old ones again where a device flag says skip.
+    """Write new values, or the old ones again where a device flag says skip; `row`, `numbers` as `_pieces` gives them.
 
     values: old and new parameter, then state; what bfloat16 has no remainder for is rounded by the stream, if there is
     one. exact: old and new counts.
@@ -361,10 +386,11 @@ def _store(
         values[0] = (p, new_p)
     if "streams" in row:
         advanced = row["streams"] + rounding.STEP
-        exact.append((row["streams"], advanced))
+        if is_last:
+            exact.append((row["streams"], advanced))
         values = [
             (old, rounding.rounded(new.float(), bits) if old.dtype is torch.bfloat16 else new)
-            for (old, new), bits in zip(values, rounding.random_bits(advanced, p), strict=False)
+            for (old, new), bits in zip(values, rounding.random_bits(advanced, p, numbers), strict=False)
         ]
     if "copies" in row:
         exact.append((row["copies"], values[0][1].to(p.dtype)))

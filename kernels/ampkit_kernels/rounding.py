@@ -25,6 +25,7 @@ half of the stream. All of it is done with integers, so a kernel and these funct
 """
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -41,15 +42,30 @@ def stream(seed: int, number: int, device: torch.device) -> Tensor:
     return torch.full((), int.from_bytes(digest, "big", signed=True), dtype=torch.int64, device=device)
 
 
-def random_bits(stream: Tensor, like: Tensor) -> list[Tensor]:
-    """Four numbers from 0 to 65,535 for every element of `like`: int64 tensors of its shape."""
+def element_numbers(like: Tensor, strides: Sequence[int], first: int = 0) -> Tensor:
+    """The number in memory of every element of `like`, which begins with `first`; `strides` are `dense_strides`."""
+    numbers = torch.full((), first, dtype=torch.int64, device=like.device)
+    for size, stride in zip(like.shape, strides, strict=True):
+        numbers = numbers.unsqueeze(-1) + torch.arange(size, device=like.device) * stride
+    return numbers
+
+
+def dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    """The strides of a tensor; of one with gaps or repetitions, those of a dense copy."""
+    return torch.empty_like(tensor, device="meta").stride()
+
+
+def random_bits(stream: Tensor, like: Tensor, numbers: Tensor | None = None) -> list[Tensor]:
+    """Four numbers from 0 to 65,535 for every element of `like`: int64 tensors of its shape.
+
+    Args: numbers: those of the elements, of a `like` that is a part of a parameter.
+    """
     low, high = stream & _UINT32, (stream >> 32) & _UINT32
     key0 = _mix(low ^ _mix(high))
     key1 = _mix(high ^ key0)
     key2 = _mix(low ^ key1)
-    place = torch.empty_like(like, dtype=torch.int64)   # dense, in the order of the memory of `like` where that is
-    number = torch.arange(like.numel(), device=like.device) & _UINT32
-    inner = _mix(number.as_strided(place.shape, place.stride()) ^ key0)
+    numbers = element_numbers(like, dense_strides(like)) if numbers is None else numbers
+    inner = _mix((numbers & _UINT32) ^ key0)
     first, second = _mix(inner ^ key1), _mix(inner ^ key2)
     return [first & 0xFFFF, first >> 16, second & 0xFFFF, second >> 16]
 

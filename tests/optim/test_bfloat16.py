@@ -14,6 +14,8 @@ from torch.nn import Parameter
 
 from ampkit.optim import SGD, AdamW
 from ampkit_kernels import reference, rounding
+from ampkit_kernels.reference import is_on_host
+from benchmarks.counts import peak_and_copies
 from tests.optim.steps import PAIRS, SKIPPED, copies_of, interpreted, train
 from tests.optim.steps import parameters as parameters_of
 
@@ -178,6 +180,43 @@ def test_a_weight_that_is_written_from_outside_loses_its_remainder(write: Callab
     write(params[0], torch.full((5, 3), 0.25).bfloat16())
     assert torch.equal(optimizer.masters()[params[0]], torch.full((5, 3), 0.25))
     assert not torch.equal(before[3], before[3].bfloat16().float())
+
+
+@pytest.mark.parametrize("given", [STOCHASTIC, REMAINDER, BOTH, {"state_dtype": torch.float32}], ids=str)
+@pytest.mark.parametrize("pair", ["AdamW amsgrad maximize", "SGD nesterov"])
+def test_large_parameters_are_stepped_in_pieces_with_the_same_bits(
+    pair: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever their strides, and where only the device knows of a skipped step; with little memory beside lists."""
+    cls, _, options = PAIRS[pair]
+    ends = []
+    for piece, on_host in ((1 << 20, True), (7, True), (7, False), (64, True)):
+        monkeypatch.setattr(reference, "PIECE", piece)
+        monkeypatch.setattr(reference, "is_on_host", lambda _, on_host=on_host: on_host)
+        generator = torch.Generator().manual_seed(0)
+        shapes = ((40, 6), (30, 5), (3, 4, 5, 2), (9, 8), (0,))
+        values, grads = ([torch.randn(s, generator=generator).bfloat16() for s in shapes] for _ in range(2))
+        values[1] = values[1].t()
+        grads[1] = grads[1].view(5, 30)
+        values[2] = values[2].to(memory_format=torch.channels_last)
+        values[3], grads[3] = values[3][:, ::2], grads[3][:, :1].expand(9, 4)
+        params = list(map(Parameter, values))
+        optimizer = cls(params, **options, **given)
+        for step in range(3):
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
+            optimizer.found_inf = torch.tensor(float(step == 1))
+            optimizer.step()
+        ends.append(everything(optimizer, params))
+    for end in ends[1:]:
+        for found, wanted in zip(end, ends[0], strict=True):
+            assert torch.equal(found, wanted)
+    param = Parameter(torch.ones(1 << 16).bfloat16())
+    param.grad, optimizer = torch.ones_like(param), cls([param], **options, **given)
+    monkeypatch.setattr(reference, "PIECE", 1 << 12)
+    monkeypatch.setattr(reference, "is_on_host", is_on_host)
+    optimizer.step()
+    assert peak_and_copies(optimizer.step, torch.device("cpu"))["peak_bytes"] < 8 * (1 << 16)
 
 
 def test_a_compiled_step_keeps_masters() -> None:
