@@ -6,7 +6,8 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, is_not
 from typing import Any, TypeVar, overload
 from weakref import ref
 
@@ -26,6 +27,7 @@ Loss = TypeVar("Loss")      # that a closure returns, and `step` then
 _ORDINARY = frozenset({Tensor, torch.nn.Parameter})
 _dtype_of, _layout_of, _is_cpu = attrgetter("dtype"), attrgetter("layout"), attrgetter("is_cpu")
 _CPU = torch.device("cpu")
+_MOST_CACHES = 8        # of a group whose parameters do not all have gradients in every step, as experts
 _OF_THE_OPTIMIZER = ("impl", "rounding", "masters", "state_dtype", "seed")      # arguments that no group overrides
 
 
@@ -48,8 +50,8 @@ class DeviceStep(ABC):
     _copies: dict[Tensor, Tensor]           # that the user wants written
     # Of each weight with a remainder, how the last step left it. Keeps none alive that the program has let go.
     _seen: dict[ref[Tensor], tuple[Any, ...]]
-    # By number of the group, whether copies are written, and `impl`.
-    _caches: dict[tuple[int, bool, str], kernels.StepCache]
+    # By number of the group, device, whether copies are written, `impl`, and which parameters have gradients.
+    _caches: dict[tuple[int, torch.device, bool, str, bytes], kernels.StepCache]
     _warned = False
 
     @abstractmethod
@@ -277,6 +279,9 @@ class DeviceStep(ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if is_compiling() and self.impl != "reference" and self._leaves_cpu():
+            _step_uncompiled(self)
+            return loss
         scalars = StepScalars.of(self)
         with torch.set_grad_enabled(False):
             for number, group in enumerate(self.param_groups):
@@ -284,11 +289,17 @@ class DeviceStep(ABC):
                     self._step_validated(number, group, scalars)
         return loss
 
+    def _leaves_cpu(self) -> bool:
+        """Whether kernels may step, which take addresses: Dynamo would compile a step again for each of them."""
+        return self.impl == "triton" or not all(param.is_cpu for param in self._parameters())
+
     def _step_again(self, number: int, group: dict[str, Any], scalars: StepScalars) -> bool:
         """Step a group by the caches of its last step; False, with nothing done, where they do not fit."""
         params, names = group["params"], self._names(group)
         grads = [param.grad for param in params]
+        which = b""
         if type(None) in set(map(type, grads)):
+            which = _which(grads)
             params = [param for param, grad in zip(params, grads, strict=True) if grad is not None]
             grads = [grad for grad in grads if grad is not None]
         columns, beside = [params, grads], self._copies
@@ -304,9 +315,9 @@ class DeviceStep(ABC):
             return False
         found = []
         n = len(columns) - ("step" in names) - ("stream" in names)
-        for rows, copies in split_by_copy(params, beside):
+        for device, rows, copies in _launched_alike(params, beside):
             lists = columns if rows is None else [[column[i] for i in rows] for column in columns]
-            cache = self._caches.get((number, copies is not None, self.impl))
+            cache = self._caches.get((number, device, copies is not None, self.impl, which))
             if cache is None or not cache.fits([*lists[:n], *([] if copies is None else [copies]), *lists[n:]]):
                 return False
             found.append((cache, lists[0] if copies is None else [*lists[0], *copies]))
@@ -380,20 +391,28 @@ class DeviceStep(ABC):
         with nullcontext() if plain or "stream" not in names else _shifted_by_shard(columns[-1], params):
             for rows, copies in split_by_copy(params, beside):
                 lists = columns if rows is None else [[column[i] for i in rows] for column in columns]
+                cache = None
+                if plain:
+                    grads = [param.grad for param in group["params"]]
+                    cache = self._cache((number, device, copies is not None, self.impl, _which(grads)))
                 options = self._all_options(group, scalars, device)
                 options["remainders" if masters else "copies"] = copies
                 if "stream" in names:
                     *lists, options["streams"] = lists
-                self._step_kernel(
-                    group, lists, impl=self.impl,
-                    cache=self._caches.setdefault((number, copies is not None, self.impl), kernels.StepCache())
-                    if plain else None,
-                    **options,
-                )
+                self._step_kernel(group, lists, impl=self.impl, cache=cache, **options)
                 stepped = params if rows is None else [params[i] for i in rows]
                 _note_written([*stepped, *(beside[param] for param in stepped if param in beside)])
         if masters:
             self._see(beside)
+
+    def _cache(self, key: tuple[int, torch.device, bool, str, bytes]) -> kernels.StepCache:
+        """The cache for these gradients of a group; a new one takes the place of the oldest of too many."""
+        if key not in self._caches:
+            alike = [other for other in self._caches if other[:-1] == key[:-1]]
+            if len(alike) >= _MOST_CACHES:
+                del self._caches[alike[0]]
+            self._caches[key] = kernels.StepCache()
+        return self._caches[key]
 
     def _fill(self, params: Sequence[Tensor], names: Sequence[str]) -> list[dict[str, Any]]:
         """The state of each parameter, with the named entries, and what the options add."""
@@ -415,6 +434,10 @@ class DeviceStep(ABC):
                 "the device and change it in place.",
                 stacklevel=6,
             )
+
+
+# Inside compiled code; hooks around `step` have run.
+_step_uncompiled = skip_compilation(lambda optimizer: DeviceStep.step(optimizer))
 
 
 def refuse_sparse(optimizer: DeviceStep, grads: Sequence[Any]) -> None:
@@ -552,6 +575,28 @@ def split_by_copy(
             targets = [local_tensor(copies[params[i]]) for i in numbers] if with_copy else None
             parts.append((None if len(numbers) == len(params) else numbers, targets))
     return parts
+
+
+def _launched_alike(
+    params: Sequence[Tensor], copies: Mapping[Tensor, Tensor]
+) -> Iterator[tuple[torch.device, list[int] | None, list[Tensor] | None]]:
+    """`split_by_copy` of the parameters on each device, with the device."""
+    if len(set(map(Tensor.get_device, params))) < 2:
+        for rows, targets in split_by_copy(params, copies):
+            yield params[0].device, rows, targets
+        return
+    by_device: dict[torch.device, list[int]] = {}
+    for i, param in enumerate(params):
+        by_device.setdefault(param.device, []).append(i)
+    for device, here in by_device.items():
+        for rows, targets in split_by_copy([params[i] for i in here], copies):
+            yield device, here if rows is None else [here[i] for i in rows], targets
+
+
+def _which(grads: Sequence[Tensor | None]) -> bytes:
+    """Which gradients there are, one byte for each; empty where all of them are."""
+    found = bytes(map(is_not, grads, repeat(None)))
+    return found if 0 in found else b""
 
 
 def lr_for_kernel(lr: float | Tensor, device: torch.device) -> float | Tensor:

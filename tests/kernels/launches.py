@@ -20,7 +20,8 @@ def _held(value: Any) -> Any:
     """What a tensor of addresses holds; of other tensors the shape."""
     if not isinstance(value, Tensor):
         return value
-    return value.tolist() if value.dtype.is_signed and not value.is_floating_point() else tuple(value.shape)
+    is_read = value.dtype.is_signed and not value.is_floating_point() and not value.is_meta
+    return value.tolist() if is_read else tuple(value.shape)
 
 
 @contextmanager

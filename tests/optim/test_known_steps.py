@@ -20,9 +20,10 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from ampkit.optim import SGD, AdamW
-from ampkit_kernels import StepCache
+from ampkit_kernels import StepCache, configs, dispatch
 from ampkit_kernels.triton_ops import pointer_table
 from tests.kernels.launches import Noted, noted_launches
 
@@ -212,6 +213,66 @@ def test_what_is_kept_is_used_and_gradients_are_not_kept(kind: str, monkeypatch:
     optimizer.impl = "reference"
     step()
     assert found == looks
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_tables_are_kept_for_gradients_that_come_and_go(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of experts: made once for each of the last few choices of parameters. A new one costs an old one."""
+    made, real = [], pointer_table.made_table
+    monkeypatch.setattr(pointer_table, "made_table", lambda *given: (made.append(1), real(*given))[1])
+    params = [torch.nn.Parameter(torch.ones(8, dtype=parameters(kind)[0].dtype)) for _ in range(12)]
+    optimizer = OPTIMIZERS[kind](params)
+
+    def tables_of_step(*without: int) -> int:
+        for i, param in enumerate(params):
+            param.grad = None if i in without else torch.ones_like(param)
+        made.clear()
+        optimizer.step()
+        return len(made)
+
+    with noted_launches():
+        for kept in (0, 1, 1):
+            assert [tables_of_step(), tables_of_step(5), tables_of_step(4), tables_of_step(0, 7)] == [1 - kept] * 4
+        assert [tables_of_step(i) for i in range(12)] == [1, 1, 1, 1, 0, 0, *[1] * 6]
+        assert len(optimizer._caches) <= 8
+
+
+def test_a_group_on_two_devices_has_tables_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the CPU stands a device without memory, whose index is another's."""
+    made, real = [], pointer_table.made_table
+    monkeypatch.setattr(pointer_table, "made_table", lambda *given: (made.append(1), real(*given))[1])
+    monkeypatch.setattr(pointer_table, "pinned_words", lambda n: torch.zeros(n, dtype=torch.int64))
+    monkeypatch.setattr(dispatch, "why_not_triton", lambda device: None)
+    monkeypatch.setattr(configs, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 0 if tensor.is_meta else -1)
+    params = [torch.nn.Parameter(torch.ones(8, device=device)) for device in ("cpu", "meta", "cpu")]
+    optimizer = AdamW(params, impl="triton")
+    with noted_launches() as found:
+        for step in range(4):
+            found.clear()
+            made.clear()
+            for param in params:
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+            assert len(made) == (0 if step else 2)
+            assert [one.kernel for one in found] == ["prepare_kernel", "adamw_kernel"] * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*Dynamo:UserWarning")
+def test_a_compiled_step_is_compiled_once() -> None:
+    """Addresses, which differ from step to step, are no part of what Dynamo compiles."""
+    param = torch.nn.Parameter(torch.ones(4))
+    step, compiled, grads = torch.compile(AdamW([param], impl="triton").step, backend="eager"), [], []
+    with noted_launches() as found:
+        for _ in range(12):
+            grads.append(torch.ones(4))
+            param.grad = grads[-1]
+            found.clear()
+            step()
+            compiled.append(counters["frames"]["total"])
+            assert [one.kernel for one in found] == ["prepare_kernel", "adamw_kernel"]
+            assert found[1].arguments[1][1] == param.grad.data_ptr()
+    assert len(set(compiled[2:])) == 1, compiled
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

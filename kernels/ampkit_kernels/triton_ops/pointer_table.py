@@ -55,13 +55,11 @@ def block_map(numels: Sequence[int], chunk: int) -> np.ndarray:
     short ones to fill up at the end. Tensors without elements get no entry.
     """
     lengths = np.asarray(numels, dtype=np.int64)
-    counts = (lengths + chunk - 1) // chunk
-    tensor = np.repeat(np.arange(len(lengths), dtype=np.int64), counts)
-    first = np.repeat(np.cumsum(counts) - counts, counts)
-    index = np.arange(len(tensor), dtype=np.int64) - first
-    sizes = np.minimum(lengths[tensor] - index * chunk, chunk)
-    order = np.argsort(-sizes, kind="stable")
-    return (index[order] << CHUNK_SHIFT) | tensor[order]
+    whole, rest = np.divmod(lengths, chunk)
+    tensor = np.repeat(np.arange(len(lengths), dtype=np.int64), whole)
+    index = np.arange(len(tensor), dtype=np.int64) - np.repeat(np.cumsum(whole) - whole, whole)
+    order = np.argsort(-rest, kind="stable")[: np.count_nonzero(rest)]      # of the short ones alone: they are few
+    return np.concatenate([(index << CHUNK_SHIFT) | tensor, (whole[order] << CHUNK_SHIFT) | order])
 
 
 @dataclass(eq=False)
