@@ -193,10 +193,9 @@ def adamw_(
     Arithmetic is float32 (float64 for float64 parameters), rounded once per stored value. Never synchronises. Moves 28
     bytes per float32 element, 2 more with a half copy.
 
-    Moments may have another dtype than parameters, one for all moments of a parameter. With `streams`, one int64
-    element per parameter, bfloat16 parameters and moments are rounded at random; with `remainders`, held as float16
-    beside bfloat16 parameters and in place of `copies`, both together are one float32 number, which is stepped: see
-    `ampkit_kernels.rounding`.
+    Moments may have another dtype than parameters, one for all of a parameter. With `streams`, one int64 element each,
+    bfloat16 parameters and moments are rounded at random; with `remainders`, held as float16 beside bfloat16 parameters
+    and in place of `copies`, both together are one float32 number, which is stepped: see `ampkit_kernels.rounding`.
     Loshchilov and Hutter, "Decoupled Weight Decay Regularization"; operations in the order of `torch.optim.AdamW`.
 
     >>> import torch
@@ -209,7 +208,6 @@ def adamw_(
     given = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
     given |= {"max_exp_avg_sqs": max_exp_avg_sqs if amsgrad else None, "copies": copies, "remainders": remainders}
     lists = _step_lists(op, given, streams, multiplier, grad_scale, found_inf)
-    check_same_dtypes(op, **{name: tensors for name, tensors in lists.items() if "exp_avg" in name})
     if len(steps) != len(params):
         raise ValueError(f"{op}: got {len(steps)} steps for {len(params)} params; expected one for each")
     for value in steps:
@@ -321,6 +319,8 @@ def _step_lists(
         check_resolved(op, name, tensors)
         plain[name] = strided_floats(tensors, op)
     check_parallel(op, **plain)
+    if moments := {name: tensors for name, tensors in plain.items() if "exp_avg" in name}:
+        check_same_dtypes(op, **moments)
     check_one_device([t for tensors in (*plain.values(), streams or ()) for t in tensors], op)
     for name, value in (("multiplier", multiplier), ("grad_scale", grad_scale), ("found_inf", found_inf)):
         if value is not None:
