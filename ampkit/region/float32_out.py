@@ -16,6 +16,7 @@ from torch import Tensor
 from ampkit.policy import casting
 from ampkit.torch_internals.dispatcher import Exclude, keysets
 from ampkit.torch_internals.operators import OpOverload
+from ampkit.torch_internals.tensors import tracing_state
 from ampkit.torch_internals.transforms import functorch_level, in_forward_ad
 
 __all__ = ["expands", "product"]
@@ -27,12 +28,15 @@ def product(op: OpOverload, cast: casting.Cast, *args: Any, **kwargs: Any) -> Te
     """`op` on arguments that LOWER has cast, its result in float32.
 
     What is not a product of two matrices, or of two batches of them, is the operator on float32 copies of the rounded
-    operands, backward included: vectors, broadcast batches, `alpha` and `beta`, transforms of `torch.func`. So are
-    shapes that do not fit, at which the operator raises.
+    operands, backward included: vectors, broadcast batches, `alpha` and `beta`, transforms of `torch.func`,
+    `torch.jit.trace`. So are shapes that do not fit, at which the operator raises.
     """
     given = list(casting.tensors((*args, *kwargs.values())))
     if any(each.dtype is not cast.dtype or not cast.on_device(each) for each in given) or cast.dtype.itemsize != 2:
         return op._op(*args, **kwargs)
+    # `torch.jit.trace` would record the call of an autograd function, which cannot be saved.
+    if kwargs or functorch_level() is not None or in_forward_ad() or tracing_state() is not None:
+        return _wide(op, cast, args, kwargs)
     name = op.overloadpacket.__name__
     operands: Any = args if len(args) > 2 else (*args, None)
     left, right, added = operands
@@ -45,8 +49,8 @@ def product(op: OpOverload, cast: casting.Cast, *args: Any, **kwargs: Any) -> Te
     fits = fits and _DIMS.get(name, left.dim()) == left.dim() and right.dim() == _DIMS.get(name, right.dim())
     fits = fits and (added is None or expands(added.shape, shape))
     dense = all(each.layout is torch.strided and not each.is_nested for each in given)
-    if kwargs or not fits or not dense or functorch_level() is not None or in_forward_ad():
-        return op._op(*casting.cast_to(cast.device_type, torch.float32).args(args), **kwargs)
+    if not fits or not dense:
+        return _wide(op, cast, args, kwargs)
     if right.dim() > 3:
         right = right.flatten(0, -3)
     if left.dim() > right.dim():
@@ -55,6 +59,10 @@ def product(op: OpOverload, cast: casting.Cast, *args: Any, **kwargs: Any) -> Te
     if len(shape) > result.dim():
         result = torch.ops.aten._unsafe_view(result, shape)     # a view could not be written in place like LOWER's
     return result if added is None else result + added
+
+
+def _wide(op: OpOverload, cast: casting.Cast, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    return op._op(*casting.cast_to(cast.device_type, torch.float32).args(args), **kwargs)
 
 
 def expands(shape: torch.Size, target: tuple[int, ...]) -> bool:

@@ -22,7 +22,7 @@ from ampkit.region.weight_cache import RegionCache
 from ampkit.torch_internals.dispatcher import Exclude, keysets
 from ampkit.torch_internals.float8 import is_eager, lacks_float8, product
 from ampkit.torch_internals.operators import OpOverload
-from ampkit.torch_internals.tensors import is_capturing, n_collectives
+from ampkit.torch_internals.tensors import is_capturing, n_collectives, tracing_state
 from ampkit.torch_internals.transforms import functorch_level, in_forward_ad
 from ampkit_kernels import Quantized, Scaling, backend, reference
 
@@ -119,7 +119,12 @@ class Product:
     def __call__(self, *args: Any) -> Tensor:
         x, weight = args[self.at.x], args[self.at.weight]
         added = args[self.at.added] if self.at.added is not None and self.at.added < len(args) else None
-        if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        if tracing_state() is not None:
+            # Operators can be saved, and are the same with and without grad mode, as torch.jit.trace checks. Where the
+            # traced code is differentiated, torch refuses; a detached input would have no gradient, in silence.
+            with torch.no_grad():
+                out, _ = self.output(x, weight, saves=False)
+        elif torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
             out = _Products.apply(x, weight, self)
         else:
             out, _ = self.output(x.detach(), weight, saves=False)       # without a history its forms are not shared
@@ -144,7 +149,7 @@ class Product:
     def _input_forms(self, x: Tensor, *, transposed: bool) -> dict[str, Any]:
         """The forms of an input that this product needs, among those there are."""
         recipe, forms = self.recipe, self._forms_there_are(x)
-        flat = x.detach().reshape(-1, x.shape[-1])
+        flat = x.reshape(-1, x.shape[-1])
         rows = None if "rows" in forms else recipe.x
         columns = recipe.x_t if transposed and "columns" not in forms else None
         if rows or columns:

@@ -17,6 +17,7 @@ import sys
 import torch
 
 from ampkit.policy.policy import Policy, register_changes
+from ampkit.region.policy_guard import trace_backward_as_eager
 from ampkit.region.spec import RegionSpec
 from ampkit.region.stack import leave_down_to, leave_ended, push
 from ampkit.region.thread_state import thread
@@ -55,6 +56,8 @@ def enter_region(
         if policy.text == rules:        # else the trace began again before it came here
             spec = spec._replace(policy=policy, of_module=of_module)
     push(spec, frame=caller if runs_a_graph(caller) else None)
+    if tracing_in is not None and thread.mark:
+        trace_backward_as_eager()
 
 
 def leave_region() -> None:

@@ -23,7 +23,14 @@ import torch
 from ampkit.policy.module_rules import ModuleRules
 from ampkit.policy.policy import Policy, register_changes, registered
 from ampkit.region.thread_state import thread
-from ampkit.torch_internals.dynamo import DYNAMO_CALLBACKS, compile_callbacks, forget_compiled
+from ampkit.torch_internals.dynamo import (
+    AS_FORWARD,
+    DYNAMO_CALLBACKS,
+    backward_autocast,
+    compile_callbacks,
+    forget_compiled,
+    set_backward_autocast,
+)
 from ampkit.torch_internals.forks import renewed_lock
 
 _set_enabled, _set_dtype = torch.set_autocast_enabled, torch.set_autocast_dtype
@@ -40,10 +47,11 @@ _numbers: dict[ModuleRules, int] = {}   # by the modules that they bind; a numbe
 _counter = itertools.count(1)
 
 
-class _Tags:
-    """The user's own cache tag while ours is in its place."""
+class _Found:
+    """What the user has chosen, while Dynamo compiles with ours in its place."""
 
-    found: str | None = None
+    tag: str | None = None
+    backward: str | None = None
 
 
 def mark_of(policies: tuple[tuple[str, Policy], ...]) -> Mark:
@@ -119,19 +127,34 @@ def write(mark: Mark) -> None:
 def _watch() -> None:
     """Register for the start and end of compilation; `torch._dynamo.reset` drops callbacks."""
     handler = compile_callbacks()
-    if handler is not None and _tag not in handler.start_callbacks:     # None also while another thread imports it
-        handler.register_end_callback(_untag)       # first: without it, a start would tag all later compilations
-        handler.register_start_callback(_tag)
+    if handler is not None and _begin not in handler.start_callbacks:   # None also while another thread imports it
+        handler.register_end_callback(_end)     # first: without it, a start would change all later compilations
+        handler.register_start_callback(_begin)
 
 
-def _tag(_: Any) -> None:
+def _begin(_: Any) -> None:
     mark = thread.mark
     if mark:
-        _Tags.found = torch.compiler.config.cache_key_tag
-        torch.compiler.config.cache_key_tag = _Tags.found + hashlib.sha256(_texts[mark].encode()).hexdigest()
+        _Found.tag = torch.compiler.config.cache_key_tag
+        torch.compiler.config.cache_key_tag = _Found.tag + hashlib.sha256(_texts[mark].encode()).hexdigest()
+        trace_backward_as_eager()
 
 
-def _untag(_: Any) -> None:
-    if _Tags.found is not None:
-        torch.compiler.config.cache_key_tag = _Tags.found
-        _Tags.found = None
+def trace_backward_as_eager() -> None:
+    """Have what Dynamo compiles now traced with autocast off in backward, where eager code runs it, outside regions.
+
+    AOTAutograd traces a backward in the autocast state that surrounds the compiled call. There the products of a
+    float32 module's backward would be cast. The option is part of the keys of AOTAutograd's cache.
+    """
+    if _Found.backward is None and backward_autocast() == AS_FORWARD:
+        _Found.backward = AS_FORWARD
+        set_backward_autocast("off")
+
+
+def _end(_: Any) -> None:
+    if _Found.tag is not None:
+        torch.compiler.config.cache_key_tag = _Found.tag
+        _Found.tag = None
+    if _Found.backward is not None:
+        set_backward_autocast(_Found.backward)
+        _Found.backward = None

@@ -147,6 +147,8 @@ class _Casts(dict[int, _Entry]):
             entry.cast = entry.cast.detach()
             return self._takes(weight)
         if torch.is_grad_enabled() and not _inference_mode():
+            if functorch_level() is not None:       # a transform of `torch.func` refuses what `connected` records
+                return False
             entry.cast = connected(weight, entry.cast)
         return True
 

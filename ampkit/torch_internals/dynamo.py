@@ -21,6 +21,7 @@ _set_strategy = private("_C._dynamo.eval_frame.set_code_exec_strategy")
 TracingContext = private("_guards.TracingContext")
 
 DYNAMO_CALLBACKS = "torch._dynamo.callback"     # the module, if Dynamo is imported
+AS_FORWARD = "same_as_forward"      # torch's default of `backward_autocast`
 
 # Whether Dynamo is tracing the call. An alias, not a wrapper, which would cost every region two calls.
 tracing = torch.compiler.is_dynamo_compiling
@@ -101,6 +102,20 @@ def frame_on_stack(frame: FrameType) -> bool:
 def compile_callbacks() -> Any:
     """Dynamo's registry of callbacks for start and end of compilation; None while Dynamo is not imported."""
     return getattr(sys.modules.get(DYNAMO_CALLBACKS), "callback_handler", None)
+
+
+def backward_autocast() -> Any:
+    """The autocast state in which AOTAutograd traces backward, an option of torch's."""
+    from torch._functorch import config
+
+    return config.backward_pass_autocast
+
+
+def set_backward_autocast(value: str) -> None:
+    """Set `backward_autocast`."""
+    from torch._functorch import config
+
+    config.backward_pass_autocast = value
 
 
 def has_compiled() -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch._functorch import config as functorch_config
 from torch.nn.modules import module as hooked
 
 from ampkit.region.thread_state import thread
@@ -12,7 +13,7 @@ from ampkit.region.thread_state import thread
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
-    """No compiled code from another test, and no region, mark, module hook or cache tag from this one."""
+    """No compiled code from another test, and no region, mark, module hook or option of torch from this one."""
     if "torch._dynamo" in sys.modules:      # importing it takes seconds
         torch._dynamo.reset()
     yield
@@ -21,3 +22,4 @@ def _nothing_left_behind() -> Iterator[None]:
     assert not hooked._global_forward_pre_hooks
     assert not hooked._global_forward_hooks
     assert torch.compiler.config.cache_key_tag == ""
+    assert functorch_config.backward_pass_autocast == "same_as_forward"

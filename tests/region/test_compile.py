@@ -4,6 +4,8 @@ The oracle is the same function run eagerly: equal dtypes and equal bits under `
 which fuses and so rounds less often, equal dtypes and values within the region's precision.
 """
 
+import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs
+from torch._functorch import config as functorch_config
 from torch._higher_order_ops import associative_scan, scan, while_loop
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -60,9 +63,8 @@ def test_a_compiled_function_called_in_regions_never_serves_another_region(backe
     for _ in range(2):
         for policy in policies(net):
             for dtype in (BF16, FP16) if policy is RULES else (BF16,):
-                with autocast("cpu", dtype, policy=policy, cache_enabled=False):
-                    wanted, got = step(outputs, net, x), step(compiled, net, x)
-                assert_same(got, wanted)
+                region = autocast("cpu", dtype, policy=policy, cache_enabled=False)
+                assert_same(step(region(compiled), net, x), step(region(outputs), net, x))
         with autocast("cpu", policy=RULES):
             with autocast("cpu", enabled=False):
                 assert_same(step(compiled, net, x), step(outputs, net, x))
@@ -192,6 +194,102 @@ def test_the_cache_on_disk_is_told_the_policy_in_full() -> None:
             torch.compile(net, backend=backend)(x)
     assert tags[0] == ""
     assert len({*tags}) == 3
+
+
+# Backward: in the dtypes of eager code, which runs it outside regions
+
+
+class Rounded(nn.Module):
+    """Three layers; the second is in a region of its own."""
+
+    def __init__(self, between: Callable[[], Any] = contextlib.nullcontext) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(8, 8) for _ in range(3))
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        with self.between():
+            x = self.middle(x.float())
+        return self.last(torch.tanh(x))
+
+
+FLOAT32: dict[str, Callable[[], tuple[nn.Module, Policy]]] = {
+    "a module": lambda: ((net := Rounded()), TORCH.for_modules(net, {"middle": "float32"})),
+    "an operator": lambda: (Rounded(), TORCH.with_rules({"aten::linear": Rule.FLOAT32})),
+    "by hand": lambda: (Rounded(lambda: torch.autocast("cpu", enabled=False)), Policy.default("cpu")),
+}
+
+
+def around(region: Callable[[], Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
+    call = compiled(lambda net, x: net(x))
+
+    def function(net: nn.Module, x: Tensor) -> Tensor:
+        with region():
+            return call(net, x)
+
+    return function
+
+
+def inside_of_torchs(region: Callable[[], Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
+    function = compiled(around(region, lambda call: call))
+
+    def outside(net: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", BF16):
+            return function(net, x)
+
+    return outside
+
+
+def after_a_graph_break(region: Callable[[], Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def function(net: nn.Module, x: Tensor) -> Tensor:
+        with region():
+            torch._dynamo.graph_break()
+            return net(x)
+
+    return compiled(function)
+
+
+@pytest.mark.parametrize("where", [around, inside_of_torchs, after_a_graph_break], ids=lambda where: where.__name__)
+@pytest.mark.parametrize("rule", FLOAT32)
+def test_the_backward_of_what_runs_in_float32_is_computed_in_float32(
+    rule: str, where: Callable[..., Callable[..., Any]]
+) -> None:
+    net, policy = FLOAT32[rule]()
+    x = torch.randn(4, 8)
+
+    def gradients(compiled: Callable[..., Any]) -> Any:
+        output = where(lambda: autocast("cpu", policy=policy), compiled)(net, x)
+        return torch.autograd.grad(output.float().square().sum(), list(net.parameters()))
+
+    wanted = gradients(lambda call: call)
+    got = gradients(functools.partial(torch.compile, backend="aot_eager"))
+    assert all(map(torch.equal, got, wanted))
+
+
+def test_a_backward_that_fits_float32_does_not_overflow_in_compiled_code() -> None:
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8)
+    compiled = torch.compile(lambda x: net(x), backend="aot_eager", fullgraph=True)
+    with autocast("cpu", FP16, policy=TORCH.for_modules(net, {"1": "float32"})):
+        output = compiled(x)
+    assert output.dtype is FP32
+    found = torch.autograd.grad(output.sum() * 2.0**18, [*net[1].parameters()])
+    assert all(gradient.isfinite().all() for gradient in found)
+    assert max(gradient.abs().max() for gradient in found) > torch.finfo(FP16).max
+
+
+@pytest.mark.parametrize("option", ["same_as_forward", [{"device_type": "cpu"}]])
+def test_torchs_option_for_backward_holds_where_it_is_given(option: Any) -> None:
+    """As a list, which says that backward is called in a region; and torch's default where no region of ours is."""
+    net, x = Rounded(lambda: torch.autocast("cpu", enabled=False)), torch.randn(4, 8)
+    found = []
+    for region in (torch.autocast("cpu"), autocast("cpu"), torch.autocast("cpu")):
+        torch._dynamo.reset()
+        with functorch_config.patch(backward_pass_autocast=option), region:
+            output = torch.compile(net, backend="aot_eager", fullgraph=True)(x)
+        found.append(torch.autograd.grad(output.float().square().sum(), net.middle.weight)[0])
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[0], found[1]) is (option != "same_as_forward")
 
 
 # Module rules in compiled code: they hold where they hold in eager code

@@ -1,5 +1,6 @@
 """Graph capture ahead of time: torch.export, make_fx and torch.jit.trace record the casts; scripts obey the region."""
 
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -99,6 +100,17 @@ def test_a_scripted_function_obeys_the_region(policy: Policy | None) -> None:
             assert torch.equal(scripted(x, w), product(x, w))
             assert scripted(x, w).dtype is product(x, w).dtype
         assert torch.equal(scripted(x, w), product(x, w))
+
+
+def test_a_trace_of_float32_products_can_be_saved_and_trained() -> None:
+    layer, x = nn.Linear(4, 4), torch.randn(3, 4)
+    with autocast("cpu", policy=TORCH.with_rules({"aten::linear": Rule.LOWER_FLOAT32_OUT})):
+        wanted, traced = layer(x), torch.jit.trace(layer, x)
+    torch.jit.save(traced, file := io.BytesIO())
+    file.seek(0)
+    assert torch.equal(torch.jit.load(file)(x), wanted)
+    traced(x).sum().backward()
+    assert layer.weight.grad is not None
 
 
 def test_trace_inside_a_region() -> None:

@@ -362,6 +362,29 @@ def test_kept_cast_has_a_history_where_autograd_records_and_nowhere_else(mode):
     assert torch.equal(leaf.grad, torch.full((4, 4), 2.0))
 
 
+@pytest.mark.parametrize("policy", ["torch", "default"])
+@pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])
+def test_a_weight_that_a_transformed_function_captures(transform, policy):
+    """In later regions as in the first, where the cast is made."""
+    leaf, cache = weight(), WeightCache()
+
+    def function(row):
+        return torch.mm(row.unsqueeze(0), leaf).float().square().sum()
+
+    def call():
+        if transform == "jvp":
+            return torch.func.jvp(function, (X[0],), (X[1],))[1]
+        return torch.func.vmap(function)(X) if transform == "vmap" else torch.func.grad(function)(X[0])
+
+    found = []
+    for given in (None, cache, cache, cache):
+        with autocast("cpu", policy=policy, cache=given):
+            result = call()
+        found.append((result, *torch.autograd.grad(result.sum(), leaf)))
+    for again in found[1:]:
+        assert all(map(torch.equal, again, found[0]))
+
+
 @pytest.mark.parametrize("which", ["outer", "inner"])
 def test_a_cache_in_nested_regions(which):
     """The outer one's serves inside; after an inner one with a cache of its own, the outer has it no longer."""
