@@ -22,8 +22,14 @@ from ampkit.policy.linear_layers import linear_layers
 from ampkit.policy.op_table import DEFAULT_EXTRA, TORCH, Rule, fold
 from ampkit.policy.operator_keys import Operator, candidates, checked_rule, key_name, overloads
 from ampkit.policy.values import PRECISIONS, as_dtype, short
-from ampkit.torch_internals.dynamo import tracing
-from ampkit.torch_internals.operators import OpOverload, current_device_type, is_composite
+from ampkit.torch_internals.dynamo import called_while_tracing, tracing
+from ampkit.torch_internals.operators import (
+    OpOverload,
+    current_device_type,
+    is_composite,
+    listed_as,
+    privateuse1_name,
+)
 
 __all__ = ["Explanation", "Policy", "Rule", "register_op"]
 
@@ -91,7 +97,9 @@ class Policy:
     ) -> None:
         if not isinstance(base, str) or base not in ("default", "torch"):
             raise ValueError(f"unknown policy base {short(base)}; expected 'default' or 'torch'")
-        if not isinstance(device_type, str) or device_type not in TORCH:
+        if device_type == "privateuseone":
+            device_type = _privateuse1_name()
+        elif not isinstance(device_type, str) or (device_type not in TORCH and device_type != _privateuse1_name()):
             raise ValueError(
                 f"no operator lists for device type {short(device_type)}; expected one of {', '.join(map(repr, TORCH))}"
             )
@@ -461,5 +469,11 @@ def _fold_layers(policy: Policy, changes: int) -> RuleTable:
 @functools.cache
 def _base_layers(base: str, device_type: str) -> tuple[tuple[str, _Layer], ...]:
     """torch.amp's layer for a device and, under the default base, ampkit's on top; folded once."""
-    torchs = "torch", fold(TORCH[device_type])
-    return (torchs,) if base == "torch" else (torchs, ("default", fold(DEFAULT_EXTRA[device_type])))
+    listed = listed_as(device_type)
+    torchs = "torch", fold(TORCH[listed])
+    return (torchs,) if base == "torch" else (torchs, ("default", fold(DEFAULT_EXTRA[listed])))
+
+
+@called_while_tracing
+def _privateuse1_name() -> str:
+    return privateuse1_name()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ampkit.policy.op_table import TORCH, Rule
+from ampkit.policy.op_table import Rule
 from ampkit.policy.policy import Policy
 from ampkit.policy.values import as_dtype, short
 from ampkit.region.spec import RegionSpec
@@ -25,8 +25,19 @@ _KINDS = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.i
 _PASSING = ("torch.", "contextlib", "functools")     # between the user's line and this module
 _warned: set[str] = set()       # names of devices
 _spec = functools.partial(tuple.__new__, RegionSpec)     # half the time of RegionSpec(...)
-# Policies by name. One object each: a region recognises its last mode by the policy's identity.
-NAMED_POLICIES = {(base, kind): Policy(base, kind) for base in ("default", "torch") for kind in TORCH}
+
+
+class _NamedPolicies(dict[tuple[str, str], Policy]):
+    """Policies by name. One object each: a region recognises its last mode by the policy's identity.
+
+    Filled as they are asked for, since the backend `privateuseone` may be renamed at any time.
+    """
+
+    def __missing__(self, name: tuple[str, str]) -> Policy:
+        return self.setdefault(name, Policy(*name))
+
+
+NAMED_POLICIES = _NamedPolicies()
 
 
 def autocast_device_type(device_type: Any) -> str:
@@ -51,8 +62,6 @@ def autocast_device_type(device_type: Any) -> str:
             f"device_type is {short(device_type)}, no device string of torch; expected one such as 'cuda', 'cuda:0' or "
             f"'cpu'{_hint(as_dtype(device_type))}"
         ) from None
-    if kind == privateuse1_name():
-        kind = "privateuseone"
     if not _has_autocast(kind):
         raise RuntimeError(f"device_type {device_type!r} has no autocast in torch; expected one such as 'cuda'")
     return kind
@@ -132,7 +141,7 @@ def named_policy(policy: Any, kind: str) -> Policy:
 
     Raises `ValueError` for another name, `TypeError` for anything else.
     """
-    if isinstance(policy, str) and (policy, kind) in NAMED_POLICIES:
+    if isinstance(policy, str) and policy in ("default", "torch"):
         return NAMED_POLICIES[policy, kind]
     if isinstance(policy, Policy) and policy.device_type == kind:
         return policy
@@ -158,7 +167,7 @@ def _available(device: str, kind: str, dtype: torch.dtype) -> bool:
         return True
     if kind == "cuda":
         return True
-    supported = _LOW if kind != "privateuseone" else _supported_by_backend()
+    supported = _LOW if kind != privateuse1_name() else _supported_by_backend()
     if dtype not in supported:
         instead = (
             "To compute in float32, decorate a function with amp.float_function, or use autocast(enabled=False) and "

@@ -46,7 +46,6 @@ _set_enabled, _set_dtype, _set_cache_flag = (
     torch.set_autocast_enabled, torch.set_autocast_dtype, torch.set_autocast_cache_enabled
 )
 _increment, _decrement = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
-_DEFAULT = {kind: policy for (name, kind), policy in NAMED_POLICIES.items() if name == "default"}
 _uncached_modes: dict[Any, AutocastMode] = {}
 
 
@@ -104,7 +103,7 @@ class Entry:
         self.cache = cache
         mode = cache.latest
         if (
-            mode is None or outer is not None or mode.policy is not (spec.policy or _DEFAULT[kind])
+            mode is None or outer is not None or mode.policy is not (spec.policy or NAMED_POLICIES["default", kind])
             or mode.changes != register_changes() or mode.record is not None or records or not spec.cache_enabled
         ):
             mode = _mode(outer, kind, spec.policy, cache if spec.cache_enabled else None)
@@ -174,7 +173,7 @@ def _mode(
     Made once for a cache and its policies, and again after `register_op` has changed the rules.
     """
     every = {} if outer is None else dict(outer.policies)
-    every[device_type] = policy or every.get(device_type) or _DEFAULT[device_type]
+    every[device_type] = policy or every.get(device_type) or NAMED_POLICIES["default", device_type]
     policies = tuple(every.items())
     modes = _uncached_modes if cache is None else cache.modes
     mode = modes.get(policies)

@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampkit.torch_internals.lookup import missing, private, refuse
+from ampkit.torch_internals.operators import listed_as
 
 __all__ = [
     "AUTOCAST_KEYS", "KEY", "KEY_NAMES", "TLS_NAME", "TORCH_KEY", "Exclude", "TorchDispatchMode", "autocast_key",
@@ -97,7 +98,7 @@ def keysets(device_types: tuple[str, ...]) -> tuple[Any, Any]:
 
 def autocast_key(device_type: str) -> Any:
     """The dispatch key of torch's own autocast for a device type."""
-    return torch._C._dispatch_key_parse(AUTOCAST_KEYS[device_type])
+    return torch._C._dispatch_key_parse(AUTOCAST_KEYS[listed_as(device_type)])
 
 
 def current() -> Any:

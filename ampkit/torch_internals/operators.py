@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 __all__ = [
     "FakeTensorMode", "OpOverload", "OpOverloadPacket", "canonical", "current_device_type", "has_any_kernel",
-    "is_composite", "is_dispatched", "operator_names", "privateuse1_name",
+    "is_composite", "is_dispatched", "listed_as", "operator_names", "privateuse1_name",
 ]
 
 
@@ -61,3 +61,8 @@ def current_device_type() -> str:
 def privateuse1_name() -> str:
     """The name that the `privateuseone` backend was given."""
     return torch._C._get_privateuse1_backend_name()
+
+
+def listed_as(device_type: str) -> str:
+    """The name of a device type in torch's own lists: `privateuseone` for the name that this backend was given."""
+    return "privateuseone" if device_type == privateuse1_name() else device_type

@@ -6,6 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ampkit import Policy, Rule, autocast
 from ampkit.region.arguments import emulates_bfloat16
+from tests.helpers.processes import fresh_python
 from tests.helpers.regions import BF16, FP16, FP32, FP64, both, like_torch, on_fake_cuda, product
 
 
@@ -157,6 +158,39 @@ def test_float8_is_no_dtype_of_a_region():
         assert not autocast("cpu", torch.float8_e4m3fn).spec.enabled
     with pytest.warns(UserWarning, match=r"not torch\.int8: it is disabled\. To compute in float32, decorate"):
         autocast("cpu", torch.int8)
+
+
+@pytest.mark.parametrize("when", ["before the import", "after a region"])
+def test_a_backend_with_a_name_of_its_own(when):
+    """Ascend's, Gaudi's and others' come as `privateuseone` and are renamed, once, at any time."""
+    rename = """
+torch.utils.rename_privateuse1_backend("npu")
+module = types.ModuleType("torch.npu")
+module.get_amp_supported_dtype = lambda: [torch.float16]
+module.is_initialized, module.current_device = lambda: True, lambda: 0
+torch._register_device_module("npu", module)
+library = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
+library.fallback(torch.library.fallthrough_kernel)
+"""
+    use = """
+from ampkit import Policy, autocast
+with autocast("cpu"):
+    torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+Policy.default("privateuseone")
+"""
+    check = """
+from torch._subclasses.fake_tensor import FakeTensorMode
+with FakeTensorMode():
+    x = torch.empty(2, 2, device="npu")
+    for device in ("npu", "npu:0", "privateuseone"):
+        for policy in (None, Policy.default("npu"), Policy.torch(device) if device == "npu" else "default"):
+            with autocast(device, torch.float16, policy=policy):
+                print(torch.mm(x, x).dtype, torch.is_autocast_enabled("npu"))
+assert Policy.default("privateuseone") == Policy.default("npu")
+"""
+    code = "import torch, types" + (rename + use if when == "before the import" else use + rename) + check
+    lines = fresh_python(code).splitlines()
+    assert lines == [*["torch.float16 True"] * 2, "torch.float32 True", *["torch.float16 True"] * 6]
 
 
 def test_custom_backends(monkeypatch):

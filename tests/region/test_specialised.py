@@ -116,3 +116,23 @@ def test_ctrl_c_after_any_call_of_a_kernel_leaves_the_keys_as_they_were() -> Non
             n += 1
         assert n > 8
         assert torch.mm(x, w).dtype is BF16
+
+
+@pytest.mark.parametrize("specialised", [True, False])
+def test_promotion_in_a_float32_region_widens_to_float32(specialised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in torch.amp, which allows such a region on CUDA alone; one that is made past the checks shows it here."""
+    monkeypatch.setattr("ampkit.region.specialised.SPECIALISE", specialised)
+    monkeypatch.setattr("ampkit.region.stack._uncached_modes", {})
+    low, wide = torch.ones(2, dtype=torch.bfloat16), torch.ones(2)
+    spec = RegionSpec("cpu", torch.float32, True, False, Policy.torch("cpu"))
+    for given in ([low, low], [low, wide], [wide, wide]):
+        with autocast.of(spec):
+            found = torch.stack(given)
+        torch.set_autocast_enabled("cpu", True)
+        torch.set_autocast_dtype("cpu", torch.float32)
+        try:
+            wanted = torch.stack(given)
+        finally:
+            torch.set_autocast_enabled("cpu", False)
+            torch.set_autocast_dtype("cpu", torch.bfloat16)
+        assert found.dtype is wanted.dtype is torch.float32
