@@ -11,6 +11,7 @@ from torch import nn
 
 from ampkit import Policy, autocast, record_casts
 from ampkit.policy.operator_keys import resolve
+from ampkit.region.spec import RegionSpec
 from ampkit.torch_internals import dispatcher
 from ampkit.torch_internals.bindings import NAMES, binding
 from tests.helpers.op_samples import Call, difference, op_db_calls, region, run
