@@ -29,6 +29,7 @@ from ampkit.torch_internals.dynamo import (
     backward_autocast,
     compile_callbacks,
     forget_compiled,
+    is_compiling,
     set_backward_autocast,
 )
 from ampkit.torch_internals.forks import renewed_lock
@@ -146,7 +147,7 @@ def trace_backward_as_eager() -> None:
     AOTAutograd traces a backward in the autocast state that surrounds the compiled call. There the products of a
     float32 module's backward would be cast. The option is part of the keys of AOTAutograd's cache.
     """
-    if _Found.backward is None and backward_autocast() == AS_FORWARD:
+    if _Found.backward is None and is_compiling() and backward_autocast() == AS_FORWARD:
         _Found.backward = AS_FORWARD
         set_backward_autocast("off")
 

@@ -104,6 +104,11 @@ def compile_callbacks() -> Any:
     return getattr(sys.modules.get(DYNAMO_CALLBACKS), "callback_handler", None)
 
 
+def is_compiling() -> bool:
+    """Whether a compilation has started whose end callbacks will be called: exports have none."""
+    return getattr(compile_callbacks(), "_CompilationCallbackHandler__pending_callbacks_counter", 0) > 0
+
+
 def backward_autocast() -> Any:
     """The autocast state in which AOTAutograd traces backward, an option of torch's."""
     from torch._functorch import config
